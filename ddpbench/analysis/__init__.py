@@ -1,0 +1,1 @@
+"""Pure functions from samples to figures and findings: no torch, no I/O."""

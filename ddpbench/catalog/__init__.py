@@ -1,0 +1,1 @@
+"""WHAT can be measured: one table a file, one entry to add one."""

@@ -1,0 +1,1 @@
+"""THE measurement, in every rank."""

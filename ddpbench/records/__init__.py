@@ -1,0 +1,1 @@
+"""What is stored: the schema and the results folder. No torch."""

@@ -1,0 +1,1 @@
+"""From a run to text: one function a format. No torch."""
