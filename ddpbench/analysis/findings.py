@@ -1,0 +1,143 @@
+"""What a run says beyond its rows: one function of CHECKS adds a check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ddpbench.analysis import lines
+from ddpbench.records.schema import Finding, Launch, Run
+
+
+def findings(run: Run) -> tuple[Finding, ...]:
+    """All findings, the worst first."""
+    order = ("error", "warning", "note")
+    found = [finding for check in CHECKS for finding in check(run)]
+    unique = {(f.code, f.sentence): f for f in found}
+    return tuple(sorted(unique.values(), key=lambda f: order.index(f.severity)))
+
+
+def exit_code(run: Run) -> int:
+    """0 clean, 1 a finding of severity error, 4 a wrong result."""
+    if any(result.wrong for result in run.results):
+        return 4
+    return 1 if any(finding.severity == "error" for finding in run.findings) else 0
+
+
+def _wrong_results(run: Run) -> Iterator[Finding]:
+    for result in run.results:
+        for wrong in result.wrong:
+            case = result.case
+            when = "the check" if wrong.repetition < 0 else f"repetition {wrong.repetition}"
+            yield Finding(
+                "error",
+                "wrong-result",
+                f"{case.operation} on {case.backend}, {case.nbytes} bytes of {case.dtype}: "
+                f"rank {wrong.rank} got {wrong.got} at index {wrong.index} in {when}, "
+                f"expected {wrong.expected}",
+                "do not train on this set-up; run again with one backend and size to narrow it",
+                {"operation": case.operation, "nbytes": case.nbytes, **vars(wrong)},
+            )
+
+
+def _invalid(run: Run) -> Iterator[Finding]:
+    for line in lines.lines(run):
+        if "INVALID" in line.flags:
+            hard = next(r.hard_limit for r in line.results if r.hard_limit)
+            yield Finding(
+                "error",
+                "impossible-speed",
+                f"{line.case.operation} on {line.case.backend}, {line.case.nbytes} bytes, took "
+                f"{(line.seconds or 0) * 1e6:.1f} µs: at most {hard.bytes_per_second / 1e9:.1f} "
+                f"GB/s can move here ({hard.source})",
+                "the call returns before it is done: report it to the backend",
+            )
+
+
+def _one_rank(run: Run) -> Iterator[Finding]:
+    if any(launch.world_size == 1 for launch in run.launches):
+        yield Finding(
+            "note",
+            "one-rank",
+            "one rank: nothing crosses a link, so bus bandwidth is 0 or says nothing by definition",
+            "start two or more ranks: -n 2",
+        )
+
+
+def _debug(run: Run) -> Iterator[Finding]:
+    for _launch, rank in _ranks(run):
+        if rank.get("variables", {}).get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+            yield Finding(
+                "warning",
+                "debug-detail",
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL is set: every call is checked first, and small "
+                "ones take many times as long",
+                "unset TORCH_DISTRIBUTED_DEBUG to measure",
+            )
+            return
+
+
+def _oversubscribed(run: Run) -> Iterator[Finding]:
+    for launch in run.launches:
+        hosts: dict[str, list[dict[str, Any]]] = {}
+        for rank in launch.ranks:
+            hosts.setdefault(str(rank.get("hostname")), []).append(rank)
+        for host, ranks in hosts.items():
+            cores = ranks[0].get("usable_cores")
+            threads = sum(rank.get("threads") or 1 for rank in ranks)
+            if cores and threads > cores:
+                yield Finding(
+                    "warning",
+                    "oversubscribed",
+                    f"{host}: {len(ranks)} ranks with {threads} compute threads in all share "
+                    f"{cores} cores: times contain waiting for a core",
+                    f"use -n {max(1, int(cores))} or fewer, or OMP_NUM_THREADS="
+                    f"{max(1, int(cores) // len(ranks))}",
+                    {"host": host},
+                )
+
+
+def _mixed_versions(run: Run) -> Iterator[Finding]:
+    for launch in run.launches:
+        for name in ("torch_version", "ddpbench_version", "python_version"):
+            values = [rank.get(name) for rank in launch.ranks]
+            odd = [rank for rank, value in enumerate(values) if value != values[0]]
+            if odd:
+                yield Finding(
+                    "error",
+                    "mixed-versions",
+                    f"rank {odd[0]} runs {name.split('_')[0]} {values[odd[0]]}, "
+                    f"rank 0 {values[0]}",
+                    "use one environment on all hosts",
+                    {"rank": odd[0]},
+                )
+
+
+def _busy(run: Run) -> Iterator[Finding]:
+    rows = [line for line in lines.lines(run) if line.seconds is not None]
+    busy = [line for line in rows if "busy" in line.flags]
+    if busy and len(busy) * 4 >= len(rows):
+        yield Finding(
+            "warning",
+            "busy-host",
+            f"other processes used more than 5 % of the cores during {len(busy)} of {len(rows)} "
+            "cases: these times are not this backend's alone",
+            "stop what else runs on the host and measure again",
+        )
+
+
+def _ranks(run: Run) -> Iterator[tuple[Launch, dict[str, Any]]]:
+    for launch in run.launches:
+        for rank in launch.ranks:
+            yield launch, rank
+
+
+CHECKS: list[Callable[[Run], Iterator[Finding]]] = [
+    _wrong_results,
+    _invalid,
+    _mixed_versions,
+    _debug,
+    _oversubscribed,
+    _busy,
+    _one_rank,
+]

@@ -1,0 +1,132 @@
+"""From stamps to figures: pure functions of arrays.
+
+Stamps are int64[world, repetition, 3]: entry, exit, device time, in ns; -1: not taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpbench.records.schema import Interval, Summary
+
+Floats = npt.NDArray[np.float64]
+Stamps = npt.NDArray[np.int64]
+
+BATCH = 20  # neighbouring repetitions are correlated; medians of batches hardly are
+FEWEST = 6  # values below which no 95 % interval of a median exists
+# Percentile → repetitions from which its 95 % interval exists.
+PERCENTILES = {"p50": 6, "p90": 36, "p99": 368, "p99.9": 3688}
+
+
+def durations(stamps: Stamps, calls: int) -> Floats:
+    """Seconds of one operation in each rank and repetition: float64[world, repetition]."""
+    device = stamps[:, :, 2]
+    nanoseconds = device if (device >= 0).all() else stamps[:, :, 1] - stamps[:, :, 0]
+    return np.asarray(nanoseconds * 1e-9 / calls, dtype=np.float64)
+
+
+def t_max(stamps: Stamps, calls: int) -> Floats:
+    """The time of a repetition: that of its slowest rank; needs no common clock."""
+    return np.asarray(durations(stamps, calls).max(axis=0), dtype=np.float64)
+
+
+def settled(before: Floats, after: Floats) -> bool:
+    """Whether two neighbouring warm-up windows agree: means within -50…+10 %, quartiles 5 %."""
+    ratio = after.mean() / before.mean()
+    quartiles = np.percentile(after, [25, 75]) / np.percentile(before, [25, 75])
+    return bool(0.5 <= ratio <= 1.1 and (abs(quartiles - 1) <= 0.05).all())
+
+
+def median_interval(times: Floats, confidence: float = 0.95) -> Interval | None:
+    """The exact binomial interval of the median of batch medians (scipy's quantile_test).
+
+    Below 6 batches of 20, of the repetitions themselves; below 6 of these there is none.
+    """
+    from scipy.stats import quantile_test
+
+    values, of = times, f"median of {len(times)} repetitions"
+    if len(times) >= FEWEST * BATCH:
+        whole = len(times) // BATCH * BATCH
+        values = np.median(times[:whole].reshape(-1, BATCH), axis=1)
+        of = f"median of {len(values)} medians of {BATCH} repetitions"
+    if len(values) < FEWEST:
+        return None
+    found = quantile_test(values, q=float(np.median(values)), p=0.5).confidence_interval(confidence)
+    return Interval(float(found.low), float(found.high), confidence, of)
+
+
+def half_width(interval: Interval) -> float:
+    """Half an interval's width, relative to its middle."""
+    return (interval.high - interval.low) / (interval.high + interval.low)
+
+
+def percentiles(times: Floats) -> dict[str, float]:
+    """The percentiles whose 95 % interval exists for so many repetitions; seconds."""
+    return {
+        name: float(np.percentile(times, float(name[1:])))
+        for name, fewest in PERCENTILES.items()
+        if len(times) >= fewest
+    }
+
+
+def outliers(times: Floats, distance: float) -> int:
+    """How many lie beyond the quartiles by more than `distance` interquartile ranges (Tukey)."""
+    low, high = np.percentile(times, [25, 75])
+    reach = distance * (high - low)
+    return int(((times < low - reach) | (times > high + reach)).sum())
+
+
+def lag1(times: Floats) -> float | None:
+    """Autocorrelation of neighbouring repetitions; None where it means nothing."""
+    if len(times) < 3 or float(times.std()) == 0.0:
+        return None
+    return float(np.corrcoef(times[:-1], times[1:])[0, 1])
+
+
+def summarise(stamps: Stamps, calls: int, common_clock: bool) -> Summary:
+    """All figures of one case in one launch; `stamps` of its timed repetitions, at least one.
+
+    common_clock: whether stamps of different ranks may be compared. A repetition of several
+    calls gives no percentiles: they would be percentiles of averages.
+    """
+    each, times = durations(stamps, calls), t_max(stamps, calls)
+    entry, exits = stamps[:, :, 0], stamps[:, :, 1]
+    bracket: dict[str, Any] = {
+        "skew_seconds": entry.max(axis=0) - entry.min(axis=0),
+        "last_in_seconds": (exits.max(axis=0) - entry.max(axis=0)) / calls,
+        "global_seconds": (exits.max(axis=0) - entry.min(axis=0)) / calls,
+    }
+    return Summary(
+        repetitions=len(times),
+        median_seconds=float(np.median(times)),
+        interval=median_interval(times),
+        mean_seconds=float(times.mean()),
+        min_seconds=float(times.min()),
+        max_seconds=float(times.max()),
+        percentiles_seconds=percentiles(times) if calls <= 2 else {},
+        rank_mean_seconds=float(np.median(each.mean(axis=0))),
+        rank_min_seconds=float(np.median(each.min(axis=0))),
+        outliers=outliers(times, 1.5),
+        far_outliers=outliers(times, 3.0),
+        lag1=lag1(times),
+        **{
+            name: float(np.median(values)) * 1e-9 if common_clock else None
+            for name, values in bracket.items()
+        },
+    )
+
+
+def over_launches(medians: Floats) -> tuple[float, Interval | None]:
+    """Centre and exact interval of launch medians; the interval exists from 6 launches on."""
+    from scipy.stats import quantile_test
+
+    centre = float(np.median(medians))
+    if len(medians) < FEWEST:
+        return centre, None
+    found = quantile_test(medians, q=centre, p=0.5).confidence_interval(0.95)
+    return centre, Interval(
+        float(found.low), float(found.high), 0.95, f"median of {len(medians)} launches"
+    )

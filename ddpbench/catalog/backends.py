@@ -1,0 +1,176 @@
+"""What can carry an operation: one entry of BACKENDS adds one; any other name torch knows works too.
+
+Importing this module imports no torch; `unavailable` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend of torch.distributed, or one that ddpbench brings.
+
+    unavailable  device → None, or one sentence: why not, and what to do
+    provider     () → "native", or the package that implements it
+    library      () → the version of what carries the data
+    transport    what bounds it between ranks of one host: "memory", "tcp", or "" if not known
+    """
+
+    name: str
+    help: str
+    devices: tuple[str, ...]
+    unavailable: Callable[[str], str | None]
+    library: Callable[[], str]
+    provider: Callable[[], str] = lambda: "native"
+    register: Callable[[], str] | None = None  # makes torch know it; returns its name there
+    launcher: str = "torchrun"
+    transport: str = ""
+
+
+def _torch() -> str:
+    import torch
+
+    return f"torch {torch.__version__}"
+
+
+def _gloo_unavailable(device: str) -> str | None:
+    import torch.distributed as dist
+
+    if not dist.is_gloo_available():
+        return "this torch was built without gloo: install a torch wheel for Linux"
+    return _no_cuda("gloo", device) if device == "cuda" else None
+
+
+def _nccl_unavailable(device: str) -> str | None:
+    import torch.distributed as dist
+
+    if device != "cuda":
+        return f"nccl carries CUDA tensors only, not {device}: use --device cuda, or --backend gloo"
+    if not dist.is_nccl_available():
+        return "this torch was built without NCCL: install a CUDA build, or use --backend gloo"
+    return _no_cuda("nccl", device)
+
+
+def _no_cuda(backend: str, device: str) -> str | None:
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    built = "no GPU is visible" if torch.version.cuda else "this torch is a CPU build"
+    return (
+        f"{backend} with CUDA tensors needs a GPU, and {built}: "
+        "run on a GPU node, or use --device cpu --backend gloo"
+    )
+
+
+def _nccl_version() -> str:
+    import torch
+
+    version: Any = torch.cuda.nccl.version()
+    return "NCCL " + ".".join(map(str, version))
+
+
+def _mpi_native() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_mpi_available()
+
+
+def _mpi_unavailable(device: str) -> str | None:
+    from importlib.util import find_spec
+
+    if device != "cpu":
+        return f"mpi carries CPU tensors here, not {device}: use --device cpu, or --backend nccl"
+    if not _mpi_native() and find_spec("mpi4py") is None:
+        return (
+            "torch was built without MPI and mpi4py is not installed: "
+            "pip install 'ddpbench[mpi]' brings mpi4py and Open MPI, without system packages"
+        )
+    return None
+
+
+def _mpi_register() -> str:
+    if _mpi_native():
+        return "mpi"
+    from ddpbench.runtime import mpi
+
+    mpi.register()
+    return "mpi4py"
+
+
+def _mpi_library() -> str:
+    if _mpi_native():
+        return "the MPI torch was built with"
+    import mpi4py
+
+    from ddpbench.runtime import mpi
+
+    return f"{mpi.library()}, mpi4py {mpi4py.__version__}"
+
+
+BACKENDS: dict[str, Backend] = {
+    entry.name: entry
+    for entry in (
+        Backend(
+            name="gloo",
+            help="torch's own for CPU tensors, over TCP; carries CUDA tensors too",
+            devices=("cpu", "cuda"),
+            unavailable=_gloo_unavailable,
+            library=lambda: f"gloo of {_torch()}",
+            transport="tcp",
+        ),
+        Backend(
+            name="nccl",
+            help="NVIDIA's for CUDA tensors (RCCL on AMD)",
+            devices=("cuda",),
+            unavailable=_nccl_unavailable,
+            library=_nccl_version,
+        ),
+        Backend(
+            name="mpi",
+            help="any MPI: native where torch was built with it, else ddpbench's over mpi4py",
+            devices=("cpu",),
+            unavailable=_mpi_unavailable,
+            library=_mpi_library,
+            provider=lambda: "native" if _mpi_native() else "mpi4py",
+            register=_mpi_register,
+            launcher="mpirun",
+            transport="memory",
+        ),
+    )
+}
+
+BEST = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def get(name: str) -> Backend:
+    """The entry of a name; for a name only torch knows (`ucc`, `xccl`, a plug-in) a plain one."""
+    return BACKENDS.get(name) or Backend(
+        name=name,
+        help="registered with torch.distributed",
+        devices=("cpu", "cuda"),
+        unavailable=lambda device: _unregistered(name, device),
+        library=lambda: f"{name} with {_torch()}",
+    )
+
+
+def _unregistered(name: str, device: str) -> str | None:
+    import difflib
+
+    import torch.distributed as dist
+
+    if name not in dist.Backend.backend_list:
+        close = difflib.get_close_matches(name, [*BACKENDS, "auto", "all"], 1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        return (
+            f"unknown backend {name!r}: known are {', '.join(BACKENDS)}, auto, all, and what "
+            f"--import MODULE registers with torch{meant}"
+        )
+    probe = getattr(dist, f"is_{name}_available", None)
+    if probe is not None and not probe():
+        return f"this torch was built without {name}: use one of {', '.join(BACKENDS)}"
+    return _no_cuda(name, device) if device == "cuda" else None

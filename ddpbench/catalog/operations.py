@@ -1,0 +1,399 @@
+"""The operations that can be measured: one entry of OPERATIONS adds one.
+
+Sizes follow nccl-tests: S is the total buffer; where S is n blocks (`blocks`), `count` is one
+block's. Bus factors (busbw = algbw × factor) are nccl-tests', doc/PERFORMANCE.md. The least bytes
+that a rank must move bound the time of any algorithm from below (`least_nbytes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ddpbench.catalog.payload import Piece
+from ddpbench.records.schema import Case
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    Call = Callable[[], dist.Work | None]
+
+
+@dataclass
+class Buffers:
+    """What one rank's call reads and writes: flat tensors, the same one twice when in place."""
+
+    input: torch.Tensor
+    output: torch.Tensor
+
+
+def _one(n: int) -> float:
+    return 1.0
+
+
+def _ring(n: int) -> float:
+    return (n - 1) / n
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation as torch.distributed names it.
+
+    elements   (case, rank) → (elements of the input, of the output); 0 where a rank has none
+    bind       (case, buffers, group, rank) → the call to time, ready to be made
+    expected   (case, rank) → what must be in the output afterwards
+    """
+
+    name: str
+    help: str
+    elements: Callable[[Case, int], tuple[int, int]]
+    bind: Callable[[Case, Buffers, dist.ProcessGroup, int], Call]
+    expected: Callable[[Case, int], tuple[Piece, ...]]
+    bus_factor: Callable[[int], float] = _one
+    least: Callable[[int], float] = _one  # least bytes over S
+    forms: tuple[str, ...] = ("tensor",)  # the first is the default
+    places: tuple[str, ...] = ("in",)  # "in" and "out" of place; the first is the default
+    reduces: bool = False
+    rooted: bool = False
+    blocks: bool = False
+    sized: bool = True
+    messages: int = 1  # one after the other in one call; the time is divided by it
+    paired: bool = False  # between neighbours 0-1, 2-3, …: asynchronous by nature, needs 2 ranks
+
+    def least_nbytes(self, case: Case) -> float:
+        """Bytes that some rank must send or receive, whatever the algorithm."""
+        return case.nbytes * self.least(case.world_size) if case.world_size > 1 else 0.0
+
+
+# --- who holds what: (case, rank) → elements of input and output ---------------------------------
+
+
+def _same(case: Case, rank: int) -> tuple[int, int]:
+    return case.count, case.count
+
+
+def _gathered(case: Case, rank: int) -> tuple[int, int]:
+    return case.count, case.count * case.world_size
+
+
+def _gathered_at_root(case: Case, rank: int) -> tuple[int, int]:
+    return case.count, case.count * case.world_size if rank == case.root else 0
+
+
+def _scattered(case: Case, rank: int) -> tuple[int, int]:
+    return case.count * case.world_size, case.count
+
+
+def _scattered_from_root(case: Case, rank: int) -> tuple[int, int]:
+    return case.count * case.world_size if rank == case.root else 0, case.count
+
+
+def _exchanged(case: Case, rank: int) -> tuple[int, int]:
+    return case.count * case.world_size, case.count * case.world_size
+
+
+def _nothing(case: Case, rank: int) -> tuple[int, int]:
+    return 0, 0
+
+
+# --- what must come out ---------------------------------------------------------------------------
+
+
+def _all_reduced(case: Case, rank: int) -> tuple[Piece, ...]:
+    return (Piece(0, case.count, None),)
+
+
+def _reduced_at_root(case: Case, rank: int) -> tuple[Piece, ...]:
+    return _all_reduced(case, rank) if rank == case.root else ()
+
+
+def _reduced_block(case: Case, rank: int) -> tuple[Piece, ...]:
+    return (Piece(0, case.count, None, offset=rank * case.count),)
+
+
+def _from_root(case: Case, rank: int) -> tuple[Piece, ...]:
+    return (Piece(0, case.count, case.root),)
+
+
+def _all_blocks(case: Case, rank: int) -> tuple[Piece, ...]:
+    return tuple(Piece(r * case.count, case.count, r) for r in range(case.world_size))
+
+
+def _all_blocks_at_root(case: Case, rank: int) -> tuple[Piece, ...]:
+    return _all_blocks(case, rank) if rank == case.root else ()
+
+
+def _block_of_root(case: Case, rank: int) -> tuple[Piece, ...]:
+    return (Piece(0, case.count, case.root, offset=rank * case.count),)
+
+
+def _block_of_each(case: Case, rank: int) -> tuple[Piece, ...]:
+    return tuple(
+        Piece(r * case.count, case.count, r, offset=rank * case.count)
+        for r in range(case.world_size)
+    )
+
+
+def _from_partner(case: Case, rank: int) -> tuple[Piece, ...]:
+    partner = _partner(case, rank)
+    return () if partner is None else (Piece(0, case.count, partner),)
+
+
+def _no_result(case: Case, rank: int) -> tuple[Piece, ...]:
+    return ()
+
+
+# --- the calls ------------------------------------------------------------------------------------
+
+
+def _dist(*names: str) -> Any:
+    """The first of these functions that this torch has: some were renamed (torch 2.13)."""
+    import torch.distributed as dist
+
+    return next(getattr(dist, name) for name in names if hasattr(dist, name))
+
+
+def _op(case: Case) -> Any:
+    import torch.distributed as dist
+
+    return {"prod": dist.ReduceOp.PRODUCT}.get(case.reduce_op or "") or getattr(
+        dist.ReduceOp, (case.reduce_op or "").upper()
+    )
+
+
+def _blocks(tensor: torch.Tensor, case: Case) -> list[torch.Tensor]:
+    return list(tensor.view(case.world_size, case.count).unbind())
+
+
+def _all_reduce(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
+    return partial(
+        _dist("all_reduce"), b.output, op=_op(case), group=group, async_op=case.async_op
+    )
+
+
+def _broadcast(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
+    return partial(
+        _dist("broadcast"), b.output, src=case.root, group=group, async_op=case.async_op
+    )
+
+
+def _reduce(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
+    return partial(
+        _dist("reduce"), b.output, case.root, op=_op(case), group=group, async_op=case.async_op
+    )
+
+
+def _all_gather(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
+    if case.form == "list":
+        call = partial(_dist("all_gather"), _blocks(b.output, case), b.input)
+    else:
+        call = partial(_dist("all_gather_single", "all_gather_into_tensor"), b.output, b.input)
+    return partial(call, group=group, async_op=case.async_op)
+
+
+def _reduce_scatter(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
+    if case.form == "list":
+        call = partial(_dist("reduce_scatter"), b.output, _blocks(b.input, case))
+    else:
+        call = partial(_dist("reduce_scatter_single", "reduce_scatter_tensor"), b.output, b.input)
+    return partial(call, op=_op(case), group=group, async_op=case.async_op)
+
+
+def _all_to_all(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
+    if case.form == "list":
+        call = partial(_dist("all_to_all"), _blocks(b.output, case), _blocks(b.input, case))
+    else:
+        call = partial(_dist("all_to_all_single"), b.output, b.input)
+    return partial(call, group=group, async_op=case.async_op)
+
+
+def _gather(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
+    outputs = _blocks(b.output, case) if rank == case.root else None
+    return partial(
+        _dist("gather"), b.input, outputs, dst=case.root, group=group, async_op=case.async_op
+    )
+
+
+def _scatter(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
+    inputs = _blocks(b.input, case) if rank == case.root else None
+    return partial(
+        _dist("scatter"), b.output, inputs, src=case.root, group=group, async_op=case.async_op
+    )
+
+
+def _barrier(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
+    return partial(_dist("barrier"), group=group, async_op=case.async_op)
+
+
+def _partner(case: Case, rank: int) -> int | None:
+    """0-1, 2-3, …; the last of an odd number of ranks has none and only joins the start."""
+    partner = rank ^ 1
+    return partner if partner < case.world_size else None
+
+
+def _idle() -> None:
+    return None
+
+
+def _send_recv(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
+    import torch.distributed as dist
+
+    partner = _partner(case, rank)
+    if partner is None:
+        return _idle
+
+    def ping() -> None:
+        dist.send(b.input, partner, group=group)
+        dist.recv(b.output, partner, group=group)
+
+    def pong() -> None:
+        dist.recv(b.output, partner, group=group)
+        dist.send(b.input, partner, group=group)
+
+    return ping if rank < partner else pong
+
+
+def _bidirectional(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
+    import torch.distributed as dist
+
+    partner = _partner(case, rank)
+    if partner is None:
+        return _idle
+
+    def both() -> None:
+        # A list of two: the lower rank's send is issued first, the higher rank's receive.
+        ops = [
+            dist.P2POp(dist.isend, b.input, partner, group),
+            dist.P2POp(dist.irecv, b.output, partner, group),
+        ]
+        for work in dist.batch_isend_irecv(ops if rank < partner else ops[::-1]):
+            work.wait()
+
+    return both
+
+
+OPERATIONS: dict[str, Operation] = {
+    entry.name: entry
+    for entry in (
+        Operation(
+            name="all_reduce",
+            help="every rank gets the reduction of all",
+            elements=_same,
+            bind=_all_reduce,
+            expected=_all_reduced,
+            bus_factor=lambda n: 2 * (n - 1) / n,
+            reduces=True,
+        ),
+        Operation(
+            name="all_gather",
+            help="every rank gets every rank's block",
+            elements=_gathered,
+            bind=_all_gather,
+            expected=_all_blocks,
+            bus_factor=_ring,
+            least=_ring,
+            forms=("tensor", "list"),
+            places=("out", "in"),
+            blocks=True,
+        ),
+        Operation(
+            name="broadcast",
+            help="every rank gets the root's tensor",
+            elements=_same,
+            bind=_broadcast,
+            expected=_from_root,
+            rooted=True,
+        ),
+        Operation(
+            name="reduce",
+            help="the root gets the reduction of all",
+            elements=_same,
+            bind=_reduce,
+            expected=_reduced_at_root,
+            reduces=True,
+            rooted=True,
+        ),
+        Operation(
+            name="reduce_scatter",
+            help="every rank gets its block of the reduction",
+            elements=_scattered,
+            bind=_reduce_scatter,
+            expected=_reduced_block,
+            bus_factor=_ring,
+            least=_ring,
+            forms=("tensor", "list"),
+            places=("out", "in"),
+            reduces=True,
+            blocks=True,
+        ),
+        Operation(
+            name="all_to_all",
+            help="every rank sends every rank a block of its own",
+            elements=_exchanged,
+            bind=_all_to_all,
+            expected=_block_of_each,
+            bus_factor=_ring,
+            least=_ring,
+            forms=("tensor", "list"),
+            places=("out",),
+            blocks=True,
+        ),
+        Operation(
+            name="gather",
+            help="the root gets every rank's block",
+            elements=_gathered_at_root,
+            bind=_gather,
+            expected=_all_blocks_at_root,
+            bus_factor=_ring,
+            least=_ring,
+            forms=("list",),
+            places=("out",),
+            rooted=True,
+            blocks=True,
+        ),
+        Operation(
+            name="scatter",
+            help="every rank gets its block of the root's",
+            elements=_scattered_from_root,
+            bind=_scatter,
+            expected=_block_of_root,
+            bus_factor=_ring,
+            least=_ring,
+            forms=("list",),
+            places=("out",),
+            rooted=True,
+            blocks=True,
+        ),
+        Operation(
+            name="barrier",
+            help="no rank leaves before the last has come; no data",
+            elements=_nothing,
+            bind=_barrier,
+            expected=_no_result,
+            least=lambda n: 0.0,
+            sized=False,
+        ),
+        Operation(
+            name="send_recv",
+            help="ping-pong between ranks 0-1, 2-3, …; the time is half the round trip",
+            elements=_same,
+            bind=_send_recv,
+            expected=_from_partner,
+            places=("out",),
+            messages=2,
+            paired=True,
+        ),
+        Operation(
+            name="bidirectional",
+            help="ranks 0-1, 2-3, … send to each other at the same time",
+            elements=_same,
+            bind=_bidirectional,
+            expected=_from_partner,
+            places=("out",),
+            paired=True,
+        ),
+    )
+}

@@ -1,0 +1,171 @@
+"""Inputs whose results are known exactly, whatever the order of the reduction.
+
+Element i of rank r's buffer in generation g is `table(r, g)[i % PERIOD]`: small integers (products:
+powers of two), chosen so that every partial result is exact in the dtype. PERIOD is a prime, so
+data that land a block too early or too late differ. A new generation for each checked repetition
+lets a stale output be seen; the poison lets an untouched one be seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+PERIOD = 1021
+REDUCE_OPS = ("sum", "avg", "prod", "min", "max")
+
+
+@dataclass(frozen=True)
+class DType:
+    """A tensor type: bytes an element, the largest exact integer, powers of two that fit a product."""
+
+    nbytes: int
+    exact: int
+    doublings: int
+    floating: bool = True
+
+
+# float8 is carried by few backends; whether this one does is found by trying.
+DTYPES: dict[str, DType] = {
+    "float32": DType(4, 2**24, 126),
+    "float64": DType(8, 2**53, 1022),
+    "float16": DType(2, 2**11, 14),
+    "bfloat16": DType(2, 2**8, 126),
+    "float8_e4m3fn": DType(1, 2**4, 6),
+    "float8_e5m2": DType(1, 2**3, 14),
+    "int8": DType(1, 2**7 - 1, 6, floating=False),
+    "int32": DType(4, 2**31 - 1, 30, floating=False),
+    "int64": DType(8, 2**53, 62, floating=False),
+    "uint8": DType(1, 2**8 - 1, 7, floating=False),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of an output and what must be in it.
+
+    `length` elements from `start` on equal the table of `rank` (None: the reduction over all
+    ranks) read from its element `offset` on.
+    """
+
+    start: int
+    length: int
+    rank: int | None
+    offset: int = 0
+
+
+def table(
+    rank: int, generation: int, dtype: str, reduce_op: str | None, world_size: int
+) -> npt.NDArray[np.float64]:
+    """One period of rank's input, float64[PERIOD], exact in `dtype`.
+
+    Every rank's element counts: for sums and averages none is 0, for products of floating types
+    none is 1, as long as the world is small enough for the dtype; beyond, ranks take turns.
+    """
+    kind = DTYPES[dtype]
+    index = np.arange(PERIOD, dtype=np.uint64)
+    mixed = _mix(index + np.uint64(PERIOD * (rank + 1)) + np.uint64(generation * 2**40))
+    if reduce_op == "prod":
+        turns = -(-world_size // kind.doublings)
+        mine = (index + np.uint64(rank + generation)) % np.uint64(turns) == 0
+        factor = np.where((mixed & np.uint64(1) == 0) & kind.floating, 0.5, 2.0)
+        return np.where(mine, factor, 1.0)
+    if reduce_op not in ("sum", "avg"):
+        return 1.0 + (mixed % np.uint64(kind.exact - 1)).astype(np.float64)
+    # An average of n ranks is exact when each holds a multiple of n.
+    unit = world_size if reduce_op == "avg" else 1
+    if world_size * unit <= kind.exact:
+        return unit * (1.0 + (mixed % np.uint64(kind.exact // (world_size * unit))))
+    turns = -(-world_size // kind.exact)
+    return np.where((index + np.uint64(rank + generation)) % np.uint64(turns) == 0, 1.0, 0.0)
+
+
+def reduced(
+    generation: int, dtype: str, reduce_op: str, world_size: int
+) -> npt.NDArray[np.float64]:
+    """One period of the reduction over all ranks, float64[PERIOD], exact in any order."""
+    total = table(0, generation, dtype, reduce_op, world_size)
+    combine: Any = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum}.get(
+        reduce_op, np.maximum
+    )
+    for rank in range(1, world_size):
+        total = combine(total, table(rank, generation, dtype, reduce_op, world_size))
+    return total / world_size if reduce_op == "avg" else total
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64: neighbouring numbers become unrelated ones."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def fill(buffer: torch.Tensor, values: npt.NDArray[np.float64]) -> None:
+    """Write the table over and over into `buffer`, any dtype, one dimension, any device."""
+    period = _tensor(values, buffer)
+    whole = buffer.numel() // PERIOD
+    buffer[: whole * PERIOD].view(-1, PERIOD).copy_(period)
+    buffer[whole * PERIOD :].copy_(period[: buffer.numel() - whole * PERIOD])
+
+
+def poison(buffer: torch.Tensor) -> None:
+    """Fill with what no result contains: NaN, and for integers -1 or (unsigned) 0."""
+    kind = DTYPES[str(buffer.dtype).removeprefix("torch.")]
+    buffer.fill_(float("nan") if kind.floating else 0 if buffer.dtype.is_signed is False else -1)
+
+
+def first_wrong(
+    buffer: torch.Tensor,
+    piece: Piece,
+    values: npt.NDArray[np.float64],
+    tolerance: float = 0.0,
+) -> tuple[int, str, str] | None:
+    """The first element of `piece` that is not as `values` say: (index in buffer, expected, got).
+
+    Compares bits of numbers that are never 0 or NaN; `tolerance` is relative, for averages over a
+    number of ranks that is no power of two, where a backend may scale before it sums.
+    """
+    period = _tensor(np.roll(values, -(piece.offset % PERIOD)), buffer)
+    part = buffer[piece.start : piece.start + piece.length]
+    whole = part.numel() // PERIOD
+    body = part[: whole * PERIOD].view(-1, PERIOD)
+    tail = part[whole * PERIOD :]
+    for base, got in ((0, body), (whole * PERIOD, tail)):
+        expected = period.expand_as(body) if base == 0 and whole else period[: tail.numel()]
+        if got.numel() == 0:
+            continue
+        index = _first_difference(got, expected, tolerance)
+        if index is not None:
+            flat = base + index
+            return (
+                piece.start + flat,
+                f"{float(period[flat % PERIOD]):g}",
+                f"{float(part[flat]):g}",
+            )
+    return None
+
+
+def _first_difference(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> int | None:
+    if got.dtype.itemsize == 1 and got.dtype.is_floating_point:
+        import torch
+
+        got, expected = got.view(torch.uint8), expected.view(torch.uint8)
+    if tolerance:
+        same = (got.double() - expected.double()).abs() <= tolerance * expected.double().abs()
+    else:
+        same = got == expected
+    if bool(same.all()):
+        return None
+    return int((~same).reshape(-1).nonzero()[0])
+
+
+def _tensor(values: npt.NDArray[np.float64], like: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(values).to(device=like.device).to(like.dtype)

@@ -1,0 +1,51 @@
+"""How the ranks start a repetition together: one entry of STARTS adds one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+def barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
+    """The backend's own barrier."""
+    import torch.distributed as dist
+
+    return partial(dist.barrier, group=group)
+
+
+def p2p_barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
+    """Dissemination over send and recv: in round k rank r signals r + 2^k and hears r - 2^k.
+
+    The same messages on every backend, for comparing backends whose own barriers differ
+    (Hensgen, Finkel, Manber 1988).
+    """
+    import torch
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    out, into = torch.zeros(1, device=device), torch.zeros(1, device=device)
+    distances = [1 << k for k in range((size - 1).bit_length())]
+
+    def meet() -> None:
+        for distance in distances:
+            ops = [
+                dist.P2POp(dist.isend, out, (rank + distance) % size, group),
+                dist.P2POp(dist.irecv, into, (rank - distance) % size, group),
+            ]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+
+    return meet
+
+
+def none(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
+    """No common start: the operations themselves keep the ranks together."""
+    return lambda: None
+
+
+STARTS = {"barrier": barrier, "p2p_barrier": p2p_barrier, "none": none}

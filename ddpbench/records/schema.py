@@ -1,0 +1,198 @@
+"""What a run stores: frozen dataclasses, base units, the unit in the name, one version number.
+
+Raw samples (entry and exit of every rank and repetition) lie beside these records as Parquet;
+everything in a `Summary` can be derived from them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """The identity of one measured thing. Numbers whose cases differ are incomparable."""
+
+    operation: str
+    form: str  # "tensor": one tensor a side; "list": a list of tensors, one a rank
+    backend: str
+    provider: str  # who implements the backend: "native", "mpi4py", …
+    device: str
+    dtype: str
+    reduce_op: str | None
+    root: int | None
+    nbytes: int  # S of nccl-tests: the total buffer
+    count: int  # elements as nccl-tests prints them: of one rank where S is n blocks
+    in_place: bool
+    async_op: bool
+    issue: str  # "isolated" or "pipelined"
+    start: str  # "barrier", "p2p_barrier" or "none"
+    world_size: int
+    ranks_per_host: tuple[int, ...]
+    buffers: str = "torch"
+    size_convention: str = "total"
+    time_definition: str = "exit-entry"
+    clock: str = "host"
+    rank_reduction: str = "max"
+    statistic: str = "median"
+
+    @property
+    def key(self) -> str:
+        """A readable name, unique among the cases of one run."""
+        parts = [
+            self.operation,
+            self.form,
+            self.backend,
+            self.device,
+            self.dtype,
+            self.reduce_op,
+            None if self.root is None else f"root{self.root}",
+            str(self.nbytes),
+            "in" if self.in_place else "out",
+        ]
+        return "/".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How every case of a run is measured."""
+
+    issue: str = "isolated"
+    start: str = "barrier"
+    depth: int = 20  # operations in flight when pipelined
+    precision: float = 0.025  # relative half-width of the median's interval at which a case ends
+    slice_seconds: float = 2.0  # of warm-up and timed repetitions, for one case
+    max_repetitions: int = 5000
+    check: bool = True
+    timeout_seconds: float = 60.0  # of one wait
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A confidence interval of a median."""
+
+    low: float
+    high: float
+    confidence: float
+    of: str  # what the interval is of, and over what: "median of 6 batch medians", …
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the timed repetitions of one case say; seconds of ONE operation.
+
+    `median_seconds` and the percentiles are of t_max, the largest (exit - entry) of a repetition.
+    """
+
+    repetitions: int
+    median_seconds: float
+    interval: Interval | None
+    mean_seconds: float
+    min_seconds: float
+    max_seconds: float
+    percentiles_seconds: dict[str, float]  # only those whose 95 % interval exists
+    rank_mean_seconds: float  # median of the mean over ranks, as OSU prints it
+    rank_min_seconds: float  # median of the fastest rank
+    skew_seconds: float | None  # median of (last entry - first entry); None without a common clock
+    last_in_seconds: float | None  # median of (last exit - last entry)
+    global_seconds: float | None  # median of (last exit - first entry)
+    outliers: int  # beyond 1.5 interquartile ranges; counted, never dropped
+    far_outliers: int  # beyond 3
+    lag1: float | None  # autocorrelation of neighbouring repetitions
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One rank's first wrong element."""
+
+    rank: int
+    repetition: int  # of the timed repetitions; -1: a repetition made for the check alone
+    index: int
+    expected: str
+    got: str
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The rate that bounds a case, and where it comes from."""
+
+    bytes_per_second: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case in one launch: measured, or skipped on all ranks together for a reason."""
+
+    case: Case
+    launch: int
+    bus_factor: float  # busbw / algbw
+    least_nbytes: float  # what a rank must move at least, whatever the algorithm
+    requested_nbytes: int
+    reason: str | None = None  # why there is nothing: skipped
+    calls: int = 1  # operations in one repetition (pipelined or batched)
+    cold_seconds: float | None = None  # the first call, never mixed in
+    warm_up: int = 0
+    stop_reason: str | None = None
+    summary: Summary | None = None
+    checks: int = 0
+    wrong: tuple[Wrong, ...] = ()
+    limit: Limit | None = None
+    hard_limit: Limit | None = None
+    others_share: float | None = None  # of the cores' time that other processes used
+    measuring_seconds: float = 0.0  # in warm-up and timed repetitions
+    wall_seconds: float = 0.0  # of the whole case
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One set of fresh processes on one backend."""
+
+    index: int
+    backend: str
+    provider: str
+    library: str
+    launcher: str
+    world_size: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    ranks: tuple[dict[str, Any], ...] = ()
+    clock: dict[str, float] = field(default_factory=dict)
+    started: str = ""
+    ended: str | None = None
+    sweep_seconds: float | None = None  # from the first case to the last
+    measuring_seconds: float | None = None  # of these, in warm-up and timed repetitions
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fact with a severity, a code, a place, one sentence and a next step."""
+
+    severity: str  # "note", "warning" or "error"
+    code: str
+    sentence: str
+    next_step: str = ""
+    place: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one command stored."""
+
+    id: str
+    command: str
+    command_line: tuple[str, ...]
+    plan: Plan
+    started: str
+    schema: int = SCHEMA
+    state: str = "running"  # then "complete", "interrupted" or "failed"
+    state_reason: str | None = None
+    exit_code: int | None = None
+    ended: str | None = None
+    columns: tuple[str, ...] | None = None
+    launches: tuple[Launch, ...] = ()
+    results: tuple[Result, ...] = ()
+    findings: tuple[Finding, ...] = ()

@@ -1,0 +1,184 @@
+"""Runs on disk: one folder a run, rewritten atomically after every case, so nothing measured is lost.
+
+    run.json         everything but the raw samples
+    samples.parquet  entry and exit of every rank and repetition (a folder of parts until the end)
+    table.csv  table.txt
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ddpbench.records.schema import SCHEMA, Run
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SAMPLE_COLUMNS = (
+    "case",
+    "launch",
+    "repetition",
+    "rank",
+    "entry_ns",
+    "exit_ns",
+    "device_ns",
+    "warm_up",
+)
+
+
+class InvalidRun(ValueError):
+    """A stored run that cannot be read; the sentence says which and why."""
+
+
+def now() -> str:
+    """UTC, ISO 8601, to the second."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def create(folder: Path | None, run: Run, label: str) -> Path:
+    """Make the folder of a new run and store its first record.
+
+    folder: the very folder (`--output`), or None: a new one under results/.
+    Raises OSError when it cannot be written, FileExistsError when it already holds a run.
+    """
+    if folder is None:
+        host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
+        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+        folder = _new_folder(Path("results"), f"{stamp}-{label}-{host}")
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "run.json").exists():
+            raise FileExistsError(f"{folder} already holds a run; name another --output")
+    write(folder, replace(run, id=folder.name))
+    return folder
+
+
+def _new_folder(results: Path, name: str) -> Path:
+    """A folder nobody else has: two runs in one second get two."""
+    results.mkdir(parents=True, exist_ok=True)
+    for attempt in range(1, 1000):
+        folder = results / (name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise FileExistsError(f"{results / name} and 998 more exist; name a folder with --output")
+
+
+def write(folder: Path, run: Run) -> None:
+    """Store run.json in one step: a reader sees the old or the new one, never a half."""
+    put(folder / "run.json", msgspec.json.format(msgspec.json.encode(run), indent=1))
+
+
+def put(path: Path, data: bytes) -> None:
+    """Replace a file in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(folder: Path) -> Run:
+    """The run in a folder. Raises InvalidRun with one sentence when it cannot be read."""
+    path = folder / "run.json"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidRun(f"{folder} holds no run: {error.strerror} ({path.name})") from None
+    try:
+        schema = msgspec.json.decode(data, type=dict[str, Any]).get("schema")
+        if not isinstance(schema, int):
+            raise InvalidRun(f"{path} is not a ddpbench run: it has no schema number")
+        if schema > SCHEMA:
+            raise InvalidRun(
+                f"{path} has schema {schema}, this ddpbench reads up to {SCHEMA}: "
+                "read it with the ddpbench that wrote it, or a newer one"
+            )
+        return msgspec.json.decode(data, type=Run)
+    except msgspec.MsgspecError as error:
+        raise InvalidRun(f"{path} is damaged: {error}") from None
+
+
+def close(folder: Path, state: str, reason: str | None, exit_code: int) -> Run:
+    """Mark a run complete, interrupted or failed. An end already marked is kept."""
+    run = read(folder)
+    if run.state == "running":
+        run = replace(run, state=state, state_reason=reason, exit_code=exit_code, ended=now())
+        write(folder, run)
+    return run
+
+
+def find(name: str) -> Path:
+    """The folder of a run, by path, by its name in results/, or `last`.
+
+    Raises InvalidRun naming what there is.
+    """
+    path = Path(name)
+    if path.name == "run.json":
+        path = path.parent
+    for candidate in (path, Path("results") / name, Path("results") / "reference" / name):
+        if (candidate / "run.json").is_file():
+            return candidate
+    folders = runs()
+    if name == "last" and folders:
+        return folders[-1]
+    known = ", ".join(folder.name for folder in folders[-3:]) or "there is none in results/ yet"
+    raise InvalidRun(f"no run {name!r}: give a folder with a run.json, or a name from `list` ({known})")
+
+
+def runs() -> list[Path]:
+    """The folders in results/ that hold a run, oldest first."""
+    return sorted(path.parent for path in Path("results").glob("*/run.json"))
+
+
+def add_samples(folder: Path, part: int, columns: dict[str, Any]) -> None:
+    """Store the raw samples of one case in one launch as a part of their own.
+
+    columns: one array for each of SAMPLE_COLUMNS, all of one length; ns, -1 where not taken.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    parts = folder / "samples.parts"
+    parts.mkdir(exist_ok=True)
+    temporary = parts / f".part-{part:05d}"
+    pq.write_table(pa.table({name: columns[name] for name in SAMPLE_COLUMNS}), temporary)
+    temporary.replace(parts / f"part-{part:05d}.parquet")
+
+
+def read_samples(folder: Path) -> pd.DataFrame:
+    """All raw samples of a run, finished or not, with SAMPLE_COLUMNS."""
+    import pandas as pd
+
+    whole, parts = folder / "samples.parquet", folder / "samples.parts"
+    found: Iterable[Path] = [whole] if whole.exists() else sorted(parts.glob("part-*.parquet"))
+    frames = [pd.read_parquet(path) for path in found]
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=SAMPLE_COLUMNS)
+
+
+def join_samples(folder: Path) -> None:
+    """Make one samples.parquet of the parts, a row group a case; the parts go when it stands."""
+    import pyarrow.parquet as pq
+
+    parts = sorted((folder / "samples.parts").glob("part-*.parquet"))
+    if not parts:
+        return
+    temporary = folder / ".samples.parquet"
+    with pq.ParquetWriter(temporary, pq.read_schema(parts[0])) as writer:
+        for part in parts:
+            writer.write_table(pq.read_table(part))
+    temporary.replace(folder / "samples.parquet")
+    shutil.rmtree(folder / "samples.parts")

@@ -1,0 +1,82 @@
+"""How ranks agree, over the control group (gloo), never over the backend that is measured."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from ddpbench.runtime.group import Group
+
+
+def everyones(group: Group, mine: Any) -> list[Any]:
+    """Every rank's JSON-able value, in order of rank, in every rank."""
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * group.world_size
+    dist.all_gather_object(values, json.dumps(mine))
+    return [json.loads(value) for value in values]
+
+
+def from_rank_0(group: Group, value: Any) -> Any:
+    """Rank 0's JSON-able value, in every rank."""
+    import torch.distributed as dist
+
+    values = [json.dumps(value) if group.rank == 0 else None]
+    dist.broadcast_object_list(values, src=0)
+    return json.loads(values[0] or "null")
+
+
+def decision(group: Group, value: int) -> int:
+    """Rank 0's whole number, in every rank: the cheap one, made between repetitions."""
+    import torch
+    import torch.distributed as dist
+
+    cell = torch.tensor([value], dtype=torch.int64)
+    dist.broadcast(cell, src=0)
+    return int(cell.item())
+
+
+def at_rank_0(group: Group, mine: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+    """Arrays of one shape from all ranks: int64[world, …] in rank 0, None elsewhere."""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.from_numpy(np.ascontiguousarray(mine))
+    if group.rank:
+        dist.gather(tensor, dst=0)
+        return None
+    parts = [torch.empty_like(tensor) for _ in range(group.world_size)]
+    dist.gather(tensor, parts, dst=0)
+    return torch.stack(parts).numpy()
+
+
+def first_objection(group: Group, mine: str | None) -> str | None:
+    """None when no rank objects; else the lowest objecting rank's sentence, naming the ranks."""
+    objections = {r: text for r, text in enumerate(everyones(group, mine)) if text is not None}
+    if not objections:
+        return None
+    text = objections[min(objections)]
+    if len(objections) == group.world_size:
+        return text
+    return f"{text} (rank {', '.join(map(str, objections))})"
+
+
+def differing_option(everyone: list[dict[str, Any]]) -> str | None:
+    """A sentence naming the rank and the option that is not as rank 0's; None when all agree."""
+    for rank, options in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if options.get(name) != value:
+                return (
+                    f"rank {rank} was started with --{name.replace('_', '-')} "
+                    f"{_shown(options.get(name))}, rank 0 with {_shown(value)}: "
+                    "start all ranks with the same options"
+                )
+    return None
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,245 @@
+"""The only place where process groups are made and destroyed.
+
+The default group is gloo and carries control only; what is measured runs in a group of its own,
+so that a faulty or hanging backend cannot spoil the agreement about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from ddpbench.runtime import agree, launch
+from ddpbench.runtime.launch import Placement, Refused
+from ddpbench.runtime.watchdog import Watchdog, Who
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """What the user said about how ranks meet; None where nothing was said."""
+
+    init_method: str | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    timeout_seconds: float = 60.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """All ranks of a launch, met: control group, watchdog, and who is where."""
+
+    place: Placement
+    who: tuple[Who, ...]
+    watchdog: Watchdog
+    timeout: timedelta
+    share_gpu: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.place.world_size
+
+    @property
+    def hosts(self) -> dict[str, list[int]]:
+        """The ranks of each machine, in order of first rank; keyed by boot id."""
+        hosts: dict[str, list[int]] = {}
+        for who in self.who:
+            hosts.setdefault(who.boot_id, []).append(who.rank)
+        return hosts
+
+    @property
+    def neighbours(self) -> list[int]:
+        """The ranks on this rank's machine, itself among them."""
+        return self.hosts[self.who[self.rank].boot_id]
+
+    def device(self, kind: str) -> torch.device:
+        """This rank's device: one GPU a rank in order of local rank; raises Refused if too few."""
+        import torch
+
+        if kind == "cpu":
+            return torch.device("cpu")
+        count = torch.cuda.device_count()
+        local = self.neighbours.index(self.rank)
+        shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        if local >= count and not shared and not self.share_gpu:
+            raise Refused(
+                f"rank {self.rank} is number {local + 1} on its host, which has {count} "
+                f"GPU{'s' if count != 1 else ''}: start at most one rank a GPU, or say --share-gpu"
+            )
+        device = torch.device("cuda", local % max(count, 1))
+        torch.cuda.set_device(device)
+        return device
+
+    @contextlib.contextmanager
+    def tested(self, torch_name: str) -> Iterator[dist.ProcessGroup]:
+        """A group of all ranks on the backend that torch knows by this name."""
+        import torch.distributed as dist
+
+        self.watchdog.phase(f"the set-up of the {torch_name} group")
+        # Beyond our own deadline, so that the watchdog, which can name ranks, is the first.
+        group = dist.new_group(backend=torch_name, timeout=self.timeout + timedelta(seconds=30))
+        try:
+            yield group
+        finally:
+            if sys.exc_info()[0] is None:
+                dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) -> Iterator[Group]:
+    """All ranks, met. Raises Refused, naming the ranks, when some do not come in time."""
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=rendezvous.timeout_seconds)
+    store = _meet(place, rendezvous, timeout)
+    me = f"{socket.gethostname()}|{os.getpid()}|{_boot_id()}"
+    store.set(f"ddpbench/here/{place.rank}", me)
+    _await_all(store, place, rendezvous.timeout_seconds)
+    who = []
+    for rank in range(place.world_size):
+        host, pid, boot_id = store.get(f"ddpbench/here/{rank}").decode().split("|")
+        who.append(Who(rank, host, int(pid), boot_id))
+    watchdog = Watchdog(
+        _second_client(store, timeout), place.rank, who, rendezvous.timeout_seconds, _leave
+    )
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("ddpbench/control", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout + timedelta(seconds=30),
+        )
+        yield Group(place, tuple(who), watchdog, timeout, share_gpu)
+        # The ranks leave together: the store lives in one of them.
+        watchdog.phase("the end of the run")
+        agree.decision(Group(place, tuple(who), watchdog, timeout), 0)
+        dist.destroy_process_group()
+    finally:
+        watchdog.close()
+
+
+def _meet(place: Placement, rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
+    """The store all ranks share. Raises Refused when it cannot be had."""
+    import torch.distributed as dist
+
+    url = _url(place, rendezvous)
+    if url != "env://":
+        # An explicit address is not torchrun's own store: rank 0 has to open it.
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    if url.startswith("tcp://") and place.rank == 0:
+        launch.require_free(int(url.rsplit(":", 1)[1]))
+    try:
+        store, _, _ = next(
+            dist.rendezvous(url, place.rank, place.world_size, timeout=timeout)
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise Refused(
+            f"rank {place.rank} could not meet the others at {url} within "
+            f"{timeout.total_seconds():g} s: {reason}"
+        ) from None
+    return store
+
+
+def _url(place: Placement, rendezvous: Rendezvous) -> str:
+    """Where the ranks meet: what the user said, else what the launcher offers."""
+    method = rendezvous.init_method
+    if method and method != "env://":
+        return method
+    address = rendezvous.master_addr or os.environ.get("MASTER_ADDR")
+    port = rendezvous.master_port or os.environ.get("MASTER_PORT")
+    if place.launcher == "torchrun" and not (rendezvous.master_addr or rendezvous.master_port):
+        return "env://"
+    if address and port:
+        return f"tcp://{address}:{port}"
+    if place.launcher == "srun":
+        host, number = launch.slurm_address()
+        return f"tcp://{address or host}:{port or number}"
+    if place.launcher == "mpirun":
+        return f"tcp://{_address_over_mpi(place, address, port)}"
+    return f"tcp://{address or '127.0.0.1'}:{port or launch.free_port()}"
+
+
+def _address_over_mpi(place: Placement, address: str | None, port: str | int | None) -> str:
+    """Rank 0's address and a free port there, told to all over MPI itself."""
+    from importlib.util import find_spec
+
+    if find_spec("mpi4py") is None:
+        raise Refused(
+            "under mpirun the ranks meet over mpi4py, which is not installed: "
+            "pip install 'ddpbench[mpi]', or give --master-addr and --master-port"
+        )
+    from ddpbench.runtime import mpi
+
+    rank, size = mpi.world()
+    if size != place.world_size or rank != place.rank:
+        raise Refused(
+            f"mpirun calls this rank {place.rank} of {place.world_size}, mpi4py calls it {rank} of "
+            f"{size}: mpi4py uses another MPI than this mpirun; use the mpirun that belongs to it"
+        )
+    local = place.local_world_size == place.world_size
+    mine = f"{address or ('127.0.0.1' if local else socket.getfqdn())}:{port or launch.free_port()}"
+    return mpi.broadcast_text(mine if rank == 0 else None)
+
+
+def _await_all(store: dist.Store, place: Placement, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    absent = list(range(place.world_size))
+    while absent := [r for r in absent if not store.check([f"ddpbench/here/{r}"])]:
+        if time.monotonic() > until:
+            raise Refused(
+                f"rank {', '.join(map(str, absent))} of {place.world_size} did not come within "
+                f"{seconds:g} s (--timeout): see why it did not start"
+            )
+        time.sleep(0.01)
+
+
+def _second_client(store: dist.Store, timeout: timedelta) -> dist.Store:
+    """A connection of its own to the same store, for the watchdog's thread."""
+    import torch.distributed as dist
+
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if isinstance(base, dist.TCPStore):
+        return dist.TCPStore(
+            base.host, base.port, is_master=False, timeout=timedelta(seconds=5),
+            wait_for_workers=False,
+        )  # fmt: skip
+    if isinstance(base, dist.FileStore):
+        return dist.FileStore(base.path, -1)
+    return base
+
+
+def _boot_id() -> str:
+    """Names this machine and its clock: two network namespaces of it share one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process now, whatever its other threads wait for."""
+    sys.stdout.flush()
+    if "mpi4py.MPI" in sys.modules:
+        from ddpbench.runtime import mpi
+
+        mpi.abort(code)  # takes the ranks along that hang inside MPI
+    os._exit(code)

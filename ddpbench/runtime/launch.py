@@ -1,0 +1,180 @@
+"""Who this process is under torchrun, mpirun, srun; and starting ranks where nobody has.
+
+No torch is imported before a torchrun is started.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class Refused(Exception):
+    """The request cannot be met: one sentence for the user, exit code 2, nothing measured."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One rank's place, as its launcher tells it."""
+
+    launcher: str  # "torchrun", "mpirun" or "srun"
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int | None  # None: the launcher does not say
+
+
+# launcher → variables of rank, world size, local rank, local world size; the first whose rank
+# is set wins: a launcher started inside another's allocation is the nearer one.
+_VARIABLES = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    (
+        "mpirun",  # Open MPI
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    ("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+)
+
+
+def placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
+    """This process's place, or None where no launcher started it.
+
+    Raises Refused when a launcher's variables contradict each other.
+    """
+    for launcher, rank, world, local, local_world in _VARIABLES:
+        if rank not in environ or world not in environ:
+            continue
+        if launcher == "srun" and "SLURM_STEP_ID" not in environ:
+            continue  # a batch script, not a task of srun
+        try:
+            place = Placement(
+                launcher,
+                int(environ[rank]),
+                int(environ[world]),
+                int(environ.get(local, environ[rank])),
+                int(environ[local_world]) if local_world in environ else None,
+            )
+        except ValueError as error:
+            raise Refused(f"{rank}, {world} and {local} must be whole numbers: {error}") from None
+        if not 0 <= place.rank < place.world_size:
+            raise Refused(
+                f"{rank}={place.rank} does not fit {world}={place.world_size}: ranks go from 0 "
+                f"to {place.world_size - 1}; start all ranks with one launcher command"
+            )
+        return place
+    return None
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm node list: "gpu[03-07,9],login" → "gpu03"."""
+    bracket = re.match(r"([^,\[]*)\[(\d+)[^\]]*\]([^,]*)", nodes)
+    return "".join(bracket.groups()) if bracket else nodes.split(",")[0]
+
+
+def slurm_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Where rank 0 of this job step listens: the first node, a port from job and step id."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
+    job, step = (int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return first_host(nodes), 20_000 + (job * 31 + step) % 12_000
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def require_free(port: int) -> None:
+    """Raises Refused when the port cannot be bound on this host."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise Refused(
+                f"--master-port {port} cannot be used ({error.strerror}): "
+                "give another one, or none and a free one is taken"
+            ) from None
+
+
+def torchrun(arguments: Sequence[str], nproc: int) -> int:
+    """Run `python ARGUMENTS` in nproc ranks of this host under torchrun's agent; the exit code.
+
+    torch's own launcher API instead of the command, because it gives the ranks' exit codes where
+    the command prints a traceback and exits with 1.
+    """
+    import logging
+
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=f"ddpbench-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+        local_addr="127.0.0.1",
+    )
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        codes = [failure.exitcode for failure in error.failures.values()]
+        return max((code for code in codes if code > 0), default=5)
+    except SignalException as error:
+        return 130 if error.sigval in (signal.SIGINT, signal.SIGTERM) else 5
+    return 0
+
+
+def find_mpirun() -> str | None:
+    """The mpirun of the wheel in this environment, else the one in PATH."""
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def mpirun(arguments: Sequence[str], nproc: int) -> int:
+    """Run `python ARGUMENTS` in nproc ranks of this host under mpirun; its exit code.
+
+    Raises Refused where there is no mpirun.
+    """
+    command = find_mpirun()
+    if command is None:
+        raise Refused(
+            "there is no mpirun beside this Python or in PATH: "
+            "pip install 'ddpbench[mpi]' brings one, without system packages"
+        )
+    version = subprocess.run(
+        [command, "--version"], capture_output=True, text=True, timeout=30, check=False
+    ).stdout
+    extra = []
+    if "Open MPI" in version or "prte" in version.lower():
+        extra = ["--oversubscribe"] + (["--allow-run-as-root"] if os.geteuid() == 0 else [])
+    process = subprocess.Popen([command, *extra, "-n", str(nproc), sys.executable, *arguments])
+    # Ctrl-C reaches mpirun from the terminal; this process stays to read what was measured.
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    terminate = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        signal.signal(signal.SIGTERM, terminate)
+
+
+STARTERS = {"torchrun": torchrun, "mpirun": mpirun}

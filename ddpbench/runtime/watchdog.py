@@ -1,0 +1,209 @@
+"""Nothing hangs: a thread that ends this rank when a deadline passes or a signal comes, and says why.
+
+At the end it publishes this rank's state in the store, collects the others' for a moment, and the
+lowest rank that lives prints one sentence naming those that did not answer. It sleeps between
+deadlines, so it takes no time from a timed span.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import psutil
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+GRACE_SECONDS = 4.0  # for the other ranks' reports
+# After a signal, how long the ranks may take to stop together at the next repetition.
+SIGNAL_SECONDS = {signal.SIGINT: 10.0, signal.SIGTERM: 0.5, signal.SIGUSR1: 10.0}
+
+
+@dataclass(frozen=True)
+class Who:
+    """Where a rank runs, for naming it and for looking at it from its own host."""
+
+    rank: int
+    host: str
+    pid: int
+    boot_id: str
+
+
+def state_of(who: Who, my_boot_id: str) -> str:
+    """What can be seen of a silent rank from here, as the end of "rank 3 (host, pid 7) …"."""
+    if who.boot_id != my_boot_id:
+        return "did not answer (stopped, dead or cut off)"
+    try:
+        status = psutil.Process(who.pid).status()
+    except psutil.Error:
+        return "has died"
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return "has died"
+    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return "is stopped (SIGSTOP)"
+    return "is alive but did not answer"
+
+
+def verdict(
+    silent: Sequence[tuple[Who, str]], reports: dict[int, dict[str, str]], teller: int
+) -> str:
+    """One sentence: which rank is to blame, what it did, where the others were."""
+    where = reports[teller]["phase"]
+    if silent:
+        blamed = "; ".join(f"rank {w.rank} ({w.host}, pid {w.pid}) {state}" for w, state in silent)
+        waiting = ", ".join(map(str, sorted(reports)))
+        noun = "rank" if len(reports) == 1 else "ranks"
+        return f"{blamed}, while {noun} {waiting} waited in {where}"
+    causes = {report["cause"] for report in reports.values()}
+    if len(causes) == 1:
+        return f"all ranks: {causes.pop()} (in {where})"
+    return "; ".join(
+        f"rank {rank}: {report['cause']} (in {report['phase']})"
+        for rank, report in sorted(reports.items())
+    )
+
+
+class Watchdog:
+    """One a rank. `phase` names what the rank does and sets the deadline for it."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        who: Sequence[Who],
+        timeout_seconds: float,
+        leave: Callable[[int], NoReturn],
+    ) -> None:
+        """store: a client of its own, used by no other thread; leave: ends the process."""
+        self._store, self._rank, self._who = store, rank, who
+        self._timeout, self._leave = timeout_seconds, leave
+        self._phase, self._deadline = "start", time.monotonic() + timeout_seconds
+        self._closed = False
+        self._lock = threading.Lock()
+        self.signal: int | None = None
+        self.on_end: Callable[[str, str, int], None] = lambda state, sentence, code: None
+        self._wake, wake = os.pipe()
+        os.set_blocking(wake, False)
+        # The C-level handler writes here at once, even while the main thread is inside MPI.
+        self._wake_end = wake
+        self._previous = {number: signal.signal(number, self._note) for number in SIGNAL_SECONDS}
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, name="ddpbench-watchdog", daemon=True)
+        self._thread.start()
+
+    def phase(self, what: str) -> None:
+        """This rank now does `what`, and is done with it within the time-out."""
+        self._phase = what
+        self.rearm()
+
+    def rearm(self) -> None:
+        """The rank made progress: the deadline counts from now."""
+        if self.signal is None:
+            self._deadline = time.monotonic() + self._timeout
+
+    def close(self) -> None:
+        """End the thread; signals are the program's again."""
+        self._closed = True
+        os.write(self._wake_end, b"\0")
+        self._thread.join()
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.signal = number
+
+    def _watch(self) -> None:
+        while not self._closed:
+            wait = self._deadline - time.monotonic()
+            if wait <= 0:
+                if self.signal is not None:
+                    cause = f"ended by {signal.Signals(self.signal).name}"
+                else:
+                    cause = f"missed the deadline of {self._timeout:g} s (--timeout)"
+                self.end(cause)
+            if select.select([self._wake], [], [], wait)[0]:
+                for byte in os.read(self._wake, 64):
+                    self._signalled(byte)
+
+    def _signalled(self, number: int) -> None:
+        if number not in SIGNAL_SECONDS:
+            return
+        again = self.signal == number and number == signal.SIGINT and self._interrupted
+        self.signal = number
+        self._interrupted = True
+        allowed = 0.0 if again else SIGNAL_SECONDS[signal.Signals(number)]
+        self._deadline = min(self._deadline, time.monotonic() + allowed)
+
+    _interrupted = False
+
+    def end(self, cause: str) -> NoReturn:
+        """Report, find out who is silent, tell it once, and end this process.
+
+        cause: why this rank ends, e.g. the text of an error. Never returns; a second thread that
+        calls it waits for the end of the process.
+        """
+        self._lock.acquire()
+        reports = self._collect({"phase": self._phase, "cause": cause})
+        silent = [
+            (who, state_of(who, self._who[self._rank].boot_id))
+            for who in self._who
+            if who.rank not in reports
+        ]
+        interrupted = self.signal is not None and not silent
+        code = 130 if interrupted else 5
+        teller = min(reports)
+        if teller == self._rank:
+            sentence = verdict(silent, reports, teller)
+            sys.stderr.write(f"ddpbench: {sentence}\n")
+            sys.stderr.flush()
+            self.on_end("interrupted" if interrupted else "failed", sentence, code)
+            self._kill(silent)
+            with contextlib.suppress(Exception):
+                self._store.set("ddpbench/end/told", "1")
+        else:
+            self._poll(["ddpbench/end/told"], GRACE_SECONDS)
+        self._leave(code)
+
+    def _collect(self, mine: dict[str, str]) -> dict[int, dict[str, str]]:
+        """The reports of the ranks that answer within the grace time, this one's among them."""
+        reports = {self._rank: mine}
+        with contextlib.suppress(Exception):  # the store's host may be the one that is gone
+            self._store.set(f"ddpbench/end/{self._rank}", json.dumps(mine))
+            boot_id = self._who[self._rank].boot_id
+            until = time.monotonic() + GRACE_SECONDS
+            while len(reports) < len(self._who) and time.monotonic() < until:
+                absent = [who for who in self._who if who.rank not in reports]
+                for who in absent:
+                    key = f"ddpbench/end/{who.rank}"
+                    if self._store.check([key]):
+                        reports[who.rank] = json.loads(self._store.get(key))
+                gone = [w for w in absent if state_of(w, boot_id) in ("has died",)]
+                if len(reports) + len(gone) >= len(self._who):
+                    break
+                time.sleep(0.05)
+        return reports
+
+    def _poll(self, keys: list[str], seconds: float) -> None:
+        until = time.monotonic() + seconds
+        with contextlib.suppress(Exception):
+            while not self._store.check(keys) and time.monotonic() < until:
+                time.sleep(0.05)
+
+    def _kill(self, silent: Sequence[tuple[Who, str]]) -> None:
+        """End the silent ranks of this host: a stopped one would keep its launcher waiting."""
+        boot_id = self._who[self._rank].boot_id
+        for who, state in silent:
+            if who.boot_id == boot_id and state != "has died":
+                with contextlib.suppress(OSError):
+                    os.kill(who.pid, signal.SIGKILL)
