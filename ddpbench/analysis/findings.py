@@ -83,7 +83,7 @@ def _oversubscribed(run: Run) -> Iterator[Finding]:
         for rank in launch.ranks:
             hosts.setdefault(str(rank.get("hostname")), []).append(rank)
         for host, ranks in hosts.items():
-            cores = ranks[0].get("usable_cores")
+            cores = _cores(ranks)
             threads = sum(rank.get("threads") or 1 for rank in ranks)
             if cores and threads > cores:
                 yield Finding(
@@ -91,23 +91,32 @@ def _oversubscribed(run: Run) -> Iterator[Finding]:
                     "oversubscribed",
                     f"{host}: {len(ranks)} ranks with {threads} compute threads in all share "
                     f"{cores} cores: times contain waiting for a core",
-                    f"use -n {max(1, int(cores))} or fewer, or OMP_NUM_THREADS="
-                    f"{max(1, int(cores) // len(ranks))}",
+                    f"use -n {cores} or fewer, or OMP_NUM_THREADS={max(1, cores // len(ranks))}",
                     {"host": host},
                 )
 
 
+def _cores(ranks: list[dict[str, Any]]) -> int | None:
+    """The cores that these ranks of one host may use, from "0-3,8" and a cgroup's quota."""
+    usable: set[int] = set()
+    for rank in ranks:
+        for span in filter(None, str(rank.get("cpuset") or "").split(",")):
+            first, _, last = span.partition("-")
+            usable.update(range(int(first), int(last or first) + 1))
+    quota = ranks[0].get("cgroup_cpu_quota_cores")
+    return int(min(len(usable), quota or len(usable))) or None
+
+
 def _mixed_versions(run: Run) -> Iterator[Finding]:
     for launch in run.launches:
-        for name in ("torch_version", "ddpbench_version", "python_version"):
+        for name in ("torch", "ddpbench", "python"):
             values = [rank.get(name) for rank in launch.ranks]
             odd = [rank for rank, value in enumerate(values) if value != values[0]]
             if odd:
                 yield Finding(
                     "error",
                     "mixed-versions",
-                    f"rank {odd[0]} runs {name.split('_')[0]} {values[odd[0]]}, "
-                    f"rank 0 {values[0]}",
+                    f"rank {odd[0]} runs {name} {values[odd[0]]}, rank 0 {values[0]}",
                     "use one environment on all hosts",
                     {"rank": odd[0]},
                 )

@@ -5,9 +5,11 @@ Importing this module imports no torch; `unavailable` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ddpbench.runtime.launch import Refused
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,51 @@ def get(name: str) -> Backend:
         unavailable=lambda device: _unregistered(name, device),
         library=lambda: f"{name} with {_torch()}",
     )
+
+
+def choose_device(names: Sequence[str], device: str) -> str:
+    """`auto` decided: GPUs when there are any and the first backend asked for can use them."""
+    if device != "auto":
+        return device
+    if "nccl" in names:
+        return "cuda"
+    if names[0] not in ("auto", "all"):
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def choose(names: Sequence[str], device: str, launcher: str | None) -> tuple[str, ...]:
+    """The backends asked for, `auto` and `all` decided; each can run here.
+
+    launcher: what started this rank, None where ddpbench starts the ranks itself.
+    Raises Refused with the sentence of the first that cannot.
+    """
+    chosen: list[str] = []
+    for name in names:
+        if name == "auto":
+            chosen.append(BEST[device])
+        elif name == "all":
+            chosen += [b for b in BACKENDS if unavailable(b, device, launcher) is None]
+        else:
+            chosen.append(name)
+    for name in chosen:
+        if (why := unavailable(name, device, launcher)) is not None:
+            raise Refused(why)
+    return tuple(dict.fromkeys(chosen))
+
+
+def unavailable(name: str, device: str, launcher: str | None) -> str | None:
+    """None, or one sentence: why a backend cannot run here, and what to do."""
+    backend = get(name)
+    if backend.launcher == "mpirun" and launcher == "torchrun":
+        return (
+            f"{name} needs ranks that MPI started, and each of torchrun's is an MPI world of its "
+            f"own: type mpirun -n 2 python -m ddpbench.collectives --backend {name}, or, without "
+            f"a launcher, python -m ddpbench collectives -n 2 --backend {name}"
+        )
+    return backend.unavailable(device)
 
 
 def _unregistered(name: str, device: str) -> str | None:

@@ -169,15 +169,11 @@ def _blocks(tensor: torch.Tensor, case: Case) -> list[torch.Tensor]:
 
 
 def _all_reduce(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
-    return partial(
-        _dist("all_reduce"), b.output, op=_op(case), group=group, async_op=case.async_op
-    )
+    return partial(_dist("all_reduce"), b.output, op=_op(case), group=group, async_op=case.async_op)
 
 
 def _broadcast(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
-    return partial(
-        _dist("broadcast"), b.output, src=case.root, group=group, async_op=case.async_op
-    )
+    return partial(_dist("broadcast"), b.output, src=case.root, group=group, async_op=case.async_op)
 
 
 def _reduce(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:

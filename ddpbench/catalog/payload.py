@@ -14,36 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ddpbench.catalog.dtypes import DTYPES
+
 if TYPE_CHECKING:
     import torch
 
 PERIOD = 1021
-REDUCE_OPS = ("sum", "avg", "prod", "min", "max")
-
-
-@dataclass(frozen=True)
-class DType:
-    """A tensor type: bytes an element, the largest exact integer, powers of two that fit a product."""
-
-    nbytes: int
-    exact: int
-    doublings: int
-    floating: bool = True
-
-
-# float8 is carried by few backends; whether this one does is found by trying.
-DTYPES: dict[str, DType] = {
-    "float32": DType(4, 2**24, 126),
-    "float64": DType(8, 2**53, 1022),
-    "float16": DType(2, 2**11, 14),
-    "bfloat16": DType(2, 2**8, 126),
-    "float8_e4m3fn": DType(1, 2**4, 6),
-    "float8_e5m2": DType(1, 2**3, 14),
-    "int8": DType(1, 2**7 - 1, 6, floating=False),
-    "int32": DType(4, 2**31 - 1, 30, floating=False),
-    "int64": DType(8, 2**53, 62, floating=False),
-    "uint8": DType(1, 2**8 - 1, 7, floating=False),
-}
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class Samples:
 
     calls: int = 1
     cold: npt.NDArray[np.int64] | None = None
+    cold_calls: int = 1
     warm_up: list[npt.NDArray[np.int64]] = field(default_factory=list)
     timed: list[npt.NDArray[np.int64]] = field(default_factory=list)
     stop_reason: str = ""
@@ -87,7 +88,9 @@ class Bench:
         self._tables: dict[tuple[int | None, int], npt.NDArray[np.float64]] = {}
         sets = pipeline_depth(case, operation, plan) if case.issue == "pipelined" else 1
         self.buffers = [_allocate(case, operation, group.rank, device) for _ in range(sets)]
-        self.masters = [b.input.clone() for b in self.buffers] if must_restore(case, operation) else []
+        self.masters = (
+            [b.input.clone() for b in self.buffers] if must_restore(case, operation) else []
+        )
         self.calls = sets * operation.messages
         self.start = STARTS[case.start](tested, device)
         self._issues = [operation.bind(case, b, tested, group.rank) for b in self.buffers]
@@ -268,7 +271,7 @@ def _measure(bench: Bench, samples: Samples, shortest_seconds: float) -> None:
     samples.cold = agree.at_rank_0(group, cold)
     _check(bench, samples, -1)
     bench.refill()
-    samples.calls = bench.calls
+    samples.calls = samples.cold_calls = bench.calls
     batch = _warm_up(pace, until, shortest_seconds)
     samples.calls *= batch
     _timed(pace, until, batch)
@@ -323,8 +326,8 @@ class Pace:
             ends = sorted({draw.randint(1, count), count})
         stamps, position = [], 0
         for end in ends:
-            for stretch, checked in ((end - 1 - position, False), (1, True)) if check else (
-                (end - position, False),
+            for stretch, checked in (
+                ((end - 1 - position, False), (1, True)) if check else ((end - position, False),)
             ):
                 if stretch <= 0:
                     continue

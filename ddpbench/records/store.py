@@ -1,8 +1,8 @@
 """Runs on disk: one folder a run, rewritten atomically after every case, so nothing measured is lost.
 
-    run.json         everything but the raw samples
-    samples.parquet  entry and exit of every rank and repetition (a folder of parts until the end)
-    table.csv  table.txt
+run.json         everything but the raw samples
+samples.parquet  entry and exit of every rank and repetition (a folder of parts until the end)
+table.csv  table.txt
 """
 
 from __future__ import annotations
@@ -136,12 +136,14 @@ def find(name: str) -> Path:
     if name == "last" and folders:
         return folders[-1]
     known = ", ".join(folder.name for folder in folders[-3:]) or "there is none in results/ yet"
-    raise InvalidRun(f"no run {name!r}: give a folder with a run.json, or a name from `list` ({known})")
+    raise InvalidRun(
+        f"no run {name!r}: give a folder with a run.json, or a name from `list` ({known})"
+    )
 
 
-def runs() -> list[Path]:
+def runs(results: Path = Path("results")) -> list[Path]:
     """The folders in results/ that hold a run, oldest first."""
-    return sorted(path.parent for path in Path("results").glob("*/run.json"))
+    return sorted(path.parent for path in results.glob("*/run.json"))
 
 
 def add_samples(folder: Path, part: int, columns: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ddpbench.runtime.launch import Refused
+
 if TYPE_CHECKING:
     from ddpbench.runtime.group import Group
 
@@ -63,6 +65,13 @@ def first_objection(group: Group, mine: str | None) -> str | None:
     if len(objections) == group.world_size:
         return text
     return f"{text} (rank {', '.join(map(str, objections))})"
+
+
+def require_same_options(group: Group, mine: dict[str, Any]) -> None:
+    """Raises Refused, naming the rank and the option, when a rank was started differently."""
+    sentence = differing_option(everyones(group, mine))
+    if sentence is not None:
+        raise Refused(sentence)
 
 
 def differing_option(everyone: list[dict[str, Any]]) -> str | None:

@@ -31,14 +31,17 @@ GIT = ("git", f"--git-dir={CHECKOUT}/.git", f"--work-tree={CHECKOUT}", "--no-opt
 ALLOWED = re.compile(r"(NCCL|GLOO|TORCH|OMP|MKL|OMPI|UCX|MPICH|SLURM)_|CUDA_VISIBLE_DEVICES$")
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|PASSPHRASE|KEY|CREDENTIAL|JWT|AUTH|COOKIE", re.IGNORECASE)
 NOISE = re.compile(r"OMPI_(ARGV|COMMAND|APP_CTX|FILE_|MCA_(orte|prte|pmix|ess|initial)_)")
+COMMAND_DEADLINE_SECONDS = 5.0
 MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity.d": "apptainer"}
+REASON = "nvmlClocksThrottleReason"
 T = TypeVar("T")
 
 
 def run_facts() -> dict[str, object]:
     """What holds for the whole run, as rank 0 sees it; may take some 50 ms."""
     torch, cpu_info = _module("torch"), _read("/proc/cpuinfo")
-    cuda, changes = torch and torch.version.cuda, _output(*GIT, "status", "-s", ":/ddpbench")
+    changes = _output(*GIT, "status", "--short", ":/ddpbench")
+    builds = {kind: getattr(torch and torch.version, kind, None) for kind in ("cuda", "hip")}
     hypervisor = _found(r"^flags\s*:.*\b(hypervisor)\b", cpu_info)
     governors = filter(None, map(_read, CPUS.glob("cpufreq/policy*/scaling_governor")))
     huge_pages = _read("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -46,8 +49,8 @@ def run_facts() -> dict[str, object]:
         **_versions(),
         "git_revision": _output(*GIT, "rev-parse", "HEAD"),
         "git_dirty": None if changes is None else changes != "",
-        "torch_build": f"cuda {cuda}" if cuda else torch and "cpu",
-        "cuda": cuda,
+        "torch_build": next((f"{kind} {v}" for kind, v in builds.items() if v), torch and "cpu"),
+        "cuda": builds["cuda"],
         "nccl": _or_none(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
         "mpi": _or_none(lambda: sys.modules["mpi4py.MPI"].Get_library_version().split(",")[0]),
         "driver": _read("/sys/module/nvidia/version"),
@@ -98,6 +101,13 @@ def rank_facts() -> dict[str, object]:
     }
 
 
+def compact(numbers: Iterable[int]) -> str:
+    """0, 1, 2, 3, 8 as "0-3,8"."""
+    runs = groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0])
+    spans = [[number for _, number in run] for _, run in runs]
+    return ",".join(f"{span[0]}-{span[-1]}" if span[1:] else f"{span[0]}" for span in spans)
+
+
 def allowed_variables(variables: Mapping[str, str], length: int = 200) -> dict[str, str]:
     """The variables that steer a collective, without secrets and without the launcher's noise."""
     return {
@@ -118,12 +128,12 @@ def cgroup_limits(root: Path = ROOT) -> dict[str, float | None]:
     """The tightest limits that this process's control group and its ancestors set, v1 or v2."""
     limits, free = [], []
     for level in _cgroup_levels("memory", root):
-        limit = int(_found(r"^(\d+)", _either(level, "memory.max", "memory.limit_in_bytes")) or 0)
-        used = int(_either(level, "memory.current", "memory.usage_in_bytes") or 0)
-        cache = int(_found(r"^inactive_file (\d+)", _read(level / "memory.stat")) or 0)
-        if 0 < limit < 2**60:  # v1 writes "no limit" as a huge number
-            limits.append(limit)
-            free.append(max(0, limit - used + cache))
+        limit = _read(level / "memory.max") or _read(level / "memory.limit_in_bytes") or "max"
+        used = _read(level / "memory.current") or _read(level / "memory.usage_in_bytes") or 0
+        cache = _found(r"^inactive_file (\d+)", _read(level / "memory.stat")) or 0
+        if limit != "max" and int(limit) < 2**60:  # v1 writes "no limit" as a huge number
+            limits.append(int(limit))
+            free.append(max(0, int(limit) - int(used) + int(cache)))
     quotas = [cores for level in _cgroup_levels("cpu", root) if (cores := _quota_cores(level))]
     return {
         "cgroup_cpu_quota_cores": min(quotas, default=None),
@@ -141,6 +151,48 @@ def interface_of(address: str) -> dict[str, object]:
         if wanted and (str(wanted) in listed or (wanted.is_loopback and "127.0.0.1" in listed)):
             return _interface(name)
     return _interface(None)
+
+
+def _interface(name: str | None) -> dict[str, object]:
+    its = (_or_none(psutil.net_if_stats) or {}).get(name or "")
+    speed = its.speed * 125_000 if its and its.speed > 0 else None  # the kernel says Mbit/s
+    mtu = its.mtu if its else None
+    return {"name": name, "mtu_nbytes": mtu, "nominal_bytes_per_second": speed}
+
+
+def gpu_state() -> dict[str, object] | None:
+    """Clocks, throttle reasons, temperature and NVLinks of this rank's GPU; None without NVML."""
+    nvml, uuid = _module("pynvml"), _gpu()["gpu_uuid"]
+
+    def ask(function: str, *arguments: object) -> Any:
+        return _or_none(lambda: getattr(nvml, function)(*arguments))
+
+    ask("nvmlInit")
+    gpu = ask("nvmlDeviceGetHandleByUUID", uuid) if uuid else None
+    if gpu is None:
+        return None
+    sm, memory = (ask("nvmlDeviceGetClockInfo", gpu, clock) for clock in (1, 2))  # in MHz
+    set_bits = ask("nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
+    named = ((bit, name) for name, bit in vars(nvml).items() if name.startswith(REASON))
+    names = {bit: name.removeprefix(REASON) for bit, name in named}
+    reasons = [names.get(1 << n, f"bit {n}") for n in range(64) if (set_bits or 0) >> n & 1]
+    links = [ask("nvmlDeviceGetNvLinkState", gpu, n) for n in range(nvml.NVML_NVLINK_MAX_LINKS)]
+    return {
+        "sm_clock_hertz": sm and sm * 10**6,
+        "memory_clock_hertz": memory and memory * 10**6,
+        "throttle_reasons": None if set_bits is None else reasons,
+        "temperature_celsius": ask("nvmlDeviceGetTemperature", gpu, 0),
+        "nvlinks_active": None if set(links) == {None} else links.count(1),
+    }
+
+
+def _gpu() -> dict[str, object]:
+    """The GPU that this rank already uses; asking must not create a CUDA context."""
+    cuda: Any = _or_none(lambda: _module("torch").cuda)
+    index = _or_none(cuda.current_device) if cuda and cuda.is_initialized() else None
+    its = None if index is None else _or_none(lambda: cuda.get_device_properties(index))
+    uuid = its and f"GPU-{its.uuid}"  # as NVML and nvidia-smi write it
+    return {"gpu_index": index, "gpu_name": its and its.name, "gpu_uuid": uuid}
 
 
 @dataclass(frozen=True)
@@ -200,30 +252,6 @@ def others_share(
     return min(1.0, max(0.0, others / (wall_seconds * cores)))
 
 
-def gpu_state() -> dict[str, object] | None:
-    """Clocks, throttle reasons, temperature and NVLinks of this rank's GPU; None without NVML."""
-    nvml, uuid = _module("pynvml"), _gpu()["gpu_uuid"]
-
-    def ask(function: str, *arguments: object) -> Any:
-        return _or_none(lambda: getattr(nvml, function)(*arguments))
-
-    ask("nvmlInit")
-    gpu = ask("nvmlDeviceGetHandleByUUID", uuid) if uuid else None
-    if gpu is None:
-        return None
-    megahertz = [ask("nvmlDeviceGetClockInfo", gpu, clock) for clock in (1, 2)]  # SM, memory
-    reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
-    prefix = "nvmlClocksThrottleReason"
-    bits = {bit: name for name, bit in vars(nvml).items() if name.startswith(prefix)}
-    sm, memory = (hertz and hertz * 10**6 for hertz in megahertz)
-    return {
-        "sm_clock_hertz": sm,
-        "memory_clock_hertz": memory,
-        "temperature_celsius": ask("nvmlDeviceGetTemperature", gpu, 0),
-        "nvlinks_active": links.count(1) if any(state is not None for state in links) else None,
-    }
-
-
 def _host(wall: float) -> tuple[float | None, float | None, float | None]:
     """Busy (plus a constant), interrupt and steal seconds of all cores together since boot.
 
@@ -241,10 +269,10 @@ def _host(wall: float) -> tuple[float | None, float | None, float | None]:
 
 
 def _throttled(levels: Sequence[Path]) -> float | None:
-    """Seconds that these control groups held their processes back: v2 in µs, v1 in ns."""
-    texts = [_read(level / "cpu.stat") for level in levels]
-    found = [(_found(r"^throttled_(?:usec|time) (\d+)", text), text) for text in texts]
-    return sum(int(n) / (1e6 if "usec" in text else 1e9) for n, text in found if n) if found else None
+    """Seconds that these control groups held their processes back."""
+    stat = "\n".join(filter(None, (_read(level / "cpu.stat") for level in levels)))
+    v1, v2 = (re.findall(rf"^throttled_{unit} (\d+)", stat, re.M) for unit in ("time", "usec"))
+    return sum(map(int, v1)) / 1e9 + sum(map(int, v2)) / 1e6 if stat else None
 
 
 def _quota_cores(level: Path) -> float | None:
@@ -268,33 +296,10 @@ def _versions() -> dict[str, object]:
     return {"ddpbench": __version__, "python": platform.python_version(), "torch": torch}
 
 
-def _gpu() -> dict[str, object]:
-    """The GPU that this rank already uses; asking must not create a CUDA context."""
-    cuda = _or_none(lambda: _module("torch").cuda)
-    if cuda is None or not cuda.is_initialized():
-        return {"gpu_index": None, "gpu_name": None, "gpu_uuid": None}
-    its = cuda.get_device_properties(cuda.current_device())
-    return {"gpu_index": cuda.current_device(), "gpu_name": its.name, "gpu_uuid": f"GPU-{its.uuid}"}
-
-
-def compact(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 3, 8 as "0-3,8"."""
-    runs = groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0])
-    spans = [[number for _, number in run] for _, run in runs]
-    return ",".join(f"{span[0]}-{span[-1]}" if span[1:] else f"{span[0]}" for span in spans)
-
-
-def _interface(name: str | None) -> dict[str, object]:
-    its = (_or_none(psutil.net_if_stats) or {}).get(name or "")
-    speed = its.speed * 125_000 if its and its.speed > 0 else None  # the kernel says Mbit/s
-    mtu = its.mtu if its else None
-    return {"name": name, "mtu_nbytes": mtu, "nominal_bytes_per_second": speed}
-
-
 def _output(*command: str) -> str | None:
     """What a command prints; None where it fails or is missing or late."""
-    options: dict[str, Any] = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 5.0}
-    return _or_none(lambda: str(subprocess.check_output(command, **options)).strip())
+    options: dict[str, Any] = {"stderr": subprocess.DEVNULL, "timeout": COMMAND_DEADLINE_SECONDS}
+    return _or_none(lambda: subprocess.check_output(command, text=True, **options).strip())
 
 
 def _module(name: str) -> Any:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,6 +46,7 @@ class Group:
     who: tuple[Who, ...]
     watchdog: Watchdog
     timeout: timedelta
+    meeting_host: str = "127.0.0.1"  # where the store listens, as this rank reaches it
     share_gpu: bool = False
 
     @property
@@ -53,6 +56,12 @@ class Group:
     @property
     def world_size(self) -> int:
         return self.place.world_size
+
+    @property
+    def interrupted(self) -> str | None:
+        """The name of the signal that asked this rank to stop, if one did."""
+        number = self.watchdog.signal
+        return None if number is None else signal.Signals(number).name
 
     @property
     def hosts(self) -> dict[str, list[int]]:
@@ -114,9 +123,7 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
     for rank in range(place.world_size):
         host, pid, boot_id = store.get(f"ddpbench/here/{rank}").decode().split("|")
         who.append(Who(rank, host, int(pid), boot_id))
-    watchdog = Watchdog(
-        _second_client(store, timeout), place.rank, who, rendezvous.timeout_seconds, _leave
-    )
+    watchdog = Watchdog(_second_client(store), place.rank, who, rendezvous.timeout_seconds, _leave)
     try:
         dist.init_process_group(
             "gloo",
@@ -125,13 +132,19 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
             world_size=place.world_size,
             timeout=timeout + timedelta(seconds=30),
         )
-        yield Group(place, tuple(who), watchdog, timeout, share_gpu)
+        group = Group(place, tuple(who), watchdog, timeout, _host(store), share_gpu)
+        yield group
         # The ranks leave together: the store lives in one of them.
         watchdog.phase("the end of the run")
-        agree.decision(Group(place, tuple(who), watchdog, timeout), 0)
-        dist.destroy_process_group()
+        agree.decision(group, 0)
+    except Refused:
+        raise
+    except Exception as error:
+        watchdog.end(_told(error))
     finally:
         watchdog.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _meet(place: Placement, rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
@@ -145,14 +158,13 @@ def _meet(place: Placement, rendezvous: Rendezvous, timeout: timedelta) -> dist.
     if url.startswith("tcp://") and place.rank == 0:
         launch.require_free(int(url.rsplit(":", 1)[1]))
     try:
-        store, _, _ = next(
-            dist.rendezvous(url, place.rank, place.world_size, timeout=timeout)
-        )
+        store, _, _ = next(dist.rendezvous(url, place.rank, place.world_size, timeout=timeout))
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0][:200]
         raise Refused(
             f"rank {place.rank} could not meet the others at {url} within "
-            f"{timeout.total_seconds():g} s: {reason}"
+            f"{timeout.total_seconds():g} s: {reason}",
+            speaker=place.rank,
         ) from None
     return store
 
@@ -205,26 +217,48 @@ def _await_all(store: dist.Store, place: Placement, seconds: float) -> None:
         if time.monotonic() > until:
             raise Refused(
                 f"rank {', '.join(map(str, absent))} of {place.world_size} did not come within "
-                f"{seconds:g} s (--timeout): see why it did not start"
+                f"{seconds:g} s (--timeout): see why it did not start",
+                speaker=next(r for r in range(place.world_size) if r not in absent),
             )
         time.sleep(0.01)
 
 
-def _second_client(store: dist.Store, timeout: timedelta) -> dist.Store:
+def _second_client(store: dist.Store) -> dist.Store:
     """A connection of its own to the same store, for the watchdog's thread."""
     import torch.distributed as dist
 
-    base = store
-    while isinstance(base, dist.PrefixStore):
-        base = base.underlying_store
+    base = _underlying(store)
     if isinstance(base, dist.TCPStore):
         return dist.TCPStore(
-            base.host, base.port, is_master=False, timeout=timedelta(seconds=5),
+            base.host,
+            base.port,
+            is_master=False,
+            timeout=timedelta(seconds=5),
             wait_for_workers=False,
-        )  # fmt: skip
+        )
     if isinstance(base, dist.FileStore):
         return dist.FileStore(base.path, -1)
     return base
+
+
+def _underlying(store: dist.Store) -> dist.Store:
+    import torch.distributed as dist
+
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _told(error: Exception) -> str:
+    """An error as a cause in one line; one that no backend raised is a defect, shown whole."""
+    if not isinstance(error, RuntimeError):
+        traceback.print_exception(error)
+    first = (str(error).strip() or "no text").splitlines()[0][:300]
+    return f"{type(error).__name__}: {first}"
+
+
+def _host(store: dist.Store) -> str:
+    return str(getattr(_underlying(store), "host", "127.0.0.1"))
 
 
 def _boot_id() -> str:

@@ -18,7 +18,14 @@ from pathlib import Path
 
 
 class Refused(Exception):
-    """The request cannot be met: one sentence for the user, exit code 2, nothing measured."""
+    """The request cannot be met: one sentence for the user, exit code 2, nothing measured.
+
+    speaker: the rank that tells it; all ranks raise it together unless it could not meet them.
+    """
+
+    def __init__(self, sentence: str, speaker: int = 0) -> None:
+        super().__init__(sentence)
+        self.speaker = speaker
 
 
 @dataclass(frozen=True)
@@ -149,17 +156,20 @@ def find_mpirun() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
-def mpirun(arguments: Sequence[str], nproc: int) -> int:
-    """Run `python ARGUMENTS` in nproc ranks of this host under mpirun; its exit code.
-
-    Raises Refused where there is no mpirun.
-    """
+def require_mpirun() -> str:
+    """The mpirun to use. Raises Refused where there is none."""
     command = find_mpirun()
     if command is None:
         raise Refused(
             "there is no mpirun beside this Python or in PATH: "
             "pip install 'ddpbench[mpi]' brings one, without system packages"
         )
+    return command
+
+
+def mpirun(arguments: Sequence[str], nproc: int) -> int:
+    """Run `python ARGUMENTS` in nproc ranks of this host under mpirun; its exit code."""
+    command = require_mpirun()
     version = subprocess.run(
         [command, "--version"], capture_output=True, text=True, timeout=30, check=False
     ).stdout

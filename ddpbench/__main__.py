@@ -1,0 +1,7 @@
+"""python -m ddpbench"""
+
+import sys
+
+from ddpbench.cli import main
+
+sys.exit(main())

@@ -1,0 +1,138 @@
+"""Rank 0's record of a launch while it runs, and the end of a run: what commands share."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ddpbench.analysis import findings, stats
+from ddpbench.records import store
+from ddpbench.records.schema import Launch, Result
+from ddpbench.render.formats import FORMATS
+from ddpbench.runtime.group import Group
+
+if TYPE_CHECKING:
+    from ddpbench.measure.loop import Samples
+
+
+class Book:
+    """The record of one launch: everything measured is on disk after each case. Idle elsewhere
+    than in rank 0."""
+
+    def __init__(self, ranks: Group, folder: Path, launch: Launch) -> None:
+        self.writes = ranks.rank == 0
+        self.folder, self.launch = folder, launch
+        self.common_clock = len({clock_domain(rank) for rank in launch.ranks}) == 1
+        self.measuring = 0.0
+        self._bar: Any = None
+        if self.writes:
+            self.run = store.read(folder)
+            self.part = len(self.run.results)
+            self._write()
+
+    def expect(self, cases: int, progress: bool) -> None:
+        """Show progress and time left on stderr, where that is a terminal."""
+        from tqdm import tqdm
+
+        tqdm.monitor_interval = 0  # no thread that wakes up in a timed span
+        shown = self.writes and (progress or sys.stderr.isatty())
+        self._bar = tqdm(
+            total=cases, desc=self.launch.backend, unit="case", disable=not shown, leave=False
+        )
+
+    def add(self, result: Result, samples: Samples) -> None:
+        """Summarise one case, and store it with its raw samples."""
+        if not self.writes:
+            return
+        if samples.timed:
+            timed = np.concatenate(samples.timed, axis=1)
+            warm_up = sum(part.shape[1] for part in samples.warm_up)
+            assert samples.cold is not None
+            result = replace(
+                result,
+                calls=samples.calls,
+                cold_seconds=float(stats.t_max(samples.cold, samples.cold_calls)[0]),
+                warm_up=warm_up,
+                stop_reason=samples.stop_reason,
+                checks=samples.checks,
+                measuring_seconds=samples.measuring_seconds,
+                summary=stats.summarise(timed, samples.calls, self.common_clock),
+            )
+            self.measuring += samples.measuring_seconds
+            everything = np.concatenate([samples.cold, *samples.warm_up, timed], axis=1)
+            columns = _columns(result, everything, 1 + warm_up)
+            store.add_samples(self.folder, self.part, columns)
+        self.part += 1
+        self.run = replace(store.read(self.folder), results=(*self.run.results, result))
+        self._write()
+        self._bar.update()
+
+    def close(self, seconds: float) -> None:
+        """Store how long the sweep took, and how much of it was measuring."""
+        if not self.writes:
+            return
+        self._bar.close()
+        self.launch = replace(
+            self.launch,
+            ended=store.now(),
+            sweep_seconds=seconds,
+            measuring_seconds=self.measuring,
+        )
+        self._write()
+
+    def _write(self) -> None:
+        others = [launch for launch in self.run.launches if launch.index != self.launch.index]
+        store.write(self.folder, replace(self.run, launches=(*others, self.launch)))
+
+
+def clock_domain(facts: dict[str, Any]) -> tuple[Any, Any]:
+    """Ranks with the same one read the same clock."""
+    return facts.get("boot_id"), facts.get("time_namespace")
+
+
+def _columns(result: Result, stamps: stats.Stamps, warm_up: int) -> dict[str, Any]:
+    """SAMPLE_COLUMNS of one case: warm-ups (the cold call first) have repetitions below 0."""
+    import pyarrow as pa
+
+    world, count, _ = stamps.shape
+    repetition = np.arange(count) - warm_up
+    key = pa.array([result.case.key] * (world * count)).dictionary_encode()
+    return {
+        "case": key,
+        "launch": np.full(world * count, result.launch, dtype=np.int32),
+        "repetition": np.tile(repetition, world).astype(np.int32),
+        "rank": np.repeat(np.arange(world, dtype=np.int32), count),
+        "entry_ns": stamps[:, :, 0].ravel(),
+        "exit_ns": stamps[:, :, 1].ravel(),
+        "device_ns": stamps[:, :, 2].ravel(),
+        "warm_up": np.tile(repetition < 0, world),
+    }
+
+
+def mark(folder: Path, state: str, reason: str, code: int) -> None:
+    """Mark a run that ends before its time; whichever rank lives may do it."""
+    if (folder / "run.json").exists():
+        store.close(folder, state, reason, code)
+
+
+def finish(folder: Path, form: str, columns: tuple[str, ...] | None, quiet: bool) -> int:
+    """Close a run: findings, tables on disk and on stdout; its exit code."""
+    run = store.read(folder)
+    run = replace(run, findings=findings.findings(run))
+    if run.state == "running":
+        nothing = all(result.summary is None for result in run.results)
+        code = 2 if nothing else findings.exit_code(run)
+        run = replace(run, state="complete", exit_code=code, ended=store.now())
+    store.write(folder, run)
+    store.put(folder / "table.csv", FORMATS["csv"](run, None, False).encode())
+    store.put(folder / "table.txt", FORMATS["table"](run, None, False).encode())
+    store.join_samples(folder)
+    sys.stdout.write(FORMATS[form](run, columns, quiet))
+    sys.stdout.flush()
+    if not quiet:
+        sys.stderr.write(f"ddpbench: stored in {folder}\n")
+    return 5 if run.exit_code is None else run.exit_code

@@ -1,0 +1,73 @@
+"""Sizes as users type and read them: bytes, with K, M, G = 1024, 1024², 1024³."""
+
+from __future__ import annotations
+
+import re
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+SYNTAX = "4:64M:x4 (by factor), 4:1K:+256 (by step) or 1K,64K,1M (a list)"
+
+
+def parse(text: str) -> tuple[int, ...]:
+    """The sizes in bytes that `text` means, ascending, each once.
+
+    Raises ValueError with one sentence: what was given, what is allowed.
+    """
+    sizes: set[int] = set()
+    for part in text.split(","):
+        bounds = part.strip().split(":")
+        if len(bounds) == 1:
+            sizes.add(_size(bounds[0], text))
+        elif len(bounds) == 3:
+            sizes.update(_series(*bounds, text=text))
+        else:
+            raise ValueError(f"{text!r} is not a list of sizes: write {SYNTAX}")
+    return tuple(sorted(sizes))
+
+
+def _size(word: str, text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", word.strip(), re.IGNORECASE)
+    if not match:
+        raise ValueError(f"{word!r} in {text!r} is not a size: write bytes as 4, 64K, 1M or 2G")
+    size = int(match[1]) * UNITS[match[2].upper()]
+    if size < 1:
+        raise ValueError(f"size {word!r} in {text!r}: the smallest size is 1 byte")
+    return size
+
+
+def _series(first: str, last: str, step: str, text: str) -> list[int]:
+    low, high = _size(first, text), _size(last, text)
+    if low > high:
+        raise ValueError(f"{text!r} goes from {first} down to {last}: write the smaller size first")
+    factor = re.fullmatch(r"x(\d+)", step.strip(), re.IGNORECASE)
+    sizes = [low]
+    if factor and int(factor[1]) >= 2:
+        while sizes[-1] * int(factor[1]) <= high:
+            sizes.append(sizes[-1] * int(factor[1]))
+    elif step.strip().startswith("+"):
+        stride = _size(step.strip()[1:], text)
+        if (high - low) // stride > 10_000:
+            raise ValueError(f"{text!r} means more than 10000 sizes: take a larger step")
+        sizes = list(range(low, high + 1, stride))
+    else:
+        raise ValueError(
+            f"step {step!r} in {text!r}: write x2 or more to multiply, +256 or the like to add"
+        )
+    return sizes
+
+
+def readable(nbytes: int) -> str:
+    """4 B, 64 KiB, 1 MiB where it is exact; else bytes."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size and nbytes % size == 0:
+            return f"{nbytes // size} {unit}"
+    return f"{nbytes} B"
+
+
+def whole(nbytes: int, element_nbytes: int, blocks: int) -> tuple[int, int]:
+    """The nearest size below that divides into `blocks` equal blocks of whole elements.
+
+    At least one element a block; (total bytes, elements of one block).
+    """
+    count = max(1, nbytes // (element_nbytes * blocks))
+    return count * element_nbytes * blocks, count

@@ -1,0 +1,223 @@
+"""The front door: names the commands, checks what was asked, starts ranks where no launcher did.
+
+python -m ddpbench collectives -n 4 --backend gloo,mpi
+python -m ddpbench show RUN
+python -m ddpbench list
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from pathlib import Path
+
+from ddpbench import __version__, collectives, options
+from ddpbench.catalog import backends
+from ddpbench.collectives import Options
+from ddpbench.records import store
+from ddpbench.records.store import InvalidRun
+from ddpbench.render.formats import FORMATS
+from ddpbench.runtime import launch
+from ddpbench.runtime.launch import Placement, Refused
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its help, its options, what it does with them and the words they came from."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Sequence[str]], int]
+    description: str | None = None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; its exit code, as the README lists them."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _main(words)
+        sys.stdout.flush()
+    except Refused as error:
+        place = launch.placement()
+        if place is None or place.rank == error.speaker:
+            sys.stderr.write(f"ddpbench: {error}\n")
+        return 2
+    except InvalidRun as error:
+        sys.stderr.write(f"ddpbench: {error}\n")
+        return 3
+    except BrokenPipeError:
+        # The reader of stdout has gone (`| head`): what was measured is on disk.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _main(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(_overview())
+        return 0 if words else 2
+    if words[0] == "--version":
+        sys.stdout.write(f"ddpbench {__version__}\n")
+        return 0
+    name, rest = words[0], words[1:]
+    command = COMMANDS.get(name)
+    if command is None:
+        options.refuse(
+            f"unknown command {name!r}{options.did_you_mean(name, COMMANDS)} "
+            f"(there are: {', '.join(COMMANDS)})"
+        )
+    parser = options.Parser(
+        prog=f"ddpbench {name}", description=command.description or command.help
+    )
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(rest), rest)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:<{width}}  {c.help}" for name, c in COMMANDS.items())
+    return (
+        f"ddpbench {__version__}: what collectives and a DDP step cost\n\n"
+        f"usage: python -m ddpbench COMMAND [options]\n\n{listed}\n\n"
+        "python -m ddpbench COMMAND --help lists the options of one.\n"
+    )
+
+
+def _collectives(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    asked = Options(**{field.name: getattr(namespace, field.name) for field in fields(Options)})
+    asked = replace(asked, modules=tuple(asked.modules))
+    place = launch.placement()
+    for module in asked.modules:
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise Refused(f"--import {module}: {error}") from None
+    asked = resolve(asked, place)
+    if place is not None:
+        return collectives.run(asked, place)
+    return start(asked, words)
+
+
+def resolve(asked: Options, place: Placement | None) -> Options:
+    """The options with device and backends decided. Raises Refused when one cannot be had."""
+    device = backends.choose_device(asked.backend, asked.device)
+    names = backends.choose(asked.backend, device, place.launcher if place else None)
+    if place is not None and asked.launches > 1:
+        raise Refused(
+            "--launches needs ddpbench to start the ranks: leave out the launcher and type "
+            f"python -m ddpbench collectives -n {place.world_size} --launches {asked.launches} …"
+        )
+    return replace(asked, device=device, backend=names, nproc=_nproc(asked, device))
+
+
+def _nproc(asked: Options, device: str) -> int:
+    if asked.nproc is not None or device == "cpu":
+        return asked.nproc or 2
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def start(asked: Options, words: Sequence[str]) -> int:
+    """Start the ranks of every launch, each backend's by its launcher; then show the run.
+
+    Several launches run in randomised blocks of one a backend, so that drift meets all alike.
+    """
+    from ddpbench import book
+
+    if asked.master_port is not None:
+        launch.require_free(asked.master_port)
+    assert asked.nproc is not None
+    if any(backends.get(name).launcher == "mpirun" for name in asked.backend):
+        launch.require_mpirun()
+    try:
+        folder = collectives.new_run(asked, asked.nproc)
+    except OSError as error:
+        raise Refused(collectives.cannot_write(error)) from None
+    order = random.Random(store.read(folder).plan.seed)
+    for block in range(asked.launches):
+        names = list(asked.backend)
+        if asked.launches > 1:
+            order.shuffle(names)
+        for name in names:
+            number = block * len(names) + names.index(name)
+            code = _launch(asked, words, name, folder, number)
+            if code == 130:
+                store.close(folder, "interrupted", "interrupted by a signal", 130)
+                break
+        else:
+            continue
+        break
+    if not store.read(folder).launches:
+        shutil.rmtree(folder)
+        return 2
+    return book.finish(folder, asked.format, asked.columns, asked.quiet)
+
+
+def _launch(asked: Options, words: Sequence[str], name: str, folder: Path, number: int) -> int:
+    """One backend's ranks, started and awaited; what a launch without a verdict means."""
+    own = ["--backend", name, "--device", asked.device, "--join", str(folder)]
+    own += ["--launch", str(number), "--launches", "1"]
+    if sys.stderr.isatty():
+        own.append("--progress")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, under every launcher
+    starter = launch.STARTERS[backends.get(name).launcher]
+    code = starter(["-m", "ddpbench.collectives", *words, *own], asked.nproc or 1)
+    if code not in (0, 2, 130):
+        reason = f"the ranks on {name} ended with exit code {code} and without a word"
+        store.close(folder, "failed", reason, 5)
+    return code
+
+
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a folder, a name in results/, or `last`")
+    options.add_shown(parser)
+
+
+def _show(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    run = store.read(store.find(namespace.run))
+    sys.stdout.write(FORMATS[namespace.format](run, namespace.columns, namespace.quiet))
+    return 0
+
+
+def _list_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", default="results", help="default results")
+
+
+def _list(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    from tabulate import tabulate
+
+    rows = []
+    for folder in store.runs(Path(namespace.folder)):
+        try:
+            run = store.read(folder)
+        except InvalidRun as error:
+            sys.stderr.write(f"ddpbench: {error}\n")
+            continue
+        backend = ",".join(dict.fromkeys(launch.backend for launch in run.launches))
+        world = run.launches[0].world_size if run.launches else None
+        measured = sum(result.summary is not None for result in run.results)
+        rows.append([folder.name, run.command, backend, world, measured, run.state, run.exit_code])
+    if not rows:
+        sys.stderr.write(f"ddpbench: no runs in {namespace.folder}/\n")
+        return 0
+    heads = ["run", "command", "backends", "ranks", "cases", "state", "exit"]
+    sys.stdout.write(tabulate(rows, heads) + "\n")
+    return 0
+
+
+COMMANDS: dict[str, Command] = {
+    "collectives": Command(
+        collectives.HELP, collectives.add_arguments, _collectives, collectives.__doc__
+    ),
+    "show": Command("print a stored run again", _show_arguments, _show),
+    "list": Command("the runs in results/", _list_arguments, _list),
+}

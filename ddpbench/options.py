@@ -1,0 +1,237 @@
+"""Options that the measuring commands share, and the strict types of their values. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from ddpbench.catalog import backends, sizes
+from ddpbench.measure.start import STARTS
+from ddpbench.render.formats import FORMATS
+from ddpbench.render.rows import COLUMNS
+from ddpbench.runtime import launch
+
+
+class Parser(argparse.ArgumentParser):
+    """Strict: no abbreviations; an error is one sentence, from one process, exit code 2."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """End with the sentence; under a launcher in rank 0 only."""
+        unknown = re.fullmatch(r"unrecognized arguments: (.*)", message)
+        if unknown:
+            word = unknown[1].split()[0]
+            known = [option for action in self._actions for option in action.option_strings]
+            message = f"unknown option {word}" + did_you_mean(word.split("=")[0], known)
+        message = re.sub(r"^argument (\S+?)(/\S+)*: ", r"\1: ", message)
+        refuse(f"{message} (see {self.prog} --help)")
+
+
+def refuse(sentence: str) -> NoReturn:
+    """End this process with one sentence on stderr and exit code 2; only rank 0 speaks."""
+    try:
+        place = launch.placement()
+    except launch.Refused:
+        place = None
+    if place is None or place.rank == 0:
+        sys.stderr.write(f"ddpbench: {sentence}\n")
+    raise SystemExit(2)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint for a typo, or nothing."""
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def names(kind: str, known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """The type of a comma list of known names; `all` means every one."""
+    table = list(known)
+
+    def parse(text: str) -> tuple[str, ...]:
+        if text == "all":
+            return tuple(table)
+        words = listed(text)
+        for word in words:
+            if word not in table:
+                raise argparse.ArgumentTypeError(
+                    f"unknown {kind} {word!r}{did_you_mean(word, table)} "
+                    f"Known: {', '.join(table)}, all".replace("? Known", "? Known")
+                )
+        return words
+
+    return parse
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """The type of a comma list: each word once, none empty."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty name: write a,b,c")
+    return tuple(dict.fromkeys(words))
+
+
+def size_list(text: str) -> tuple[int, ...]:
+    """The type of `--sizes`."""
+    try:
+        return sizes.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of a whole number within bounds."""
+    bounds = f"from {least} on" if most is None else f"from {least} to {most}"
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < least or int(text) > (most or 2**62):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
+        return int(text)
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """The type of a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def init_method(text: str) -> str:
+    """The type of `--init-method`."""
+    if text == "env://" or re.fullmatch(r"tcp://[^/]+:\d+|file:///.+", text):
+        return text
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not an init method: write env://, tcp://HOST:PORT or file:///PATH"
+    )
+
+
+def add_where(parser: argparse.ArgumentParser) -> None:
+    """Backend, device, and how ranks start and meet."""
+    where = parser.add_argument_group("where")
+    add = where.add_argument
+    add(
+        "--backend",
+        type=listed,
+        default=("auto",),
+        metavar="NAME,…",
+        help=f"of: {', '.join(backends.BACKENDS)}, any other that torch has registered; auto: the "
+        "best for the device (default); all: all that can run here; a list is run side by side",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
+    add(
+        "-n",
+        "--nproc",
+        type=whole(1),
+        metavar="N",
+        help="ranks to start on this host where no launcher did; default 2, or one a GPU",
+    )
+    add(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import this first, e.g. a plug-in that registers a backend",
+    )
+    add("--share-gpu", action="store_true", help="let several ranks use one GPU, to try things")
+    add(
+        "--init-method",
+        type=init_method,
+        metavar="URL",
+        help="env://, tcp://HOST:PORT or file:///PATH; default: as the launcher says",
+    )
+    add("--master-addr", metavar="HOST", help="where rank 0 listens")
+    add("--master-port", type=whole(1, 65535), metavar="PORT", help="and on which port")
+    add(
+        "--timeout",
+        type=positive,
+        default=60.0,
+        metavar="SECONDS",
+        help="deadline of every wait; default 60",
+    )
+
+
+def add_how(parser: argparse.ArgumentParser) -> None:
+    """The protocol: starts, repetitions, launches."""
+    how = parser.add_argument_group("how it is measured")
+    add = how.add_argument
+    add(
+        "--issue",
+        choices=("isolated", "pipelined"),
+        default="isolated",
+        help="isolated: one call at a time, started together (default); pipelined: --depth calls "
+        "in flight, what nccl-tests prints",
+    )
+    add("--depth", type=whole(2), default=20, help="calls in flight when pipelined; default 20")
+    add(
+        "--start",
+        choices=tuple(STARTS),
+        default="barrier",
+        help="how the ranks start a repetition: the backend's barrier (default); p2p_barrier, the "
+        "same messages on every backend; none",
+    )
+    add(
+        "--launches",
+        type=whole(1),
+        default=1,
+        metavar="R",
+        help="repeat in R sets of fresh processes; from 6 on, intervals hold over launches",
+    )
+    add(
+        "--precision",
+        type=positive,
+        default=2.5,
+        metavar="PERCENT",
+        help="a case ends when its median is known this well (half-width); default 2.5",
+    )
+    add(
+        "--slice",
+        type=positive,
+        default=2.0,
+        metavar="SECONDS",
+        help="most time for one case; default 2",
+    )
+    add("--no-check", action="store_true", help="do not compare results with what they must be")
+    add(
+        "--limit",
+        type=positive,
+        metavar="GB/S",
+        help="nominal one-way rate of a rank, for %% of limit; default: measured, on CPU",
+    )
+    add("--seed", type=whole(0), help="of the order of cases; default: drawn, and stored")
+
+
+def add_shown(parser: argparse.ArgumentParser) -> None:
+    """Format, columns, folder."""
+    shown = parser.add_argument_group("what is shown")
+    add = shown.add_argument
+    add("--format", choices=tuple(FORMATS), default="table", help="on stdout; default table")
+    add(
+        "--columns",
+        type=names("column", COLUMNS),
+        metavar="COLUMN,…",
+        help="of: " + ", ".join(COLUMNS),
+    )
+    add("--quiet", action="store_true", help="the tables only: no header, no legend, no progress")
+
+
+def add_stored(parser: argparse.ArgumentParser) -> None:
+    """Where results go; and what ddpbench tells the ranks that it starts itself."""
+    parser.add_argument("--output", metavar="FOLDER", help="default: a new one in results/")
+    parser.add_argument("--join", help=argparse.SUPPRESS)
+    parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)

@@ -1,0 +1,135 @@
+"""A run as rows of displayed values: the only place where µs and GB/s are made.
+
+One entry of COLUMNS adds a column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ddpbench.catalog.sizes import readable
+
+if TYPE_CHECKING:
+    from ddpbench.analysis.lines import Line
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its head in a text table, its name in CSV, what it shows, whether by default."""
+
+    head: str
+    value: Callable[[Line], float | int | str | None]
+    shown: Callable[[Line], str] | None = None  # as text, where the plain value does not do
+    default: bool = True
+
+
+def _microseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e6
+
+
+def _gigabytes(rate: float | None) -> float | None:
+    return None if rate is None else rate / 1e9
+
+
+def digits(value: float | int | str | None) -> str:
+    """Four significant digits, no exponent: 0.0123, 1.234, 12.34, 123.4, 1234, 123456."""
+    if value is None:
+        return "-"
+    if isinstance(value, (str, int)):
+        return str(value)
+    if value == 0:
+        return "0"
+    places = next((p for p, least in enumerate((1000, 100, 10, 1)) if abs(value) >= least), 4)
+    return f"{value:.{places}f}"
+
+
+def _percentile(name: str) -> Callable[[Line], float | None]:
+    return lambda line: _microseconds(line.percentiles.get(name))
+
+
+def _first(line: Line, name: str) -> float | None:
+    return next((getattr(r, name) for r in line.results), None)
+
+
+def _check(line: Line) -> str:
+    if any(r.wrong for r in line.results):
+        return "WRONG"
+    return "ok" if any(r.checks for r in line.results) else "-"
+
+
+def _interval(line: Line) -> str:
+    return "-" if line.half_width is None else f"±{line.half_width * 100:.1f}%"
+
+
+def _bound(name: str) -> Callable[[Line], float | None]:
+    return lambda line: (
+        None if line.interval is None else _microseconds(getattr(line.interval, name))
+    )
+
+
+def _statistic(name: str) -> Callable[[Line], float | None]:
+    def value(line: Line) -> float | None:
+        summary = line.results[0].summary if line.results else None
+        return None if summary is None else _microseconds(getattr(summary, name))
+
+    return value
+
+
+COLUMNS: dict[str, Column] = {
+    "op": Column("op", lambda line: line.case.operation, default=False),
+    "size": Column("size", lambda line: line.case.nbytes, lambda line: readable(line.case.nbytes)),
+    "count": Column("count", lambda line: line.case.count),
+    "type": Column("type", lambda line: line.case.dtype, default=False),
+    "redop": Column("redop", lambda line: line.case.reduce_op, default=False),
+    "root": Column("root", lambda line: line.case.root, default=False),
+    "form": Column("form", lambda line: line.case.form, default=False),
+    "place": Column("place", lambda line: "in" if line.case.in_place else "out", default=False),
+    "backend": Column("backend", lambda line: line.case.backend),
+    "provider": Column("provider", lambda line: line.case.provider, default=False),
+    "time": Column("time µs", lambda line: _microseconds(line.seconds)),
+    "interval": Column("95 %", lambda line: line.half_width, _interval),
+    "low": Column("low µs", _bound("low"), default=False),
+    "high": Column("high µs", _bound("high"), default=False),
+    "p90": Column("p90 µs", _percentile("p90"), default=False),
+    "p99": Column("p99 µs", _percentile("p99")),
+    "p99.9": Column("p99.9 µs", _percentile("p99.9"), default=False),
+    "mean": Column("mean µs", _statistic("mean_seconds"), default=False),
+    "min": Column("min µs", _statistic("min_seconds"), default=False),
+    "max": Column("max µs", _statistic("max_seconds"), default=False),
+    "rank_mean": Column("t_mean µs", _statistic("rank_mean_seconds"), default=False),
+    "rank_min": Column("t_min µs", _statistic("rank_min_seconds"), default=False),
+    "last_in": Column("last in µs", _statistic("last_in_seconds"), default=False),
+    "global": Column("global µs", _statistic("global_seconds"), default=False),
+    "skew": Column("skew µs", lambda line: _microseconds(line.skew)),
+    "cold": Column(
+        "cold µs", lambda line: _microseconds(_first(line, "cold_seconds")), default=False
+    ),
+    "algbw": Column("algbw GB/s", lambda line: _gigabytes(line.algbw)),
+    "busbw": Column("busbw GB/s", lambda line: _gigabytes(line.busbw)),
+    "limit": Column(
+        "% limit",
+        lambda line: line.fraction,
+        lambda line: "-" if line.fraction is None else f"{line.fraction * 100:.1f}",
+    ),
+    "check": Column("check", _check),
+    "repetitions": Column(
+        "n",
+        lambda line: sum(r.summary.repetitions for r in line.results if r.summary),
+        default=False,
+    ),
+    "launches": Column("launches", lambda line: len(line.results), default=False),
+    "flags": Column("flags", lambda line: " ".join(line.flags)),
+}
+
+
+def chosen(columns: tuple[str, ...] | None) -> list[str]:
+    """The columns asked for, or the default ones."""
+    return list(columns or (name for name, column in COLUMNS.items() if column.default))
+
+
+def text(line: Line, name: str) -> str:
+    """What a text table shows in this column."""
+    column = COLUMNS[name]
+    return column.shown(line) if column.shown else digits(column.value(line))

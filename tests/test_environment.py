@@ -1,0 +1,523 @@
+"""What environment.py says about this machine, against what the machine itself shows."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from ddpbench.runtime import environment
+
+SPIN = "while True: pass"
+PING_PONG = """
+import os
+(a, b), (c, d) = os.pipe(), os.pipe()
+if os.fork():
+    while os.write(b, b"x"): os.read(c, 1)
+else:
+    while os.read(a, 1): os.write(d, b"x")
+"""
+
+
+@contextmanager
+def busy(program: str) -> Iterator[Callable[[], float]]:
+    """Run the program; the value tells the CPU seconds it and its children have used so far."""
+    process = psutil.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    time.sleep(0.2)
+    family = [process, *process.children()]
+
+    def used() -> float:
+        paths = [Path(f"/proc/{one.pid}/schedstat") for one in family]
+        return sum(int(path.read_text().split()[0]) for path in paths) / 1e9
+
+    try:
+        yield used
+    finally:
+        for one in family:
+            one.kill()
+        process.wait()
+
+
+def write(root: Path, **files: str) -> None:
+    """Files under a made-up root; "__" in a name stands for "/"."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+
+
+def loaded_from(folder: Path) -> ModuleType:
+    """The module as another checkout or installation would hold it."""
+    package = Path(environment.__file__).parents[1]
+    shutil.copytree(package, folder / "ddpbench", ignore=shutil.ignore_patterns("__pycache__"))
+    place = folder / "ddpbench/runtime/environment.py"
+    spec = importlib.util.spec_from_file_location("environment_elsewhere", place)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+# Facts
+
+
+def test_facts_are_json() -> None:
+    """All facts survive JSON unchanged, without NaN."""
+    facts = [
+        environment.run_facts(),
+        environment.rank_facts(),
+        environment.interface_of("127.0.0.1"),
+        dataclasses.asdict(environment.CpuMeter().stop()),
+    ]
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+
+
+def test_facts_are_true_here() -> None:
+    """Versions, process, clock domain and sizes are those that other sources give."""
+    import torch
+
+    run, rank = environment.run_facts(), environment.rank_facts()
+    assert run["torch"] == rank["torch"] == str(torch.__version__)
+    assert run["torch_build"] == (f"cuda {torch.version.cuda}" if torch.version.cuda else "cpu")
+    assert run["kernel"] == os.uname().release
+    assert run["cores_logical"] == os.cpu_count()
+    assert run["memory_nbytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert rank["hostname"] == socket.gethostname()
+    assert rank["pid"] == os.getpid()
+    assert rank["threads"] == torch.get_num_threads()
+    assert rank["boot_id"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert f"time:[{rank['time_namespace']}]" == str(Path("/proc/self/ns/time").readlink())
+    assert rank["ulimit_open_files"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_a_machine_that_withholds_everything_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without /proc, /sys, torch, git and network facts there is still a JSON-able answer."""
+
+    def withheld(*_: object) -> None:
+        raise PermissionError
+
+    for name in ("_read", "_module", "_output"):
+        monkeypatch.setattr(environment, name, lambda *_: None)
+    for name in ("net_if_addrs", "net_if_stats", "virtual_memory"):
+        monkeypatch.setattr(psutil, name, withheld)
+    run, rank = environment.run_facts(), environment.rank_facts()
+    json.dumps([run, rank])
+    for name in ("torch", "torch_build", "cuda", "nccl", "git_revision", "git_dirty", "driver"):
+        assert run[name] is None
+    for name in ("boot_id", "threads", "gpu_uuid", "free_memory_nbytes", "cgroup_cpu_quota_cores"):
+        assert rank[name] is None
+    assert environment.interface_of("127.0.0.1")["name"] is None
+    use = environment.CpuMeter().stop()
+    assert (use.host_busy_seconds, use.steal_seconds, use.throttled_seconds) == (None, None, None)
+
+
+def test_import_starts_nothing() -> None:
+    """Importing the module loads neither torch nor NVML and starts no process."""
+    program = (
+        "import sys; sys.addaudithook(lambda event, _: event in ('subprocess.Popen', 'os.fork', "
+        "'os.posix_spawn', 'os.system') and sys.exit(event)); import ddpbench.runtime.environment; "
+        "sys.exit(' '.join({'torch', 'numpy', 'pynvml'} & set(sys.modules)) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_clock_domain_sees_a_time_namespace() -> None:
+    """A process in another time namespace reports another clock domain on the same boot."""
+    program = (
+        "from ddpbench.runtime import environment as e; e._module = lambda name: None; "
+        "facts = e.rank_facts(); print(facts['boot_id'], facts['time_namespace'])"
+    )
+    python = [sys.executable, "-c", program]
+    same = subprocess.run(python, capture_output=True, text=True, check=True).stdout
+    mine = environment.rank_facts()
+    assert same.split() == [str(mine["boot_id"]), str(mine["time_namespace"])]
+    unshare = shutil.which("unshare")
+    if not unshare or subprocess.run([unshare, "-T", "-f", "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to create a time namespace")
+    command = [unshare, "-T", "-f", *python]
+    other = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert other.split()[0] == same.split()[0]
+    assert other.split()[1] != same.split()[1]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([0, 1, 2, 3, 8], "0-3,8"), ([5], "5"), ([9, 1, 0, 9], "0-1,9"), ([], ""), ([2, 4], "2,4")],
+)
+def test_compact(numbers: list[int], text: str) -> None:
+    """Numbers are written as the kernel writes a cpuset."""
+    assert environment.compact(numbers) == text
+
+
+def test_cpuset_is_the_affinity_of_this_process() -> None:
+    """A process pinned to one core says so, in the kernel's own notation."""
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {max(allowed)})
+        assert environment.rank_facts()["cpuset"] == str(max(allowed))
+    finally:
+        os.sched_setaffinity(0, allowed)
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("Cpus_allowed_list")
+    )
+    assert environment.rank_facts()["cpuset"] == line.split()[1]
+
+
+# Variables
+
+
+def test_secrets_never_appear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a secret in an allow-listed name nor any other variable's value reaches the facts."""
+    names = [
+        "SLURM_JWT",
+        "TORCH_HUB_TOKEN",
+        "NCCL_API_KEY",
+        "OMPI_secret_thing",
+        "UCX_PASSWORD",
+        "MPICH_AUTH",
+        "OMP_CREDENTIALS",
+        "AWS_SECRET_ACCESS_KEY",
+        "HOME_PAGE",
+        "MY_NCCL_DEBUG",
+        "CUDA_VISIBLE_DEVICES_X",
+        "OMPI_ARGV",
+    ]
+    for name in names:
+        monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setenv("NCCL_NET_URL", "https://me:hunter2@host/path")
+    text = json.dumps([environment.run_facts(), environment.rank_facts()])
+    assert "hunter2" not in text
+    assert "https://***@host/path" in text
+
+
+def test_variables_that_steer_collectives_are_kept() -> None:
+    """Every allow-listed prefix is kept, long values are cut, the launcher's noise is dropped."""
+    prefixes = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "OMPI_", "UCX_", "MPICH_", "SLURM_")
+    kept = {f"{prefix}X": "1" for prefix in prefixes} | {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert environment.allowed_variables(kept | {"PATH": "/bin", "OMPI_MCA_orte_uri": "x"}) == kept
+    assert environment.allowed_variables({"NCCL_X": "a" * 999}) == {"NCCL_X": "a" * 200}
+
+
+# Git
+
+
+def test_revision_is_that_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The revision is the checkout's own; only a change of the package makes it dirty."""
+    module = loaded_from(tmp_path)
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "ddpbench")
+    git(tmp_path, "commit", "-qm", "x")
+    (tmp_path / "results").mkdir()
+    write(tmp_path, results__run="a run stored in the checkout")
+    monkeypatch.chdir(tmp_path / "ddpbench")  # where a path would be relative to
+    monkeypatch.setenv("GIT_DIR", "/nowhere")  # as in a git hook
+    facts = module.run_facts()
+    monkeypatch.delenv("GIT_DIR")
+    assert (facts["git_revision"], facts["git_dirty"]) == (git(tmp_path, "rev-parse", "@"), False)
+    write(tmp_path, ddpbench__new="")
+    assert module.run_facts()["git_dirty"] is True
+
+
+def test_a_repository_around_an_installation_is_not_its_revision(tmp_path: Path) -> None:
+    """Installed inside somebody's repository, ddpbench does not claim that one's revision."""
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-qm", "x", "--allow-empty")
+    facts = loaded_from(tmp_path / "venv").run_facts()
+    assert (facts["git_revision"], facts["git_dirty"]) == (None, None)
+
+
+def test_a_command_that_hangs_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A git that hangs costs its deadline and gives None."""
+    monkeypatch.setattr(environment, "COMMAND_DEADLINE_SECONDS", 0.2)
+    start = time.perf_counter()
+    assert environment._output("sleep", "60") is None
+    assert time.perf_counter() - start < 5
+
+
+# Control groups and memory
+
+
+def test_cgroup_v2_takes_the_tightest_level(tmp_path: Path) -> None:
+    """Of nested groups the smallest quota and limit count; page cache counts as free."""
+    write(
+        tmp_path,
+        proc__self__cgroup="0::/job/step\n",
+        **{
+            "sys__fs__cgroup__job__cpu.max": "150000 100000\n",
+            "sys__fs__cgroup__job__memory.max": "1000\n",
+            "sys__fs__cgroup__job__memory.current": "900\n",
+            "sys__fs__cgroup__job__memory.stat": "anon 600\ninactive_file 300\n",
+            "sys__fs__cgroup__job__step__cpu.max": "max 100000\n",
+            "sys__fs__cgroup__job__step__memory.max": "5000\n",
+            "sys__fs__cgroup__job__step__memory.current": "100\n",
+        },
+    )
+    assert environment.cgroup_limits(tmp_path) == {
+        "cgroup_cpu_quota_cores": 1.5,
+        "cgroup_memory_limit_nbytes": 1000,
+        "cgroup_free_nbytes": 400,
+    }
+
+
+def test_cgroup_v1_is_read_too(tmp_path: Path) -> None:
+    """v1's files, its "-1" quota, its huge "no limit" and paths outside the container are read."""
+    write(
+        tmp_path,
+        proc__self__cgroup="4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n0::/\n",
+        **{
+            "sys__fs__cgroup__memory__memory.limit_in_bytes": "2000\n",
+            "sys__fs__cgroup__memory__memory.usage_in_bytes": "500\n",
+            "sys__fs__cgroup__cpu__cpu.cfs_quota_us": "50000\n",
+            "sys__fs__cgroup__cpu__cpu.cfs_period_us": "100000\n",
+        },
+    )
+    facts = environment.cgroup_limits(tmp_path)
+    assert list(facts.values()) == [0.5, 2000, 1500]
+    write(
+        tmp_path,
+        **{
+            "sys__fs__cgroup__memory__memory.limit_in_bytes": "9223372036854771712\n",
+            "sys__fs__cgroup__cpu__cpu.cfs_quota_us": "-1\n",
+        },
+    )
+    assert list(environment.cgroup_limits(tmp_path).values()) == [None, None, None]
+
+
+def test_no_cgroup_no_limit(tmp_path: Path) -> None:
+    """Without control groups every limit is None."""
+    assert list(environment.cgroup_limits(tmp_path).values()) == [None, None, None]
+
+
+def test_free_memory_is_the_smaller_of_host_and_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control group's room bounds what may be allocated, on a host with plenty of memory."""
+    host = environment.free_memory_nbytes()
+    assert host is not None
+    assert 0 < host <= psutil.virtual_memory().total
+    monkeypatch.setattr(environment, "cgroup_limits", lambda: {"cgroup_free_nbytes": 4096})
+    assert environment.free_memory_nbytes() == 4096
+
+
+def test_throttled_time_in_either_unit(tmp_path: Path) -> None:
+    """Microseconds of v2 and nanoseconds of v1 are both seconds; no quota, no throttling."""
+    write(tmp_path, **{"two__cpu.stat": "usage_usec 9\nnr_throttled 3\nthrottled_usec 1500000\n"})
+    write(tmp_path, **{"one__cpu.stat": "nr_throttled 3\nthrottled_time 500000000\n"})
+    assert environment._throttled([tmp_path / "two"]) == 1.5
+    assert environment._throttled([tmp_path / "two", tmp_path / "one"]) == 2.0
+    assert environment._throttled([]) is None
+
+
+# Interfaces
+
+
+def test_interface_of_a_local_address() -> None:
+    """Every routable address that this host carries leads to its interface and that one's MTU."""
+    names = {
+        entry.address: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address
+    }
+    for address, name in names.items():
+        facts = environment.interface_of(address)
+        mtu = int(Path(f"/sys/class/net/{name}/mtu").read_text())
+        assert (facts["name"], facts["mtu_nbytes"]) == (name, mtu)
+
+
+def test_interface_of_loopback_and_of_strangers() -> None:
+    """127.0.1.1, Debian's own host name, is loopback; what is no local address has none."""
+    assert environment.interface_of("127.0.1.1")["name"] == "lo"
+    for stranger in ("203.0.113.7", "2001:db8::7", "localhost", ""):
+        assert set(environment.interface_of(stranger).values()) == {None}
+
+
+def test_nominal_speed_is_in_bytes_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 Gbit/s are 12.5e9 bytes a second; a speed of 0 means unknown."""
+    stats = {"a": SimpleNamespace(speed=100_000, mtu=9000), "b": SimpleNamespace(speed=0, mtu=1500)}
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
+    assert environment._interface("a")["nominal_bytes_per_second"] == 12_500_000_000
+    assert environment._interface("b")["nominal_bytes_per_second"] is None
+
+
+# CPU
+
+
+@pytest.mark.parametrize("program", [SPIN, PING_PONG], ids=["spin", "ping-pong"])
+def test_a_busy_neighbour_shows(program: str) -> None:
+    """What another process uses is seen, even where it sleeps and wakes between the ticks.
+
+    Counted as one of our ranks, the neighbour's time leaves the share again.
+    """
+    cores = os.cpu_count() or 1
+    with busy(program) as used:
+        before, meter = used(), environment.CpuMeter()
+        time.sleep(1.0)
+        use, theirs = meter.stop(), used() - before
+    share = environment.others_share(
+        use.host_busy_seconds, [use.own_seconds], use.wall_seconds, cores
+    )
+    without = environment.others_share(
+        use.host_busy_seconds, [use.own_seconds, theirs], use.wall_seconds, cores
+    )
+    assert share is not None
+    assert without is not None
+    expected = theirs / (use.wall_seconds * cores)
+    assert expected > 0.1  # else the host gave the neighbour no time, and nothing is proved
+    assert share > 0.85 * expected
+    assert without < share - 0.8 * expected
+
+
+def test_own_time_counts_every_thread() -> None:
+    """Own time is the process's, other threads' included, and belongs to the host's busy time."""
+    until = time.perf_counter() + 0.5
+
+    def spin() -> None:
+        while time.perf_counter() < until:
+            pass
+
+    before, meter = time.process_time(), environment.CpuMeter()
+    thread = threading.Thread(target=spin)
+    thread.start()
+    thread.join()
+    use, own = meter.stop(), time.process_time() - before
+    assert own > 0.05
+    assert use.own_seconds == pytest.approx(own, abs=0.01)
+    assert use.host_busy_seconds is not None
+    assert use.host_busy_seconds > 0.9 * own - 0.03
+
+
+def test_switches_count_every_thread() -> None:
+    """A thread that sleeps fifty times adds fifty voluntary switches; a meter can be read twice."""
+    meter = environment.CpuMeter()
+
+    def sleep() -> None:
+        for _ in range(50):
+            time.sleep(1e-4)
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    thread.join()
+    first, second = meter.stop(), meter.stop()
+    assert first.voluntary_switches >= 50
+    assert second.wall_seconds > first.wall_seconds
+    assert second.voluntary_switches >= first.voluntary_switches
+
+
+def test_metering_is_cheap() -> None:
+    """Constructing and stopping a meter takes less than a millisecond."""
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        environment.CpuMeter().stop()
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(20)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("stat", "expected"),
+    [
+        ("cpu 9 0 9 1000 50 0 30 20 0 0", (985.3, 0.0, 0.2)),
+        ("cpu 9 0 9 1000 50 10 30 20 0 0", (984.9, 0.4, 0.2)),
+        ("cpu 0 0 0 0 0 0 0 0 0 0", (None, None, None)),
+        ("", (None, None, None)),
+    ],
+    ids=["interrupts within processes", "interrupts apart", "sandbox without counts", "no file"],
+)
+def test_host_time(
+    stat: str, expected: tuple[float | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Busy is wall × cores less idle, iowait, steal and what interrupts took from the processes."""
+    ticked = stat.replace("cpu", "cpu ", 1) + "\ncpu0 1 1 1\n"
+    monkeypatch.setattr(environment, "_read", lambda _: ticked)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sysconf", lambda _: 100)
+    busy_, interrupts, steal = environment._host(wall=498.0)
+    assert (interrupts, steal) == expected[1:]
+    assert busy_ == (None if expected[0] is None else pytest.approx(expected[0]))
+
+
+@pytest.mark.parametrize(
+    ("busy_seconds", "own", "wall", "cores", "share"),
+    [
+        (2.0, [0.5, 0.5], 1.0, 4, 0.25),
+        (1.0, [0.7, 0.7], 1.0, 2, 0.0),
+        (9.0, [], 1.0, 2, 1.0),
+        (0.4, [], 0.4, 2, 0.5),
+        (0.4, [], 0.39, 2, None),
+        (None, [0.1], 1.0, 2, None),
+    ],
+)
+def test_others_share(
+    busy_seconds: float | None, own: list[float], wall: float, cores: int, share: float | None
+) -> None:
+    """The share is between 0 and 1, and None where it is unknown or below the tick's resolution."""
+    assert environment.others_share(busy_seconds, own, wall, cores) == share
+
+
+# GPU
+
+
+def test_no_gpu_in_use_no_gpu_state() -> None:
+    """A rank that has not touched CUDA has no GPU facts, and asking creates no CUDA context."""
+    import torch
+
+    cuda: Any = torch.cuda
+    if cuda.is_initialized():
+        pytest.skip("another test uses the GPU in this process")
+    assert environment.gpu_state() is None
+    assert environment.rank_facts()["gpu_uuid"] is None
+    assert not cuda.is_initialized()
+
+
+def test_one_refused_query_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NVML that refuses a query, as a MIG slice does, still tells the rest."""
+
+    def refused(*_: object) -> int:
+        raise OSError("Not Supported")
+
+    nvml = SimpleNamespace(
+        NVML_NVLINK_MAX_LINKS=4,
+        nvmlClocksThrottleReasonNone=0,
+        nvmlClocksThrottleReasonSwPowerCap=4,
+        nvmlClocksThrottleReasonAll=0x1FF,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-1": "gpu"}[uuid],
+        nvmlDeviceGetClockInfo=lambda gpu, clock: {1: 1980, 2: 3201}[clock],
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 4 | 1 << 40,
+        nvmlDeviceGetTemperature=refused,
+        nvmlDeviceGetNvLinkState=lambda gpu, link: 1 if link < 2 else refused(),
+    )
+    monkeypatch.setattr(environment, "_module", lambda name: nvml)
+    monkeypatch.setattr(environment, "_gpu", lambda: {"gpu_uuid": "GPU-1"})
+    assert environment.gpu_state() == {
+        "sm_clock_hertz": 1_980_000_000,
+        "memory_clock_hertz": 3_201_000_000,
+        "throttle_reasons": ["SwPowerCap", "bit 40"],
+        "temperature_celsius": None,
+        "nvlinks_active": 2,
+    }

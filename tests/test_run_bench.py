@@ -1,0 +1,276 @@
+"""run_bench.sh, run for real in copies of the checkout whose ddpbench prints its command line.
+
+Nothing here needs a network: pip is told to use no index, and installs a wheel that is made here.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+GPU_DEVICES = [Path("/dev") / name for name in ("nvidiactl", "kfd", "dxg")]
+HAS_GPU = any(device.exists() for device in GPU_DEVICES)
+STUB = """\
+import json, os, sys
+print(json.dumps({"argv": sys.argv[1:], "python": sys.executable, "module": __file__}), flush=True)
+sys.exit(int(os.environ.get("STUB_EXIT", "0")))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the checkout, in a folder with a space, whose ddpbench echoes its arguments."""
+    copy = tmp_path / "a checkout"
+    (copy / "ddpbench").mkdir(parents=True)
+    shutil.copy2(CHECKOUT / "run_bench.sh", copy)
+    shutil.copy2(CHECKOUT / "pyproject.toml", copy)
+    (copy / "ddpbench" / "__init__.py").touch()
+    (copy / "ddpbench" / "__main__.py").write_text(STUB)
+    return copy
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This environment without what makes this suite find ddpbench, and without a package index."""
+    kept = {**os.environ, "PYTHON": sys.executable, "PIP_NO_INDEX": "1", **changes}
+    for name in {"VIRTUAL_ENV", "CONDA_PREFIX", "PIP_FIND_LINKS"} - changes.keys():
+        kept.pop(name, None)
+    paths = [path for path in kept.get("PYTHONPATH", "").split(os.pathsep) if path]
+    elsewhere = [path for path in paths if Path(path).resolve() != CHECKOUT]
+    return {**kept, "PYTHONPATH": os.pathsep.join(elsewhere)}
+
+
+def run_bench(
+    checkout: Path, *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [checkout / "run_bench.sh", *arguments],
+        cwd=cwd or checkout.parent,
+        env=environment() if env is None else env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def said(result: subprocess.CompletedProcess[str]) -> list[dict[str, object]]:
+    """What the stub printed, call by call."""
+    assert result.stdout, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def refused(result: subprocess.CompletedProcess[str]) -> str:
+    """The one line of a refusal."""
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1, result.stderr
+    return result.stderr
+
+
+def add_dependency(checkout: Path, requirement: str) -> None:
+    project = checkout / "pyproject.toml"
+    text = project.read_text()
+    project.write_text(
+        text.replace("dependencies = [", f'dependencies = [\n    "{requirement}",', 1)
+    )
+
+
+def make_wheel(folder: Path, name: str) -> None:
+    """A wheel of one empty module."""
+    info = f"{name}-1.0.dist-info"
+    files = {
+        f"{name}.py": "",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    digests = {
+        file: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
+        for file, text in files.items()
+    }
+    record = "".join(f"{file},sha256={digest},\n" for file, digest in digests.items())
+    folder.mkdir()
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        for file, text in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
+            wheel.writestr(file, text)
+
+
+def make_environment(folder: Path, *paths: str | Path) -> Path:
+    """A virtual environment that sees the packages of this Python, and these paths."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    seen = [entry for entry in sys.path if entry.endswith("-packages")]
+    (packages / "seen.pth").write_text("\n".join(map(str, [*seen, *paths])) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("arguments", [[], ["cup"], ["--cpu"], ["", "x"]])
+def test_an_unknown_command_is_one_sentence(checkout: Path, arguments: list[str]) -> None:
+    """What is no sub-command ends with exit 2 and one line that lists what there is."""
+    result = run_bench(checkout, *arguments, env=environment(PYTHON="/nowhere/python"))
+    assert "not one of cpu, gpu, mpi, all, test, python" in refused(result)
+
+
+def test_help_lists_the_commands(checkout: Path) -> None:
+    """--help needs no Python, goes to stdout, and names every sub-command."""
+    result = run_bench(checkout, "--help", env=environment(PYTHON="/nowhere/python"))
+    assert (result.returncode, result.stderr) == (0, "")
+    listed = {line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")}
+    assert listed == {"cpu", "gpu", "mpi", "all", "test", "python"}
+
+
+@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
+def test_gpu_without_a_gpu_is_refused_before_any_set_up(checkout: Path) -> None:
+    """No Python is asked for and no .venv made where there is no GPU to measure."""
+    result = run_bench(checkout, "gpu", env=environment(PYTHON="/nowhere/python"))
+    assert "there is no GPU on this machine" in refused(result)
+    assert not (checkout / ".venv").exists()
+
+
+def test_the_active_environment_is_used_as_it_is(checkout: Path, tmp_path: Path) -> None:
+    """An active environment with ddpbench runs its own ddpbench, not the checkout's."""
+    installed = tmp_path / "installed"
+    shutil.copytree(checkout / "ddpbench", installed / "ddpbench")
+    active = make_environment(tmp_path / "active", installed)
+    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        env = environment(PYTHON="/nowhere/python", **{variable: str(active)})
+        result = run_bench(checkout, "cpu", cwd=tmp_path, env=env)
+        (call,) = said(result)
+        assert call["python"] == str(active / "bin" / "python")
+        assert call["module"] == str(installed / "ddpbench" / "__main__.py")
+        assert "the active environment, which has ddpbench" in result.stderr
+
+
+def test_an_active_environment_without_ddpbench_is_passed_over(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """ddpbench must come from the environment: lying in the caller's directory is not enough."""
+    active = make_environment(tmp_path / "active")
+    env = environment(VIRTUAL_ENV=str(active))
+    result = run_bench(checkout, "python", "-m", "ddpbench", cwd=checkout, env=env)
+    assert said(result)[0]["python"] == sys.executable
+
+
+def test_a_python_with_everything_runs_from_the_checkout(checkout: Path, tmp_path: Path) -> None:
+    """With torch and all the rest at hand nothing is installed, and the checkout's ddpbench runs.
+
+    It does so through a link, from another directory, which stays the current one.
+    """
+    (tmp_path / "bench").symlink_to(checkout / "run_bench.sh")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    code = "import ddpbench, json, os; print(json.dumps([ddpbench.__file__, os.getcwd()]))"
+    command = [str(tmp_path / "bench"), "python", "-c", code]
+    output = subprocess.check_output(command, cwd=elsewhere, env=environment(), text=True)
+    assert json.loads(output) == [str(checkout / "ddpbench" / "__init__.py"), str(elsewhere)]
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("cpu", [["--device", "cpu", "--backend", "gloo,mpi", "-n", "2"]]),
+        ("mpi", [["--device", "cpu", "--backend", "mpi", "-n", "2"]]),
+        (
+            "all",
+            [["--device", "cpu", "--backend", "all", "-n", "2"]]
+            + [["--device", "cuda", "--backend", "nccl,gloo"]] * HAS_GPU,
+        ),
+    ],
+)
+def test_arguments_and_exit_code_pass_through(
+    checkout: Path, tmp_path: Path, command: str, options: list[list[str]]
+) -> None:
+    """The caller's arguments come last, whole, so that they win; ddpbench's exit code is kept."""
+    installed = make_environment(tmp_path / "active", checkout)
+    env = environment(VIRTUAL_ENV=str(installed), STUB_EXIT="4")
+    result = run_bench(checkout, command, "--op", "all reduce", "-n", "3", env=env)
+    given = ["--op", "all reduce", "-n", "3"]
+    assert [call["argv"] for call in said(result)] == [["collectives", *o, *given] for o in options]
+    assert result.returncode == 4
+    assert f"running: python -m ddpbench collectives {' '.join(options[0])}" in result.stderr
+
+
+def test_what_is_missing_is_installed_beside_the_torch_at_hand(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """A failed set-up says why, two calls at once recover from it together, the next needs none.
+
+    .venv gets the missing package alone: torch and the rest stay those of the Python at hand.
+    """
+    add_dependency(checkout, "ddpbench_probe>=1")
+    failed = run_bench(checkout, "python")
+    assert (failed.returncode, failed.stdout) == (2, "")
+    *_, from_pip, sentence = failed.stderr.splitlines()
+    assert from_pip.startswith("ERROR: No matching distribution found for ddpbench_probe>=1")
+    assert sentence.startswith("run_bench: could not install ddpbench_probe>=1 into ")
+    assert (checkout / ".venv").exists()
+
+    make_wheel(tmp_path / "wheels", "ddpbench_probe")
+    env = environment(PIP_FIND_LINKS=str(tmp_path / "wheels"))
+    code = "import ddpbench, ddpbench_probe, torch; print(ddpbench_probe.__file__)"
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(run_bench, checkout, "python", "-c", code, env=env) for _ in range(2)]
+    both = [call.result() for call in calls]
+    (probe,) = checkout.glob(".venv/lib/python*/site-packages/ddpbench_probe.py")
+    assert [(call.returncode, call.stdout) for call in both] == [(0, f"{probe}\n")] * 2, both
+    if shutil.which("flock"):
+        assert sum("setting up" in call.stderr for call in both) == 1
+    assert not (probe.parent / "torch").exists()
+
+    again = run_bench(checkout, "python", "-c", code)
+    assert (again.returncode, again.stdout) == (0, f"{probe}\n")
+    assert "(made for this checkout)" in again.stderr
+    assert "setting up" not in again.stderr
+
+
+def test_an_extra_that_cannot_be_had_stops_nothing(checkout: Path) -> None:
+    """What only some backends need is tried for, then left out by name: ddpbench tells the rest."""
+    project = checkout / "pyproject.toml"
+    project.write_text(project.read_text().replace("mpi = [", 'mpi = ["ddpbench_probe>=1", ', 1))
+    make_environment(checkout / ".venv")  # so that the set-up is refused, and at once
+    result = run_bench(checkout, "mpi")
+    assert said(result)[0]["python"] == sys.executable
+    assert "with its own torch, but without ddpbench_probe>=1" in result.stderr
+
+
+def test_a_foreign_venv_is_left_alone(checkout: Path) -> None:
+    """A .venv that run_bench.sh did not make is neither used nor removed."""
+    add_dependency(checkout, "ddpbench_probe>=1")
+    made = make_environment(checkout / ".venv")
+    assert "was not made by run_bench.sh" in refused(run_bench(checkout, "cpu"))
+    assert (made / "bin" / "python").exists()
+
+
+def test_an_unusable_python_is_one_sentence(checkout: Path, tmp_path: Path) -> None:
+    """No Python, or one that fails the version check, is named, with what to do."""
+    old = tmp_path / "python"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    for python in ("/nowhere/python", str(old)):
+        line = refused(run_bench(checkout, "cpu", env=environment(PYTHON=python)))
+        assert f"{python} is no Python 3.10 or newer" in line
+
+
+def test_the_suite_runs_from_anywhere_and_takes_pytest_arguments(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """`test -k NAME` selects in the checkout's tests, and runs the checkout's code, anywhere."""
+    (checkout / "tests").mkdir()
+    suite = checkout / "tests" / "test_probe.py"
+    imported = f"import ddpbench\n    assert ddpbench.__file__.startswith({str(checkout)!r})"
+    suite.write_text(f"def test_one():\n    {imported}\n\n\ndef test_two():\n    assert False\n")
+    assert "1 passed, 1 deselected" in run_bench(checkout, "test", "-k", "one").stdout
+    failed = run_bench(checkout, "test", "a checkout/tests/test_probe.py::test_two", cwd=tmp_path)
+    assert failed.returncode == 1
+    assert "1 failed in" in failed.stdout
