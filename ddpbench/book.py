@@ -36,13 +36,24 @@ class Book:
 
     def expect(self, cases: int, progress: bool) -> None:
         """Show progress and time left on stderr, where that is a terminal."""
-        from tqdm import tqdm
+        if not (self.writes and (progress or sys.stderr.isatty())):
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-        tqdm.monitor_interval = 0  # no thread that wakes up in a timed span
-        shown = self.writes and (progress or sys.stderr.isatty())
-        self._bar = tqdm(
-            total=cases, desc=self.launch.backend, unit="case", disable=not shown, leave=False
+        # No thread that refreshes it: that would run inside timed spans.
+        self._bar = Progress(
+            "{task.description}",
+            BarColumn(),
+            MofNCompleteColumn(),
+            "cases, left",
+            TimeRemainingColumn(),
+            console=Console(stderr=True, force_terminal=True),
+            auto_refresh=False,
+            transient=True,
         )
+        self._bar.add_task(self.launch.backend, total=cases)
+        self._bar.start()
 
     def add(self, result: Result, samples: Samples) -> None:
         """Summarise one case, and store it with its raw samples."""
@@ -69,13 +80,16 @@ class Book:
         self.part += 1
         self.run = replace(store.read(self.folder), results=(*self.run.results, result))
         self._write()
-        self._bar.update()
+        if self._bar is not None:
+            self._bar.advance(self._bar.task_ids[0])
+            self._bar.refresh()
 
     def close(self, seconds: float) -> None:
         """Store how long the sweep took, and how much of it was measuring."""
         if not self.writes:
             return
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.stop()
         self.launch = replace(
             self.launch,
             ended=store.now(),

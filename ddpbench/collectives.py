@@ -283,7 +283,7 @@ def new_run(asked: Options, world_size: int) -> Path:
         command_line=tuple(sys.argv),
         plan=asked.plan(seed),
         started=store.now(),
-        columns=asked.columns,
+        operations=asked.op,
     )
     label = f"collectives-{'+'.join(asked.backend)}-w{world_size}"
     return store.create(Path(asked.output) if asked.output else None, record, label)
@@ -378,7 +378,8 @@ def _limit(
     """What bounds this case's bus bandwidth: the user's figure, else what was measured."""
     if asked.limit is not None:
         return Limit(asked.limit * 1e9, "--limit")
-    return rates.limit(backend.transport, case.nbytes, len(ranks.hosts) == 1)
+    one_way = OPERATIONS[case.operation].one_way(case.world_size)
+    return rates.limit(backend.transport, case.nbytes, one_way, len(ranks.hosts) == 1)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,9 @@ def lines(run: Run) -> list[Line]:
     by_case: dict[Case, list[Result]] = {}
     for result in run.results:
         by_case.setdefault(result.case, []).append(result)
-    names = list(dict.fromkeys(result.case.operation for result in run.results))
+    names = list(dict.fromkeys([*run.operations, *(r.case.operation for r in run.results)]))
     backends = list(dict.fromkeys(launch.backend for launch in run.launches))
+    backends += [r.case.backend for r in run.results if r.case.backend not in backends]
 
     def order(case: Case) -> tuple[object, ...]:
         return (

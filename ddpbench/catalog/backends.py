@@ -1,4 +1,4 @@
-"""What can carry an operation: one entry of BACKENDS adds one; any other name torch knows works too.
+"""What can carry an operation: one entry of BACKENDS adds one; other names torch knows work too.
 
 Importing this module imports no torch; `unavailable` does.
 """
@@ -72,8 +72,8 @@ def _no_cuda(backend: str, device: str) -> str | None:
 def _nccl_version() -> str:
     import torch
 
-    version: Any = torch.cuda.nccl.version()
-    return "NCCL " + ".".join(map(str, version))
+    nccl: Any = torch.cuda.nccl
+    return "NCCL " + ".".join(map(str, nccl.version()))
 
 
 def _mpi_native() -> bool:

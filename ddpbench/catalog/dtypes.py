@@ -9,7 +9,7 @@ REDUCE_OPS = ("sum", "avg", "prod", "min", "max")
 
 @dataclass(frozen=True)
 class DType:
-    """A tensor type: bytes an element, the largest exact integer, powers of two that fit a product."""
+    """A tensor type: bytes an element, largest exact integer, doublings that fit a product."""
 
     nbytes: int
     exact: int

@@ -38,6 +38,18 @@ def _ring(n: int) -> float:
     return (n - 1) / n
 
 
+def _never(n: int) -> bool:
+    return False
+
+
+def _always(n: int) -> bool:
+    return True
+
+
+def _of_two(n: int) -> bool:
+    return n == 2  # of more, the ranks between pass on what they receive
+
+
 @dataclass(frozen=True)
 class Operation:
     """One operation as torch.distributed names it.
@@ -60,6 +72,7 @@ class Operation:
     rooted: bool = False
     blocks: bool = False
     sized: bool = True
+    one_way: Callable[[int], bool] = _never  # whether a rank only sends or only receives
     messages: int = 1  # one after the other in one call; the time is divided by it
     paired: bool = False  # between neighbours 0-1, 2-3, …: asynchronous by nature, needs 2 ranks
 
@@ -301,6 +314,7 @@ OPERATIONS: dict[str, Operation] = {
             elements=_same,
             bind=_broadcast,
             expected=_from_root,
+            one_way=_of_two,
             rooted=True,
         ),
         Operation(
@@ -309,6 +323,7 @@ OPERATIONS: dict[str, Operation] = {
             elements=_same,
             bind=_reduce,
             expected=_reduced_at_root,
+            one_way=_of_two,
             reduces=True,
             rooted=True,
         ),
@@ -343,6 +358,7 @@ OPERATIONS: dict[str, Operation] = {
             elements=_gathered_at_root,
             bind=_gather,
             expected=_all_blocks_at_root,
+            one_way=_always,
             bus_factor=_ring,
             least=_ring,
             forms=("list",),
@@ -356,6 +372,7 @@ OPERATIONS: dict[str, Operation] = {
             elements=_scattered_from_root,
             bind=_scatter,
             expected=_block_of_root,
+            one_way=_always,
             bus_factor=_ring,
             least=_ring,
             forms=("list",),
@@ -378,6 +395,7 @@ OPERATIONS: dict[str, Operation] = {
             elements=_same,
             bind=_send_recv,
             expected=_from_partner,
+            one_way=_always,
             places=("out",),
             messages=2,
             paired=True,

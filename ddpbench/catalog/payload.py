@@ -53,11 +53,12 @@ def table(
         factor = np.where((mixed & np.uint64(1) == 0) & kind.floating, 0.5, 2.0)
         return np.where(mine, factor, 1.0)
     if reduce_op not in ("sum", "avg"):
-        return 1.0 + (mixed % np.uint64(kind.exact - 1)).astype(np.float64)
+        return (mixed % np.uint64(kind.exact - 1)).astype(np.float64) + 1.0
     # An average of n ranks is exact when each holds a multiple of n.
     unit = world_size if reduce_op == "avg" else 1
     if world_size * unit <= kind.exact:
-        return unit * (1.0 + (mixed % np.uint64(kind.exact // (world_size * unit))))
+        most = np.uint64(kind.exact // (world_size * unit))
+        return ((mixed % most).astype(np.float64) + 1.0) * unit
     turns = -(-world_size // kind.exact)
     return np.where((index + np.uint64(rank + generation)) % np.uint64(turns) == 0, 1.0, 0.0)
 
@@ -72,14 +73,15 @@ def reduced(
     )
     for rank in range(1, world_size):
         total = combine(total, table(rank, generation, dtype, reduce_op, world_size))
-    return total / world_size if reduce_op == "avg" else total
+    return np.divide(total, world_size) if reduce_op == "avg" else total
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finaliser of SplitMix64: neighbouring numbers become unrelated ones."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed
 
 
 def fill(buffer: torch.Tensor, values: npt.NDArray[np.float64]) -> None:

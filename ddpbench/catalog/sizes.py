@@ -19,7 +19,7 @@ def parse(text: str) -> tuple[int, ...]:
         if len(bounds) == 1:
             sizes.add(_size(bounds[0], text))
         elif len(bounds) == 3:
-            sizes.update(_series(*bounds, text=text))
+            sizes.update(_series(bounds[0], bounds[1], bounds[2], text))
         else:
             raise ValueError(f"{text!r} is not a list of sizes: write {SYNTAX}")
     return tuple(sorted(sizes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ from ddpbench.runtime import agree
 from ddpbench.runtime.group import Group
 
 COPY_NS, STREAM_NS = 8_000_000, 250_000_000
-CHUNK = 1 << 18
+CHUNK, END = 1 << 18, b"\1"
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,18 @@ class Rates:
 
     copies: dict[int, float] = field(default_factory=dict)  # size → slowest rank, all at once
     fastest_copy: float | None = None  # of any size and rank
-    stream: float | None = None  # slowest rank's receiving rate
+    both_ways: float | None = None  # slowest rank's receiving rate while it sends as well
+    one_way: float | None = None  # the same where every second rank only sends
 
-    def limit(self, transport: str, nbytes: int, one_host: bool) -> Limit | None:
+    def limit(self, transport: str, nbytes: int, one_way: bool, one_host: bool) -> Limit | None:
         """What bounds a case of this total size; None where it is not known."""
         if one_host and transport == "memory" and nbytes in self.copies:
             return Limit(self.copies[nbytes], "concurrent memcpy of the same size")
-        if self.stream is not None and transport:
-            place = "loopback" if one_host else "between hosts"
-            return Limit(self.stream, f"bidirectional TCP streams, {place}")
-        return None
+        rate = self.one_way if one_way else self.both_ways
+        if rate is None or not transport:
+            return None
+        kind = "one-way" if one_way else "bidirectional"
+        return Limit(rate, f"{kind} TCP streams {'on this host' if one_host else 'across hosts'}")
 
     def hard_limit(self, one_host: bool) -> Limit | None:
         """What nothing on one host can pass: the fastest copy of any size, cache included."""
@@ -56,15 +58,15 @@ def rates(group: Group, sizes: Iterable[int], streams: bool) -> Rates:
         found = agree.everyones(group, [usual, best])
         copies[nbytes] = min(rate for rate, _ in found)
         fastest = max(fastest, *(rate for _, rate in found))
-    stream = _ring_rate(group) if streams and group.world_size > 1 else None
-    return Rates(copies, fastest or None, stream)
+    both_ways, one_way = _ring_rates(group) if streams and group.world_size > 1 else (None, None)
+    return Rates(copies, fastest or None, both_ways, one_way)
 
 
 def _copy_rate(group: Group, nbytes: int) -> tuple[float, float]:
     """Median and best rate of this rank's copies while all ranks copy."""
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     agree.decision(group, 0)
-    spans = []
+    spans: list[int] = []
     until = clock.now_ns() + COPY_NS
     while len(spans) < 3 or clock.now_ns() < until:
         began = clock.now_ns()
@@ -73,10 +75,11 @@ def _copy_rate(group: Group, nbytes: int) -> tuple[float, float]:
     return nbytes / (float(np.median(spans)) * 1e-9), nbytes / (max(min(spans), 1) * 1e-9)
 
 
-def _ring_rate(group: Group) -> float | None:
+def _ring_rates(group: Group) -> tuple[float | None, float | None]:
     """The slowest rank's receiving rate while each sends to its next and hears its previous.
 
-    None where the ranks cannot open sockets to each other.
+    Then again while only every second rank sends. None where the ranks cannot open sockets to
+    each other.
     """
     deadline = group.timeout.total_seconds()
     with contextlib.ExitStack() as sockets:
@@ -91,30 +94,45 @@ def _ring_rate(group: Group) -> float | None:
         except OSError as error:
             failure = str(error)
         if agree.first_objection(group, failure) is not None:
-            return None
+            return None, None
         inward.settimeout(deadline)
-        return float(min(agree.everyones(group, _stream(outward, inward))))
+        everyone = range(group.world_size)
+        both_ways = _stream(group, outward, inward, senders=everyone)
+        return both_ways, _stream(group, outward, inward, senders=everyone[::2])
 
 
-def _stream(outward: socket.socket, inward: socket.socket) -> float:
-    """Send for a while from a second thread; bytes a second received until the sender ends."""
+def _stream(
+    group: Group, outward: socket.socket, inward: socket.socket, senders: Sequence[int]
+) -> float:
+    """The slowest receiver's bytes a second while the senders send to their next rank.
+
+    Every sender closes its stream with one last byte, which is how its receiver knows the end.
+    """
 
     def send() -> None:
         data = memoryview(bytes(CHUNK))
         until = clock.now_ns() + STREAM_NS
         while clock.now_ns() < until:
             outward.sendall(data)
-        outward.shutdown(socket.SHUT_WR)
+        outward.sendall(END)
 
+    sends = group.rank in senders
+    hears = (group.rank - 1) % group.world_size in senders
+    agree.decision(group, 0)
     sender = threading.Thread(target=send, daemon=True)
+    if sends:
+        sender.start()
+    total, began, ended = 0, clock.now_ns(), 0
     buffer = memoryview(bytearray(CHUNK))
-    sender.start()
-    total, began = 0, clock.now_ns()
-    while count := inward.recv_into(buffer):
+    while hears and not ended:
+        count = inward.recv_into(buffer)
         total += count
-    ended = clock.now_ns()
-    sender.join()
-    return total / ((ended - began) * 1e-9)
+        if count == 0 or buffer[count - 1 : count] == END:
+            ended = clock.now_ns()
+    if sends:
+        sender.join()
+    rates = agree.everyones(group, total / ((ended - began) * 1e-9) if hears else None)
+    return float(min(rate for rate in rates if rate is not None))
 
 
 def _own_address(group: Group) -> str:

@@ -7,6 +7,7 @@ namespace), so that stamps of different ranks in one clock domain are comparable
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 now_ns = time.perf_counter_ns
 
@@ -17,7 +18,7 @@ COSTS, STEPS = 20, 10
 def properties(reads: int = 20_000) -> dict[str, float]:
     """Seconds that one reading costs (median of pairs), and the smallest step between two."""
     stamps = [now_ns() for _ in range(reads)]
-    steps = sorted(b - a for a, b in zip(stamps, stamps[1:], strict=False))
+    steps = sorted(b - a for a, b in pairwise(stamps))
     positive = [step for step in steps if step > 0]
     return {
         "cost_seconds": steps[len(steps) // 2] * 1e-9,

@@ -118,7 +118,8 @@ class Bench:
         if self.device.type == "cuda":
             device_ns = [round(a.elapsed_time(b) * 1e6) for a, b in self._events]
             self._events.clear()
-        return np.array([entry, exits, device_ns], dtype=np.int64).T
+        stamps: npt.NDArray[np.int64] = np.array([entry, exits, device_ns], dtype=np.int64).T
+        return stamps
 
     def wrong(self, repetition: int) -> Wrong | None:
         """This rank's first wrong element in the outputs that lie in the buffers now."""
@@ -173,10 +174,10 @@ class Bench:
         import torch
 
         stream = torch.cuda.current_stream(self.device)
+        event: Any = torch.cuda.Event
 
         def timed() -> None:
-            begin = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
+            begin, end = event(enable_timing=True), event(enable_timing=True)
             begin.record(stream)
             call()
             end.record(stream)

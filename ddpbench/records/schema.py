@@ -192,7 +192,7 @@ class Run:
     state_reason: str | None = None
     exit_code: int | None = None
     ended: str | None = None
-    columns: tuple[str, ...] | None = None
+    operations: tuple[str, ...] = ()  # in the order asked for
     launches: tuple[Launch, ...] = ()
     results: tuple[Result, ...] = ()
     findings: tuple[Finding, ...] = ()

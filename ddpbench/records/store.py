@@ -1,4 +1,4 @@
-"""Runs on disk: one folder a run, rewritten atomically after every case, so nothing measured is lost.
+"""Runs on disk: one folder a run, rewritten atomically after every case.
 
 run.json         everything but the raw samples
 samples.parquet  entry and exit of every rank and repetition (a folder of parts until the end)
@@ -7,6 +7,7 @@ table.csv  table.txt
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -17,8 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from ddpbench.records import codec
 from ddpbench.records.schema import SCHEMA, Run
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _new_folder(results: Path, name: str) -> Path:
 
 def write(folder: Path, run: Run) -> None:
     """Store run.json in one step: a reader sees the old or the new one, never a half."""
-    put(folder / "run.json", msgspec.json.format(msgspec.json.encode(run), indent=1))
+    put(folder / "run.json", codec.encode(run))
 
 
 def put(path: Path, data: bytes) -> None:
@@ -99,7 +99,8 @@ def read(folder: Path) -> Run:
     except OSError as error:
         raise InvalidRun(f"{folder} holds no run: {error.strerror} ({path.name})") from None
     try:
-        schema = msgspec.json.decode(data, type=dict[str, Any]).get("schema")
+        raw = json.loads(data)
+        schema = raw.get("schema") if isinstance(raw, dict) else None
         if not isinstance(schema, int):
             raise InvalidRun(f"{path} is not a ddpbench run: it has no schema number")
         if schema > SCHEMA:
@@ -107,8 +108,10 @@ def read(folder: Path) -> Run:
                 f"{path} has schema {schema}, this ddpbench reads up to {SCHEMA}: "
                 "read it with the ddpbench that wrote it, or a newer one"
             )
-        return msgspec.json.decode(data, type=Run)
-    except msgspec.MsgspecError as error:
+        return codec.decode(Run, raw)
+    except InvalidRun:
+        raise
+    except ValueError as error:
         raise InvalidRun(f"{path} is damaged: {error}") from None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ddpbench.records import codec
 from ddpbench.records.schema import Run
 from ddpbench.render import rows
 
@@ -38,18 +39,18 @@ def csv(run: Run, columns: Columns = None, quiet: bool = False) -> str:
 
 def json(run: Run, columns: Columns = None, quiet: bool = False) -> str:
     """The whole run as stored, or only the chosen columns of its rows."""
-    import msgspec
+    from json import dumps
 
     from ddpbench.analysis import lines as analysis
 
     if columns is None:
-        return msgspec.json.format(msgspec.json.encode(run), indent=2).decode() + "\n"
+        return codec.encode(run).decode() + "\n"
     shown = [
         {name: rows.COLUMNS[name].value(line) for name in columns}
         for line in analysis.lines(run)
         if line.seconds is not None
     ]
-    return msgspec.json.format(msgspec.json.encode(shown), indent=2).decode() + "\n"
+    return dumps(shown, indent=1, ensure_ascii=False) + "\n"
 
 
 FORMATS: dict[str, Callable[[Run, Columns, bool], str]] = {

@@ -5,6 +5,7 @@ One entry of COLUMNS adds a column.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -34,15 +35,15 @@ def _gigabytes(rate: float | None) -> float | None:
 
 
 def digits(value: float | int | str | None) -> str:
-    """Four significant digits, no exponent: 0.0123, 1.234, 12.34, 123.4, 1234, 123456."""
+    """Four digits, below 1 two significant ones, no exponent: 12345, 123.4, 1.234, 0.12, 0.0012."""
     if value is None:
         return "-"
     if isinstance(value, (str, int)):
         return str(value)
     if value == 0:
         return "0"
-    places = next((p for p, least in enumerate((1000, 100, 10, 1)) if abs(value) >= least), 4)
-    return f"{value:.{places}f}"
+    exponent = math.floor(math.log10(abs(value)))
+    return f"{value:.{max(0, 3 - exponent if exponent >= 0 else 1 - exponent)}f}"
 
 
 def _percentile(name: str) -> Callable[[Line], float | None]:

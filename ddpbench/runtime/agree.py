@@ -61,7 +61,7 @@ def first_objection(group: Group, mine: str | None) -> str | None:
     objections = {r: text for r, text in enumerate(everyones(group, mine)) if text is not None}
     if not objections:
         return None
-    text = objections[min(objections)]
+    text: str = objections[min(objections)]
     if len(objections) == group.world_size:
         return text
     return f"{text} (rank {', '.join(map(str, objections))})"

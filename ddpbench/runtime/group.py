@@ -158,7 +158,9 @@ def _meet(place: Placement, rendezvous: Rendezvous, timeout: timedelta) -> dist.
     if url.startswith("tcp://") and place.rank == 0:
         launch.require_free(int(url.rsplit(":", 1)[1]))
     try:
-        store, _, _ = next(dist.rendezvous(url, place.rank, place.world_size, timeout=timeout))
+        store: dist.Store = next(
+            dist.rendezvous(url, place.rank, place.world_size, timeout=timeout)
+        )[0]
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0][:200]
         raise Refused(
@@ -237,7 +239,8 @@ def _second_client(store: dist.Store) -> dist.Store:
             wait_for_workers=False,
         )
     if isinstance(base, dist.FileStore):
-        return dist.FileStore(base.path, -1)
+        path: str = base.path  # type: ignore[attr-defined]
+        return dist.FileStore(path, -1)
     return base
 
 

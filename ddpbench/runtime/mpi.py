@@ -20,7 +20,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 NAME = "mpi4py"
+_Tensors = list[Tensor]
+_Lists = list[list[Tensor]]
 _HUNG = 5  # the exit code of a rank that hung
 _WORKERS: weakref.WeakSet[_Worker] = weakref.WeakSet()
 _MUTEX = threading.Lock()  # guards every call's future: held so briefly that one will do
@@ -195,7 +197,7 @@ class _Request(_Work):
                 got, room = self._status.Get_count(_mpi().BYTE), self._flat.nbytes
                 if got != room:
                     raise ValueError(f"{got} bytes came, the tensor holds {room}")
-                _fill([self._tensor], [self._flat])
+                _finish((self._tensor,), (self._flat,), 0)
         except Exception as error:
             self.error = _failure(self.name, self.rank, error)
         self.ended = True
@@ -282,11 +284,13 @@ def _moved() -> dict[int, Any]:
 
 
 @cache
-def _reduced() -> dict[torch.dtype, tuple[Any, dict[Any, Any]]]:
-    """dtype → its MPI datatype and {torch's reduce op: MPI's}; AVG is SUM before the division."""
+def _reduced() -> dict[tuple[int, torch.dtype], tuple[Any, Any, bool]]:
+    """(hash of torch's reduce op, dtype) → MPI datatype, MPI op, whether to divide afterwards.
+
+    The hash, because finding a ReduceOp in a dict costs more than the MPI call.
+    """
     mpi, op = _mpi(), dist.ReduceOp
-    floating = {op.SUM: mpi.SUM, op.AVG: mpi.SUM, op.PRODUCT: mpi.PROD}
-    floating |= {op.MIN: mpi.MIN, op.MAX: mpi.MAX}
+    floating = {op.SUM: mpi.SUM, op.PRODUCT: mpi.PROD, op.MIN: mpi.MIN, op.MAX: mpi.MAX}
     integer = floating | {op.BAND: mpi.BAND, op.BOR: mpi.BOR, op.BXOR: mpi.BXOR}
     logical = dict.fromkeys((op.SUM, op.MAX, op.BOR), mpi.LOR) | {op.BXOR: mpi.LXOR}
     logical |= dict.fromkeys((op.PRODUCT, op.MIN, op.BAND), mpi.LAND)
@@ -298,12 +302,13 @@ def _reduced() -> dict[torch.dtype, tuple[Any, dict[Any, Any]]]:
     functions |= {op.MIN: torch.minimum, op.MAX: torch.maximum}
     for dtype in (torch.float16, torch.bfloat16):
         own = {key: mpi.Op.Create(_combine(f, dtype), True) for key, f in functions.items()}
-        table[dtype] = mpi.INT16_T, own | {op.AVG: own[op.SUM]}
-    # opts.reduceOp is a ReduceOp, and as a key of a dict it does not find a bare op.SUM.
-    return {
-        dtype: (kind, {op(key): f for key, f in ops.items()})
-        for dtype, (kind, ops) in table.items()
-    }
+        table[dtype] = mpi.INT16_T, own
+    found = {}
+    for dtype, (kind, ops) in table.items():
+        found |= {(hash(op(key)), dtype): (kind, ops[key], False) for key in ops}
+        if dtype != torch.bool:
+            found[hash(op(op.AVG)), dtype] = kind, ops[op.SUM], True
+    return found
 
 
 def _combine(function: Any, dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
@@ -324,15 +329,19 @@ def _require(name: str, true: bool, rule: str) -> None:
 
 def _flat(name: str, tensor: Tensor) -> Tensor:
     """The tensor itself or, where its elements do not lie in order, a copy in which they do."""
-    if not tensor.is_cpu or tensor.layout is not torch.strided:
-        where = f"{tensor.layout} on {tensor.device}"
-        raise ValueError(f"{name} over mpi4py: a tensor must be dense and on the CPU, not {where}")
-    return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+    if tensor.is_cpu and tensor.layout is torch.strided:
+        return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+    where = f"{tensor.layout} on {tensor.device}"
+    raise ValueError(f"{name} over mpi4py: a tensor must be dense and on the CPU, not {where}")
 
 
 def _joined(name: str, tensors: Sequence[Tensor]) -> Tensor:
     """A new tensor with the elements of all, in order."""
     return torch.cat([_flat(name, tensor).detach().view(-1) for tensor in tensors])
+
+
+def _split(whole: Tensor, counts: list[int]) -> Sequence[Tensor]:
+    return torch.split(whole, counts)
 
 
 def _apart(source: Tensor, target: Tensor) -> Tensor:
@@ -343,18 +352,18 @@ def _apart(source: Tensor, target: Tensor) -> Tensor:
 
 
 def _message(flat: Tensor, kind: Any = None, counts: list[int] | None = None) -> tuple[Any, ...]:
-    """What mpi4py takes: memory, count (or a count a rank), datatype (or none: only to move)."""
+    """What mpi4py takes: memory, a count for every rank if uneven, datatype (none: only to move)."""
+    kind = kind or _moved()[flat.itemsize]
     memory = _mpi().buffer.fromaddress(flat.data_ptr(), flat.nbytes)
-    return memory, counts or flat.numel(), kind or _moved()[flat.itemsize]
+    return (memory, kind) if counts is None else (memory, counts, kind)
 
 
-def _divide(total: Tensor, divisor: int) -> None:
-    rounding = None if total.is_floating_point() else "trunc"
-    torch.div(total.detach(), divisor, rounding_mode=rounding, out=total.detach())
-
-
-def _fill(outputs: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
-    for output, flat in zip(outputs, flats, strict=True):
+def _finish(outputs: Sequence[Tensor], flats: Sequence[Tensor], divisor: int) -> None:
+    """Divide what MPI has summed, copy it to the outputs that MPI could not write itself."""
+    for output, flat in zip(outputs, flats, strict=False):
+        if divisor:
+            rounding = None if flat.is_floating_point() else "trunc"
+            torch.div(flat.detach(), divisor, rounding_mode=rounding, out=flat.detach())
         if flat is not output:
             output.detach().copy_(flat.view(output.shape))
 
@@ -375,7 +384,7 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, comm: Any, timeout: timedelta) -> None:
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         super().__init__(self._rank, self._size)
-        self._comm, self._worker = comm, _Worker(timeout)
+        self._comm, self._worker, self._in_place = comm, _Worker(timeout), _mpi().IN_PLACE
         # Below THREAD_MULTIPLE only one thread at a time may call MPI, and with a lock around
         # calls that block, one thread's waiting could stop the call that the peer waits for. So
         # there is no worker then: asynchronous calls run at once, on the caller's thread.
@@ -399,32 +408,35 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
         self,
         name: str,
         opts: Any,
-        outputs: Any,
-        call: Callable[[], Any],
-        fill: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ()),
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        outputs: Sequence[Tensor] = (),
+        flats: Sequence[Tensor] = (),
         divisor: int = 0,
         keep: Any = None,
     ) -> dist.Work:
-        """Run or queue one MPI call, then divide its results and copy them to where they belong.
+        """Run an MPI call or, for a caller that does not wait or behind others that wait, queue it.
 
-        `fill` is (outputs, contiguous results), `keep` whatever else MPI knows by address only.
+        `flats` are the contiguous results, `keep` is whatever else MPI knows by address only.
         """
-
-        def run(_: Any = keep) -> None:
-            call()
-            if divisor:
-                _divide(fill[1][0], divisor)
-            _fill(*fill)
-
-        # Older torch has no asyncOp for some operations: its caller may count on not waiting.
-        waits = not getattr(opts, "asyncOp", True)
+        try:
+            waits = not opts.asyncOp
+        except AttributeError:  # older torch, or no options: the caller may count on not waiting
+            waits = False
         if waits and self._worker.submitted == self._worker.completed:
             try:
-                run()
+                function(*arguments)
+                if divisor or (flats and flats[0] is not outputs[0]):
+                    _finish(outputs, flats, divisor)
             except Exception as error:
                 raise _failure(name, self._rank, error) from error
             return _DONE
-        work = _Call(name, self._rank, outputs, run)
+
+        def run(_: Any = keep) -> None:
+            function(*arguments)
+            _finish(outputs, flats, divisor)
+
+        work = _Call(name, self._rank, list(outputs), run)
         if self._threaded:
             self._worker.submit(work)
         else:
@@ -434,14 +446,15 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def _single(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        _require(name, len(tensors) == 1, f"one tensor a rank, not {len(tensors)}")
+        if len(tensors) != 1:
+            raise ValueError(f"{name} over mpi4py: one tensor a rank, not {len(tensors)}")
         return _flat(name, tensors[0])
 
     def _counts(self, name: str, tensors: Sequence[Tensor], part: Tensor, even: bool) -> list[int]:
         """The sizes of a list with one tensor a rank, of the dtype (and the size) of this part."""
         counts = [tensor.numel() for tensor in tensors if tensor.dtype == part.dtype]
         fits = len(counts) == len(tensors) == self._size
-        fits = fits and (not even or set(counts) == {part.numel()})
+        fits = fits and (set(counts) == {part.numel()} if even else True)
         size = f" of {part.numel()}" if even else ""
         _require(name, fits, f"the list must hold {self._size} tensors{size}, {part.dtype}")
         return counts
@@ -458,90 +471,82 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
         _require(name, fits, f"splits {rows} do not deal {length} rows to {self._size} ranks")
         return [count * (tensor.numel() // max(length, 1)) for count in rows]
 
-    def _reduction(self, name: str, tensor: Tensor, op: Any) -> tuple[Any, Any, int]:
+    def _reduction(self, name: str, tensor: Tensor, opts: Any) -> tuple[Any, Any, int]:
         """MPI's datatype, MPI's op, and what to divide by afterwards."""
-        kind, ops = _reduced().get(tensor.dtype, (None, {}))
-        if op not in ops:
-            op = str(getattr(op, "op", op)).rpartition(".")[2]
+        found = _reduced().get((hash(opts.reduceOp), tensor.dtype))
+        if found is None:
+            op = str(opts.reduceOp.op).rpartition(".")[2]
             raise ValueError(f"{name} over mpi4py: {op} cannot reduce {tensor.dtype}")
-        return kind, ops[op], self._size if op == dist.ReduceOp.AVG else 0
+        kind, function, divide = found
+        return kind, function, self._size if divide else 0
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """tensors[0] of every rank becomes the reduction of all ranks' tensors[0]."""
         name, opts = "all_reduce", opts or dist.AllreduceOptions()
         flat = self._single(name, tensors)
-        kind, op, divisor = self._reduction(name, flat, opts.reduceOp)
-        call = partial(self._comm.Allreduce, _mpi().IN_PLACE, _message(flat, kind), op)
-        return self._issue(name, opts, tensors, call, (tensors, [flat]), divisor)
+        kind, op, divisor = self._reduction(name, flat, opts)
+        arguments = self._in_place, _message(flat, kind), op
+        return self._issue(name, opts, self._comm.Allreduce, arguments, tensors, (flat,), divisor)
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def reduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """tensors[0] of the root becomes the reduction of all ranks'; the others keep theirs."""
         name, opts = "reduce", opts or dist.ReduceOptions()
-        flat, root = self._single(name, tensors), opts.rootRank
-        kind, op, divisor = self._reduction(name, flat, opts.reduceOp)
-        message = _message(flat, kind)
+        flat, reduce = self._single(name, tensors), self._comm.Reduce
+        kind, op, divisor = self._reduction(name, flat, opts)
+        message, root = _message(flat, kind), opts.rootRank
         if root != self._rank:
-            call = partial(self._comm.Reduce, message, None, op, root)
-            return self._issue(name, opts, tensors, call, keep=flat)
-        call = partial(self._comm.Reduce, _mpi().IN_PLACE, message, op, root)
-        return self._issue(name, opts, tensors, call, (tensors, [flat]), divisor)
+            return self._issue(name, opts, reduce, (message, None, op, root), tensors, keep=flat)
+        arguments = self._in_place, message, op, root
+        return self._issue(name, opts, reduce, arguments, tensors, (flat,), divisor)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """tensors[0] of every rank becomes the root's."""
         name, opts = "broadcast", opts or dist.BroadcastOptions()
         flat = self._single(name, tensors)
-        call = partial(self._comm.Bcast, _message(flat), opts.rootRank)
-        return self._issue(name, opts, tensors, call, (tensors, [flat]))
+        arguments = _message(flat), opts.rootRank
+        return self._issue(name, opts, self._comm.Bcast, arguments, tensors, (flat,))
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """No rank's barrier ends before every rank has issued it."""
-        return self._issue("barrier", opts, [], self._comm.Barrier)
+        return self._issue("barrier", opts, self._comm.Barrier, ())
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
         """output (size × the source) becomes all ranks' sources in rank order."""
         name = "all_gather"
         self._shares(name, output, source)
         target, source = _flat(name, output), _flat(name, source)
-        message = _mpi().IN_PLACE
+        message = self._in_place
         if source.data_ptr() != target.data_ptr() + self._rank * source.nbytes:
             source = _apart(source, target)
             message = _message(source)
-        call = partial(self._comm.Allgather, message, _message(target))
-        return self._issue(name, opts, [output], call, ([output], [target]), keep=source)
+        arguments = message, _message(target)
+        call = self._comm.Allgather
+        return self._issue(name, opts, call, arguments, (output,), (target,), keep=source)
 
-    def allgather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
+    def allgather(self, outputs: _Lists, inputs: _Tensors, opts: Any = None) -> dist.Work:
         """outputs[0][r] of every rank becomes rank r's inputs[0]; sizes may differ by r."""
         name = "all_gather"
         (parts,), source = outputs, self._single(name, inputs)
         counts = self._counts(name, parts, source, even=False)
         _require(name, counts[self._rank] == source.numel(), "output and input sizes differ")
         whole = source.new_empty(sum(counts))
-        if len(set(counts)) == 1:
-            call = partial(self._comm.Allgather, _message(source), _message(whole))
-        else:
-            sides = _message(source), _message(whole, None, counts)
-            call = partial(self._comm.Allgatherv, *sides)
-        return self._issue(name, opts, outputs, call, (parts, whole.split(counts)), keep=source)
+        call, arguments = self._comm.Allgather, (_message(source), _message(whole))
+        if len(set(counts)) > 1:
+            call, arguments = self._comm.Allgatherv, (arguments[0], _message(whole, None, counts))
+        return self._issue(name, opts, call, arguments, parts, _split(whole, counts), keep=source)
 
-    def gather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
+    def gather(self, outputs: _Lists, inputs: _Tensors, opts: Any = None) -> dist.Work:
         """outputs[0][r] of the root becomes rank r's inputs[0]; the others give no outputs."""
         name, opts = "gather", opts or dist.GatherOptions()
-        source, target = self._single(name, inputs), None
-        fill: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ())
-        if opts.rootRank == self._rank:
-            counts = self._counts(name, outputs[0], source, even=True)
-            whole = source.new_empty(sum(counts))
-            target, fill = _message(whole), (outputs[0], whole.split(counts))
-        call = partial(self._comm.Gather, _message(source), target, opts.rootRank)
-        return self._issue(name, opts, outputs, call, fill, keep=source)
+        source, call, root = self._single(name, inputs), self._comm.Gather, opts.rootRank
+        if root != self._rank:
+            return self._issue(name, opts, call, (_message(source), None, root), keep=source)
+        counts = self._counts(name, outputs[0], source, even=True)
+        whole = source.new_empty(sum(counts))
+        arguments, parts = (_message(source), _message(whole), root), _split(whole, counts)
+        return self._issue(name, opts, call, arguments, outputs[0], parts, keep=source)
 
-    def scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> dist.Work:
+    def scatter(self, outputs: _Tensors, inputs: _Lists, opts: Any = None) -> dist.Work:
         """outputs[0] of rank r becomes the root's inputs[0][r]; the others give no inputs."""
         name, opts = "scatter", opts or dist.ScatterOptions()
         target, message, whole = self._single(name, outputs), None, None
@@ -549,8 +554,8 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
             self._counts(name, inputs[0], target, even=True)
             whole = _joined(name, inputs[0])
             message = _message(whole)
-        call = partial(self._comm.Scatter, message, _message(target), opts.rootRank)
-        return self._issue(name, opts, outputs, call, (outputs, [target]), keep=whole)
+        call, arguments = self._comm.Scatter, (message, _message(target), opts.rootRank)
+        return self._issue(name, opts, call, arguments, outputs, (target,), keep=whole)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
         """output of rank r becomes part r of the reduction of all ranks' sources (size × it)."""
@@ -558,27 +563,24 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
         self._shares(name, source, output)
         target = _flat(name, output)
         source = _apart(_flat(name, source), target)
-        kind, op, divisor = self._reduction(name, target, opts.reduceOp)
-        sides = _message(source, kind), _message(target, kind)
-        call = partial(self._comm.Reduce_scatter_block, *sides, op)
-        return self._issue(name, opts, [output], call, ([output], [target]), divisor, source)
+        kind, op, divisor = self._reduction(name, target, opts)
+        arguments = _message(source, kind), _message(target, kind), op
+        call = self._comm.Reduce_scatter_block
+        return self._issue(name, opts, call, arguments, (output,), (target,), divisor, source)
 
-    def reduce_scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> dist.Work:
-        """outputs[0] of rank r becomes the reduction of all ranks' inputs[0][r]; sizes may differ."""
+    def reduce_scatter(self, outputs: _Tensors, inputs: _Lists, opts: Any = None) -> dist.Work:
+        """outputs[0] of rank r becomes the reduction of all inputs[0][r]; sizes may differ by r."""
         name, opts = "reduce_scatter", opts or dist.ReduceScatterOptions()
         (parts,), target = inputs, self._single(name, outputs)
         counts = self._counts(name, parts, target, even=False)
         _require(name, counts[self._rank] == target.numel(), "output and input sizes differ")
-        kind, op, divisor = self._reduction(name, target, opts.reduceOp)
+        kind, op, divisor = self._reduction(name, target, opts)
         whole = _joined(name, parts)
         sides = _message(whole, kind), _message(target, kind)
-        if len(set(counts)) == 1:
-            call = partial(self._comm.Reduce_scatter_block, *sides, op)
-        else:
-            call = partial(self._comm.Reduce_scatter, *sides, counts, op)
-        return self._issue(name, opts, outputs, call, (outputs, [target]), divisor, whole)
+        call, arguments = self._comm.Reduce_scatter_block, (*sides, op)
+        if len(set(counts)) > 1:
+            call, arguments = self._comm.Reduce_scatter, (*sides, counts, op)
+        return self._issue(name, opts, call, arguments, outputs, (target,), divisor, whole)
 
     def all_to_all_single(
         self, output: Tensor, source: Tensor, to: list[int], of: list[int], opts: Any = None
@@ -589,25 +591,24 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
         target = _flat(name, output)
         source = _apart(_flat(name, source), target)
         out, into = self._rows(name, source, of), self._rows(name, target, to)
+        call, arguments = self._comm.Alltoall, (_message(source), _message(target))
         if of or to:
-            sides = _message(source, None, out), _message(target, None, into)
-            call = partial(self._comm.Alltoallv, *sides)
+            call = self._comm.Alltoallv
+            arguments = _message(source, None, out), _message(target, None, into)
         else:
             _require(name, out == into, "output and input sizes differ")
-            call = partial(self._comm.Alltoall, _message(source), _message(target))
-        return self._issue(name, opts, [output], call, ([output], [target]), keep=source)
+        return self._issue(name, opts, call, arguments, (output,), (target,), keep=source)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> dist.Work:
         """outputs[r] becomes rank r's inputs[this rank]; sizes may differ."""
         name, source = "all_to_all", _joined("all_to_all", inputs)
         out = self._counts(name, inputs, source, even=False)
         into = self._counts(name, outputs, source, even=False)
-        whole = source.new_empty(sum(into))
-        sides = _message(source, None, out), _message(whole, None, into)
-        call = partial(self._comm.Alltoallv, *sides)
-        return self._issue(name, opts, outputs, call, (outputs, whole.split(into)), keep=source)
+        whole, call = source.new_empty(sum(into)), self._comm.Alltoallv
+        arguments = _message(source, None, out), _message(whole, None, into)
+        return self._issue(name, opts, call, arguments, outputs, _split(whole, into), keep=source)
 
-    def _post(self, name: str, tensors: list[Tensor], start: Any, peer: int, tag: int) -> dist.Work:
+    def _post(self, name: str, tensors: _Tensors, start: Any, peer: int, tag: int) -> dist.Work:
         flat = self._single(name, tensors)
         try:
             request = start(_message(flat), peer, tag)
@@ -615,15 +616,15 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
             raise _failure(name, self._rank, error) from error
         return _Request(name, self._rank, tensors[0], flat, request)
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
+    def send(self, tensors: _Tensors, peer: int, tag: int = 0) -> dist.Work:
         """Send tensors[0] to a rank of this group."""
         return self._post("send", tensors, self._comm.Isend, peer, tag)
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
+    def recv(self, tensors: _Tensors, peer: int, tag: int = 0) -> dist.Work:
         """Receive into tensors[0], from a rank of this group, as many bytes as it holds."""
         return self._post("recv", tensors, self._comm.Irecv, peer, tag)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
+    def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> dist.Work:
         """Receive from any rank; the work's _source_rank() says from which."""
         return self._post("recv", tensors, self._comm.Irecv, _mpi().ANY_SOURCE, tag)
 

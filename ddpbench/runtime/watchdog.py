@@ -1,4 +1,4 @@
-"""Nothing hangs: a thread that ends this rank when a deadline passes or a signal comes, and says why.
+"""Nothing hangs: a thread ends this rank when a deadline passes or a signal comes.
 
 At the end it publishes this rank's state in the store, collects the others' for a moment, and the
 lowest rank that lives prints one sentence naming those that did not answer. It sleeps between
