@@ -86,12 +86,14 @@ def _oversubscribed(run: Run) -> Iterator[Finding]:
             cores = _cores(ranks)
             threads = sum(rank.get("threads") or 1 for rank in ranks)
             if cores and threads > cores:
+                few = len(ranks) <= cores
                 yield Finding(
                     "warning",
                     "oversubscribed",
                     f"{host}: {len(ranks)} ranks with {threads} compute threads in all share "
                     f"{cores} cores: times contain waiting for a core",
-                    f"use -n {cores} or fewer, or OMP_NUM_THREADS={max(1, cores // len(ranks))}",
+                    f"use -n {cores} or fewer"
+                    + (f", or OMP_NUM_THREADS={cores // len(ranks)}" if few else ""),
                     {"host": host},
                 )
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.catalog.payload import Piece
 from ddpbench.records.schema import Case
 
 if TYPE_CHECKING:
@@ -20,6 +19,20 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     Call = Callable[[], dist.Work | None]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of an output and what must be in it.
+
+    `length` elements from `start` on equal the table of `rank` (None: the reduction over all
+    ranks, see payload.py) read from its element `offset` on.
+    """
+
+    start: int
+    length: int
+    rank: int | None
+    offset: int = 0
 
 
 @dataclass

@@ -8,32 +8,18 @@ lets a stale output be seen; the poison lets an untouched one be seen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ddpbench.catalog.dtypes import DTYPES
+from ddpbench.catalog.operations import Piece
 
 if TYPE_CHECKING:
     import torch
 
 PERIOD = 1021
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of an output and what must be in it.
-
-    `length` elements from `start` on equal the table of `rank` (None: the reduction over all
-    ranks) read from its element `offset` on.
-    """
-
-    start: int
-    length: int
-    rank: int | None
-    offset: int = 0
 
 
 def table(
@@ -46,19 +32,24 @@ def table(
     """
     kind = DTYPES[dtype]
     index = np.arange(PERIOD, dtype=np.uint64)
-    mixed = _mix(index + np.uint64(PERIOD * (rank + 1)) + np.uint64(generation * 2**40))
+    mixed: Any = _mix(index + np.uint64(PERIOD * (rank + 1)) + np.uint64(generation * 2**40))
     if reduce_op == "prod":
         turns = -(-world_size // kind.doublings)
         mine = (index + np.uint64(rank + generation)) % np.uint64(turns) == 0
-        factor = np.where((mixed & np.uint64(1) == 0) & kind.floating, 0.5, 2.0)
-        return np.where(mine, factor, 1.0)
+        most = np.uint64(max(1, kind.doublings // world_size))
+        exponent = ((mixed >> np.uint64(1)) % most).astype(np.float64) + 1.0
+        sign = np.where((mixed & np.uint64(1) == 0) & kind.floating, -1.0, 1.0)
+        return np.where(mine, np.exp2(sign * exponent), 1.0)
     if reduce_op not in ("sum", "avg"):
-        return (mixed % np.uint64(kind.exact - 1)).astype(np.float64) + 1.0
-    # An average of n ranks is exact when each holds a multiple of n.
-    unit = world_size if reduce_op == "avg" else 1
+        numbers: npt.NDArray[np.float64] = 1.0 + mixed % np.uint64(kind.exact - 1)
+        return numbers
+    # An average of n ranks is exact when each holds a multiple of n, or n only moves the exponent.
+    shifts = kind.floating and world_size & (world_size - 1) == 0
+    unit = world_size if reduce_op == "avg" and not shifts else 1
     if world_size * unit <= kind.exact:
         most = np.uint64(kind.exact // (world_size * unit))
-        return ((mixed % most).astype(np.float64) + 1.0) * unit
+        multiples: npt.NDArray[np.float64] = (1.0 + mixed % most) * unit
+        return multiples
     turns = -(-world_size // kind.exact)
     return np.where((index + np.uint64(rank + generation)) % np.uint64(turns) == 0, 1.0, 0.0)
 
@@ -123,19 +114,19 @@ def first_wrong(
             flat = base + index
             return (
                 piece.start + flat,
-                f"{float(period[flat % PERIOD]):g}",
-                f"{float(part[flat]):g}",
+                f"{float(period[flat % PERIOD]):.16g}",
+                f"{float(part[flat]):.16g}",
             )
     return None
 
 
 def _first_difference(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> int | None:
-    if got.dtype.itemsize == 1 and got.dtype.is_floating_point:
-        import torch
-
-        got, expected = got.view(torch.uint8), expected.view(torch.uint8)
     if tolerance:
         same = (got.double() - expected.double()).abs() <= tolerance * expected.double().abs()
+    elif got.dtype.itemsize == 1 and got.dtype.is_floating_point:
+        import torch
+
+        same = got.view(torch.uint8) == expected.view(torch.uint8)
     else:
         same = got == expected
     if bool(same.all()):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ddpbench.runtime import agree, launch
 from ddpbench.runtime.launch import Placement, Refused
-from ddpbench.runtime.watchdog import Watchdog, Who
+from ddpbench.runtime.watchdog import Watchdog, Who, place_of
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +106,7 @@ class Group:
             yield group
         finally:
             if sys.exc_info()[0] is None:
-                dist.destroy_process_group(group)
+                _destroy(group)
 
 
 @contextlib.contextmanager
@@ -140,11 +140,20 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
     except Refused:
         raise
     except Exception as error:
-        watchdog.end(_told(error))
+        cause, where = _told(error)
+        watchdog.end(cause, place=where)
     finally:
         watchdog.close()
         if dist.is_initialized():
-            dist.destroy_process_group()
+            _destroy(None)
+
+
+def _destroy(group: dist.ProcessGroup | None) -> None:
+    """End a group, None: all. A plug-in's group may lack what torch asks of it then."""
+    import torch.distributed as dist
+
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group(group)
 
 
 def _meet(place: Placement, rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
@@ -252,12 +261,13 @@ def _underlying(store: dist.Store) -> dist.Store:
     return store
 
 
-def _told(error: Exception) -> str:
-    """An error as a cause in one line; one that no backend raised is a defect, shown whole."""
+def _told(error: Exception) -> tuple[str, str]:
+    """An error as a cause and a place; one that no backend raised is a defect, shown whole."""
     if not isinstance(error, RuntimeError):
         traceback.print_exception(error)
     first = (str(error).strip() or "no text").splitlines()[0][:300]
-    return f"{type(error).__name__}: {first}"
+    frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    return f"{type(error).__name__}: {first}", place_of(frame)
 
 
 def _host(store: dist.Store) -> str:

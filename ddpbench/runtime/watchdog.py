@@ -16,7 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 import psutil
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 GRACE_SECONDS = 4.0  # for the other ranks' reports
+DIED, STOPPED, ALIVE = "has died", "is stopped (SIGSTOP)", "is alive but did not answer"
+TOLD = "ddpbench/end/told"
 # After a signal, how long the ranks may take to stop together at the next repetition.
 SIGNAL_SECONDS = {signal.SIGINT: 10.0, signal.SIGTERM: 0.5, signal.SIGUSR1: 10.0}
 
@@ -46,30 +50,44 @@ def state_of(who: Who, my_boot_id: str) -> str:
     try:
         status = psutil.Process(who.pid).status()
     except psutil.Error:
-        return "has died"
+        return DIED
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-        return "has died"
+        return DIED
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-        return "is stopped (SIGSTOP)"
-    return "is alive but did not answer"
+        return STOPPED
+    return ALIVE
 
 
-def verdict(
-    silent: Sequence[tuple[Who, str]], reports: dict[int, dict[str, str]], teller: int
-) -> str:
-    """One sentence: which rank is to blame, what it did, where the others were."""
-    where = reports[teller]["phase"]
-    if silent:
-        blamed = "; ".join(f"rank {w.rank} ({w.host}, pid {w.pid}) {state}" for w, state in silent)
+@dataclass(frozen=True)
+class Report:
+    """What a rank says of itself at the end."""
+
+    phase: str
+    cause: str
+    late: bool  # it missed its deadline; otherwise an error or a signal ended it
+    place: str  # where its main thread is in the code
+
+    def __str__(self) -> str:
+        return f"{self.cause}, at {self.place} (in {self.phase})"
+
+
+def verdict(silent: Sequence[tuple[Who, str]], reports: dict[int, Report], teller: int) -> str:
+    """One sentence: which rank is to blame, what it did, where the others were.
+
+    A silent rank that lives is to blame only where the deadline is over: it should have spoken.
+    """
+    blamed = [(who, state) for who, state in silent if state != ALIVE or reports[teller].late]
+    if blamed:
+        ranks = "; ".join(f"rank {w.rank} ({w.host}, pid {w.pid}) {state}" for w, state in blamed)
         waiting = ", ".join(map(str, sorted(reports)))
         noun = "rank" if len(reports) == 1 else "ranks"
-        return f"{blamed}, while {noun} {waiting} waited in {where}"
-    causes = {report["cause"] for report in reports.values()}
-    if len(causes) == 1:
-        return f"all ranks: {causes.pop()} (in {where})"
+        return f"{ranks}, while {noun} {waiting} waited in {reports[teller].phase}"
+    alike: dict[str, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        alike.setdefault(str(report), []).append(rank)
     return "; ".join(
-        f"rank {rank}: {report['cause']} (in {report['phase']})"
-        for rank, report in sorted(reports.items())
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in alike.items()
     )
 
 
@@ -131,7 +149,7 @@ class Watchdog:
                     cause = f"ended by {signal.Signals(self.signal).name}"
                 else:
                     cause = f"missed the deadline of {self._timeout:g} s (--timeout)"
-                self.end(cause)
+                self.end(cause, late=self.signal is None)
             if select.select([self._wake], [], [], wait)[0]:
                 for byte in os.read(self._wake, 64):
                     self._signalled(byte)
@@ -142,68 +160,91 @@ class Watchdog:
         again = self.signal == number and number == signal.SIGINT and self._interrupted
         self.signal = number
         self._interrupted = True
-        allowed = 0.0 if again else SIGNAL_SECONDS[signal.Signals(number)]
+        # A launcher that lost a rank kills the others soon after.
+        lost = DIED in (state_of(who, self._who[self._rank].boot_id) for who in self._who)
+        allowed = 0.0 if again or lost else SIGNAL_SECONDS[signal.Signals(number)]
         self._deadline = min(self._deadline, time.monotonic() + allowed)
 
     _interrupted = False
 
-    def end(self, cause: str) -> NoReturn:
+    def end(self, cause: str, late: bool = False, place: str = "") -> NoReturn:
         """Report, find out who is silent, tell it once, and end this process.
 
-        cause: why this rank ends, e.g. the text of an error. Never returns; a second thread that
-        calls it waits for the end of the process.
+        cause: why this rank ends, e.g. the text of an error; place: where in the code, by default
+        where the main thread is. Never returns; a second thread that calls it waits for the end of
+        the process.
         """
         self._lock.acquire()
-        reports = self._collect({"phase": self._phase, "cause": cause})
-        silent = [
-            (who, state_of(who, self._who[self._rank].boot_id))
-            for who in self._who
-            if who.rank not in reports
-        ]
+        mine = Report(self._phase, cause, late, place or _main_place())
+        reports, together = self._collect(mine)
+        boot_id = self._who[self._rank].boot_id
+        silent = [(who, state_of(who, boot_id)) for who in self._who if who.rank not in reports]
         interrupted = self.signal is not None and not silent
         code = 130 if interrupted else 5
-        teller = min(reports)
-        if teller == self._rank:
-            sentence = verdict(silent, reports, teller)
+        # Without the store, the lowest rank that lives on this host speaks.
+        lower = [state for who, state in silent if who.rank < self._rank]
+        tells = min(reports) == self._rank and (together or ALIVE not in lower)
+        if tells and not self._told(0.0):
+            sentence = verdict(silent, reports, self._rank)
             sys.stderr.write(f"ddpbench: {sentence}\n")
             sys.stderr.flush()
             self.on_end("interrupted" if interrupted else "failed", sentence, code)
-            self._kill(silent)
+            self._kill([who for who, state in silent if state == STOPPED or late])
             with contextlib.suppress(Exception):
-                self._store.set("ddpbench/end/told", "1")
+                self._store.set(TOLD, "1")
         else:
-            self._poll(["ddpbench/end/told"], GRACE_SECONDS)
+            self._told(GRACE_SECONDS)
         self._leave(code)
 
-    def _collect(self, mine: dict[str, str]) -> dict[int, dict[str, str]]:
-        """The reports of the ranks that answer within the grace time, this one's among them."""
-        reports = {self._rank: mine}
-        with contextlib.suppress(Exception):  # the store's host may be the one that is gone
-            self._store.set(f"ddpbench/end/{self._rank}", json.dumps(mine))
-            boot_id = self._who[self._rank].boot_id
+    def _collect(self, mine: Report) -> tuple[dict[int, Report], bool]:
+        """The reports of the ranks that answer within the grace time, this one's among them.
+
+        And whether the store answered: its host may be the one that is gone.
+        """
+        reports, boot_id = {self._rank: mine}, self._who[self._rank].boot_id
+        try:
+            self._store.set(f"ddpbench/end/{self._rank}", json.dumps(asdict(mine)))
             until = time.monotonic() + GRACE_SECONDS
             while len(reports) < len(self._who) and time.monotonic() < until:
                 absent = [who for who in self._who if who.rank not in reports]
                 for who in absent:
                     key = f"ddpbench/end/{who.rank}"
                     if self._store.check([key]):
-                        reports[who.rank] = json.loads(self._store.get(key))
-                gone = [w for w in absent if state_of(w, boot_id) in ("has died",)]
-                if len(reports) + len(gone) >= len(self._who):
+                        reports[who.rank] = Report(**json.loads(self._store.get(key)))
+                hopeless = [w for w in absent if state_of(w, boot_id) in (DIED, STOPPED)]
+                if len(reports) + len(hopeless) >= len(self._who):
                     break
                 time.sleep(0.05)
-        return reports
+        except RuntimeError:
+            return reports, False
+        return reports, True
 
-    def _poll(self, keys: list[str], seconds: float) -> None:
+    def _told(self, seconds: float) -> bool:
+        """Whether another rank has told the end, or tells it within this time."""
         until = time.monotonic() + seconds
-        with contextlib.suppress(Exception):
-            while not self._store.check(keys) and time.monotonic() < until:
+        try:
+            while not self._store.check([TOLD]):
+                if time.monotonic() >= until:
+                    return False
                 time.sleep(0.05)
+        except RuntimeError:
+            return False
+        return True
 
-    def _kill(self, silent: Sequence[tuple[Who, str]]) -> None:
-        """End the silent ranks of this host: a stopped one would keep its launcher waiting."""
-        boot_id = self._who[self._rank].boot_id
-        for who, state in silent:
-            if who.boot_id == boot_id and state != "has died":
+    def _kill(self, ranks: Sequence[Who]) -> None:
+        """End these ranks if they are on this host: a stopped one keeps its launcher waiting."""
+        for who in ranks:
+            if who.boot_id == self._who[self._rank].boot_id:
                 with contextlib.suppress(OSError):
                     os.kill(who.pid, signal.SIGKILL)
+
+
+def _main_place() -> str:
+    """The innermost frame of the main thread: "all_reduce (distributed_c10d.py:3251)"."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return place_of(frame)
+
+
+def place_of(frame: FrameType) -> str:
+    """A line of code as "function (file:line)"."""
+    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

@@ -1,0 +1,520 @@
+"""The sweep end to end, in real process groups: every launcher, every fault that can be planted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+
+from ddpbench.records import store
+from ddpbench.records.schema import Run
+from ddpbench.runtime import launch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+QUICK = ("--slice", "0.1", "--timeout", "10")
+MPI = pytest.mark.skipif(
+    launch.find_mpirun() is None, reason="there is no mpirun: install the extra `mpi`"
+)
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This environment without what a launcher or a user may have set, plus `extra`."""
+    foreign = ("OMPI_", "PMI", "SLURM_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    path = f"{ROOT}{os.pathsep}{HERE}"
+    return {**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
+
+
+def command(*words: str) -> list[str]:
+    """ddpbench's front door in this Python."""
+    return [sys.executable, "-m", "ddpbench", *words]
+
+
+def call(
+    words: list[str], cwd: Path, timeout: float = 90, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end, which comes."""
+    return subprocess.run(
+        words,
+        cwd=cwd,
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def stored(cwd: Path) -> tuple[Path, Run]:
+    """The one run in this folder's results/."""
+    (folder,) = store.runs(cwd / "results")
+    return folder, store.read(folder)
+
+
+def mpirun(nproc: int) -> list[str]:
+    """mpirun as a user types it."""
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [str(launch.find_mpirun()), *root, "--oversubscribe", "-n", str(nproc), sys.executable]
+
+
+def torchrun(nproc: int) -> list[str]:
+    """torchrun as a user types it."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(nproc),
+    ]
+
+
+def heads(text: str) -> list[str]:
+    """The titles of the tables."""
+    return re.findall(r"^(?:all_reduce|all_gather|broadcast|barrier) .*$", text, re.MULTILINE)
+
+
+def sizes_in(text: str) -> list[str]:
+    """The sizes of the rows, in order."""
+    return re.findall(r"^ *(\d+ (?:B|[KMG]iB))  ", text, re.MULTILINE)
+
+
+@MPI
+def test_one_command_measures_gloo_and_mpi_into_one_table(tmp_path: Path) -> None:
+    """Both backends stand under each size, checked, and the files load with pandas."""
+    done = call(
+        command("collectives", "--backend", "gloo,mpi", "-n", "2", "--sizes", "8,64K", *QUICK),
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(heads(done.stdout)) == 3
+    assert "Open MPI" in done.stdout
+    assert "provider mpi4py" in done.stdout
+    folder, run = stored(tmp_path)
+    assert run.state == "complete"
+    assert {(r.case.backend, r.case.operation, r.case.nbytes) for r in run.results} == {
+        (backend, operation, nbytes)
+        for backend in ("gloo", "mpi")
+        for operation in ("all_reduce", "all_gather", "broadcast")
+        for nbytes in (8, 65536)
+    }
+    assert all(r.summary and r.summary.repetitions >= 6 and r.checks >= 2 for r in run.results)
+    assert not any(r.wrong for r in run.results)
+    table = pd.read_csv(folder / "table.csv")
+    assert len(table) == 12
+    assert (table["time"] > 0).all()
+    samples = pd.read_parquet(folder / "samples.parquet")
+    assert set(samples["rank"]) == {0, 1}
+    assert (samples["exit_ns"] >= samples["entry_ns"]).all()
+    # The stored figure follows from the stored samples.
+    first = run.results[0]
+    assert first.summary is not None
+    its = samples[(samples["case"] == first.case.key) & ~samples["warm_up"]]
+    t_max = (its["exit_ns"] - its["entry_ns"]).groupby(its["repetition"]).max()
+    assert t_max.median() * 1e-9 / first.calls == pytest.approx(first.summary.median_seconds)
+    assert (folder / "table.txt").read_text() == done.stdout
+
+
+def test_torchrun_gives_the_table_from_rank_0_once(tmp_path: Path) -> None:
+    """Under torchrun the same module prints one table, and only rank 0 speaks."""
+    done = call(
+        [
+            *torchrun(2),
+            "-m",
+            "ddpbench.collectives",
+            "--op",
+            "all_reduce",
+            "--sizes",
+            "4,1K",
+            *QUICK,
+        ],
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(heads(done.stdout)) == 1
+    assert sizes_in(done.stdout) == ["4 B", "1 KiB"]
+    assert stored(tmp_path)[1].launches[0].launcher == "torchrun"
+
+
+@MPI
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+def test_mpirun_gives_the_table_from_rank_0_once(tmp_path: Path, backend: str) -> None:
+    """Under mpirun both mpi and gloo run; the ranks meet over MPI itself."""
+    words = ["-m", "ddpbench.collectives", "--backend", backend, "--op", "all_reduce,barrier"]
+    done = call([*mpirun(2), *words, "--sizes", "4,1K", *QUICK], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(heads(done.stdout)) == 2
+    assert sizes_in(done.stdout)[:2] == ["4 B", "1 KiB"]
+    assert stored(tmp_path)[1].launches[0].launcher == "mpirun"
+
+
+def as_tasks(
+    tmp_path: Path, words: list[list[str]], **extra: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Ranks started with the variables that srun sets, one command line each."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "ddpbench.collectives", *each],
+            cwd=tmp_path,
+            env=environment(
+                SLURM_PROCID=str(rank),
+                SLURM_LOCALID=str(rank),
+                SLURM_NTASKS=str(len(words)),
+                SLURM_STEP_ID="0",
+                SLURM_JOB_ID=str(os.getpid()),
+                SLURM_STEP_NODELIST="127.0.0.1",
+                **extra,
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, each in enumerate(words)
+    ]
+    out = []
+    for process in started:
+        stdout, stderr = process.communicate(timeout=90)
+        out.append(subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr))
+    return out
+
+
+def test_slurm_tasks_find_each_other_by_their_variables(tmp_path: Path) -> None:
+    """srun's variables alone are enough; rank 0 prints, the others are silent."""
+    words = ["--op", "all_reduce", "--sizes", "4,1K", *QUICK]
+    first, second = as_tasks(tmp_path, [words, words])
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert sizes_in(first.stdout) == ["4 B", "1 KiB"]
+    assert second.stdout == ""
+    assert stored(tmp_path)[1].launches[0].launcher == "srun"
+
+
+def test_different_options_are_found_before_measuring(tmp_path: Path) -> None:
+    """A rank with another option is named, with the option, once, and nothing is measured."""
+    ours, theirs = ["--sizes", "4", *QUICK], ["--sizes", "8", *QUICK]
+    first, second = as_tasks(tmp_path, [ours, theirs])
+    assert first.returncode == second.returncode == 2
+    assert first.stderr == (
+        "ddpbench: rank 1 was started with --sizes 8, rank 0 with 4: "
+        "start all ranks with the same options\n"
+    )
+    assert second.stderr == ""
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("method", ["tcp", "file"])
+def test_init_methods_meet(tmp_path: Path, method: str) -> None:
+    """tcp:// and file:// work under torchrun, beside its own env://."""
+    url = f"tcp://127.0.0.1:{launch.free_port()}" if method == "tcp" else f"file://{tmp_path}/meet"
+    words = ["--init-method", url, "--op", "barrier", *QUICK]
+    done = call([*torchrun(2), "-m", "ddpbench.collectives", *words], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(heads(done.stdout)) == 1
+
+
+def test_every_operation_form_place_and_pipelining_is_checked(tmp_path: Path) -> None:
+    """All operations in both forms, in and out of place, on three ranks: measured and right."""
+    words = ["--op", "all", "--form", "tensor,list", "--place", "in,out", "--sizes", "1000"]
+    done = call(command("collectives", "--backend", "gloo", "-n", "3", *words, *QUICK), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, run = stored(tmp_path)
+    measured = {(r.case.operation, r.case.form, r.case.in_place) for r in run.results if r.summary}
+    assert len(measured) >= 15
+    assert {operation for operation, _, _ in measured} == {
+        "all_reduce", "all_gather", "broadcast", "reduce", "reduce_scatter", "all_to_all",
+        "gather", "scatter", "barrier", "send_recv", "bidirectional",
+    }  # fmt: skip
+    assert all(r.checks and not r.wrong for r in run.results if r.summary and r.case.nbytes)
+
+
+@MPI
+def test_dtypes_and_reduce_ops_are_right_or_refused_together(tmp_path: Path) -> None:
+    """What a backend cannot do is skipped on all ranks with its reason; the rest is right."""
+    words = ["--op", "all_reduce,all_gather", "--dtype", "all", "--reduce-op", "all"]
+    done = call(
+        command("collectives", "--backend", "gloo,mpi", "-n", "2", *words, "--sizes", "100", *QUICK,
+                "--slice", "0.02"),
+        tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, run = stored(tmp_path)
+    skipped = [r for r in run.results if r.summary is None]
+    right = {(r.case.backend, r.case.dtype, r.case.reduce_op) for r in run.results if r.summary}
+    assert all(r.reason for r in skipped)
+    for backend in ("gloo", "mpi"):
+        for dtype in ("float32", "float64", "float16", "int32", "int64", "uint8"):
+            assert {(backend, dtype, "sum"), (backend, dtype, "max")} <= right
+    assert ("mpi", "bfloat16", "sum") in right
+
+
+def test_pipelined_and_async_calls_are_waited_for(tmp_path: Path) -> None:
+    """Pipelined repetitions hold several calls and no percentiles, and their results are right."""
+    words = ["--issue", "pipelined", "--depth", "4", "--op", "all_reduce", "--sizes", "4,64K"]
+    done = call(command("collectives", "--backend", "gloo", "-n", "2", *words, *QUICK), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, run = stored(tmp_path)
+    for result in run.results:
+        assert result.summary is not None
+        assert result.calls == 4
+        assert result.case.async_op
+        assert result.case.start == "none"
+        assert result.summary.percentiles_seconds == {}
+        assert result.checks >= 2
+
+
+def test_launches_are_fresh_processes_summarised_over(tmp_path: Path) -> None:
+    """Three launches have three sets of pids; below six there is no interval over launches."""
+    words = ["--launches", "3", "--op", "barrier", "--slice", "0.05"]
+    done = call(command("collectives", "--backend", "gloo", "-n", "2", *words), tmp_path)
+    assert done.returncode == 0, done.stderr
+    _, run = stored(tmp_path)
+    pids = {rank["pid"] for each in run.launches for rank in each.ranks}
+    assert len(pids) == 6
+    assert len(run.results) == 3
+    assert "the interval is over launches, and needs 6 launches" in done.stdout
+
+
+def test_one_rank_works_and_says_what_it_is_not(tmp_path: Path) -> None:
+    """World size 1 measures, with bus bandwidth 0 by definition, and says so."""
+    words = ["-n", "1", "--op", "all_reduce", "--sizes", "1K", *QUICK]
+    done = call(command("collectives", "--backend", "gloo", *words), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "bus bandwidth is 0" in done.stdout
+    table = pd.read_csv(stored(tmp_path)[0] / "table.csv")
+    assert list(table["busbw"]) == [0.0]
+
+
+def test_a_case_that_does_not_fit_is_skipped_on_all_ranks(tmp_path: Path) -> None:
+    """A size beyond the memory is skipped with both figures; the others are measured."""
+    words = ["--op", "all_gather", "--sizes", "4K,4096G", *QUICK]
+    done = call(command("collectives", "--backend", "gloo", "-n", "2", *words), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"skipped all_gather .*GB of memory, .* GB is free", done.stdout)
+    assert sizes_in(done.stdout) == ["4 KiB"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks", "sizes"),
+    [
+        ("element:1:1024", {1}, {1024}),
+        ("drop:0", {0, 1}, {4, 1024, 65536}),
+        ("stale", {0, 1}, {4, 1024, 65536}),
+        ("early", {0, 1}, {4, 1024, 65536}),
+    ],
+)
+def test_wrong_results_are_caught_with_op_size_rank_and_index(
+    tmp_path: Path, fault: str, ranks: set[int], sizes: set[int]
+) -> None:
+    """A planted wrong result is named with operation, size, rank and index, and exits with 4."""
+    words = ["--import", "faulty", "--backend", "faulty", "--op", "all_reduce"]
+    done = call(
+        command("collectives", *words, "-n", "2", "--sizes", "4,1K,64K", *QUICK),
+        tmp_path,
+        FAULT=fault,
+    )
+    assert done.returncode == 4, done.stdout + done.stderr
+    _, run = stored(tmp_path)
+    found = {(wrong.rank, r.case.nbytes) for r in run.results for wrong in r.wrong}
+    assert found == {(rank, size) for rank in ranks for size in sizes}
+    for rank, size in found:
+        assert re.search(
+            rf"all_reduce on faulty, {size} bytes of float32: rank {rank} got \S+ at index \d+",
+            done.stdout,
+        )
+    if fault.startswith("element"):
+        (wrong,) = [wrong for r in run.results for wrong in r.wrong]
+        assert wrong.index == 128
+        assert float(wrong.got) == float(wrong.expected) + 1
+
+
+def ranks_of(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+    """The rank processes below a launcher, in order of rank."""
+    until = time.monotonic() + 40
+    while time.monotonic() < until:
+        found = [
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if "ddpbench.collectives" in child.cmdline() and "mpirun" not in child.name()
+            and "python" in child.name()
+        ]  # fmt: skip
+        ranked = {}
+        for child in found:
+            variables = child.environ()
+            number = variables.get("RANK", variables.get("OMPI_COMM_WORLD_RANK"))
+            if number is not None:
+                ranked[int(number)] = child
+        if len(ranked) == count:
+            return [ranked[rank] for rank in range(count)]
+        time.sleep(0.1)
+    raise AssertionError("the ranks did not start")
+
+
+def wait_for_a_result(cwd: Path) -> None:
+    """Until one case is stored."""
+    until = time.monotonic() + 40
+    while time.monotonic() < until:
+        folders = store.runs(cwd / "results")
+        if folders and any(r.summary for r in store.read(folders[0]).results):
+            return
+        time.sleep(0.05)
+    raise AssertionError("nothing was measured")
+
+
+@pytest.mark.parametrize(
+    ("backend", "blow", "victim", "verdict"),
+    [
+        ("gloo", signal.SIGKILL, 1, "has died"),
+        ("gloo", signal.SIGKILL, 0, "has died"),
+        ("gloo", signal.SIGSTOP, 1, "is stopped (SIGSTOP)"),
+        ("gloo", signal.SIGSTOP, 0, "is stopped (SIGSTOP)"),
+        pytest.param("mpi", signal.SIGKILL, 1, "has died", marks=MPI),
+        pytest.param("mpi", signal.SIGSTOP, 1, "is stopped (SIGSTOP)", marks=MPI),
+        pytest.param("mpi", signal.SIGSTOP, 0, "is stopped (SIGSTOP)", marks=MPI),
+    ],
+)
+def test_a_dead_or_stopped_rank_is_named_and_the_rest_is_kept(
+    tmp_path: Path, backend: str, blow: signal.Signals, victim: int, verdict: str
+) -> None:
+    """The others end within the deadline, name the rank once, and `show` prints what there is."""
+    words = ["--backend", backend, "-n", "2", "--op", "all_reduce", "--sizes", "4:1M:x2"]
+    process = subprocess.Popen(
+        command("collectives", *words, "--slice", "1", "--timeout", "4"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    ranks = ranks_of(process, 2)
+    wait_for_a_result(tmp_path)
+    struck = time.monotonic()
+    ranks[victim].send_signal(blow)
+    stdout, stderr = process.communicate(timeout=40)
+    assert time.monotonic() - struck < 4 + 12
+    assert process.returncode == 5, stderr
+    pattern = (
+        rf"ddpbench: rank {victim} \(.*, pid {ranks[victim].pid}\) {re.escape(verdict)}, while"
+    )
+    assert len(re.findall(pattern, stderr)) == 1, stderr
+    assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)
+    folder, run = stored(tmp_path)
+    assert run.state == "failed"
+    assert run.exit_code == 5
+    assert "PARTIAL (failed)" in stdout
+    shown = call(command("show", str(folder)), tmp_path)
+    assert shown.returncode == 0
+    assert "PARTIAL (failed): rank" in shown.stdout
+    assert sizes_in(shown.stdout)
+    assert len(store.read_samples(folder)) > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("raise:1", r"rank 1: RuntimeError: planted error, at allreduce \(faulty\.py:\d+\)"),
+        ("hang:1", r"rank 1: missed the deadline of 4 s \(--timeout\), at allreduce \(faulty\.py"),
+    ],
+)
+def test_a_rank_that_raises_or_sleeps_is_named_with_its_line(
+    tmp_path: Path, fault: str, sentence: str
+) -> None:
+    """An error in one rank, and a rank that never joins, are told with the line of code."""
+    words = ["--import", "faulty", "--backend", "faulty", "--op", "all_reduce", "-n", "2"]
+    done = call(
+        command("collectives", *words, "--sizes", "4", "--slice", "1", "--timeout", "4"),
+        tmp_path,
+        FAULT=fault,
+    )
+    assert done.returncode == 5
+    assert re.search(sentence, done.stderr), done.stderr
+    assert done.stderr.count("planted error") == (1 if fault == "raise:1" else 0)
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=MPI)])
+def test_ctrl_c_leaves_a_partial_marked_result(tmp_path: Path, backend: str) -> None:
+    """SIGINT to the terminal's process group ends the run with 130 and what was measured."""
+    words = ["--backend", backend, "-n", "2", "--op", "all_reduce", "--sizes", "4:1M:x2"]
+    process = subprocess.Popen(
+        command("collectives", *words, "--slice", "1"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    ranks_of(process, 2)
+    wait_for_a_result(tmp_path)
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=40)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    folder, run = stored(tmp_path)
+    assert run.state == "interrupted"
+    assert "PARTIAL (interrupted)" in stdout
+    assert any(r.summary for r in run.results)
+    assert len(store.read_samples(folder)) > 0
+
+
+def test_two_sweeps_at_once_do_not_meet(tmp_path: Path) -> None:
+    """Two runs started together in one folder end well, each with a folder of its own."""
+    words = ["--backend", "gloo", "-n", "2", "--op", "all_reduce", "--sizes", "4,1K", *QUICK]
+    both = [
+        subprocess.Popen(
+            command("collectives", *words),
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    ends = [process.communicate(timeout=90) for process in both]
+    assert [process.returncode for process in both] == [0, 0], ends
+    runs = [store.read(folder) for folder in store.runs(tmp_path / "results")]
+    assert [run.state for run in runs] == ["complete", "complete"]
+    assert all(len(run.results) == 2 and all(r.summary for r in run.results) for run in runs)
+
+
+def test_a_closed_stdout_costs_nothing_measured(tmp_path: Path) -> None:
+    """`| head -1` ends without a traceback; the run is complete on disk."""
+    words = ["--backend", "gloo", "-n", "2", "--op", "barrier", *QUICK]
+    line = " ".join(command("collectives", *words)) + " | head -c 1"
+    done = subprocess.run(
+        ["bash", "-c", line],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+    assert stored(tmp_path)[1].state == "complete"
+
+
+def test_json_and_show_agree(tmp_path: Path) -> None:
+    """`--format json` is the stored run; `show --format csv` prints it without torch."""
+    words = ["--backend", "gloo", "-n", "2", "--op", "barrier", "--format", "json", *QUICK]
+    done = call(command("collectives", *words), tmp_path)
+    assert done.returncode == 0
+    folder, run = stored(tmp_path)
+    assert json.loads(done.stdout)["id"] == run.id
+    block = "import sys; sys.modules['torch'] = None; from ddpbench.cli import main; "
+    block += "sys.exit(main(['show', 'last', '--format', 'csv']))"
+    shown = call([sys.executable, "-c", block], tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout == (folder / "table.csv").read_text()
+    listed = call(command("list"), tmp_path)
+    assert run.id in listed.stdout

@@ -1,0 +1,673 @@
+"""The mpi4py backend, in real MPI jobs.
+
+One job runs every check below in all its ranks and leaves a file with the outcomes; pytest then
+reports them one by one. A rank runs this very file: `mpirun -n 2 python test_mpi.py MODE FOLDER`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpbench.runtime import mpi
+
+Group = Any
+SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
+HALF = [torch.float16, torch.bfloat16]
+FLOATS = [torch.float32, torch.float64, *HALF]
+DTYPES = [*FLOATS, *SIGNED, torch.uint8]
+MOVED = [torch.float32, torch.float16, torch.int8, torch.bool, torch.float8_e5m2, torch.complex64]
+OP = dist.ReduceOp
+FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    OP.SUM: torch.add,
+    OP.PRODUCT: torch.mul,
+    OP.MIN: torch.minimum,
+    OP.MAX: torch.maximum,
+    OP.BAND: torch.bitwise_and,
+    OP.BOR: torch.bitwise_or,
+    OP.BXOR: torch.bitwise_xor,
+}
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def given(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What a rank puts in: small whole numbers, negative ones among them where there are any."""
+    values = torch.arange(count) % 5 + rank + 1
+    if dtype == torch.bool:
+        return (values + rank) % 3 == 0
+    return (values if dtype == torch.uint8 else values - 4).to(dtype)
+
+
+def reduced(op: Any, size: int, count: int, dtype: torch.dtype) -> Tensor:
+    """What must come out of a reduction, computed in exact integers."""
+    total = given(0, count, dtype).long()
+    for rank in range(1, size):
+        total = FOLDS[OP.SUM if op == OP.AVG else op](total, given(rank, count, dtype).long())
+    if dtype == torch.bool:
+        return total != 0
+    if op == OP.AVG and not dtype.is_floating_point:
+        return torch.div(total, size, rounding_mode="trunc").to(dtype)
+    return total.to(dtype) / size if op == OP.AVG else total.to(dtype)
+
+
+def same(got: Tensor, wanted: Tensor) -> None:
+    assert got.dtype == wanted.dtype
+    assert got.shape == wanted.shape
+    flat = [t.contiguous().view(-1).view(torch.uint8) for t in (got, wanted)]
+    assert torch.equal(*flat), f"got {got}, not {wanted}"
+
+
+def both_ways(call: Callable[..., Any], *arguments: Any) -> Iterator[None]:
+    """Run an operation synchronously, then asynchronously; the caller checks after each."""
+    call(*arguments, async_op=False)
+    yield
+    work = call(*arguments, async_op=True)
+    assert work.wait()
+    assert work.is_completed()
+    assert work.exception() is None
+    yield
+
+
+def refused(call: Callable[[], Any], text: str, kind: type[Exception] = ValueError) -> None:
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"not refused: {text}")
+
+
+# --- the checks: each runs in every rank of a group
+
+
+def check_all_reduce(group: Group, rank: int, size: int) -> None:
+    """all_reduce is exact for every op on every dtype that has it, at 1, 7 and 1000 elements."""
+    for dtype in [*DTYPES, torch.bool]:
+        for op in [*FOLDS, OP.AVG]:
+            if dtype.is_floating_point and op in (OP.BAND, OP.BOR, OP.BXOR):
+                continue
+            if dtype == torch.bool and op == OP.AVG:
+                continue
+            for count in (1, 7, 1000):
+                tensor = given(rank, count, dtype)
+                for _ in both_ways(dist.all_reduce, tensor, op, group):
+                    same(tensor, reduced(op, size, count, dtype))
+                    tensor.copy_(given(rank, count, dtype))
+
+
+def check_reduce(group: Group, rank: int, size: int) -> None:
+    """reduce leaves the exact result at the root and every other rank's tensor as it was."""
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        for op in (OP.SUM, OP.AVG, OP.MAX):
+            for root in range(size):
+                tensor = given(rank, 6, dtype)
+                wanted = reduced(op, size, 6, dtype) if rank == root else given(rank, 6, dtype)
+                for _ in both_ways(dist.reduce, tensor, root, op, group):
+                    same(tensor, wanted)
+                    tensor.copy_(given(rank, 6, dtype))
+
+
+def check_broadcast(group: Group, rank: int, size: int) -> None:
+    """broadcast carries the bits of any dtype, of one element, of none and of a scalar."""
+    for dtype in MOVED:
+        for count in (0, 1, 9):
+            tensor = given(rank, count, dtype)
+            for _ in both_ways(dist.broadcast, tensor, size - 1, group):
+                same(tensor, given(size - 1, count, dtype))
+                tensor.copy_(given(rank, count, dtype))
+    scalar = torch.tensor(float(rank))
+    dist.broadcast(scalar, 1, group)
+    assert scalar.item() == 1
+
+
+def check_all_gather(group: Group, rank: int, size: int) -> None:
+    """all_gather fills a list, a list of unequal tensors, and one tensor, even in place."""
+    for dtype in MOVED:
+        source = given(rank, 6, dtype).view(2, 3)
+        parts = [given(r, 6, dtype).view(2, 3) for r in range(size)]
+        outputs = [torch.empty(2, 3, dtype=dtype) for _ in range(size)]
+        for _ in both_ways(dist.all_gather, outputs, source, group):
+            for got, wanted in zip(outputs, parts, strict=True):
+                same(got, wanted)
+                got.copy_(source)
+        whole = torch.empty(2 * size, 3, dtype=dtype)
+        for _ in both_ways(all_gather_single, whole, source, group):
+            for got, wanted in zip(whole.split(2), parts, strict=True):
+                same(got, wanted)
+                got.copy_(source)
+        for _ in both_ways(all_gather_single, whole, whole[2 * rank : 2 * rank + 2], group):
+            for got, wanted in zip(whole.split(2), parts, strict=True):
+                same(got, wanted)
+                got.copy_(source)
+    outputs = [torch.empty(r + 1) for r in range(size)]
+    dist.all_gather(outputs, given(rank, rank + 1), group)
+    for r in range(size):
+        same(outputs[r], given(r, r + 1))
+
+
+def check_gather_and_scatter(group: Group, rank: int, size: int) -> None:
+    """gather collects at the root what scatter deals out from it, whichever rank that is."""
+    for dtype in MOVED:
+        for root in range(size):
+            source, output = given(rank, 4, dtype), given(9, 4, dtype)
+            parts = [torch.empty(4, dtype=dtype) for _ in range(size)] if rank == root else None
+            for _ in both_ways(dist.gather, source, parts, root, group):
+                for r, got in enumerate(parts or []):
+                    same(got, given(r, 4, dtype))
+            for _ in both_ways(dist.scatter, output, parts, root, group):
+                same(output, source)
+                output.copy_(given(9, 4, dtype))
+
+
+def check_reduce_scatter(group: Group, rank: int, size: int) -> None:
+    """reduce_scatter reduces exactly, from one tensor, from a list and from unequal tensors."""
+    for dtype in (torch.float32, *HALF, torch.int64):
+        for op in (OP.SUM, OP.AVG, OP.MIN):
+            source, output = given(rank, 3 * size, dtype), torch.empty(3, dtype=dtype)
+            wanted = reduced(op, size, 3 * size, dtype).split(3)[rank]
+            for _ in both_ways(reduce_scatter_single, output, source, op, group):
+                same(output, wanted)
+                output.zero_()
+            for _ in both_ways(dist.reduce_scatter, output, list(source.split(3)), op, group):
+                same(output, wanted)
+                output.zero_()
+            same(source, given(rank, 3 * size, dtype))
+    source = given(rank, 2 * size)
+    reduce_scatter_single(source[:2], source, OP.SUM, group)  # into its own input
+    same(source[:2], reduced(OP.SUM, size, 2 * size, torch.float32).split(2)[rank])
+    counts = [r + 1 for r in range(size)]
+    parts, output = list(given(rank, sum(counts)).split(counts)), torch.empty(rank + 1)
+    dist.reduce_scatter(output, parts, OP.SUM, group)
+    same(output, reduced(OP.SUM, size, sum(counts), torch.float32).split(counts)[rank])
+
+
+def check_all_to_all(group: Group, rank: int, size: int) -> None:
+    """all_to_all exchanges even parts, rows in given splits, and lists of unequal tensors."""
+    for dtype in MOVED:
+        source, output = given(rank, 4 * size, dtype), given(9, 4 * size, dtype)
+        source, output = source.view(2 * size, 2), output.view(2 * size, 2)
+        parts = [given(r, 4 * size, dtype).view(size, 2, 2)[rank] for r in range(size)]
+        for _ in both_ways(dist.all_to_all_single, output, source, None, None, group):
+            for got, wanted in zip(output.split(2), parts, strict=True):
+                same(got, wanted)
+                got.copy_(given(9, 4, dtype).view(2, 2))
+    # Rank r sends r + s rows to rank s: nothing from the first to itself.
+    splits = [[r + s for s in range(size)] for r in range(size)]
+    rows = [given(r, 2 * sum(splits[r])).view(-1, 2) for r in range(size)]
+    into, parts = splits[rank], [rows[r].split(splits[r])[rank] for r in range(size)]
+    output = torch.empty(sum(into), 2)
+    for _ in both_ways(dist.all_to_all_single, output, rows[rank], into, splits[rank], group):
+        same(output, torch.cat(parts))
+        output.zero_()
+    inputs = list(rows[rank].split(splits[rank]))
+    outputs = [torch.empty(count, 2) for count in into]
+    for _ in both_ways(dist.all_to_all, outputs, inputs, group):
+        for got, wanted in zip(outputs, parts, strict=True):
+            same(got, wanted)
+            got.zero_()
+
+
+def check_strided(group: Group, rank: int, size: int) -> None:
+    """Tensors whose elements do not lie in order are read and written right, and nothing else."""
+
+    def strided(rows: int) -> tuple[Tensor, Tensor]:
+        base = torch.full((rows, 4), 99.0)
+        base[:, 1:3] = given(rank, 2 * rows).view(2, rows).t()
+        return base, base[:, 1:3].t()  # 2 x rows
+
+    def untouched(base: Tensor) -> None:
+        assert (base[:, 0] == 99).all()
+        assert (base[:, 3] == 99).all()
+
+    base, tensor = strided(3)
+    for _ in both_ways(dist.all_reduce, tensor, OP.AVG, group):
+        same(tensor, reduced(OP.AVG, size, 6, torch.float32).view(2, 3))
+        untouched(base)
+        tensor.copy_(given(rank, 6).view(2, 3))
+    for _ in both_ways(dist.broadcast, tensor, 1, group):
+        same(tensor, given(1, 6).view(2, 3))
+        untouched(base)
+        tensor.copy_(given(rank, 6).view(2, 3))
+    base, whole = strided(3 * size)
+    for _ in both_ways(all_gather_single, whole, tensor, group):
+        same(whole, torch.cat([given(r, 6) for r in range(size)]).view(2, 3 * size))
+        untouched(base)
+        whole.copy_(given(rank, 6 * size).view(2, 3 * size))
+    for _ in both_ways(reduce_scatter_single, tensor, whole, OP.SUM, group):
+        wanted = reduced(OP.SUM, size, 6 * size, torch.float32).split(6)[rank]
+        same(tensor, wanted.view(2, 3))
+
+
+def check_queue(group: Group, rank: int, size: int) -> None:
+    """A synchronous call behind queued ones waits for its turn, and all results are right."""
+    tensors = [given(rank, 1000 + i) for i in range(20)]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors[:-1]]
+    dist.all_reduce(tensors[-1], group=group)
+    assert all(work.is_completed() for work in works)
+    for i, tensor in enumerate(tensors):
+        same(tensor, reduced(OP.SUM, size, 1000 + i, torch.float32))
+
+
+def check_futures(group: Group, rank: int, size: int) -> None:
+    """A work's future gives the tensors, once done too; its callback may call a collective."""
+    tensor, second = given(rank, 5), given(rank, 3)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+
+    def then(future: torch.futures.Future[Any]) -> Tensor:
+        dist.all_reduce(second, group=group)
+        dist.all_reduce(second, group=group, async_op=True).wait()
+        return future.value()[0] * 2
+
+    time.sleep(0.05 * rank)  # so that in some rank it is queued behind, in another has ended
+    doubled = work.get_future().then(then).wait()
+    same(doubled, reduced(OP.SUM, size, 5, torch.float32) * 2)
+    same(second, reduced(OP.SUM, size, 3, torch.float32) * size)
+    assert work.get_future().value()[0] is not None
+    dist.barrier(group)
+
+
+def check_point_to_point(group: Group, rank: int, size: int) -> None:
+    """Sends and receives match by rank and tag, in any order, to oneself, from any source."""
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for dtype in MOVED:
+        into = torch.zeros(2, 5, dtype=dtype).t()  # strided
+        # Both post the receive first: a backend that ran them in order would hang.
+        ops = [
+            dist.P2POp(dist.irecv, into, group=group, group_peer=left),
+            dist.P2POp(
+                dist.isend, given(rank, 10, dtype).view(5, 2), group=group, group_peer=right
+            ),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        same(into, given(left, 10, dtype).view(5, 2))
+    large = torch.full((300_000,), float(rank))  # over the eager limit
+    mine = torch.empty_like(large)
+    sends = [dist.isend(large, group=group, group_dst=rank, tag=tag) for tag in (1, 2)]
+    for tag in (2, 1):
+        dist.irecv(mine, group=group, group_src=rank, tag=tag).wait()
+    assert all(send.wait() for send in sends)
+    same(mine, large)
+    got = torch.empty(1)
+    if rank == 0:
+        found = {dist.recv(got, group=group): got.item() for _ in range(size - 1)}
+        assert found == {r: float(r) for r in range(1, size)}
+        refused(lambda: dist.recv(got, group=group, group_src=1), "8 bytes", dist.DistBackendError)
+    else:
+        dist.send(torch.tensor([float(rank)]), group=group, group_dst=0)
+        if rank == 1:
+            dist.send(torch.zeros(1, dtype=torch.float64), group=group, group_dst=0)
+    dist.barrier(group)
+
+
+def check_deadlines(group: Group, rank: int, size: int) -> None:
+    """wait(timeout) raises an error with the operation's name, and the operation still ends."""
+    soon, flag = timedelta(milliseconds=50), torch.zeros(1)
+    if rank == 0:
+        work = dist.barrier(group, async_op=True)
+        refused(lambda: work.wait(soon), "barrier on rank 0", dist.DistBackendError)
+        assert not work.is_completed()
+        for r in range(1, size):
+            dist.send(flag, group=group, group_dst=r)
+        work.wait()
+    else:
+        work = dist.irecv(flag, group=group, group_src=0)
+        if rank == 1:
+            refused(lambda: work.wait(timedelta(microseconds=1)), "recv", dist.DistBackendError)
+        assert work.wait(timedelta(seconds=30))
+        dist.barrier(group)
+
+
+def check_refusals(group: Group, rank: int, size: int) -> None:
+    """What cannot be done is one ValueError in the caller, and nothing has been sent."""
+    f8, flag = torch.zeros(2, dtype=torch.float8_e5m2), torch.zeros(2, dtype=torch.bool)
+    ones, many = torch.ones(2), [torch.ones(2)] * size
+    refused(lambda: dist.all_reduce(ones, OP.BAND, group), "BAND cannot reduce torch.float32")
+    scaled = dist._make_nccl_premul_sum(2.0)
+    refused(lambda: dist.all_reduce(ones, scaled, group), "PREMUL_SUM cannot reduce")
+    refused(lambda: dist.all_reduce(flag, OP.AVG, group), "AVG cannot reduce torch.bool")
+    refused(lambda: dist.all_reduce(f8, group=group), "SUM cannot reduce torch.float8_e5m2")
+    refused(lambda: dist.reduce(f8, 0, group=group, async_op=True), "SUM cannot reduce")
+    refused(lambda: dist.all_reduce(ones.to_sparse(), group=group), "must be dense")
+    refused(lambda: dist.broadcast(torch.ones(2, device="meta"), 0, group), "on the CPU")
+    refused(lambda: dist.all_gather(many[1:], ones, group), f"must hold {size}")
+    refused(lambda: all_gather_single(torch.ones(3), ones, group), f"must be {size} x 2")
+    refused(lambda: reduce_scatter_single(ones, ones.double(), group=group), f"must be {size} x 2")
+    refused(lambda: dist.reduce_scatter(torch.ones(3), many, group=group), "sizes differ")
+    refused(lambda: dist.all_to_all(many, many[1:], group), f"must hold {size}")
+    lost = [1] * size
+    refused(
+        lambda: dist.all_to_all_single(torch.ones(9), torch.ones(9), lost, lost, group), "splits"
+    )
+    refused(
+        lambda: dist.all_to_all_single(torch.ones(size), torch.ones(2 * size), group=group), "sizes"
+    )
+    check_queue(group, rank, size)
+
+
+def check_errors(group: Group, rank: int, size: int) -> None:
+    """What MPI reports becomes a DistBackendError with operation, rank and MPI's own words."""
+    opts = dist.BroadcastOptions()
+    opts.rootRank = 99
+    for asynchronous in (False, True):
+        opts.asyncOp = asynchronous
+
+        def call() -> None:
+            work = group.broadcast([torch.zeros(1)], opts)
+            work.wait()
+
+        refused(call, f"broadcast failed on rank {rank}: MPI_ERR_ROOT", dist.DistBackendError)
+    work = group.broadcast([torch.zeros(1)], opts)
+    refused(work.get_future().wait, "MPI_ERR_ROOT", dist.DistBackendError)
+    assert isinstance(work.exception(), dist.DistBackendError)
+    refused(
+        lambda: dist.isend(torch.zeros(1), group=group, group_dst=99),
+        "send failed",
+        (dist.DistBackendError, ValueError),  # newer torch looks itself
+    )
+    check_queue(group, rank, size)
+
+
+def check_sub_group(group: Group, rank: int, size: int) -> None:
+    """A group of some ranks works on its own communicator, with global and with group ranks."""
+    members = [0, size - 1]
+    for _ in range(2):
+        pair = dist.new_group(members, backend=mpi.NAME)
+        if rank in members:
+            tensor = given(rank, 3)
+            dist.all_reduce(tensor, group=pair)
+            same(tensor, given(0, 3) + given(size - 1, 3))
+            dist.broadcast(tensor, group=pair, src=size - 1)
+            dist.broadcast(tensor, group=pair, group_src=1)
+            work = dist.all_reduce(tensor, group=pair, async_op=True)
+            dist.all_reduce(tensor, group=pair)
+            work.wait()
+            dist.destroy_process_group(pair)
+    dist.barrier(group)
+
+
+def check_objects(group: Group, rank: int, size: int) -> None:
+    """Objects can be gathered and broadcast, as on torch's own backends."""
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank}, group)
+    assert objects == [{"rank": r} for r in range(size)]
+    listed = [rank]
+    dist.broadcast_object_list(listed, 1, group)
+    assert listed == [1]
+
+
+def check_ddp(group: Group, rank: int, size: int) -> None:
+    """DDP's gradients are the mean over ranks, in many buckets; replicas stay equal to the bit."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(rank)  # so that only DDP's own broadcast makes the replicas equal
+    layers = [torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 64)]
+    model = torch.nn.Sequential(*layers)
+    replica = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
+    for step in range(3):
+        batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        with replica.no_sync():
+            replica(batch).square().mean().backward()
+        wanted = [parameter.grad.clone() for parameter in model.parameters()]
+        for gradient in wanted:
+            dist.all_reduce(gradient, OP.AVG, group)
+        optimizer.zero_grad()
+        replica(batch).square().mean().backward()
+        for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+    mine = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+    whole = torch.empty(size, mine.numel())
+    all_gather_single(whole, mine, group)
+    for row in whole:
+        same(row, mine)
+
+
+def check_ddp_error(group: Group, rank: int, size: int) -> None:
+    """A collective that fails inside DDP's backward raises there, with MPI's words."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    replica = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+    comm, group._comm = group._comm, type("", (), {"Allreduce": group._comm.Barrier})
+    try:
+        refused(replica(torch.ones(1, 2)).sum().backward, "all_reduce failed", Exception)
+    finally:
+        group._comm = comm
+    dist.barrier(group)
+
+
+def check_helpers(group: Group, rank: int, size: int) -> None:
+    """The helpers tell library, thread level and world, and broadcast a text of any length."""
+    assert mpi.library().split()[0] in {"Open", "MPICH", "Intel(R)"}
+    assert mpi.library().split()[-1][0].isdigit()
+    assert "\n" not in mpi.library()
+    assert mpi.thread_level() == "MULTIPLE"
+    assert mpi.world() == (rank, size)
+    for text in ("10.0.0.1:29500", "", "µ" * 1000):
+        assert mpi.broadcast_text(text if rank == 0 else None) == text
+    assert dist.get_backend(group) == mpi.NAME
+    assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, size)
+    mpi.register()
+
+
+CHECKS = {name: check for name, check in globals().items() if name.startswith("check_")}
+
+
+# --- the jobs that run them
+
+
+def run_checks(group: Group, folder: Path) -> None:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    outcomes = {}
+    for name, check in CHECKS.items():
+        try:
+            check(group, rank, size)
+            outcomes[name] = "passed"
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+        (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+
+
+def start(backend: str, folder: Path, seconds: float = 60) -> None:
+    store, (rank, size) = dist.FileStore(str(folder / "store"), mpi.world()[1]), mpi.world()
+    deadline = timedelta(seconds=seconds)
+    mpi.register()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "mpi4py worker"]
+
+
+def job_default(folder: Path) -> None:
+    start(mpi.NAME, folder)
+    run_checks(dist.group.WORLD, folder)
+    assert len(workers()) == 1
+    dist.destroy_process_group()
+    assert not workers()
+    (folder / f"ended{mpi.world()[0]}").touch()
+
+
+def job_beside_gloo(folder: Path) -> None:
+    start("gloo", folder)
+    group = dist.new_group(backend=mpi.NAME)
+    run_checks(group, folder)
+    dist.destroy_process_group()
+    assert not workers()
+    (folder / f"ended{mpi.world()[0]}").touch()
+
+
+def job_leave(folder: Path) -> None:
+    start(mpi.NAME, folder)
+    dist.all_reduce(torch.ones(1 << 20))
+    dist.all_reduce(torch.ones(1 << 20), async_op=True)  # neither waited for nor destroyed
+
+
+def job_one_thread(folder: Path) -> None:
+    import mpi4py
+
+    mpi4py.rc.thread_level = "serialized"
+    start(mpi.NAME, folder)
+    assert mpi.thread_level() == "SERIALIZED"
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    for check in (check_queue, check_futures, check_point_to_point, check_ddp, check_strided):
+        check(group, rank, size)
+    assert not workers()
+    dist.destroy_process_group()
+
+
+def job_die(folder: Path) -> None:
+    start(mpi.NAME, folder)
+    if dist.get_rank() == 1:
+        raise RuntimeError("this rank dies of an exception")
+    dist.barrier()
+
+
+def job_hang(folder: Path) -> None:
+    start(mpi.NAME, folder, seconds=1)
+    if dist.get_rank() == 0:
+        dist.barrier(async_op=True)  # which rank 1 never joins
+    else:
+        time.sleep(30)
+
+
+def job_alone(folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), 2)
+    mpi.register()
+    rank = int(os.environ["RANK"])
+    refused(
+        lambda: dist.init_process_group(mpi.NAME, store=store, rank=rank, world_size=2),
+        "MPI's ranks [0, 0]: start them with mpirun",
+    )
+
+
+JOBS = {name: job for name, job in globals().items() if name.startswith("job_")}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+
+
+@cache
+def mpirun() -> str | None:
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def run_job(job: Callable[..., None], ranks: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("mpi4py is not installed")
+    if mpirun() is None:
+        pytest.skip("mpirun is neither beside this Python nor in PATH")
+    command = [str(mpirun()), "-n", str(ranks)]
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False)
+    if "Open MPI" in version.stdout or "PRRTE" in version.stdout:
+        command += ["--allow-run-as-root", "--oversubscribe"]
+    command += [sys.executable, __file__, job.__name__, str(folder)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60, env=ENVIRONMENT
+    )
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    @cache
+    def run(job: Callable[..., None], ranks: int) -> Any:
+        folder = tmp_path_factory.mktemp(job.__name__)
+        return run_job(job, ranks, folder), folder
+
+    return run
+
+
+WAYS = [pytest.param(job_default, 2, id="default-2"), pytest.param(job_beside_gloo, 3, id="gloo-3")]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(("job", "ranks"), WAYS)
+def test_check(jobs: Callable[..., Any], job: Callable[..., None], ranks: int, name: str) -> None:
+    """The check of this name holds in every rank, as the default group and beside gloo."""
+    process, folder = jobs(job, ranks)
+    for rank in range(ranks):
+        path = folder / f"{rank}.json"
+        outcomes = json.loads(path.read_text()) if path.exists() else {}
+        assert outcomes.get(name, "did not run: " + process.stderr) == "passed"
+
+
+@pytest.mark.parametrize(("job", "ranks"), WAYS)
+def test_clean_end(jobs: Callable[..., Any], job: Callable[..., None], ranks: int) -> None:
+    """After destroy_process_group no thread is left, and every process ends with code 0."""
+    process, folder = jobs(job, ranks)
+    assert process.returncode == 0, process.stderr
+    assert len(list(folder.glob("ended*"))) == ranks
+    assert not process.stderr
+
+
+def test_end_without_destroy(tmp_path: Path) -> None:
+    """Leaving with a collective in flight and a group not destroyed ends with code 0, silently."""
+    process = run_job(job_leave, 2, tmp_path)
+    assert (process.returncode, process.stderr) == (0, "")
+
+
+def test_below_thread_multiple(tmp_path: Path) -> None:
+    """With MPI_THREAD_SERIALIZED there is no worker thread, and asynchronous calls are right."""
+    process = run_job(job_one_thread, 2, tmp_path)
+    assert process.returncode == 0, process.stderr
+
+
+def test_exception_ends_the_job(tmp_path: Path) -> None:
+    """A rank that dies of an exception takes along those that wait for it, and says why."""
+    process = run_job(job_die, 2, tmp_path)
+    assert process.returncode == 1
+    assert "this rank dies of an exception" in process.stderr
+
+
+def test_hang_at_exit_is_cut(tmp_path: Path) -> None:
+    """A process that ends with a call which never will aborts the job with code 5."""
+    began = time.monotonic()
+    process = run_job(job_hang, 2, tmp_path)
+    assert process.returncode == 5, process.stderr
+    assert "barrier has not ended: aborting the job" in process.stderr
+    assert time.monotonic() - began < 20
+
+
+def test_without_mpirun(tmp_path: Path) -> None:
+    """Ranks that mpirun did not start are all told so, instead of computing alone."""
+    pytest.importorskip("mpi4py", exc_type=ImportError)
+    command = [sys.executable, __file__, "job_alone", str(tmp_path)]
+    ranks = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, env={**ENVIRONMENT, "RANK": str(rank)})
+        for rank in range(2)
+    ]
+    for process in ranks:
+        assert process.communicate(timeout=60)[1] == b""
+        assert process.returncode == 0
+
+
+def test_import_starts_nothing() -> None:
+    """Importing the module and registering the backend does not import mpi4py's MPI."""
+    code = "import sys; from ddpbench.runtime import mpi; mpi.register(); mpi.register()"
+    code += "; sys.exit('mpi4py.MPI' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, env=ENVIRONMENT).returncode == 0
+    )
+
+
+if __name__ == "__main__":
+    JOBS[sys.argv[1]](Path(sys.argv[2]))
