@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         """End with the sentence; under a launcher in rank 0 only."""
         unknown = re.fullmatch(r"unrecognized arguments: (.*)", message)
         if unknown:
-            word = unknown[1].split()[0]
+            word = (unknown[1].split() or ["''"])[0]
             known = [option for action in self._actions for option in action.option_strings]
             message = f"unknown option {word}" + did_you_mean(word.split("=")[0], known)
         message = re.sub(r"^argument (\S+?)(/\S+)*: ", r"\1: ", message)
@@ -63,8 +63,8 @@ def names(kind: str, known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
         for word in words:
             if word not in table:
                 raise argparse.ArgumentTypeError(
-                    f"unknown {kind} {word!r}{did_you_mean(word, table)} "
-                    f"Known: {', '.join(table)}, all".replace("? Known", "? Known")
+                    f"unknown {kind} {word!r}{did_you_mean(word, table) or '.'} "
+                    f"Known: {', '.join(table)}, all"
                 )
         return words
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ddpbench.analysis import lines
+from ddpbench.analysis import limits, lines
 from ddpbench.records.schema import Finding, Launch, Run
 
 
@@ -41,14 +41,15 @@ def _wrong_results(run: Run) -> Iterator[Finding]:
 
 
 def _invalid(run: Run) -> Iterator[Finding]:
-    for line in lines.lines(run):
-        if "INVALID" in line.flags:
-            hard = next(r.hard_limit for r in line.results if r.hard_limit)
+    for result in run.results:
+        seconds = result.summary.median_seconds if result.summary else 0.0
+        hard, case = result.hard_limit, result.case
+        if hard is not None and result.summary and limits.impossible(result, seconds):
             yield Finding(
                 "error",
                 "impossible-speed",
-                f"{line.case.operation} on {line.case.backend}, {line.case.nbytes} bytes, took "
-                f"{(line.seconds or 0) * 1e6:.1f} µs: at most {hard.bytes_per_second / 1e9:.1f} "
+                f"{case.operation} on {case.backend}, {case.nbytes} bytes, took "
+                f"{seconds * 1e6:.1f} µs: at most {hard.bytes_per_second / 1e9:.1f} "
                 f"GB/s can move here ({hard.source})",
                 "the call returns before it is done: report it to the backend",
             )
@@ -106,7 +107,7 @@ def _cores(ranks: list[dict[str, Any]]) -> int | None:
             first, _, last = span.partition("-")
             usable.update(range(int(first), int(last or first) + 1))
     quota = ranks[0].get("cgroup_cpu_quota_cores")
-    return int(min(len(usable), quota or len(usable))) or None
+    return max(1, int(min(len(usable), quota or len(usable)))) if usable else None
 
 
 def _mixed_versions(run: Run) -> Iterator[Finding]:

@@ -89,6 +89,12 @@ def _imprecise(line: Line, plan: Plan) -> bool:
     return line.half_width is None or line.half_width > plan.precision
 
 
+def _skewed(line: Line, plan: Plan) -> bool:
+    """A skew is of a repetition, `seconds` of one of its calls."""
+    calls = min(r.calls for r in line.results)
+    return (line.skew or 0) > SKEW_SHARE * (line.seconds or 0) * calls
+
+
 # name → (legend, whether it is raised); in the order in which a row shows them
 FLAGS: dict[str, tuple[str, Callable[[Line, Plan], bool]]] = {
     "WRONG": (
@@ -111,7 +117,7 @@ FLAGS: dict[str, tuple[str, Callable[[Line, Plan], bool]]] = {
     ),
     "skew": (
         "the ranks entered apart by more than 10 % of the time",
-        lambda line, plan: (line.skew or 0) > SKEW_SHARE * (line.seconds or 0),
+        _skewed,
     ),
     "busy": (
         "other processes used more than 5 % of the cores meanwhile: measure again on a quiet host",
@@ -134,7 +140,11 @@ FLAGS: dict[str, tuple[str, Callable[[Line, Plan], bool]]] = {
 
 def faster(group: list[Line]) -> Line | None:
     """Of lines that differ in backend only, the one whose interval lies below all others'."""
-    known = [line for line in group if line.interval is not None and "WRONG" not in line.flags]
+    known = [
+        line
+        for line in group
+        if line.interval is not None and not {"WRONG", "INVALID"} & set(line.flags)
+    ]
     if len(known) < 2 or len(known) < len([line for line in group if line.seconds is not None]):
         return None
     best = min(known, key=lambda line: line.seconds or 0.0)

@@ -81,7 +81,7 @@ def outliers(times: Floats, distance: float) -> int:
 
 def lag1(times: Floats) -> float | None:
     """Autocorrelation of neighbouring repetitions; None where it means nothing."""
-    if len(times) < 3 or float(times.std()) == 0.0:
+    if len(times) < 3 or 0.0 in (float(times[:-1].std()), float(times[1:].std())):
         return None
     return float(np.corrcoef(times[:-1], times[1:])[0, 1])
 

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -83,7 +84,7 @@ def write(folder: Path, run: Run) -> None:
 
 def put(path: Path, data: bytes) -> None:
     """Replace a file in one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         temporary.write_bytes(data)
         temporary.replace(path)
@@ -146,7 +147,16 @@ def find(name: str) -> Path:
 
 def runs(results: Path = Path("results")) -> list[Path]:
     """The folders in results/ that hold a run, oldest first."""
-    return sorted(path.parent for path in results.glob("*/run.json"))
+    folders = (path.parent for path in results.glob("*/run.json"))
+    return sorted(folders, key=lambda folder: (_started(folder), folder.name))
+
+
+def _started(folder: Path) -> str:
+    """When a run began, as it says itself; a folder's name may be the user's own."""
+    try:
+        return str(json.loads((folder / "run.json").read_bytes())["started"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
 
 
 def add_samples(folder: Path, part: int, columns: dict[str, Any]) -> None:
@@ -167,11 +177,16 @@ def add_samples(folder: Path, part: int, columns: dict[str, Any]) -> None:
 def read_samples(folder: Path) -> pd.DataFrame:
     """All raw samples of a run, finished or not, with SAMPLE_COLUMNS."""
     import pandas as pd
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     whole, parts = folder / "samples.parquet", folder / "samples.parts"
     found: Iterable[Path] = [whole] if whole.exists() else sorted(parts.glob("part-*.parquet"))
-    frames = [pd.read_parquet(path) for path in found]
-    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=SAMPLE_COLUMNS)
+    tables = [pq.read_table(path) for path in found]
+    frame: pd.DataFrame = pd.DataFrame(columns=list(SAMPLE_COLUMNS))
+    if tables:
+        frame = pa.concat_tables(tables).unify_dictionaries().to_pandas()
+    return frame
 
 
 def join_samples(folder: Path) -> None:

@@ -17,7 +17,8 @@ def header(run: Run) -> list[str]:
         return [f"ddpbench {run.command}   {run.id}   nothing was measured"]
     facts: dict[str, Any] = launches[0].facts
     plan = run.plan
-    many = 1 + max(launch.index for launch in launches)
+    backends = [launch.backend for launch in launches]
+    many = max(map(backends.count, backends))
     issue = "isolated calls" if plan.issue == "isolated" else f"pipelined, {plan.depth} in flight"
     shown = [
         f"ddpbench {run.command}   {run.id}",

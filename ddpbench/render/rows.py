@@ -6,6 +6,7 @@ One entry of COLUMNS adds a column.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,10 +71,13 @@ def _bound(name: str) -> Callable[[Line], float | None]:
     )
 
 
-def _statistic(name: str) -> Callable[[Line], float | None]:
+def _statistic(
+    name: str, over_launches: Callable[[list[float]], float] = statistics.median
+) -> Callable[[Line], float | None]:
     def value(line: Line) -> float | None:
-        summary = line.results[0].summary if line.results else None
-        return None if summary is None else _microseconds(getattr(summary, name))
+        found = [getattr(r.summary, name) for r in line.results if r.summary]
+        known = [seconds for seconds in found if seconds is not None]
+        return _microseconds(over_launches(known)) if known else None
 
     return value
 
@@ -97,8 +101,8 @@ COLUMNS: dict[str, Column] = {
     "p99": Column("p99 µs", _percentile("p99")),
     "p99.9": Column("p99.9 µs", _percentile("p99.9"), default=False),
     "mean": Column("mean µs", _statistic("mean_seconds"), default=False),
-    "min": Column("min µs", _statistic("min_seconds"), default=False),
-    "max": Column("max µs", _statistic("max_seconds"), default=False),
+    "min": Column("min µs", _statistic("min_seconds", min), default=False),
+    "max": Column("max µs", _statistic("max_seconds", max), default=False),
     "rank_mean": Column("t_mean µs", _statistic("rank_mean_seconds"), default=False),
     "rank_min": Column("t_min µs", _statistic("rank_min_seconds"), default=False),
     "last_in": Column("last in µs", _statistic("last_in_seconds"), default=False),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ddpbench.runtime.launch import Refused
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from ddpbench.runtime.group import Group
 
 
@@ -44,6 +44,7 @@ def decision(group: Group, value: int) -> int:
 
 def at_rank_0(group: Group, mine: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
     """Arrays of one shape from all ranks: int64[world, …] in rank 0, None elsewhere."""
+    import numpy as np
     import torch
     import torch.distributed as dist
 

@@ -65,6 +65,8 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
             continue
         if launcher == "srun" and "SLURM_STEP_ID" not in environ:
             continue  # a batch script, not a task of srun
+        if rank == "PMI_RANK" and local not in environ and "SLURM_STEP_ID" in environ:
+            continue  # srun --mpi=pmi2: no mpirun
         try:
             place = Placement(
                 launcher,
@@ -80,14 +82,21 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
                 f"{rank}={place.rank} does not fit {world}={place.world_size}: ranks go from 0 "
                 f"to {place.world_size - 1}; start all ranks with one launcher command"
             )
+        if not 0 <= place.local_rank < (place.local_world_size or place.world_size):
+            raise Refused(
+                f"{local}={place.local_rank} does not fit "
+                f"{local_world if place.local_world_size else world}="
+                f"{place.local_world_size or place.world_size}: start all ranks with one launcher "
+                "command"
+            )
         return place
     return None
 
 
 def first_host(nodes: str) -> str:
     """The first name of a Slurm node list: "gpu[03-07,9],login" → "gpu03"."""
-    bracket = re.match(r"([^,\[]*)\[(\d+)[^\]]*\]([^,]*)", nodes)
-    return "".join(bracket.groups()) if bracket else nodes.split(",")[0]
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else nodes)
 
 
 def slurm_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:

@@ -129,7 +129,7 @@ class _Call(_Work):
         super().__init__(name, rank)
         # Call, finish, and what must live as long, because MPI knows it by address only.
         self._outputs, self._steps = outputs, steps
-        self._future: torch.futures.Future[Any] | None = None
+        self._futures: tuple[torch.futures.Future[Any], torch.futures.Future[Any]] | None = None
         self._gate = threading.Lock()  # taken until the end: far cheaper than an Event
         self._gate.acquire()
 
@@ -141,9 +141,9 @@ class _Call(_Work):
             self.error = _failure(self.name, self.rank, error)
         self._steps = ()
         with _MUTEX:
-            self.ended, future = True, self._future
-        if future is not None:
-            self._fulfil(future)
+            self.ended, futures = True, self._futures
+        if futures is not None:
+            futures[0].set_result(None)
 
     def release(self) -> None:
         self._gate.release()
@@ -154,18 +154,21 @@ class _Call(_Work):
         return self._outcome(timeout)
 
     def get_future(self) -> torch.futures.Future[Any]:
+        # Future.set_exception is for Python's eyes only: DDP would take the exception for a list
+        # of tensors and crash. An exception raised in a chained callback is a failure in C++ too.
         with _MUTEX:
-            due = self.ended and self._future is None
-            future = self._future = self._future or torch.futures.Future()
+            due = self.ended and self._futures is None
+            if self._futures is None:
+                first: torch.futures.Future[Any] = torch.futures.Future()
+                self._futures = first, first.then(self._result)
         if due:
-            self._fulfil(future)
-        return future
+            self._futures[0].set_result(None)
+        return self._futures[1]
 
-    def _fulfil(self, future: torch.futures.Future[Any]) -> None:
-        if self.error is None:
-            future.set_result(self._outputs)
-        else:
-            future.set_exception(self.error)
+    def _result(self, _: Any) -> list[Tensor]:
+        if self.error is not None:
+            raise self.error
+        return self._outputs
 
 
 class _Request(_Work):

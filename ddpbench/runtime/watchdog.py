@@ -190,8 +190,7 @@ class Watchdog:
             sys.stderr.flush()
             self.on_end("interrupted" if interrupted else "failed", sentence, code)
             self._kill([who for who, state in silent if state == STOPPED or late])
-            with contextlib.suppress(Exception):
-                self._store.set(TOLD, "1")
+            _within(1.0, self._tell)
         else:
             self._told(GRACE_SECONDS)
         self._leave(code)
@@ -202,7 +201,8 @@ class Watchdog:
         And whether the store answered: its host may be the one that is gone.
         """
         reports, boot_id = {self._rank: mine}, self._who[self._rank].boot_id
-        try:
+
+        def ask() -> bool:
             self._store.set(f"ddpbench/end/{self._rank}", json.dumps(asdict(mine)))
             until = time.monotonic() + GRACE_SECONDS
             while len(reports) < len(self._who) and time.monotonic() < until:
@@ -215,20 +215,24 @@ class Watchdog:
                 if len(reports) + len(hopeless) >= len(self._who):
                     break
                 time.sleep(0.05)
-        except RuntimeError:
-            return reports, False
-        return reports, True
+            return True
+
+        together = _within(GRACE_SECONDS + 1.0, ask)
+        return dict(reports), together
 
     def _told(self, seconds: float) -> bool:
         """Whether another rank has told the end, or tells it within this time."""
-        until = time.monotonic() + seconds
-        try:
-            while not self._store.check([TOLD]):
-                if time.monotonic() >= until:
-                    return False
+
+        def ask() -> bool:
+            until = time.monotonic() + seconds
+            while not self._store.check([TOLD]) and time.monotonic() < until:
                 time.sleep(0.05)
-        except RuntimeError:
-            return False
+            return self._store.check([TOLD])
+
+        return _within(seconds + 1.0, ask)
+
+    def _tell(self) -> bool:
+        self._store.set(TOLD, "1")
         return True
 
     def _kill(self, ranks: Sequence[Who]) -> None:
@@ -237,6 +241,20 @@ class Watchdog:
             if who.boot_id == self._who[self._rank].boot_id:
                 with contextlib.suppress(OSError):
                     os.kill(who.pid, signal.SIGKILL)
+
+
+def _within(seconds: float, ask: Callable[[], bool]) -> bool:
+    """What `ask` says of the store; False when it raises, or hangs on a store that is stopped."""
+    answers: list[bool] = []
+
+    def attempt() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return bool(answers) and answers[0]
 
 
 def _main_place() -> str:

@@ -1,0 +1,304 @@
+"""Inputs and expected results: exact in any order, and no wrong result passes for a right one."""
+
+import itertools
+import random
+from collections.abc import Callable
+from fractions import Fraction
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from ddpbench.catalog import payload
+from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
+from ddpbench.catalog.operations import Piece
+from ddpbench.catalog.payload import PERIOD
+
+WORLDS = (1, 2, 3, 4, 7, 16, 200)
+COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add, "avg": torch.add, "prod": torch.mul,
+    "min": torch.minimum, "max": torch.maximum,
+}  # fmt: skip
+Table = npt.NDArray[np.float64]
+
+
+@cache
+def inputs(dtype: str, reduce_op: str | None, world: int, generation: int) -> tuple[Table, ...]:
+    """Every rank's period."""
+    return tuple(payload.table(r, generation, dtype, reduce_op, world) for r in range(world))
+
+
+def tensor(values: Table, dtype: str) -> torch.Tensor:
+    """The values in a dtype; they must survive that."""
+    made = torch.from_numpy(values).to(getattr(torch, dtype))
+    assert (made.double().numpy() == values).all()
+    return made
+
+
+def combined(dtype: str, reduce_op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """One step of a reduction in the dtype itself; torch adds float8 in float32 and rounds."""
+    if DTYPES[dtype].nbytes == 1 and DTYPES[dtype].floating:
+        return COMBINE[reduce_op](a.float(), b.float()).to(a.dtype)
+    return COMBINE[reduce_op](a, b)
+
+
+def in_some_order(dtype: str, reduce_op: str, world: int, seed: int) -> torch.Tensor:
+    """Ring, tree or anything between: partial results in the dtype, combined in random pairs."""
+    draw = random.Random(seed)
+    parts = [tensor(t, dtype) for t in inputs(dtype, reduce_op, world, 3)]
+    while len(parts) > 1:
+        first, second = (parts.pop(draw.randrange(len(parts))) for _ in range(2))
+        parts.append(combined(dtype, reduce_op, first, second))
+    if reduce_op != "avg":
+        return parts[0]
+    if DTYPES[dtype].floating:
+        return (parts[0].double() / world).to(parts[0].dtype)
+    return torch.div(parts[0], world, rounding_mode="floor")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_order_of_reduction_gives_the_expected_result(dtype: str) -> None:
+    """Sums, averages, products, minima, maxima of up to 200 ranks, computed in the dtype itself in
+    three random orders, equal `reduced` bit for bit."""
+    for reduce_op, world in itertools.product(REDUCE_OPS, WORLDS):
+        expected = payload.reduced(3, dtype, reduce_op, world)
+        for seed in range(3):
+            got = in_some_order(dtype, reduce_op, world, seed)
+            assert first_wrong_of(got, expected) is None, (reduce_op, world)
+        if reduce_op != "avg" or world <= DTYPES[dtype].exact:
+            tensor(expected, dtype)  # not even rounded when it is stored
+
+
+def first_wrong_of(got: torch.Tensor, expected: Table) -> tuple[int, str, str] | None:
+    """The first wrong element of one whole period."""
+    return payload.first_wrong(got, Piece(0, len(got), 0), expected)
+
+
+@pytest.mark.parametrize("dtype", [name for name, kind in DTYPES.items() if kind.floating])
+@pytest.mark.parametrize("world", [1, 2, 4, 16, 64])
+def test_averages_over_powers_of_two_may_scale_first(dtype: str, world: int) -> None:
+    """A backend that divides every input by a power of two before it sums gets the same bits."""
+    parts = [tensor(t / world, dtype) for t in inputs(dtype, "avg", world, 3)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = combined(dtype, "avg", total, part)
+    assert first_wrong_of(total, payload.reduced(3, dtype, "avg", world)) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduce_op", REDUCE_OPS)
+def test_reduced_is_the_reduction_of_the_tables(dtype: str, reduce_op: str) -> None:
+    """`reduced` equals exact rational arithmetic over the ranks' tables, element by element."""
+    for world in (1, 2, 3, 7):
+        tables = inputs(dtype, reduce_op, world, 5)
+        expected = payload.reduced(5, dtype, reduce_op, world)
+        for index in (0, 1, 510, PERIOD - 1):
+            values = [Fraction(float(t[index])) for t in tables]
+            total = {
+                "sum": sum(values, Fraction()), "avg": sum(values, Fraction()) / world,
+                "min": min(values), "max": max(values),
+                "prod": Fraction(np.prod([float(v) for v in values])),
+            }[reduce_op]  # fmt: skip
+            assert Fraction(float(expected[index])) == total
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduce_op", ["sum", "avg", "prod"])
+def test_a_rank_left_out_is_seen_at_every_index(dtype: str, reduce_op: str) -> None:
+    """As long as the world is small enough for the dtype, a sum, average or product without any one
+    rank differs from the right one in every single element."""
+    kind = DTYPES[dtype]
+    most = kind.doublings if reduce_op == "prod" else kind.exact
+    for world in (w for w in WORLDS[1:] if w <= most):
+        tables = np.stack(inputs(dtype, reduce_op, world, 2))
+        expected = payload.reduced(2, dtype, reduce_op, world)
+        for left_out in range(world):
+            others = np.delete(tables, left_out, axis=0)
+            got = others.prod(axis=0) if reduce_op == "prod" else others.sum(axis=0)
+            assert (got / (world if reduce_op == "avg" else 1) != expected).all()
+
+
+@pytest.mark.parametrize("reduce_op", ["min", "max"])
+def test_a_rank_left_out_of_a_minimum_is_seen_where_it_had_it(reduce_op: str) -> None:
+    """Every rank holds the minimum and the maximum somewhere in a period, and without it the result
+    differs there."""
+    worst = np.max if reduce_op == "min" else np.min
+    for world in WORLDS[1:-1]:
+        tables = np.stack(inputs("float32", reduce_op, world, 2))
+        expected = payload.reduced(2, "float32", reduce_op, world)
+        for left_out in range(world):
+            others = tables.copy()
+            others[left_out] = worst(tables)
+            combine = np.min if reduce_op == "min" else np.max
+            assert (combine(others, axis=0) != expected).mean() > 0.5 / world
+
+
+def stretch(values: Table, dtype: str, start: int, length: int) -> torch.Tensor:
+    """`length` elements of the endless repetition of a table from `start` on."""
+    return torch.from_numpy(np.resize(np.roll(values, -start), length)).to(getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int8", "uint8"])
+def test_a_block_in_the_wrong_place_is_seen(dtype: str) -> None:
+    """Block b delivered where block a belongs is wrong for every size of 32 elements and more that
+    is no multiple of the period: of another rank (all_gather), or of another place in the sum."""
+    world = 4
+    tables = inputs(dtype, None, world, 1)
+    total = payload.reduced(1, dtype, "sum", world)
+    for count in (32, 64, 255, 1000, 1020, 1022, 4096):
+        for a, b in itertools.permutations(range(world), 2):
+            of_other_rank = stretch(tables[b], dtype, 0, count)
+            assert payload.first_wrong(of_other_rank, Piece(0, count, a), tables[a]) is not None
+            of_other_place = stretch(total, dtype, b * count, count)
+            piece = Piece(0, count, None, offset=a * count)
+            assert payload.first_wrong(of_other_place, piece, total) is not None
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "float32", "bfloat16"])
+def test_a_block_of_a_product_in_the_wrong_place_is_seen(dtype: str) -> None:
+    """Products differ from place to place too, of whole numbers as well: they are not one power of
+    two all over."""
+    total = payload.reduced(1, dtype, "prod", 4)
+    for count, (a, b) in itertools.product((32, 1000, 4096), itertools.permutations(range(4), 2)):
+        got = stretch(total, dtype, b * count, count)
+        assert payload.first_wrong(got, Piece(0, count, None, a * count), total) is not None
+
+
+def rooms() -> list[tuple[str, str | None, int]]:
+    """The (dtype, reduce op, world size) in which a result can have more than one value."""
+    found: list[tuple[str, str | None, int]] = []
+    for (name, kind), world in itertools.product(DTYPES.items(), WORLDS[:-1]):
+        power = kind.floating and world & (world - 1) == 0
+        found.append((name, None, world))
+        found += [(name, "sum", world)] * (kind.exact >= 2 * world)
+        found += [(name, "avg", world)] * (kind.exact >= 2 * world * (1 if power else world))
+        found += [(name, "prod", world)] * (kind.doublings >= 2 * world or kind.floating)
+        found += [(name, op, world) for op in ("min", "max") if kind.exact >= 4 * world]
+    return found
+
+
+def result(dtype: str, reduce_op: str | None, world: int, generation: int) -> Table:
+    """What a rank receives: rank 0's table, or the reduction."""
+    if reduce_op is None:
+        return payload.table(0, generation, dtype, None, world)
+    return payload.reduced(generation, dtype, reduce_op, world)
+
+
+def test_a_stale_result_of_some_length_is_always_seen() -> None:
+    """Wherever the dtype leaves room for two values, the result of the generation before differs
+    somewhere in 64 elements, in each of 50 generations."""
+    for dtype, reduce_op, world in rooms():
+        results = [result(dtype, reduce_op, world, g)[:64] for g in range(51)]
+        seen = [bool((a != b).any()) for a, b in itertools.pairwise(results)]
+        assert all(seen), (dtype, reduce_op, world)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduce_op", "most"),
+    [
+        ("float32", "sum", 0.001), ("float64", "sum", 0.001), ("float32", None, 0.001),
+        ("float32", "max", 0.001), ("int64", "sum", 0.001), ("float16", "sum", 0.01),
+        ("bfloat16", "sum", 0.02), ("int8", "sum", 0.04), ("uint8", "sum", 0.02),
+        ("float32", "prod", 0.04), ("bfloat16", "avg", 0.02), ("float8_e4m3fn", "sum", 0.25),
+    ],
+)  # fmt: skip
+def test_a_stale_single_element_is_seen_nearly_always(
+    dtype: str, reduce_op: str | None, most: float
+) -> None:
+    """In a buffer of one element, the result of the generation before is the same by chance only:
+    the share over 2000 generations of 4 ranks stays below what the dtype's values allow."""
+    firsts = np.array([result(dtype, reduce_op, 4, g)[0] for g in range(2001)])
+    assert (firsts[1:] == firsts[:-1]).mean() <= most
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_untouched_output_is_seen_from_its_first_element_on(dtype: str) -> None:
+    """No expected result has the poison anywhere: an output nobody wrote is wrong at index 0, and
+    so is one of which only the last element was left out."""
+    buffer = torch.empty(PERIOD, dtype=getattr(torch, dtype))
+    for reduce_op, world in itertools.product((None, *REDUCE_OPS), WORLDS):
+        expected = result(dtype, reduce_op, world, 1)
+        for tolerance in (0.0, 2.0**-6):
+            piece = Piece(0, PERIOD, None)
+            payload.poison(buffer)
+            found = payload.first_wrong(buffer, piece, expected, tolerance)
+            assert found is not None
+            assert found[0] == 0
+            payload.fill(buffer[:-1], expected)
+            found = payload.first_wrong(buffer, piece, expected, tolerance)
+            assert found is not None
+            assert found[0] == PERIOD - 1
+
+
+LENGTHS = (0, 1, 2, 1020, 1021, 1022, 2042, 2043, 5000)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fill_repeats_the_table_to_the_end(dtype: str) -> None:
+    """Element i of a buffer of any length and dtype is the table's element i modulo the period, and
+    nothing beside the buffer is touched."""
+    values = payload.table(1, 1, dtype, "sum", 2)
+    for length in LENGTHS:
+        around = torch.zeros(length + 2, dtype=getattr(torch, dtype))
+        payload.fill(around[1:-1], values)
+        wanted = [0.0, *(values[i % PERIOD] for i in range(length)), 0.0]
+        assert around.double().tolist() == wanted
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_first_wrong_element_is_named(dtype: str) -> None:
+    """In pieces of any start, length and offset, right data are right, and of several wrong
+    elements the first one's index in the buffer, the expected and the got value are told."""
+    draw = random.Random(dtype)
+    values = payload.table(1, 1, dtype, "sum", 2)
+    for length in (*LENGTHS[1:], *(draw.randint(1, 4000) for _ in range(20))):
+        start, offset = draw.randint(0, 50), draw.randint(0, 10**7)
+        buffer = torch.zeros(start + length + 5, dtype=getattr(torch, dtype))
+        piece = Piece(start, length, 0, offset)
+        buffer[start : start + length] = stretch(values, dtype, offset % PERIOD, length)
+        assert payload.first_wrong(buffer, piece, values) is None
+        assert payload.first_wrong(buffer, piece, values, 2.0**-6) is None
+        bad = sorted(draw.sample(range(length), min(length, 3)))
+        for index in bad:
+            right = values[(offset + index) % PERIOD]
+            buffer[start + index] = 1.0 if right != 1.0 else 2.0
+        for tolerance in (0.0, 2.0**-6):
+            found = payload.first_wrong(buffer, piece, values, tolerance)
+            assert found is not None
+            right = values[(offset + bad[0]) % PERIOD]
+            assert (found[0], float(found[1])) == (start + bad[0], right)
+            assert float(found[2]) == (1.0 if right != 1.0 else 2.0)
+
+
+def test_expected_and_got_are_told_with_all_their_digits() -> None:
+    """Two numbers that differ in the last place are not printed alike."""
+    values = np.full(PERIOD, 2.0**24 - 1)
+    buffer = torch.full((3,), 2.0**24 - 2)
+    assert payload.first_wrong(buffer, Piece(1, 2, 0), values) == (1, "16777215", "16777214")
+    values, whole = np.full(PERIOD, 2.0**53 - 1), torch.full((1,), 2**53 - 2)
+    found = payload.first_wrong(whole, Piece(0, 1, 0), values)
+    assert found == (0, "9007199254740991", "9007199254740990")
+
+
+def test_nothing_is_wrong_in_an_empty_piece() -> None:
+    """A piece of no elements is right, whatever lies around it."""
+    buffer = torch.full((3,), float("nan"))
+    assert payload.first_wrong(buffer, Piece(1, 0, 0), np.ones(PERIOD)) is None
+
+
+@pytest.mark.parametrize("dtype", [name for name, kind in DTYPES.items() if kind.floating])
+def test_a_tolerance_is_relative_to_the_expected_number(dtype: str) -> None:
+    """With tolerance 1/4, a fifth too much passes and a half too much does not, in every dtype,
+    small and large; infinities and NaN never pass."""
+    for scale in (0.125, 1.0, 8.0):
+        values = np.full(PERIOD, 4.0 * scale)
+        for factor, passes in ((1.0, True), (1.25, True), (0.75, True), (1.5, False), (0.5, False)):
+            buffer = torch.full((2 * PERIOD + 1,), 4.0 * scale).to(getattr(torch, dtype))
+            buffer[-1] = 4.0 * scale * factor
+            found = payload.first_wrong(buffer, Piece(0, len(buffer), None), values, 0.25)
+            assert (found is None) == passes
+        for bad in (float("nan"), float("inf")):
+            buffer[-1] = bad
+            assert payload.first_wrong(buffer, Piece(0, len(buffer), None), values, 0.25)

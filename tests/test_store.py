@@ -1,0 +1,433 @@
+"""Runs on disk: what is written is what is read, in one step, and damage is told in a sentence."""
+
+import json
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from ddpbench.records import codec, store
+from ddpbench.records.schema import (
+    SCHEMA,
+    Case,
+    Finding,
+    Interval,
+    Launch,
+    Limit,
+    Plan,
+    Result,
+    Run,
+    Summary,
+    Wrong,
+)
+
+# --- records that other tests build on too --------------------------------------------------------
+
+
+def a_case(**other: Any) -> Case:
+    """An all_reduce of 4 KiB on gloo between two ranks."""
+    known: dict[str, Any] = {
+        "operation": "all_reduce", "form": "tensor", "backend": "gloo", "provider": "native",
+        "device": "cpu", "dtype": "float32", "reduce_op": "sum", "root": None, "nbytes": 4096,
+        "count": 1024, "in_place": True, "async_op": False, "issue": "isolated",
+        "start": "barrier", "world_size": 2, "ranks_per_host": (2,),
+    }  # fmt: skip
+    return Case(**{**known, **other})
+
+
+def a_summary(seconds: float = 1e-3, width: float | None = 0.01, **other: Any) -> Summary:
+    """A median of `seconds` known to ± `width` of it; None: no interval."""
+    interval = (
+        None
+        if width is None
+        else Interval(seconds * (1 - width), seconds * (1 + width), 0.95, "median of 6 medians")
+    )
+    known: dict[str, Any] = {
+        "repetitions": 400, "median_seconds": seconds, "interval": interval,
+        "mean_seconds": seconds * 1.125, "min_seconds": seconds / 2, "max_seconds": seconds * 4,
+        "percentiles_seconds": {"p50": seconds, "p90": seconds * 2, "p99": seconds * 3},
+        "rank_mean_seconds": seconds * 0.75, "rank_min_seconds": seconds * 0.5,
+        "skew_seconds": seconds / 64, "last_in_seconds": seconds * 0.9375,
+        "global_seconds": seconds * 1.0625, "outliers": 3, "far_outliers": 1, "lag1": 0.25,
+    }  # fmt: skip
+    return Summary(**{**known, **other})
+
+
+def a_result(
+    case: Case | None = None, launch: int = 0, summary: Summary | None = None, **other: Any
+) -> Result:
+    """A measured case, without any fault."""
+    case = case or a_case()
+    known: dict[str, Any] = {
+        "bus_factor": 1.0, "least_nbytes": float(case.nbytes), "requested_nbytes": case.nbytes,
+        "checks": 3, "cold_seconds": 0.01, "warm_up": 50, "stop_reason": "precision",
+        "summary": summary or a_summary(),
+    }  # fmt: skip
+    return Result(case, launch, **{**known, **other})
+
+
+def a_launch(index: int = 0, backend: str = "gloo", **other: Any) -> Launch:
+    """Two ranks of one host with two cores each."""
+    facts = {"ddpbench": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "cpuset": "0-3"}
+    ranks = tuple({"hostname": "node", "threads": 1, **facts} for _ in range(2))
+    known: dict[str, Any] = {
+        "provider": "native", "library": f"lib{backend} 1.2", "launcher": "torchrun",
+        "world_size": 2, "facts": {**facts, "kernel": "6.1", "cpu_model": "CPU X",
+                                   "cores_logical": 4}, "ranks": ranks,
+    }  # fmt: skip
+    return Launch(index, backend, **{**known, **other})
+
+
+def a_run(*results: Result, **other: Any) -> Run:
+    """A complete run of these results, a launch for each index and backend in them."""
+    kinds = dict.fromkeys((r.launch, r.case.backend) for r in results)
+    known: dict[str, Any] = {
+        "id": "a-run", "command": "collectives", "command_line": ("ddpbench", "collectives"),
+        "plan": Plan(), "started": "2026-01-01T00:00:00Z", "state": "complete", "exit_code": 0,
+        "operations": tuple(dict.fromkeys(r.case.operation for r in results)),
+        "launches": tuple(a_launch(index, backend) for index, backend in kinds),
+        "results": results,
+    }  # fmt: skip
+    return Run(**{**known, **other})
+
+
+def some_samples(case: str, launch: int, count: int, seed: int) -> dict[str, Any]:
+    """Columns as a command stores them: the case's name as a dictionary."""
+    import pyarrow as pa
+
+    draw = np.random.default_rng(seed)
+    return {
+        "case": pa.array([case] * count).dictionary_encode(),
+        "launch": np.full(count, launch, dtype=np.int32),
+        "repetition": np.arange(count, dtype=np.int32) - 2,
+        "rank": (np.arange(count) % 2).astype(np.int32),
+        "entry_ns": draw.integers(0, 2**62, count),
+        "exit_ns": draw.integers(0, 2**62, count),
+        "device_ns": np.full(count, -1),
+        "warm_up": np.arange(count) < 2,
+    }
+
+
+# --- the codec ------------------------------------------------------------------------------------
+
+
+def full_run() -> Run:
+    """A run in which every field differs from its default."""
+    result = a_result(
+        wrong=(Wrong(1, -1, 7, "3", "nan"),), limit=Limit(1e9, "memcpy"), others_share=0.25,
+        hard_limit=Limit(2e9, "nominal"), measuring_seconds=1.5, wall_seconds=2.5, calls=2,
+    )  # fmt: skip
+    skipped = replace(result, summary=None, reason="not supported: µ “quoted”\n", wrong=())
+    return a_run(
+        result, skipped, a_result(a_case(reduce_op=None, root=1), summary=a_summary(width=None)),
+        findings=(Finding("error", "wrong-result", "Ein Satz – ja.", "weiter", {"rank": 1}),),
+        ended="2026-01-01T00:01:00Z", state="failed", state_reason="rank 1 died", exit_code=5,
+    )  # fmt: skip
+
+
+def test_what_is_encoded_is_decoded_again() -> None:
+    """A run with every field set comes back equal, with tuples as tuples and None as None."""
+    run = full_run()
+    again = codec.decode(Run, json.loads(codec.encode(run)))
+    assert again == run
+    assert hash(again.results[0].case) == hash(run.results[0].case)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        (("results", 0, "case", "nbytes"), "big", "$.results[0].case.nbytes is str, not int"),
+        (("results", 0, "case", "nbytes"), True, "$.results[0].case.nbytes is bool, not int"),
+        (("results", 0, "case", "nbytes"), 1.5, "$.results[0].case.nbytes is float, not int"),
+        (("results", 0, "case", "in_place"), 1, "$.results[0].case.in_place is int, not bool"),
+        (("results", 0, "bus_factor"), None, "$.results[0].bus_factor is NoneType, not float"),
+        (("results", 0, "bus_factor"), True, "$.results[0].bus_factor is bool, not float"),
+        (
+            ("results", 0, "summary", "percentiles_seconds", "p90"),
+            "x",
+            "$.results[0].summary.percentiles_seconds.p90 is str, not float",
+        ),
+        (("plan",), [], "$.plan is list, not Plan"),
+        (("launches",), {}, "$.launches is dict, not tuple"),
+        (("command_line", 1), 3, "$.command_line[1] is int, not str"),
+    ],
+)
+def test_a_wrong_type_is_named_with_its_place(
+    path: tuple[Any, ...], value: Any, sentence: str
+) -> None:
+    """One wrong value in a run makes a sentence: where, what is there, what should be."""
+    raw = json.loads(codec.encode(full_run()))
+    inner = raw
+    for step in path[:-1]:
+        inner = inner[step]
+    inner[path[-1]] = value
+    with pytest.raises(ValueError, match=re.escape(sentence) + "$"):
+        codec.decode(Run, raw)
+
+
+def test_a_missing_field_without_default_is_named() -> None:
+    """Fields that have no default must be there; the sentence lists those that are not."""
+    raw = json.loads(codec.encode(full_run()))
+    del raw["results"][1]["case"]["dtype"], raw["results"][1]["case"]["root"]
+    with pytest.raises(ValueError, match=r"^\$\.results\[1\]\.case lacks dtype, root$"):
+        codec.decode(Run, raw)
+
+
+def test_unknown_fields_are_left_out_and_absent_ones_get_their_default() -> None:
+    """A record of the same schema by a slightly older or newer ddpbench can be read."""
+    run = full_run()
+    raw = json.loads(codec.encode(run))
+    raw["invented"] = raw["results"][0]["invented"] = 1
+    del raw["findings"], raw["results"][0]["wall_seconds"]
+    first = replace(run.results[0], wall_seconds=0.0)
+    assert codec.decode(Run, raw) == replace(run, findings=(), results=(first, *run.results[1:]))
+
+
+def test_a_whole_number_is_read_as_float_where_one_is_due() -> None:
+    """JSON writers drop the ".0": 3 for a float is 3.0, of type float."""
+    read = codec.decode(Limit, {"bytes_per_second": 3, "source": "x"})
+    assert (read, type(read.bytes_per_second)) == (Limit(3.0, "x"), float)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_no_nan_or_infinity_is_stored(value: float) -> None:
+    """JSON has no NaN: a run that holds one is not written, so that no file is unreadable."""
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        codec.encode(Limit(value, "x"))
+
+
+# --- one folder a run -----------------------------------------------------------------------------
+
+
+def test_a_run_that_was_written_is_read_again(tmp_path: Path) -> None:
+    """create, write and read give the run back; its id is its folder's name."""
+    folder = store.create(tmp_path / "mine", full_run(), "label")
+    assert folder == tmp_path / "mine"
+    assert store.read(folder) == replace(full_run(), id="mine")
+    store.write(folder, a_run(id="other"))
+    assert store.read(folder) == a_run(id="other")
+    assert [path.name for path in folder.iterdir()] == ["run.json"]
+
+
+def test_two_runs_in_one_second_get_two_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 runs created at once by 4 threads lie in 20 folders, each with its own record."""
+    monkeypatch.chdir(tmp_path)
+    made: list[Path] = []
+
+    def create(first: int) -> None:
+        for number in range(first, first + 5):
+            folder = store.create(None, a_run(started=str(number)), "x-gloo-w2")
+            made.append(folder)
+
+    threads = [threading.Thread(target=create, args=(5 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(made)) == 20
+    assert sorted(int(store.read(folder).started) for folder in made) == list(range(20))
+    name = re.compile(r"results/\d{8}T\d{6}Z-x-gloo-w2-[A-Za-z0-9-]+")
+    assert all(name.fullmatch(str(folder)) for folder in made)
+    assert all(store.read(folder).id == folder.name for folder in made)
+
+
+def test_a_folder_that_holds_a_run_is_not_used_again(tmp_path: Path) -> None:
+    """--output FOLDER never overwrites a run; an empty or unrelated folder is used."""
+    (tmp_path / "notes.txt").write_text("x")
+    store.create(tmp_path, a_run(), "label")
+    before = (tmp_path / "run.json").read_bytes()
+    with pytest.raises(FileExistsError, match="already holds a run; name another --output"):
+        store.create(tmp_path, a_run(started="later"), "label")
+    assert (tmp_path / "run.json").read_bytes() == before
+
+
+def seen(path: Path, writers: list[threading.Thread]) -> bytes | None:
+    """What a reader sees while writers write; None when they are done."""
+    return path.read_bytes() if any(writer.is_alive() for writer in writers) else None
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    """While two threads replace a file, every read gives one of the two contents, whole."""
+    path = tmp_path / "run.json"
+    contents = [bytes([65 + n]) * (200_000 + n) for n in range(2)]
+    store.put(path, contents[0])
+    failures: list[BaseException] = []
+
+    def replace_it(data: bytes) -> None:
+        try:
+            for _ in range(150):
+                store.put(path, data)
+        except OSError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=replace_it, args=(data,)) for data in contents]
+    for thread in threads:
+        thread.start()
+    halves = [data for data in iter(lambda: seen(path, threads), None) if data not in contents]
+    for thread in threads:
+        thread.join()
+    assert (failures, halves) == ([], [])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    """What cannot be put in place is removed again: here the target is a folder."""
+    (tmp_path / "run.json").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        store.put(tmp_path / "run.json", b"{}")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"", r"run\.json is damaged: "),
+        (b'{"schema": 1, "id"', r"run\.json is damaged: "),
+        (b"\xff\xfe{}", r"run\.json is damaged: "),
+        (b"[1, 2]", r"run\.json is not a ddpbench run: it has no schema number$"),
+        (b'{"schema": "1"}', r"run\.json is not a ddpbench run: it has no schema number$"),
+        (b'{"schema": 1}', r"run\.json is damaged: \$ lacks id, command, command_line, plan, "),
+    ],
+)
+def test_a_damaged_file_is_told_in_one_sentence(tmp_path: Path, data: bytes, sentence: str) -> None:
+    """Whatever lies in run.json, reading it raises InvalidRun with one line that names the file."""
+    (tmp_path / "run.json").write_bytes(data)
+    with pytest.raises(store.InvalidRun, match=sentence) as caught:
+        store.read(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_truncation_of_a_run_is_refused(tmp_path: Path) -> None:
+    """A run.json cut anywhere is never taken for a run."""
+    data = codec.encode(a_run(a_result()))
+    for end in range(0, len(data), 37):
+        (tmp_path / "run.json").write_bytes(data[:end])
+        with pytest.raises(store.InvalidRun, match="damaged"):
+            store.read(tmp_path)
+
+
+def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
+    """A folder that is not there, or is empty, holds no run."""
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(store.InvalidRun, match=r"holds no run: No such file .*\(run\.json\)"):
+            store.read(folder)
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    """A run of a later ddpbench is not guessed at: the sentence says both numbers."""
+    raw = json.loads(codec.encode(a_run()))
+    (tmp_path / "run.json").write_text(json.dumps({**raw, "schema": SCHEMA + 1}))
+    with pytest.raises(
+        store.InvalidRun, match=f"has schema {SCHEMA + 1}, this ddpbench reads up to {SCHEMA}: "
+    ):
+        store.read(tmp_path)
+
+
+def test_only_the_first_end_of_a_run_is_kept(tmp_path: Path) -> None:
+    """close marks a running run and returns it; a second close changes nothing."""
+    store.create(tmp_path, a_run(state="running", exit_code=None), "label")
+    first = store.close(tmp_path, "interrupted", "by Ctrl-C", 130)
+    assert (first.state, first.state_reason, first.exit_code) == ("interrupted", "by Ctrl-C", 130)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", first.ended or "")
+    assert store.close(tmp_path, "failed", "later", 5) == first == store.read(tmp_path)
+
+
+# --- finding a run --------------------------------------------------------------------------------
+
+
+def make(name: str, started: str) -> None:
+    """A run in results/."""
+    store.create(Path("results") / name, a_run(started=started), "x")
+
+
+def test_a_run_is_found_by_path_by_name_and_as_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder, its run.json, a name in results/ or results/reference/, and `last`."""
+    monkeypatch.chdir(tmp_path)
+    make("20260101T000000Z-a", "2026-01-01T00:00:00Z")
+    make("20260102T000000Z-b", "2026-01-02T00:00:00Z")
+    make("reference/old", "2025-01-01T00:00:00Z")
+    first, second = Path("results/20260101T000000Z-a"), Path("results/20260102T000000Z-b")
+    assert store.find(str(first)) == store.find(f"{first}/run.json") == first
+    assert store.find(str(tmp_path / first)) == tmp_path / first
+    assert store.find("20260101T000000Z-a") == first
+    assert store.find("old") == Path("results/reference/old")
+    assert store.find("last") == second
+    assert store.runs() == [first, second]
+
+
+def test_last_is_the_run_that_began_last_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that the user named does not stay the last for ever; a damaged one is the first."""
+    monkeypatch.chdir(tmp_path)
+    make("mine", "2026-01-02T00:00:00Z")
+    make("20260101T000000Z-a", "2026-01-01T00:00:00Z")
+    make("20260103T000000Z-b", "2026-01-03T00:00:00Z")
+    (tmp_path / "results/zz").mkdir()
+    (tmp_path / "results/zz/run.json").write_text("[]")
+    names = [folder.name for folder in store.runs()]
+    assert names == ["zz", "20260101T000000Z-a", "mine", "20260103T000000Z-b"]
+    assert store.find("last").name == "20260103T000000Z-b"
+
+
+def test_an_unknown_run_names_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentence names the last three runs, or says that there is none."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(store.InvalidRun, match=r"no run 'last'.*there is none in results/ yet"):
+        store.find("last")
+    for day in range(1, 6):
+        make(f"r{day}", f"2026-01-0{day}T00:00:00Z")
+    with pytest.raises(store.InvalidRun, match=r"no run 'r6': .*\(r3, r4, r5\)$"):
+        store.find("r6")
+
+
+# --- raw samples ----------------------------------------------------------------------------------
+
+
+def test_samples_are_the_same_before_and_after_joining(tmp_path: Path) -> None:
+    """Parts stored in any order read as one frame, value for value and type for type, before and
+    after they become one file; then the parts are gone."""
+    parts = [some_samples(f"case {n % 3}", n // 3, 3 + n, seed=n) for n in range(12)]
+    for number in (3, 0, 11, 10, 1, 2, 4, 5, 6, 7, 8, 9):
+        store.add_samples(tmp_path, number, parts[number])
+    before = store.read_samples(tmp_path)
+    store.join_samples(tmp_path)
+    after = store.read_samples(tmp_path)
+    pd.testing.assert_frame_equal(before, after)
+    assert tuple(after.columns) == store.SAMPLE_COLUMNS
+    for name in store.SAMPLE_COLUMNS:
+        wanted = [value for part in parts for value in np.asarray(part[name]).tolist()]
+        assert after[name].tolist() == wanted
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.parquet"]
+    assert pq.ParquetFile(tmp_path / "samples.parquet").num_row_groups == 12
+
+
+def test_a_part_that_was_not_finished_is_not_read(tmp_path: Path) -> None:
+    """What a crash left half written beside the parts is no sample."""
+    store.add_samples(tmp_path, 0, some_samples("a", 0, 4, seed=0))
+    (tmp_path / "samples.parts/.part-00001").write_bytes(b"PAR1 half")
+    (tmp_path / ".samples.parquet").write_bytes(b"PAR1 half")
+    assert len(store.read_samples(tmp_path)) == 4
+    store.join_samples(tmp_path)
+    assert len(store.read_samples(tmp_path)) == 4
+
+
+def test_a_run_without_samples_has_an_empty_frame(tmp_path: Path) -> None:
+    """Nothing stored reads as no rows with all columns; joining nothing makes nothing."""
+    store.join_samples(tmp_path)
+    frame = store.read_samples(tmp_path)
+    assert (tuple(frame.columns), len(frame)) == (store.SAMPLE_COLUMNS, 0)
+    assert list(tmp_path.iterdir()) == []
