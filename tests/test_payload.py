@@ -55,7 +55,7 @@ def in_some_order(dtype: str, reduce_op: str, world: int, seed: int) -> torch.Te
         return parts[0]
     if DTYPES[dtype].floating:
         return (parts[0].double() / world).to(parts[0].dtype)
-    return torch.div(parts[0], world, rounding_mode="floor")
+    return (parts[0].long() // world).to(parts[0].dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -188,9 +188,9 @@ def result(dtype: str, reduce_op: str | None, world: int, generation: int) -> Ta
 
 def test_a_stale_result_of_some_length_is_always_seen() -> None:
     """Wherever the dtype leaves room for two values, the result of the generation before differs
-    somewhere in 64 elements, in each of 50 generations."""
+    somewhere in 64 elements, in each of 20 generations."""
     for dtype, reduce_op, world in rooms():
-        results = [result(dtype, reduce_op, world, g)[:64] for g in range(51)]
+        results = [result(dtype, reduce_op, world, g)[:64] for g in range(21)]
         seen = [bool((a != b).any()) for a, b in itertools.pairwise(results)]
         assert all(seen), (dtype, reduce_op, world)
 

@@ -46,7 +46,7 @@ def _series(first: str, last: str, step: str, text: str) -> list[int]:
             sizes.append(sizes[-1] * int(factor[1]))
     elif step.strip().startswith("+"):
         stride = _size(step.strip()[1:], text)
-        if (high - low) // stride > 10_000:
+        if (high - low) // stride >= 10_000:
             raise ValueError(f"{text!r} means more than 10000 sizes: take a larger step")
         sizes = list(range(low, high + 1, stride))
     else:

@@ -34,6 +34,9 @@ WARM_UP, WINDOW, WARM_UP_MOST = 10, 20, 500
 WARM_UP_SHARE = 0.25  # of the time slice: a long operation is not warmed up for seconds
 FEWEST = 6  # timed repetitions, however long they take: below, a median has no interval
 FIRST_LOOK = 120  # then at every doubling
+# No case ends by precision before this share of its slice: 120 calls of 5 µs are over within a
+# millisecond, one quiet or noisy moment would stand for the case, and p99 needs 368.
+LEAST_SHARE = 0.1
 BURST_SECONDS = 0.5  # longest stretch without a decision: Ctrl-C and the slice are noticed
 INTERRUPTED = -1
 
@@ -255,6 +258,12 @@ def measure(
     return samples
 
 
+def settle_collector() -> None:
+    """What lives now is not looked at again by the garbage collector, which runs between cases."""
+    gc.collect()
+    gc.freeze()
+
+
 def _measure(bench: Bench, samples: Samples, shortest_seconds: float) -> None:
     group, plan = bench.group, bench.plan
     began = time.monotonic()
@@ -338,7 +347,9 @@ class Pace:
                 stamps.append(bench.repeat(stretch, batch))
                 spent = time.monotonic() - began
                 self.measuring += spent
-                self.seconds = spent / stretch if stretch >= 3 or not self.seconds else self.seconds
+                # One repetition alone may have been a slow one; it counts half.
+                each = spent / stretch
+                self.seconds = each if stretch >= 3 else (self.seconds + each) / 2
                 if checked:
                     _check(bench, self.samples, self.done + end - 1)
             position = end
@@ -381,6 +392,7 @@ def _timed(pace: Pace, until: float, batch: int) -> None:
     reason = 0
     times = np.empty(0)
     look = FIRST_LOOK
+    least = time.monotonic() + LEAST_SHARE * plan.slice_seconds
     pace.seconds *= batch
     while samples.stop_reason != "interrupted":
         wanted = 0
@@ -388,7 +400,8 @@ def _timed(pace: Pace, until: float, batch: int) -> None:
             if len(times) >= look:
                 look *= 2
                 interval = stats.median_interval(times)
-                if interval is not None and stats.half_width(interval) <= plan.precision:
+                known = interval is not None and stats.half_width(interval) <= plan.precision
+                if known and time.monotonic() > least:
                     reason = 1
             if len(times) >= plan.max_repetitions:
                 reason = 3

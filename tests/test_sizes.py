@@ -1,0 +1,102 @@
+"""Sizes as users write and read them."""
+
+import itertools
+import re
+
+import pytest
+
+from ddpbench.catalog import sizes
+
+K, M, G = 1024, 1024**2, 1024**3
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("4", (4,)),
+        ("64K", (64 * K,)),
+        ("1k,1K,1KB,1KiB,1024", (K,)),
+        ("1M, 64K ,2G", (64 * K, M, 2 * G)),
+        ("4:64:x4", (4, 16, 64)),
+        ("4:63:x4", (4, 16)),
+        ("8:1K:X2", (8, 16, 32, 64, 128, 256, 512, 1024)),
+        ("3:3:x2", (3,)),
+        ("256:1K:+256", (256, 512, 768, 1024)),
+        ("1K:2K:+ 600", (1024, 1624)),
+        ("4:10K:+1K", tuple(range(4, 10 * K + 1, K))),
+        ("64,4:64:x4,1", (1, 4, 16, 64)),
+        ("1:10000:+1", tuple(range(1, 10_001))),
+    ],
+)
+def test_what_is_written_is_what_is_meant(text: str, meant: tuple[int, ...]) -> None:
+    """Lists, factors and steps, in binary units, give ascending sizes, each once."""
+    assert sizes.parse(text) == meant
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "'' in '' is not a size: write bytes as 4, 64K, 1M or 2G"),
+        ("4,,8", "'' in '4,,8' is not a size: "),
+        ("-4", "'-4' in '-4' is not a size: "),
+        ("1.5K", "'1.5K' in '1.5K' is not a size: "),
+        ("1T", "'1T' in '1T' is not a size: "),
+        ("4 K", "'4 K' in '4 K' is not a size: "),
+        ("0", "size '0' in '0': the smallest size is 1 byte"),
+        ("0:4:x2", "size '0' in '0:4:x2': the smallest size is 1 byte"),
+        ("4:8", "'4:8' is not a list of sizes: write 4:64M:x4 (by factor), 4:1K:+256 (by step) or"),
+        ("4:8:x2:x2", "'4:8:x2:x2' is not a list of sizes: "),
+        ("8:4:x2", "'8:4:x2' goes from 8 down to 4: write the smaller size first"),
+        ("4:8:2", "step '2' in '4:8:2': write x2 or more to multiply, +256 or the like to add"),
+        ("4:8:x1", "step 'x1' in '4:8:x1': "),
+        ("4:8:x0", "step 'x0' in '4:8:x0': "),
+        ("4:8:x", "step 'x' in '4:8:x': "),
+        ("4:8:+0", "size '0' in '4:8:+0': the smallest size is 1 byte"),
+        ("4:8:+x", "'x' in '4:8:+x' is not a size: "),
+        ("1:10001:+1", "'1:10001:+1' means more than 10000 sizes: take a larger step"),
+        ("1:1G:+1", "'1:1G:+1' means more than 10000 sizes: take a larger step"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_one_sentence(text: str, sentence: str) -> None:
+    """A ValueError says what was given and what is allowed, in one line."""
+    with pytest.raises(ValueError, match="^" + re.escape(sentence)) as caught:
+        sizes.parse(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (1, "1 B"), (1023, "1023 B"), (K, "1 KiB"), (K + 1, "1025 B"), (1536, "1536 B"),
+        (1000 * K, "1000 KiB"), (M, "1 MiB"), (M + K, "1025 KiB"), (64 * M, "64 MiB"),
+        (G, "1 GiB"), (G + M, "1025 MiB"), (3 * G, "3 GiB"), (G - 4, f"{G - 4} B"), (0, "0 B"),
+    ],
+)  # fmt: skip
+def test_sizes_are_read_without_rounding(nbytes: int, text: str) -> None:
+    """The largest unit in which the size is a whole number; bytes where there is none."""
+    assert sizes.readable(nbytes) == text
+
+
+def test_what_is_shown_can_be_typed() -> None:
+    """Every size that is shown in KiB, MiB or GiB means the same when it is typed in again."""
+    for nbytes in (1, 4, 100, K, 3 * K, M, 5 * M, G, 7 * G, G + 1):
+        assert sizes.parse(sizes.readable(nbytes).replace(" ", "")) == (nbytes,)
+
+
+def test_a_size_is_rounded_down_to_whole_blocks() -> None:
+    """The total is the largest that is not above what was asked for and divides into equal blocks
+    of whole elements; where not even one element a block fits, it is one element a block."""
+    for asked, element, blocks in itertools.product(range(1, 130), (1, 2, 4, 8), range(1, 6)):
+        total, count = sizes.whole(asked, element, blocks)
+        allowed = [c * element * blocks for c in range(1, 130) if c * element * blocks <= asked]
+        assert total == max(allowed, default=element * blocks)
+        assert total == count * element * blocks
+
+
+def test_a_size_that_divides_is_not_rounded() -> None:
+    """Sizes of whole blocks are kept exactly, up to many GiB."""
+    for count, element, blocks in itertools.product((1, 3, 2**20, 2**31 + 1), (1, 8), (1, 3, 16)):
+        assert sizes.whole(count * element * blocks, element, blocks) == (
+            count * element * blocks,
+            count,
+        )

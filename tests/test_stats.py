@@ -1,0 +1,291 @@
+"""Figures from stamps, against the same figures computed another way."""
+
+import math
+import statistics
+import warnings
+from dataclasses import fields
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ddpbench.analysis import stats
+from ddpbench.records import codec
+
+Stamps = npt.NDArray[np.int64]
+
+
+def some_stamps(world: int, count: int, seed: int, device: bool = False) -> Stamps:
+    """Random entries within 1 ms and durations of 1 to 3 ms, on a clock that began long ago."""
+    draw = np.random.default_rng(seed)
+    began = 10**12 + 10**7 * np.arange(count) + draw.integers(0, 10**6, (world, count))
+    ended = began + draw.integers(10**6, 3 * 10**6, (world, count))
+    on_device = draw.integers(0, 10**6, (world, count)) if device else np.full((world, count), -1)
+    return np.stack([began, ended, on_device], axis=2)
+
+
+# --- the time of a repetition ---------------------------------------------------------------------
+
+
+def test_the_time_of_a_repetition_is_that_of_its_slowest_rank() -> None:
+    """t_max is, for each repetition, the largest exit - entry over the ranks, in seconds a call."""
+    for seed, calls in ((0, 1), (1, 2), (2, 20)):
+        stamps = some_stamps(5, 30, seed)
+        times = stats.t_max(stamps, calls)
+        for repetition in range(30):
+            slowest = max(
+                int(stamps[rank, repetition, 1]) - int(stamps[rank, repetition, 0])
+                for rank in range(5)
+            )
+            assert times[repetition] == pytest.approx(slowest / 10**9 / calls, rel=1e-14)
+
+
+def test_the_time_of_a_repetition_needs_no_common_clock() -> None:
+    """Shifting one rank's clock by an hour changes neither t_max nor the mean over ranks."""
+    stamps = some_stamps(4, 50, 3)
+    shifted = stamps.copy()
+    shifted[2, :, :2] += 3600 * 10**9
+    one, other = (stats.summarise(s, 1, common_clock=False) for s in (stamps, shifted))
+    assert one == other
+    assert (one.skew_seconds, one.last_in_seconds, one.global_seconds) == (None, None, None)
+
+
+def test_device_time_is_used_where_every_stamp_has_one() -> None:
+    """Device times, 0 among them, stand for exit - entry when all are there; one that was not
+    taken (-1) and the host's stamps are used."""
+    stamps = some_stamps(3, 10, 4, device=True)
+    stamps[1, 1, 2] = 0
+    wanted = [[int(v) / 10**9 / 2 for v in row] for row in stamps[:, :, 2]]
+    np.testing.assert_allclose(stats.durations(stamps, 2), wanted, rtol=1e-14)
+    stamps[2, 9, 2] = -1
+    wanted = [[int(v) / 10**9 / 2 for v in row] for row in stamps[:, :, 1] - stamps[:, :, 0]]
+    np.testing.assert_allclose(stats.durations(stamps, 2), wanted, rtol=1e-14)
+
+
+# --- intervals and percentiles --------------------------------------------------------------------
+
+
+def order_statistics(count: int, confidence: Fraction) -> tuple[int, int] | None:
+    """The innermost pair of order statistics, from 1, that holds the median with at least this
+    confidence, from sums of binomial coefficients in whole numbers."""
+    tail = 0
+    for k in range(count // 2):
+        tail += math.comb(count, k)
+        if Fraction(2 * tail, 2**count) > 1 - confidence:
+            return (k, count + 1 - k) if k else None
+    return count // 2, count + 1 - count // 2
+
+
+@pytest.mark.parametrize("count", [*range(6, 40), 99, 119])
+def test_the_interval_of_a_median_is_the_exact_binomial_one(count: int) -> None:
+    """Below 120 repetitions the interval's ends are the order statistics that exact arithmetic
+    gives: P(fewer than k of n above the median) at most 2.5 % on either side."""
+    times = np.random.default_rng(count).permutation(count) + 1.0
+    found = stats.median_interval(times)
+    assert found is not None
+    assert (found.low, found.high) == order_statistics(count, Fraction(95, 100))
+    assert (found.confidence, found.of) == (0.95, f"median of {count} repetitions")
+
+
+def test_no_interval_exists_below_six_values() -> None:
+    """2 × 0.5⁵ is above 5 %: of up to 5 repetitions, or launches, there is no interval."""
+    assert order_statistics(5, Fraction(95, 100)) is None
+    assert order_statistics(6, Fraction(95, 100)) == (1, 6)
+    for count in range(1, 6):
+        assert stats.median_interval(np.arange(count) + 1.0) is None
+        assert stats.over_launches(np.arange(count) + 1.0) == ((count + 1) / 2, None)
+
+
+@pytest.mark.parametrize("count", [120, 139, 240, 1013])
+def test_long_series_are_judged_by_batches(count: int) -> None:
+    """From 120 repetitions on, the interval is that of the medians of batches of 20 neighbours;
+    repetitions that fill no batch are left out of it."""
+    times = np.random.default_rng(count).exponential(1.0, count)
+    batches = [
+        statistics.median(times[start : start + 20].tolist()) for start in range(0, count - 19, 20)
+    ]
+    low, high = order_statistics(len(batches), Fraction(95, 100)) or (0, 0)
+    found = stats.median_interval(times)
+    assert found is not None
+    assert (found.low, found.high) == (sorted(batches)[low - 1], sorted(batches)[high - 1])
+    assert found.of == f"median of {len(batches)} medians of 20 repetitions"
+
+
+def test_correlated_repetitions_widen_the_interval() -> None:
+    """A series that drifts slowly has a wider interval than the same values shuffled: batches see
+    what an interval over single repetitions would not."""
+    drifting = 1.0 + np.sin(np.arange(240) / 15.0) / 10
+    shuffled = np.random.default_rng(0).permutation(drifting)
+    widths = [stats.median_interval(times) for times in (drifting, shuffled)]
+    assert widths[0] is not None
+    assert widths[1] is not None
+    assert stats.half_width(widths[0]) > 1.5 * stats.half_width(widths[1])
+
+
+def test_launches_are_the_replicates() -> None:
+    """Over launches the centre is the median of launch medians and the interval the exact one."""
+    for count in (6, 7, 12):
+        medians = np.random.default_rng(count).permutation(count) + 1.0
+        centre, interval = stats.over_launches(medians)
+        assert centre == (count + 1) / 2
+        assert interval is not None
+        assert (interval.low, interval.high) == order_statistics(count, Fraction(95, 100))
+        assert (interval.confidence, interval.of) == (0.95, f"median of {count} launches")
+
+
+def test_half_width_is_relative_to_the_middle() -> None:
+    """From 9 to 11 is 10 ± 10 %."""
+    assert stats.half_width(stats.Interval(9.0, 11.0, 0.95, "")) == 0.1
+
+
+@pytest.mark.parametrize("name", stats.PERCENTILES)
+def test_a_percentile_is_given_when_its_interval_exists(name: str) -> None:
+    """n values bound the p-quantile on both sides with 95 % only if neither all below it (pⁿ) nor
+    all above it ((1-p)ⁿ) has a chance over 2.5 %; then, and only then, the percentile is given."""
+    p = float(name[1:]) / 100
+    fewest = next(n for n in range(1, 10_000) if max(p, 1 - p) ** n <= 0.025)
+    assert name not in stats.percentiles(np.arange(fewest - 1.0))
+    times = np.random.default_rng(0).permutation(fewest) + 0.0
+    assert stats.percentiles(times)[name] == pytest.approx(p * (fewest - 1), rel=1e-12)
+
+
+# --- warm-up --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factor", "agree"), [(1.0, True), (1.04, True), (0.96, True), (1.06, False), (0.94, False)]
+)
+def test_neighbouring_windows_agree_when_their_quartiles_do(factor: float, agree: bool) -> None:
+    """Windows whose quartiles lie within 5 % of each other agree, others do not."""
+    window = np.random.default_rng(0).uniform(1.0, 2.0, 20)
+    assert stats.settled(window, window * factor) == agree
+
+
+def test_the_mean_may_fall_by_half_but_grow_by_a_tenth_only() -> None:
+    """With equal quartiles, outliers decide: the mean may sink to 50 % and grow to 110 %."""
+    calm = np.ones(20)
+
+    def with_outlier(mean: float) -> npt.NDArray[np.float64]:
+        window = np.ones(20)
+        window[7] += 20 * (mean - 1)
+        return window
+
+    assert stats.settled(calm, with_outlier(1.09))
+    assert not stats.settled(calm, with_outlier(1.11))
+    assert stats.settled(with_outlier(1.99), calm)
+    assert not stats.settled(with_outlier(2.01), calm)
+
+
+# --- outliers and autocorrelation -----------------------------------------------------------------
+
+
+def test_outliers_are_counted_on_both_sides() -> None:
+    """Of 1…99 the quartiles are 25.5 and 74.5: 1.5 interquartile ranges reach to -48 and 148."""
+    calm = list(range(1, 100))
+    assert stats.outliers(np.array(calm, dtype=float), 1.5) == 0
+    assert stats.outliers(np.array([*calm, 147.0]), 1.5) == 0
+    assert stats.outliers(np.array([*calm, 152.0, -52.0, 1000.0]), 1.5) == 3
+    assert stats.outliers(np.array([*calm, 152.0, -52.0, 1000.0]), 3.0) == 1
+
+
+def test_lag1_is_the_correlation_of_neighbours() -> None:
+    """An alternating series has -1, a rising one 1, and any other what the formula gives."""
+    assert stats.lag1(np.array([1.0, 2.0] * 10)) == pytest.approx(-1)
+    assert stats.lag1(np.arange(20.0)) == pytest.approx(1)
+    times = np.random.default_rng(0).exponential(1.0, 50).cumsum() % 3
+    assert stats.lag1(times) == pytest.approx(
+        statistics.correlation(times[:-1].tolist(), times[1:].tolist())
+    )
+
+
+@pytest.mark.parametrize("times", [[1, 2], [3, 3, 3], [1, 1, 1, 2], [2, 1, 1, 1], [1, 1, 2]])
+def test_lag1_is_none_where_it_means_nothing(times: list[int]) -> None:
+    """Too few values, or neighbours of which one side is constant, have no correlation; no warning
+    and no NaN, which could not be stored."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert stats.lag1(np.array(times, dtype=float)) is None
+
+
+# --- the summary ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calls", [1, 2, 20])
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_the_bracket_holds_the_time(world: int, calls: int) -> None:
+    """In one repetition: last-in ≤ t_max ≤ global, and global - last-in is the skew, of which a
+    call has its share. In a summary, of medians: last-in ≤ t_max ≤ global and t_min ≤ t_mean ≤
+    t_max, and of one repetition every figure is the one computed by hand."""
+    stamps = some_stamps(world, 40, seed=world * 100 + calls)
+    whole = stats.summarise(stamps, calls, common_clock=True)
+    assert whole.last_in_seconds is not None
+    assert whole.global_seconds is not None
+    slack = 1 + 1e-12  # of rounding
+    assert whole.last_in_seconds <= whole.median_seconds * slack
+    assert whole.median_seconds <= whole.global_seconds * slack
+    assert whole.rank_min_seconds <= whole.rank_mean_seconds * slack
+    assert whole.rank_mean_seconds <= whole.median_seconds * slack
+    for repetition in range(40):
+        one = stats.summarise(stamps[:, repetition : repetition + 1], calls, common_clock=True)
+        entry = [int(v) for v in stamps[:, repetition, 0]]
+        leave = [int(v) for v in stamps[:, repetition, 1]]
+        spent = [b - a for a, b in zip(entry, leave, strict=True)]
+        wanted = {
+            "skew_seconds": (max(entry) - min(entry)) * calls,
+            "last_in_seconds": max(leave) - max(entry),
+            "global_seconds": max(leave) - min(entry),
+            "median_seconds": max(spent),
+            "mean_seconds": max(spent),
+            "min_seconds": max(spent),
+            "max_seconds": max(spent),
+            "rank_mean_seconds": sum(spent) / world,
+            "rank_min_seconds": min(spent),
+        }
+        for name, nanoseconds in wanted.items():
+            assert getattr(one, name) == pytest.approx(nanoseconds / calls / 1e9, rel=1e-12)
+        assert wanted["last_in_seconds"] <= max(spent) <= wanted["global_seconds"]
+
+
+def test_a_summary_is_of_t_max() -> None:
+    """Median, mean, extremes, percentiles, outliers and autocorrelation are those of the series of
+    slowest ranks."""
+    stamps = some_stamps(3, 500, 7)
+    stamps[1, 17, 1] += 10**9
+    summary = stats.summarise(stamps, 1, common_clock=True)
+    times = [float(max(row)) / 1e9 for row in (stamps[:, :, 1] - stamps[:, :, 0]).T]
+    assert summary.repetitions == 500
+    assert summary.median_seconds == pytest.approx(statistics.median(times))
+    assert summary.mean_seconds == pytest.approx(statistics.fmean(times))
+    assert summary.min_seconds == pytest.approx(min(times))
+    assert summary.max_seconds == pytest.approx(max(times))
+    assert summary.max_seconds > 1
+    assert list(summary.percentiles_seconds) == ["p50", "p90", "p99"]
+    first, _, third = statistics.quantiles(times, n=4, method="inclusive")
+    for counted, distance in ((summary.outliers, 1.5), (summary.far_outliers, 3.0)):
+        reach = distance * (third - first)
+        assert counted == sum(not first - reach <= t <= third + reach for t in times)
+    assert summary.outliers > summary.far_outliers == 1
+    assert summary.lag1 == stats.lag1(stats.t_max(stamps, 1))
+    assert summary.interval == stats.median_interval(stats.t_max(stamps, 1))
+
+
+def test_a_repetition_of_many_calls_has_no_percentiles() -> None:
+    """Percentiles of averages over calls would not be percentiles of calls."""
+    stamps = some_stamps(2, 500, 8)
+    assert stats.summarise(stamps, 20, common_clock=True).percentiles_seconds == {}
+    assert stats.summarise(stamps, 1, common_clock=True).percentiles_seconds != {}
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 20, 130])
+def test_every_summary_can_be_stored(count: int) -> None:
+    """Whatever the clock's resolution makes of the times, many ties among them, a summary holds no
+    NaN and encodes."""
+    for seed in range(20):
+        stamps = some_stamps(2, count, seed)
+        stamps[:, :, 1] = stamps[:, :, 0] + (stamps[:, :, 1] % 3 + 1) // 2 * 10**6 + 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            summary = stats.summarise(stamps, 1, common_clock=True)
+        codec.encode(summary)
+        assert {field.name for field in fields(summary)} == set(vars(summary))
