@@ -96,14 +96,14 @@ def refused(call: Callable[[], Any], text: str, kind: Any = ValueError) -> None:
 
 
 def check_all_reduce(group: Group, rank: int, size: int) -> None:
-    """all_reduce is exact for every op on every dtype that has it, at 1 and 1000 elements."""
+    """all_reduce is exact for every op on every dtype that has it, SUM at one element too."""
     for dtype in [*DTYPES, torch.bool]:
         for op in [*FOLDS, OP.AVG]:
             if dtype.is_floating_point and op in (OP.BAND, OP.BOR, OP.BXOR):
                 continue
             if dtype == torch.bool and op == OP.AVG:
                 continue
-            for count in (1, 1000):
+            for count in (1, 1000) if op == OP.SUM else (1000,):
                 tensor = given(rank, count, dtype)
                 for _ in both_ways(dist.all_reduce, tensor, op, group):
                     same(tensor, reduced(op, size, count, dtype))
@@ -320,11 +320,12 @@ def check_point_to_point(group: Group, rank: int, size: int) -> None:
 
 def check_point_to_point_sizes(group: Group, rank: int, size: int) -> None:
     """A message shorter or longer than the tensor that it comes to is an error of the receive."""
+    truncated = "MPI_ERR_TRUNCATE" if "Open MPI" in mpi.library() else "Message truncated"
     got = torch.zeros(2)
     if rank == 1:
         dist.send(torch.zeros(1), group=group, group_dst=0)
         dist.send(torch.zeros(3), group=group, group_dst=0)
-    for text in ("4 bytes came, the tensor holds 8", "MPI_ERR_TRUNCATE") if rank == 0 else ():
+    for text in ("4 bytes came, the tensor holds 8", truncated) if rank == 0 else ():
         refused(lambda: dist.recv(got, group=group, group_src=1), text, dist.DistBackendError)
     dist.barrier(group)
 
@@ -378,6 +379,7 @@ def check_errors(group: Group, rank: int, size: int) -> None:
     """What MPI reports becomes a DistBackendError with operation, rank and MPI's own words."""
     opts = dist.BroadcastOptions()
     opts.rootRank = 99
+    words = "MPI_ERR_ROOT" if "Open MPI" in mpi.library() else "Invalid root"
     for asynchronous in (False, True):
         opts.asyncOp = asynchronous
 
@@ -385,9 +387,9 @@ def check_errors(group: Group, rank: int, size: int) -> None:
             work = group.broadcast([torch.zeros(1)], opts)
             work.wait()
 
-        refused(call, f"broadcast failed on rank {rank}: MPI_ERR_ROOT", dist.DistBackendError)
+        refused(call, f"broadcast failed on rank {rank}: {words}", dist.DistBackendError)
     work = group.broadcast([torch.zeros(1)], opts)
-    refused(work.get_future().wait, "MPI_ERR_ROOT", RuntimeError)
+    refused(work.get_future().wait, words, RuntimeError)
     assert isinstance(work.exception(), dist.DistBackendError)
     refused(
         lambda: dist.isend(torch.zeros(1), group=group, group_dst=99),

@@ -273,6 +273,7 @@ def _seconds(timeout: timedelta | None) -> float:
 
 def _failure(name: str, rank: int, error: Exception) -> Exception:
     text = error.Get_error_string() if isinstance(error, _mpi().Exception) else str(error)
+    text = "; ".join(text.splitlines())
     failure = dist.DistBackendError(f"{name} failed on rank {rank}: {text}")
     failure.__cause__ = error
     return failure

@@ -1,0 +1,212 @@
+"""What a run says beyond its rows: each check finds what it is for, and nothing in a clean run."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_store import a_case, a_launch, a_result, a_run, a_summary
+
+from ddpbench.analysis import findings
+from ddpbench.records.schema import Finding, Launch, Limit, Result, Run, Wrong
+
+
+def codes(run: Run) -> list[str]:
+    """The codes of a run's findings, in order."""
+    return [finding.code for finding in findings.findings(run)]
+
+
+def with_ranks(*ranks: dict[str, Any], **other: Any) -> Run:
+    """A run of one launch whose ranks tell these facts."""
+    known = {"hostname": "node", "threads": 1, "cpuset": "0-7", "torch": "2.13.0"}
+    everyone = tuple({**known, **rank} for rank in ranks)
+    launch = a_launch(ranks=everyone, world_size=len(everyone), **other)
+    return a_run(a_result(), launches=(launch,))
+
+
+def test_a_clean_run_has_no_findings_and_exits_with_0() -> None:
+    """Two ranks on a host with cores enough, right results, possible times."""
+    run = a_run(a_result(), a_result(a_case(nbytes=8)))
+    assert findings.findings(run) == ()
+    assert findings.exit_code(run) == 0
+
+
+# --- wrong results and impossible times -----------------------------------------------------------
+
+
+def test_a_wrong_result_is_named_and_makes_exit_code_4() -> None:
+    """Operation, backend, size, type, rank, repetition, index, got and expected stand in one
+    sentence, each wrong rank in its own."""
+    wrong = (Wrong(0, -1, 3, "5", "nan"), Wrong(1, 17, 1020, "6", "7"))
+    run = a_run(a_result(wrong=wrong))
+    found = findings.findings(run)
+    assert [f.sentence for f in found] == [
+        "all_reduce on gloo, 4096 bytes of float32: rank 0 got nan at index 3 in the check, "
+        "expected 5",
+        "all_reduce on gloo, 4096 bytes of float32: rank 1 got 7 at index 1020 in repetition 17, "
+        "expected 6",
+    ]
+    assert {(f.severity, f.code) for f in found} == {("error", "wrong-result")}
+    assert all(f.next_step for f in found)
+    assert found[1].place == {
+        "operation": "all_reduce", "nbytes": 4096, "rank": 1, "repetition": 17, "index": 1020,
+        "expected": "6", "got": "7",
+    }  # fmt: skip
+    assert findings.exit_code(run) == 4
+    assert findings.exit_code(replace(run, findings=found)) == 4
+
+
+def test_an_impossible_time_is_told_with_the_launch_that_had_it() -> None:
+    """Of six launches one was faster than its bytes can move: the sentence has that launch's time
+    and limit, not the median over launches."""
+    slow = [a_result(launch=n, summary=a_summary(1e-3)) for n in range(5)]
+    limit = Limit(1e9, "nominal")
+    quick = a_result(launch=5, summary=a_summary(2e-6), hard_limit=limit)
+    fitting = a_result(a_case(nbytes=8), 5, summary=a_summary(2e-6), hard_limit=limit)
+    found = findings.findings(a_run(*slow, quick, fitting))
+    assert [(f.severity, f.code, f.sentence) for f in found] == [
+        (
+            "error",
+            "impossible-speed",
+            "all_reduce on gloo, 4096 bytes, took 2.0 µs: at most 1.0 GB/s can move here (nominal)",
+        )
+    ]
+
+
+def test_exit_codes_follow_the_worst() -> None:
+    """Errors make 1, warnings and notes 0, a wrong result 4 whatever else there is."""
+    run = a_run(a_result())
+    for severity, code in (("note", 0), ("warning", 0), ("error", 1)):
+        assert findings.exit_code(replace(run, findings=(Finding(severity, "x", "y"),))) == code
+
+
+# --- the environment ------------------------------------------------------------------------------
+
+
+def test_one_rank_is_noted() -> None:
+    """A world of one rank says nothing about links; two do."""
+    assert codes(with_ranks({})) == ["one-rank"]
+    assert codes(with_ranks({}, {})) == []
+
+
+def test_debug_detail_is_warned_about_once() -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL in any rank and case of letters warns, once; INFO does not."""
+    detail = {"variables": {"TORCH_DISTRIBUTED_DEBUG": "detail"}}
+    assert codes(with_ranks({}, detail, detail)) == ["debug-detail"]
+    assert codes(with_ranks({}, {"variables": {"TORCH_DISTRIBUTED_DEBUG": "INFO"}})) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores"),
+    [
+        ([{"threads": 4, "cpuset": "0-7"}] * 2, None),
+        ([{"threads": 5, "cpuset": "0-7"}] * 2, 8),
+        ([{"threads": 1, "cpuset": "0,2-3"}] * 4, 3),
+        ([{"threads": 1, "cpuset": "0"}, {"threads": 1, "cpuset": "1"}], None),
+        ([{"threads": 2, "cpuset": "0"}, {"threads": 1, "cpuset": "1"}], 2),
+        ([{"threads": None, "cpuset": "0"}] * 2, 1),
+        ([{"threads": 1, "cpuset": "0-7", "cgroup_cpu_quota_cores": 1.5}] * 2, 1),
+        ([{"threads": 1, "cpuset": "0-7", "cgroup_cpu_quota_cores": 0.5}] * 2, 1),
+        ([{"threads": 1, "cpuset": "0-7", "cgroup_cpu_quota_cores": 2.0}] * 2, None),
+        ([{"threads": 99, "cpuset": None}] * 2, None),
+        ([{"threads": 8, "hostname": "a"}, {"threads": 8, "hostname": "b"}], None),
+    ],
+)
+def test_more_threads_than_cores_are_warned_about(
+    ranks: list[dict[str, Any]], cores: int | None
+) -> None:
+    """The threads of all ranks of one host against the cores that they may use: the union of their
+    cpusets, or less by a cgroup's quota, of which a part of a core is still one; unknown cores
+    accuse nobody."""
+    found = findings.findings(with_ranks(*ranks))
+    if cores is None:
+        assert found == ()
+        return
+    (finding,) = found
+    assert (finding.severity, finding.code) == ("warning", "oversubscribed")
+    threads = sum(rank["threads"] or 1 for rank in ranks)
+    assert finding.sentence.startswith(
+        f"node: {len(ranks)} ranks with {threads} compute threads in all share {cores} cores: "
+    )
+    assert finding.place == {"host": "node"}
+
+
+def test_the_crowded_host_is_named() -> None:
+    """Of two hosts the one with too many threads is named, in the finding's place too."""
+    found = findings.findings(
+        with_ranks(
+            {"hostname": "a", "threads": 8}, {"hostname": "b", "threads": 5},
+            {"hostname": "b", "threads": 4},
+        )
+    )  # fmt: skip
+    assert [f.place for f in found] == [{"host": "b"}]
+
+
+@pytest.mark.parametrize("name", ["torch", "ddpbench", "python"])
+def test_mixed_versions_name_the_first_rank_that_differs(name: str) -> None:
+    """A version that is not rank 0's is an error, with both versions and the rank."""
+    run = with_ranks({name: "1.0"}, {name: "1.0"}, {name: "2.0"}, {name: "3.0"})
+    (finding,) = findings.findings(run)
+    assert (finding.severity, finding.code) == ("error", "mixed-versions")
+    assert finding.sentence == f"rank 2 runs {name} 2.0, rank 0 1.0"
+    assert finding.place == {"rank": 2}
+    assert findings.exit_code(replace(run, findings=(finding,))) == 1
+
+
+def busy(count: int, of: int) -> Run:
+    """A run in which others used the host during some of the cases; one more was skipped."""
+    results: list[Result] = [
+        a_result(a_case(nbytes=4 * (n + 1)), others_share=0.5 if n < count else 0.01)
+        for n in range(of)
+    ]
+    skipped = replace(a_result(a_case(nbytes=2**20)), summary=None, reason="no memory")
+    return a_run(*results, skipped)
+
+
+def test_a_busy_host_is_told_when_a_quarter_of_the_cases_met_it() -> None:
+    """Two of eight measured cases make the warning, one of eight does not."""
+    (finding,) = findings.findings(busy(2, 8))
+    assert (finding.severity, finding.code) == ("warning", "busy-host")
+    assert "during 2 of 8 cases" in finding.sentence
+    assert codes(busy(1, 8)) == []
+    assert codes(busy(0, 0)) == []
+
+
+# --- the table of checks --------------------------------------------------------------------------
+
+
+def test_findings_stand_worst_first_and_once() -> None:
+    """Errors before warnings before notes; the same sentence from two launches is said once."""
+    detail = {"variables": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "hostname": "h"}
+    crowded = {**detail, "threads": 99, "cpuset": "0-1"}
+    launch: Launch = a_launch(ranks=(crowded,), world_size=1)
+    run = a_run(
+        a_result(wrong=(Wrong(0, 1, 2, "3", "4"),)),
+        launches=(launch, replace(launch, index=1)),
+    )
+    assert codes(run) == ["wrong-result", "debug-detail", "oversubscribed", "one-rank"]
+
+
+def test_a_check_that_is_added_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One function in CHECKS adds a check of a run."""
+
+    def check(run: Run) -> Iterator[Finding]:
+        yield Finding("warning", "my-check", f"seen {len(run.results)}")
+
+    monkeypatch.setattr(findings, "CHECKS", [*findings.CHECKS, check])
+    assert codes(a_run(a_result())) == ["my-check"]
+
+
+def test_every_error_and_warning_has_a_next_step() -> None:
+    """No finding leaves the reader without something to do."""
+    detail = {"variables": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}}
+    run = with_ranks({"threads": 99, **detail}, {"torch": "1.0"})
+    wrong = a_result(
+        wrong=(Wrong(0, 1, 2, "3", "4"),), hard_limit=Limit(1.0, "x"), others_share=1.0
+    )
+    found = findings.findings(replace(run, results=(wrong,)))
+    assert {f.code for f in found} == {
+        "wrong-result", "impossible-speed", "mixed-versions", "debug-detail", "oversubscribed",
+        "busy-host",
+    }  # fmt: skip
+    assert all(f.next_step for f in found)

@@ -1,0 +1,217 @@
+"""The house plan: imports run down, and the torch-free floors work where there is no torch."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_store import a_case, a_result, a_run
+
+import ddpbench
+from ddpbench.records import store
+
+ROOT = Path(ddpbench.__file__).parents[1]
+# A floor and the floors, or single modules, that it may import besides itself. Each stands after
+# all that it names, so that no order of entries could hide a circle.
+FLOORS: dict[str, tuple[str, ...]] = {
+    "version": (),  # ddpbench/__init__.py
+    "records": ("version",),
+    "analysis": ("version", "records"),
+    "runtime": ("version", "records"),
+    "catalog": ("version", "records", "runtime"),
+    "render": ("version", "records", "analysis", "catalog.sizes"),
+    "measure": ("version", "records", "analysis", "runtime", "catalog"),
+    "replicas": ("version", "records", "analysis", "runtime", "catalog"),
+    "commands": (
+        "version", "records", "analysis", "runtime", "catalog", "render", "measure", "replicas",
+    ),
+    "cli": (
+        "version", "records", "analysis", "runtime", "catalog", "render", "measure", "replicas",
+        "commands",
+    ),
+    "pytest_plugin": (
+        "version", "records", "analysis", "runtime", "catalog", "render", "measure", "replicas",
+        "commands",
+    ),
+    "__main__": ("cli",),
+}  # fmt: skip
+
+
+def floor(module: str) -> str:
+    """The floor of a module of ddpbench; one directly in it, unless named above, is a command."""
+    if module == "ddpbench":
+        return "version"
+    first, *rest = module.split(".")[1:]
+    return first if rest or first in FLOORS else "commands"
+
+
+def imported(tree: ast.AST, module: str, modules: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, module) of everything of ddpbench that this code imports, at the top, in functions,
+    for type checking, relatively or through import_module; not in `if __name__ == "__main__"`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+            continue
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".")
+            above = package if f"{module}.__init__" in modules else package[:-1]
+            start = above[: len(above) - node.level + 1] if node.level else []
+            base = ".".join([*start, *([node.module] if node.module else [])])
+            within = [f"{base}.{alias.name}" for alias in node.names]
+            names = [name if name in modules else base for name in within]
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            names = [str(node.args[0].value)]
+        for name in names:
+            if name.split(".")[0] == "ddpbench":
+                yield getattr(node, "lineno", 0), name
+        yield from imported(node, module, modules)
+
+
+def arrows_up(root: Path) -> list[str]:
+    """Every import below `root`/ddpbench that its floor may not make."""
+    paths = {
+        ".".join(path.relative_to(root).with_suffix("").parts): path
+        for path in (root / "ddpbench").rglob("*.py")
+    }
+    modules = {name.removesuffix(".__init__") for name in paths} | set(paths)
+    found = []
+    for name, path in paths.items():
+        module = name.removesuffix(".__init__")
+        mine = floor(module)
+        for line, target in imported(ast.parse(path.read_text()), module, modules):
+            inside = target.removeprefix("ddpbench.")
+            if floor(target) != mine and not {floor(target), inside} & set(FLOORS.get(mine, ())):
+                found.append(f"{path.relative_to(root)}:{line} imports {target}")
+    return sorted(found)
+
+
+def test_no_arrow_runs_up() -> None:
+    """Every module of ddpbench imports from floors below its own only."""
+    assert arrows_up(ROOT) == []
+
+
+def test_the_floors_have_an_order() -> None:
+    """Each floor names only floors that stand before it, and every package is one of them."""
+    order = list(FLOORS)
+    for position, allowed in enumerate(FLOORS.values()):
+        assert {name.split(".")[0] for name in allowed} <= set(order[:position])
+    packages = {path.parent.name for path in (ROOT / "ddpbench").glob("*/__init__.py")}
+    assert packages <= set(order)
+
+
+UP = {
+    "at the top": ("records/codec.py", "from ddpbench.analysis import stats"),
+    "of a module": ("analysis/stats.py", "import ddpbench.runtime.group"),
+    "of a whole package": ("analysis/stats.py", "from ddpbench import runtime"),
+    "in a function": ("runtime/agree.py", "def f():\n    from ddpbench.measure import loop"),
+    "for types": ("catalog/sizes.py", "if TYPE_CHECKING:\n    from ddpbench.render import rows"),
+    "by name": ("measure/clock.py", "importlib.import_module('ddpbench.collectives')"),
+    "relatively": ("runtime/launch.py", "from ..catalog import backends"),
+    "from a package": ("render/__init__.py", "from ..measure.loop import Samples"),
+    "to the front door": ("collectives.py", "def f():\n    from ddpbench import cli"),
+    "beside": ("render/rows.py", "from ddpbench.catalog.backends import BACKENDS"),
+    "under another test": ("book.py", "if __name__ != '__main__':\n    import ddpbench.cli"),
+}
+
+
+@pytest.mark.parametrize("way", UP)
+def test_an_arrow_up_is_found(tmp_path: Path, way: str) -> None:
+    """An import that runs up, planted in a copy in any way that Python has, is found, alone and
+    with its line."""
+    shutil.copytree(ROOT / "ddpbench", tmp_path / "ddpbench")
+    name, planted = UP[way]
+    path = tmp_path / "ddpbench" / name
+    first = len(path.read_text().splitlines()) + 1
+    path.write_text(f"{path.read_text()}{planted}\n")
+    line = first + planted.count("\n")
+    assert [arrow.split(" ")[0] for arrow in arrows_up(tmp_path)] == [f"ddpbench/{name}:{line}"]
+
+
+def test_a_module_that_is_run_may_call_the_front_door(tmp_path: Path) -> None:
+    """`if __name__ == "__main__":` is no import of the module; a new command is on its floor."""
+    shutil.copytree(ROOT / "ddpbench", tmp_path / "ddpbench")
+    (tmp_path / "ddpbench/doctor.py").write_text(
+        "from ddpbench import collectives\nfrom ddpbench.measure import loop\n"
+        'if __name__ == "__main__":\n    from ddpbench.cli import main\n'
+    )
+    assert arrows_up(tmp_path) == []
+
+
+# --- without torch --------------------------------------------------------------------------------
+
+NO_TORCH = """
+import importlib, runpy, sys
+class Hook:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in FORBIDDEN:
+            raise ImportError(f"{name} is imported")
+sys.meta_path.insert(0, Hook())
+"""
+
+
+def python(program: str, *words: str, forbidden: tuple[str, ...] = ("torch",)) -> str:
+    """The output of a program in which importing these packages fails."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"FORBIDDEN = {forbidden!r}{NO_TORCH}{program}", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_torch_all_its_free_floors_can_be_imported() -> None:
+    """analysis, records, render, catalog, options and cli import where importing torch fails; the
+    hook that makes it fail does so."""
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for folder in ("analysis", "records", "render", "catalog")
+        for path in (ROOT / "ddpbench" / folder).glob("*.py")
+    ]
+    modules += [
+        f"ddpbench.{name}"
+        for name in ("options", "cli", "collectives", "compare", "report", "doctor", "ddp")
+        if (ROOT / f"ddpbench/{name}.py").exists()
+    ]
+    assert len(modules) > 15
+    said = python(
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "try: import torch\nexcept ImportError as error: print(error)",
+        *modules,
+    )
+    assert said == "torch is imported\n"
+
+
+RUN = "sys.argv = ['ddpbench', *sys.argv[1:]]; runpy.run_module('ddpbench', run_name='__main__')"
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """`python -m ddpbench collectives --help` works without torch, numpy, pandas, scipy, pyarrow
+    and MPI, and so does a refused option: typing is answered at once."""
+    heavy = ("torch", "numpy", "pandas", "scipy", "pyarrow", "mpi4py")
+    assert "--reduce-op" in python(RUN, "collectives", "--help", forbidden=heavy)
+    said = python(
+        RUN.replace("; runpy", "\ntry: runpy") + "\nexcept SystemExit as end: print(end.code)",
+        "collectives", "--op", "none", forbidden=heavy,
+    )  # fmt: skip
+    assert said == "2\n"
+
+
+@pytest.mark.parametrize("form", ["table", "csv", "json", "markdown"])
+def test_a_stored_run_is_shown_without_torch(tmp_path: Path, form: str) -> None:
+    """`show` reads and prints a run, in every format, on a machine that has no torch."""
+    run = a_run(a_result(), a_result(a_case(nbytes=8, count=2)))
+    store.create(tmp_path / "mine", run, "x")
+    said = python(RUN, "show", str(tmp_path / "mine"), "--format", form)
+    assert "all_reduce" in said
+    assert "gloo" in said

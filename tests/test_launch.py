@@ -1,0 +1,200 @@
+"""Who a process is, from what its launcher says; and where ranks meet under Slurm."""
+
+import os
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpbench.runtime import launch
+from ddpbench.runtime.launch import Placement, Refused
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+}  # fmt: skip
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+BATCH = {
+    "SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+    "SLURM_NODELIST": "gpu[03-04]",
+}  # fmt: skip
+SRUN = {**BATCH, "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "2"}
+# srun --mpi=pmi2 offers PMI too, without the local ranks that an MPI's own launcher sets.
+SRUN_PMI2 = {**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}
+TORCHRUN_PLACE = Placement("torchrun", 3, 8, 1, 2)
+OPEN_MPI_PLACE = Placement("mpirun", 5, 6, 2, 3)
+MPICH_PLACE = Placement("mpirun", 1, 4, 1, 2)
+SRUN_PLACE = Placement("srun", 3, 4, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({}, None),
+        ({"PATH": "/bin", "WORLD_SIZE": "2"}, None),
+        (TORCHRUN, TORCHRUN_PLACE),
+        (OPEN_MPI, OPEN_MPI_PLACE),
+        (MPICH, MPICH_PLACE),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Placement("mpirun", 1, 2, 1, None)),
+        (SRUN, SRUN_PLACE),
+        (SRUN_PMI2, SRUN_PLACE),
+        (BATCH, None),
+    ],
+)
+def test_each_launcher_is_known_by_its_variables(
+    environ: dict[str, str], place: Placement | None
+) -> None:
+    """torchrun, Open MPI, MPICH and srun tell rank, world and local rank; nobody else does, and a
+    Slurm batch script, which has a task's variables but is no job step, is no rank."""
+    assert launch.placement(environ) == place
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({**BATCH, **TORCHRUN}, TORCHRUN_PLACE),
+        ({**SRUN, **TORCHRUN}, TORCHRUN_PLACE),
+        ({**OPEN_MPI, **TORCHRUN}, TORCHRUN_PLACE),
+        ({**BATCH, **OPEN_MPI}, OPEN_MPI_PLACE),
+        ({**SRUN, **OPEN_MPI}, OPEN_MPI_PLACE),
+        ({**SRUN, **MPICH}, MPICH_PLACE),
+        ({**SRUN_PMI2, **MPICH}, MPICH_PLACE),
+        ({**SRUN_PMI2, **TORCHRUN}, TORCHRUN_PLACE),
+    ],
+)
+def test_the_nearer_launcher_wins(environ: dict[str, str], place: Placement) -> None:
+    """A launcher that was started inside another's job tells the place: torchrun in srun or mpirun,
+    mpirun in a Slurm allocation."""
+    assert launch.placement(environ) == place
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({**TORCHRUN, "RANK": "8"}, "RANK=8 does not fit WORLD_SIZE=8: ranks go from 0 to 7; "),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 does not fit WORLD_SIZE=8: "),
+        ({**SRUN, "SLURM_PROCID": "4"}, "SLURM_PROCID=4 does not fit SLURM_NTASKS=4: "),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK=5 does not fit OMPI_"),
+        ({**TORCHRUN, "RANK": "one"}, "RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: "),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": ""}, "RANK, WORLD_SIZE and LOCAL_RANK must be whole"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 does not fit LOCAL_WORLD_SIZE=2: "),
+        ({**TORCHRUN, "LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 does not fit LOCAL_WORLD_SIZE=2: "),
+        ({**SRUN, "SLURM_LOCALID": "4"}, "SLURM_LOCALID=4 does not fit SLURM_NTASKS=4: "),
+    ],
+)
+def test_contradictions_are_refused(environ: dict[str, str], sentence: str) -> None:
+    """A rank outside its world, a local rank outside its host, and what is no number are told with
+    the very variables, in one line."""
+    with pytest.raises(Refused, match="^" + re.escape(sentence)) as caught:
+        launch.placement(environ)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_rank_of_every_world_is_accepted() -> None:
+    """All ranks of worlds up to 5 get the place that their variables say."""
+    for world in range(1, 6):
+        for rank in range(world):
+            environ = {"RANK": str(rank), "WORLD_SIZE": str(world)}
+            assert launch.placement(environ) == Placement("torchrun", rank, world, rank, None)
+
+
+# --- Slurm ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[03-07]", "gpu03"),
+        ("gpu[03-07,9],login", "gpu03"),
+        ("gpu[3]", "gpu3"),
+        ("gpu[007,012-019]-ib,x", "gpu007-ib"),
+        ("login,gpu[03-07]", "login"),
+        ("a-1.example.org,b[1-2]", "a-1.example.org"),
+        ("rack[2-3]_blade[08-41]", "rack2_blade08"),
+        ("rack[2-3]n[1,4]x,rack9n1x", "rack2n1x"),
+        ("127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_the_first_host_of_a_node_list_is_found(nodes: str, first: str) -> None:
+    """Plain names, ranges with leading zeros, lists in brackets, suffixes, several brackets."""
+    assert launch.first_host(nodes) == first
+
+
+def test_the_meeting_point_is_the_same_for_all_tasks_of_a_step() -> None:
+    """Address and port depend on node list, job and step alone: tasks agree, other steps and jobs
+    get other ports, and none is privileged or ephemeral."""
+    mine = {**SRUN, "SLURM_STEP_NODELIST": "gpu[03-04]"}
+    other_task = {**mine, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "HOSTNAME": "gpu04"}
+    assert launch.slurm_address(mine) == launch.slurm_address(other_task)
+    assert launch.slurm_address(mine)[0] == "gpu03"
+    ports = {
+        launch.slurm_address({**mine, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})[1]
+        for job in (77, 78, 4_000_000_000)
+        for step in range(20)
+    }
+    assert len(ports) == 60
+    assert min(ports) >= 20_000
+    assert max(ports) < 32_000
+
+
+def test_the_step_s_own_nodes_come_before_the_job_s() -> None:
+    """A step on part of the allocation meets on its own first node; without any list, here."""
+    step = {**SRUN, "SLURM_STEP_NODELIST": "gpu04"}
+    assert launch.slurm_address(step)[0] == "gpu04"
+    assert launch.slurm_address(SRUN)[0] == "gpu03"
+    assert launch.slurm_address({})[0] == "127.0.0.1"
+
+
+# --- ports and programs ---------------------------------------------------------------------------
+
+
+def test_a_free_port_can_be_bound_and_a_taken_one_is_refused() -> None:
+    """free_port gives a port that require_free accepts; once somebody listens there it refuses and
+    names the port."""
+    port = launch.free_port()
+    launch.require_free(port)
+    with socket.socket() as taken:
+        taken.bind(("", port))
+        taken.listen()
+        with pytest.raises(Refused, match=f"--master-port {port} cannot be used"):
+            launch.require_free(port)
+
+
+def test_mpirun_is_taken_from_this_environment_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mpirun beside this Python wins over the one in PATH; with neither the user is told what
+    to install."""
+    mine, theirs, empty = (tmp_path / name for name in ("mine", "theirs", "empty"))
+    for folder in (mine, theirs, empty):
+        folder.mkdir()
+    for folder in (mine, theirs):
+        (folder / "mpirun").write_text("#!/bin/sh\n")
+        (folder / "mpirun").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(mine / "python"))
+    monkeypatch.setenv("PATH", str(theirs))
+    assert launch.require_mpirun() == str(mine / "mpirun")
+    (mine / "mpirun").unlink()
+    assert launch.require_mpirun() == str(theirs / "mpirun")
+    monkeypatch.setenv("PATH", str(empty))
+    with pytest.raises(Refused, match=r"there is no mpirun .*pip install 'ddpbench\[mpi\]'"):
+        launch.require_mpirun()
+
+
+@pytest.mark.skipif(launch.find_mpirun() is None, reason="there is no mpirun here")
+def test_mpirun_s_exit_code_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    """`python ARGUMENTS` runs in as many ranks as asked for, more than there are cores too; the
+    exit code of the rank that fails is mpirun's, and the signal handlers are as before."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    program = "import sys; from ddpbench.runtime.launch import placement; me = placement().rank; "
+    count = (os.cpu_count() or 1) + 1
+    assert launch.mpirun(["-c", program + "print(f'{me}{sys.argv[1]}')", "x"], count) == 0
+    assert sorted(capfd.readouterr().out.split()) == sorted(f"{n}x" for n in range(count))
+    assert launch.mpirun(["-c", program + "sys.exit(7 * (me == 1))"], 2) == 7
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

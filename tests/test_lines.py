@@ -1,0 +1,285 @@
+"""From results to lines: what a row shows, which flags it raises, which backend is faster."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_store import a_case, a_launch, a_result, a_run, a_summary
+
+from ddpbench.analysis import lines, stats
+from ddpbench.analysis.lines import Line
+from ddpbench.records.schema import Case, Limit, Plan, Result, Wrong
+
+# --- one launch -----------------------------------------------------------------------------------
+
+
+def only(*results: Result, **other: Any) -> Line:
+    """The one line of a run of these results."""
+    (line,) = lines.lines(a_run(*results, **other))
+    return line
+
+
+def test_a_line_of_one_launch_shows_that_launch() -> None:
+    """Time, interval, percentiles and skew are the launch's own; algbw = S / t, busbw = algbw ×
+    factor, and the share of the limit is busbw over the limit."""
+    case = a_case(nbytes=8_000_000)
+    result = a_result(case, bus_factor=1.5, limit=Limit(24e9, "memcpy"))
+    line = only(result)
+    assert (line.case, line.results, line.reason) == (case, (result,), None)
+    assert line.seconds == 1e-3
+    assert line.interval == a_summary().interval
+    assert line.half_width == pytest.approx(0.01)
+    assert line.percentiles == {"p50": 1e-3, "p90": 2e-3, "p99": 3e-3}
+    assert line.skew == 1e-3 / 64
+    assert line.algbw == pytest.approx(8e9)
+    assert line.busbw == pytest.approx(12e9)
+    assert line.fraction == pytest.approx(0.5)
+    assert line.flags == ()
+
+
+def test_what_has_no_size_has_no_rate() -> None:
+    """A barrier has a time, and neither bandwidths nor a share of a limit."""
+    case = a_case(operation="barrier", nbytes=0, count=0, reduce_op=None)
+    line = only(a_result(case, limit=Limit(1e9, "memcpy")))
+    assert (line.seconds, line.algbw, line.busbw, line.fraction) == (1e-3, None, None, None)
+
+
+def test_a_world_of_one_has_no_share_of_a_limit() -> None:
+    """With one rank nothing crosses a link, so there is nothing to take a share of."""
+    assert only(a_result(a_case(world_size=1), limit=Limit(1e9, "x"))).fraction is None
+
+
+def test_a_skipped_case_keeps_its_reason() -> None:
+    """A case that no launch measured has its reason and nothing else, and raises no flag."""
+    line = only(replace(a_result(requested_nbytes=1), summary=None, reason="not supported"))
+    assert (line.reason, line.seconds, line.results, line.flags) == ("not supported", None, (), ())
+    assert line.half_width is None
+
+
+# --- several launches -----------------------------------------------------------------------------
+
+
+def launches(seconds: list[float], **other: Any) -> list[Result]:
+    """The same case in so many launches."""
+    return [a_result(launch=n, summary=a_summary(s), **other) for n, s in enumerate(seconds)]
+
+
+def test_five_launches_have_a_centre_and_no_interval() -> None:
+    """The centre is the median of the launches' medians, not their mean; an interval within one
+    launch is not passed off as one over launches."""
+    line = only(*launches([5e-3, 1e-3, 2e-3, 9e-3, 3e-3]))
+    assert (line.seconds, line.interval, line.half_width) == (3e-3, None, None)
+    assert "imprecise" in line.flags
+
+
+def test_six_launches_have_an_interval_from_the_least_to_the_largest() -> None:
+    """The exact 95 % interval of a median of six is their whole range."""
+    line = only(*launches([6e-3, 1e-3, 2e-3, 4e-3, 3e-3, 5e-3]))
+    assert line.seconds == 3.5e-3
+    assert line.interval is not None
+    assert (line.interval.low, line.interval.high) == (1e-3, 6e-3)
+    assert line.interval.of == "median of 6 launches"
+
+
+def test_rates_come_from_the_summarised_time() -> None:
+    """Bandwidth over launches is size over the median time, not a mean of bandwidths."""
+    line = only(*launches([1e-3, 2e-3, 9e-3], bus_factor=1.5))
+    assert line.algbw == pytest.approx(4096 / 2e-3)
+    assert line.busbw == pytest.approx(1.5 * 4096 / 2e-3)
+
+
+def test_percentiles_over_launches_are_those_all_launches_have() -> None:
+    """A percentile is the median of the launches' own; one that a launch lacks is not shown."""
+    results = launches([1e-3, 2e-3, 4e-3])
+    few = a_summary(3e-3, percentiles_seconds={"p50": 3e-3})
+    assert only(*results).percentiles == {"p50": 2e-3, "p90": 4e-3, "p99": 6e-3}
+    assert only(*results, a_result(launch=3, summary=few)).percentiles == {"p50": 2.5e-3}
+
+
+def test_a_launch_without_a_summary_does_not_count() -> None:
+    """Of three launches one was skipped: the line is of the two that measured."""
+    skipped = replace(a_result(launch=2), summary=None, reason="no memory")
+    line = only(*launches([1e-3, 3e-3]), skipped)
+    assert (line.seconds, len(line.results), line.reason) == (2e-3, 2, None)
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+WRONG = (Wrong(1, 5, 7, "3", "4"),)
+HARD = Limit(4096 / 1e-3, "nominal")  # 4 KiB take 1 ms at least
+
+
+@pytest.mark.parametrize(
+    ("flag", "raising", "not_raising"),
+    [
+        ("WRONG", {"wrong": WRONG}, {"wrong": ()}),
+        (
+            "INVALID",
+            {"hard_limit": replace(HARD, bytes_per_second=HARD.bytes_per_second * 0.99)},
+            {"hard_limit": replace(HARD, bytes_per_second=HARD.bytes_per_second * 1.01)},
+        ),
+        (">limit", {"limit": Limit(4e6, "x")}, {"limit": Limit(4.1e6, "x")}),
+        ("imprecise", {"summary": a_summary(width=0.026)}, {"summary": a_summary(width=0.024)}),
+        ("imprecise", {"summary": a_summary(width=None)}, {}),
+        (
+            "skew",
+            {"summary": a_summary(skew_seconds=1.01e-4)},
+            {"summary": a_summary(skew_seconds=0.99e-4)},
+        ),
+        ("skew", {"summary": a_summary(skew_seconds=1.0)},
+         {"summary": a_summary(skew_seconds=None)}),
+        ("busy", {"others_share": 0.051}, {"others_share": 0.05}),
+        ("busy", {"others_share": 1.0}, {"others_share": None}),
+        ("batched", {"calls": 40}, {"calls": 1}),
+        ("rounded", {"requested_nbytes": 4097}, {"requested_nbytes": 4096}),
+        ("stopped", {"stop_reason": "interrupted"}, {"stop_reason": "time slice"}),
+    ],
+)  # fmt: skip
+def test_each_flag_is_raised_alone_and_only_with_cause(
+    flag: str, raising: dict[str, Any], not_raising: dict[str, Any]
+) -> None:
+    """On either side of its threshold a flag is raised, and no other with it, or is not; one
+    launch with the cause is enough for what concerns the use of a row."""
+    assert only(a_result(**raising)).flags == (flag,)
+    assert only(a_result(**not_raising)).flags == ()
+    if flag in ("WRONG", "INVALID", "busy", "batched", "rounded", "stopped"):
+        quiet = [a_result(launch=n) for n in range(5)]
+        assert only(*quiet, a_result(launch=5, **raising)).flags == (flag,)
+
+
+def test_flags_stand_in_the_order_of_their_table() -> None:
+    """All flags at once appear in the order in which FLAGS lists them."""
+    everything = a_result(
+        wrong=WRONG, hard_limit=replace(HARD, bytes_per_second=1.0), limit=Limit(1.0, "x"),
+        summary=a_summary(width=None, skew_seconds=1.0), others_share=1.0, calls=40,
+        requested_nbytes=1, stop_reason="interrupted",
+    )  # fmt: skip
+    assert only(everything).flags == tuple(lines.FLAGS)
+
+
+def test_precision_is_the_plans() -> None:
+    """An interval of ±2 % is precise enough for 2.5 % and not for 1 %."""
+    result = a_result(summary=a_summary(width=0.02))
+    assert only(result, plan=Plan(precision=0.025)).flags == ()
+    assert only(result, plan=Plan(precision=0.01)).flags == ("imprecise",)
+
+
+def test_the_skew_of_a_repetition_is_held_against_the_time_of_all_its_calls() -> None:
+    """Twenty pipelined calls of 1 ms that began 1 ms apart differ by 5 %, not by 100 %."""
+    case = a_case(issue="pipelined")
+    summaries = [a_summary(skew_seconds=skew) for skew in (1.9e-3, 2.1e-3)]
+    flags = [only(a_result(case, summary=s, calls=20)).flags for s in summaries]
+    assert flags == [(), ("skew",)]
+
+
+def test_pipelined_calls_are_not_batched() -> None:
+    """Several calls in one repetition are what pipelined means: no flag."""
+    assert only(a_result(a_case(issue="pipelined"), calls=20)).flags == ()
+
+
+def test_bounds_hold_for_the_least_bytes_not_for_the_buffer() -> None:
+    """A time is impossible when the least bytes of the operation could not have moved in it."""
+    case = a_case(operation="all_gather", reduce_op=None)
+    assert only(a_result(case, least_nbytes=2048.0, hard_limit=HARD)).flags == ()
+    half = replace(HARD, bytes_per_second=2040 / 1e-3)
+    assert only(a_result(case, least_nbytes=2048.0, hard_limit=half)).flags == ("INVALID",)
+
+
+# --- order and identity ---------------------------------------------------------------------------
+
+
+def test_lines_stand_by_operation_form_dtype_size_and_backend() -> None:
+    """Cases measured in any order come out by operation as asked for, place, type, size, and then
+    backends in the order of the launches."""
+    cases = [
+        a_case(operation=operation, dtype=dtype, nbytes=nbytes, backend=backend)
+        for operation in ("broadcast", "all_reduce")
+        for dtype in ("float16", "float32")
+        for nbytes in (8, 16, 1024)
+        for backend in ("mpi", "gloo")
+    ]
+    mixed = [cases[i] for i in np.random.default_rng(0).permutation(len(cases))]
+    run = a_run(
+        *(a_result(case) for case in mixed),
+        operations=("broadcast", "all_reduce"),
+        launches=(a_launch(0, "mpi"), a_launch(1, "gloo")),
+    )
+    assert [line.case for line in lines.lines(run)] == cases
+
+
+IDENTITY: dict[str, Any] = {
+    "form": "list", "backend": "mpi", "provider": "mpi4py", "device": "cuda", "dtype": "float16",
+    "reduce_op": "max", "root": 1, "nbytes": 8192, "count": 7, "in_place": False,
+    "async_op": True, "issue": "pipelined", "start": "none", "world_size": 4,
+    "ranks_per_host": (1, 1), "buffers": "pinned", "size_convention": "per rank",
+    "time_definition": "x", "clock": "device", "rank_reduction": "mean", "statistic": "mean",
+    "operation": "broadcast",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IDENTITY)
+def test_what_differs_in_identity_is_never_put_together(name: str) -> None:
+    """Two results that differ in any one field of their case stay two lines with their own times;
+    every field of a case is part of it."""
+    assert set(IDENTITY) == set(Case.__dataclass_fields__)
+    other = replace(a_case(), **{name: IDENTITY[name]})
+    found = lines.lines(
+        a_run(a_result(summary=a_summary(1e-3)), a_result(other, 1, summary=a_summary(5e-3)))
+    )
+    assert sorted(line.seconds or 0 for line in found) == [1e-3, 5e-3]
+
+
+# --- which is faster ------------------------------------------------------------------------------
+
+
+def group(*times: tuple[float, float | None], **other: Any) -> list[Line]:
+    """One line a backend: its time and the relative half-width of its interval."""
+    names = ("gloo", "mpi", "nccl")
+    return [
+        only(a_result(a_case(backend=name), summary=a_summary(seconds, width), **other))
+        for name, (seconds, width) in zip(names, times, strict=False)
+    ]
+
+
+def test_the_faster_backend_is_the_one_whose_interval_lies_below_all_others() -> None:
+    """Apart: the lower one. Touching or overlapping: none, however different the medians."""
+    apart = group((1.0, 0.02), (1.1, 0.02), (0.9, 0.02))
+    assert lines.faster(apart) is apart[2]
+    assert lines.faster(apart[:2]) is apart[0]
+    assert lines.faster(group((1.0, 0.05), (1.1, 0.05))) is None
+    assert lines.faster(group((1.0, 0.0), (1.0, 0.0))) is None
+    assert lines.faster(group((1.0, 0.01), (1.02, 0.0099), (5.0, 0.01))) is None
+
+
+def test_a_single_backend_is_not_the_faster_one() -> None:
+    """One line, or none, has nothing to be faster than."""
+    assert lines.faster(group((1.0, 0.01))) is None
+    assert lines.faster([]) is None
+
+
+def test_without_every_interval_none_is_faster() -> None:
+    """A measured line without an interval leaves the question open; a skipped one does not."""
+    assert lines.faster(group((1.0, 0.01), (2.0, None))) is None
+    assert lines.faster(group((1.0, 0.01), (2.0, 0.01), (9.0, None))) is None
+    measured = group((1.0, 0.01), (2.0, 0.01))
+    skipped = only(replace(a_result(a_case(backend="nccl")), summary=None, reason="no GPU"))
+    assert lines.faster([*measured, skipped]) is measured[0]
+
+
+@pytest.mark.parametrize(
+    "cause", [{"wrong": WRONG}, {"hard_limit": replace(HARD, bytes_per_second=1.0)}]
+)
+def test_a_line_that_must_not_be_used_is_never_the_faster_one(cause: dict[str, Any]) -> None:
+    """A wrong result or an impossible time beats no other backend, and is beaten by none."""
+    good, bad = group((2.0, 0.01)), group((1.0, 0.01), **cause)
+    assert lines.faster([*good, *bad]) is None
+    slow = group((9.0, 0.01), **cause)
+    assert lines.faster([*good, *slow]) is None
+
+
+def test_the_precision_of_a_line_is_the_half_width_of_its_interval() -> None:
+    """half_width of a line is that of stats, None without an interval."""
+    line = only(a_result())
+    assert line.interval is not None
+    assert line.half_width == stats.half_width(line.interval)

@@ -1,0 +1,330 @@
+"""From a run to text: what stands in each format, and that machines can read theirs."""
+
+import io
+import itertools
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import pytest
+from test_store import a_case, a_launch, a_result, a_run, a_summary
+
+from ddpbench import collectives, options
+from ddpbench.analysis import lines
+from ddpbench.records import codec
+from ddpbench.records.schema import Finding, Limit, Plan, Run, Wrong
+from ddpbench.render import formats, rows
+from ddpbench.render.formats import FORMATS
+from ddpbench.render.rows import COLUMNS, Column, digits
+
+
+def two_backends(**other: Any) -> Run:
+    """Two sizes of all_reduce, on gloo and on a faster mpi; one size skipped on mpi."""
+    results = []
+    for nbytes in (4, 2**20):
+        for index, (backend, seconds) in enumerate((("gloo", 2e-4), ("mpi", 1e-5))):
+            case = a_case(backend=backend, nbytes=nbytes, count=nbytes // 4)
+            results.append(a_result(case, index, summary=a_summary(seconds, 0.01)))
+    big = a_case(nbytes=2**30, count=2**28, backend="mpi")
+    skipped = replace(a_result(big, 1), summary=None, reason="no memory")
+    return a_run(*results, skipped, **other)
+
+
+def cells(text: str, title: str) -> list[dict[str, str]]:
+    """The rows of the text table under a title, by head."""
+    below = text.split("\n" + title, 1)[1].split("\n", 1)[1]
+    heads, rule, *body = below.split("\n\n", 1)[0].splitlines()
+    spans = [match.span() for match in re.finditer("-+", rule)]
+    spans[-1] = (spans[-1][0], 10_000)
+    assert set(rule) == {"-", " "}
+    return [
+        {heads[slice(*span)].strip(): row[slice(*span)].strip() for span in spans} for row in body
+    ]
+
+
+# --- the text table -------------------------------------------------------------------------------
+
+
+def test_the_table_says_what_was_measured_where_and_with_what() -> None:
+    """Command, run, ranks and hosts, versions, each backend's library and provider, protocol,
+    seed and launches stand above the tables."""
+    run = two_backends(plan=Plan(seed=99))
+    mpi = replace(run.launches[1], provider="mpi4py", launcher="mpirun")
+    head = formats.table(replace(run, launches=(run.launches[0], mpi))).split("\n\n")[0]
+    assert head.splitlines()[0] == "ddpbench collectives   a-run"
+    for part in (
+        "2 ranks: 2 on node; CPU X, 4 cores", "ddpbench 0.1.0, torch 2.13.0, Python 3.11.7",
+        "gloo      libgloo 1.2, torchrun", "mpi       libmpi 1.2 (provider mpi4py), mpirun",
+        "isolated calls, start barrier", "median of t_max", "checks on", "seed 99",
+        "launches  1 a backend; the interval is within this launch",
+    ):  # fmt: skip
+        assert part in head
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (1, "launches  1 a backend; the interval is within this launch"),
+        (2, "launches  2 a backend; the interval is over launches, and needs 6 launches"),
+        (6, "launches  6 a backend; the interval is over launches"),
+    ],
+)
+def test_launches_are_counted_for_each_backend(count: int, said: str) -> None:
+    """Two backends with one launch each are one launch a backend, whatever their numbers."""
+    launches = [a_launch(2 * n + i, b) for n in range(count) for i, b in enumerate(("gloo", "mpi"))]
+    text = formats.table(two_backends(launches=tuple(launches)))
+    assert said in text.splitlines()
+
+
+def test_a_row_shows_what_its_heads_say() -> None:
+    """Size, count, time in µs, half-width, p99, skew, GB/s, share of the limit, check and flags, as
+    the line has them; every default column and no other."""
+    case = a_case(nbytes=2**20, count=2**18)
+    result = a_result(
+        case, summary=a_summary(1e-3, 0.05), bus_factor=1.5, limit=Limit(4e9, "memcpy"),
+        others_share=0.5,
+    )  # fmt: skip
+    (row,) = cells(formats.table(a_run(result)), "all_reduce  float32  sum  in place  2 ranks  cpu")
+    assert row == {
+        "size": "1 MiB", "count": "262144", "backend": "gloo", "time µs": "1000", "95 %": "±5.0%",
+        "p99 µs": "3000", "skew µs": "15.62", "algbw GB/s": "1.049", "busbw GB/s": "1.573",
+        "% limit": "39.3", "check": "ok", "flags": "imprecise busy",
+    }  # fmt: skip
+    assert list(row) == [column.head for column in COLUMNS.values() if column.default]
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    """No interval, no percentile, no common clock, no limit, no check: a dash each, never a 0."""
+    summary = a_summary(1e-3, None, percentiles_seconds={}, skew_seconds=None)
+    (row,) = cells(formats.table(a_run(a_result(summary=summary, checks=0))), "all_reduce")
+    dashed = {head for head, cell in row.items() if cell == "-"}
+    assert dashed == {"95 %", "p99 µs", "skew µs", "% limit", "check"}
+
+
+def test_a_wrong_result_stands_in_its_row_and_above() -> None:
+    """The check column says WRONG, and the finding with its next step stands above the tables."""
+    wrong = a_result(wrong=(Wrong(1, 2, 3, "4", "5"),))
+    run = a_run(wrong, findings=(Finding("error", "wrong-result", "It is wrong", "do this"),))
+    text = formats.table(run)
+    (row,) = cells(text, "all_reduce")
+    assert (row["check"], row["flags"]) == ("WRONG", "WRONG")
+    assert "ERROR: It is wrong. Next: do this" in text.splitlines()
+    assert "WRONG: a result was wrong; do not use the row" in text.splitlines()
+
+
+def test_the_faster_backend_has_a_star_and_sizes_stand_once() -> None:
+    """Under one size the backends stand in order; the one whose interval lies below the other's
+    has a star; size and count are not repeated; overlapping intervals have no star."""
+    found = cells(formats.table(two_backends()), "all_reduce")
+    assert [(row["size"], row["count"], row["backend"]) for row in found] == [
+        ("4 B", "1", "gloo"), ("", "", "mpi *"), ("1 MiB", "262144", "gloo"), ("", "", "mpi *"),
+    ]  # fmt: skip
+    run = two_backends()
+    same = [replace(r, summary=r.summary and a_summary(1e-3, 0.5)) for r in run.results]
+    assert "*" not in formats.table(replace(run, results=tuple(same)))
+
+
+def test_a_skipped_case_has_no_row_and_a_reason() -> None:
+    """Sizes skipped for one reason share a line, from the smallest to the largest."""
+    run = two_backends()
+    more = replace(run.results[-1].case, nbytes=2**31, count=2**29)
+    text = formats.table(replace(run, results=(*run.results, replace(run.results[-1], case=more))))
+    assert "skipped all_reduce float32 sum on mpi, 1 GiB … 2 GiB: no memory" in text.splitlines()
+    assert len(cells(text, "all_reduce")) == 4
+
+
+def test_what_is_not_the_same_stands_in_tables_of_its_own() -> None:
+    """Operation, form, dtype, reduce op, root, place and async are the title of a table."""
+    plain = a_case()
+    cases = [
+        plain, replace(plain, form="list"), replace(plain, dtype="int8"),
+        replace(plain, reduce_op="max"), replace(plain, in_place=False),
+        replace(plain, async_op=True), replace(plain, operation="reduce", root=1),
+        replace(plain, operation="barrier", nbytes=0, reduce_op=None, world_size=1),
+    ]  # fmt: skip
+    text = formats.table(a_run(*(a_result(case) for case in cases)))
+    for title in (
+        "all_reduce  float32  sum  in place  2 ranks  cpu",
+        "all_reduce  (list of tensors)  float32  sum  in place  2 ranks  cpu",
+        "all_reduce  int8  sum  in place  2 ranks  cpu",
+        "all_reduce  float32  max  in place  2 ranks  cpu",
+        "all_reduce  float32  sum  out of place  2 ranks  cpu",
+        "all_reduce  float32  sum  in place  async  2 ranks  cpu",
+        "reduce  float32  sum  root 1  in place  2 ranks  cpu",
+        "barrier  1 rank  cpu",
+    ):
+        assert text.splitlines().count(title) == 1
+        assert len(cells(text, title)) == 1
+
+
+@pytest.mark.parametrize("state", ["running", "interrupted", "failed", "complete"])
+@pytest.mark.parametrize("form", ["table", "markdown"])
+def test_a_partial_run_is_marked(form: str, state: str) -> None:
+    """Whatever did not end as asked says PARTIAL, why, and still shows what was measured."""
+    text = FORMATS[form](two_backends(state=state, state_reason="rank 1 died"), None, False)
+    marks = [line for line in text.splitlines() if line.startswith("PARTIAL")]
+    assert marks == {
+        "complete": [],
+        "running": ["PARTIAL: the run is still going on, or ended without a word"],
+    }.get(state, [f"PARTIAL ({state}): rank 1 died"])
+    assert "mpi *" in text
+
+
+def test_quiet_leaves_the_tables_only() -> None:
+    """Quiet drops header, notes, skipped cases and legends, and keeps titles and rows."""
+    run = two_backends(findings=(Finding("note", "x", "A note"),))
+    blocks = formats.table(run, quiet=True).rstrip("\n").split("\n\n")
+    assert len(blocks) == 1
+    assert blocks[0].startswith("all_reduce  float32  sum")
+    assert blocks[0] in formats.table(run)
+
+
+def test_a_run_without_results_says_so() -> None:
+    """Nothing measured is told, in every format, without an error."""
+    run = a_run()
+    assert "nothing was measured" in formats.table(run)
+    assert "nothing was measured" in formats.markdown(run)
+    assert pd.read_csv(io.StringIO(formats.csv(run))).shape == (0, len(COLUMNS))
+    assert codec.decode(Run, json.loads(formats.json(run))) == run
+
+
+def test_legends_explain_the_flags_that_were_raised_and_no_others() -> None:
+    """A raised flag has one line of explanation; the limit's rate and source are named."""
+    run = a_run(a_result(limit=Limit(2.5e9, "memcpy"), requested_nbytes=1))
+    said = formats.table(run).splitlines()
+    explained = [name for name in lines.FLAGS if any(line.startswith(f"{name}: ") for line in said)]
+    assert explained == ["rounded"]
+    assert "% limit (gloo): busbw over 2.50 GB/s, memcpy" in said
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["table", "markdown", "csv", "json"])
+def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
+    """--columns gives these columns, in this order, in every format."""
+    text = FORMATS[form](two_backends(), ("flags", "min", "size"), True)
+    if form == "csv":
+        assert text.splitlines()[0] == "flags,min,size"
+    elif form == "json":
+        assert [list(row) for row in json.loads(text)] == [["flags", "min", "size"]] * 4
+    else:
+        heads = next(line for line in text.splitlines() if "min µs" in line)
+        assert re.findall(r"flags|min µs|size|time", heads) == ["flags", "min µs", "size"]
+
+
+def test_every_column_can_be_shown_for_every_line() -> None:
+    """Each column of each kind of line is a short text without line breaks, in the table and in
+    CSV, also where nearly nothing is known."""
+    bare = a_summary(1e-3, None, percentiles_seconds={}, lag1=None, skew_seconds=None,
+                     last_in_seconds=None, global_seconds=None)  # fmt: skip
+    barrier = a_case(operation="barrier", nbytes=0, count=0, reduce_op=None)
+    run = a_run(a_result(), a_result(barrier, summary=bare, cold_seconds=None, checks=0))
+    for line in lines.lines(run):
+        for name, column in COLUMNS.items():
+            assert re.fullmatch(r"[^\n]{0,40}", rows.text(line, name))
+            assert isinstance(column.value(line), float | int | str | None)
+    assert len(formats.csv(run).splitlines()) == 3
+
+
+def test_statistics_are_over_all_launches() -> None:
+    """Over three launches: the middle one's mean, the least minimum, the largest maximum."""
+    results = [a_result(launch=n, summary=a_summary(s)) for n, s in enumerate((2e-3, 8e-3, 4e-3))]
+    (line,) = lines.lines(a_run(*results))
+    wanted = {"mean": 4500, "min": 1000, "max": 32_000, "rank_mean": 3000, "rank_min": 2000,
+              "last_in": 3750, "global": 4250, "time": 4000, "skew": 62.5}  # fmt: skip
+    assert {name: COLUMNS[name].value(line) for name in wanted} == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (12345.6, "12346"), (1234.5, "1234"), (123.45, "123.5"), (12.345, "12.35"),
+        (1.23456, "1.235"), (0.1234, "0.12"), (0.01234, "0.012"), (0.0012, "0.0012"),
+        (0.000016, "0.000016"), (0, "0"), (0.0, "0"), (-1.5, "-1.500"), (None, "-"), ("x", "x"),
+        (7, "7"), (123456789, "123456789"),
+    ],
+)  # fmt: skip
+def test_numbers_keep_their_first_digits(value: float | str | None, text: str) -> None:
+    """Four digits, below 1 two significant ones, never an exponent; counts stay whole."""
+    assert digits(value) == text
+
+
+# --- for machines ---------------------------------------------------------------------------------
+
+
+def test_csv_loads_with_numbers_as_numbers() -> None:
+    """pandas reads one row a measured case, every column by name, numbers unrounded and numeric,
+    empty where there is none."""
+    run = two_backends()
+    frame = pd.read_csv(io.StringIO(formats.csv(run)))
+    assert list(frame.columns) == list(COLUMNS)
+    assert len(frame) == 4
+    texts = {"op", "type", "redop", "form", "place", "backend", "provider", "check", "flags"}
+    for name in set(COLUMNS) - texts:
+        assert pd.api.types.is_numeric_dtype(frame[name]), name
+    measured = [line for line in lines.lines(run) if line.seconds is not None]
+    assert frame["size"].tolist() == [4, 4, 2**20, 2**20]
+    assert frame["time"].tolist() == [(line.seconds or 0) * 1e6 for line in measured]
+    assert frame["busbw"].tolist() == [(line.busbw or 0) / 1e9 for line in measured]
+    assert frame["interval"].tolist() == [line.half_width for line in measured]
+    assert frame["root"].isna().all()
+    assert frame["limit"].isna().all()
+
+
+def test_json_is_the_whole_run() -> None:
+    """Without columns, the run as stored, equal again after reading; with columns, unrounded."""
+    run = two_backends()
+    assert codec.decode(Run, json.loads(formats.json(run))) == run
+    chosen = json.loads(formats.json(run, ("backend", "time", "p99.9")))
+    assert chosen[0] == {"backend": "gloo", "time": pytest.approx(200), "p99.9": None}
+    assert len(chosen) == 4
+
+
+def test_markdown_is_a_table_that_renders() -> None:
+    """Every table has a heading, a blank line, a head, a rule and rows of equally many cells; text
+    around it stands in paragraphs of its own."""
+    text = formats.markdown(two_backends())
+    all_lines = text.splitlines()
+    start = next(i for i, line in enumerate(all_lines) if line.startswith("|"))
+    assert all_lines[start - 2].startswith("### all_reduce  float32")
+    assert all_lines[start - 1] == ""
+    table = []
+    for line in all_lines[start:]:
+        if not line.startswith("|"):
+            break
+        table.append(line.strip("|").split("|"))
+    assert len(table) == 2 + 4
+    assert {len(row) for row in table} == {sum(c.default for c in COLUMNS.values())}
+    assert all(re.fullmatch(r":?-+:?", cell) for cell in table[1])
+    assert [row[2].strip() for row in table[2:]] == ["gloo", "mpi *"] * 2
+    assert all_lines[start + 6] == ""
+    inside = [i for i, line in enumerate(all_lines) if line.startswith("|")]
+    outside = [line for i, line in enumerate(all_lines) if i not in inside]
+    paired = itertools.pairwise(outside)
+    assert all(not (a and b) for a, b in paired), "two lines would run together in one paragraph"
+
+
+# --- adding one -----------------------------------------------------------------------------------
+
+
+def test_a_format_and_a_column_that_are_added_can_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One entry of FORMATS or COLUMNS is enough: it stands in the help, is accepted, is shown."""
+    monkeypatch.setitem(FORMATS, "mine", lambda run, columns, quiet: f"{run.id}!")
+    monkeypatch.setitem(COLUMNS, "double", Column("double", lambda line: 2 * line.case.nbytes))
+    parser = options.Parser(prog="ddpbench collectives")
+    collectives.add_arguments(parser)
+    shown = " ".join(parser.format_help().split())
+    assert "{table,csv,json,markdown,mine}" in shown
+    assert ", flags, double" in shown
+    namespace = parser.parse_args(["--format", "mine", "--columns", "double"])
+    run = two_backends()
+    assert FORMATS[namespace.format](run, namespace.columns, False) == "a-run!"
+    assert [r["double"] for r in cells(formats.table(run), "all_reduce")] == [
+        "8", "8", "2097152", "2097152",
+    ]  # fmt: skip
+    assert formats.csv(run, namespace.columns).split() == ["double", *["8"] * 2, *["2097152"] * 2]
