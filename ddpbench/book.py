@@ -63,15 +63,17 @@ class Book:
             timed = np.concatenate(samples.timed, axis=1)
             warm_up = sum(part.shape[1] for part in samples.warm_up)
             assert samples.cold is not None
+            single = result.case.issue == "isolated" and samples.calls == samples.cold_calls
             result = replace(
                 result,
                 calls=samples.calls,
+                batch=samples.calls // samples.cold_calls,
                 cold_seconds=float(stats.t_max(samples.cold, samples.cold_calls)[0]),
                 warm_up=warm_up,
                 stop_reason=samples.stop_reason,
                 checks=samples.checks,
                 measuring_seconds=samples.measuring_seconds,
-                summary=stats.summarise(timed, samples.calls, self.common_clock),
+                summary=stats.summarise(timed, samples.calls, self.common_clock, single),
             )
             self.measuring += samples.measuring_seconds
             everything = np.concatenate([samples.cold, *samples.warm_up, timed], axis=1)

@@ -168,7 +168,6 @@ def _launch(asked: Options, words: Sequence[str], name: str, folder: Path, numbe
     own += ["--launch", str(number), "--launches", "1"]
     if sys.stderr.isatty():
         own.append("--progress")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, under every launcher
     starter = launch.STARTERS[backends.get(name).launcher]
     code = starter(["-m", "ddpbench.collectives", *words, *own], asked.nproc or 1)
     if code not in (0, 2, 130):

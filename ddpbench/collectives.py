@@ -28,7 +28,7 @@ from ddpbench.catalog.operations import OPERATIONS, Operation
 from ddpbench.catalog.sizes import SYNTAX, parse, readable, whole
 from ddpbench.records import store
 from ddpbench.records.schema import Case, Launch, Limit, Plan, Result, Run
-from ddpbench.runtime import agree, environment, group
+from ddpbench.runtime import agree, cpu, environment, group
 from ddpbench.runtime.group import Group, Rendezvous
 from ddpbench.runtime.launch import Placement, Refused
 
@@ -181,7 +181,7 @@ def sweep(
     device = _device(ranks, asked)
     with ranks.tested(backend.register() if backend.register else backend.name) as tested:
         began = time.monotonic()
-        loop.settle_collector()
+        loop.settle()
         wanted = list(cases(asked, backend, plan, ranks))
         random.Random(f"{plan.seed}/{index}").shuffle(wanted)
         times = agree.from_rank_0(ranks, clock.properties())
@@ -197,7 +197,7 @@ def sweep(
                 f"case {number + 1} of {len(wanted)}: {case.operation} "
                 f"{readable(case.nbytes)} on {backend.name}"
             )
-            meter, started = environment.CpuMeter(), time.monotonic()
+            meter, started = cpu.CpuMeter(), time.monotonic()
             objection = _objection(case, operation, plan, ranks, device)
             samples = loop.measure(
                 case, operation, plan, ranks, tested, device,
@@ -362,7 +362,7 @@ def _objection(
     return None
 
 
-def _others_share(ranks: Group, meter: environment.CpuMeter) -> float | None:
+def _others_share(ranks: Group, meter: cpu.CpuMeter) -> float | None:
     """The largest share of a host's cores that other processes used, over the hosts."""
     used = meter.stop()
     mine = [used.own_seconds, used.host_busy_seconds, used.wall_seconds]
@@ -371,7 +371,7 @@ def _others_share(ranks: Group, meter: environment.CpuMeter) -> float | None:
     for members in ranks.hosts.values():
         _, busy, wall = everyone[members[0]]
         own = [everyone[rank][0] for rank in members]
-        shares.append(environment.others_share(busy, own, wall, psutil.cpu_count() or 1))
+        shares.append(cpu.others_share(busy, own, wall, psutil.cpu_count() or 1))
     return max((share for share in shares if share is not None), default=None)
 
 

@@ -57,9 +57,9 @@ def names(kind: str, known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
     table = list(known)
 
     def parse(text: str) -> tuple[str, ...]:
-        if text == "all":
-            return tuple(table)
         words = listed(text)
+        if "all" in words:
+            return tuple(table)
         for word in words:
             if word not in table:
                 raise argparse.ArgumentTypeError(

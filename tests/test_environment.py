@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddpbench.runtime import environment
+from ddpbench.runtime import cpu, environment
 
 SPIN = "while True: pass"
 PING_PONG = """
@@ -89,7 +89,7 @@ def test_facts_are_json() -> None:
         environment.run_facts(),
         environment.rank_facts(),
         environment.interface_of("127.0.0.1"),
-        dataclasses.asdict(environment.CpuMeter().stop()),
+        dataclasses.asdict(cpu.CpuMeter().stop()),
     ]
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
 
@@ -118,8 +118,9 @@ def test_a_machine_that_withholds_everything_gives_none(monkeypatch: pytest.Monk
     def withheld(*_: object) -> None:
         raise PermissionError
 
-    for name in ("_read", "_module", "_output"):
-        monkeypatch.setattr(environment, name, lambda *_: None)
+    for module, name in ((environment, "read"), (cpu, "read"), (environment, "_module"),
+                         (environment, "_output")):  # fmt: skip
+        monkeypatch.setattr(module, name, lambda *_: None)
     for name in ("net_if_addrs", "net_if_stats", "virtual_memory"):
         monkeypatch.setattr(psutil, name, withheld)
     run, rank = environment.run_facts(), environment.rank_facts()
@@ -129,7 +130,7 @@ def test_a_machine_that_withholds_everything_gives_none(monkeypatch: pytest.Monk
     for name in ("boot_id", "threads", "gpu_uuid", "free_memory_nbytes", "cgroup_cpu_quota_cores"):
         assert rank[name] is None
     assert environment.interface_of("127.0.0.1")["name"] is None
-    use = environment.CpuMeter().stop()
+    use = cpu.CpuMeter().stop()
     assert (use.host_busy_seconds, use.steal_seconds, use.throttled_seconds) == (None, None, None)
 
 
@@ -326,9 +327,9 @@ def test_throttled_time_in_either_unit(tmp_path: Path) -> None:
     """Microseconds of v2 and nanoseconds of v1 are both seconds; no quota, no throttling."""
     write(tmp_path, **{"two__cpu.stat": "usage_usec 9\nnr_throttled 3\nthrottled_usec 1500000\n"})
     write(tmp_path, **{"one__cpu.stat": "nr_throttled 3\nthrottled_time 500000000\n"})
-    assert environment._throttled([tmp_path / "two"]) == 1.5
-    assert environment._throttled([tmp_path / "two", tmp_path / "one"]) == 2.0
-    assert environment._throttled([]) is None
+    assert cpu._throttled([tmp_path / "two"]) == 1.5
+    assert cpu._throttled([tmp_path / "two", tmp_path / "one"]) == 2.0
+    assert cpu._throttled([]) is None
 
 
 # Interfaces
@@ -374,13 +375,11 @@ def test_a_busy_neighbour_shows(program: str) -> None:
     """
     cores = os.cpu_count() or 1
     with busy(program) as used:
-        before, meter = used(), environment.CpuMeter()
+        before, meter = used(), cpu.CpuMeter()
         time.sleep(1.0)
         use, theirs = meter.stop(), used() - before
-    share = environment.others_share(
-        use.host_busy_seconds, [use.own_seconds], use.wall_seconds, cores
-    )
-    without = environment.others_share(
+    share = cpu.others_share(use.host_busy_seconds, [use.own_seconds], use.wall_seconds, cores)
+    without = cpu.others_share(
         use.host_busy_seconds, [use.own_seconds, theirs], use.wall_seconds, cores
     )
     assert share is not None
@@ -399,7 +398,7 @@ def test_own_time_counts_every_thread() -> None:
         while time.perf_counter() < until:
             pass
 
-    before, meter = time.process_time(), environment.CpuMeter()
+    before, meter = time.process_time(), cpu.CpuMeter()
     thread = threading.Thread(target=spin)
     thread.start()
     thread.join()
@@ -412,7 +411,7 @@ def test_own_time_counts_every_thread() -> None:
 
 def test_switches_count_every_thread() -> None:
     """A thread that sleeps fifty times adds fifty voluntary switches; a meter can be read twice."""
-    meter = environment.CpuMeter()
+    meter = cpu.CpuMeter()
 
     def sleep() -> None:
         for _ in range(50):
@@ -432,7 +431,7 @@ def test_metering_is_cheap() -> None:
 
     def seconds() -> float:
         start = time.perf_counter()
-        environment.CpuMeter().stop()
+        cpu.CpuMeter().stop()
         return time.perf_counter() - start
 
     assert min(seconds() for _ in range(20)) < 1e-3
@@ -453,10 +452,10 @@ def test_host_time(
 ) -> None:
     """Busy is wall × cores less idle, iowait, steal and what interrupts took from the processes."""
     ticked = stat.replace("cpu", "cpu ", 1) + "\ncpu0 1 1 1\n"
-    monkeypatch.setattr(environment, "_read", lambda _: ticked)
+    monkeypatch.setattr(cpu, "read", lambda _: ticked)
     monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
     monkeypatch.setattr(os, "sysconf", lambda _: 100)
-    busy_, interrupts, steal = environment._host(wall=498.0)
+    busy_, interrupts, steal = cpu._host(wall=498.0)
     assert (interrupts, steal) == expected[1:]
     assert busy_ == (None if expected[0] is None else pytest.approx(expected[0]))
 
@@ -476,7 +475,7 @@ def test_others_share(
     busy_seconds: float | None, own: list[float], wall: float, cores: int, share: float | None
 ) -> None:
     """The share is between 0 and 1, and None where it is unknown or below the tick's resolution."""
-    assert environment.others_share(busy_seconds, own, wall, cores) == share
+    assert cpu.others_share(busy_seconds, own, wall, cores) == share
 
 
 # GPU

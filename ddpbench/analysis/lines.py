@@ -125,7 +125,7 @@ FLAGS: dict[str, tuple[str, Callable[[Line, Plan], bool]]] = {
     ),
     "batched": (
         "too short for the clock: several calls a stamp, no percentiles",
-        lambda line, plan: line.case.issue == "isolated" and any(r.calls > 2 for r in line.results),
+        lambda line, plan: any(r.batch > 1 for r in line.results),
     ),
     "rounded": (
         "the size asked for does not divide into whole elements of every rank",

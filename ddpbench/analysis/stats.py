@@ -86,11 +86,11 @@ def lag1(times: Floats) -> float | None:
     return float(np.corrcoef(times[:-1], times[1:])[0, 1])
 
 
-def summarise(stamps: Stamps, calls: int, common_clock: bool) -> Summary:
+def summarise(stamps: Stamps, calls: int, common_clock: bool, single: bool = True) -> Summary:
     """All figures of one case in one launch; `stamps` of its timed repetitions, at least one.
 
-    common_clock: whether stamps of different ranks may be compared. A repetition of several
-    calls gives no percentiles: they would be percentiles of averages.
+    common_clock: whether stamps of different ranks may be compared. single: whether a repetition
+    is one call of the operation; one of several gives no percentiles: they would be of averages.
     """
     each, times = durations(stamps, calls), t_max(stamps, calls)
     entry, exits = stamps[:, :, 0], stamps[:, :, 1]
@@ -106,7 +106,7 @@ def summarise(stamps: Stamps, calls: int, common_clock: bool) -> Summary:
         mean_seconds=float(times.mean()),
         min_seconds=float(times.min()),
         max_seconds=float(times.max()),
-        percentiles_seconds=percentiles(times) if calls <= 2 else {},
+        percentiles_seconds=percentiles(times) if single else {},
         rank_mean_seconds=float(np.median(each.mean(axis=0))),
         rank_min_seconds=float(np.median(each.min(axis=0))),
         outliers=outliers(times, 1.5),

@@ -1,8 +1,8 @@
 """The timing loop: the only place that stamps a call, and how often it is called.
 
-A repetition is: restore the input, start together, stamp, call, stamp. Nothing else lies between
-the stamps. Rank 0 decides how many repetitions come next and tells the others in between; checks,
-gathering and decisions happen there too. See `Samples` for what comes out.
+A repetition is: start together, stamp, call, stamp. Nothing else lies between the stamps. Rank 0
+decides how many repetitions come next and tells the others in between; checks, gathering and
+decisions happen there too. See `Samples` for what comes out.
 """
 
 from __future__ import annotations
@@ -59,16 +59,13 @@ class Samples:
 
 
 def stamped(
-    count: int, restore: Callable[[], object] | None, start: Callable[[], object],
-    call: Callable[[], object],
-) -> tuple[list[int], list[int]]:  # fmt: skip
+    count: int, start: Callable[[], object], call: Callable[[], object]
+) -> tuple[list[int], list[int]]:
     """Repeat `call`, each time started together: entry and exit stamps in ns."""
     now = clock.now_ns
     entry: list[int] = []
     exits: list[int] = []
     for _ in range(count):
-        if restore is not None:
-            restore()
         start()
         began = now()
         call()
@@ -91,9 +88,6 @@ class Bench:
         self._tables: dict[tuple[int | None, int], npt.NDArray[np.float64]] = {}
         sets = pipeline_depth(case, operation, plan) if case.issue == "pipelined" else 1
         self.buffers = [_allocate(case, operation, group.rank, device) for _ in range(sets)]
-        self.masters = (
-            [b.input.clone() for b in self.buffers] if must_restore(case, operation) else []
-        )
         self.calls = sets * operation.messages
         self.start = STARTS[case.start](tested, device)
         self._issues = [operation.bind(case, b, tested, group.rank) for b in self.buffers]
@@ -109,14 +103,22 @@ class Bench:
             if self.operation.sized:
                 payload.poison(buffers.output)
                 payload.fill(buffers.input, self._table(rank))
-        for master, buffers in zip(self.masters, self.buffers, strict=False):
-            master.copy_(buffers.input)
+
+    def rest(self) -> None:
+        """Values that a reduction in place leaves as they are, for repetitions not checked.
+
+        A sum in place overflows when repeated. Copying the input back before every repetition
+        costs the next call its caches: 5 % at 4 B on mpi, 6 % at 1 MiB on gloo, where this costs
+        nothing (tests/perf/overhead.py).
+        """
+        if self.operation.reduces and self.case.in_place:
+            for buffers in self.buffers:
+                buffers.input.fill_(1 if self.case.reduce_op == "prod" else 0)
 
     def repeat(self, count: int, batch: int = 1) -> npt.NDArray[np.int64]:
         """`count` repetitions of `batch` calls: int64[count, 3] of this rank's stamps."""
         call = self._call(batch)
-        restore = self._restore if self.masters else None
-        entry, exits = stamped(count, restore, self.start, call)
+        entry, exits = stamped(count, self.start, call)
         device_ns = [-1] * count
         if self.device.type == "cuda":
             device_ns = [round(a.elapsed_time(b) * 1e6) for a, b in self._events]
@@ -149,10 +151,6 @@ class Bench:
                 else payload.table(rank, self.generation, case.dtype, case.reduce_op, n)
             )
         return self._tables[key]
-
-    def _restore(self) -> None:
-        for master, buffers in zip(self.masters, self.buffers, strict=True):
-            buffers.input.copy_(master)
 
     def _call(self, batch: int) -> Callable[[], object]:
         """The call between the stamps: it returns when the result is there."""
@@ -190,11 +188,6 @@ class Bench:
         return timed
 
 
-def must_restore(case: Case, operation: Operation) -> bool:
-    """Whether a call overwrites its input with another value: a sum in place overflows in time."""
-    return operation.reduces and case.in_place
-
-
 def pipeline_depth(case: Case, operation: Operation, plan: Plan) -> int:
     """Operations in flight: as planned, fewer where their buffers would pass 256 MiB.
 
@@ -204,10 +197,10 @@ def pipeline_depth(case: Case, operation: Operation, plan: Plan) -> int:
 
 
 def needed_nbytes(case: Case, operation: Operation, plan: Plan, element_nbytes: int) -> int:
-    """Memory one rank needs for a case: buffers, the restored copy, the check, gloo's own copy."""
+    """Memory one rank needs for a case: buffers, the check, the backend's copy."""
     most = max(sum(operation.elements(case, rank)) for rank in {0, case.root or 0})
     sets = pipeline_depth(case, operation, plan) if case.issue == "pipelined" else 1
-    return sets * most * element_nbytes * (2 if must_restore(case, operation) else 1) + case.nbytes
+    return sets * most * element_nbytes + 2 * case.nbytes
 
 
 def _allocate(case: Case, operation: Operation, rank: int, device: torch.device) -> Buffers:
@@ -258,8 +251,16 @@ def measure(
     return samples
 
 
-def settle_collector() -> None:
-    """What lives now is not looked at again by the garbage collector, which runs between cases."""
+def settle() -> None:
+    """Once before a sweep: keep this process's own helpers out of the timed spans.
+
+    torch's worker threads spin for a while after a fill or a check, on the cores that a backend's
+    threads need (a gloo all_reduce of 1 MiB took four times as long); and what lives now is not
+    looked at again by the garbage collector, which runs between cases.
+    """
+    import torch
+
+    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
 
@@ -280,7 +281,7 @@ def _measure(bench: Bench, samples: Samples, shortest_seconds: float) -> None:
     pace.measuring = pace.seconds
     samples.cold = agree.at_rank_0(group, cold)
     _check(bench, samples, -1)
-    bench.refill()
+    bench.rest()
     samples.calls = samples.cold_calls = bench.calls
     batch = _warm_up(pace, until, shortest_seconds)
     samples.calls *= batch
@@ -352,6 +353,7 @@ class Pace:
                 self.seconds = each if stretch >= 3 else (self.seconds + each) / 2
                 if checked:
                     _check(bench, self.samples, self.done + end - 1)
+                    bench.rest()
             position = end
         self.done += count if check else 0
         return np.concatenate(stamps)

@@ -134,7 +134,8 @@ class Result:
     least_nbytes: float  # what a rank must move at least, whatever the algorithm
     requested_nbytes: int
     reason: str | None = None  # why there is nothing: skipped
-    calls: int = 1  # operations in one repetition (pipelined or batched)
+    calls: int = 1  # operations in one repetition: in flight, batched, or both ways of a ping-pong
+    batch: int = 1  # of these, how often the call was repeated because it is too short to stamp
     cold_seconds: float | None = None  # the first call, never mixed in
     warm_up: int = 0
     stop_reason: str | None = None

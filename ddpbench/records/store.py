@@ -185,7 +185,7 @@ def read_samples(folder: Path) -> pd.DataFrame:
     tables = [pq.read_table(path) for path in found]
     frame: pd.DataFrame = pd.DataFrame(columns=list(SAMPLE_COLUMNS))
     if tables:
-        frame = pa.concat_tables(tables).unify_dictionaries().to_pandas()
+        frame = pa.concat_tables(tables).to_pandas()
     return frame
 
 

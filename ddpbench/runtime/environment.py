@@ -11,20 +11,18 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from ipaddress import ip_address
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
 from ddpbench import __version__
+from ddpbench.runtime.cpu import ROOT, cgroup_levels, found, or_none, quota_cores, read
 
-ROOT = Path("/")
 CPUS = Path("/sys/devices/system/cpu")
 CHECKOUT = Path(__file__).parents[2]  # named to git, which would else take any folder around it
 GIT = ("git", f"--git-dir={CHECKOUT}/.git", f"--work-tree={CHECKOUT}", "--no-optional-locks")
@@ -34,42 +32,41 @@ NOISE = re.compile(r"OMPI_(ARGV|COMMAND|APP_CTX|FILE_|MCA_(orte|prte|pmix|ess|in
 COMMAND_DEADLINE_SECONDS = 5.0
 MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity.d": "apptainer"}
 REASON = "nvmlClocksThrottleReason"
-T = TypeVar("T")
 
 
 def run_facts() -> dict[str, object]:
     """What holds for the whole run, as rank 0 sees it; may take some 50 ms."""
-    torch, cpu_info = _module("torch"), _read("/proc/cpuinfo")
+    torch, cpu_info = _module("torch"), read("/proc/cpuinfo")
     changes = _output(*GIT, "status", "--short", ":/ddpbench")
     builds = {kind: getattr(torch and torch.version, kind, None) for kind in ("cuda", "hip")}
-    hypervisor = _found(r"^flags\s*:.*\b(hypervisor)\b", cpu_info)
-    governors = filter(None, map(_read, CPUS.glob("cpufreq/policy*/scaling_governor")))
-    huge_pages = _read("/sys/kernel/mm/transparent_hugepage/enabled")
+    hypervisor = found(r"^flags\s*:.*\b(hypervisor)\b", cpu_info)
+    governors = filter(None, map(read, CPUS.glob("cpufreq/policy*/scaling_governor")))
+    huge_pages = read("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
         **_versions(),
         "git_revision": _output(*GIT, "rev-parse", "HEAD"),
         "git_dirty": None if changes is None else changes != "",
         "torch_build": next((f"{kind} {v}" for kind, v in builds.items() if v), torch and "cpu"),
         "cuda": builds["cuda"],
-        "nccl": _or_none(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
-        "mpi": _or_none(lambda: sys.modules["mpi4py.MPI"].Get_library_version().split(",")[0]),
-        "driver": _read("/sys/module/nvidia/version"),
+        "nccl": or_none(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
+        "mpi": or_none(lambda: sys.modules["mpi4py.MPI"].Get_library_version().split(",")[0]),
+        "driver": read("/sys/module/nvidia/version"),
         "kernel": platform.release(),
-        "os": _or_none(lambda: platform.freedesktop_os_release()["PRETTY_NAME"]),
+        "os": or_none(lambda: platform.freedesktop_os_release()["PRETTY_NAME"]),
         "container": _output("systemd-detect-virt", "--container")
         or next((name for mark, name in MARKS.items() if Path(mark).exists()), None),
         "virtual_machine": _output("systemd-detect-virt", "--vm")
-        or (hypervisor and (_read("/sys/class/dmi/id/sys_vendor") or "unknown")),
-        "cpu_model": _found(r"^model name\s*:(.+)", cpu_info) or platform.machine(),
+        or (hypervisor and (read("/sys/class/dmi/id/sys_vendor") or "unknown")),
+        "cpu_model": found(r"^model name\s*:(.+)", cpu_info) or platform.machine(),
         "cores_logical": psutil.cpu_count(),
         "cores_physical": psutil.cpu_count(logical=False),
-        "smt": {"0": False, "1": True}.get(_read(CPUS / "smt/active") or ""),
+        "smt": {"0": False, "1": True}.get(read(CPUS / "smt/active") or ""),
         "governor": ",".join(sorted(set(governors))) or None,
-        "memory_nbytes": _or_none(lambda: int(psutil.virtual_memory().total)),
-        "transparent_huge_pages": _found(r"\[(\w+)\]", huge_pages),
+        "memory_nbytes": or_none(lambda: int(psutil.virtual_memory().total)),
+        "transparent_huge_pages": found(r"\[(\w+)\]", huge_pages),
         "numa_nodes": len(list(CPUS.parent.glob("node/node[0-9]*"))) or None,
         "loopback": _interface("lo"),
-        "default_interface": _interface(_found(r"^(\S+)\s+00000000\s", _read("/proc/net/route"))),
+        "default_interface": _interface(found(r"^(\S+)\s+00000000\s", read("/proc/net/route"))),
     }
 
 
@@ -85,17 +82,17 @@ def rank_facts() -> dict[str, object]:
         **_versions(),
         "hostname": socket.gethostname(),
         "pid": os.getpid(),
-        "boot_id": _read("/proc/sys/kernel/random/boot_id"),
-        "time_namespace": _or_none(lambda: Path("/proc/self/ns/time").stat().st_ino),
+        "boot_id": read("/proc/sys/kernel/random/boot_id"),
+        "time_namespace": or_none(lambda: Path("/proc/self/ns/time").stat().st_ino),
         "cpuset": compact(cpus),
         "numa_nodes": compact(nodes) or None,
-        "threads": _or_none(lambda: int(_module("torch").get_num_threads())),
+        "threads": or_none(lambda: int(_module("torch").get_num_threads())),
         **_gpu(),
         "variables": allowed_variables(os.environ),
         **cgroup_limits(),
-        "load_average": _or_none(lambda: list(os.getloadavg())),
+        "load_average": or_none(lambda: list(os.getloadavg())),
         "free_memory_nbytes": free_memory_nbytes(),
-        "shm_free_nbytes": _or_none(lambda: shutil.disk_usage("/dev/shm").free),
+        "shm_free_nbytes": or_none(lambda: shutil.disk_usage("/dev/shm").free),
         "ulimit_memlock_nbytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "ulimit_open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }
@@ -119,7 +116,7 @@ def allowed_variables(variables: Mapping[str, str], length: int = 200) -> dict[s
 
 def free_memory_nbytes() -> int | None:
     """What can still be allocated: the host's available memory or its control group's, if less."""
-    available = _or_none(lambda: int(psutil.virtual_memory().available))
+    available = or_none(lambda: int(psutil.virtual_memory().available))
     free = (available, cgroup_limits()["cgroup_free_nbytes"])
     return min((int(nbytes) for nbytes in free if nbytes is not None), default=None)
 
@@ -127,14 +124,14 @@ def free_memory_nbytes() -> int | None:
 def cgroup_limits(root: Path = ROOT) -> dict[str, float | None]:
     """The tightest limits that this process's control group and its ancestors set, v1 or v2."""
     limits, free = [], []
-    for level in _cgroup_levels("memory", root):
-        limit = _read(level / "memory.max") or _read(level / "memory.limit_in_bytes") or "max"
-        used = _read(level / "memory.current") or _read(level / "memory.usage_in_bytes") or 0
-        cache = _found(r"^inactive_file (\d+)", _read(level / "memory.stat")) or 0
+    for level in cgroup_levels("memory", root):
+        limit = read(level / "memory.max") or read(level / "memory.limit_in_bytes") or "max"
+        used = read(level / "memory.current") or read(level / "memory.usage_in_bytes") or 0
+        cache = found(r"^inactive_file (\d+)", read(level / "memory.stat")) or 0
         if limit != "max" and int(limit) < 2**60:  # v1 writes "no limit" as a huge number
             limits.append(int(limit))
             free.append(max(0, int(limit) - int(used) + int(cache)))
-    quotas = [cores for level in _cgroup_levels("cpu", root) if (cores := _quota_cores(level))]
+    quotas = [cores for level in cgroup_levels("cpu", root) if (cores := quota_cores(level))]
     return {
         "cgroup_cpu_quota_cores": min(quotas, default=None),
         "cgroup_memory_limit_nbytes": min(limits, default=None),
@@ -144,8 +141,8 @@ def cgroup_limits(root: Path = ROOT) -> dict[str, float | None]:
 
 def interface_of(address: str) -> dict[str, object]:
     """The local interface that carries this local IP address: name, MTU, nominal speed."""
-    wanted = _or_none(lambda: ip_address(address.partition("%")[0]))
-    for name, entries in (_or_none(psutil.net_if_addrs) or {}).items():
+    wanted = or_none(lambda: ip_address(address.partition("%")[0]))
+    for name, entries in (or_none(psutil.net_if_addrs) or {}).items():
         listed = {entry.address.partition("%")[0] for entry in entries}
         # all of 127.0.0.0/8 is local, though only 127.0.0.1 is listed
         if wanted and (str(wanted) in listed or (wanted.is_loopback and "127.0.0.1" in listed)):
@@ -154,7 +151,7 @@ def interface_of(address: str) -> dict[str, object]:
 
 
 def _interface(name: str | None) -> dict[str, object]:
-    its = (_or_none(psutil.net_if_stats) or {}).get(name or "")
+    its = (or_none(psutil.net_if_stats) or {}).get(name or "")
     speed = its.speed * 125_000 if its and its.speed > 0 else None  # the kernel says Mbit/s
     mtu = its.mtu if its else None
     return {"name": name, "mtu_nbytes": mtu, "nominal_bytes_per_second": speed}
@@ -165,7 +162,7 @@ def gpu_state() -> dict[str, object] | None:
     nvml, uuid = _module("pynvml"), _gpu()["gpu_uuid"]
 
     def ask(function: str, *arguments: object) -> Any:
-        return _or_none(lambda: getattr(nvml, function)(*arguments))
+        return or_none(lambda: getattr(nvml, function)(*arguments))
 
     ask("nvmlInit")
     gpu = ask("nvmlDeviceGetHandleByUUID", uuid) if uuid else None
@@ -188,136 +185,23 @@ def gpu_state() -> dict[str, object] | None:
 
 def _gpu() -> dict[str, object]:
     """The GPU that this rank already uses; asking must not create a CUDA context."""
-    cuda: Any = _or_none(lambda: _module("torch").cuda)
-    index = _or_none(cuda.current_device) if cuda and cuda.is_initialized() else None
-    its = None if index is None else _or_none(lambda: cuda.get_device_properties(index))
+    cuda: Any = or_none(lambda: _module("torch").cuda)
+    index = or_none(cuda.current_device) if cuda and cuda.is_initialized() else None
+    its = None if index is None else or_none(lambda: cuda.get_device_properties(index))
     uuid = its and f"GPU-{its.uuid}"  # as NVML and nvidia-smi write it
     return {"gpu_index": index, "gpu_name": its and its.name, "gpu_uuid": uuid}
 
 
-@dataclass(frozen=True)
-class CpuUse:
-    """Where the cores' time went between a CpuMeter's start and its stop.
-
-    `own_seconds` and the switches count every thread of this process. `host_busy_seconds` is what
-    all online cores spent neither idle nor stolen by the hypervisor nor, where the kernel accounts
-    for them apart from the processes, in interrupts. `throttled_seconds` is None without a quota.
-    """
-
-    wall_seconds: float
-    own_seconds: float
-    voluntary_switches: int
-    involuntary_switches: int
-    host_busy_seconds: float | None
-    interrupt_seconds: float | None
-    steal_seconds: float | None
-    throttled_seconds: float | None
-
-
-class CpuMeter:
-    """Starts when constructed; each `stop()` says what was used since then."""
-
-    def __init__(self) -> None:
-        self._quotas = [level for level in _cgroup_levels("cpu") if _quota_cores(level)]
-        self._start = self._counters()
-
-    def stop(self) -> CpuUse:
-        pairs = zip(self._start, self._counters(), strict=True)
-        used: list[Any] = [None if None in pair else max(0, pair[1] - pair[0]) for pair in pairs]
-        return CpuUse(*used)
-
-    def _counters(self) -> list[Any]:
-        """CpuUse's fields as counters, of which only differences mean something."""
-        usage, wall = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        own = usage.ru_utime + usage.ru_stime
-        return [wall, own, usage.ru_nvcsw, usage.ru_nivcsw, *_host(wall), _throttled(self._quotas)]
-
-
-def others_share(
-    host_busy_seconds: float | None,
-    own_seconds_of_local_ranks: Sequence[float],
-    wall_seconds: float,
-    cores: int,
-    tick_seconds: float = 0.01,
-) -> float | None:
-    """The share of the host's online cores that processes other than its ranks used, 0 to 1.
-
-    /proc/stat counts in ticks: a difference of two reads may be off by two ticks a core. Where that
-    is over 5 % of the wall time (below 0.4 s at 100 ticks a second), a busy host could not be told
-    from a quiet one: None, as where the host's time is unknown.
-    """
-    if host_busy_seconds is None or 2 * tick_seconds > 0.05 * wall_seconds:
-        return None
-    others = host_busy_seconds - sum(own_seconds_of_local_ranks)
-    return min(1.0, max(0.0, others / (wall_seconds * cores)))
-
-
-def _host(wall: float) -> tuple[float | None, float | None, float | None]:
-    """Busy (plus a constant), interrupt and steal seconds of all cores together since boot.
-
-    Busy is what was not idle, rather than user + system + …: the kernel samples those at its tick
-    and misses ranks that sleep and wake between ticks. With two gloo ranks on two cores the sum
-    fell short by 3–6 % of the cores, which hid a busy host; idle time is stamped exactly (1–3 %
-    over, the cost of waking). Interrupts counted at all are interrupts taken off the processes.
-    """
-    ticks = [int(count) for count in (_read("/proc/stat") or "").partition("\n")[0].split()[4:9]]
-    if len(ticks) < 5 or not ticks[0]:
-        return None, None, None
-    idle, waiting, hard, soft, steal = (count / os.sysconf("SC_CLK_TCK") for count in ticks)
-    interrupts = hard + soft if hard else 0.0
-    return (psutil.cpu_count() or 1) * wall - idle - waiting - steal - interrupts, interrupts, steal
-
-
-def _throttled(levels: Sequence[Path]) -> float | None:
-    """Seconds that these control groups held their processes back."""
-    stat = "\n".join(filter(None, (_read(level / "cpu.stat") for level in levels)))
-    v1, v2 = (re.findall(rf"^throttled_{unit} (\d+)", stat, re.M) for unit in ("time", "usec"))
-    return sum(map(int, v1)) / 1e9 + sum(map(int, v2)) / 1e6 if stat else None
-
-
-def _quota_cores(level: Path) -> float | None:
-    v1 = f"{_read(level / 'cpu.cfs_quota_us')} {_read(level / 'cpu.cfs_period_us')}"
-    quota = re.match(r"(\d+) (\d+)", _read(level / "cpu.max") or v1)
-    return int(quota[1]) / int(quota[2]) if quota else None
-
-
-def _cgroup_levels(controller: str, root: Path = ROOT) -> list[Path]:
-    """The folders of the control group that holds this process, outermost first."""
-    groups = _read(root / "proc/self/cgroup")
-    v1 = _found(rf"^\d+:(?:\S+,)?{controller}(?:,\S+)?:/(.*)", groups)
-    top = root / "sys/fs/cgroup" / (controller if v1 is not None else "")
-    path = v1 if v1 is not None else _found(r"^0::/(.*)", groups) or ""
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    return [top.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
-
-
 def _versions() -> dict[str, object]:
-    torch = _or_none(lambda: str(_module("torch").__version__))
+    torch = or_none(lambda: str(_module("torch").__version__))
     return {"ddpbench": __version__, "python": platform.python_version(), "torch": torch}
 
 
 def _output(*command: str) -> str | None:
     """What a command prints; None where it fails or is missing or late."""
     options: dict[str, Any] = {"stderr": subprocess.DEVNULL, "timeout": COMMAND_DEADLINE_SECONDS}
-    return _or_none(lambda: subprocess.check_output(command, text=True, **options).strip())
+    return or_none(lambda: subprocess.check_output(command, text=True, **options).strip())
 
 
 def _module(name: str) -> Any:
-    return _or_none(lambda: import_module(name))
-
-
-def _read(path: str | Path) -> str | None:
-    return _or_none(lambda: Path(path).read_text(errors="replace").strip())
-
-
-def _found(pattern: str, text: str | None) -> str | None:
-    match = re.search(pattern, text or "", re.MULTILINE)
-    return match[1].strip() if match else None
-
-
-def _or_none(ask: Callable[[], T]) -> T | None:
-    """The answer, or None: no fact about the machine is worth a benchmark's failure."""
-    try:
-        return ask()
-    except Exception:
-        return None
+    return or_none(lambda: import_module(name))

@@ -227,8 +227,8 @@ def _await_all(store: dist.Store, place: Placement, seconds: float) -> None:
     while absent := [r for r in absent if not store.check([f"ddpbench/here/{r}"])]:
         if time.monotonic() > until:
             raise Refused(
-                f"rank {', '.join(map(str, absent))} of {place.world_size} did not come within "
-                f"{seconds:g} s (--timeout): see why it did not start",
+                f"of {place.world_size} ranks these did not come within {seconds:g} s "
+                f"(--timeout): {', '.join(map(str, absent))}; see why they did not start",
                 speaker=next(r for r in range(place.world_size) if r not in absent),
             )
         time.sleep(0.01)

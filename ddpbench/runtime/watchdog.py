@@ -49,8 +49,10 @@ def state_of(who: Who, my_boot_id: str) -> str:
         return "did not answer (stopped, dead or cut off)"
     try:
         status = psutil.Process(who.pid).status()
-    except psutil.Error:
+    except psutil.NoSuchProcess:
         return DIED
+    except psutil.Error:
+        return ALIVE
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return DIED
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):

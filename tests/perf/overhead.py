@@ -21,12 +21,12 @@ from ddpbench.analysis import stats
 from ddpbench.catalog import backends
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.catalog.sizes import readable
-from ddpbench.measure.loop import Bench
+from ddpbench.measure.loop import Bench, settle
 from ddpbench.records.schema import Case, Plan
 from ddpbench.runtime import agree, group, launch
 
 BOUNDS = {4: 1.05, 2**20: 1.02}
-BLOCKS, BLOCK = 60, 40
+BLOCKS, BLOCK = 300, 20
 
 
 def bare(tensor: torch.Tensor, tested: dist.ProcessGroup, count: int) -> list[list[int]]:
@@ -44,6 +44,7 @@ def measured(backend: str) -> list[list[object]]:
     """Rows of one launch, in rank 0; every rank takes part."""
     place = launch.placement()
     assert place is not None
+    settle()
     entry, rows = backends.get(backend), []
     with group.opened(place, group.Rendezvous()) as ranks:
         name = entry.register() if entry.register else backend
@@ -56,6 +57,7 @@ def measured(backend: str) -> list[list[object]]:
                 )  # fmt: skip
                 device = torch.device("cpu")
                 bench = Bench(case, OPERATIONS["all_reduce"], Plan(), ranks, tested, device)
+                bench.rest()
                 tensor = torch.zeros(nbytes // 4)
                 ours, theirs = [], []
                 for block in range(BLOCKS):
@@ -67,7 +69,9 @@ def measured(backend: str) -> list[list[object]]:
                         else:
                             theirs.append(np.array(bare(tensor, tested, BLOCK), dtype=np.int64))
                     agree.decision(ranks, 0)
-                both = [agree.at_rank_0(ranks, np.concatenate(part[5:])) for part in (theirs, ours)]
+                both = [
+                    agree.at_rank_0(ranks, np.concatenate(part[20:])) for part in (theirs, ours)
+                ]
                 if ranks.rank == 0:
                     medians = [float(np.median(stats.t_max(p, 1))) for p in both if p is not None]
                     ratio = medians[1] / medians[0]
