@@ -131,7 +131,7 @@ HARD = Limit(4096 / 1e-3, "nominal")  # 4 KiB take 1 ms at least
          {"summary": a_summary(skew_seconds=None)}),
         ("busy", {"others_share": 0.051}, {"others_share": 0.05}),
         ("busy", {"others_share": 1.0}, {"others_share": None}),
-        ("batched", {"calls": 40}, {"calls": 1}),
+        ("batched", {"calls": 2, "batch": 2}, {"calls": 2, "batch": 1}),
         ("rounded", {"requested_nbytes": 4097}, {"requested_nbytes": 4096}),
         ("stopped", {"stop_reason": "interrupted"}, {"stop_reason": "time slice"}),
     ],
@@ -152,7 +152,7 @@ def test_flags_stand_in_the_order_of_their_table() -> None:
     """All flags at once appear in the order in which FLAGS lists them."""
     everything = a_result(
         wrong=WRONG, hard_limit=replace(HARD, bytes_per_second=1.0), limit=Limit(1.0, "x"),
-        summary=a_summary(width=None, skew_seconds=1.0), others_share=1.0, calls=40,
+        summary=a_summary(width=None, skew_seconds=1.0), others_share=1.0, calls=40, batch=40,
         requested_nbytes=1, stop_reason="interrupted",
     )  # fmt: skip
     assert only(everything).flags == tuple(lines.FLAGS)

@@ -119,7 +119,6 @@ def test_what_is_typed_is_what_is_asked(words: str, name: str, value: Any) -> No
         ("--init-method file:/x", "--init-method: 'file:/x' is not an init method: "),
         ("--device tpu", "--device: invalid choice: 'tpu'"),
         ("--op", "--op: expected one argument"),
-        ("--columns all,time", "--columns: unknown column 'all'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused_in_one_line(
