@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ class Book:
         self.folder, self.launch = folder, launch
         self.common_clock = len({clock_domain(rank) for rank in launch.ranks}) == 1
         self.measuring = 0.0
+        self.failure: str | None = None  # why nothing more can be stored
         self._bar: Any = None
         if self.writes:
             self.run = store.read(folder)
@@ -59,6 +61,7 @@ class Book:
         """Summarise one case, and store it with its raw samples."""
         if not self.writes:
             return
+        columns = None
         if samples.timed:
             timed = np.concatenate(samples.timed, axis=1)
             warm_up = sum(part.shape[1] for part in samples.warm_up)
@@ -78,10 +81,17 @@ class Book:
             self.measuring += samples.measuring_seconds
             everything = np.concatenate([samples.cold, *samples.warm_up, timed], axis=1)
             columns = _columns(result, everything, 1 + warm_up)
-            store.add_samples(self.folder, self.part, columns)
+        try:
+            if columns is not None:
+                store.add_samples(self.folder, self.part, columns)
+            self.run = replace(store.read(self.folder), results=(*self.run.results, result))
+            self._write()
+        except OSError as error:
+            self.failure = (
+                f"results cannot be written to {self.folder} any more ({error.strerror}): "
+                f"{self.part} cases are kept"
+            )
         self.part += 1
-        self.run = replace(store.read(self.folder), results=(*self.run.results, result))
-        self._write()
         if self._bar is not None:
             self._bar.advance(self._bar.task_ids[0])
             self._bar.refresh()
@@ -92,6 +102,8 @@ class Book:
             return
         if self._bar is not None:
             self._bar.stop()
+        if self.failure is not None:
+            return
         self.launch = replace(
             self.launch,
             ended=store.now(),
@@ -129,26 +141,49 @@ def _columns(result: Result, stamps: stats.Stamps, warm_up: int) -> dict[str, An
     }
 
 
+@dataclass(frozen=True)
+class End:
+    """How a run ended: "complete", "interrupted" or "failed", why, and its exit code."""
+
+    state: str
+    reason: str | None
+    code: int
+
+
+INTERRUPTED = End("interrupted", "interrupted by a signal", 130)
+
+
 def mark(folder: Path, state: str, reason: str, code: int) -> None:
     """Mark a run that ends before its time; whichever rank lives may do it."""
-    if (folder / "run.json").exists():
+    with contextlib.suppress(OSError, store.InvalidRun):  # another host, or a full disk
         store.close(folder, state, reason, code)
 
 
-def finish(folder: Path, form: str, columns: tuple[str, ...] | None, quiet: bool) -> int:
-    """Close a run: findings, tables on disk and on stdout; its exit code."""
+def finish(
+    folder: Path, form: str, columns: tuple[str, ...] | None, quiet: bool, end: End | None = None
+) -> int:
+    """Close a run: findings, tables on disk and on stdout; its exit code.
+
+    end: how it ended before its time, unless a rank has marked that already.
+    """
     run = store.read(folder)
     run = replace(run, findings=findings.findings(run))
     if run.state == "running":
         nothing = all(result.summary is None for result in run.results)
-        code = 2 if nothing else findings.exit_code(run)
-        run = replace(run, state="complete", exit_code=code, ended=store.now())
-    store.write(folder, run)
-    store.put(folder / "table.csv", FORMATS["csv"](run, None, False).encode())
-    store.put(folder / "table.txt", FORMATS["table"](run, None, False).encode())
-    store.join_samples(folder)
+        end = end or End("complete", None, 2 if nothing else findings.exit_code(run))
+        run = replace(
+            run, state=end.state, state_reason=end.reason, exit_code=end.code, ended=store.now()
+        )
+    try:
+        store.write(folder, run)
+        store.put(folder / "table.csv", FORMATS["csv"](run, None, False).encode())
+        store.put(folder / "table.txt", FORMATS["table"](run, None, False).encode())
+        store.join_samples(folder)
+        stored = f"stored in {folder}"
+    except OSError as error:
+        stored = f"{folder} holds only a part, the rest cannot be written ({error.strerror})"
     sys.stdout.write(FORMATS[form](run, columns, quiet))
     sys.stdout.flush()
-    if not quiet:
-        sys.stderr.write(f"ddpbench: stored in {folder}\n")
+    if not quiet or run.state != "complete":
+        sys.stderr.write(f"ddpbench: {stored}\n")
     return 5 if run.exit_code is None else run.exit_code

@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -44,9 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _main(words)
         sys.stdout.flush()
     except Refused as error:
-        place = launch.placement()
-        if place is None or place.rank == error.speaker:
-            sys.stderr.write(f"ddpbench: {error}\n")
+        options.speak(str(error), launch.placement(), error.speaker)
         return 2
     except InvalidRun as error:
         sys.stderr.write(f"ddpbench: {error}\n")
@@ -127,10 +125,7 @@ def _nproc(asked: Options, device: str) -> int:
 
 
 def start(asked: Options, words: Sequence[str]) -> int:
-    """Start the ranks of every launch, each backend's by its launcher; then show the run.
-
-    Several launches run in randomised blocks of one a backend, so that drift meets all alike.
-    """
+    """Start the ranks of every launch, each backend's by its launcher; then show the run."""
     from ddpbench import book
 
     if asked.master_port is not None:
@@ -142,38 +137,40 @@ def start(asked: Options, words: Sequence[str]) -> int:
         folder = collectives.new_run(asked, asked.nproc)
     except OSError as error:
         raise Refused(collectives.cannot_write(error)) from None
-    order = random.Random(store.read(folder).plan.seed)
+    end = None
+    for number, name in _schedule(asked, store.read(folder).plan.seed):
+        code = _launch(asked, words, name, folder, number)
+        if code == 130:
+            end = book.INTERRUPTED
+            break
+        if code not in (0, 2):
+            reason = f"the ranks on {name} ended with exit code {code}"
+            end = end or book.End("failed", reason, 5)
+    if not store.read(folder).launches:
+        shutil.rmtree(folder)
+        return 2
+    return book.finish(folder, asked.format, asked.columns, asked.quiet, end)
+
+
+def _schedule(asked: Options, seed: int) -> Iterator[tuple[int, str]]:
+    """The launches in their order: in randomised blocks of one a backend, drift meets all alike."""
+    order = random.Random(seed)
     for block in range(asked.launches):
         names = list(asked.backend)
         if asked.launches > 1:
             order.shuffle(names)
         for name in names:
-            number = block * len(names) + names.index(name)
-            code = _launch(asked, words, name, folder, number)
-            if code == 130:
-                store.close(folder, "interrupted", "interrupted by a signal", 130)
-                break
-        else:
-            continue
-        break
-    if not store.read(folder).launches:
-        shutil.rmtree(folder)
-        return 2
-    return book.finish(folder, asked.format, asked.columns, asked.quiet)
+            yield block * len(names) + asked.backend.index(name), name
 
 
 def _launch(asked: Options, words: Sequence[str], name: str, folder: Path, number: int) -> int:
-    """One backend's ranks, started and awaited; what a launch without a verdict means."""
+    """One backend's ranks, started and awaited; their exit code."""
     own = ["--backend", name, "--device", asked.device, "--join", str(folder)]
     own += ["--launch", str(number), "--launches", "1"]
     if sys.stderr.isatty():
         own.append("--progress")
     starter = launch.STARTERS[backends.get(name).launcher]
-    code = starter(["-m", "ddpbench.collectives", *words, *own], asked.nproc or 1)
-    if code not in (0, 2, 130):
-        reason = f"the ranks on {name} ended with exit code {code} and without a word"
-        store.close(folder, "failed", reason, 5)
-    return code
+    return starter(["-m", "ddpbench.collectives", *words, *own], asked.nproc or 1)
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,27 +155,37 @@ def run(asked: Options, place: Placement) -> int:
     """One rank's part of a sweep: meet, agree, measure each backend; the exit code."""
     from ddpbench import book
 
-    if place.rank == 0:  # slow to import, and needed in mid-sweep: before the others wait for it
-        import scipy.stats  # noqa: F401
+    if place.rank == 0:
+        for name in ("scipy.stats", "pyarrow.parquet"):  # slow: not while the others wait
+            import_module(name)
     with group.opened(place, asked.rendezvous(), asked.share_gpu) as ranks:
         agree.require_same_options(ranks, asdict(asked))
         folder, plan = _folder(ranks, asked)
         ranks.watchdog.on_end = lambda *end: book.mark(folder, *end)
+        end = None
         for number, name in enumerate(asked.backend):
-            sweep(ranks, backends.get(name), asked, plan, folder, asked.launch + number)
-        interrupted = agree.first_objection(ranks, ranks.interrupted) is not None
-    code = 130 if interrupted else 0
-    if interrupted and place.rank == 0:
-        store.close(folder, "interrupted", "interrupted by a signal", code)
-    if asked.join is None and place.rank == 0:
-        return book.finish(folder, asked.format, asked.columns, asked.quiet)
-    return code
+            failure = sweep(ranks, backends.get(name), asked, plan, folder, asked.launch + number)
+            if failure is not None:
+                end = book.End("failed", failure, 5)
+                break
+        if agree.first_objection(ranks, ranks.interrupted) is not None:
+            end = end or book.INTERRUPTED
+    if place.rank == 0 and asked.join is None:
+        return book.finish(folder, asked.format, asked.columns, asked.quiet, end)
+    if place.rank == 0 and end is not None:
+        book.mark(folder, end.state, end.reason or "", end.code)
+        if end.code == 5:
+            sys.stderr.write(f"ddpbench: {end.reason}\n")
+    return end.code if end else 0
 
 
 def sweep(
     ranks: Group, backend: Backend, asked: Options, plan: Plan, folder: Path, index: int
-) -> None:
-    """Measure all cases on one backend, in shuffled order, each stored as soon as it is there."""
+) -> str | None:
+    """Measure all cases on one backend, in shuffled order, each stored as soon as it is there.
+
+    Returns, in every rank, why the results can no longer be stored; None when all went well.
+    """
     from ddpbench import book
     from ddpbench.measure import calibrate, clock, loop
 
@@ -191,7 +202,10 @@ def sweep(
         rates = calibrate.rates(ranks, sizes, streams=on_cpu)
         record = book.Book(ranks, folder, _launch(ranks, backend, index, times, rates))
         record.expect(len(wanted), progress=asked.progress and not asked.quiet)
+        failure = None
         for number, (case, requested) in enumerate(wanted):
+            if agree.first_objection(ranks, ranks.interrupted) is not None:
+                break
             operation = OPERATIONS[case.operation]
             ranks.watchdog.phase(
                 f"case {number + 1} of {len(wanted)}: {case.operation} "
@@ -217,9 +231,11 @@ def sweep(
                 wall_seconds=time.monotonic() - started,
             )
             record.add(result, samples)
-            if samples.stop_reason == "interrupted":
+            failure = agree.from_rank_0(ranks, record.failure)
+            if failure is not None or samples.stop_reason == "interrupted":
                 break
         record.close(time.monotonic() - began)
+    return failure
 
 
 def cases(asked: Options, backend: Backend, plan: Plan, ranks: Group) -> Iterator[tuple[Case, int]]:
@@ -341,8 +357,6 @@ def _objection(
     """Why this rank cannot measure the case, known before anything is allocated."""
     from ddpbench.measure import loop
 
-    if ranks.interrupted is not None:
-        return "interrupted"
     if operation.paired and case.world_size < 2:
         return f"{case.operation} needs two ranks"
     if operation.paired and case.issue == "pipelined":

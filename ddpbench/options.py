@@ -6,6 +6,7 @@ import argparse
 import difflib
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -14,6 +15,7 @@ from ddpbench.measure.start import STARTS
 from ddpbench.render.formats import FORMATS
 from ddpbench.render.rows import COLUMNS
 from ddpbench.runtime import launch
+from ddpbench.runtime.launch import Placement
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,9 +43,20 @@ def refuse(sentence: str) -> NoReturn:
         place = launch.placement()
     except launch.Refused:
         place = None
-    if place is None or place.rank == 0:
-        sys.stderr.write(f"ddpbench: {sentence}\n")
+    speak(sentence, place, 0)
     raise SystemExit(2)
+
+
+def speak(sentence: str, place: Placement | None, speaker: int) -> None:
+    """One sentence on stderr from one rank; the others wait a moment.
+
+    A launcher ends all ranks as soon as one has left, the speaker too.
+    """
+    if place is None or place.rank == speaker:
+        sys.stderr.write(f"ddpbench: {sentence}\n")
+        sys.stderr.flush()
+    else:
+        time.sleep(2.0)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -196,7 +196,7 @@ def test_legends_explain_the_flags_that_were_raised_and_no_others() -> None:
     said = formats.table(run).splitlines()
     explained = [name for name in lines.FLAGS if any(line.startswith(f"{name}: ") for line in said)]
     assert explained == ["rounded"]
-    assert "% limit (gloo): busbw over 2.50 GB/s, memcpy" in said
+    assert "% limit on gloo: busbw over 2.50 GB/s, memcpy" in said
 
 
 # --- columns --------------------------------------------------------------------------------------

@@ -72,24 +72,21 @@ def _tables(run: Run, columns: Columns, quiet: bool, style: str, mark: str) -> s
     names = rows.chosen(columns)
     gap = "\n\n" if mark else "\n"
     blocks = [] if quiet else [gap.join(header.header(run))]
-    notes = header.warnings(run)
-    if run.state not in ("complete", "running"):
-        notes.insert(0, f"PARTIAL ({run.state}): {run.state_reason}")
-    elif run.state == "running":
-        notes.insert(0, "PARTIAL: the run is still going on, or ended without a word")
-    if notes and not quiet:
+    notes = header.partial(run) + ([] if quiet else header.warnings(run))
+    if notes:
         blocks.append(gap.join(notes))
+    starred = False
     for title, group in _grouped(shown).items():
+        cells = _cells(group, names)
+        starred |= any(cell.endswith(" *") for row in cells for cell in row)
         heads = [rows.COLUMNS[name].head for name in names]
         align = ["left" if name in ("backend", "flags", "check") else "right" for name in names]
-        body = tabulate(
-            _cells(group, names), heads, tablefmt=style, colalign=align, disable_numparse=True
-        )
+        body = tabulate(cells, heads, tablefmt=style, colalign=align, disable_numparse=True)
         blocks.append(f"{mark}{title}\n{gap[1:]}{body}")
     if not quiet:
         if left_out := header.skipped(everything):
             blocks.append(gap.join(left_out))
-        blocks.append(gap.join(header.legend(run, shown)))
+        blocks.append(gap.join(header.legend(shown, names, starred)))
     return "\n\n".join(blocks) + "\n"
 
 

@@ -55,6 +55,15 @@ def _where(launch: Launch) -> str:
     return f"{launch.world_size} ranks: {placed}{more}; {machine}{f'; {gpu}' if gpu else ''}"
 
 
+def partial(run: Run) -> list[str]:
+    """The mark of a run that is not complete; no output hides it."""
+    if run.state == "complete":
+        return []
+    if run.state == "running":
+        return ["PARTIAL: the run is still going on, or ended without a word"]
+    return [f"PARTIAL ({run.state}): {run.state_reason}"]
+
+
 def warnings(run: Run) -> list[str]:
     """Findings, one line each with its next step."""
     return [
@@ -80,36 +89,35 @@ def skipped(shown: list[Line]) -> list[str]:
     return out
 
 
-def legend(run: Run, shown: list[Line]) -> list[str]:
-    """What is not obvious in the tables that were printed."""
-    out = [
-        "time µs: of one call, median over repetitions; 95 %: half-width of its interval; "
-        "skew: last rank's entry - first's",
-        "algbw = size / time; busbw = algbw × the operation's bus factor (nccl-tests); "
+def legend(shown: list[Line], columns: list[str], starred: bool) -> list[str]:
+    """What is not obvious in the columns that were printed."""
+    known = {
+        "time": "time µs: of one call, median over repetitions; 95 %: half-width of its interval",
+        "p99": "p99: where at least 368 repetitions give it an interval of its own",
+        "skew": "skew µs: last rank's entry - first's, median",
+        "busbw": "algbw = size / time; busbw = algbw × the operation's bus factor (nccl-tests); "
         "GB = 10⁹ bytes; size: total buffer, 1 KiB = 1024 bytes",
-    ]
-    sources = {r.limit.source: None for line in shown for r in line.results if r.limit}
-    rates: dict[str, list[float]] = {
-        source: [
-            r.limit.bytes_per_second / 1e9
-            for line in shown
-            for r in line.results
-            if r.limit and r.limit.source == source
-        ]
-        for source in sources
     }
-    for source, values in rates.items():
-        low, high = min(values), max(values)
-        span = f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} … {high:.2f}"
-        backends = {
-            line.case.backend: None
-            for line in shown
-            for r in line.results
-            if r.limit and r.limit.source == source
-        }
-        out.append(f"% limit ({', '.join(backends)}): busbw over {span} GB/s, {source}")
-    if any("p99" in line.percentiles for line in shown):
-        out.append("p99: where at least 368 repetitions give it an interval of its own")
-    raised = {flag for line in shown for flag in line.flags}
-    out += [f"{name}: {text}" for name, (text, _) in FLAGS.items() if name in raised]
+    out = [text for name, text in known.items() if name in columns]
+    if starred:
+        out.append("*: the faster backend, its interval clear of the others'")
+    if "limit" in columns:
+        out += _limits(shown)
+    raised = {flag for line in shown for flag in line.flags} if "flags" in columns else set()
+    return out + [f"{name}: {text}" for name, (text, _) in FLAGS.items() if name in raised]
+
+
+def _limits(shown: list[Line]) -> list[str]:
+    """The rates that the column `% limit` refers to, one line a backend and source."""
+    rates: dict[tuple[str, str], list[float]] = {}
+    for line in shown:
+        for limit in (result.limit for result in line.results):
+            if limit is not None and line.fraction is not None:
+                key = (line.case.backend, limit.source)
+                rates.setdefault(key, []).append(limit.bytes_per_second / 1e9)
+    out = []
+    for (backend, source), values in rates.items():
+        low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+        span = low if low == high else f"{low} … {high}"
+        out.append(f"% limit on {backend}: busbw over {span} GB/s, {source}")
     return out

@@ -161,15 +161,22 @@ def _meet(place: Placement, rendezvous: Rendezvous, timeout: timedelta) -> dist.
     import torch.distributed as dist
 
     url = _url(place, rendezvous)
-    if url != "env://":
-        # An explicit address is not torchrun's own store: rank 0 has to open it.
-        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    if url.startswith("tcp://") and place.rank == 0:
-        launch.require_free(int(url.rsplit(":", 1)[1]))
     try:
-        store: dist.Store = next(
-            dist.rendezvous(url, place.rank, place.world_size, timeout=timeout)
-        )[0]
+        if not url.startswith("tcp://"):  # torchrun's own store, or a file
+            met = dist.rendezvous(url, place.rank, place.world_size, timeout=timeout)
+            store: dist.Store = next(met)[0]
+            return store
+        host, port = url.removeprefix("tcp://").rsplit(":", 1)
+        if place.rank == 0:
+            launch.require_free(int(port))
+        # Not waiting for the others: who is absent is to be found out, and named.
+        return dist.TCPStore(
+            host,
+            int(port),
+            is_master=place.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0][:200]
         raise Refused(
@@ -177,7 +184,6 @@ def _meet(place: Placement, rendezvous: Rendezvous, timeout: timedelta) -> dist.
             f"{timeout.total_seconds():g} s: {reason}",
             speaker=place.rank,
         ) from None
-    return store
 
 
 def _url(place: Placement, rendezvous: Rendezvous) -> str:
@@ -187,7 +193,8 @@ def _url(place: Placement, rendezvous: Rendezvous) -> str:
         return method
     address = rendezvous.master_addr or os.environ.get("MASTER_ADDR")
     port = rendezvous.master_port or os.environ.get("MASTER_PORT")
-    if place.launcher == "torchrun" and not (rendezvous.master_addr or rendezvous.master_port):
+    said = rendezvous.master_addr or rendezvous.master_port
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not said:
         return "env://"
     if address and port:
         return f"tcp://{address}:{port}"
@@ -222,16 +229,25 @@ def _address_over_mpi(place: Placement, address: str | None, port: str | int | N
 
 
 def _await_all(store: dist.Store, place: Placement, seconds: float) -> None:
+    """Wait until every rank has come. Raises Refused, naming those that do not in time."""
     until = time.monotonic() + seconds
     absent = list(range(place.world_size))
-    while absent := [r for r in absent if not store.check([f"ddpbench/here/{r}"])]:
-        if time.monotonic() > until:
-            raise Refused(
-                f"of {place.world_size} ranks these did not come within {seconds:g} s "
-                f"(--timeout): {', '.join(map(str, absent))}; see why they did not start",
-                speaker=next(r for r in range(place.world_size) if r not in absent),
-            )
-        time.sleep(0.01)
+    try:
+        while absent := [r for r in absent if not store.check([f"ddpbench/here/{r}"])]:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.01)
+    except RuntimeError:
+        speaker = next((r for r in range(1, place.world_size) if r not in absent), place.rank)
+        raise Refused("rank 0, where the ranks meet, has left", speaker) from None
+    if absent:
+        if place.rank == 0:
+            time.sleep(1.0)  # the others' store lives here: let them come to their own end
+        raise Refused(
+            f"of {place.world_size} ranks these did not come within {seconds:g} s (--timeout): "
+            f"{', '.join(map(str, absent))}; see why they did not start",
+            speaker=next(r for r in range(place.world_size) if r not in absent),
+        )
 
 
 def _second_client(store: dist.Store) -> dist.Store:

@@ -1,0 +1,168 @@
+"""Bad input: one sentence, one process, the right exit code; and files that cannot be written."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_collectives import QUICK, call, command, environment, torchrun
+
+from ddpbench.runtime import launch
+
+ONE_LINE = re.compile(r"ddpbench: [^\n]+\n")
+
+
+def refused(done: subprocess.CompletedProcess[str], sentence: str, code: int = 2) -> None:
+    """One sentence on stderr, nothing on stdout, this exit code."""
+    assert done.returncode == code, done.stderr
+    assert ONE_LINE.fullmatch(done.stderr), done.stderr
+    assert re.search(sentence, done.stderr), done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["colectives"], r"unknown command 'colectives'; did you mean collectives\?"),
+        (["collectives", "--op", "all_redcue"], r"'all_redcue'; did you mean all_reduce\?"),
+        (["collectives", "--backend", "glo"], r"unknown backend 'glo'.*did you mean gloo\?"),
+        (["collectives", "--dtype", "float23"], r"unknown dtype 'float23'"),
+        (["collectives", "--sizes", "4:64M"], r"'4:64M' is not a list of sizes: write 4:64M:x4"),
+        (["collectives", "--sizes", "0"], r"smallest size is 1 byte"),
+        (["collectives", "--size", "4"], r"unknown option --size; did you mean --sizes\?"),
+        (["collectives", "--timeout", "0"], r"'0' is not a number above 0"),
+        (["collectives", "--device", "cpu", "--backend", "nccl"], r"nccl carries CUDA tensors"),
+        (["collectives", "--import", "no_such_module"], r"No module named 'no_such_module'"),
+        (["collectives", "--output", "/proc/x"], r"results cannot be written to /proc/x"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:
+    """What was given, what is allowed, what to type instead; exit 2; no results folder."""
+    refused(call(command(*words), tmp_path), sentence)
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_nccl_without_a_gpu_says_so(tmp_path: Path) -> None:
+    """No traceback: why not, and what to do."""
+    done = call(command("collectives", "--backend", "nccl"), tmp_path)
+    refused(done, r"no GPU is visible|CPU build|built without NCCL")
+
+
+def test_under_torchrun_only_rank_0_speaks(tmp_path: Path) -> None:
+    """A typo in three ranks is one sentence of ours; torchrun adds its own report."""
+    done = call([*torchrun(3), "-m", "ddpbench.collectives", "--op", "all_redcue"], tmp_path)
+    assert done.returncode != 0
+    assert len(re.findall(r"^ddpbench: ", done.stderr, re.MULTILINE)) == 1
+
+
+def test_mpi_under_torchrun_offers_the_command_that_works(tmp_path: Path) -> None:
+    """torchrun's ranks are MPI worlds of their own; the sentence has the mpirun line."""
+    done = call([*torchrun(2), "-m", "ddpbench.collectives", "--backend", "mpi"], tmp_path)
+    assert done.returncode != 0
+    told = re.findall(r"^ddpbench: .*", done.stderr, re.MULTILINE)
+    assert len(told) == 1
+    assert "mpirun -n 2 python -m ddpbench.collectives --backend mpi" in told[0]
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """The port and what to do are named."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        words = ["collectives", "--backend", "gloo", "--master-port", str(port)]
+        done = call(command(*words), tmp_path)
+    refused(done, rf"--master-port {port} cannot be used \(Address already in use\)")
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_launcher_that_is_missing_is_named_with_its_remedy(tmp_path: Path) -> None:
+    """Without mpirun, mpi is refused with the pip line."""
+    block = "import sys; from ddpbench.runtime import launch; launch.find_mpirun = lambda: None; "
+    block += "from ddpbench.cli import main; sys.exit(main())"
+    words = ["collectives", "--backend", "mpi", "-n", "2"]
+    done = call([sys.executable, "-c", block, *words], tmp_path)
+    refused(done, r"no mpirun beside this Python.*pip install|mpi4py is not installed: pip install")
+
+
+def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
+    """Two of three tasks come; the third is named when the time is up."""
+    port = str(launch.free_port())
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "ddpbench.collectives", "--timeout", "5"],
+            cwd=tmp_path,
+            env=environment(
+                RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3",
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+            ),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 2)
+    ]  # fmt: skip
+    told = [process.communicate(timeout=60)[1] for process in started]
+    assert [process.returncode for process in started] == [2, 2]
+    assert re.search(r"of 3 ranks these did not come within 5 s \(--timeout\): 1;", told[0]), told
+    assert told[1] == ""
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    """The second run into one --output is refused; the first stays."""
+    words = ["collectives", "--backend", "gloo", "--op", "barrier", "--output", "mine", *QUICK]
+    assert call(command(*words), tmp_path).returncode == 0
+    before = (tmp_path / "mine" / "run.json").read_bytes()
+    refused(call(command(*words), tmp_path), r"mine already holds a run")
+    assert (tmp_path / "mine" / "run.json").read_bytes() == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_keeps_what_was_measured(tmp_path: Path) -> None:
+    """The run stops with the reason; what was stored before loads, and is marked."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(small)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("this container may not mount")
+    try:
+        words = ["--op", "all_reduce", "--sizes", "4:64K:x2", "--slice", "0.1"]
+        done = call(
+            command("collectives", "--backend", "gloo", *words, "--output", str(small / "run")),
+            tmp_path,
+        )
+        assert done.returncode == 5, done.stderr
+        assert "any more (No space left on device)" in done.stderr
+        assert "Traceback" not in done.stderr
+        shown = call(command("show", str(small / "run")), tmp_path)
+        assert shown.returncode == 0
+        assert "PARTIAL" in shown.stdout
+        assert "gloo" in shown.stdout
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 99}', '{"schema": 1}'])
+def test_stored_runs_that_cannot_be_read_exit_with_3(tmp_path: Path, content: str) -> None:
+    """Empty, cut, foreign, newer and incomplete files: one sentence, exit 3."""
+    folder = tmp_path / "results" / "x"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(content)
+    refused(call(command("show", "x"), tmp_path), r"run\.json", code=3)
+
+
+def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
+    """--help works where torch cannot be imported."""
+    block = (
+        "import sys; sys.modules['torch'] = None; from ddpbench.cli import main; sys.exit(main())"
+    )
+    done = call([sys.executable, "-c", block, "collectives", "--help"], tmp_path)
+    assert done.returncode == 0
+    assert "--backend" in done.stdout
+    assert not list(tmp_path.iterdir())
