@@ -17,7 +17,7 @@ from ddpbench.render.formats import FORMATS
 from ddpbench.runtime.group import Group
 
 if TYPE_CHECKING:
-    from ddpbench.measure.loop import Samples
+    from ddpbench.measure.pace import Samples
 
 
 class Book:

@@ -134,7 +134,7 @@ def start(asked: Options, words: Sequence[str]) -> int:
     if any(backends.get(name).launcher == "mpirun" for name in asked.backend):
         launch.require_mpirun()
     try:
-        folder = collectives.new_run(asked, asked.nproc)
+        folder = collectives.new_run(asked, asked.nproc, words)
     except OSError as error:
         raise Refused(collectives.cannot_write(error)) from None
     end = None

@@ -13,7 +13,7 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -187,7 +187,7 @@ def sweep(
     Returns, in every rank, why the results can no longer be stored; None when all went well.
     """
     from ddpbench import book
-    from ddpbench.measure import calibrate, clock, loop
+    from ddpbench.measure import calibrate, clock, loop, pace
 
     device = _device(ranks, asked)
     with ranks.tested(backend.register() if backend.register else backend.name) as tested:
@@ -202,7 +202,8 @@ def sweep(
         rates = calibrate.rates(ranks, sizes, streams=on_cpu)
         record = book.Book(ranks, folder, _launch(ranks, backend, index, times, rates))
         record.expect(len(wanted), progress=asked.progress and not asked.quiet)
-        failure = None
+        failure = share = None
+        meter = cpu.CpuMeter()
         for number, (case, requested) in enumerate(wanted):
             if agree.first_objection(ranks, ranks.interrupted) is not None:
                 break
@@ -211,12 +212,15 @@ def sweep(
                 f"case {number + 1} of {len(wanted)}: {case.operation} "
                 f"{readable(case.nbytes)} on {backend.name}"
             )
-            meter, started = cpu.CpuMeter(), time.monotonic()
+            started = time.monotonic()
             objection = _objection(case, operation, plan, ranks, device)
-            samples = loop.measure(
+            samples = pace.measure(
                 case, operation, plan, ranks, tested, device,
                 clock.shortest_seconds(times), objection,
             )  # fmt: skip
+            resolved = _others_share(ranks, meter)
+            if resolved is not None:  # else the case is too short to tell, and the next adds to it
+                meter, share = cpu.CpuMeter(), resolved
             result = Result(
                 case=case,
                 launch=index,
@@ -224,8 +228,8 @@ def sweep(
                 least_nbytes=operation.least_nbytes(case),
                 requested_nbytes=requested,
                 reason=samples.objection,
-                wrong=tuple(loop.everyones_wrong(ranks, samples)),
-                others_share=_others_share(ranks, meter),
+                wrong=tuple(pace.everyones_wrong(ranks, samples)),
+                others_share=share,
                 limit=_limit(asked, backend, case, rates, ranks),
                 hard_limit=rates.hard_limit(len(ranks.hosts) == 1),
                 wall_seconds=time.monotonic() - started,
@@ -283,7 +287,9 @@ def _folder(ranks: Group, asked: Options) -> tuple[Path, Plan]:
     found: dict[str, object] = {}
     if ranks.rank == 0:
         try:
-            folder = Path(asked.join) if asked.join else new_run(asked, len(ranks.who))
+            folder = (
+                Path(asked.join) if asked.join else new_run(asked, len(ranks.who), sys.argv[1:])
+            )
             found = {"folder": str(folder.resolve()), "seed": store.read(folder).plan.seed}
         except (OSError, store.InvalidRun) as error:
             found = {"error": cannot_write(error)}
@@ -293,13 +299,13 @@ def _folder(ranks: Group, asked: Options) -> tuple[Path, Plan]:
     return Path(str(found["folder"])), asked.plan(int(str(found["seed"])))
 
 
-def new_run(asked: Options, world_size: int) -> Path:
-    """Make the folder of a new run. Raises OSError when it cannot be written."""
+def new_run(asked: Options, world_size: int, words: Sequence[str]) -> Path:
+    """Make the folder of a new run that `words` asked for. Raises OSError when it cannot."""
     seed = random.SystemRandom().randrange(2**31) if asked.seed is None else asked.seed
     record = Run(
         id="",
         command="collectives",
-        command_line=tuple(sys.argv),
+        command_line=("ddpbench", "collectives", *words),
         plan=asked.plan(seed),
         started=store.now(),
         operations=asked.op,

@@ -1,61 +1,28 @@
-"""The timing loop: the only place that stamps a call, and how often it is called.
+"""The timing loop, the only place that stamps a call, and a case set up for it.
 
-A repetition is: start together, stamp, call, stamp. Nothing else lies between the stamps. Rank 0
-decides how many repetitions come next and tells the others in between; checks, gathering and
-decisions happen there too. See `Samples` for what comes out.
+A repetition is: start together, stamp, call, stamp. Nothing else lies between the stamps. How often
+it is repeated is decided in pace.py.
 """
 
 from __future__ import annotations
 
 import gc
-import random
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.analysis import stats
 from ddpbench.catalog import payload
 from ddpbench.catalog.operations import Buffers, Operation
 from ddpbench.measure import clock
 from ddpbench.measure.start import STARTS
 from ddpbench.records.schema import Case, Plan, Wrong
-from ddpbench.runtime import agree
 from ddpbench.runtime.group import Group
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-
-WARM_UP, WINDOW, WARM_UP_MOST = 10, 20, 500
-WARM_UP_SHARE = 0.25  # of the time slice: a long operation is not warmed up for seconds
-FEWEST = 6  # timed repetitions, however long they take: below, a median has no interval
-FIRST_LOOK = 120  # then at every doubling
-# No case ends by precision before this share of its slice: 120 calls of 5 µs are over within a
-# millisecond, one quiet or noisy moment would stand for the case, and p99 needs 368.
-LEAST_SHARE = 0.1
-BURST_SECONDS = 0.5  # longest stretch without a decision: Ctrl-C and the slice are noticed
-INTERRUPTED = -1
-
-
-@dataclass
-class Samples:
-    """What a case gave. The arrays are in rank 0 only: int64[world, repetition, 3] of ns,
-    (entry, exit, device time or -1)."""
-
-    calls: int = 1
-    cold: npt.NDArray[np.int64] | None = None
-    cold_calls: int = 1
-    warm_up: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    timed: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    stop_reason: str = ""
-    checks: int = 0
-    wrong: list[Wrong] = field(default_factory=list)
-    measuring_seconds: float = 0.0
-    objection: str | None = None  # why the case was skipped on all ranks
 
 
 def stamped(
@@ -221,36 +188,6 @@ def _allocate(case: Case, operation: Operation, rank: int, device: torch.device)
     )
 
 
-def measure(
-    case: Case, operation: Operation, plan: Plan, group: Group, tested: dist.ProcessGroup,
-    device: torch.device, shortest_seconds: float, objection: str | None,
-) -> Samples:  # fmt: skip
-    """Measure one case on all ranks together, or skip it on all ranks together.
-
-    objection: this rank's reason not to, found before. Returns what rank 0 gathered; in other
-    ranks only `objection`, `checks` and `stop_reason` mean something.
-    """
-    samples = Samples()
-    bench = None
-    if objection is None:
-        try:
-            bench = Bench(case, operation, plan, group, tested, device)
-        except (MemoryError, RuntimeError, TypeError, AttributeError) as error:
-            objection = f"cannot make the buffers: {_first_line(error)}"
-    samples.objection = agree.first_objection(group, objection)
-    if samples.objection is not None or bench is None:
-        return samples
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        _measure(bench, samples, shortest_seconds)
-    finally:
-        if enabled:
-            gc.enable()
-    return samples
-
-
 def settle() -> None:
     """Once before a sweep: keep this process's own helpers out of the timed spans.
 
@@ -263,176 +200,3 @@ def settle() -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
-
-
-def _measure(bench: Bench, samples: Samples, shortest_seconds: float) -> None:
-    group, plan = bench.group, bench.plan
-    began = time.monotonic()
-    until = began + plan.slice_seconds
-    objection = None
-    try:
-        cold = bench.repeat(1)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        objection = f"not supported: {_first_line(error)}"
-    samples.objection = agree.first_objection(group, objection)
-    if samples.objection is not None:
-        return
-    pace = Pace(bench, samples, seconds=time.monotonic() - began)
-    pace.measuring = pace.seconds
-    samples.cold = agree.at_rank_0(group, cold)
-    _check(bench, samples, -1)
-    bench.rest()
-    samples.calls = samples.cold_calls = bench.calls
-    batch = _warm_up(pace, until, shortest_seconds)
-    samples.calls *= batch
-    _timed(pace, until, batch)
-    if batch > 1:  # one call of the very buffers: a batch of sums in place has no exact result
-        bench.refill()
-        bench.repeat(1)
-        _check(bench, samples, -1)
-    samples.measuring_seconds = pace.measuring
-
-
-@dataclass
-class Pace:
-    """Runs bursts of repetitions that rank 0 chose, and knows how long one takes."""
-
-    bench: Bench
-    samples: Samples
-    seconds: float = 0.0  # of one repetition with its start, as rank 0 saw it
-    measuring: float = 0.0
-    done: int = 0  # timed repetitions so far
-
-    def fitting(self, wanted: int, until: float) -> int:
-        """How many of the wanted repetitions fit the time left and a burst; at least one."""
-        left = min(until - time.monotonic(), BURST_SECONDS)
-        return max(1, min(wanted, int(left / self.seconds) if self.seconds else 1))
-
-    def burst(
-        self, wanted: int, batch: int, check: bool, into: list[npt.NDArray[np.int64]]
-    ) -> bool:
-        """Repeat as often as rank 0 says and gather into its list; False when it says stop."""
-        bench, group = self.bench, self.bench.group
-        if group.rank == 0 and group.watchdog.signal is not None:
-            wanted = INTERRUPTED
-        count = agree.decision(group, wanted)
-        if count <= 0:
-            if count == INTERRUPTED:
-                self.samples.stop_reason = "interrupted"
-            return False
-        group.watchdog.rearm()
-        stamps = self._repeat(count, batch, check and batch == 1 and bench.plan.check)
-        gathered = agree.at_rank_0(group, stamps)
-        if gathered is not None:
-            into.append(gathered)
-        return True
-
-    def _repeat(self, count: int, batch: int, check: bool) -> npt.NDArray[np.int64]:
-        """The burst; with `check`, a random repetition and the last are checked."""
-        bench = self.bench
-        ends = [count]
-        if check:
-            # The same draw in every rank: seed, case and burst are the same.
-            draw = random.Random(f"{bench.plan.seed}/{bench.case.key}/{bench.generation}")
-            ends = sorted({draw.randint(1, count), count})
-        stamps, position = [], 0
-        for end in ends:
-            for stretch, checked in (
-                ((end - 1 - position, False), (1, True)) if check else ((end - position, False),)
-            ):
-                if stretch <= 0:
-                    continue
-                if checked:
-                    bench.refill()
-                began = time.monotonic()
-                stamps.append(bench.repeat(stretch, batch))
-                spent = time.monotonic() - began
-                self.measuring += spent
-                # One repetition alone may have been a slow one; it counts half.
-                each = spent / stretch
-                self.seconds = each if stretch >= 3 else (self.seconds + each) / 2
-                if checked:
-                    _check(bench, self.samples, self.done + end - 1)
-                    bench.rest()
-            position = end
-        self.done += count if check else 0
-        return np.concatenate(stamps)
-
-
-def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
-    """Repeat until two neighbouring windows agree; then the number of calls in one repetition."""
-    samples, rank = pace.samples, pace.bench.group.rank
-    most = time.monotonic() + WARM_UP_SHARE * (until - time.monotonic())
-    windows = samples.warm_up
-    while True:
-        wanted = 0
-        if rank == 0:
-            count = sum(window.shape[1] for window in windows)
-            cut = time.monotonic() > most or count >= WARM_UP_MOST
-            if not windows or not (cut or _settled(windows, samples.calls)):
-                wanted = pace.fitting(WINDOW if windows else WARM_UP, most)
-        if not pace.burst(wanted, 1, check=False, into=windows):
-            break
-    batch = 1
-    if rank == 0 and windows:
-        median = float(np.median(stats.t_max(windows[-1], 1)))
-        if 0 < median < shortest_seconds:
-            batch = int(shortest_seconds / median) + 1
-    return agree.decision(pace.bench.group, batch)
-
-
-def _settled(windows: list[npt.NDArray[np.int64]], calls: int) -> bool:
-    return len(windows) > 2 and stats.settled(
-        stats.t_max(windows[-2], calls), stats.t_max(windows[-1], calls)
-    )
-
-
-def _timed(pace: Pace, until: float, batch: int) -> None:
-    """Repeat until the median is known well enough, the slice is over, or there are enough."""
-    samples, plan, rank = pace.samples, pace.bench.plan, pace.bench.group.rank
-    reasons = ["", "precision", "time slice", "most repetitions"]
-    reason = 0
-    times = np.empty(0)
-    look = FIRST_LOOK
-    least = time.monotonic() + LEAST_SHARE * plan.slice_seconds
-    pace.seconds *= batch
-    while samples.stop_reason != "interrupted":
-        wanted = 0
-        if rank == 0:
-            if len(times) >= look:
-                look *= 2
-                interval = stats.median_interval(times)
-                known = interval is not None and stats.half_width(interval) <= plan.precision
-                if known and time.monotonic() > least:
-                    reason = 1
-            if len(times) >= plan.max_repetitions:
-                reason = 3
-            elif not reason and len(times) >= FEWEST and time.monotonic() > until:
-                reason = 2
-            if not reason:
-                wanted = pace.fitting(min(look, plan.max_repetitions) - len(times), until)
-        if not pace.burst(wanted, batch, check=True, into=samples.timed):
-            break
-        if rank == 0:
-            times = np.append(times, stats.t_max(samples.timed[-1], samples.calls))
-    samples.stop_reason = samples.stop_reason or reasons[reason]
-
-
-def _check(bench: Bench, samples: Samples, repetition: int) -> None:
-    """Compare the outputs with what they must be; each rank keeps its first wrong element."""
-    if not bench.plan.check or not bench.operation.sized:
-        return
-    samples.checks += 1
-    wrong = bench.wrong(repetition)
-    if wrong is not None and not samples.wrong:
-        samples.wrong.append(wrong)
-
-
-def everyones_wrong(group: Group, samples: Samples) -> list[Wrong]:
-    """The first wrong element of each rank that has one, in every rank."""
-    found = agree.everyones(group, [vars(w) for w in samples.wrong])
-    return [Wrong(**wrong) for mine in found for wrong in mine]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

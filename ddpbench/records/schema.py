@@ -144,7 +144,9 @@ class Result:
     wrong: tuple[Wrong, ...] = ()
     limit: Limit | None = None
     hard_limit: Limit | None = None
-    others_share: float | None = None  # of the cores' time that other processes used
+    # Of the cores' time that other processes used; over the cases before too, where this one was
+    # too short to tell.
+    others_share: float | None = None
     measuring_seconds: float = 0.0  # in warm-up and timed repetitions
     wall_seconds: float = 0.0  # of the whole case
 

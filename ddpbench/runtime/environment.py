@@ -28,7 +28,8 @@ CHECKOUT = Path(__file__).parents[2]  # named to git, which would else take any 
 GIT = ("git", f"--git-dir={CHECKOUT}/.git", f"--work-tree={CHECKOUT}", "--no-optional-locks")
 ALLOWED = re.compile(r"(NCCL|GLOO|TORCH|OMP|MKL|OMPI|UCX|MPICH|SLURM)_|CUDA_VISIBLE_DEVICES$")
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|PASSPHRASE|KEY|CREDENTIAL|JWT|AUTH|COOKIE", re.IGNORECASE)
-NOISE = re.compile(r"OMPI_(ARGV|COMMAND|APP_CTX|FILE_|MCA_(orte|prte|pmix|ess|initial)_)")
+# Open MPI tells its ranks much; a user sets OMPI_MCA_*.
+NOISE = re.compile(r"OMPI_(?!MCA_)|OMPI_MCA_(orte|prte|pmix|ess|initial|PREFIXES|cpu_|num_)")
 COMMAND_DEADLINE_SECONDS = 5.0
 MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity.d": "apptainer"}
 REASON = "nvmlClocksThrottleReason"

