@@ -1,5 +1,6 @@
 """Who a process is, from what its launcher says; and where ranks meet under Slurm."""
 
+import importlib.metadata
 import os
 import re
 import signal
