@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
@@ -136,28 +137,30 @@ def torchrun(arguments: Sequence[str], nproc: int) -> int:
     """
     import logging
 
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=f"ddpbench-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0,
-        local_addr="127.0.0.1",
-    )
-    try:
-        elastic_launch(config, sys.executable)(*arguments)
-    except ChildFailedError as error:
-        codes = [failure.exitcode for failure in error.failures.values()]
-        return max((code for code in codes if code > 0), default=5)
-    except SignalException as error:
-        return 130 if error.sigval in (signal.SIGINT, signal.SIGTERM) else 5
+    with tempfile.TemporaryDirectory(prefix="ddpbench-") as logs:  # torchrun leaves its own behind
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=f"ddpbench-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            max_restarts=0,
+            local_addr="127.0.0.1",
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )
+        try:
+            elastic_launch(config, sys.executable)(*arguments)
+        except ChildFailedError as error:
+            codes = [failure.exitcode for failure in error.failures.values()]
+            return max((code for code in codes if code > 0), default=5)
+        except SignalException as error:
+            return 130 if error.sigval in (signal.SIGINT, signal.SIGTERM) else 5
     return 0
 
 
