@@ -388,7 +388,7 @@ def _others_share(ranks: Group, meter: cpu.CpuMeter) -> float | None:
     mine = [used.own_seconds, used.host_busy_seconds, used.wall_seconds]
     everyone = agree.everyones(ranks, mine)
     shares = []
-    for members in ranks.hosts.values():
+    for members in ranks.machines.values():
         _, busy, wall = everyone[members[0]]
         own = [everyone[rank][0] for rank in members]
         shares.append(cpu.others_share(busy, own, wall, psutil.cpu_count() or 1))

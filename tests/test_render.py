@@ -196,7 +196,7 @@ def test_legends_explain_the_flags_that_were_raised_and_no_others() -> None:
     said = formats.table(run).splitlines()
     explained = [name for name in lines.FLAGS if any(line.startswith(f"{name}: ") for line in said)]
     assert explained == ["rounded"]
-    assert "% limit on gloo: busbw over 2.50 GB/s, memcpy" in said
+    assert "% limit on gloo: busbw over 2.500 GB/s, memcpy" in said
 
 
 # --- columns --------------------------------------------------------------------------------------
@@ -242,13 +242,13 @@ def test_statistics_are_over_all_launches() -> None:
     ("value", "text"),
     [
         (12345.6, "12346"), (1234.5, "1234"), (123.45, "123.5"), (12.345, "12.35"),
-        (1.23456, "1.235"), (0.1234, "0.12"), (0.01234, "0.012"), (0.0012, "0.0012"),
+        (1.23456, "1.235"), (0.1234, "0.1234"), (0.01234, "0.0123"), (0.0012, "0.0012"),
         (0.000016, "0.000016"), (0, "0"), (0.0, "0"), (-1.5, "-1.500"), (None, "-"), ("x", "x"),
         (7, "7"), (123456789, "123456789"),
     ],
 )  # fmt: skip
 def test_numbers_keep_their_first_digits(value: float | str | None, text: str) -> None:
-    """Four digits, below 1 two significant ones, never an exponent; counts stay whole."""
+    """Four digits, below 0.001 two, never an exponent; counts stay whole."""
     assert digits(value) == text
 
 

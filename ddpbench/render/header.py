@@ -8,6 +8,7 @@ from ddpbench.analysis import stats
 from ddpbench.analysis.lines import FLAGS, Line
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Launch, Run
+from ddpbench.render.rows import digits
 
 
 def header(run: Run) -> list[str]:
@@ -117,7 +118,7 @@ def _limits(shown: list[Line]) -> list[str]:
                 rates.setdefault(key, []).append(limit.bytes_per_second / 1e9)
     out = []
     for (backend, source), values in rates.items():
-        low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+        low, high = digits(min(values)), digits(max(values))
         span = low if low == high else f"{low} … {high}"
         out.append(f"% limit on {backend}: busbw over {span} GB/s, {source}")
     return out

@@ -36,7 +36,7 @@ def _gigabytes(rate: float | None) -> float | None:
 
 
 def digits(value: float | int | str | None) -> str:
-    """Four digits, below 1 two significant ones, no exponent: 12345, 123.4, 1.234, 0.12, 0.0012."""
+    """Four digits, no exponent: 12345, 123.4, 1.234, 0.1234, 0.0123; below 0.001 two, 0.00012."""
     if value is None:
         return "-"
     if isinstance(value, (str, int)):
@@ -44,7 +44,8 @@ def digits(value: float | int | str | None) -> str:
     if value == 0:
         return "0"
     exponent = math.floor(math.log10(abs(value)))
-    return f"{value:.{max(0, 3 - exponent if exponent >= 0 else 1 - exponent)}f}"
+    places = 3 - exponent if exponent >= 0 else 4 if exponent >= -3 else 1 - exponent
+    return f"{value:.{max(0, places)}f}"
 
 
 def _percentile(name: str) -> Callable[[Line], float | None]:

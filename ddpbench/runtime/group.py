@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -64,17 +64,26 @@ class Group:
         return None if number is None else signal.Signals(number).name
 
     @property
+    def machines(self) -> dict[str, list[int]]:
+        """The ranks that share cores, memory and clock; keyed by boot id."""
+        return self._by(lambda who: who.boot_id)
+
+    @property
     def hosts(self) -> dict[str, list[int]]:
-        """The ranks of each machine, in order of first rank; keyed by boot id."""
-        hosts: dict[str, list[int]] = {}
+        """The ranks that share a network: containers of one machine can be several hosts."""
+        return self._by(lambda who: f"{who.boot_id}/{who.network}")
+
+    def _by(self, key: Callable[[Who], str]) -> dict[str, list[int]]:
+        """Ranks by key, in order of first rank."""
+        groups: dict[str, list[int]] = {}
         for who in self.who:
-            hosts.setdefault(who.boot_id, []).append(who.rank)
-        return hosts
+            groups.setdefault(key(who), []).append(who.rank)
+        return groups
 
     @property
     def neighbours(self) -> list[int]:
         """The ranks on this rank's machine, itself among them."""
-        return self.hosts[self.who[self.rank].boot_id]
+        return self.machines[self.who[self.rank].boot_id]
 
     def device(self, kind: str) -> torch.device:
         """This rank's device: one GPU a rank in order of local rank; raises Refused if too few."""
@@ -116,13 +125,13 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
 
     timeout = timedelta(seconds=rendezvous.timeout_seconds)
     store = _meet(place, rendezvous, timeout)
-    me = f"{socket.gethostname()}|{os.getpid()}|{_boot_id()}"
+    me = f"{socket.gethostname()}|{os.getpid()}|{_boot_id()}|{_network()}"
     store.set(f"ddpbench/here/{place.rank}", me)
     _await_all(store, place, rendezvous.timeout_seconds)
     who = []
     for rank in range(place.world_size):
-        host, pid, boot_id = store.get(f"ddpbench/here/{rank}").decode().split("|")
-        who.append(Who(rank, host, int(pid), boot_id))
+        host, pid, boot_id, network = store.get(f"ddpbench/here/{rank}").decode().split("|")
+        who.append(Who(rank, host, int(pid), boot_id, network))
     watchdog = Watchdog(_second_client(store), place.rank, who, rendezvous.timeout_seconds, _leave)
     try:
         dist.init_process_group(
@@ -296,6 +305,14 @@ def _boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
+
+
+def _network() -> str:
+    """Names this process's network namespace."""
+    try:
+        return str(Path("/proc/self/ns/net").stat().st_ino)
+    except OSError:
+        return ""
 
 
 def _leave(code: int) -> NoReturn:

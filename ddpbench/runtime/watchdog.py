@@ -40,7 +40,8 @@ class Who:
     rank: int
     host: str
     pid: int
-    boot_id: str
+    boot_id: str  # names the machine
+    network: str = ""  # names the network namespace: hosts to each other, even on one machine
 
 
 def state_of(who: Who, my_boot_id: str) -> str:
