@@ -36,9 +36,9 @@ class Book:
             self.part = len(self.run.results)
             self._write()
 
-    def expect(self, cases: int, progress: bool) -> None:
-        """Show progress and time left on stderr, where that is a terminal."""
-        if not (self.writes and (progress or sys.stderr.isatty())):
+    def expect(self, cases: int) -> None:
+        """Show progress and time left on stderr."""
+        if not self.writes:
             return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -96,8 +96,8 @@ class Book:
             self._bar.advance(self._bar.task_ids[0])
             self._bar.refresh()
 
-    def close(self, seconds: float) -> None:
-        """Store how long the sweep took, and how much of it was measuring."""
+    def close(self, seconds: float, used: list[dict[str, Any]]) -> None:
+        """Store how long the sweep took, how much of it was measuring, what each rank used."""
         if not self.writes:
             return
         if self._bar is not None:
@@ -109,8 +109,12 @@ class Book:
             ended=store.now(),
             sweep_seconds=seconds,
             measuring_seconds=self.measuring,
+            ranks=tuple(
+                {**facts, **mine} for facts, mine in zip(self.launch.ranks, used, strict=True)
+            ),
         )
-        self._write()
+        with contextlib.suppress(OSError):  # a full disk is told when the run is finished
+            self._write()
 
     def _write(self) -> None:
         others = [launch for launch in self.run.launches if launch.index != self.launch.index]

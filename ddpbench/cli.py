@@ -101,7 +101,7 @@ def _collectives(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     asked = resolve(asked, place)
     if place is not None:
         return collectives.run(asked, place)
-    return start(asked, words)
+    return start(replace(asked, nproc=_nproc(asked)), words)
 
 
 def resolve(asked: Options, place: Placement | None) -> Options:
@@ -113,11 +113,12 @@ def resolve(asked: Options, place: Placement | None) -> Options:
             "--launches needs ddpbench to start the ranks: leave out the launcher and type "
             f"python -m ddpbench collectives -n {place.world_size} --launches {asked.launches} …"
         )
-    return replace(asked, device=device, backend=names, nproc=_nproc(asked, device))
+    return replace(asked, device=device, backend=names)
 
 
-def _nproc(asked: Options, device: str) -> int:
-    if asked.nproc is not None or device == "cpu":
+def _nproc(asked: Options) -> int:
+    """How many ranks to start here: what was asked for, else one a GPU, else two."""
+    if asked.nproc is not None or asked.device == "cpu":
         return asked.nproc or 2
     import torch
 
@@ -131,24 +132,23 @@ def start(asked: Options, words: Sequence[str]) -> int:
     if asked.master_port is not None:
         launch.require_free(asked.master_port)
     assert asked.nproc is not None
-    if any(backends.get(name).launcher == "mpirun" for name in asked.backend):
-        launch.require_mpirun()
     try:
         folder = collectives.new_run(asked, asked.nproc, words)
     except OSError as error:
         raise Refused(collectives.cannot_write(error)) from None
-    end = None
+    end, refusals = None, 0
     for number, name in _schedule(asked, store.read(folder).plan.seed):
         code = _launch(asked, words, name, folder, number)
+        refusals += code == 2
         if code == 130:
             end = book.INTERRUPTED
             break
-        if code not in (0, 2):
+        if code != 0:
             reason = f"the ranks on {name} ended with exit code {code}"
             end = end or book.End("failed", reason, 5)
-    if not store.read(folder).launches:
+    if not store.read(folder).launches:  # nothing was measured
         shutil.rmtree(folder)
-        return 2
+        return 2 if refusals or end is None else end.code
     return book.finish(folder, asked.format, asked.columns, asked.quiet, end)
 
 

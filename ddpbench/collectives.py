@@ -35,6 +35,7 @@ from ddpbench.runtime.launch import Placement, Refused
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from ddpbench.measure.calibrate import Rates
 
@@ -94,8 +95,16 @@ class Options:
         )
 
     def rendezvous(self) -> Rendezvous:
-        """How the ranks meet."""
-        return Rendezvous(self.init_method, self.master_addr, self.master_port, self.timeout)
+        """How the ranks meet; a file serves one launch only."""
+        method = self.init_method
+        if method and method.startswith("file://") and self.join is not None:
+            method = f"{method}.{self.launch}"
+        return Rendezvous(method, self.master_addr, self.master_port, self.timeout)
+
+    def named(self) -> dict[str, object]:
+        """What must be the same in all ranks, by the names of the options."""
+        names = {"async_op": "async", "modules": "import"}
+        return {names.get(k, k.replace("_", "-")): v for k, v in asdict(self).items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +168,7 @@ def run(asked: Options, place: Placement) -> int:
         for name in ("scipy.stats", "pyarrow.parquet"):  # slow: not while the others wait
             import_module(name)
     with group.opened(place, asked.rendezvous(), asked.share_gpu) as ranks:
-        agree.require_same_options(ranks, asdict(asked))
+        agree.require_same_options(ranks, asked.named())
         folder, plan = _folder(ranks, asked)
         ranks.watchdog.on_end = lambda *end: book.mark(folder, *end)
         end = None
@@ -167,9 +176,10 @@ def run(asked: Options, place: Placement) -> int:
             failure = sweep(ranks, backends.get(name), asked, plan, folder, asked.launch + number)
             if failure is not None:
                 end = book.End("failed", failure, 5)
+            elif agree.first_objection(ranks, ranks.interrupted) is not None:
+                end = book.INTERRUPTED
+            if end is not None:
                 break
-        if agree.first_objection(ranks, ranks.interrupted) is not None:
-            end = end or book.INTERRUPTED
     if place.rank == 0 and asked.join is None:
         return book.finish(folder, asked.format, asked.columns, asked.quiet, end)
     if place.rank == 0 and end is not None:
@@ -189,9 +199,10 @@ def sweep(
     from ddpbench import book
     from ddpbench.measure import calibrate, clock, loop, pace
 
-    device = _device(ranks, asked)
-    with ranks.tested(backend.register() if backend.register else backend.name) as tested:
-        began = time.monotonic()
+    device = ranks.device(asked.device)
+    with ranks.tested(_torch_name(ranks, backend)) as tested:
+        _connect(ranks, backend, tested)
+        began, whole = time.monotonic(), cpu.CpuMeter()
         loop.settle()
         wanted = list(cases(asked, backend, plan, ranks))
         random.Random(f"{plan.seed}/{index}").shuffle(wanted)
@@ -201,7 +212,8 @@ def sweep(
         sizes = {case.nbytes for case, _ in wanted} if on_cpu else set()
         rates = calibrate.rates(ranks, sizes, streams=on_cpu)
         record = book.Book(ranks, folder, _launch(ranks, backend, index, times, rates))
-        record.expect(len(wanted), progress=asked.progress and not asked.quiet)
+        if not asked.quiet and (asked.progress or sys.stderr.isatty()):
+            record.expect(len(wanted))
         failure = share = None
         meter = cpu.CpuMeter()
         for number, (case, requested) in enumerate(wanted):
@@ -231,19 +243,22 @@ def sweep(
                 wrong=tuple(pace.everyones_wrong(ranks, samples)),
                 others_share=share,
                 limit=_limit(asked, backend, case, rates, ranks),
-                hard_limit=rates.hard_limit(len(ranks.hosts) == 1),
+                hard_limit=_hard_limit(asked, rates, ranks),
                 wall_seconds=time.monotonic() - started,
             )
             record.add(result, samples)
             failure = agree.from_rank_0(ranks, record.failure)
             if failure is not None or samples.stop_reason == "interrupted":
                 break
-        record.close(time.monotonic() - began)
+        used = {"cpu": asdict(whole.stop()), "gpu_after": environment.gpu_state()}
+        record.close(time.monotonic() - began, agree.everyones(ranks, used))
     return failure
 
 
 def cases(asked: Options, backend: Backend, plan: Plan, ranks: Group) -> Iterator[tuple[Case, int]]:
     """All cases of a sweep on one backend, each with the size that was asked for."""
+    from ddpbench.measure import loop
+
     n = ranks.world_size
     sizes = asked.sizes or parse(DEFAULT_SIZES[asked.device])
     for name in asked.op:
@@ -273,6 +288,7 @@ def cases(asked: Options, backend: Backend, plan: Plan, ranks: Group) -> Iterato
                 async_op=(asked.async_op or plan.issue == "pipelined") and not operation.paired,
                 issue=plan.issue,
                 start=plan.start,
+                depth=loop.pipeline_depth(total, plan) if plan.issue == "pipelined" else 1,
                 world_size=n,
                 ranks_per_host=tuple(len(host) for host in ranks.hosts.values()),
                 clock="device" if asked.device == "cuda" else "host",
@@ -324,24 +340,45 @@ def cannot_write(error: Exception) -> str:
     return str(error)
 
 
-def _device(ranks: Group, asked: Options) -> torch.device:
-    """This rank's device; refused in all ranks together when one has none."""
-    device = objection = None
-    try:
-        device = ranks.device(asked.device)
-    except Refused as error:
-        objection = str(error)
+def _torch_name(ranks: Group, backend: Backend) -> str:
+    """The name by which torch knows the backend. Refused in all ranks together where the
+    backend's own launcher did not start them."""
+    name = backend.register() if backend.register else backend.name
+    size, objection = backend.size(), None
+    if size is not None and size != ranks.world_size:
+        objection = (
+            f"{backend.name} sees a world of {size}, not of {ranks.world_size} ranks: start them "
+            f"with the mpirun of this MPI (under srun it needs PMI or PMIx support)"
+        )
     if (sentence := agree.first_objection(ranks, objection)) is not None:
         raise Refused(sentence)
-    assert device is not None
-    return device
+    return name
+
+
+def _connect(ranks: Group, backend: Backend, tested: dist.ProcessGroup) -> None:
+    """One barrier, so that connections made at the first call are no part of the first case."""
+    import torch.distributed as dist
+
+    objection = None
+    try:
+        dist.barrier(group=tested)
+    except RuntimeError as error:
+        lines = [line for line in str(error).splitlines() if line.strip()] or ["no text"]
+        objection = f"{backend.name} cannot connect its ranks: {lines[0]} {lines[-1]}"
+    if (sentence := agree.first_objection(ranks, objection)) is not None:
+        raise Refused(sentence)
 
 
 def _launch(
     ranks: Group, backend: Backend, index: int, times: dict[str, float], rates: Rates
 ) -> Launch:
     """Who runs where, for the record; every rank tells its own part."""
-    everyone = agree.everyones(ranks, environment.rank_facts())
+    mine = {
+        **environment.rank_facts(),
+        "interface": environment.interface_of(ranks.address),
+        "gpu_before": environment.gpu_state(),
+    }
+    everyone = agree.everyones(ranks, mine)
     facts = {**environment.run_facts(), "rates": asdict(rates)} if ranks.rank == 0 else {}
     return Launch(
         index=index,
@@ -367,17 +404,20 @@ def _objection(
         return f"{case.operation} needs two ranks"
     if operation.paired and case.issue == "pipelined":
         return f"{case.operation} is measured isolated only"
+    if operation.paired and case.backend == "gloo" and case.device == "cuda":
+        return "gloo sends and receives CPU tensors only"
     if operation.rooted and (case.root or 0) >= case.world_size:
         return f"root {case.root} is not one of {case.world_size} ranks"
     element = DTYPES[case.dtype].nbytes
-    needed = loop.needed_nbytes(case, operation, plan, element) * len(ranks.neighbours)
-    free = environment.free_memory_nbytes()
+    free, sharers, where = environment.free_memory_nbytes(), len(ranks.neighbours), "host"
     if device.type == "cuda":
         import torch
 
-        free, needed = torch.cuda.mem_get_info(device)[0], needed // len(ranks.neighbours)
+        torch.cuda.empty_cache()  # what earlier cases left is free
+        free, sharers, where = torch.cuda.mem_get_info(device)[0], len(ranks.gpu_mates), "GPU"
+    needed = loop.needed_nbytes(case, operation, element) * sharers
     if free is not None and needed > 0.9 * free:
-        where = "the GPU" if device.type == "cuda" else f"the {len(ranks.neighbours)} ranks here"
+        where = f"the {sharers} rank{'s' if sharers > 1 else ''} on this {where}"
         return f"{where} would need {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB is free"
     return None
 
@@ -403,6 +443,13 @@ def _limit(
         return Limit(asked.limit * 1e9, "--limit")
     one_way = OPERATIONS[case.operation].one_way(case.world_size)
     return rates.limit(backend.transport, case.nbytes, one_way, len(ranks.hosts) == 1)
+
+
+def _hard_limit(asked: Options, rates: Rates, ranks: Group) -> Limit | None:
+    """What no operation can pass: the nominal rate if the user gave it, else the fastest copy."""
+    if asked.limit is not None:
+        return Limit(asked.limit * 1e9, "--limit")
+    return rates.hard_limit(len(ranks.hosts) == 1)
 
 
 if __name__ == "__main__":

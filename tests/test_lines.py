@@ -211,7 +211,7 @@ def test_lines_stand_by_operation_form_dtype_size_and_backend() -> None:
 IDENTITY: dict[str, Any] = {
     "form": "list", "backend": "mpi", "provider": "mpi4py", "device": "cuda", "dtype": "float16",
     "reduce_op": "max", "root": 1, "nbytes": 8192, "count": 7, "in_place": False,
-    "async_op": True, "issue": "pipelined", "start": "none", "world_size": 4,
+    "async_op": True, "issue": "pipelined", "start": "none", "depth": 2, "world_size": 4,
     "ranks_per_host": (1, 1), "buffers": "pinned", "size_convention": "per rank",
     "time_definition": "x", "clock": "device", "rank_reduction": "mean", "statistic": "mean",
     "operation": "broadcast",

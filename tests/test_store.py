@@ -36,7 +36,7 @@ def a_case(**other: Any) -> Case:
         "operation": "all_reduce", "form": "tensor", "backend": "gloo", "provider": "native",
         "device": "cpu", "dtype": "float32", "reduce_op": "sum", "root": None, "nbytes": 4096,
         "count": 1024, "in_place": True, "async_op": False, "issue": "isolated",
-        "start": "barrier", "world_size": 2, "ranks_per_host": (2,),
+        "start": "barrier", "depth": 1, "world_size": 2, "ranks_per_host": (2,),
     }  # fmt: skip
     return Case(**{**known, **other})
 

@@ -29,13 +29,16 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
+HERE = Who(0, "node", os.getpid(), "boot")
+
+
 def seen_as(process: subprocess.Popen[bytes], state: str) -> bool:
     """Whether the process is seen in this state within 5 s: signals take a moment."""
     who = Who(3, "node", process.pid, "boot")
     until = time.monotonic() + 5
-    while state_of(who, "boot") != state and time.monotonic() < until:
+    while state_of(who, HERE) != state and time.monotonic() < until:
         time.sleep(0.01)
-    return state_of(who, "boot") == state
+    return state_of(who, HERE) == state
 
 
 def test_a_process_is_seen_alive_stopped_alive_again_and_dead(
@@ -56,8 +59,13 @@ def test_a_process_is_seen_alive_stopped_alive_again_and_dead(
 
 def test_a_process_of_another_host_cannot_be_seen(child: subprocess.Popen[bytes]) -> None:
     """Its pid means nothing here, even if a process of this host has the same one."""
-    assert state_of(Who(3, "other", child.pid, "other boot"), "boot") == CUT_OFF
-    assert state_of(Who(3, "other", os.getpid(), "other boot"), "boot") == CUT_OFF
+    assert state_of(Who(3, "other", child.pid, "other boot"), HERE) == CUT_OFF
+    assert state_of(Who(3, "other", os.getpid(), "other boot"), HERE) == CUT_OFF
+
+
+def test_a_process_of_another_namespace_cannot_be_seen(child: subprocess.Popen[bytes]) -> None:
+    """Two containers of one machine share its boot id, but not their pids."""
+    assert state_of(Who(3, "node", child.pid, "boot", processes="other"), HERE) == CUT_OFF
 
 
 LATE = Report("case 3 of 9: all_reduce", "missed the deadline of 5 s", True, "loop.py:7")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpbench.runtime.launch import Refused
+from ddpbench.runtime.launch import Refused, find_mpirun
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Backend:
     library: Callable[[], str]
     provider: Callable[[], str] = lambda: "native"
     register: Callable[[], str] | None = None  # makes torch know it; returns its name there
+    size: Callable[[], int | None] = lambda: None  # the world as the backend's own launcher made it
     launcher: str = "torchrun"
     transport: str = ""
 
@@ -70,10 +71,18 @@ def _no_cuda(backend: str, device: str) -> str | None:
 
 
 def _nccl_version() -> str:
+    """Of the library that is loaded; torch tells that of the headers it was built with."""
+    import ctypes
+
     import torch
 
-    nccl: Any = torch.cuda.nccl
-    return "NCCL " + ".".join(map(str, nccl.version()))
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        built: Any = torch.cuda.nccl
+        return "NCCL " + ".".join(map(str, built.version())) + " (as built)"
+    return f"NCCL {number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def _mpi_native() -> bool:
@@ -102,6 +111,12 @@ def _mpi_register() -> str:
 
     mpi.register()
     return "mpi4py"
+
+
+def _mpi_size() -> int | None:
+    from ddpbench.runtime import mpi
+
+    return None if _mpi_native() else mpi.world()[1]
 
 
 def _mpi_library() -> str:
@@ -140,6 +155,7 @@ BACKENDS: dict[str, Backend] = {
             library=_mpi_library,
             provider=lambda: "native" if _mpi_native() else "mpi4py",
             register=_mpi_register,
+            size=_mpi_size,
             launcher="mpirun",
             transport="memory",
         ),
@@ -201,6 +217,11 @@ def unavailable(name: str, device: str, launcher: str | None) -> str | None:
             f"{name} needs ranks that MPI started, and each of torchrun's is an MPI world of its "
             f"own: type mpirun -n 2 python -m ddpbench.collectives --backend {name}, or, without "
             f"a launcher, python -m ddpbench collectives -n 2 --backend {name}"
+        )
+    if backend.launcher == "mpirun" and launcher is None and find_mpirun() is None:
+        return (
+            f"{name} needs an mpirun, and there is none beside this Python or in PATH: "
+            "pip install 'ddpbench[mpi]' brings one, without system packages"
         )
     return backend.unavailable(device)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 PERIOD = 1021
+STRETCH = 2**14  # periods compared at once
 
 
 def table(
@@ -104,11 +105,12 @@ def first_wrong(
     part = buffer[piece.start : piece.start + piece.length]
     whole = part.numel() // PERIOD
     body = part[: whole * PERIOD].view(-1, PERIOD)
-    tail = part[whole * PERIOD :]
-    for base, got in ((0, body), (whole * PERIOD, tail)):
-        expected = period.expand_as(body) if base == 0 and whole else period[: tail.numel()]
+    # In stretches: comparing takes memory of its own, which must not grow with the buffer.
+    stretches = [(row * PERIOD, body[row : row + STRETCH]) for row in range(0, whole, STRETCH)]
+    for base, got in [*stretches, (whole * PERIOD, part[whole * PERIOD :])]:
         if got.numel() == 0:
             continue
+        expected = period.expand_as(got) if got.dim() == 2 else period[: got.numel()]
         index = _first_difference(got, expected, tolerance)
         if index is not None:
             flat = base + index
@@ -121,17 +123,17 @@ def first_wrong(
 
 
 def _first_difference(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> int | None:
+    import torch
+
     if tolerance:
         same = (got.double() - expected.double()).abs() <= tolerance * expected.double().abs()
     elif got.dtype.itemsize == 1 and got.dtype.is_floating_point:
-        import torch
-
         same = got.view(torch.uint8) == expected.view(torch.uint8)
     else:
         same = got == expected
     if bool(same.all()):
         return None
-    return int((~same).reshape(-1).nonzero()[0])
+    return int((~same).reshape(-1).to(dtype=torch.uint8).argmax())
 
 
 def _tensor(values: npt.NDArray[np.float64], like: torch.Tensor) -> torch.Tensor:

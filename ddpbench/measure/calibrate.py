@@ -59,6 +59,7 @@ def rates(group: Group, sizes: Iterable[int], streams: bool) -> Rates:
     fastest = 0.0
     first_of_host = group.neighbours[0] == group.rank
     for nbytes in sorted({size for size in sizes if 0 < size <= 2**28}):
+        group.watchdog.rearm()
         together = agree.everyones(group, _copy_rate(group, nbytes, copies_too=True))
         single = agree.everyones(group, _copy_rate(group, nbytes, copies_too=first_of_host))
         copies[nbytes] = min(usual for usual, _ in together)
@@ -93,7 +94,11 @@ def _ring_rates(group: Group) -> tuple[float | None, float | None]:
     with contextlib.ExitStack() as sockets:
         server = sockets.enter_context(socket.create_server(("", 0), backlog=1))
         server.settimeout(deadline)
-        addresses = agree.everyones(group, [_own_address(group), server.getsockname()[1]])
+        try:
+            mine = group.address
+        except OSError:
+            mine = None
+        addresses = agree.everyones(group, [mine, server.getsockname()[1]])
         address = tuple(addresses[(group.rank + 1) % group.world_size])
         failure = None
         try:
@@ -104,9 +109,9 @@ def _ring_rates(group: Group) -> tuple[float | None, float | None]:
         if agree.first_objection(group, failure) is not None:
             return None, None
         inward.settimeout(deadline)
-        everyone = range(group.world_size)
-        both_ways = _stream(group, outward, inward, senders=everyone)
-        return both_ways, _stream(group, outward, inward, senders=everyone[::2])
+        n = group.world_size
+        both_ways = _stream(group, outward, inward, senders=range(n))
+        return both_ways, _stream(group, outward, inward, senders=range(0, n - 1, 2))
 
 
 def _stream(
@@ -124,6 +129,7 @@ def _stream(
             outward.sendall(data)
         outward.sendall(END)
 
+    group.watchdog.rearm()
     sends = group.rank in senders
     hears = (group.rank - 1) % group.world_size in senders
     agree.decision(group, 0)
@@ -141,12 +147,3 @@ def _stream(
         sender.join()
     rates = agree.everyones(group, total / ((ended - began) * 1e-9) if hears else None)
     return float(min(rate for rate in rates if rate is not None))
-
-
-def _own_address(group: Group) -> str:
-    """This rank's address as the other hosts see it: that of the route to the store."""
-    if len(group.hosts) == 1:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((group.meeting_host, 1))
-        return str(probe.getsockname()[0])

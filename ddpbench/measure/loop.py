@@ -53,9 +53,8 @@ class Bench:
         self.case, self.operation, self.plan, self.group = case, operation, plan, group
         self.device = device
         self._tables: dict[tuple[int | None, int], npt.NDArray[np.float64]] = {}
-        sets = pipeline_depth(case, operation, plan) if case.issue == "pipelined" else 1
-        self.buffers = [_allocate(case, operation, group.rank, device) for _ in range(sets)]
-        self.calls = sets * operation.messages
+        self.buffers = [_allocate(case, operation, group.rank, device) for _ in range(case.depth)]
+        self.calls = case.depth * operation.messages
         self.start = STARTS[case.start](tested, device)
         self._issues = [operation.bind(case, b, tested, group.rank) for b in self.buffers]
         self._events: list[tuple[Any, Any]] = []
@@ -84,12 +83,11 @@ class Bench:
 
     def repeat(self, count: int, batch: int = 1) -> npt.NDArray[np.int64]:
         """`count` repetitions of `batch` calls: int64[count, 3] of this rank's stamps."""
-        call = self._call(batch)
+        call = self._call(batch, count)
         entry, exits = stamped(count, self.start, call)
         device_ns = [-1] * count
         if self.device.type == "cuda":
-            device_ns = [round(a.elapsed_time(b) * 1e6) for a, b in self._events]
-            self._events.clear()
+            device_ns = [round(a.elapsed_time(b) * 1e6) for a, b in self._events[:count]]
         stamps: npt.NDArray[np.int64] = np.array([entry, exits, device_ns], dtype=np.int64).T
         return stamps
 
@@ -119,55 +117,66 @@ class Bench:
             )
         return self._tables[key]
 
-    def _call(self, batch: int) -> Callable[[], object]:
+    def _call(self, batch: int, count: int) -> Callable[[], object]:
         """The call between the stamps: it returns when the result is there."""
-        issues = self._issues * batch
-        call: Callable[[], object] = issues[0]
-        if self.case.async_op:
+        first, *others = self._issues
+        call: Callable[[], object] = first
+        if others:  # pipelined
 
             def call() -> None:
-                for work in [issue() for issue in issues]:
+                for work in [issue() for issue in self._issues]:
+                    if work is not None:
+                        work.wait()
+        elif self.case.async_op:
+
+            def call() -> None:
+                for _ in range(batch):
+                    work = first()
                     if work is not None:
                         work.wait()
         elif batch > 1:
 
             def call() -> None:
-                for issue in issues:
-                    issue()
+                for _ in range(batch):
+                    first()
 
-        return self._on_stream(call) if self.device.type == "cuda" else call
+        return self._on_stream(call, count) if self.device.type == "cuda" else call
 
-    def _on_stream(self, call: Callable[[], object]) -> Callable[[], object]:
+    def _on_stream(self, call: Callable[[], object], count: int) -> Callable[[], object]:
         """Events around the call on the stream that waits for the result."""
         import torch
 
         stream = torch.cuda.current_stream(self.device)
         event: Any = torch.cuda.Event
+        while len(self._events) < count:  # made and recorded once before, outside of any span
+            pair = event(enable_timing=True), event(enable_timing=True)
+            pair[0].record(stream)
+            pair[1].record(stream)
+            self._events.append(pair)
+        pairs = iter(self._events)
 
         def timed() -> None:
-            begin, end = event(enable_timing=True), event(enable_timing=True)
+            begin, end = next(pairs)
             begin.record(stream)
             call()
             end.record(stream)
             stream.synchronize()
-            self._events.append((begin, end))
 
         return timed
 
 
-def pipeline_depth(case: Case, operation: Operation, plan: Plan) -> int:
+def pipeline_depth(nbytes: int, plan: Plan) -> int:
     """Operations in flight: as planned, fewer where their buffers would pass 256 MiB.
 
     Each has buffers of its own: gloo works on several at once.
     """
-    return max(2, min(plan.depth, 2**28 // max(case.nbytes, 1)))
+    return max(2, min(plan.depth, 2**28 // max(nbytes, 1)))
 
 
-def needed_nbytes(case: Case, operation: Operation, plan: Plan, element_nbytes: int) -> int:
+def needed_nbytes(case: Case, operation: Operation, element_nbytes: int) -> int:
     """Memory one rank needs for a case: buffers, the check, the backend's copy."""
     most = max(sum(operation.elements(case, rank)) for rank in {0, case.root or 0})
-    sets = pipeline_depth(case, operation, plan) if case.issue == "pipelined" else 1
-    return sets * most * element_nbytes + 2 * case.nbytes
+    return case.depth * most * element_nbytes + 2 * case.nbytes
 
 
 def _allocate(case: Case, operation: Operation, rank: int, device: torch.device) -> Buffers:

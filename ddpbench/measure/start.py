@@ -28,6 +28,8 @@ def p2p_barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], 
     import torch.distributed as dist
 
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if dist.get_backend(group) == "gloo":
+        device = torch.device("cpu")  # gloo sends no CUDA tensors
     out, into = torch.zeros(1, device=device), torch.zeros(1, device=device)
     distances = [1 << k for k in range((size - 1).bit_length())]
 
@@ -39,6 +41,8 @@ def p2p_barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], 
             ]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
+        if device.type == "cuda":  # there, a wait only orders the stream
+            torch.cuda.current_stream(device).synchronize()
 
     return meet
 

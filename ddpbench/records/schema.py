@@ -30,6 +30,7 @@ class Case:
     async_op: bool
     issue: str  # "isolated" or "pipelined"
     start: str  # "barrier", "p2p_barrier" or "none"
+    depth: int  # operations in flight
     world_size: int
     ranks_per_host: tuple[int, ...]
     buffers: str = "torch"

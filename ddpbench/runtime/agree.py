@@ -81,7 +81,7 @@ def differing_option(everyone: list[dict[str, Any]]) -> str | None:
         for name, value in everyone[0].items():
             if options.get(name) != value:
                 return (
-                    f"rank {rank} was started with --{name.replace('_', '-')} "
+                    f"rank {rank} was started with --{name} "
                     f"{_shown(options.get(name))}, rank 0 with {_shown(value)}: "
                     "start all ranks with the same options"
                 )

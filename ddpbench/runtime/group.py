@@ -7,6 +7,7 @@ so that a faulty or hanging backend cannot spoil the agreement about it.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -48,6 +49,7 @@ class Group:
     timeout: timedelta
     meeting_host: str = "127.0.0.1"  # where the store listens, as this rank reaches it
     share_gpu: bool = False
+    gpu_mates: list[int] = field(default_factory=list)  # the ranks on this rank's GPU
 
     @property
     def rank(self) -> int:
@@ -85,22 +87,38 @@ class Group:
         """The ranks on this rank's machine, itself among them."""
         return self.machines[self.who[self.rank].boot_id]
 
+    @property
+    def address(self) -> str:
+        """This rank's address as the other hosts see it: that of the route to the store."""
+        if len(self.hosts) == 1:
+            return "127.0.0.1"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((self.meeting_host, 1))
+            return str(probe.getsockname()[0])
+
     def device(self, kind: str) -> torch.device:
-        """This rank's device: one GPU a rank in order of local rank; raises Refused if too few."""
+        """This rank's device: a GPU of its own, in order of the ranks on the machine.
+
+        All ranks call it together. Raises Refused, naming the ranks, when two would share one.
+        """
         import torch
 
         if kind == "cpu":
             return torch.device("cpu")
-        count = torch.cuda.device_count()
-        local = self.neighbours.index(self.rank)
-        shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        if local >= count and not shared and not self.share_gpu:
+        index = self.neighbours.index(self.rank) % max(1, torch.cuda.device_count())
+        gpu = str(torch.cuda.get_device_properties(index).uuid)  # a task may see its own GPU only
+        everyones = agree.everyones(self, [self.who[self.rank].boot_id, gpu])
+        same = [rank for rank, each in enumerate(everyones) if each == everyones[self.rank]]
+        shared = [rank for rank, each in enumerate(everyones) if everyones.count(each) > 1]
+        allowed = self.share_gpu or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        if shared and not allowed:
             raise Refused(
-                f"rank {self.rank} is number {local + 1} on its host, which has {count} "
-                f"GPU{'s' if count != 1 else ''}: start at most one rank a GPU, or say --share-gpu"
+                f"ranks {', '.join(map(str, shared))} would share GPUs: start at most one rank a "
+                "GPU, or say --share-gpu"
             )
-        device = torch.device("cuda", local % max(count, 1))
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
+        self.gpu_mates[:] = same
         return device
 
     @contextlib.contextmanager
@@ -125,14 +143,20 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
 
     timeout = timedelta(seconds=rendezvous.timeout_seconds)
     store = _meet(place, rendezvous, timeout)
-    me = f"{socket.gethostname()}|{os.getpid()}|{_boot_id()}|{_network()}"
-    store.set(f"ddpbench/here/{place.rank}", me)
+    me = Who(
+        place.rank,
+        socket.gethostname(),
+        os.getpid(),
+        _boot_id(),
+        network=_namespace("net"),
+        processes=_namespace("pid"),
+    )
+    store.set(f"ddpbench/here/{place.rank}", json.dumps(asdict(me)))
     _await_all(store, place, rendezvous.timeout_seconds)
-    who = []
-    for rank in range(place.world_size):
-        host, pid, boot_id, network = store.get(f"ddpbench/here/{rank}").decode().split("|")
-        who.append(Who(rank, host, int(pid), boot_id, network))
-    watchdog = Watchdog(_second_client(store), place.rank, who, rendezvous.timeout_seconds, _leave)
+    keys = [f"ddpbench/here/{rank}" for rank in range(place.world_size)]
+    who = [Who(**json.loads(store.get(key))) for key in keys]
+    second = _second_client(store, place.world_size)
+    watchdog = Watchdog(second, place.rank, who, rendezvous.timeout_seconds, _leave)
     try:
         dist.init_process_group(
             "gloo",
@@ -259,7 +283,7 @@ def _await_all(store: dist.Store, place: Placement, seconds: float) -> None:
         )
 
 
-def _second_client(store: dist.Store) -> dist.Store:
+def _second_client(store: dist.Store, world_size: int) -> dist.Store:
     """A connection of its own to the same store, for the watchdog's thread."""
     import torch.distributed as dist
 
@@ -274,7 +298,7 @@ def _second_client(store: dist.Store) -> dist.Store:
         )
     if isinstance(base, dist.FileStore):
         path: str = base.path  # type: ignore[attr-defined]
-        return dist.FileStore(path, -1)
+        return dist.FileStore(path, world_size)
     return base
 
 
@@ -307,17 +331,18 @@ def _boot_id() -> str:
         return socket.gethostname()
 
 
-def _network() -> str:
-    """Names this process's network namespace."""
+def _namespace(kind: str) -> str:
+    """Names this process's namespace of a kind: "net", "pid"."""
     try:
-        return str(Path("/proc/self/ns/net").stat().st_ino)
+        return str(Path(f"/proc/self/ns/{kind}").stat().st_ino)
     except OSError:
         return ""
 
 
 def _leave(code: int) -> NoReturn:
     """End this process now, whatever its other threads wait for."""
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     if "mpi4py.MPI" in sys.modules:
         from ddpbench.runtime import mpi
 

@@ -197,15 +197,22 @@ def mpirun(arguments: Sequence[str], nproc: int) -> int:
     extra = []
     if "Open MPI" in version or "prte" in version.lower():
         extra = ["--oversubscribe"] + (["--allow-run-as-root"] if os.geteuid() == 0 else [])
-    process = subprocess.Popen([command, *extra, "-n", str(nproc), sys.executable, *arguments])
-    # Ctrl-C reaches mpirun from the terminal; this process stays to read what was measured.
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    terminate = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    # In a session of its own: Ctrl-C reaches it once, from here, and this process stays to read
+    # what was measured.
+    process = subprocess.Popen(
+        [command, *extra, "-n", str(nproc), sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    previous = {
+        number: signal.signal(number, lambda received, _: process.send_signal(received))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         return process.wait()
     finally:
-        signal.signal(signal.SIGINT, previous)
-        signal.signal(signal.SIGTERM, terminate)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 STARTERS = {"torchrun": torchrun, "mpirun": mpirun}

@@ -42,11 +42,16 @@ class Who:
     pid: int
     boot_id: str  # names the machine
     network: str = ""  # names the network namespace: hosts to each other, even on one machine
+    processes: str = ""  # names the namespace in which the pid means something
+
+    def sees(self, other: Who) -> bool:
+        """Whether the other's process can be looked at from this rank's."""
+        return (self.boot_id, self.processes) == (other.boot_id, other.processes)
 
 
-def state_of(who: Who, my_boot_id: str) -> str:
+def state_of(who: Who, me: Who) -> str:
     """What can be seen of a silent rank from here, as the end of "rank 3 (host, pid 7) …"."""
-    if who.boot_id != my_boot_id:
+    if not me.sees(who):
         return "did not answer (stopped, dead or cut off)"
     try:
         status = psutil.Process(who.pid).status()
@@ -164,7 +169,7 @@ class Watchdog:
         self.signal = number
         self._interrupted = True
         # A launcher that lost a rank kills the others soon after.
-        lost = DIED in (state_of(who, self._who[self._rank].boot_id) for who in self._who)
+        lost = DIED in (state_of(who, self._who[self._rank]) for who in self._who)
         allowed = 0.0 if again or lost else SIGNAL_SECONDS[signal.Signals(number)]
         self._deadline = min(self._deadline, time.monotonic() + allowed)
 
@@ -178,10 +183,17 @@ class Watchdog:
         the process.
         """
         self._lock.acquire()
-        mine = Report(self._phase, cause, late, place or _main_place())
+        code = 5
+        try:
+            code = self._tell_end(Report(self._phase, cause, late, place or _main_place()))
+        finally:  # whatever happens to stderr or the disk: this process ends
+            self._leave(code)
+
+    def _tell_end(self, mine: Report) -> int:
+        """Report, collect, and let one rank tell the end; the exit code."""
         reports, together = self._collect(mine)
-        boot_id = self._who[self._rank].boot_id
-        silent = [(who, state_of(who, boot_id)) for who in self._who if who.rank not in reports]
+        me = self._who[self._rank]
+        silent = [(who, state_of(who, me)) for who in self._who if who.rank not in reports]
         interrupted = self.signal is not None and not silent
         code = 130 if interrupted else 5
         # Without the store, the lowest rank that lives on this host speaks.
@@ -192,18 +204,18 @@ class Watchdog:
             sys.stderr.write(f"ddpbench: {sentence}\n")
             sys.stderr.flush()
             self.on_end("interrupted" if interrupted else "failed", sentence, code)
-            self._kill([who for who, state in silent if state == STOPPED or late])
+            self._kill([who for who, state in silent if state == STOPPED or mine.late])
             _within(1.0, self._tell)
         else:
             self._told(GRACE_SECONDS)
-        self._leave(code)
+        return code
 
     def _collect(self, mine: Report) -> tuple[dict[int, Report], bool]:
         """The reports of the ranks that answer within the grace time, this one's among them.
 
         And whether the store answered: its host may be the one that is gone.
         """
-        reports, boot_id = {self._rank: mine}, self._who[self._rank].boot_id
+        reports, me = {self._rank: mine}, self._who[self._rank]
 
         def ask() -> bool:
             self._store.set(f"ddpbench/end/{self._rank}", json.dumps(asdict(mine)))
@@ -214,7 +226,7 @@ class Watchdog:
                     key = f"ddpbench/end/{who.rank}"
                     if self._store.check([key]):
                         reports[who.rank] = Report(**json.loads(self._store.get(key)))
-                hopeless = [w for w in absent if state_of(w, boot_id) in (DIED, STOPPED)]
+                hopeless = [w for w in absent if state_of(w, me) in (DIED, STOPPED)]
                 if len(reports) + len(hopeless) >= len(self._who):
                     break
                 time.sleep(0.05)
@@ -241,7 +253,7 @@ class Watchdog:
     def _kill(self, ranks: Sequence[Who]) -> None:
         """End these ranks if they are on this host: a stopped one keeps its launcher waiting."""
         for who in ranks:
-            if who.boot_id == self._who[self._rank].boot_id:
+            if self._who[self._rank].sees(who):
                 with contextlib.suppress(OSError):
                     os.kill(who.pid, signal.SIGKILL)
 

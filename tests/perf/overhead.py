@@ -52,7 +52,7 @@ def measured(backend: str) -> list[list[object]]:
             for nbytes, bound in BOUNDS.items():
                 case = Case(
                     "all_reduce", "tensor", backend, entry.provider(), "cpu", "float32", "sum",
-                    None, nbytes, nbytes // 4, True, False, "isolated", "barrier",
+                    None, nbytes, nbytes // 4, True, False, "isolated", "barrier", 1,
                     ranks.world_size, (ranks.world_size,),
                 )  # fmt: skip
                 device = torch.device("cpu")
