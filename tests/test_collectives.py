@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -336,6 +338,32 @@ def test_wrong_results_are_caught_with_op_size_rank_and_index(
         assert float(wrong.got) == float(wrong.expected) + 1
 
 
+@contextlib.contextmanager
+def running(words: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run in a session of its own; whatever the test finds, no rank of it stays behind."""
+    process = subprocess.Popen(
+        words,
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    seen: list[psutil.Process] = []
+    try:
+        seen = [psutil.Process(process.pid)]
+        yield process
+    finally:
+        for parent in seen:
+            with contextlib.suppress(psutil.Error):
+                seen = [*parent.children(recursive=True), parent]
+        for each in seen:
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+        process.wait()
+
+
 def ranks_of(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
     """The rank processes below a launcher, in order of rank."""
     until = time.monotonic() + 40
@@ -386,19 +414,13 @@ def test_a_dead_or_stopped_rank_is_named_and_the_rest_is_kept(
 ) -> None:
     """The others end within the deadline, name the rank once, and `show` prints what there is."""
     words = ["--backend", backend, "-n", "2", "--op", "all_reduce", "--sizes", "4:1M:x2"]
-    process = subprocess.Popen(
-        command("collectives", *words, "--slice", "1", "--timeout", "4"),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    ranks = ranks_of(process, 2)
-    wait_for_a_result(tmp_path)
-    struck = time.monotonic()
-    ranks[victim].send_signal(blow)
-    stdout, stderr = process.communicate(timeout=40)
+    run_it = command("collectives", *words, "--slice", "1", "--timeout", "4")
+    with running(run_it, tmp_path) as process:
+        ranks = ranks_of(process, 2)
+        wait_for_a_result(tmp_path)
+        struck = time.monotonic()
+        ranks[victim].send_signal(blow)
+        stdout, stderr = process.communicate(timeout=40)
     assert time.monotonic() - struck < 4 + 12
     assert process.returncode == 5, stderr
     pattern = (
@@ -443,19 +465,11 @@ def test_a_rank_that_raises_or_sleeps_is_named_with_its_line(
 def test_ctrl_c_leaves_a_partial_marked_result(tmp_path: Path, backend: str) -> None:
     """SIGINT to the terminal's process group ends the run with 130 and what was measured."""
     words = ["--backend", backend, "-n", "2", "--op", "all_reduce", "--sizes", "4:1M:x2"]
-    process = subprocess.Popen(
-        command("collectives", *words, "--slice", "1"),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    ranks_of(process, 2)
-    wait_for_a_result(tmp_path)
-    os.killpg(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=40)
+    with running(command("collectives", *words, "--slice", "1"), tmp_path) as process:
+        ranks_of(process, 2)
+        wait_for_a_result(tmp_path)
+        os.killpg(process.pid, signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=40)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
     folder, run = stored(tmp_path)
