@@ -2,6 +2,12 @@
 
 import sys
 
-from ddpbench.cli import main
+try:
+    from ddpbench.cli import main
+except ModuleNotFoundError as error:
+    sys.exit(
+        f"ddpbench: {error.name} is not installed for {sys.executable}: activate the environment "
+        "that has it (source .venv/bin/activate), or type ./run_bench.sh python -m ddpbench …"
+    )
 
 sys.exit(main())

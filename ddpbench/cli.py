@@ -83,7 +83,7 @@ def _overview() -> str:
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {name:<{width}}  {c.help}" for name, c in COMMANDS.items())
     return (
-        f"ddpbench {__version__}: what collectives and a DDP step cost\n\n"
+        f"ddpbench {__version__}: what collectives cost\n\n"
         f"usage: python -m ddpbench COMMAND [options]\n\n{listed}\n\n"
         "python -m ddpbench COMMAND --help lists the options of one.\n"
     )

@@ -211,7 +211,7 @@ def sweep(
         on_cpu = device.type == "cpu" and asked.limit is None
         sizes = {case.nbytes for case, _ in wanted} if on_cpu else set()
         rates = calibrate.rates(ranks, sizes, streams=on_cpu)
-        record = book.Book(ranks, folder, _launch(ranks, backend, index, times, rates))
+        record = book.Book(ranks, folder, _launch(ranks, backend, index, times, rates, len(wanted)))
         if not asked.quiet and (asked.progress or sys.stderr.isatty()):
             record.expect(len(wanted))
         failure = share = None
@@ -325,6 +325,7 @@ def new_run(asked: Options, world_size: int, words: Sequence[str]) -> Path:
         plan=asked.plan(seed),
         started=store.now(),
         operations=asked.op,
+        backends=asked.backend,
     )
     label = f"collectives-{'+'.join(asked.backend)}-w{world_size}"
     return store.create(Path(asked.output) if asked.output else None, record, label)
@@ -370,7 +371,12 @@ def _connect(ranks: Group, backend: Backend, tested: dist.ProcessGroup) -> None:
 
 
 def _launch(
-    ranks: Group, backend: Backend, index: int, times: dict[str, float], rates: Rates
+    ranks: Group,
+    backend: Backend,
+    index: int,
+    times: dict[str, float],
+    rates: Rates,
+    cases: int,
 ) -> Launch:
     """Who runs where, for the record; every rank tells its own part."""
     mine = {
@@ -391,6 +397,7 @@ def _launch(
         ranks=tuple(everyone),
         clock=times,
         started=store.now(),
+        cases=cases,
     )
 
 

@@ -172,6 +172,20 @@ def test_a_partial_run_is_marked(form: str, state: str) -> None:
     assert "mpi *" in text
 
 
+def test_a_partial_run_says_what_is_missing() -> None:
+    """Of each backend asked for: how many of its cases are there, or that it was not begun."""
+    run = a_run(
+        a_result(),
+        state="interrupted",
+        state_reason="interrupted by a signal",
+        backends=("gloo", "mpi"),
+        launches=(a_launch(0, "gloo", cases=39),),
+    )
+    assert "PARTIAL (interrupted): interrupted by a signal; gloo 1 of 39 cases, mpi not begun" in (
+        formats.table(run).splitlines()
+    )
+
+
 def test_quiet_leaves_the_tables_only() -> None:
     """Quiet drops header, notes, skipped cases and legends, and keeps titles and rows."""
     run = two_backends(findings=(Finding("note", "x", "A note"),))
@@ -196,7 +210,7 @@ def test_legends_explain_the_flags_that_were_raised_and_no_others() -> None:
     said = formats.table(run).splitlines()
     explained = [name for name in lines.FLAGS if any(line.startswith(f"{name}: ") for line in said)]
     assert explained == ["rounded"]
-    assert "% limit on gloo: busbw over 2.500 GB/s, memcpy" in said
+    assert "% limit on gloo of all_reduce: busbw over 2.500 GB/s, memcpy" in said
 
 
 # --- columns --------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def _busy(run: Run) -> Iterator[Finding]:
             "warning",
             "busy-host",
             f"other processes used more than 5 % of the cores during {len(busy)} of {len(rows)} "
-            "cases: these times are not this backend's alone",
+            "cases: these times are not the backend's alone",
             "stop what else runs on the host and measure again",
         )
 

@@ -139,12 +139,12 @@ FLAGS: dict[str, tuple[str, Callable[[Line, Plan], bool]]] = {
 
 
 def faster(group: list[Line]) -> Line | None:
-    """Of lines that differ in backend only, the one whose interval lies below all others'."""
-    known = [
-        line
-        for line in group
-        if line.interval is not None and not {"WRONG", "INVALID"} & set(line.flags)
-    ]
+    """Of lines that differ in backend only, the one whose interval lies below all others'.
+
+    None is named on a busy host: a polling backend loses there to any neighbour.
+    """
+    barred = {"WRONG", "INVALID", "busy"}
+    known = [line for line in group if line.interval is not None and not barred & set(line.flags)]
     if len(known) < 2 or len(known) < len([line for line in group if line.seconds is not None]):
         return None
     best = min(known, key=lambda line: line.seconds or 0.0)

@@ -167,6 +167,7 @@ class Launch:
     clock: dict[str, float] = field(default_factory=dict)
     started: str = ""
     ended: str | None = None
+    cases: int = 0  # that it was to measure
     sweep_seconds: float | None = None  # from the first case to the last
     measuring_seconds: float | None = None  # of these, in warm-up and timed repetitions
 
@@ -197,6 +198,7 @@ class Run:
     exit_code: int | None = None
     ended: str | None = None
     operations: tuple[str, ...] = ()  # in the order asked for
+    backends: tuple[str, ...] = ()
     launches: tuple[Launch, ...] = ()
     results: tuple[Result, ...] = ()
     findings: tuple[Finding, ...] = ()

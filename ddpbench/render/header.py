@@ -53,7 +53,10 @@ def _where(launch: Launch) -> str:
     more = f" and {len(hosts) - 8} more hosts" if len(hosts) > 8 else ""
     machine = f"{facts.get('cpu_model') or 'CPU'}, {facts.get('cores_logical')} cores"
     gpu = next((r.get("gpu_name") for r in launch.ranks if r.get("gpu_name")), None)
-    return f"{launch.world_size} ranks: {placed}{more}; {machine}{f'; {gpu}' if gpu else ''}"
+    if gpu:
+        machine += f"; {gpu}"
+    ranks = "1 rank" if launch.world_size == 1 else f"{launch.world_size} ranks"
+    return f"{ranks}: {placed}{more}; {machine}"
 
 
 def partial(run: Run) -> list[str]:
@@ -62,7 +65,17 @@ def partial(run: Run) -> list[str]:
         return []
     if run.state == "running":
         return ["PARTIAL: the run is still going on, or ended without a word"]
-    return [f"PARTIAL ({run.state}): {run.state_reason}"]
+    planned = {
+        name: sum(launch.cases for launch in run.launches if launch.backend == name)
+        for name in run.backends
+    }
+    done = [result.case.backend for result in run.results]
+    missing = [
+        f"{name} {done.count(name)} of {cases} cases" if cases else f"{name} not begun"
+        for name, cases in planned.items()
+    ]
+    told = f"PARTIAL ({run.state}): {run.state_reason}"
+    return [f"{told}; {', '.join(missing)}" if missing else told]
 
 
 def warnings(run: Run) -> list[str]:
@@ -111,14 +124,17 @@ def legend(shown: list[Line], columns: list[str], starred: bool) -> list[str]:
 def _limits(shown: list[Line]) -> list[str]:
     """The rates that the column `% limit` refers to, one line a backend and source."""
     rates: dict[tuple[str, str], list[float]] = {}
+    operations: dict[tuple[str, str], dict[str, None]] = {}
     for line in shown:
         for limit in (result.limit for result in line.results):
             if limit is not None and line.fraction is not None:
                 key = (line.case.backend, limit.source)
                 rates.setdefault(key, []).append(limit.bytes_per_second / 1e9)
+                operations.setdefault(key, {})[line.case.operation] = None
     out = []
     for (backend, source), values in rates.items():
         low, high = digits(min(values)), digits(max(values))
-        span = low if low == high else f"{low} … {high}"
-        out.append(f"% limit on {backend}: busbw over {span} GB/s, {source}")
+        span = low if low == high else f"{low} … {high} (by size)"
+        names = ", ".join(operations[backend, source])
+        out.append(f"% limit on {backend} of {names}: busbw over {span} GB/s, {source}")
     return out

@@ -62,6 +62,11 @@ def _check(line: Line) -> str:
     return "ok" if any(r.checks for r in line.results) else "-"
 
 
+def _limit_rate(line: Line) -> float | None:
+    rates = [r.limit.bytes_per_second for r in line.results if r.limit]
+    return _gigabytes(sum(rates) / len(rates)) if rates else None
+
+
 def _interval(line: Line) -> str:
     return "-" if line.half_width is None else f"±{line.half_width * 100:.1f}%"
 
@@ -119,6 +124,7 @@ COLUMNS: dict[str, Column] = {
         lambda line: line.fraction,
         lambda line: "-" if line.fraction is None else f"{line.fraction * 100:.1f}",
     ),
+    "limit_rate": Column("limit GB/s", _limit_rate, default=False),
     "check": Column("check", _check),
     "repetitions": Column(
         "n",
