@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpbench.runtime import mpi
+from ddpbench.runtime import mpi, mpi_library
 
 Group = Any
 SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
@@ -320,7 +320,7 @@ def check_point_to_point(group: Group, rank: int, size: int) -> None:
 
 def check_point_to_point_sizes(group: Group, rank: int, size: int) -> None:
     """A message shorter or longer than the tensor that it comes to is an error of the receive."""
-    truncated = "MPI_ERR_TRUNCATE" if "Open MPI" in mpi.library() else "Message truncated"
+    truncated = "MPI_ERR_TRUNCATE" if "Open MPI" in mpi_library.library() else "Message truncated"
     got = torch.zeros(2)
     if rank == 1:
         dist.send(torch.zeros(1), group=group, group_dst=0)
@@ -359,7 +359,7 @@ def check_refusals(group: Group, rank: int, size: int) -> None:
     refused(lambda: dist.all_reduce(f8, group=group), "SUM cannot reduce torch.float8_e5m2")
     refused(lambda: dist.reduce(f8, 0, group=group, async_op=True), "SUM cannot reduce")
     refused(lambda: dist.all_reduce(ones.to_sparse(), group=group), "must be dense")
-    refused(lambda: dist.broadcast(torch.ones(2, device="meta"), 0, group), "on the CPU")
+    refused(lambda: dist.broadcast(torch.ones(2, device="meta"), 0, group), "on the CPU or a GPU")
     refused(lambda: dist.all_gather(many[1:], ones, group), f"must hold {size}")
     refused(lambda: all_gather_single(torch.ones(3), ones, group), f"must be {size} x 2")
     refused(lambda: reduce_scatter_single(ones, ones.double(), group=group), f"must be {size} x 2")
@@ -379,7 +379,7 @@ def check_errors(group: Group, rank: int, size: int) -> None:
     """What MPI reports becomes a DistBackendError with operation, rank and MPI's own words."""
     opts = dist.BroadcastOptions()
     opts.rootRank = 99
-    words = "MPI_ERR_ROOT" if "Open MPI" in mpi.library() else "Invalid root"
+    words = "MPI_ERR_ROOT" if "Open MPI" in mpi_library.library() else "Invalid root"
     for asynchronous in (False, True):
         opts.asyncOp = asynchronous
 
@@ -471,13 +471,13 @@ def check_ddp_error(group: Group, rank: int, size: int) -> None:
 
 def check_helpers(group: Group, rank: int, size: int) -> None:
     """The helpers tell library, thread level and world, and broadcast a text of any length."""
-    assert mpi.library().split()[0] in {"Open", "MPICH", "Intel(R)"}
-    assert mpi.library().split()[-1][0].isdigit()
-    assert "\n" not in mpi.library()
-    assert mpi.thread_level() == "MULTIPLE"
-    assert mpi.world() == (rank, size)
+    assert mpi_library.library().split()[0] in {"Open", "MPICH", "Intel(R)"}
+    assert mpi_library.library().split()[-1][0].isdigit()
+    assert "\n" not in mpi_library.library()
+    assert mpi_library.thread_level() == "MULTIPLE"
+    assert mpi_library.world() == (rank, size)
     for text in ("10.0.0.1:29500", "", "µ" * 1000):
-        assert mpi.broadcast_text(text if rank == 0 else None) == text
+        assert mpi_library.broadcast_text(text if rank == 0 else None) == text
     assert dist.get_backend(group) == mpi.NAME
     assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, size)
     mpi.register()
@@ -502,7 +502,10 @@ def run_checks(group: Group, folder: Path) -> None:
 
 
 def start(backend: str, folder: Path, seconds: float = 60) -> None:
-    store, (rank, size) = dist.FileStore(str(folder / "store"), mpi.world()[1]), mpi.world()
+    store, (rank, size) = (
+        dist.FileStore(str(folder / "store"), mpi_library.world()[1]),
+        mpi_library.world(),
+    )
     deadline = timedelta(seconds=seconds)
     mpi.register()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
@@ -518,7 +521,7 @@ def job_default(folder: Path) -> None:
     assert len(workers()) == 1
     dist.destroy_process_group()
     assert not workers()
-    (folder / f"ended{mpi.world()[0]}").touch()
+    (folder / f"ended{mpi_library.world()[0]}").touch()
 
 
 def job_beside_gloo(folder: Path) -> None:
@@ -527,7 +530,7 @@ def job_beside_gloo(folder: Path) -> None:
     run_checks(group, folder)
     dist.destroy_process_group()
     assert not workers()
-    (folder / f"ended{mpi.world()[0]}").touch()
+    (folder / f"ended{mpi_library.world()[0]}").touch()
 
 
 def job_leave(folder: Path) -> None:
@@ -537,11 +540,8 @@ def job_leave(folder: Path) -> None:
 
 
 def job_one_thread(folder: Path) -> None:
-    import mpi4py
-
-    mpi4py.rc.thread_level = "serialized"
     start(mpi.NAME, folder)
-    assert mpi.thread_level() == "SERIALIZED"
+    assert mpi_library.thread_level() == "SERIALIZED"
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     for check in (check_queue, check_futures, check_point_to_point, check_errors):
         check(group, rank, size)
@@ -570,7 +570,7 @@ def job_alone(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     refused(
         lambda: dist.init_process_group(mpi.NAME, store=store, rank=rank, world_size=2),
-        "MPI's ranks [0, 0]: start them with mpirun",
+        "MPI's ranks [0, 0]: start them with MPI's own launcher: mpirun -n 2 python test_mpi.py",
     )
 
 
@@ -592,7 +592,9 @@ def mpirun() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
-def run_job(job: Callable[..., None], ranks: int, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_job(
+    job: Callable[..., None], ranks: int, folder: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
     if mpirun() is None:
@@ -603,7 +605,12 @@ def run_job(job: Callable[..., None], ranks: int, folder: Path) -> subprocess.Co
         command += ["--allow-run-as-root", "--oversubscribe"]
     command += [sys.executable, __file__, job.__name__, str(folder)]
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=60, env=ENVIRONMENT
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=ENVIRONMENT | variables,
     )
 
 
@@ -649,7 +656,7 @@ def test_end_without_destroy(tmp_path: Path) -> None:
 
 def test_below_thread_multiple(tmp_path: Path) -> None:
     """With MPI_THREAD_SERIALIZED there is no worker thread, and asynchronous calls are right."""
-    process = run_job(job_one_thread, 2, tmp_path)
+    process = run_job(job_one_thread, 2, tmp_path, MPI4PY_RC_THREAD_LEVEL="serialized")
     assert process.returncode == 0, process.stderr
 
 
@@ -665,7 +672,7 @@ def test_hang_at_exit_is_cut(tmp_path: Path) -> None:
     began = time.monotonic()
     process = run_job(job_hang, 2, tmp_path)
     assert process.returncode == 5, process.stderr
-    assert "barrier has not ended: aborting the job" in process.stderr
+    assert "barrier on rank 0 has not ended: aborting the job" in process.stderr
     assert time.monotonic() - began < 20
 
 

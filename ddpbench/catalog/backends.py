@@ -107,16 +107,16 @@ def _mpi_unavailable(device: str) -> str | None:
 def _mpi_register() -> str:
     if _mpi_native():
         return "mpi"
-    from ddpbench.runtime import mpi
+    from ddpbench.runtime import mpi_group
 
-    mpi.register()
-    return "mpi4py"
+    mpi_group.register()
+    return mpi_group.NAME
 
 
 def _mpi_size() -> int | None:
-    from ddpbench.runtime import mpi
+    from ddpbench.runtime import mpi_library
 
-    return None if _mpi_native() else mpi.world()[1]
+    return None if _mpi_native() else mpi_library.world()[1]
 
 
 def _mpi_library() -> str:
@@ -124,9 +124,9 @@ def _mpi_library() -> str:
         return "the MPI torch was built with"
     import mpi4py
 
-    from ddpbench.runtime import mpi
+    from ddpbench.runtime import mpi_library
 
-    return f"{mpi.library()}, mpi4py {mpi4py.__version__}"
+    return f"{mpi_library.library()}, mpi4py {mpi4py.__version__}"
 
 
 BACKENDS: dict[str, Backend] = {

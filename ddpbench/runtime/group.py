@@ -248,17 +248,16 @@ def _address_over_mpi(place: Placement, address: str | None, port: str | int | N
             "under mpirun the ranks meet over mpi4py, which is not installed: "
             "pip install 'ddpbench[mpi]', or give --master-addr and --master-port"
         )
-    from ddpbench.runtime import mpi
+    from ddpbench.runtime import mpi_library
 
-    rank, size = mpi.world()
+    rank, size = mpi_library.world()
     if size != place.world_size or rank != place.rank:
         raise Refused(
             f"mpirun calls this rank {place.rank} of {place.world_size}, mpi4py calls it {rank} of "
             f"{size}: mpi4py uses another MPI than this mpirun; use the mpirun that belongs to it"
         )
     local = place.local_world_size == place.world_size
-    mine = f"{address or ('127.0.0.1' if local else socket.getfqdn())}:{port or launch.free_port()}"
-    return mpi.broadcast_text(mine if rank == 0 else None)
+    return mpi_library.meeting_point(local, address, port)
 
 
 def _await_all(store: dist.Store, place: Placement, seconds: float) -> None:
@@ -344,7 +343,7 @@ def _leave(code: int) -> NoReturn:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     if "mpi4py.MPI" in sys.modules:
-        from ddpbench.runtime import mpi
+        from ddpbench.runtime import mpi_library
 
-        mpi.abort(code)  # takes the ranks along that hang inside MPI
+        mpi_library.abort(code)  # takes the ranks along that hang inside MPI
     os._exit(code)

@@ -1,0 +1,99 @@
+"""The MPI library underneath: starting it, asking it, ending it. No torch in here.
+
+MPI starts with the first call of a function below, not with the import of this module.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import re
+import socket
+import sys
+from array import array
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ddpbench.runtime import launch
+
+# What runs before MPI is finalised; a sentence that comes back says why that could only hang.
+BEFORE_END: list[Callable[[], str | None]] = []
+HUNG = 5  # the exit code of a job that hung
+
+
+@cache
+def mpi() -> Any:
+    """mpi4py's MPI module; the first call starts MPI and arranges for its end."""
+    from mpi4py import MPI
+
+    atexit.register(_leave)
+    return MPI
+
+
+def library() -> str:
+    """The MPI library in one line, such as "Open MPI 5.0.11"."""
+    first = mpi().Get_library_version().strip("\0 \n").splitlines()[0].split(",")[0]
+    return " ".join(re.sub(r"\bv(?=\d)|\bVersion:", "", first).split())
+
+
+def thread_level() -> str:
+    """The thread support that MPI granted: SINGLE, FUNNELED, SERIALIZED or MULTIPLE."""
+    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    return {getattr(mpi(), f"THREAD_{name}"): name for name in names}[mpi().Query_thread()]
+
+
+@cache
+def cuda_aware() -> bool:
+    """Whether this MPI says that it takes the addresses of CUDA memory."""
+    mpi()
+    loaded = re.findall(r"(/\S*/libmpi\w*\.so\S*)", Path("/proc/self/maps").read_text())
+    for path in dict.fromkeys(loaded):
+        if ask := getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None):
+            return bool(ask())
+    return False
+
+
+def world() -> tuple[int, int]:
+    """This process's rank in MPI's COMM_WORLD and the number of ranks there."""
+    return mpi().COMM_WORLD.Get_rank(), mpi().COMM_WORLD.Get_size()
+
+
+def broadcast_text(text: str | None) -> str:
+    """The text of MPI rank 0, in every rank of COMM_WORLD; all of them must call."""
+    data = bytearray((text or "").encode() if world()[0] == 0 else b"")
+    length = array("q", [len(data)])
+    mpi().COMM_WORLD.Bcast(length)
+    data = data or bytearray(length[0])
+    mpi().COMM_WORLD.Bcast(data)
+    return data.decode()
+
+
+def meeting_point(local: bool, address: str | None = None, port: str | int | None = None) -> str:
+    """Rank 0's "address:port" for a store, in every rank; `local`: all are on one host.
+
+    What is given of the two is kept: rank 0's host and a free port of it stand in for the rest.
+    """
+    host = address or ("127.0.0.1" if local else socket.getfqdn())
+    return broadcast_text(f"{host}:{port or launch.free_port()}" if world()[0] == 0 else None)
+
+
+def abort(code: int, why: str = "") -> None:
+    """End every process of the MPI job with this exit code, at once and without clean-up."""
+    if why:
+        print(f"mpi4py: {why}: aborting the job", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mpi().COMM_WORLD.Abort(code)
+
+
+def _leave() -> None:
+    """Before MPI is finalised: stop the workers, or abort where finalising could only hang."""
+    for stop in BEFORE_END:
+        if why := stop():
+            abort(HUNG, why)
+    # The others may wait in a collective for a rank that dies of an exception, and MPI's end
+    # would wait for them.
+    if getattr(sys, "last_type", None) is not None and world()[1] > 1:
+        abort(1)

@@ -1,0 +1,103 @@
+"""How torch's dtypes, reduce operations and sizes are told to MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpbench.runtime.mpi_library import mpi
+
+# What MPI before its version 4 can count: an int in C. Beyond, what is moved (by bytes, whatever
+# the dtype) is told in larger units, and what is reduced goes in pieces.
+most = 2**31 - 1
+
+Reduction = tuple[Any, Any, bool]  # MPI's datatype, MPI's op, whether to divide afterwards
+
+
+@cache
+def reductions() -> dict[torch.dtype, dict[int, Reduction]]:
+    """dtype → hash of torch's reduce op → how MPI does it.
+
+    The hash, because comparing a ReduceOp costs more than the MPI call.
+    """
+    op, lib = dist.ReduceOp, mpi()
+    complexes = {op.SUM: lib.SUM, op.PRODUCT: lib.PROD}
+    floats = complexes | {op.MIN: lib.MIN, op.MAX: lib.MAX}
+    integers = floats | {op.BAND: lib.BAND, op.BOR: lib.BOR, op.BXOR: lib.BXOR}
+    # bool: "or" is torch's sum, "and" its product
+    logical = dict.fromkeys((op.SUM, op.MAX, op.BOR), lib.LOR) | {op.BXOR: lib.LXOR}
+    logical |= dict.fromkeys((op.PRODUCT, op.MIN, op.BAND), lib.LAND)
+    halves = {op.SUM: torch.add, op.PRODUCT: torch.mul}
+    halves |= {op.MIN: torch.minimum, op.MAX: torch.maximum}
+    table = {torch.bool: (lib.C_BOOL, logical)}
+    table |= {torch.float32: (lib.FLOAT, floats), torch.float64: (lib.DOUBLE, floats)}
+    table[torch.complex64] = lib.C_FLOAT_COMPLEX, complexes
+    table[torch.complex128] = lib.C_DOUBLE_COMPLEX, complexes
+    for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"):
+        table[getattr(torch, name)] = getattr(lib, f"{name.upper()}_T"), integers
+    for half in (torch.float16, torch.bfloat16):
+        own = {key: lib.Op.Create(_combine(f, half), True) for key, f in halves.items()}
+        table[half] = lib.INT16_T, own
+    found: dict[torch.dtype, dict[int, Reduction]] = {}
+    for dtype, (kind, ops) in table.items():
+        found[dtype] = {hash(op(key)): (kind, ops[key], False) for key in ops}
+        if dtype != torch.bool:
+            found[dtype][hash(op(op.AVG))] = kind, ops[op.SUM], True
+    return found
+
+
+def _combine(function: Any, dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
+    """The function that MPI calls to reduce a dtype for which it has no arithmetic."""
+
+    def combine(source: Any, target: Any, _: Any) -> None:
+        if len(target):
+            total = torch.frombuffer(target, dtype=dtype)
+            function(torch.frombuffer(source, dtype=dtype), total, out=total)
+
+    return combine
+
+
+def mean(flat: Tensor, size: int) -> None:
+    """What MPI has summed, divided by the number of ranks; integers towards zero."""
+    flat = flat.detach()
+    if flat.is_floating_point() or flat.is_complex():
+        flat.div_(size)
+    elif flat.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch cannot divide these
+        array = flat.view(-1).numpy()
+        array //= size
+    else:
+        flat.div_(size, rounding_mode="trunc")
+
+
+def memory(flat: Tensor) -> Any:
+    """A contiguous tensor's memory, as mpi4py takes it; the tensor must outlive the call."""
+    return mpi().buffer.fromaddress(flat.data_ptr(), flat.nbytes)
+
+
+def pieces(flat: Tensor) -> list[Any]:
+    """The memory of a contiguous tensor, in pieces that MPI can count."""
+    start, step = flat.data_ptr(), most * flat.itemsize
+    end = start + flat.nbytes
+    take = mpi().buffer.fromaddress
+    return [take(at, min(step, end - at)) for at in range(start, end, step)]
+
+
+def unit(nbytes: int) -> Any:
+    """The MPI datatype to move blocks of so many bytes by: bytes or, beyond `most`, blocks."""
+    return mpi().BYTE if nbytes <= most else block(nbytes)
+
+
+@cache
+def block(nbytes: int) -> Any:
+    """An MPI datatype of so many bytes, which may be more than MPI can count."""
+    large = max(1, most // 2)
+    many, rest = divmod(nbytes, large)
+    group, byte = mpi().BYTE.Create_contiguous(large), mpi().BYTE
+    kind = mpi().Datatype.Create_struct([many, rest], [0, many * large], [group, byte])
+    group.Free()
+    return kind.Commit()

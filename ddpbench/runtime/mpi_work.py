@@ -1,0 +1,387 @@
+"""What a call over MPI returns, the order in which queued calls run, and their deadline.
+
+A group's queued calls run one after the other, by whoever holds its lane's turn: the lane's worker
+thread, or a thread that waits for one of them and finds the turn free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpbench.runtime import mpi_library
+from ddpbench.runtime.mpi_library import mpi
+
+LOOK_SECONDS = 2e-4  # between an awake worker's looks at the queue
+AWAKE_SECONDS = 5e-3  # after the last call that was queued
+
+_LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
+_DROPPED: list[Request] = []
+_ENDING = threading.Lock()  # taken to end a call, so briefly that one for all will do
+_watch: threading.Thread | None = None
+
+
+def failure(name: str, rank: int, error: Exception) -> Exception:
+    """An error of MPI, or of the call's own, as torch's: operation, rank and the text."""
+    text = error.Get_error_string() if isinstance(error, mpi().Exception) else str(error)
+    text = "; ".join(text.splitlines())
+    found = dist.DistBackendError(f"{name} failed on rank {rank}: {text}")
+    found.__cause__ = error
+    return found
+
+
+class Work(dist.Work):
+    """What calls and requests share: which operation on which rank, whether it ended, and how."""
+
+    def __init__(self, name: str, rank: int, outputs: list[Tensor]) -> None:
+        super().__init__()
+        self.name, self.rank, self.outputs = name, rank, outputs
+        self.ended = False
+        self.error: Exception | None = None
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.error is None
+
+    def exception(self) -> Exception | None:
+        return self.error
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self.outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        raise NotImplementedError
+
+    def outcome(self, timeout: timedelta | None) -> bool:
+        """True, the operation's error, or the error that it has not ended in time."""
+        if not self.ended:
+            text = f"{self.name} on rank {self.rank} has not ended within {timeout}"
+            raise dist.DistBackendError(text)
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+class Call(Work):
+    """A collective on its way through a lane."""
+
+    def __init__(
+        self, name: str, rank: int, outputs: list[Tensor], run: Callable[[], Any], lane: Lane
+    ) -> None:
+        super().__init__(name, rank, outputs)
+        self._run: Callable[[], Any] | None = run  # keeps alive what MPI knows by address only
+        self._lane = lane
+        self._futures: tuple[torch.futures.Future[Any], torch.futures.Future[Any]] | None = None
+        self._gate = threading.Lock()  # taken until the end: far cheaper than an Event
+        self._gate.acquire()
+
+    def run(self) -> None:
+        """Make the call; only the lane's holder does."""
+        error = None
+        try:
+            if self._run is not None:
+                self._run()
+        except Exception as raised:
+            error = failure(self.name, self.rank, raised)
+        self.end(error)
+        self._run = None
+
+    def end(self, error: Exception | None) -> None:
+        """Say that it is over; the first to say so is right."""
+        with _ENDING:
+            if self.ended:
+                return
+            self.error = error
+            self.ended, futures = True, self._futures
+        self._gate.release()
+        if futures is not None:
+            futures[0].set_result(None)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        seconds = timeout.total_seconds() if timeout else -1  # zero is C++'s kNoTimeout
+        # Who waits without a limit of his own may as well make the call: it saves two threads'
+        # waking each other, half the time of a small call.
+        if not self.ended and not (seconds < 0 and self._lane.advance(self)):
+            self._lane.hurry()
+            if self._gate.acquire(timeout=seconds):
+                self._gate.release()
+        return self.outcome(timeout)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if not self.ended:
+            self._lane.hurry()  # who waits in C++ cannot make the call
+        # Future.set_exception is for Python's eyes only: DDP would take the exception for a list
+        # of tensors and crash. An exception raised in a chained callback is a failure in C++ too.
+        with _ENDING:
+            due = self.ended and self._futures is None
+            if self._futures is None:
+                first: torch.futures.Future[Any] = torch.futures.Future(devices=self._devices())
+                self._futures = first, first.then(self._result)
+        if due:
+            self._futures[0].set_result(None)
+        return self._futures[1]
+
+    def _devices(self) -> list[int | str | torch.device]:
+        return list({tensor.device for tensor in self.outputs if tensor.device.type != "cpu"})
+
+    def _result(self, _: Any) -> list[Tensor]:
+        if self.error is not None:
+            raise self.error
+        return self.outputs
+
+
+class Together(Work):
+    """Several works as one: those of a coalesced call."""
+
+    def __init__(self, name: str, rank: int, works: list[Any]) -> None:
+        outputs = [tensor for work in works for tensor in work.outputs]
+        super().__init__(name, rank, outputs)
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> Exception | None:
+        return next((error for work in self._works if (error := work.exception())), None)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        end = time.monotonic() + timeout.total_seconds() if timeout else None
+        for work in self._works:
+            left = None if end is None else timedelta(seconds=max(1e-6, end - time.monotonic()))
+            work.wait(left)
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        every = torch.futures.collect_all([work.get_future() for work in self._works])
+
+        def joined(done: torch.futures.Future[Any]) -> list[Tensor]:
+            return [tensor for each in done.value() for tensor in each.value()]
+
+        return every.then(joined)
+
+
+class Request(Work):
+    """A send or a receive, posted on the caller's thread. It has no future, as on gloo.
+
+    A lane, which takes calls in order, would deadlock where both ranks receive first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        tensor: Tensor,
+        request: Any,
+        finish: Callable[[Any], None],
+        timeout: timedelta,
+    ) -> None:
+        super().__init__(name, rank, [tensor])
+        self._request, self._finish, self._timeout = request, finish, timeout
+        self._status = mpi().Status()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        timeout = timeout or self._timeout  # zero is C++'s kNoTimeout
+        began = time.monotonic()
+        while not self.is_completed():
+            waited = time.monotonic() - began
+            if waited > timeout.total_seconds():
+                break
+            if waited > 0.01:  # MPI polls; who has waited long can be kind
+                time.sleep(5e-5)
+        return self.outcome(timeout)
+
+    def is_completed(self) -> bool:
+        if not self.ended:
+            try:
+                if self._request.Test(self._status):
+                    self._finish(self._status)
+                    self.ended = True
+            except Exception as error:
+                self.error = failure(self.name, self.rank, error)
+                self.ended = True
+        return self.ended
+
+    def source_rank(self) -> int:
+        self.wait()
+        return int(self._status.Get_source())
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        raise NotImplementedError(f"{self.name} over mpi4py has no future: use wait()")
+
+    def __del__(self) -> None:
+        if not self.is_completed():  # dropped without a wait: MPI still needs the memory
+            _DROPPED[:] = [request for request in _DROPPED if not request.is_completed()] + [self]
+
+
+class Lane:
+    """A group's queued calls, whose turn it is to run them, and how long one may take.
+
+    inside: while a synchronous call runs on its caller's own thread, an object that is new with
+    each call and holds no tensor: a list with its name, or its options.
+    """
+
+    def __init__(self, rank: int, timeout: timedelta) -> None:
+        self.calls: deque[Call] = deque()
+        self.turn = threading.Lock()
+        self.inside: Any = None
+        self.timeout = timeout
+        self._running: Call | None = None
+        self._doing: list[str] | None = None  # the running call, as `inside`
+        self._rank = rank
+        self._holder: int | None = None  # the thread that has the turn
+        self._wake: SimpleQueue[bool] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._awake = False  # the worker looks at the queue by itself
+        self._submitted = 0
+        self._broken: Exception | None = None
+        self._seen: Any = None
+        self._since = 0.0
+        _LANES.add(self)
+        _start_watch()
+
+    def submit(self, call: Call) -> None:
+        """Queue a call; in a callback of one of the lane's own calls, make it now."""
+        if self._broken is not None:
+            call.end(self._broken)
+        elif self._holder == threading.get_ident():
+            call.run()  # in the queue it would wait for its own issuer
+        else:
+            self.calls.append(call)
+            self._submitted += 1
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="mpi4py worker", daemon=True
+                )
+                self._thread.start()
+            elif not self._awake:
+                self._wake.put(True)
+
+    def hurry(self) -> None:
+        """Have the worker look at the queue now."""
+        self._wake.put(True)
+
+    def advance(self, call: Call) -> bool:
+        """Run the queue up to this call, which then has ended; False if another thread does."""
+        mine = self._holder == threading.get_ident()
+        if not mine and not self.turn.acquire(blocking=False):
+            return False
+        try:
+            self._drain(call)
+        finally:
+            if not mine:
+                self.turn.release()
+        return call.ended
+
+    def _drain(self, last: Call | None) -> None:
+        before = self._holder, self._running, self._doing  # a callback may wait for a later call
+        self._holder = threading.get_ident()
+        try:
+            while self.calls and not (last is not None and last.ended):
+                self._running = call = self.calls.popleft()
+                self._doing = [call.name]
+                call.run()
+                del call
+        finally:
+            self._holder, self._running, self._doing = before
+
+    def _serve(self) -> None:
+        # Waking a thread that has nothing to do costs a small call three times its own time. So the
+        # worker, once woken, looks again by itself for a while, and whoever waits at once for
+        # what it has issued makes the call before.
+        seen, last, going = 0, 0.0, True
+        while going:
+            if seen != self._submitted:
+                seen, last = self._submitted, time.monotonic()
+            self._awake = time.monotonic() - last < AWAKE_SECONDS
+            with contextlib.suppress(Empty):
+                # Asked for the queue after having said that it may sleep, it misses no call.
+                going = self._wake.get(timeout=LOOK_SECONDS if self._awake or self.calls else None)
+            if self.calls:
+                with self.turn:
+                    self._drain(None)
+
+    def close(self) -> str | None:
+        """Serve what is queued and end the thread; a sentence if that cannot be had in time."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._wake.put(False)
+            thread.join(0 if self._broken else self.timeout.total_seconds())
+            if thread.is_alive():
+                return f"{_name(self._doing)} on rank {self._rank} has not ended"
+            self._thread = None
+        return None
+
+    def check(self, now: float) -> None:
+        """End what has taken longer than the group's time-out."""
+        doing = self.inside or self._doing
+        if doing is None or doing is not self._seen:
+            self._seen, self._since = doing, now
+        elif now - self._since > self.timeout.total_seconds():
+            text = f"{_name(doing)} on rank {self._rank} has not ended within {self.timeout}"
+            if self.inside or self._thread is None or self._holder != self._thread.ident:
+                # A thread of the user's is inside MPI, from where no exception can bring it back.
+                mpi_library.abort(mpi_library.HUNG, text)
+            self._broken = dist.DistBackendError(text)
+            for call in (self._running, *self.calls):
+                if call is not None:
+                    call.end(self._broken)
+            self.calls.clear()
+
+
+# The operations that leave their options in Lane.inside: a list would cost them 1 % at 4 bytes.
+NAMES = {
+    "AllreduceOptions": "all_reduce",
+    "BroadcastOptions": "broadcast",
+    "AllgatherOptions": "all_gather",
+}
+
+
+def _name(doing: Any) -> str:
+    return str(doing[0]) if isinstance(doing, list) else NAMES[type(doing).__name__]
+
+
+def _start_watch() -> None:
+    global _watch
+    if _watch is None:
+        _watch = threading.Thread(target=_watching, name="mpi4py deadline", daemon=True)
+        _watch.start()
+
+
+def _watching() -> None:
+    while True:
+        shortest = min((lane.timeout.total_seconds() for lane in list(_LANES)), default=10.0)
+        time.sleep(min(1.0, shortest / 4))
+        now = time.monotonic()
+        for lane in list(_LANES):
+            lane.check(now)
+
+
+def close_all() -> str | None:
+    """End the workers of all groups; a sentence if one cannot be ended."""
+    sentences = [lane.close() for lane in list(_LANES)]
+    return next((sentence for sentence in sentences if sentence), None)
+
+
+mpi_library.BEFORE_END.append(close_all)
