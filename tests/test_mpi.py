@@ -6,11 +6,13 @@ reports them one by one. A rank runs this very file: `mpirun -n 2 python test_mp
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -469,6 +472,99 @@ def check_ddp_error(group: Group, rank: int, size: int) -> None:
     dist.barrier(group)
 
 
+def ddp(group: Group, model: torch.nn.Module, **options: Any) -> Any:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model, process_group=group, **options)
+
+
+def check_ddp_options(group: Group, rank: int, size: int) -> None:
+    """With each of DDP's options three steps end where one process on all batches ends."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)])
+
+    def train(replica: Any, rows: slice) -> Tensor:
+        optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
+        for step in range(3):
+            batch = torch.randn(4 * size, 16, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            replica(batch[rows]).square().mean().backward()
+            optimizer.step()
+        return torch.cat([p.detach().view(-1) for p in replica.parameters()])
+
+    alone, mine = train(model(), slice(None)), slice(4 * rank, 4 * rank + 4)
+    for options in (
+        {"bucket_cap_mb": 0.001},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"broadcast_buffers": False, "init_sync": False},
+    ):
+        torch.testing.assert_close(train(ddp(group, model(), **options), mine), alone)
+    for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
+        replica = ddp(group, model())
+        replica.register_comm_hook(group, hook)
+        torch.testing.assert_close(train(replica, mine), alone, rtol=2e-2, atol=2e-2)
+    replica = ddp(group, model())
+    state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    flat = train(replica, mine)
+    whole = torch.empty(size, flat.numel())
+    all_gather_single(whole, flat, group)
+    assert all(torch.equal(row, flat) for row in whole)
+    assert (flat - alone).abs().max() < 0.2
+    with (replica := ddp(group, model())).join():  # uneven inputs
+        for _ in range(1 + rank):
+            replica(torch.ones(2, 16)).sum().backward()
+
+
+def check_fully_shard(group: Group, rank: int, size: int) -> None:
+    """FSDP2's fully_shard trains as one process does, and a DTensor can be gathered."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    from torch.distributed.device_mesh import DeviceMesh
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*[torch.nn.Linear(8 * size, 8 * size) for _ in range(3)])
+
+    sharded, alone = model(), model()
+    for layer in (*sharded, sharded):
+        fsdp.fully_shard(layer, mesh=DeviceMesh.from_group(group, "cpu"))
+    pairs = [(sharded, slice(2 * rank, 2 * rank + 2)), (alone, slice(None))]
+    for step in range(2):
+        batch = torch.randn(2 * size, 8 * size, generator=torch.Generator().manual_seed(step))
+        for module, rows in pairs:
+            module(batch[rows]).square().mean().backward()
+            torch.optim.SGD(module.parameters(), lr=0.1).step()
+            module.zero_grad()
+    for got, wanted in zip(sharded.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.full_tensor(), wanted)
+
+
+def check_functional(group: Group, rank: int, size: int) -> None:
+    """The functional collectives and those with a gradient give what the plain ones do."""
+    import torch.distributed._functional_collectives as functional
+    from torch.distributed.nn import functional as differentiable
+
+    tensor = given(rank, 2 * size)
+    total = reduced(OP.SUM, size, 2 * size, torch.float32)
+    same(functional.all_reduce(tensor, "sum", group).wait(), total)
+    every = torch.cat([given(r, 2 * size) for r in range(size)])
+    gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
+    same(gather(tensor, 0, group).wait(), every)
+    scatter = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
+    same(scatter(tensor, "sum", 0, group).wait(), total.split(2)[rank])
+    parts = torch.cat([given(r, 2 * size).split(2)[rank] for r in range(size)])
+    same(functional.all_to_all_single(tensor, None, None, group).wait(), parts)
+    leaf = tensor.clone().requires_grad_()
+    for r, part in enumerate(differentiable.all_gather(leaf, group)):
+        part.mul(r + 1).sum().backward(retain_graph=True)  # its own part's gradient comes back
+    same(leaf.grad, torch.full_like(leaf, (rank + 1.0) * size))
+
+
 def check_helpers(group: Group, rank: int, size: int) -> None:
     """The helpers tell library, thread level and world, and broadcast a text of any length."""
     assert mpi_library.library().split()[0] in {"Open", "MPICH", "Intel(R)"}
@@ -564,6 +660,144 @@ def job_hang(folder: Path) -> None:
         time.sleep(30)
 
 
+def late(folder: Path, seconds: float = 1) -> int:
+    """Start; rank 1 then does nothing but live until rank 0 is done."""
+    start(mpi.NAME, folder, seconds)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        while not (folder / "done").exists():
+            time.sleep(0.01)
+    return dist.get_rank()
+
+
+def job_late_to_synchronous(folder: Path) -> None:
+    if late(folder) == 0:
+        dist.all_reduce(torch.ones(1))
+
+
+def job_late_to_futures(folder: Path) -> None:
+    if late(folder) == 0:
+        first = dist.all_reduce(torch.ones(1), async_op=True)
+        second = dist.broadcast(torch.ones(1), 0, async_op=True)
+        words = "all_reduce on rank 0 has not ended within 0:00:01"
+        for work in (first, second):  # the second waits behind the first
+            refused(work.get_future().wait, words, RuntimeError)
+            assert work.is_completed()
+            assert not work.is_success()
+        third = dist.barrier(async_op=True)
+        refused(third.wait, words, dist.DistBackendError)
+        refused(dist.destroy_process_group, "cannot shut down", dist.DistBackendError)
+        (folder / "said").touch()
+        (folder / "done").touch()
+
+
+def job_late_to_backward(folder: Path) -> None:
+    start(mpi.NAME, folder, 1)
+    replica = ddp(dist.group.WORLD, torch.nn.Linear(2, 2))
+    if dist.get_rank() == 0:
+        loss = replica(torch.ones(1, 2)).sum()
+        refused(loss.backward, "all_reduce on rank 0 has not ended", Exception)
+        (folder / "said").touch()
+    else:
+        while not (folder / "said").exists():
+            time.sleep(0.01)
+
+
+def job_late_to_receive(folder: Path) -> None:
+    if late(folder) == 0:
+        work = dist.irecv(torch.ones(1), 1)
+        refused(work.wait, "recv on rank 0 has not ended within 0:00:01", dist.DistBackendError)
+        (folder / "done").touch()
+        time.sleep(0.1)
+        work.wait()
+    else:
+        dist.send(torch.ones(1), 0)
+    dist.destroy_process_group()
+
+
+def job_absent(folder: Path) -> None:
+    if mpi_library.world()[0] == 0:
+        words = "these of its 2 ranks did not come: 1"
+        store = dist.FileStore(str(folder / "store"), 2)
+        store.set_timeout(timedelta(seconds=1))
+        refused(
+            lambda: dist.init_process_group(mpi.NAME, store=store, rank=0, world_size=2),
+            words,
+            dist.DistBackendError,
+        )
+        (folder / "done").touch()
+    while not (folder / "done").exists():
+        time.sleep(0.01)
+
+
+def job_exit(folder: Path) -> None:
+    start(mpi.NAME, folder)
+    dist.all_reduce(torch.ones(1), async_op=True)
+    sys.exit(3)
+
+
+def job_killed(folder: Path) -> None:
+    start(mpi.NAME, folder)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def job_forever(folder: Path) -> None:
+    start(mpi.NAME, folder)
+    dist.barrier()
+    (folder / f"up{dist.get_rank()}").touch()
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+    time.sleep(60)
+
+
+def job_script(folder: Path) -> None:
+    dist.init_process_group("mpi4py")  # all that a user's script says
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [dist.get_world_size()] * 2 == [int(os.environ["WORLD_SIZE"])] * 2
+    assert int(os.environ["RANK"]) == dist.get_rank() == mpi_library.world()[0]
+    dist.destroy_process_group()
+    (folder / f"ended{os.environ['RANK']}").touch()
+
+
+def job_memory(folder: Path) -> None:
+    start(mpi.NAME, folder)
+    tensor, whole = torch.zeros(1000), torch.zeros(1000 * dist.get_world_size())
+    parts, strided = list(whole.chunk(dist.get_world_size())), torch.zeros(10, 100).t()
+    peer, me = 1 - dist.get_rank(), psutil.Process()
+
+    def operations(count: int) -> None:
+        for _ in range(count // 10):
+            for later in (False, True):
+                works = [
+                    dist.all_reduce(tensor, async_op=later),
+                    dist.all_reduce(strided, OP.AVG, async_op=later),
+                    dist.all_gather(parts, tensor, async_op=later),
+                    all_gather_single(whole, tensor, async_op=later),
+                ]
+                for work in works if later else ():
+                    work.get_future().wait()
+            request = dist.irecv(strided, peer)
+            dist.send(tensor, peer)
+            request.wait()
+
+    operations(2000)
+    before = me.memory_info().rss, me.num_threads()
+    operations(10_000)
+    after = me.memory_info().rss, me.num_threads()
+    assert after[0] - before[0] < 1 << 20, f"RSS {before[0]} became {after[0]}"
+    assert after[1] == before[1]
+    for _ in range(50):
+        group = dist.new_group(backend=mpi.NAME)
+        dist.all_reduce(tensor, group=group, async_op=True).wait()
+        dist.destroy_process_group(group)
+    assert me.num_threads() == before[1]
+    dist.destroy_process_group()
+
+
 def job_alone(folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     mpi.register()
@@ -592,20 +826,26 @@ def mpirun() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
-def run_job(
-    job: Callable[..., None], ranks: int, folder: Path, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def command(
+    job: Callable[..., None], ranks: int, folder: Path, script: str = __file__
+) -> list[str]:
+    """The words that start a job; skips the test where there is no MPI."""
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
     if mpirun() is None:
         pytest.skip("mpirun is neither beside this Python nor in PATH")
-    command = [str(mpirun()), "-n", str(ranks)]
-    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False)
+    words = [str(mpirun()), "-n", str(ranks)]
+    version = subprocess.run([words[0], "--version"], capture_output=True, text=True, check=False)
     if "Open MPI" in version.stdout or "PRRTE" in version.stdout:
-        command += ["--allow-run-as-root", "--oversubscribe"]
-    command += [sys.executable, __file__, job.__name__, str(folder)]
+        words += ["--allow-run-as-root", "--oversubscribe"]
+    return [*words, sys.executable, script, job.__name__, str(folder)]
+
+
+def run_job(
+    job: Callable[..., None], ranks: int, folder: Path, script: str = __file__, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command,
+        command(job, ranks, folder, script),
         capture_output=True,
         text=True,
         check=False,
@@ -667,13 +907,75 @@ def test_exception_ends_the_job(tmp_path: Path) -> None:
     assert "this rank dies of an exception" in process.stderr
 
 
-def test_hang_at_exit_is_cut(tmp_path: Path) -> None:
-    """A process that ends with a call which never will aborts the job with code 5."""
-    began = time.monotonic()
-    process = run_job(job_hang, 2, tmp_path)
+@pytest.mark.parametrize("job", [job_late_to_futures, job_late_to_backward, job_hang])
+def test_a_late_rank_is_an_error(tmp_path: Path, job: Callable[..., None]) -> None:
+    """What waits for a rank that does not come ends with the group's time-out, with the operation
+    in the error, and so does all that is queued behind it; MPI cannot go on, and the job ends."""
+    process = run_job(job, 2, tmp_path)
     assert process.returncode == 5, process.stderr
-    assert "barrier on rank 0 has not ended: aborting the job" in process.stderr
-    assert time.monotonic() - began < 20
+    assert "on rank 0 has not ended: aborting the job" in process.stderr
+    assert (tmp_path / "said").exists() or job is job_hang
+
+
+def test_a_late_rank_ends_a_synchronous_call(tmp_path: Path) -> None:
+    """A thread that is inside MPI beyond the time-out has its job aborted, with one sentence."""
+    process = run_job(job_late_to_synchronous, 2, tmp_path)
+    assert process.returncode == 5, process.stderr
+    words = "mpi4py: all_reduce on rank 0 has not ended within 0:00:01: aborting the job"
+    assert words in process.stderr
+
+
+@pytest.mark.parametrize("job", [job_late_to_receive, job_absent, job_memory])
+def test_job(tmp_path: Path, job: Callable[..., None]) -> None:
+    """A receive without a sender, a rank that does not come, and 12,000 operations (which leave
+    memory and threads as they were) end as the job says, and the processes cleanly."""
+    process = run_job(job, 2, tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert not COMPLAINTS.search(process.stderr), process.stderr
+
+
+def test_sys_exit(tmp_path: Path) -> None:
+    """sys.exit with a group alive and a call in flight ends with the code that was given."""
+    process = run_job(job_exit, 2, tmp_path)
+    assert process.returncode == 3, process.stderr
+    assert "Traceback" not in process.stderr
+
+
+def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
+    """When a rank is killed in mid-job, no other rank stays behind."""
+    process = run_job(job_killed, 2, tmp_path)
+    assert process.returncode != 0
+    assert not left_behind(tmp_path)
+
+
+def left_behind(folder: Path) -> list[int]:
+    """The processes that still have this folder on their command line."""
+    found = (p for p in psutil.process_iter() if p.pid != os.getpid())
+    with contextlib.suppress(psutil.Error):
+        return [p.pid for p in found if p.is_running() and str(folder) in " ".join(p.cmdline())]
+    return []
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """SIGINT to mpirun ends ranks that wait inside MPI, at once and all of them."""
+    process = subprocess.Popen(
+        command(job_forever, 2, tmp_path), stderr=subprocess.PIPE, env=ENVIRONMENT
+    )
+    until = time.monotonic() + 30
+    while len(list(tmp_path.glob("up*"))) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert not left_behind(tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_script_needs_no_more_than_the_import(tmp_path: Path, ranks: int) -> None:
+    """Under mpirun, init_process_group("mpi4py") finds rank, world size and meeting point."""
+    process = run_job(job_script, ranks, tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert len(list(tmp_path.glob("ended*"))) == ranks
 
 
 def test_without_mpirun(tmp_path: Path) -> None:
