@@ -211,7 +211,8 @@ def sweep(
         on_cpu = device.type == "cpu" and asked.limit is None
         sizes = {case.nbytes for case, _ in wanted} if on_cpu else set()
         rates = calibrate.rates(ranks, sizes, streams=on_cpu)
-        record = book.Book(ranks, folder, _launch(ranks, backend, index, times, rates, len(wanted)))
+        launch = _launch(ranks, backend, asked.device, index, times, rates, len(wanted))
+        record = book.Book(ranks, folder, launch)
         if not asked.quiet and (asked.progress or sys.stderr.isatty()):
             record.expect(len(wanted))
         failure = share = None
@@ -277,7 +278,7 @@ def cases(asked: Options, backend: Backend, plan: Plan, ranks: Group) -> Iterato
                 operation=name,
                 form=form,
                 backend=backend.name,
-                provider=backend.provider(),
+                provider=backend.provider(asked.device),
                 device=asked.device,
                 dtype=dtype,
                 reduce_op=reduce_op,
@@ -373,6 +374,7 @@ def _connect(ranks: Group, backend: Backend, tested: dist.ProcessGroup) -> None:
 def _launch(
     ranks: Group,
     backend: Backend,
+    device: str,
     index: int,
     times: dict[str, float],
     rates: Rates,
@@ -389,7 +391,7 @@ def _launch(
     return Launch(
         index=index,
         backend=backend.name,
-        provider=backend.provider(),
+        provider=backend.provider(device),
         library=backend.library(),
         launcher=ranks.place.launcher,
         world_size=ranks.world_size,

@@ -17,7 +17,7 @@ class Backend:
     """A backend of torch.distributed, or one that ddpbench brings.
 
     unavailable  device → None, or one sentence: why not, and what to do
-    provider     () → "native", or the package that implements it
+    provider     device → "native", or the package that implements it, and how it gets at GPUs
     library      () → the version of what carries the data
     transport    what bounds it between ranks of one host: "memory", "tcp", or "" if not known
     """
@@ -27,7 +27,7 @@ class Backend:
     devices: tuple[str, ...]
     unavailable: Callable[[str], str | None]
     library: Callable[[], str]
-    provider: Callable[[], str] = lambda: "native"
+    provider: Callable[[str], str] = lambda _: "native"
     register: Callable[[], str] | None = None  # makes torch know it; returns its name there
     size: Callable[[], int | None] = lambda: None  # the world as the backend's own launcher made it
     launcher: str = "torchrun"
@@ -94,8 +94,8 @@ def _mpi_native() -> bool:
 def _mpi_unavailable(device: str) -> str | None:
     from importlib.util import find_spec
 
-    if device != "cpu":
-        return f"mpi carries CPU tensors here, not {device}: use --device cpu, or --backend nccl"
+    if device == "cuda" and (why := _no_cuda("mpi", device)) is not None:
+        return why
     if not _mpi_native() and find_spec("mpi4py") is None:
         return (
             "torch was built without MPI and mpi4py is not installed: "
@@ -117,6 +117,16 @@ def _mpi_size() -> int | None:
     from ddpbench.runtime import mpi_library
 
     return None if _mpi_native() else mpi_library.world()[1]
+
+
+def _mpi_provider(device: str) -> str:
+    from ddpbench.runtime import mpi_library
+
+    if _mpi_native():
+        return "native"
+    if device == "cpu":
+        return "mpi4py"
+    return f"mpi4py, {'CUDA-aware' if mpi_library.cuda_aware() else 'staged through host memory'}"
 
 
 def _mpi_library() -> str:
@@ -150,10 +160,10 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             name="mpi",
             help="any MPI: native where torch was built with it, else ddpbench's over mpi4py",
-            devices=("cpu",),
+            devices=("cpu", "cuda"),
             unavailable=_mpi_unavailable,
             library=_mpi_library,
-            provider=lambda: "native" if _mpi_native() else "mpi4py",
+            provider=_mpi_provider,
             register=_mpi_register,
             size=_mpi_size,
             launcher="mpirun",

@@ -160,6 +160,7 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
     """
 
     group_name = ""  # torch's own asks a C++ backend, which this group has not
+    supports_coalescing = supports_splitting = supports_shrinking = False  # so does newer torch
 
     def __init__(self, comm: Any, name: str, timeout: timedelta) -> None:
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
@@ -186,6 +187,12 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
 
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
+
+    def _get_backend(self, _: Any) -> ProcessGroupMPI4PY:
+        return self
+
+    def supports_tensor_alloc(self, _: Any) -> bool:
+        return False
 
     def shutdown(self) -> None:
         """Serve what is queued, end the thread, free the communicator."""
@@ -634,12 +641,15 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
         works, self._coalescing = self._coalescing or [], None
         return Together("coalesced calls", self._rank, works)
 
-    # What torch before 2.13 calls them.
+    # What torch before 2.13 calls them, and after it.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    recvAnysource = recv_anysource  # noqa: N815
+    start_coalescing = _start_coalescing
+    end_coalescing = _end_coalescing
 
 
 def _create(given: Any, _: Any) -> dist.ProcessGroup:

@@ -51,7 +51,7 @@ def measured(backend: str) -> list[list[object]]:
         with ranks.tested(name) as tested:
             for nbytes, bound in BOUNDS.items():
                 case = Case(
-                    "all_reduce", "tensor", backend, entry.provider(), "cpu", "float32", "sum",
+                    "all_reduce", "tensor", backend, entry.provider("cpu"), "cpu", "float32", "sum",
                     None, nbytes, nbytes // 4, True, False, "isolated", "barrier", 1,
                     ranks.world_size, (ranks.world_size,),
                 )  # fmt: skip
