@@ -350,7 +350,8 @@ def _torch_name(ranks: Group, backend: Backend) -> str:
     if size is not None and size != ranks.world_size:
         objection = (
             f"{backend.name} sees a world of {size}, not of {ranks.world_size} ranks: start them "
-            f"with the mpirun of this MPI (under srun it needs PMI or PMIx support)"
+            f"with the mpirun of {backend.library()}, or with srun and the --mpi that it knows "
+            "(pmix for Open MPI, pmi2 for MPICH)"
         )
     if (sentence := agree.first_objection(ranks, objection)) is not None:
         raise Refused(sentence)

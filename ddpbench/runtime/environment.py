@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from ddpbench import __version__
+from ddpbench.runtime import mpi_library
 from ddpbench.runtime.cpu import ROOT, cgroup_levels, found, or_none, quota_cores, read
 
 CPUS = Path("/sys/devices/system/cpu")
@@ -50,7 +51,7 @@ def run_facts() -> dict[str, object]:
         "torch_build": next((f"{kind} {v}" for kind, v in builds.items() if v), torch and "cpu"),
         "cuda": builds["cuda"],
         "nccl": or_none(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
-        "mpi": or_none(lambda: sys.modules["mpi4py.MPI"].Get_library_version().split(",")[0]),
+        "mpi": or_none(mpi_library.library) if "mpi4py.MPI" in sys.modules else None,
         "driver": read("/sys/module/nvidia/version"),
         "kernel": platform.release(),
         "os": or_none(lambda: platform.freedesktop_os_release()["PRETTY_NAME"]),

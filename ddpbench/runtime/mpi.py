@@ -28,8 +28,12 @@ def _tell() -> None:
     if place is None or place.launcher == "torchrun" or "MASTER_ADDR" in os.environ:
         return
     rank, size = mpi_library.world()
-    if size == 1 and place.world_size > 1:
-        return  # MPI does not know this launcher: torch's own words on RANK are to the point
+    if size != place.world_size:
+        raise RuntimeError(
+            f"{place.launcher} has started {place.world_size} ranks, and MPI sees a world of "
+            f"{size}: use the mpirun that belongs to {mpi_library.library()}, or srun with the "
+            "--mpi that it knows (pmix for Open MPI, pmi2 for MPICH)"
+        )
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

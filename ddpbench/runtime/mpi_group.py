@@ -69,9 +69,15 @@ def _space(like: Tensor, shape: Sequence[int]) -> Tensor:
     return like.new_empty(shape)
 
 
+def _direct(tensor: Tensor) -> bool:
+    """Whether the tensor's memory is its elements in order, where MPI can take them."""
+    lazy = tensor.is_conj() or tensor.is_neg()  # the memory is still to be conjugated or negated
+    return tensor.is_contiguous() and not lazy and not _staged(tensor)
+
+
 def _room(name: str, tensor: Tensor) -> Tensor:
     """Where MPI can write what is to come: the tensor or, where it cannot, memory of that size."""
-    if _checked(name, tensor).is_contiguous() and not _staged(tensor):
+    if _direct(_checked(name, tensor)):
         return tensor
     return _space(tensor, tensor.shape)
 
@@ -88,7 +94,7 @@ def _row(tensors: Sequence[Tensor]) -> Tensor | None:
     place, storage = first.storage_offset(), first.untyped_storage().data_ptr()
     for tensor in tensors:
         near = tensor.storage_offset() == place and tensor.untyped_storage().data_ptr() == storage
-        if not near or not tensor.is_contiguous() or _staged(tensor):
+        if not near or not _direct(tensor):
             return None
         place += tensor.numel()
     start = first.storage_offset()
@@ -127,6 +133,15 @@ def _finish(outputs: Sequence[Tensor], flats: Sequence[Tensor], divisor: int) ->
             mpi_types.mean(flat, divisor)
         if flat is not output:
             output.detach().copy_(flat.view(output.shape))
+
+
+def _own(kind: Any, opts: Any) -> Any:
+    """Options of its own for one of several calls: by them the lane tells calls apart."""
+    own = kind()
+    for name in ("reduceOp", "asyncOp"):
+        if hasattr(opts, name):
+            setattr(own, name, getattr(opts, name))
+    return own
 
 
 def _after_stream(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -580,7 +595,7 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
 
         def finish(status: Any) -> None:
             if name == "recv":
-                got = status.Get_count(mpi().BYTE)
+                got = status.Get_elements(mpi().BYTE)  # Get_count ends at an int
                 if got != flat.nbytes:
                     raise ValueError(f"{got} bytes came, the tensor holds {flat.nbytes}")
                 _finish((tensor,), (flat,), 0)
@@ -609,7 +624,8 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> Any:
         """allreduce of each tensor."""
-        works = [self.allreduce([tensor], opts) for tensor in tensors]
+        kind = dist.AllreduceOptions
+        works = [self.allreduce([tensor], _own(kind, opts)) for tensor in tensors]
         return self._together("all_reduce_coalesced", works)
 
     def allgather_coalesced(self, outputs: _Lists, inputs: _Tensors, opts: Any = None) -> Any:
@@ -623,7 +639,7 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """all_gather_single of each pair."""
         pairs = zip(outputs, inputs, strict=True)
-        works = [self.all_gather_single(output, source, opts) for output, source in pairs]
+        works = [self.all_gather_single(*pair, _own(type(opts), opts)) for pair in pairs]
         return self._together("all_gather_coalesced", works)
 
     def reduce_scatter_single_coalesced(

@@ -13,7 +13,6 @@ import sys
 from array import array
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ddpbench.runtime import launch
@@ -35,7 +34,7 @@ def mpi() -> Any:
 def library() -> str:
     """The MPI library in one line, such as "Open MPI 5.0.11"."""
     first = mpi().Get_library_version().strip("\0 \n").splitlines()[0].split(",")[0]
-    return " ".join(re.sub(r"\bv(?=\d)|\bVersion:", "", first).split())
+    return " ".join(re.sub(r"\bv(?=\d)|\bVersion:|\bfor .*", "", first).split())
 
 
 def thread_level() -> str:
@@ -47,12 +46,9 @@ def thread_level() -> str:
 @cache
 def cuda_aware() -> bool:
     """Whether this MPI says that it takes the addresses of CUDA memory."""
-    mpi()
-    loaded = re.findall(r"(/\S*/libmpi\w*\.so\S*)", Path("/proc/self/maps").read_text())
-    for path in dict.fromkeys(loaded):
-        if ask := getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None):
-            return bool(ask())
-    return False
+    # Looked up in mpi4py's extension, a symbol is also found in the library that it has loaded.
+    ask = getattr(ctypes.CDLL(mpi().__file__), "MPIX_Query_cuda_support", None)
+    return bool(ask is not None and ask())
 
 
 def world() -> tuple[int, int]:

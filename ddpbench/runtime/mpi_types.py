@@ -65,7 +65,9 @@ def _combine(function: Any, dtype: torch.dtype) -> Callable[[Any, Any, Any], Non
 def mean(flat: Tensor, size: int) -> None:
     """What MPI has summed, divided by the number of ranks; integers towards zero."""
     flat = flat.detach()
-    if flat.is_floating_point() or flat.is_complex():
+    if flat.is_complex():  # whose own division rounds otherwise than that of the parts
+        flat = torch.view_as_real(flat)
+    if flat.is_floating_point():
         flat.div_(size)
     elif flat.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch cannot divide these
         array = flat.view(-1).numpy()
