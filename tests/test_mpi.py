@@ -951,14 +951,17 @@ def left_behind(folder: Path) -> list[int]:
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
-    """SIGINT to mpirun ends ranks that wait inside MPI, at once and all of them."""
+    """Ctrl-C ends ranks that wait inside MPI, at once and all of them."""
     process = subprocess.Popen(
-        command(job_forever, 2, tmp_path), stderr=subprocess.PIPE, env=ENVIRONMENT
+        command(job_forever, 2, tmp_path),
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+        start_new_session=True,
     )
     until = time.monotonic() + 30
     while len(list(tmp_path.glob("up*"))) < 2 and time.monotonic() < until:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=20)
     assert process.returncode != 0
     assert not left_behind(tmp_path)

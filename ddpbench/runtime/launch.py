@@ -213,7 +213,7 @@ def mpirun(arguments: Sequence[str], nproc: int) -> int:
         env=environ,
     )
     previous = {
-        number: signal.signal(number, lambda received, _: process.send_signal(received))
+        number: signal.signal(number, lambda received, _: os.killpg(process.pid, received))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:

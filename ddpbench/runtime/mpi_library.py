@@ -10,6 +10,7 @@ import ctypes
 import re
 import socket
 import sys
+import time
 from array import array
 from collections.abc import Callable
 from functools import cache
@@ -81,6 +82,7 @@ def abort(code: int, why: str = "") -> None:
         print(f"mpi4py: {why}: aborting the job", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(0.2)  # MPICH's launcher passes on what was said only while the job lives
     mpi().COMM_WORLD.Abort(code)
 
 
