@@ -255,6 +255,18 @@ def check_strided(group: Group, rank: int, size: int) -> None:
         same(tensor, wanted.view(2, 3))
 
 
+def check_lazily_negated(group: Group, rank: int, size: int) -> None:
+    """One element whose memory is still to be negated, and contiguous for all that, arrives so."""
+    lazy, whole = torch.tensor([complex(0, rank + 1)]).conj().imag, torch.empty(size)
+    assert lazy.is_neg()
+    assert lazy.is_contiguous()
+    for _ in both_ways(all_gather_single, whole, lazy, group):
+        same(whole, -torch.arange(1.0, size + 1))
+        whole.zero_()
+    dist.all_reduce(lazy, OP.MIN, group)
+    same(lazy.resolve_neg(), torch.tensor([-float(size)]))
+
+
 def check_queue(group: Group, rank: int, size: int) -> None:
     """A synchronous call behind queued ones waits for its turn, and all results are right."""
     tensors = [given(rank, 1000 + i) for i in range(20)]
@@ -838,14 +850,22 @@ def command(
 def run_job(
     job: Callable[..., None], ranks: int, folder: Path, script: str = __file__, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(job, ranks, folder, script),
-        capture_output=True,
+    words = command(job, ranks, folder, script)
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=60,
         env=ENVIRONMENT | variables,
+        start_new_session=True,
     )
+    try:
+        said = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # mpirun takes its ranks along
+        process.communicate(timeout=30)
+        raise
+    return subprocess.CompletedProcess(words, process.returncode, *said)
 
 
 @pytest.fixture(scope="module")

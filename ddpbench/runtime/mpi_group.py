@@ -52,7 +52,8 @@ def _checked(name: str, tensor: Tensor) -> Tensor:
 def _plain(tensor: Tensor) -> bool:
     """Whether MPI can take the tensor's memory as it is."""
     try:
-        return tensor.is_cpu and tensor.is_contiguous()
+        # A negated view of one element is contiguous, and its memory is still to be negated.
+        return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
     except RuntimeError:
         return False  # only dense tensors can say
 
@@ -198,6 +199,7 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
         self._sums: Any = {
             dtype: {key: found[:2] for key, found in ops.items() if not found[2]}
             for dtype, ops in mpi_types.reductions().items()
+            if not dtype.is_complex  # whose memory may still be to be conjugated
         }
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -525,7 +527,10 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
     def all_to_all_single(
         self, output: Tensor, source: Tensor, to: list[int], of: list[int], opts: Any = None
     ) -> Any:
-        """Every rank r gets part r of the source; `of`, `to`: rows a rank, [] for even parts."""
+        """Every rank r gets part r of the source; `of`, `to`: rows a rank, [] for even parts.
+
+        All ranks give such splits, or none does.
+        """
         name = "all_to_all"
         _require(name, output.dtype == source.dtype, "output and input dtypes differ")
         target = _room(name, output)
@@ -620,6 +625,7 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
     # --- several calls as one
 
     def _together(self, name: str, works: list[Any]) -> Any:
+        _require(name, bool(works), "there must be a tensor")
         return Together(name, self._rank, works) if isinstance(works[0], Work) else _SYNCED
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> Any:

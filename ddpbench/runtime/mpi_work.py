@@ -359,7 +359,8 @@ NAMES = {
 
 
 def _name(doing: Any) -> str:
-    return str(doing[0]) if isinstance(doing, list) else NAMES[type(doing).__name__]
+    kind = type(doing).__name__
+    return str(doing[0]) if isinstance(doing, list) else NAMES.get(kind, kind)
 
 
 def _start_watch() -> None:
