@@ -319,7 +319,7 @@ class Lane:
                 # Asked for the queue after having said that it may sleep, it misses no call.
                 going = self._wake.get(timeout=LOOK_SECONDS if self._awake or self.calls else None)
             if self.calls:
-                with self.turn:
+                with self.turn, mpi_library.lending():
                     self._drain(None)
 
     def close(self) -> str | None:
