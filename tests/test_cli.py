@@ -89,7 +89,7 @@ def test_a_launcher_that_is_missing_is_named_with_its_remedy(tmp_path: Path) -> 
     block += "from ddpbench.cli import main; sys.exit(main())"
     words = ["collectives", "--backend", "mpi", "-n", "2"]
     done = call([sys.executable, "-c", block, *words], tmp_path)
-    refused(done, r"none beside this Python.*pip install|mpi4py is not installed: pip install")
+    refused(done, r"no mpirun beside this Python.*pip install|mpi4py is not installed: pip install")
 
 
 def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:

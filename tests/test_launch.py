@@ -188,15 +188,15 @@ def test_mpirun_is_taken_from_this_environment_first(
         (folder / "mpirun").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(mine / "python"))
     monkeypatch.setenv("PATH", str(theirs))
-    assert launch.require_mpirun() == str(mine / "mpirun")
+    assert launch.find_mpirun() == str(mine / "mpirun")
     (mine / "mpirun").unlink()
     wheel = [path for path in wheel_files() if path.name == "mpirun"]
-    assert launch.require_mpirun() == str(wheel[0] if wheel else theirs / "mpirun")
+    assert launch.find_mpirun() == str(wheel[0] if wheel else theirs / "mpirun")
     monkeypatch.setattr(launch, "files", lambda name: [])
-    assert launch.require_mpirun() == str(theirs / "mpirun")
+    assert launch.find_mpirun() == str(theirs / "mpirun")
     monkeypatch.setenv("PATH", str(empty))
     with pytest.raises(Refused, match=r"there is no mpirun .*pip install 'ddpbench\[mpi\]'"):
-        launch.require_mpirun()
+        launch.mpirun([], 1)
 
 
 @pytest.mark.skipif(launch.find_mpirun() is None, reason="there is no mpirun here")

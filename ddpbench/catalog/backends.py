@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpbench.runtime.launch import Refused, find_mpirun
+from ddpbench.runtime.launch import NO_MPIRUN, Refused, find_mpirun
 
 
 @dataclass(frozen=True)
@@ -229,10 +229,7 @@ def unavailable(name: str, device: str, launcher: str | None) -> str | None:
             f"a launcher, python -m ddpbench collectives -n 2 --backend {name}"
         )
     if backend.launcher == "mpirun" and launcher is None and find_mpirun() is None:
-        return (
-            f"{name} needs an mpirun, and there is none beside this Python or in PATH: "
-            "pip install 'ddpbench[mpi]' brings one, without system packages"
-        )
+        return f"{name}: {NO_MPIRUN}"
     return backend.unavailable(device)
 
 

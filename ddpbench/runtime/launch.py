@@ -177,20 +177,19 @@ def find_mpirun() -> str | None:
     return shutil.which("mpirun")
 
 
-def require_mpirun() -> str:
-    """The mpirun to use. Raises Refused where there is none."""
-    command = find_mpirun()
-    if command is None:
-        raise Refused(
-            "there is no mpirun beside this Python or in PATH: "
-            "pip install 'ddpbench[mpi]' brings one, without system packages"
-        )
-    return command
+NO_MPIRUN = (
+    "there is no mpirun beside this Python or in PATH: "
+    "pip install 'ddpbench[mpi]' brings one, without system packages"
+)
 
 
 def mpirun(arguments: Sequence[str], nproc: int) -> int:
-    """Run `python ARGUMENTS` in nproc ranks of this host under mpirun; its exit code."""
-    command = require_mpirun()
+    """Run `python ARGUMENTS` in nproc ranks of this host under mpirun; its exit code.
+
+    Raises Refused where there is no mpirun.
+    """
+    if (command := find_mpirun()) is None:
+        raise Refused(NO_MPIRUN)
     # Intel's mpirun is a script that takes the first mpiexec.hydra in PATH, be it another MPI's.
     environ = {**os.environ, "PATH": f"{Path(command).parent}:{os.environ.get('PATH', '')}"}
     version = subprocess.run(
