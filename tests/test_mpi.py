@@ -273,6 +273,10 @@ def check_queue(group: Group, rank: int, size: int) -> None:
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors[:-1]]
     dist.all_reduce(tensors[-1], group=group)
     assert all(work.is_completed() for work in works)
+    for later in (rank == 0, rank != 0):  # what waits here and does not there is one call
+        work = dist.all_reduce(torch.empty(0), group=group, async_op=later)
+        if later:
+            work.wait()
     for i, tensor in enumerate(tensors):
         same(tensor, reduced(OP.SUM, size, 1000 + i, torch.float32))
 
@@ -292,6 +296,10 @@ def check_futures(group: Group, rank: int, size: int) -> None:
     same(doubled, reduced(OP.SUM, size, 5, torch.float32) * 2)
     same(second, reduced(OP.SUM, size, 3, torch.float32) * size)
     assert work.get_future().value()[0] is not None
+    one, two, three = (dist.barrier(group, async_op=True) for _ in range(3))
+    chain = one.get_future().then(lambda _: two.get_future().wait())  # queued behind its own
+    assert three.wait(timedelta(seconds=30))
+    chain.wait()
     dist.barrier(group)
 
 
@@ -317,6 +325,16 @@ def check_point_to_point(group: Group, rank: int, size: int) -> None:
         dist.irecv(mine, group=group, group_src=rank, tag=tag).wait()
     assert all(send.wait() for send in sends)
     same(mine, large)
+    for _ in range(50):  # several threads may wait for one receive
+        works = [dist.irecv(got, group=group, group_src=left) for got in torch.empty(3, 5)]
+        for _ in works:
+            dist.isend(torch.ones(5), group=group, group_dst=right)
+        threads = [threading.Thread(target=work.wait) for work in works * 2]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(work.is_success() for work in works)
     for tag in range(20):  # nobody waits for these sends, nor holds their tensors
         dist.isend(torch.full((5,), float(tag)), group=group, group_dst=right, tag=tag)
     for tag in range(20):
@@ -694,6 +712,7 @@ def job_late_to_futures(folder: Path) -> None:
             assert not work.is_success()
         third = dist.barrier(async_op=True)
         refused(third.wait, words, dist.DistBackendError)
+        refused(lambda: dist.all_reduce(torch.ones(1)), words, dist.DistBackendError)
         refused(dist.destroy_process_group, "cannot shut down", dist.DistBackendError)
         (folder / "said").touch()
         (folder / "done").touch()
@@ -987,10 +1006,13 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert not left_behind(tmp_path)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_script_needs_no_more_than_the_import(tmp_path: Path, ranks: int) -> None:
-    """Under mpirun, init_process_group("mpi4py") finds rank, world size and meeting point."""
-    process = run_job(job_script, ranks, tmp_path)
+@pytest.mark.parametrize(("ranks", "said"), [(1, {}), (3, {"MASTER_ADDR": "localhost"})])
+def test_a_script_needs_no_more_than_the_import(
+    tmp_path: Path, ranks: int, said: dict[str, str]
+) -> None:
+    """Under mpirun, init_process_group("mpi4py") finds rank, world size and meeting point, of which
+    a part may stand in the environment."""
+    process = run_job(job_script, ranks, tmp_path, **said)
     assert process.returncode == 0, process.stderr
     assert len(list(tmp_path.glob("ended*"))) == ranks
 

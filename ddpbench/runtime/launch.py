@@ -211,9 +211,13 @@ def mpirun(arguments: Sequence[str], nproc: int) -> int:
         start_new_session=True,
         env=environ,
     )
+
+    def pass_on(received: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, received)
+
     previous = {
-        number: signal.signal(number, lambda received, _: os.killpg(process.pid, received))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         return process.wait()

@@ -9,8 +9,8 @@
 
 Importing it makes the name known. In a rank that MPI's launcher started it also starts MPI and
 says in the environment how the ranks meet (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT),
-as torchrun does, unless something has said so already. `dist.new_group(backend="mpi4py")` beside
-another default group works too.
+as torchrun does; an address or port that stands there already is kept.
+`dist.new_group(backend="mpi4py")` beside another default group works too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["NAME", "ProcessGroupMPI4PY", "register"]
 
 def _tell() -> None:
     place = launch.placement()
-    if place is None or place.launcher == "torchrun" or "MASTER_ADDR" in os.environ:
+    if place is None or place.launcher == "torchrun":
         return
     rank, size = mpi_library.world()
     if size != place.world_size:
@@ -40,7 +40,7 @@ def _tell() -> None:
         "LOCAL_RANK": str(place.local_rank),
     }
     os.environ["MASTER_ADDR"], _, os.environ["MASTER_PORT"] = mpi_library.meeting_point(
-        local=place.local_world_size == size
+        place.local_world_size == size, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     ).rpartition(":")
 
 

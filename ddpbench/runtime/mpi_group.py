@@ -52,8 +52,9 @@ def _checked(name: str, tensor: Tensor) -> Tensor:
 def _plain(tensor: Tensor) -> bool:
     """Whether MPI can take the tensor's memory as it is."""
     try:
-        # A negated view of one element is contiguous, and its memory is still to be negated.
-        return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+        # A negated view can be contiguous: its memory is still to be negated.
+        lazy = tensor.is_neg() or tensor.is_conj()
+        return tensor.is_cpu and tensor.is_contiguous() and not lazy
     except RuntimeError:
         return False  # only dense tensors can say
 
@@ -199,7 +200,6 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
         self._sums: Any = {
             dtype: {key: found[:2] for key, found in ops.items() if not found[2]}
             for dtype, ops in mpi_types.reductions().items()
-            if not dtype.is_complex  # whose memory may still be to be conjugated
         }
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -267,8 +267,10 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
             lane.submit(work)
         else:
             lane.inside = [name]
-            work.run()
-            lane.inside = None
+            try:
+                work.run()
+            finally:
+                lane.inside = None
         if not getattr(opts, "asyncOp", True):
             work.wait()
             return _SYNCED
@@ -508,6 +510,7 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
         flat = flat if there else _apart(flat, whole)
 
         def run() -> None:
+            # MPI wants all ranks to say "in place", or none; each library here only reads its own.
             message = self._in_place if there else (memory(flat), unit(flat.nbytes))
             if len(set(counts)) == 1:
                 target = memory(whole), unit(flat.nbytes)
@@ -704,6 +707,10 @@ def _create(given: Any, _: Any) -> dist.ProcessGroup:
         comm = comm.Dup()
     else:
         tag = zlib.crc32(str(given.group_id).encode()) % 32768  # MPI allows every tag below that
-        comm = comm.Create_group(comm.Get_group().Incl(ranks), tag)
+        world_group = comm.Get_group()
+        members = world_group.Incl(ranks)
+        comm = comm.Create_group(members, tag)
+        members.Free()
+        world_group.Free()
     comm.Set_errhandler(mpi().ERRORS_RETURN)
     return ProcessGroupMPI4PY(comm, str(given.group_id), given.timeout)

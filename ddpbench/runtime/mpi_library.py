@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import os
 import re
 import socket
 import sys
@@ -32,7 +33,7 @@ def mpi() -> Any:
     """mpi4py's MPI module; the first call starts MPI and arranges for its end."""
     from mpi4py import MPI
 
-    atexit.register(_leave)
+    atexit.register(_leave, os.getpid())
     return MPI
 
 
@@ -123,8 +124,10 @@ def abort(code: int, why: str = "") -> None:
     mpi().COMM_WORLD.Abort(code)
 
 
-def _leave() -> None:
+def _leave(pid: int) -> None:
     """Before MPI is finalised: stop the workers, or abort where finalising could only hang."""
+    if os.getpid() != pid:
+        return  # a child by os.fork: the job goes on without it
     for stop in BEFORE_END:
         if why := stop():
             abort(HUNG, why)

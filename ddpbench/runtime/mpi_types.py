@@ -70,8 +70,7 @@ def mean(flat: Tensor, size: int) -> None:
     if flat.is_floating_point():
         flat.div_(size)
     elif flat.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch cannot divide these
-        array = flat.view(-1).numpy()
-        array //= size
+        flat.copy_(torch.from_numpy(flat.cpu().numpy() // size))
     else:
         flat.div_(size, rounding_mode="trunc")
 
@@ -82,11 +81,11 @@ def memory(flat: Tensor) -> Any:
 
 
 def pieces(flat: Tensor) -> list[Any]:
-    """The memory of a contiguous tensor, in pieces that MPI can count."""
+    """The memory of a contiguous tensor, in pieces that MPI can count; one where there is none."""
     start, step = flat.data_ptr(), most * flat.itemsize
     end = start + flat.nbytes
     take = mpi().buffer.fromaddress
-    return [take(at, min(step, end - at)) for at in range(start, end, step)]
+    return [take(at, min(step, end - at)) for at in range(start, max(end, start + 1), step)]
 
 
 def unit(nbytes: int) -> Any:

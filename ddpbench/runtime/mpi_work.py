@@ -26,15 +26,16 @@ from ddpbench.runtime.mpi_library import mpi
 LOOK_SECONDS = 2e-4  # between an awake worker's looks at the queue
 AWAKE_SECONDS = 5e-3  # after the last call that was queued
 
-_LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
+_LANES: weakref.WeakKeyDictionary[Lane, None] = weakref.WeakKeyDictionary()
 _DROPPED: list[Request] = []
 _ENDING = threading.Lock()  # taken to end a call, so briefly that one for all will do
 _watch: threading.Thread | None = None
 
 
-def failure(name: str, rank: int, error: Exception) -> Exception:
+def failure(name: str, rank: int, error: BaseException) -> Exception:
     """An error of MPI, or of the call's own, as torch's: operation, rank and the text."""
-    text = error.Get_error_string() if isinstance(error, mpi().Exception) else str(error)
+    words = str(error) or repr(error)
+    text = error.Get_error_string() if isinstance(error, mpi().Exception) else words
     text = "; ".join(text.splitlines())
     found = dist.DistBackendError(f"{name} failed on rank {rank}: {text}")
     found.__cause__ = error
@@ -75,7 +76,7 @@ class Work(dist.Work):
             text = f"{self.name} on rank {self.rank} has not ended within {timeout}"
             raise dist.DistBackendError(text)
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # which would grow with each who waits
         return True
 
 
@@ -98,10 +99,13 @@ class Call(Work):
         try:
             if self._run is not None:
                 self._run()
-        except Exception as raised:
+        except BaseException as raised:
             error = failure(self.name, self.rank, raised)
-        self.end(error)
-        self._run = None
+            if not isinstance(raised, Exception):
+                raise  # Ctrl-C, where a thread that waits makes the call
+        finally:
+            self.end(error)
+            self._run = None
 
     def end(self, error: Exception | None) -> None:
         """Say that it is over; the first to say so is right."""
@@ -119,14 +123,14 @@ class Call(Work):
         # Who waits without a limit of his own may as well make the call: it saves two threads'
         # waking each other, half the time of a small call.
         if not self.ended and not (seconds < 0 and self._lane.advance(self)):
-            self._lane.hurry()
-            if self._gate.acquire(timeout=seconds):
+            self._lane.hurry(self)
+            if self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
                 self._gate.release()
         return self.outcome(timeout)
 
     def get_future(self) -> torch.futures.Future[Any]:
         if not self.ended:
-            self._lane.hurry()  # who waits in C++ cannot make the call
+            self._lane.hurry(self)  # who waits in C++ cannot make the call
         # Future.set_exception is for Python's eyes only: DDP would take the exception for a list
         # of tensors and crash. An exception raised in a chained callback is a failure in C++ too.
         with _ENDING:
@@ -198,6 +202,7 @@ class Request(Work):
         super().__init__(name, rank, [tensor])
         self._request, self._finish, self._timeout = request, finish, timeout
         self._status = mpi().Status()
+        self._testing = threading.Lock()  # a second Test would see no message
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         timeout = timeout or self._timeout  # zero is C++'s kNoTimeout
@@ -212,13 +217,14 @@ class Request(Work):
 
     def is_completed(self) -> bool:
         if not self.ended:
-            try:
-                if self._request.Test(self._status):
-                    self._finish(self._status)
+            with self._testing:
+                try:
+                    if not self.ended and self._request.Test(self._status):
+                        self._finish(self._status)
+                        self.ended = True
+                except Exception as error:
+                    self.error = failure(self.name, self.rank, error)
                     self.ended = True
-            except Exception as error:
-                self.error = failure(self.name, self.rank, error)
-                self.ended = True
         return self.ended
 
     def source_rank(self) -> int:
@@ -237,6 +243,9 @@ class Request(Work):
 
 class Lane:
     """A group's queued calls, whose turn it is to run them, and how long one may take.
+
+    Who has the turn sets _holder, _running and _doing, and takes calls from the queue; callers add
+    to it. The deadline thread only looks, and where it finds a call too late, breaks the lane.
 
     inside: while a synchronous call runs on its caller's own thread, an object that is new with
     each call and holds no tensor: a list with its name, or its options.
@@ -258,32 +267,34 @@ class Lane:
         self._broken: Exception | None = None
         self._seen: Any = None
         self._since = 0.0
-        _LANES.add(self)
+        _LANES[self] = None
         _start_watch()
 
     def submit(self, call: Call) -> None:
         """Queue a call; in a callback of one of the lane's own calls, make it now."""
+        if self._holder == threading.get_ident() and self._broken is None:
+            call.run()  # in the queue it would wait for its own issuer
+            return
+        self.calls.append(call)
+        self._submitted += 1
         if self._broken is not None:
             call.end(self._broken)
-        elif self._holder == threading.get_ident():
-            call.run()  # in the queue it would wait for its own issuer
-        else:
-            self.calls.append(call)
-            self._submitted += 1
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._serve, name="mpi4py worker", daemon=True
-                )
-                self._thread.start()
-            elif not self._awake:
-                self._wake.put(True)
+        elif self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="mpi4py worker", daemon=True)
+            self._thread.start()
+            self._wake.put(True)
+        elif not self._awake:
+            self._wake.put(True)
 
-    def hurry(self) -> None:
-        """Have the worker look at the queue now."""
-        self._wake.put(True)
+    def hurry(self, call: Call) -> None:
+        """Have the worker look now; in a callback, whose thread keeps it out, make the calls."""
+        if self._holder == threading.get_ident():
+            self._drain(call)
+        else:
+            self._wake.put(True)
 
     def advance(self, call: Call) -> bool:
-        """Run the queue up to this call, which then has ended; False if another thread does."""
+        """Run the queue up to this call; whether that has ended it, or another thread has to."""
         mine = self._holder == threading.get_ident()
         if not mine and not self.turn.acquire(blocking=False):
             return False
@@ -298,7 +309,7 @@ class Lane:
         before = self._holder, self._running, self._doing  # a callback may wait for a later call
         self._holder = threading.get_ident()
         try:
-            while self.calls and not (last is not None and last.ended):
+            while self._broken is None and self.calls and not (last is not None and last.ended):
                 self._running = call = self.calls.popleft()
                 self._doing = [call.name]
                 call.run()
@@ -311,7 +322,7 @@ class Lane:
         # worker, once woken, looks again by itself for a while, and whoever waits at once for
         # what it has issued makes the call before.
         seen, last, going = 0, 0.0, True
-        while going:
+        while going and self._broken is None:
             if seen != self._submitted:
                 seen, last = self._submitted, time.monotonic()
             self._awake = time.monotonic() - last < AWAKE_SECONDS
@@ -327,7 +338,7 @@ class Lane:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             self._wake.put(False)
-            thread.join(0 if self._broken else self.timeout.total_seconds())
+            thread.join(1 if self._broken else self.timeout.total_seconds())
             if thread.is_alive():
                 return f"{_name(self._doing)} on rank {self._rank} has not ended"
             self._thread = None
@@ -343,11 +354,13 @@ class Lane:
             if self.inside or self._thread is None or self._holder != self._thread.ident:
                 # A thread of the user's is inside MPI, from where no exception can bring it back.
                 mpi_library.abort(mpi_library.HUNG, text)
+            if (running := self._running) is None:
+                return  # it has just ended
             self._broken = dist.DistBackendError(text)
-            for call in (self._running, *self.calls):
-                if call is not None:
-                    call.end(self._broken)
-            self.calls.clear()
+            for call in (running, *self.calls):
+                call.end(self._broken)
+            if not self.calls:  # never empty again: no synchronous call may go past it
+                self.calls.append(running)
 
 
 # The operations that leave their options in Lane.inside: a list would cost them 1 % at 4 bytes.
@@ -363,6 +376,11 @@ def _name(doing: Any) -> str:
     return str(doing[0]) if isinstance(doing, list) else NAMES.get(kind, kind)
 
 
+def _lanes() -> list[Lane]:
+    # Not list(_LANES): the set may grow in another thread meanwhile.
+    return [lane for ref in _LANES.keyrefs() if (lane := ref()) is not None]
+
+
 def _start_watch() -> None:
     global _watch
     if _watch is None:
@@ -372,16 +390,16 @@ def _start_watch() -> None:
 
 def _watching() -> None:
     while True:
-        shortest = min((lane.timeout.total_seconds() for lane in list(_LANES)), default=10.0)
+        shortest = min((lane.timeout.total_seconds() for lane in _lanes()), default=10.0)
         time.sleep(min(1.0, shortest / 4))
         now = time.monotonic()
-        for lane in list(_LANES):
+        for lane in _lanes():
             lane.check(now)
 
 
 def close_all() -> str | None:
     """End the workers of all groups; a sentence if one cannot be ended."""
-    sentences = [lane.close() for lane in list(_LANES)]
+    sentences = [lane.close() for lane in _lanes()]
     return next((sentence for sentence in sentences if sentence), None)
 
 
