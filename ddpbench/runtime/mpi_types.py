@@ -70,6 +70,7 @@ def mean(flat: Tensor, size: int) -> None:
     if flat.is_floating_point():
         flat.div_(size)
     elif flat.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch cannot divide these
+        flat = flat.view(-1)
         flat.copy_(torch.from_numpy(flat.cpu().numpy() // size))
     else:
         flat.div_(size, rounding_mode="trunc")
