@@ -1,3 +1,18 @@
 """ddpbench: what PyTorch's collectives and a DDP step cost, and which rank or link is to blame."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddpbench.replicas import Report, Verifier, verify_replicas
+
 __version__ = "0.1.0"
+__all__ = ["Report", "Verifier", "__version__", "verify_replicas"]
+
+
+def __getattr__(name: str) -> Any:
+    """What a user's training script calls, imported when it is asked for: it needs torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ddpbench import replicas
+
+    return getattr(replicas, name)

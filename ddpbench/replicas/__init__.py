@@ -1,0 +1,14 @@
+"""The proof that replicas are equal, for any training loop: `ddpbench.verify_replicas`."""
+
+from ddpbench.replicas.report import Detail, Difference, Mismatch, NonFinite, Report
+from ddpbench.replicas.verify import Verifier, verify_replicas
+
+__all__ = [
+    "Detail",
+    "Difference",
+    "Mismatch",
+    "NonFinite",
+    "Report",
+    "Verifier",
+    "verify_replicas",
+]

@@ -1,0 +1,76 @@
+"""How the ranks compare: through torch.distributed's public calls, on the given group.
+
+Every call here is made by all ranks of the group in the same order, because what is called next
+depends only on what all of them know. Each wait is bounded by the group's own timeout, and what
+then is raised is the group's error.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+Int64 = npt.NDArray[np.int64]
+
+
+class Channel:
+    """A group, and where its messages lie. Without a process group: this process alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.ranks, self.rank = [0], 0  # global ranks, in the group's order; this one's place
+        self.device = torch.device("cpu")
+        self.alone = not (dist.is_available() and dist.is_initialized())
+        if self.alone:
+            return
+        self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError("this rank is not in the group: call it in the ranks of the group")
+        self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        kinds = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
+        if "cpu" not in kinds:
+            self.device = torch.device(kinds[0])  # the current one
+
+    def extremes(self, vector: Int64) -> tuple[Int64, Int64]:
+        """The least and the greatest over the ranks of each of int64[n], n the same in all.
+
+        One all_reduce: complementing turns the order of int64 round, without overflow.
+        """
+        if self.alone or vector.size == 0:
+            return vector, vector
+        both = torch.from_numpy(np.concatenate([vector, ~vector])).to(self.device)
+        dist.all_reduce(both, dist.ReduceOp.MIN, self.group)
+        least, most = both.cpu().numpy().reshape(2, -1)
+        return least, ~most
+
+    def everyones(self, vector: Int64) -> Int64:
+        """int64[ranks, n]: every rank's int64[n], n the same in all."""
+        if self.alone:
+            return vector[None]
+        mine = torch.from_numpy(np.ascontiguousarray(vector)).to(self.device)
+        parts = [torch.empty_like(mine) for _ in self.ranks]
+        dist.all_gather(parts, mine, self.group)
+        return torch.stack(parts).cpu().numpy()
+
+    def everyones_objects(self, value: Any) -> list[Any]:
+        """Every rank's value as JSON keeps it."""
+        content = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        sizes = self.everyones(np.array([content.size], np.int64))[:, 0]
+        room = np.zeros(-(-int(sizes.max()) // 8) * 8, np.uint8)
+        room[: content.size] = content
+        rows = self.everyones(room.view(np.int64)).view(np.uint8)
+        return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def broadcast(self, content: npt.NDArray[np.uint8], source: int) -> npt.NDArray[np.uint8]:
+        """The bytes uint8[n] of the rank at this place of the group; n the same in all."""
+        if self.alone:
+            return content
+        # The caller's memory may be the replica's own: it is sent from, never written to.
+        tensor = torch.from_numpy(content.copy()).to(self.device)
+        dist.broadcast(tensor, self.ranks[source], self.group)
+        return tensor.cpu().numpy()

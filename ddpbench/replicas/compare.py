@@ -1,0 +1,154 @@
+"""What of a replica is not the same in all ranks: all of it at once, then only what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ddpbench.replicas import locate
+from ddpbench.replicas.channel import Channel, Int64
+from ddpbench.replicas.digest import Counts, Digests, of_bytes, read
+from ddpbench.replicas.report import Difference, Mismatch, NonFinite
+from ddpbench.replicas.state import Entry, State, row, structure
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to verify: the same in all ranks."""
+
+    gradients: bool | None
+    finite: bool
+    locate: int
+    step: int | None
+    earlier: int = 0  # verifications that found all parameters equal
+    known: Container[tuple[str, str]] = ()  # not to be located again
+
+
+@dataclass
+class Found:
+    """What comparing some kinds gave."""
+
+    differences: list[Difference] = field(default_factory=list)
+    mismatches: list[Mismatch] = field(default_factory=list)
+    nonfinite: list[NonFinite] = field(default_factory=list)
+    compared: dict[str, int] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+def compare(
+    channel: Channel,
+    state: State,
+    kinds: Sequence[str],
+    options: Options,
+    found: Found,
+    extras: Sequence[int] = (),
+) -> list[tuple[int, int]]:
+    """Add to `found` what differs in these kinds; the least and the greatest of each extra."""
+    contents: dict[str, tuple[Digests, Counts]] = {}
+    head = [of_bytes(repr((options.gradients, options.finite, options.locate, options.step,
+                           options.earlier, list(kinds))).encode()) >> 1]  # fmt: skip
+    for kind in kinds:
+        form = structure(kind, state.entries[kind])
+        digests, counts = read([entry.value for entry in state.entries[kind]], options.finite)
+        digests += form.salts  # modulo 2^64
+        contents[kind] = digests, counts
+        whole = int(np.uint64(of_bytes(digests.tobytes())).astype(np.int64))
+        head += [len(digests), form.digest, whole, int(counts.sum())]
+    least, most = channel.extremes(np.array([*head, *extras], np.int64))
+    if least[0] != most[0]:
+        raise ValueError(
+            "the ranks verify with different arguments: gradients, finite, locate and step must be "
+            f"the same in all; here gradients={options.gradients}, finite={options.finite}, "
+            f"locate={options.locate}, step={options.step}"
+        )
+    same = (least == most)[1 : 1 + 4 * len(kinds)].reshape(-1, 4)
+    some_nonfinite = most[1 : 1 + 4 * len(kinds)].reshape(-1, 4)[:, 3] > 0
+    for i, kind in enumerate(kinds):
+        entries, (digests, counts) = state.entries[kind], contents[kind]
+        if not same[i, :2].all():
+            chosen = _common(channel, kind, entries, found)
+            entries = [entries[place] for place in chosen]
+            digests, counts = digests[chosen], counts[chosen]
+        found.compared[kind] = len(entries)
+        found.nbytes += sum(
+            e.value.nbytes if isinstance(e.value, torch.Tensor) else 8 for e in entries
+        )
+        if not same[i, :3].all():
+            found.differences += _differences(channel, kind, entries, digests, options)
+        if some_nonfinite[i]:
+            found.nonfinite += _nonfinite(channel, kind, entries, counts)
+    tail = 1 + 4 * len(kinds)
+    return list(zip(least[tail:].tolist(), most[tail:].tolist(), strict=True))
+
+
+def _common(channel: Channel, kind: str, entries: list[Entry], found: Found) -> list[int]:
+    """The places here of the entries that all ranks have alike, in one order for all ranks; what
+    is not alike is added to `found`."""
+    everyone = channel.everyones_objects([[entry.name, row(entry)] for entry in entries])
+    tables = [dict(rows) for rows in everyone]
+    places = {entry.name: place for place, entry in enumerate(entries)}
+    common = []
+    for name in dict.fromkeys(name for table in tables for name in table):
+        forms: dict[str, list[int]] = {}
+        for rank, table in zip(channel.ranks, tables, strict=True):
+            forms.setdefault(table.get(name, "absent"), []).append(rank)
+        if len(forms) == 1:
+            common.append(places[name])
+        else:
+            those = tuple((form, tuple(ranks)) for form, ranks in forms.items())
+            found.mismatches.append(Mismatch(kind, name, those))
+    orders = {tuple(name for name in table) for table in tables}
+    if len(orders) > 1 and len(common) == len(entries) and not found.mismatches:
+        found.mismatches.append(_order(channel, kind, tables))
+    return common
+
+
+def _order(channel: Channel, kind: str, tables: list[dict[str, str]]) -> Mismatch:
+    """The first place at which the same names stand in different orders."""
+    names = [list(table) for table in tables]
+    first = next(i for i, those in enumerate(zip(*names, strict=True)) if len(set(those)) > 1)
+    forms: dict[str, list[int]] = {}
+    for rank, those in zip(channel.ranks, names, strict=True):
+        forms.setdefault(those[first], []).append(rank)
+    return Mismatch(
+        kind, f"number {first}", tuple((form, tuple(ranks)) for form, ranks in forms.items())
+    )
+
+
+def _differences(
+    channel: Channel, kind: str, entries: list[Entry], digests: Digests, options: Options
+) -> list[Difference]:
+    """The entries whose digests differ; the first of them compared in full."""
+    least, most = channel.extremes(digests.view(np.int64))
+    bad = np.flatnonzero(least != most)
+    if bad.size == 0:
+        return []
+    everyones: Int64 = channel.everyones(digests.view(np.int64)[bad])
+    differences, located = [], 0
+    for column, place in enumerate(bad.tolist()):
+        entry = entries[place]
+        fresh = located < options.locate and (kind, entry.name) not in options.known
+        located += fresh
+        values = locate.by_value(everyones[:, column])
+        differences.append(locate.difference(channel, kind, entry, values, fresh))
+    return differences
+
+
+def _nonfinite(
+    channel: Channel, kind: str, entries: list[Entry], counts: Counts
+) -> list[NonFinite]:
+    """The entries with elements that are not finite in some rank."""
+    bad = np.flatnonzero(channel.extremes(counts)[1] > 0)
+    if bad.size == 0:
+        return []
+    everyones = channel.everyones(counts[bad])
+    return [
+        NonFinite(kind, entries[place].name, tuple(
+            (rank, int(count))
+            for rank, count in zip(channel.ranks, everyones[:, column], strict=True) if count
+        ))
+        for column, place in enumerate(bad.tolist())
+    ]  # fmt: skip

@@ -1,0 +1,157 @@
+"""Where replicas differ: the tensors whose digests differ, and these alone, element by element.
+
+One rank sends its bits, piece by piece; every other compares its own with them and keeps a few
+numbers. So no rank ever holds more than pieces, and what is gathered is a row of numbers a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ddpbench.replicas.channel import Channel, Int64
+from ddpbench.replicas.digest import as_tensor
+from ddpbench.replicas.report import Detail, Difference
+from ddpbench.replicas.state import Entry
+
+PIECE_NBYTES = 4 << 20
+Bytes = npt.NDArray[np.uint8]
+
+
+def by_value(digests: Int64) -> list[list[int]]:
+    """The places of equal digests of int64[ranks], the most first, then by the lowest place."""
+    places: dict[int, list[int]] = {}
+    for place, digest in enumerate(digests.tolist()):
+        places.setdefault(digest, []).append(place)
+    return sorted(places.values(), key=lambda those: (-len(those), those[0]))
+
+
+def difference(
+    channel: Channel, kind: str, entry: Entry, values: list[list[int]], located: bool
+) -> Difference:
+    """What is known of an entry that has these values; its first elements, if `located`."""
+    details: list[Detail] = []
+    if located:
+        rows = channel.everyones(_compare(channel, as_tensor(entry.value), values[0][0]))
+        details = [
+            _detail(channel, entry, those, values[0][0], rows[those[0]]) for those in values[1:]
+        ]
+    return Difference(
+        kind, entry.name, str(entry.dtype).removeprefix("torch."), tuple(entry.shape),
+        tuple(tuple(channel.ranks[place] for place in those) for those in values),
+        tuple(details),
+    )  # fmt: skip
+
+
+def _piece(tensor: Tensor, start: int, stop: int) -> Bytes:
+    """Bytes of elements start … stop-1, in order, whatever the strides and the device."""
+    if tensor.is_contiguous():
+        part = tensor.view(-1)[start:stop]
+    else:  # reshape would copy the whole
+        part = tensor.take(torch.arange(start, stop, device=tensor.device))
+    part = part.resolve_conj().resolve_neg().cpu().contiguous()
+    return cast(Bytes, part.view(torch.uint8).numpy())
+
+
+_FIELDS = ("differing", "first", "max_delta", "multiset", "mine", "mine2", "theirs", "theirs2")
+
+
+def _compare(channel: Channel, tensor: Tensor, source: int) -> Int64:
+    """int64[8], as _FIELDS: this rank's elements against those of the rank at `source`."""
+    tensor = tensor.detach()
+    count = max(1, PIECE_NBYTES // tensor.itemsize)
+    differing, first, most, multiset = 0, -1, -1.0, 0
+    ends = np.zeros((2, 16), np.uint8)
+    for start in range(0, tensor.numel(), count):
+        mine = _piece(tensor, start, min(start + count, tensor.numel()))
+        theirs = channel.broadcast(mine, source)
+        elements = [a.reshape(-1, tensor.itemsize) for a in (mine, theirs)]
+        words = [_words(a) for a in elements]
+        places = np.flatnonzero((words[0] != words[1]).any(axis=1))
+        if places.size == 0:
+            continue
+        if first < 0:
+            first = start + int(places[0])
+            for end, those in zip(ends, elements, strict=True):
+                end[: tensor.itemsize] = those[places[0]]
+        differing += places.size
+        changed = [a[places] for a in elements]
+        multiset += sum(
+            sign * int(_mixed(_words(a)).sum(dtype=np.uint64))
+            for sign, a in zip((1, -1), changed, strict=True)
+        )
+        most = max(most, _max_delta(changed, tensor.dtype))
+    tail = ends.view(np.int64).reshape(-1).tolist()
+    delta = int(np.float64(most).view(np.int64))
+    return np.array([differing, first, delta, int(multiset % (1 << 64) != 0), *tail], np.int64)
+
+
+def _words(elements: Bytes) -> npt.NDArray[Any]:
+    """uint8[n, itemsize] as unsigned words of up to 64 bits: [n, 1], or [n, 2] of 16 bytes."""
+    size = min(8, elements.shape[1])
+    return np.ascontiguousarray(elements).view(f"u{size}")
+
+
+def _mixed(words: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """uint64[n] of words[n, k]: a sum of these tells sets of elements apart, in any order."""
+    with np.errstate(over="ignore"):
+        z = np.zeros(len(words), np.uint64)
+        for column in words.T.astype(np.uint64):
+            z = (z ^ column) + np.uint64(0x9E3779B97F4A7C15)
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            z ^= z >> np.uint64(31)
+    return z
+
+
+def _max_delta(elements: Sequence[Bytes], dtype: torch.dtype) -> float:
+    """The largest |Δ| where both are finite, in float64; -1 where none is."""
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    a, b = (torch.from_numpy(e.reshape(-1)).view(dtype).to(wide) for e in elements)
+    deltas = (a - b).abs()
+    deltas = deltas[a.isfinite() & b.isfinite()]
+    return float(deltas.max()) if deltas.numel() else -1.0
+
+
+def _detail(channel: Channel, entry: Entry, those: list[int], reference: int, row: Int64) -> Detail:
+    """The row that the first of `those` ranks gathered, in words."""
+    tensor = as_tensor(entry.value)
+    told = dict(zip(_FIELDS, row.tolist(), strict=True))
+    size, dtype = tensor.itemsize, tensor.dtype
+    mine, theirs = row[4:6].tobytes()[:size], row[6:8].tobytes()[:size]
+    changed = int.from_bytes(mine, "little") ^ int.from_bytes(theirs, "little")
+    one = told["differing"] == 1 and changed.bit_count() == 1
+    texts = text(mine, dtype), text(theirs, dtype)
+    if texts[0] == texts[1] or "nan" in texts[0] + texts[1]:
+        texts = f"{texts[0]} ({_hex(mine)})", f"{texts[1]} ({_hex(theirs)})"
+    index = np.unravel_index(max(0, told["first"]), tuple(tensor.shape)) if tensor.dim() else ()
+    delta = float(row[2:3].view(np.float64)[0])
+    return Detail(
+        ranks=tuple(channel.ranks[place] for place in those),
+        reference=channel.ranks[reference],
+        elements=tensor.numel(),
+        differing=told["differing"],
+        index=tuple(int(i) for i in index),
+        value=texts[0],
+        reference_value=texts[1],
+        max_delta=None if delta < 0 else delta,
+        bit=changed.bit_length() - 1 if one else None,
+        permuted=told["differing"] > 1 and told["multiset"] == 0,
+    )
+
+
+def text(element: bytes, dtype: torch.dtype) -> str:
+    """An element's value, as short as tells it from its neighbours in its own dtype."""
+    value = torch.frombuffer(bytearray(element), dtype=dtype)[0]
+    if dtype == torch.float32:
+        return str(np.float32(value.item()))
+    return repr(value.item())
+
+
+def _hex(element: bytes) -> str:
+    return f"0x{int.from_bytes(element, 'little'):0{2 * len(element)}x}"

@@ -1,0 +1,847 @@
+"""Replicas: digests of bits, and planted faults found in real process groups.
+
+One job plays every fault below in all its ranks and leaves the reports in files; pytest then looks
+at them one by one. A rank runs this very file: `python test_replicas.py JOB FOLDER [RANK SIZE]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_mpi
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpbench
+from ddpbench.replicas import causes, digest, locate, state
+from ddpbench.replicas.report import ranks_text
+
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+COMPLEX = [torch.complex64, torch.complex128]
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8, *COMPLEX, torch.bool,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32,
+    torch.uint64,
+]  # fmt: skip
+
+
+def on_device(tensor: Tensor) -> int:
+    """The digest that a tensor on a GPU gets, of one on the CPU."""
+    return int(digest.weighted(tensor))
+
+
+FORMULAS = [digest.of_cpu, on_device]
+Formula = Callable[[Tensor], int]
+
+
+def values(dtype: torch.dtype, count: int = 40) -> Tensor:
+    """Elements that are not all alike."""
+    numbers = torch.arange(count) % 7
+    return (numbers % 2 == 0) if dtype == torch.bool else numbers.to(dtype)
+
+
+# --- one tensor
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_digest_is_of_bits(formula: Formula, dtype: torch.dtype) -> None:
+    """Of every dtype: equal bits give equal digests, and each single bit flipped another one."""
+    tensor = values(dtype)
+    whole = formula(tensor)
+    assert formula(tensor.clone()) == whole
+    raw = tensor.view(torch.uint8)
+    seen = {whole}
+    for byte in range(raw.numel()):
+        for bit in range(8):
+            raw[byte] ^= 1 << bit
+            seen.add(formula(tensor))
+            raw[byte] ^= 1 << bit
+    assert len(seen) == 1 + 8 * raw.numel()
+    assert formula(tensor) == whole
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_permutation_is_seen(formula: Formula, dtype: torch.dtype) -> None:
+    """Swapping any two different elements changes the digest."""
+    tensor = values(dtype)
+    whole = formula(tensor)
+    for other in range(1, 40):
+        if tensor[0] != tensor[other] if dtype not in FLOAT8 else other % 7:
+            swapped = tensor.clone()
+            swapped[0], swapped[other] = tensor[other].clone(), tensor[0].clone()
+            assert formula(swapped) != whole
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_values_that_compare_equal_or_print_alike(formula: Formula) -> None:
+    """-0.0 is not 0.0, a NaN equals itself, and NaNs of other payloads differ."""
+    assert formula(torch.tensor([0.0])) != formula(torch.tensor([-0.0]))
+    quiet, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert formula(quiet) == formula(quiet.clone())
+    assert formula(quiet) != formula(other)
+    # Signs flipped in pairs leave plain sums as they are.
+    assert formula(torch.tensor([0.0, -0.0, 0.0, -0.0])) != formula(torch.tensor([-0.0, 0.0] * 2))
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_memory_layout_does_not_count(formula: Formula) -> None:
+    """The elements in order are what is digested: strided, lazily conjugated or negated."""
+    base = torch.arange(24.0).view(4, 6)
+    for view in (base.t(), base[:, ::2], base[1:3, 1:4], base[:1].expand(3, 6)):
+        assert formula(view) == formula(view.clone(memory_format=torch.contiguous_format))
+    lazy = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert formula(lazy) == formula(lazy.resolve_conj().clone())
+    assert formula(lazy.imag) == formula(torch.tensor([-2.0, 4.0]))
+    nhwc = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert formula(nhwc) == formula(nhwc.contiguous())
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_no_elements_and_no_dimensions(formula: Formula) -> None:
+    """Tensors of no elements and of no dimensions have digests."""
+    assert formula(torch.empty(0)) == formula(torch.empty(0, 3))
+    assert formula(torch.tensor(1.0)) != formula(torch.tensor(2.0))
+    assert formula(nn.Parameter(torch.tensor(1.0))) == formula(torch.tensor(1.0))
+
+
+def test_the_device_formula_over_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are told apart: exchanging two, or a word between two, changes the digest; so do
+    values whose low bits are all zero, for which linear weights would be blind."""
+    monkeypatch.setattr(digest, "BLOCK", 8)
+    tensor = torch.arange(64, dtype=torch.float64)
+    whole = on_device(tensor)
+    assert on_device(torch.cat([tensor[8:16], tensor[:8], tensor[16:]])) != whole
+    powers = 2.0 ** (torch.arange(64, dtype=torch.float64) % 2)
+    seen = set()
+    for i in range(0, 64, 2):
+        for j in range(1, 64, 2):
+            swapped = powers.clone()
+            swapped[i], swapped[j] = powers[j], powers[i]
+            seen.add(on_device(swapped))
+    assert len(seen) == 32 * 32
+    assert on_device(powers) not in seen
+
+
+def test_reading_on_a_device_waits_once() -> None:
+    """The path of a GPU, walked on the CPU: digests as uint64, and who may not be finite."""
+    tensors = [torch.ones(3), torch.tensor([math.inf, -math.inf]), torch.ones(2, dtype=torch.int8)]
+    tensors += [torch.tensor([math.nan], dtype=t) for t in [torch.bfloat16, *FLOAT8, *COMPLEX]]
+    digests, suspects = digest._read_on_device(tensors, True)
+    assert digests == [on_device(t) % (1 << 64) for t in tensors]
+    assert suspects == [False, True, False] + [True] * 5
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.is_floating_point or d.is_complex])
+def test_nonfinite_elements_are_counted(dtype: torch.dtype) -> None:
+    """Of every dtype that has them; a sum that overflows is no false alarm."""
+    tensor = values(dtype)
+    assert digest.read([tensor], True)[1].tolist() == [0]
+    tensor[3] = math.nan
+    assert digest.read([tensor], True)[1].tolist() == [1]
+    assert digest.read([tensor], False)[1].tolist() == [0]
+    huge = torch.full((9,), torch.finfo(torch.float32).max)
+    assert digest.read([huge], True)[1].tolist() == [0]
+
+
+def test_sets_of_equal_ranks() -> None:
+    """Ranks are put together by value, the most first; a tie has no minority."""
+    import numpy as np
+
+    assert locate.by_value(np.array([7, 8, 7, 9])) == [[0, 2], [1], [3]]
+    shown = partial(ddpbench.replicas.Difference, "parameter", "w", "float32", (1,))
+    assert shown(((0, 2), (1,), (3,))).minority == (1, 3)
+    assert shown(((0, 1), (2, 3))).minority == ()
+    assert shown(((0,), (1,))).minority == ()
+    assert ranks_text((5, 0, 1, 2)) == "ranks 0-2, 5"
+    assert ranks_text((0, 1)) == "ranks 0, 1"
+
+
+def test_without_a_process_group() -> None:
+    """A single process gets a report on itself: equal, with what is not finite."""
+    module = nn.Linear(2, 2)
+    assert ddpbench.verify_replicas(module).ok
+    with torch.no_grad():
+        module.bias[1] = math.inf
+    report = ddpbench.verify_replicas(module)
+    assert report.equal
+    assert not report.ok
+    assert report.nonfinite[0].counts == ((0, 1),)
+
+
+class Odd(nn.Module):
+    """What is seldom in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(3)
+        self.real = nn.Linear(2, 2)
+        self.register_buffer("sparse", torch.eye(3).to_sparse())
+        self.register_buffer("void", torch.empty(3, device="meta"))
+
+
+def test_what_cannot_be_read_is_named() -> None:
+    """Lazy, sparse and meta tensors are skipped with a reason, and the rest is compared."""
+    report = ddpbench.verify_replicas(Odd())
+    assert report.ok
+    assert report.compared["parameter"] == 2
+    assert report.skipped == {
+        "parameter lazy.weight": "not initialised yet",
+        "parameter lazy.bias": "not initialised yet",
+        "buffer sparse": "its layout is torch.sparse_coo",
+        "buffer void": "it has no memory",
+    }
+
+
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "LBFGS", "Adagrad"])
+def test_names_of_optimizer_state(kind: str) -> None:
+    """State is named after the parameter, options after the group; asking adds no state."""
+    module = nn.Linear(2, 1)
+    optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.1)
+    before = len(optimizer.state)
+    state.collect(module, optimizer, True)
+    assert len(optimizer.state) == before
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = module(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss  # type: ignore[no-any-return]
+
+    optimizer.step(closure)
+    found = state.collect(nn.Sequential(module), optimizer, True)
+    names = [entry.name for entry in found.entries["optimizer"]]
+    assert "param_groups[0].lr" in names
+    assert len(names) == len(set(names))
+    wanted = {"Adam": "0.weight.exp_avg", "LBFGS": "0.weight.prev_flat_grad"}
+    assert wanted.get(kind, "param_groups[0].lr") in names
+    assert not found.skipped
+
+
+def test_every_cause_has_its_words() -> None:
+    """Codes are unique, and each entry says a cause and a next step."""
+    assert len({cause.code for cause in causes.CAUSES}) == len(causes.CAUSES)
+    assert all(cause.sentence and cause.next_step for cause in causes.CAUSES)
+
+
+# --- faults: each is played in every rank of a group and returns the report
+
+
+class Net(nn.Module):
+    """Two layers, BatchNorm where asked for, and a buffer."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 8)
+        self.norm = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout()) if norm else nn.Identity()
+        self.out = nn.Linear(8, 3)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        result: Tensor = self.out(self.norm(self.fc(batch)).relu())
+        return result
+
+
+class Play:
+    """A rank's replica in a group, and its steps."""
+
+    def __init__(self, group: Any, *, norm: bool = False, lr: float = 0.01) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(0)
+        self.ddp = DistributedDataParallel(Net(norm), process_group=group)
+        self.net: Any = self.ddp.module
+        self.optimizer = torch.optim.Adam(self.ddp.parameters(), lr=lr)
+        self.verifier = ddpbench.Verifier(self.ddp, self.optimizer)
+        self.last = self.rank == self.size - 1
+        self.steps = 0
+        torch.manual_seed(self.rank)
+
+    def step(self, model: Any = None, unsynced: int = 0, synced: int = 1) -> None:
+        """A training step of micro-batches, the first ones under no_sync."""
+        self.optimizer.zero_grad()
+        for i in range(unsynced + synced):
+            with self.ddp.no_sync() if i < unsynced else nullcontext():
+                (model or self.ddp)(torch.randn(4, 6)).square().mean().backward()
+        self.optimizer.step()
+        self.steps += 1
+
+    def healthy(self, steps: int = 2) -> Play:
+        for _ in range(steps):
+            self.step()
+            assert self.verifier.check(self.steps).ok
+        return self
+
+    def report(self, **options: Any) -> Any:
+        return ddpbench.verify_replicas(self.ddp, self.optimizer, **options)
+
+
+def fault_bit(group: Any) -> Any:
+    play = Play(group).healthy()
+    if play.last:
+        play.net.fc.weight.data.view(torch.int32)[2, 3] ^= 1 << 20
+    return play.verifier.check(3)
+
+
+def fault_bypass(group: Any) -> Any:
+    play = Play(group)
+    play.step(model=play.net)
+    return play.verifier.check(1)
+
+
+def fault_bypass_bare(group: Any) -> Any:
+    play = Play(group)
+    play.step(model=play.net)
+    return ddpbench.verify_replicas(play.net, group=group)
+
+
+def fault_no_sync(group: Any) -> Any:
+    play = Play(group).healthy()
+    play.step(unsynced=2, synced=1)
+    assert play.verifier.check(3).ok
+    play.step(unsynced=3, synced=0)
+    return play.verifier.check(4)
+
+
+def fault_no_sync_at_once(group: Any) -> Any:
+    play = Play(group)
+    play.step(unsynced=2, synced=0)
+    return play.verifier.check(1)
+
+
+def fault_rates(group: Any) -> Any:
+    play = Play(group, lr=0.01 * (1 + dist.get_rank()))
+    play.step()
+    return play.report()
+
+
+def fault_rates_unseen(group: Any) -> Any:
+    play = Play(group, lr=0.01 * (1 + dist.get_rank()))
+    play.step()
+    return ddpbench.verify_replicas(play.ddp)
+
+
+def fault_permuted(group: Any) -> Any:
+    play = Play(group).healthy()
+    if play.last:
+        play.net.out.weight.data.copy_(play.net.out.weight.data.flip(0))
+    return play.report()
+
+
+def fault_nan(group: Any) -> Any:
+    play = Play(group).healthy()
+    if play.last:
+        play.net.out.weight.data[1, 2:4] = math.nan
+    return play.report()
+
+
+def fault_nan_everywhere(group: Any) -> Any:
+    play = Play(group).healthy()
+    play.net.out.bias.data[1] = math.inf
+    return play.report()
+
+
+def fault_negative_zero(group: Any) -> Any:
+    play = Play(group).healthy()
+    play.net.out.bias.data[2] = -0.0 if play.last else 0.0
+    return play.report()
+
+
+def fault_nan_payload(group: Any) -> Any:
+    play = Play(group).healthy()
+    play.net.out.bias.data.view(torch.int32)[0] = 0x7FC00000 + 3 * play.last
+    return play.report()
+
+
+def fault_moment(group: Any) -> Any:
+    play = Play(group).healthy()
+    if play.last:
+        play.optimizer.state[play.net.fc.weight]["exp_avg"].mul_(2)
+    return play.report()
+
+
+def fault_count(group: Any) -> Any:
+    play = Play(group).healthy()
+    if play.last:
+        play.optimizer.state[play.net.out.bias]["step"] += 1  # from 2.0 to 3.0: one bit
+    return play.report()
+
+
+def fault_buffer(group: Any) -> Any:
+    play = Play(group).healthy()
+    if play.last:
+        play.net.scale[1] = 5.0
+    return play.report()
+
+
+def fault_buffer_bare(group: Any) -> Any:
+    play = Play(group).healthy()
+    if play.last:
+        play.net.scale[1] = 5.0
+    return ddpbench.verify_replicas(play.net, group=group)
+
+
+def fault_edit(group: Any) -> Any:
+    play = Play(group).healthy()
+    if play.last:
+        play.net.fc.weight.data[4:6, 1] += 0.5
+    return play.report()
+
+
+def fault_gradient(group: Any) -> Any:
+    play = Play(group).healthy()
+    if play.last:
+        play.net.fc.weight.grad[0, 1] = 9.0
+    return play.report(gradients=True)
+
+
+def fault_structure(group: Any) -> Any:
+    last = dist.get_rank() == dist.get_world_size() - 1
+    torch.manual_seed(0)
+    module = Net()
+    if last:
+        module.extra = nn.Linear(2, 2)
+        module.out = nn.Linear(8, 4)
+        module.scale = module.scale.double()
+    return ddpbench.verify_replicas(module, group=group)
+
+
+def fault_order(group: Any) -> Any:
+    names = ["a", "b", "c"]
+    if dist.get_rank() == dist.get_world_size() - 1:
+        names = ["b", "a", "c"]
+    module = nn.ParameterDict()
+    for name in names:
+        module[name] = nn.Parameter(torch.ones(2))
+    return ddpbench.verify_replicas(module, group=group)
+
+
+def fault_large(group: Any) -> Any:
+    """A strided parameter of three pieces, wrong in the last."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    module = nn.ParameterDict({"w": nn.Parameter(torch.zeros(700, 2000, dtype=torch.float64).t())})
+    if last:
+        module["w"].data[1999, 1:3] = torch.tensor([1.5, -2.5], dtype=torch.float64)
+    return ddpbench.verify_replicas(module, group=group)
+
+
+def fault_dtypes(group: Any) -> Any:
+    """The third element of a tensor of each dtype is another in the last rank."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    module = nn.Module()
+    for dtype in DTYPES:
+        tensor = values(dtype).reshape(4, 10)
+        if last:
+            tensor[0, 2] = tensor[0, 3].clone()
+        module.register_buffer(f"of_{dtype}".replace("torch.", ""), tensor)
+    return ddpbench.verify_replicas(module, group=group, locate=99)
+
+
+def fault_all_ranks(group: Any) -> Any:
+    module = nn.Linear(2, 2)
+    nn.init.constant_(module.weight, float(dist.get_rank()))
+    nn.init.zeros_(module.bias)
+    return ddpbench.verify_replicas(module, group=group)
+
+
+def play_subgroup(group: Any) -> Any:
+    """In all ranks but the first: global ranks are named."""
+    ranks = list(range(1, dist.get_world_size()))
+    part = dist.new_group(ranks, backend=dist.get_backend(group))
+    module = nn.Linear(2, 2)
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="not in the group"):
+            ddpbench.verify_replicas(module, group=part)
+        return None
+    nn.init.constant_(module.weight, 1.0)
+    nn.init.constant_(module.bias, float(dist.get_rank() == 1))
+    return ddpbench.verify_replicas(module, group=part)
+
+
+def play_arguments(group: Any) -> Any:
+    """Different arguments are a ValueError in every rank, and the group goes on."""
+    with pytest.raises(ValueError, match="different arguments"):
+        ddpbench.verify_replicas(nn.Linear(2, 2), group=group, step=dist.get_rank())
+
+
+def play_memory(group: Any) -> Any:
+    """The first bad step of each tensor is kept, and so is the first report."""
+    play = Play(group).healthy()
+    for step in (3, 4):
+        if play.last:
+            play.net.fc.weight.data += 1
+            play.net.out.bias.data += step == 4
+        report = play.verifier.check(step)
+    assert play.verifier.first_bad == {("parameter", "fc.weight"): 3, ("parameter", "out.bias"): 4}
+    assert play.verifier.first_report is not None
+    assert play.verifier.first_report.step == 3
+    assert [bool(d.details) for d in report.differences] == [False, True]
+    return report
+
+
+def play_no_trace(group: Any) -> Any:
+    """Module, gradients, optimizer and generators are bit for bit as they were, found a
+    difference or not, in train and in eval."""
+    play = Play(group, norm=True)
+    play.step()
+    if play.last:
+        play.net.fc.weight.data[0, 0] += 1
+    for train in (True, False):
+        play.ddp.train(train)
+        before, objects = everything(play)
+        ddpbench.verify_replicas(play.ddp, play.optimizer, gradients=True)
+        ddpbench.verify_replicas(torch.compile(play.ddp), play.optimizer)
+        after, still = everything(play)
+        assert before == after
+        assert all(a is b for a, b in zip(objects, still, strict=True))
+        assert play.ddp.training is train
+
+
+def everything(play: Play) -> tuple[list[bytes], list[Tensor]]:
+    """All bits of a replica, and its tensors."""
+    tensors = [*play.ddp.parameters(), *play.ddp.buffers()]
+    tensors += [p.grad for p in play.ddp.parameters() if p.grad is not None]
+    tensors += [v for those in play.optimizer.state.values() for v in those.values()]
+    bits = [
+        t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors
+    ]
+    bits += [torch.get_rng_state().numpy().tobytes(), repr(play.optimizer.param_groups).encode()]
+    versions = [t._version for t in tensors]
+    return [*bits, repr(versions).encode()], tensors
+
+
+def play_healthy(group: Any) -> Any:
+    """100 steps with BatchNorm, dropout and accumulation: no alarm, and buffers are told."""
+    play = Play(group, norm=True)
+    verifier = ddpbench.Verifier(play.ddp, play.optimizer, gradients=True)
+    for step in range(100):
+        play.step(unsynced=step % 2)
+        report = verifier.check(step)
+        assert report.ok, str(report)
+        assert report.cause.code == "rebroadcast-buffers"
+        assert not report.rng_equal
+    assert verifier.first_bad == {
+        ("buffer", "norm.0.running_mean"): 0, ("buffer", "norm.0.running_var"): 0
+    }  # fmt: skip
+    return report
+
+
+def play_absent(group: Any) -> Any:
+    """The last: a rank that does not come ends with the time-out of the group."""
+    if dist.get_backend(group) != "gloo":
+        return None
+    hasty = dist.new_group(timeout=timedelta(seconds=1), backend="gloo")
+    began = time.monotonic()
+    if dist.get_rank() != dist.get_world_size() - 1:
+        with pytest.raises(RuntimeError, match=r"(?i)timed out|closed by peer"):
+            ddpbench.verify_replicas(nn.Linear(2, 2), group=hasty)
+        assert time.monotonic() - began < 10
+    return None
+
+
+PLAYS = {n: f for n, f in globals().items() if n.startswith(("fault_", "play_"))}
+
+
+def job(folder: Path) -> None:
+    """All plays, in every rank of the default group; outcomes in files."""
+    rank = dist.get_rank()
+    outcomes: dict[str, Any] = {}
+    for name, play in PLAYS.items():
+        try:
+            report = play(dist.group.WORLD)
+            outcomes[name] = None if report is None else seen(report)
+        except Exception:
+            outcomes[name] = {"error": traceback.format_exc()}
+            break  # the ranks may no longer be together
+    (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+    dist.destroy_process_group()
+
+
+def seen(report: Any) -> dict[str, Any]:
+    """A report as JSON, with what it derives."""
+    return {
+        **dataclasses.asdict(report),
+        "equal": report.equal,
+        "ok": report.ok,
+        "cause": report.cause.code if report.cause else None,
+        "severity": report.cause.severity if report.cause else None,
+        "minorities": [d.minority for d in report.differences],
+        "text": str(report),
+    }
+
+
+def job_gloo(folder: Path, rank: int, size: int) -> None:
+    store = dist.FileStore(str(folder / "store"), size)
+    limit = timedelta(seconds=30)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    job(folder)
+
+
+def job_mpi(folder: Path) -> None:
+    import ddpbench.runtime.mpi
+
+    dist.init_process_group(ddpbench.runtime.mpi.NAME)
+    job(folder)
+
+
+GROUPS = ["gloo-2", "gloo-3", "gloo-4", "mpi-2"]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+    @cache
+    def run(group: str) -> list[Any]:
+        folder = tmp_path_factory.mktemp(group)
+        backend, _, size = group.partition("-")
+        said = run_gloo(folder, int(size)) if backend == "gloo" else run_mpi(folder, int(size))
+        paths = [folder / f"{rank}.json" for rank in range(int(size))]
+        assert all(path.exists() for path in paths), said
+        return [json.loads(path.read_text()) for path in paths]
+
+    return run
+
+
+def run_gloo(folder: Path, size: int) -> str:
+    words = [sys.executable, __file__, "job_gloo", str(folder)]
+    ranks = [
+        subprocess.Popen(
+            [*words, str(rank), str(size)], stderr=subprocess.PIPE, env=test_mpi.ENVIRONMENT,
+            text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        return "".join(rank.communicate(timeout=60)[1] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def run_mpi(folder: Path, size: int) -> str:
+    return test_mpi.run_job(job_mpi, size, folder, __file__).stderr  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass
+class Case:
+    """What a fault must be found as."""
+
+    cause: str
+    tensors: list[str]  # "kind name" of all that differs
+    detail: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the first
+    equal: bool = False
+
+
+PARAMETERS = [f"parameter {n}" for n in ("fc.weight", "fc.bias", "out.weight", "out.bias")]
+GRADIENTS = [name.replace("parameter", "gradient") for name in PARAMETERS]
+FOUND = {
+    "fault_bit": Case("bit-flip", PARAMETERS[:1], {"bit": 20, "index": [2, 3], "differing": 1}),
+    "fault_permuted": Case("permuted", PARAMETERS[2:3], {"permuted": True, "differing": 16}),
+    "fault_nan": Case("non-finite-in-some", PARAMETERS[2:3], {"index": [1, 2], "differing": 2}),
+    "fault_negative_zero": Case(
+        "one-tensor", PARAMETERS[3:],
+        {"index": [2], "value": "-0.0", "reference_value": "0.0", "bit": 31, "max_delta": 0.0},
+    ),
+    "fault_nan_payload": Case(
+        "one-tensor", PARAMETERS[3:],
+        {"value": "nan (0x7fc00003)", "reference_value": "nan (0x7fc00000)", "max_delta": None},
+    ),
+    "fault_moment": Case("optimizer-state", ["optimizer fc.weight.exp_avg"], {"index": [0, 0]}),
+    "fault_count": Case(
+        "optimizer-state", ["optimizer out.bias.step"], {"value": "3.0", "reference_value": "2.0"}
+    ),
+    "fault_buffer": Case(
+        "rebroadcast-buffers", ["buffer scale"], {"index": [1], "value": "5.0"}, equal=True
+    ),
+    "fault_buffer_bare": Case("buffers", ["buffer scale"], {"max_delta": 4.0}, equal=True),
+    "fault_edit": Case(
+        "one-tensor", PARAMETERS[:1], {"index": [4, 1], "differing": 2, "elements": 48}
+    ),
+    "fault_gradient": Case("not-reduced", GRADIENTS[:1], {"index": [0, 1], "value": "9.0"}),
+    "fault_large": Case(
+        "one-tensor", ["parameter w"],
+        {"index": [1999, 1], "differing": 2, "max_delta": 2.5, "value": "1.5"},
+    ),
+}  # fmt: skip
+
+
+def same_everywhere(outcomes: Callable[[str], list[Any]], group: str, name: str) -> Any:
+    """The report that all ranks of the group have."""
+    reports = [ranks.get(name, {"error": "did not run"}) for ranks in outcomes(group)]
+    for report in reports:
+        assert report is None or "error" not in report, report["error"]
+    assert all(report == reports[-1] for report in reports[1:])
+    if name != "play_subgroup":
+        assert reports[0] == reports[-1]
+    return reports[-1]
+
+
+def names_of(report: Any) -> list[str]:
+    return [f"{d['kind']} {d['name']}" for d in report["differences"]]
+
+
+Outcomes = Callable[[str], list[Any]]
+
+
+@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_fault_in_the_last_rank(outcomes: Outcomes, group: str, name: str) -> None:
+    """Each is found with its tensor, its rank, its place and its cause, in every rank alike."""
+    report, case, size = same_everywhere(outcomes, group, name), FOUND[name], int(group[-1])
+    assert report["cause"] == case.cause, report["text"]
+    assert names_of(report) == case.tensors
+    assert report["equal"] is case.equal
+    first = report["differences"][0]
+    assert first["values"] == [list(range(size - 1)), [size - 1]]
+    assert report["minorities"][0] == ([] if size == 2 else [size - 1])
+    (detail,) = first["details"]
+    assert detail | case.detail == detail
+    assert detail["ranks"] == [size - 1]
+    assert detail["reference"] == 0
+
+
+WHOLE = {
+    "fault_bypass": "never-synchronised",
+    "fault_bypass_bare": "never-synchronised",
+    "fault_no_sync": "not-reduced",
+    "fault_no_sync_at_once": "not-reduced",
+    "fault_rates_unseen": "different-updates",
+    "fault_rates": "different-options",
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_fault_of_the_loop(outcomes: Outcomes, group: str, name: str) -> None:
+    """Parameters differ in all ranks, and the cause is the right one."""
+    report, size = same_everywhere(outcomes, group, name), int(group[-1])
+    assert report["cause"] == WHOLE[name], report["text"]
+    assert not report["equal"]
+    # Where only signs of gradients count, as in Adam's first step, one can be equal by luck.
+    assert len(set(names_of(report)) & set(PARAMETERS)) >= 3
+    parameters = [d for d in report["differences"] if d["kind"] == "parameter"]
+    assert parameters[0]["values"] == [[rank] for rank in range(size)]
+    assert (set(names_of(report)) >= set(GRADIENTS)) is (not name.startswith("fault_rates"))
+    if name == "fault_rates":
+        (rate,) = [d for d in report["differences"] if d["name"] == "param_groups[0].lr"]
+        assert [d["value"] for d in rate["details"]] == [
+            str(0.01 * (1 + rank)) for rank in range(1, size)
+        ]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_different_structures(outcomes: Outcomes, group: str) -> None:
+    """What is absent or another is named by rank, what is alike is compared, nothing hangs."""
+    report, last = same_everywhere(outcomes, group, "fault_structure"), int(group[-1]) - 1
+    others = list(range(last))
+    assert report["cause"] == "different-structure"
+    found = {(m["kind"], m["name"]): m["forms"] for m in report["mismatches"]}
+    assert found == {
+        ("parameter", "out.weight"): [
+            ["float32 (3, 8) cpu", others],
+            ["float32 (4, 8) cpu", [last]],
+        ],
+        ("parameter", "out.bias"): [["float32 (3,) cpu", others], ["float32 (4,) cpu", [last]]],
+        ("parameter", "extra.weight"): [["absent", others], ["float32 (2, 2) cpu", [last]]],
+        ("parameter", "extra.bias"): [["absent", others], ["float32 (2,) cpu", [last]]],
+        ("buffer", "scale"): [["float32 (4,) cpu", others], ["float64 (4,) cpu", [last]]],
+    }
+    assert report["compared"]["parameter"] == 2
+    assert report["differences"] == []
+    order = same_everywhere(outcomes, group, "fault_order")
+    assert order["mismatches"] == [
+        {"kind": "parameter", "name": "number 0", "forms": [["a", others], ["b", [last]]]}
+    ]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_nonfinite_elements_are_a_finding_of_their_own(outcomes: Outcomes, group: str) -> None:
+    """With their ranks and number; alike in all ranks they leave the replicas equal."""
+    size = int(group[-1])
+    report = same_everywhere(outcomes, group, "fault_nan")
+    assert report["nonfinite"] == [
+        {"kind": "parameter", "name": "out.weight", "counts": [[size - 1, 2]]}
+    ]
+    report = same_everywhere(outcomes, group, "fault_nan_everywhere")
+    assert report["nonfinite"][0]["counts"] == [[rank, 1] for rank in range(size)]
+    assert report["equal"]
+    assert not report["ok"]
+    assert report["cause"] is None
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_dtype_is_located(outcomes: Outcomes, group: str) -> None:
+    """One wrong element is found in a tensor of any dtype, with both values."""
+    report = same_everywhere(outcomes, group, "fault_dtypes")
+    found = {d["name"]: d["details"][0] for d in report["differences"]}
+    assert list(found) == [f"of_{dtype}".replace("torch.", "") for dtype in DTYPES]
+    shown = {"of_bool": ("False", "True"), "of_complex64": ("(3+0j)", "(2+0j)")}
+    shown["of_complex128"] = shown["of_complex64"]
+    for name, detail in found.items():
+        plain = ("3.0", "2.0") if "float" in name else ("3", "2")
+        assert (detail["value"], detail["reference_value"]) == shown.get(name, plain)
+        assert detail["index"] == [0, 2]
+        assert detail["differing"] == 1
+        assert detail["max_delta"] == 1.0
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_each_rank_another_value(outcomes: Outcomes, group: str) -> None:
+    """Where every rank has its own value there is no minority, and each is shown."""
+    report, size = same_everywhere(outcomes, group, "fault_all_ranks"), int(group[-1])
+    (only,) = report["differences"]
+    assert only["values"] == [[rank] for rank in range(size)]
+    assert report["minorities"] == [[]]
+    assert [d["value"] for d in only["details"]] == [f"{rank}.0" for rank in range(1, size)]
+    assert "no side being the larger" in report["text"]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_subgroup_names_global_ranks(outcomes: Outcomes, group: str) -> None:
+    """A group of some ranks is compared within itself; others are told that they are not in it."""
+    report, size = same_everywhere(outcomes, group, "play_subgroup"), int(group[-1])
+    assert report["ranks"] == list(range(1, size))
+    differ = [d["values"] for d in report["differences"]]
+    assert differ == {2: [], 3: [[[1], [2]]], 4: [[[2, 3], [1]]]}[size]
+
+
+OTHERS = [name for name in PLAYS if name.startswith("play_") and name != "play_subgroup"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("group", GROUPS)
+def test_play(outcomes: Outcomes, group: str, name: str) -> None:
+    """Holds in every rank: first bad steps, no trace, 100 healthy steps, wrong arguments, an
+    absent rank."""
+    same_everywhere(outcomes, group, name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    """One thread, as in the ranks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    if os.environ.get("OMPI_COMM_WORLD_SIZE") or sys.argv[1] == "job_mpi":
+        job_mpi(Path(sys.argv[2]))
+    else:
+        job_gloo(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
