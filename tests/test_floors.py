@@ -49,11 +49,26 @@ def floor(module: str) -> str:
     return first if rest or first in FLOORS else "commands"
 
 
+# What a user's script finds in ddpbench, and the module that has it.
+GIVEN = {f"ddpbench.{n}": "ddpbench.replicas" for n in ddpbench.__all__ if n != "__version__"}
+
+
+def given_on_demand(node: ast.AST) -> bool:
+    """Whether this code of a module runs when a name is asked for, or when types are checked."""
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "TYPE_CHECKING"
+    return isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
+
+
 def imported(tree: ast.AST, module: str, modules: set[str]) -> Iterator[tuple[int, str]]:
     """(line, module) of everything of ddpbench that this code imports, at the top, in functions,
-    for type checking, relatively or through import_module; not in `if __name__ == "__main__"`."""
+    for type checking, relatively or through import_module; not in `if __name__ == "__main__"`, nor
+    what ddpbench/__init__.py gives its users when they ask for it. Whoever asks for that within
+    ddpbench imports the module that has it."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+            continue
+        if module == "ddpbench" and given_on_demand(node):
             continue
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -65,6 +80,7 @@ def imported(tree: ast.AST, module: str, modules: set[str]) -> Iterator[tuple[in
             base = ".".join([*start, *([node.module] if node.module else [])])
             within = [f"{base}.{alias.name}" for alias in node.names]
             names = [name if name in modules else base for name in within]
+            names = [GIVEN.get(one, name) for one, name in zip(within, names, strict=True)]
         elif (
             isinstance(node, ast.Call)
             and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
@@ -120,6 +136,8 @@ UP = {
     "from a package": ("render/__init__.py", "from ..measure.loop import Samples"),
     "to the front door": ("collectives.py", "def f():\n    from ddpbench import cli"),
     "beside": ("render/rows.py", "from ddpbench.catalog.backends import BACKENDS"),
+    "of what users are given": ("runtime/agree.py", "from ddpbench import verify_replicas"),
+    "in the package itself": ("__init__.py", "from ddpbench.replicas import Report"),
     "under another test": ("book.py", "if __name__ != '__main__':\n    import ddpbench.cli"),
 }
 
@@ -190,6 +208,20 @@ def test_without_torch_all_its_free_floors_can_be_imported() -> None:
         *modules,
     )
     assert said == "torch is imported\n"
+
+
+def test_the_package_gives_without_torch_what_needs_none() -> None:
+    """`import ddpbench` loads no torch, and no numpy; what needs torch is imported when it is asked
+    for, and an unknown name is an AttributeError."""
+    said = python(
+        "import ddpbench; print(ddpbench.__version__, hasattr(ddpbench, 'nothing'))\n"
+        "try: ddpbench.verify_replicas\nexcept ImportError as error: print(error)",
+        forbidden=("torch", "numpy", "xxhash"),
+    )
+    assert said.startswith(f"{ddpbench.__version__} False\n")
+    assert said.endswith(" is imported\n")
+    for name in ddpbench.__all__:
+        assert getattr(ddpbench, name)
 
 
 RUN = "sys.argv = ['ddpbench', *sys.argv[1:]]; runpy.run_module('ddpbench', run_name='__main__')"

@@ -61,6 +61,7 @@ def measure(rank: int, make: Callable[[], tuple[nn.Module, Callable[[], Tensor]]
         replica(batch()).square().mean().backward()
         optimizer.step()
 
+    tensors = [parameter.detach() for parameter in module.parameters()]
     ways: dict[str, Callable[[], object]] = {
         "parameters": lambda: verify_replicas(replica, gradients=False, finite=False),
         "parameters, finite": lambda: verify_replicas(replica, gradients=False),
@@ -74,6 +75,7 @@ def measure(rank: int, make: Callable[[], tuple[nn.Module, Callable[[], Tensor]]
     took: dict[str, list[float]] = {}
     for _ in range(WARM + ROUNDS):
         took.setdefault("step", []).append(slowest(step))
+        took.setdefault("sum", []).append(slowest(lambda: [t.sum() for t in tensors]))
         for name, way in ways.items():
             took.setdefault(name, []).append(slowest(way))
     for _ in range(WARM + 10):  # the large ones less often, beside a verification of their own
@@ -89,6 +91,7 @@ def measure(rank: int, make: Callable[[], tuple[nn.Module, Callable[[], Tensor]]
             for name in ways
         ]  # fmt: skip
         print(f"{make.__doc__}\na step with Adam: {ms['step']:.2f} ms")
+        print(f"the least of reading the parameters once, torch.sum of each: {ms['sum']:.2f} ms")
         head = ["verified", "MB", "ms", "% of a step", "all_reduce ms", "% of it"]
         print(tabulate(rows, head, floatfmt=".2f"), flush=True)
     if not healthy:
