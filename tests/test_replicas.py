@@ -186,6 +186,15 @@ def test_without_a_process_group() -> None:
     assert report.nonfinite[0].counts == ((0, 1),)
 
 
+def test_wrappers_leave_no_mark_on_names() -> None:
+    """A module that torch.compile wraps has the names of the bare one."""
+    module = nn.Sequential(nn.Linear(2, 2))
+    compiled: Any = torch.compile(module)
+    found = [state.collect(each, None, True).entries["parameter"] for each in (module, compiled)]
+    assert [entry.name for entry in found[1]] == ["0.weight", "0.bias"]
+    assert found[0] == found[1]
+
+
 class Odd(nn.Module):
     """What is seldom in a module."""
 
@@ -506,7 +515,7 @@ def play_no_trace(group: Any) -> Any:
         play.ddp.train(train)
         before, objects = everything(play)
         ddpbench.verify_replicas(play.ddp, play.optimizer, gradients=True)
-        ddpbench.verify_replicas(torch.compile(play.ddp), play.optimizer)
+        play.report(gradients=False, finite=False, locate=0)
         after, still = everything(play)
         assert before == after
         assert all(a is b for a, b in zip(objects, still, strict=True))
@@ -540,6 +549,19 @@ def play_healthy(group: Any) -> Any:
         ("buffer", "norm.0.running_mean"): 0, ("buffer", "norm.0.running_var"): 0
     }  # fmt: skip
     return report
+
+
+def play_traffic(group: Any) -> Any:
+    """Healthy replicas cost one collective, with one tensor as with hundreds."""
+    count = getattr(group, "_get_sequence_number_for_group", None)  # gloo's and nccl's
+    if count is None or dist.get_backend(group) != "gloo":
+        return
+    torch.manual_seed(0)
+    for layers in (1, 200):
+        module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+        before = count()
+        assert ddpbench.verify_replicas(module, gradients=True).ok
+        assert count() == before + 1
 
 
 def play_absent(group: Any) -> Any:
