@@ -431,6 +431,16 @@ def fault_structure(group: Any) -> Any:
     return ddpbench.verify_replicas(module, group=group)
 
 
+def fault_state(group: Any) -> Any:
+    """The last rank has not taken a step; the others' gradients are zero."""
+    play = Play(group)
+    if not play.last:
+        for parameter in play.net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        play.optimizer.step()
+    return play.report()
+
+
 def fault_order(group: Any) -> Any:
     names = ["a", "b", "c"]
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -789,6 +799,21 @@ def test_different_structures(outcomes: Outcomes, group: str) -> None:
     assert order["mismatches"] == [
         {"kind": "parameter", "name": "number 0", "forms": [["a", others], ["b", [last]]]}
     ]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_state_in_some_ranks_only(outcomes: Outcomes, group: str) -> None:
+    """Optimizer state that a rank does not have is named, all of it in the report, and the first
+    of it in words."""
+    report, last = same_everywhere(outcomes, group, "fault_state"), int(group[-1]) - 1
+    assert report["cause"] == "missing-state"
+    assert not report["differences"]
+    assert len(report["mismatches"]) == 4 * 3
+    forms = [["float32 (8, 6) cpu", list(range(last))], ["absent", [last]]]
+    assert report["mismatches"][1] == {
+        "kind": "optimizer", "name": "fc.weight.exp_avg", "forms": forms
+    }  # fmt: skip
+    assert "also out.weight.exp_avg_sq, out.bias.step" in report["text"]
 
 
 @pytest.mark.parametrize("group", GROUPS)

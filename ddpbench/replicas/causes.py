@@ -94,10 +94,20 @@ def _bypassed(facts: Facts) -> bool:
 CAUSES = (
     Cause(
         "different-structure",
-        lambda facts: any(m.kind in ("parameter", "buffer", "optimizer") for m in facts.mismatches),
+        lambda facts: any(
+            m.kind in ("parameter", "buffer") or m.name.startswith("param_groups[")
+            for m in facts.mismatches
+        ),
         "the ranks have built different models or optimizers",
         "build both from the same arguments in every rank; look for `if rank == 0` around layers, "
         "requires_grad, param_groups or load_state_dict",
+    ),
+    Cause(
+        "missing-state",
+        lambda facts: any(m.kind == "optimizer" for m in facts.mismatches),
+        "some ranks' optimizers hold state that others do not: it was loaded, or stepped, in some "
+        "ranks only",
+        "load the optimizer's checkpoint in every rank, and let every rank take every step",
     ),
     Cause(
         "different-options",

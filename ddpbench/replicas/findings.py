@@ -100,16 +100,26 @@ def _how(each: Difference, detail: Detail) -> str:
     return text
 
 
+_SHOWN = 8  # of a kind; the report has them all
+
+
 def _mismatches(facts: Facts, step: int | None) -> Iterator[Finding]:
-    for each in facts.mismatches:
-        forms = ", ".join(f"{form} in {ranks_text(ranks)}" for form, ranks in each.forms)
-        yield Finding(
-            "error",
-            "structure-differs",
-            f"{each.kind} {each.name}: {forms}",
-            "",
-            _place(step, kind=each.kind, tensor=each.name),
-        )
+    """One each, up to a number of a kind, and one for the rest of it."""
+    kinds = dict.fromkeys(each.kind for each in facts.mismatches)
+    for kind in kinds:
+        those = [each for each in facts.mismatches if each.kind == kind]
+        for each in those[:_SHOWN]:
+            forms = ", ".join(f"{form} in {ranks_text(ranks)}" for form, ranks in each.forms)
+            sentence = f"{kind} {each.name}: {forms}"
+            place = _place(step, kind=kind, tensor=each.name)
+            yield Finding("error", "structure-differs", sentence, "", place)
+        if those[_SHOWN:]:
+            names = [each.name for each in those[_SHOWN:]]
+            more = ", …" if len(names) > 4 else ""
+            sentence = f"{kind}: not in all ranks alike are also {', '.join(names[:4])}{more}"
+            yield Finding(
+                "error", "structure-differs", sentence, "", _place(step, kind=kind, tensors=names)
+            )
 
 
 def _nonfinite(facts: Facts, step: int | None) -> Iterator[Finding]:
