@@ -10,7 +10,6 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -179,17 +178,16 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
     group_name = ""  # torch's own asks a C++ backend, which this group has not
     supports_coalescing = supports_splitting = supports_shrinking = False  # so does newer torch
 
-    def __init__(self, comm: Any, name: str, timeout: timedelta) -> None:
+    def __init__(self, comm: Any, name: str, lane: Lane) -> None:
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
         super().__init__(self._rank, self._size)
         self.group_name = name
-        self._comm, self._timeout = comm, timeout
+        self._comm, self._lane = comm, lane
         self._coalescing: list[Work] | None = None
         # Below THREAD_MULTIPLE only one thread at a time may call MPI, and with a lock around
         # calls that block, one thread's waiting could stop the call that the peer waits for. So
         # there is no worker then: asynchronous calls run at once, on the caller's thread.
         self._threaded = thread_level() == "MULTIPLE"
-        self._lane = lane = Lane(self._rank, timeout)
         # For the plain cases of the commonest calls, where each look-up counts.
         self._queued, self._taken = lane.calls, lane.turn.locked
         self._in_place, self._memory, self._byte = (
@@ -608,7 +606,7 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
                     raise ValueError(f"{got} bytes came, the tensor holds {flat.nbytes}")
                 _finish((tensor,), (flat,), 0)
 
-        work = Request(name, self._rank, tensor, request, finish, self._timeout)
+        work = Request(name, self._rank, tensor, request, finish, self._lane.timeout)
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
@@ -702,15 +700,25 @@ def _create(given: Any, _: Any) -> dist.ProcessGroup:
             "threads of autograd will call it: leave mpi4py.rc.thread_level at its default, or "
             "use another MPI"
         )
-    comm = mpi().COMM_WORLD
-    if ranks == list(range(world()[1])):
-        comm = comm.Dup()
-    else:
-        tag = zlib.crc32(str(given.group_id).encode()) % 32768  # MPI allows every tag below that
-        world_group = comm.Get_group()
-        members = world_group.Incl(ranks)
-        comm = comm.Create_group(members, tag)
-        members.Free()
-        world_group.Free()
+    lane = Lane(given.group_rank, given.timeout)
+    lane.inside = ["new_group"]
+    try:
+        comm = _communicator(ranks, str(given.group_id))
+    finally:
+        lane.inside = None
     comm.Set_errhandler(mpi().ERRORS_RETURN)
-    return ProcessGroupMPI4PY(comm, str(given.group_id), given.timeout)
+    return ProcessGroupMPI4PY(comm, str(given.group_id), lane)
+
+
+def _communicator(ranks: list[int], name: str) -> Any:
+    """A new communicator of these ranks of MPI's world, in this order; all of them must call."""
+    comm = mpi().COMM_WORLD
+    if ranks == list(range(comm.Get_size())):
+        return comm.Dup()
+    everyone = comm.Get_group()
+    members = everyone.Incl(ranks)
+    tag = zlib.crc32(name.encode()) % 32768  # MPI allows every tag below that
+    comm = comm.Create_group(members, tag)
+    members.Free()
+    everyone.Free()
+    return comm

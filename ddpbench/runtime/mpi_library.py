@@ -31,7 +31,11 @@ HUNG = 5  # the exit code of a job that hung
 @cache
 def mpi() -> Any:
     """mpi4py's MPI module; the first call starts MPI and arranges for its end."""
-    from mpi4py import MPI
+    try:
+        from mpi4py import MPI
+    except ImportError as error:  # the package, or a library for it
+        text = f"mpi4py cannot start MPI ({error}): pip install 'ddpbench[mpi]' brings both"
+        raise ImportError(text) from error
 
     atexit.register(_leave, os.getpid())
     return MPI

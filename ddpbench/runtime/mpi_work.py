@@ -7,6 +7,7 @@ thread, or a thread that waits for one of them and finds the turn free.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import threading
 import time
 import weakref
@@ -353,6 +354,8 @@ class Lane:
             text = f"{_name(doing)} on rank {self._rank} has not ended within {self.timeout}"
             if self.inside or self._thread is None or self._holder != self._thread.ident:
                 # A thread of the user's is inside MPI, from where no exception can bring it back.
+                with contextlib.suppress(Exception):  # a notebook's stderr is no file
+                    faulthandler.dump_traceback(all_threads=True)
                 mpi_library.abort(mpi_library.HUNG, text)
             if (running := self._running) is None:
                 return  # it has just ended
