@@ -68,6 +68,7 @@ class Plan:
     slice_seconds: float = 2.0  # of warm-up and timed repetitions, for one case
     max_repetitions: int = 5000
     check: bool = True
+    verify: int = 1  # DDP steps from one verification of the replicas to the next; 0: none
     timeout_seconds: float = 60.0  # of one wait
     seed: int = 0
 
@@ -153,6 +154,162 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Finding:
+    """A fact with a severity, a code, a place, one sentence and a next step."""
+
+    severity: str  # "note", "warning" or "error"
+    code: str
+    sentence: str
+    next_step: str = ""
+    place: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """The identity of one measured DDP step. Numbers whose cases differ are incomparable."""
+
+    workload: str  # its name, or the user's "package.module:function"
+    settings: tuple[str, ...]  # "width=1024", …: all that shape the model and its data
+    parameters: int
+    parameter_nbytes: int
+    backend: str
+    provider: str
+    device: str
+    batch: int  # samples of one rank in one micro-batch
+    accumulate: int  # micro-batches of a step
+    optimizer: str
+    amp: str | None  # "bf16"
+    bucket_cap_mb: float | None  # None: DDP's default, whose first bucket is smaller
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    find_unused_parameters: bool
+    comm_hook: str  # "none", "fp16", …
+    threads: int  # of compute, in one rank
+    in_a_row: int  # steps between two synchronisations of the ranks
+    world_size: int
+    ranks_per_host: tuple[int, ...]
+    time_definition: str = "zero_grad, forward, backward, optimizer"
+    clock: str = "host"
+    rank_reduction: str = "max"
+    statistic: str = "median"
+
+    @property
+    def key(self) -> str:
+        """A readable name, unique among the cases of one run."""
+        return f"{self.workload}/{self.backend}/{self.device}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A median over rounds, in seconds unless said otherwise, and its interval."""
+
+    value: float
+    interval: Interval | None
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the DDP step as it was timed in every rank."""
+
+    name: str  # "forward", "backward", "optimizer", "step"
+    slowest: Figure  # of the slowest rank of each step
+    fastest_seconds: float  # median of the fastest rank of each step
+    slowest_rank: int  # the rank that was it most often
+    slowest_share: float  # in this share of the steps
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the step that is known from a difference of arms, paired round by round."""
+
+    name: str
+    figure: Figure
+    share: float | None  # of the step
+    resolved: bool  # its interval is clear of 0: it is more than noise
+    rank: int | None = None  # that is to blame
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One bucket of DDP's, as a timing hook saw it."""
+
+    index: int  # in the order of reduction
+    nbytes: int
+    parameters: int
+    first: str  # name of the first parameter in it
+    last: str
+    handed_seconds: float  # from the start of backward until the last rank hands it over, median
+    wire: Figure  # the least over ranks of (reduced - handed over)
+    wait: Figure  # the most over ranks of it, less the wire
+    late_rank: int | None  # for which the others wait; None: none stands out of the noise
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What the verifications of one case found."""
+
+    verified: int  # steps
+    last_step: int  # the number of the last of them; steps count from 1, warm-up first
+    equal: bool
+    ok: bool  # and all is finite
+    compared: dict[str, int]  # kind → how many tensors and numbers
+    nbytes: int  # of them, in one rank
+    cost: Figure | None  # of one verification, the slowest rank's
+    share: float | None  # of a step
+    equal_until: int | None = None  # the last step after which they were found equal
+    first_bad: int | None = None  # the first after which they were not
+    tensors: tuple[str, ...] = ()  # "parameter 0.weight": those that differed there
+    ranks: tuple[int, ...] = ()  # the minority; empty where no side is the larger
+    findings: tuple[Finding, ...] = ()
+    text: str = ""  # of that report; of the last where all was equal
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch of a training that goes to its end."""
+
+    number: int  # from 1
+    train_loss: float  # mean over the samples of all ranks
+    validation_loss: float  # the same, each sample counted once
+    seconds: float
+    replicas_equal: bool | None = None  # None: not verified
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """What the rounds of one case say."""
+
+    rounds: int  # each arm was measured once in each
+    warm_up: int  # steps before
+    step: Figure  # steps in a row / their number, synchronised at both ends; the slowest rank's
+    samples_per_second: float  # of all ranks
+    phases: tuple[Phase, ...]
+    budget: tuple[Part, ...] = ()
+    speed_up: Figure | None = None  # a factor: the step without any communication
+    timers: dict[str, float] = field(default_factory=dict)  # DDP's own: name → seconds, median
+    buckets: tuple[Bucket, ...] = ()
+    observer: Part | None = None  # what the timing hook of `buckets` adds to a step
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One DDP step in one launch: measured, or skipped on all ranks together for a reason."""
+
+    case: StepCase
+    launch: int
+    reason: str | None = None
+    cold_seconds: float | None = None  # the first step
+    stop_reason: str | None = None
+    summary: StepSummary | None = None
+    replicas: Replicas | None = None
+    losses: tuple[float, ...] = ()  # of each rank's own last batch
+    epochs: tuple[Epoch, ...] = ()
+    notes: tuple[str, ...] = ()  # what could not be measured, and why
+    others_share: float | None = None
+    wall_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Launch:
     """One set of fresh processes on one backend."""
 
@@ -173,17 +330,6 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A fact with a severity, a code, a place, one sentence and a next step."""
-
-    severity: str  # "note", "warning" or "error"
-    code: str
-    sentence: str
-    next_step: str = ""
-    place: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Run:
     """What one command stored."""
 
@@ -197,8 +343,14 @@ class Run:
     state_reason: str | None = None
     exit_code: int | None = None
     ended: str | None = None
-    operations: tuple[str, ...] = ()  # in the order asked for
+    operations: tuple[str, ...] = ()  # or workloads, in the order asked for
     backends: tuple[str, ...] = ()
     launches: tuple[Launch, ...] = ()
     results: tuple[Result, ...] = ()
+    steps: tuple[StepResult, ...] = ()
     findings: tuple[Finding, ...] = ()
+
+    @property
+    def outcomes(self) -> tuple[Result | StepResult, ...]:
+        """All that was measured or skipped, of any kind."""
+        return (*self.results, *self.steps)
