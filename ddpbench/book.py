@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ddpbench.analysis import findings, stats
+from ddpbench.analysis import findings, stats, steps
 from ddpbench.records import store
-from ddpbench.records.schema import Launch, Result
+from ddpbench.records.schema import Launch, Result, StepResult
 from ddpbench.render.formats import FORMATS
 from ddpbench.runtime.group import Group
 
@@ -28,12 +30,11 @@ class Book:
         self.writes = ranks.rank == 0
         self.folder, self.launch = folder, launch
         self.common_clock = len({clock_domain(rank) for rank in launch.ranks}) == 1
-        self.measuring = 0.0
         self.failure: str | None = None  # why nothing more can be stored
         self._bar: Any = None
         if self.writes:
             self.run = store.read(folder)
-            self.part = len(self.run.results)
+            self.part = len(self.run.outcomes)
             self._write()
 
     def expect(self, cases: int) -> None:
@@ -41,14 +42,14 @@ class Book:
         if not self.writes:
             return
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
 
         # No thread that refreshes it: that would run inside timed spans.
         self._bar = Progress(
             "{task.description}",
             BarColumn(),
-            MofNCompleteColumn(),
-            "cases, left",
+            TaskProgressColumn(),
+            "left",
             TimeRemainingColumn(),
             console=Console(stderr=True, force_terminal=True),
             auto_refresh=False,
@@ -57,34 +58,18 @@ class Book:
         self._bar.add_task(self.launch.backend, total=cases)
         self._bar.start()
 
-    def add(self, result: Result, samples: Samples) -> None:
-        """Summarise one case, and store it with its raw samples."""
+    def add(self, outcome: Result | StepResult, columns: dict[str, Any] | None) -> None:
+        """Store one case, with its raw samples (store.SAMPLE_COLUMNS) where there are any."""
         if not self.writes:
             return
-        columns = None
-        if samples.timed:
-            timed = np.concatenate(samples.timed, axis=1)
-            warm_up = sum(part.shape[1] for part in samples.warm_up)
-            assert samples.cold is not None
-            single = result.case.issue == "isolated" and samples.calls == samples.cold_calls
-            result = replace(
-                result,
-                calls=samples.calls,
-                batch=samples.calls // samples.cold_calls,
-                cold_seconds=float(stats.t_max(samples.cold, samples.cold_calls)[0]),
-                warm_up=warm_up,
-                stop_reason=samples.stop_reason,
-                checks=samples.checks,
-                measuring_seconds=samples.measuring_seconds,
-                summary=stats.summarise(timed, samples.calls, self.common_clock, single),
-            )
-            self.measuring += samples.measuring_seconds
-            everything = np.concatenate([samples.cold, *samples.warm_up, timed], axis=1)
-            columns = _columns(result, everything, 1 + warm_up)
         try:
             if columns is not None:
                 store.add_samples(self.folder, self.part, columns)
-            self.run = replace(store.read(self.folder), results=(*self.run.results, result))
+            run = store.read(self.folder)  # it may bear a mark that another rank has made
+            if isinstance(outcome, Result):
+                self.run = replace(run, results=(*self.run.results, outcome))
+            else:
+                self.run = replace(run, steps=(*self.run.steps, outcome))
             self._write()
         except OSError as error:
             self.failure = (
@@ -92,8 +77,12 @@ class Book:
                 f"{self.part} cases are kept"
             )
         self.part += 1
+        self.advance(1)
+
+    def advance(self, cases: float) -> None:
+        """Move the bar."""
         if self._bar is not None:
-            self._bar.advance(self._bar.task_ids[0])
+            self._bar.advance(self._bar.task_ids[0], cases)
             self._bar.refresh()
 
     def close(self, seconds: float, used: list[dict[str, Any]]) -> None:
@@ -108,7 +97,11 @@ class Book:
             self.launch,
             ended=store.now(),
             sweep_seconds=seconds,
-            measuring_seconds=self.measuring,
+            measuring_seconds=sum(
+                result.measuring_seconds
+                for result in self.run.results
+                if result.launch == self.launch.index
+            ),
             ranks=tuple(
                 {**facts, **mine} for facts, mine in zip(self.launch.ranks, used, strict=True)
             ),
@@ -124,6 +117,34 @@ class Book:
 def clock_domain(facts: dict[str, Any]) -> tuple[Any, Any]:
     """Ranks with the same one read the same clock."""
     return facts.get("boot_id"), facts.get("time_namespace")
+
+
+def summed(
+    result: Result, samples: Samples, common_clock: bool
+) -> tuple[Result, dict[str, Any] | None]:
+    """The result with what its samples say, and their columns; as it is where there are none.
+
+    common_clock: whether stamps of different ranks may be compared.
+    """
+    if not samples.timed:
+        return result, None
+    timed = np.concatenate(samples.timed, axis=1)
+    warm_up = sum(part.shape[1] for part in samples.warm_up)
+    assert samples.cold is not None
+    single = result.case.issue == "isolated" and samples.calls == samples.cold_calls
+    result = replace(
+        result,
+        calls=samples.calls,
+        batch=samples.calls // samples.cold_calls,
+        cold_seconds=float(stats.t_max(samples.cold, samples.cold_calls)[0]),
+        warm_up=warm_up,
+        stop_reason=samples.stop_reason,
+        checks=samples.checks,
+        measuring_seconds=samples.measuring_seconds,
+        summary=stats.summarise(timed, samples.calls, common_clock, single),
+    )
+    everything = np.concatenate([samples.cold, *samples.warm_up, timed], axis=1)
+    return result, _columns(result, everything, 1 + warm_up)
 
 
 def _columns(result: Result, stamps: stats.Stamps, warm_up: int) -> dict[str, Any]:
@@ -143,6 +164,42 @@ def _columns(result: Result, stamps: stats.Stamps, warm_up: int) -> dict[str, An
         "device_ns": stamps[:, :, 2].ravel(),
         "warm_up": np.tile(repetition < 0, world),
     }
+
+
+def step_columns(case: str, launch: int, samples: steps.Samples) -> dict[str, Any]:
+    """SAMPLE_COLUMNS of a DDP step: "CASE/ARM/PHASE", entry and exit in ns since the first step of
+    the round; "CASE/verify" and "CASE/bucket/INDEX" likewise (since the begin of backward)."""
+    spans: dict[str, npt.NDArray[np.int64]] = {}  # name → [world, repetition, (entry, exit)]
+    for arm, stamps in samples.stamps.items():
+        flat = stamps.reshape(stamps.shape[0], -1, 4)
+        for i, phase in enumerate(("forward", "backward", "optimizer")):
+            spans[f"{case}/{arm}/{phase}"] = flat[:, :, i : i + 2]
+    if samples.bucket_stamps is not None:
+        for i in range(samples.bucket_stamps.shape[2]):
+            spans[f"{case}/bucket/{i}"] = samples.bucket_stamps[:, :, i]
+    if samples.verify.size:
+        spans[f"{case}/verify"] = np.stack([np.zeros_like(samples.verify), samples.verify], axis=2)
+    return {
+        name: np.concatenate([_span_column(name, key, each, launch) for key, each in spans.items()])
+        for name in store.SAMPLE_COLUMNS
+    }
+
+
+def _span_column(
+    name: str, key: str, spans: npt.NDArray[np.int64], launch: int
+) -> npt.NDArray[Any]:
+    world, count, _ = spans.shape
+    columns: dict[str, Callable[[], npt.NDArray[Any]]] = {
+        "case": lambda: np.full(world * count, key, dtype=object),
+        "launch": lambda: np.full(world * count, launch, dtype=np.int32),
+        "repetition": lambda: np.tile(np.arange(count, dtype=np.int32), world),
+        "rank": lambda: np.repeat(np.arange(world, dtype=np.int32), count),
+        "entry_ns": lambda: spans[:, :, 0].ravel(),
+        "exit_ns": lambda: spans[:, :, 1].ravel(),
+        "device_ns": lambda: np.full(world * count, -1, dtype=np.int64),
+        "warm_up": lambda: np.zeros(world * count, dtype=bool),
+    }
+    return columns[name]()
 
 
 @dataclass(frozen=True)
@@ -173,7 +230,7 @@ def finish(
     run = store.read(folder)
     run = replace(run, findings=findings.findings(run))
     if run.state == "running":
-        nothing = all(result.summary is None for result in run.results)
+        nothing = all(outcome.summary is None for outcome in run.outcomes)
         end = end or End("complete", None, 2 if nothing else findings.exit_code(run))
         run = replace(
             run, state=end.state, state_reason=end.reason, exit_code=end.code, ended=store.now()

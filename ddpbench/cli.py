@@ -1,6 +1,7 @@
 """The front door: names the commands, checks what was asked, starts ranks where no launcher did.
 
 python -m ddpbench collectives -n 4 --backend gloo,mpi
+python -m ddpbench ddp -n 4 --workload mlp
 python -m ddpbench show RUN
 python -m ddpbench list
 """
@@ -16,15 +17,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
+from typing import TypeVar
 
-from ddpbench import __version__, collectives, options
+from ddpbench import __version__, collectives, ddp, options, session
 from ddpbench.catalog import backends
-from ddpbench.collectives import Options
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
 from ddpbench.render.formats import FORMATS
+from ddpbench.render.rows import COLUMNS
+from ddpbench.render.steps import STEP_COLUMNS
 from ddpbench.runtime import launch
 from ddpbench.runtime.launch import Placement, Refused
+
+T = TypeVar("T", bound=session.Options)
 
 
 @dataclass(frozen=True)
@@ -83,40 +88,48 @@ def _overview() -> str:
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {name:<{width}}  {c.help}" for name, c in COMMANDS.items())
     return (
-        f"ddpbench {__version__}: what collectives cost\n\n"
+        f"ddpbench {__version__}: what collectives and a DDP step cost\n\n"
         f"usage: python -m ddpbench COMMAND [options]\n\n{listed}\n\n"
         "python -m ddpbench COMMAND --help lists the options of one.\n"
     )
 
 
-def _collectives(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    asked = Options(**{field.name: getattr(namespace, field.name) for field in fields(Options)})
-    asked = replace(asked, modules=tuple(asked.modules))
-    place = launch.placement()
-    for module in asked.modules:
-        try:
-            import_module(module)
-        except ImportError as error:
-            raise Refused(f"--import {module}: {error}") from None
-    asked = resolve(asked, place)
-    if place is not None:
-        return collectives.run(asked, place)
-    return start(replace(asked, nproc=_nproc(asked)), words)
+def _measuring(
+    kind: type[T], run: Callable[[T, Placement], int]
+) -> Callable[[argparse.Namespace, Sequence[str]], int]:
+    """What a measuring command does: in a rank its part, elsewhere starting the ranks."""
+
+    def called(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+        asked = kind(**{field.name: getattr(namespace, field.name) for field in fields(kind)})
+        asked = replace(asked, modules=tuple(asked.modules))
+        place = launch.placement()
+        for module in asked.modules:
+            try:
+                import_module(module)
+            except ImportError as error:
+                raise Refused(f"--import {module}: {error}") from None
+        asked = resolve(asked, place)
+        asked.check()
+        if place is not None:
+            return run(asked, place)
+        return start(replace(asked, nproc=_nproc(asked)), words)
+
+    return called
 
 
-def resolve(asked: Options, place: Placement | None) -> Options:
+def resolve(asked: T, place: Placement | None) -> T:
     """The options with device and backends decided. Raises Refused when one cannot be had."""
     device = backends.choose_device(asked.backend, asked.device)
     names = backends.choose(asked.backend, device, place.launcher if place else None)
     if place is not None and asked.launches > 1:
         raise Refused(
-            "--launches needs ddpbench to start the ranks: leave out the launcher and type "
-            f"python -m ddpbench collectives -n {place.world_size} --launches {asked.launches} …"
+            "--launches needs ddpbench to start the ranks: leave out the launcher and type python "
+            f"-m ddpbench {asked.command} -n {place.world_size} --launches {asked.launches} …"
         )
     return replace(asked, device=device, backend=names)
 
 
-def _nproc(asked: Options) -> int:
+def _nproc(asked: session.Options) -> int:
     """How many ranks to start here: what was asked for, else one a GPU, else two."""
     if asked.nproc is not None or asked.device == "cpu":
         return asked.nproc or 2
@@ -125,7 +138,7 @@ def _nproc(asked: Options) -> int:
     return torch.cuda.device_count()
 
 
-def start(asked: Options, words: Sequence[str]) -> int:
+def start(asked: session.Options, words: Sequence[str]) -> int:
     """Start the ranks of every launch, each backend's by its launcher; then show the run."""
     from ddpbench import book
 
@@ -133,9 +146,9 @@ def start(asked: Options, words: Sequence[str]) -> int:
         launch.require_free(asked.master_port)
     assert asked.nproc is not None
     try:
-        folder = collectives.new_run(asked, asked.nproc, words)
+        folder = session.new_run(asked, asked.nproc, words)
     except OSError as error:
-        raise Refused(collectives.cannot_write(error)) from None
+        raise Refused(session.cannot_write(error)) from None
     end, refusals = None, 0
     for number, name in _schedule(asked, store.read(folder).plan.seed):
         code = _launch(asked, words, name, folder, number)
@@ -152,7 +165,7 @@ def start(asked: Options, words: Sequence[str]) -> int:
     return book.finish(folder, asked.format, asked.columns, asked.quiet, end)
 
 
-def _schedule(asked: Options, seed: int) -> Iterator[tuple[int, str]]:
+def _schedule(asked: session.Options, seed: int) -> Iterator[tuple[int, str]]:
     """The launches in their order: in randomised blocks of one a backend, drift meets all alike."""
     order = random.Random(seed)
     for block in range(asked.launches):
@@ -163,19 +176,21 @@ def _schedule(asked: Options, seed: int) -> Iterator[tuple[int, str]]:
             yield block * len(names) + asked.backend.index(name), name
 
 
-def _launch(asked: Options, words: Sequence[str], name: str, folder: Path, number: int) -> int:
+def _launch(
+    asked: session.Options, words: Sequence[str], name: str, folder: Path, number: int
+) -> int:
     """One backend's ranks, started and awaited; their exit code."""
     own = ["--backend", name, "--device", asked.device, "--join", str(folder)]
     own += ["--launch", str(number), "--launches", "1"]
     if sys.stderr.isatty():
         own.append("--progress")
     starter = launch.STARTERS[backends.get(name).launcher]
-    return starter(["-m", "ddpbench.collectives", *words, *own], asked.nproc or 1)
+    return starter(["-m", f"ddpbench.{asked.command}", *words, *own], asked.nproc or 1)
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a folder, a name in results/, or `last`")
-    options.add_shown(parser)
+    options.add_shown(parser, [*COLUMNS, *STEP_COLUMNS])
 
 
 def _show(namespace: argparse.Namespace, words: Sequence[str]) -> int:
@@ -200,7 +215,7 @@ def _list(namespace: argparse.Namespace, words: Sequence[str]) -> int:
             continue
         backend = ",".join(dict.fromkeys(launch.backend for launch in run.launches))
         world = run.launches[0].world_size if run.launches else None
-        measured = sum(result.summary is not None for result in run.results)
+        measured = sum(outcome.summary is not None for outcome in run.outcomes)
         rows.append([folder.name, run.command, backend, world, measured, run.state, run.exit_code])
     if not rows:
         sys.stderr.write(f"ddpbench: no runs in {namespace.folder}/\n")
@@ -212,8 +227,12 @@ def _list(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 
 COMMANDS: dict[str, Command] = {
     "collectives": Command(
-        collectives.HELP, collectives.add_arguments, _collectives, collectives.__doc__
+        collectives.HELP,
+        collectives.add_arguments,
+        _measuring(collectives.Options, collectives.run),
+        collectives.__doc__,
     ),
+    "ddp": Command(ddp.HELP, ddp.add_arguments, _measuring(ddp.Options, ddp.run), ddp.__doc__),
     "show": Command("print a stored run again", _show_arguments, _show),
     "list": Command("the runs in results/", _list_arguments, _list),
 }

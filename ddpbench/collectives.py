@@ -13,29 +13,25 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
-from ddpbench import options
-from ddpbench.catalog import backends
+from ddpbench import options, session
 from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS, Operation
 from ddpbench.catalog.sizes import SYNTAX, parse, readable, whole
-from ddpbench.records import store
-from ddpbench.records.schema import Case, Launch, Limit, Plan, Result, Run
-from ddpbench.runtime import agree, cpu, environment, group
-from ddpbench.runtime.group import Group, Rendezvous
-from ddpbench.runtime.launch import Placement, Refused
+from ddpbench.measure.start import STARTS
+from ddpbench.records.schema import Case, Limit, Plan, Result
+from ddpbench.render.rows import COLUMNS
+from ddpbench.runtime import agree, cpu, environment
+from ddpbench.runtime.group import Group
+from ddpbench.runtime.launch import Placement
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
     from ddpbench.measure.calibrate import Rates
 
@@ -44,8 +40,10 @@ DEFAULT_SIZES = {"cpu": "4:64M:x4", "cuda": "8:1G:x4"}
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the user asked for, checked; None: the default depends on device or launcher."""
+class Options(session.Options):
+    """What a sweep was asked for."""
+
+    command = "collectives"
 
     op: tuple[str, ...]
     sizes: tuple[int, ...] | None
@@ -55,31 +53,18 @@ class Options:
     place: tuple[str, ...]
     root: int
     async_op: bool
-    backend: tuple[str, ...]
-    device: str
-    nproc: int | None
-    modules: tuple[str, ...]
-    share_gpu: bool
-    init_method: str | None
-    master_addr: str | None
-    master_port: int | None
-    timeout: float
     issue: str
     depth: int
     start: str
-    launches: int
     precision: float
     slice: float
     no_check: bool
     limit: float | None
-    seed: int | None
-    format: str
-    columns: tuple[str, ...] | None
-    quiet: bool
-    output: str | None
-    join: str | None
-    launch: int
-    progress: bool
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """The operations."""
+        return self.op
 
     def plan(self, seed: int) -> Plan:
         """The protocol as it is stored with the run."""
@@ -93,18 +78,6 @@ class Options:
             timeout_seconds=self.timeout,
             seed=seed,
         )
-
-    def rendezvous(self) -> Rendezvous:
-        """How the ranks meet; a file serves one launch only."""
-        method = self.init_method
-        if method and method.startswith("file://") and self.join is not None:
-            method = f"{method}.{self.launch}"
-        return Rendezvous(method, self.master_addr, self.master_port, self.timeout)
-
-    def named(self) -> dict[str, object]:
-        """What must be the same in all ranks, by the names of the options."""
-        names = {"async_op": "async", "modules": "import"}
-        return {names.get(k, k.replace("_", "-")): v for k, v in asdict(self).items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,38 +128,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--root", type=options.whole(0), default=0, help="rank of rooted operations; default 0")
     add("--async", dest="async_op", action="store_true", help="call with async_op=True, then wait")
     options.add_where(parser)
-    options.add_how(parser)
-    options.add_shown(parser)
+    _add_how(parser)
+    options.add_repeats(parser)
+    options.add_shown(parser, COLUMNS)
     options.add_stored(parser)
 
 
-def run(asked: Options, place: Placement) -> int:
-    """One rank's part of a sweep: meet, agree, measure each backend; the exit code."""
-    from ddpbench import book
+def _add_how(parser: argparse.ArgumentParser) -> None:
+    """The protocol: how calls are issued, started and repeated."""
+    how = parser.add_argument_group("how it is measured")
+    add = how.add_argument
+    add(
+        "--issue",
+        choices=("isolated", "pipelined"),
+        default="isolated",
+        help="isolated: one call at a time, started together (default); pipelined: --depth calls "
+        "in flight, what nccl-tests prints",
+    )
+    add(
+        "--depth",
+        type=options.whole(2),
+        default=20,
+        help="calls in flight when pipelined; default 20",
+    )
+    add(
+        "--start",
+        choices=tuple(STARTS),
+        default="barrier",
+        help="how the ranks start a repetition: the backend's barrier (default); p2p_barrier, the "
+        "same messages on every backend; none",
+    )
+    add(
+        "--precision",
+        type=options.positive,
+        default=2.5,
+        metavar="PERCENT",
+        help="a case ends when its median is known this well (half-width); default 2.5",
+    )
+    add(
+        "--slice",
+        type=options.positive,
+        default=2.0,
+        metavar="SECONDS",
+        help="most time for one case; default 2",
+    )
+    add("--no-check", action="store_true", help="do not compare results with what they must be")
+    add(
+        "--limit",
+        type=options.positive,
+        metavar="GB/S",
+        help="nominal one-way rate of a rank, for %% of limit; default: measured, on CPU",
+    )
 
-    if place.rank == 0:
-        for name in ("scipy.stats", "pyarrow.parquet"):  # slow: not while the others wait
-            import_module(name)
-    with group.opened(place, asked.rendezvous(), asked.share_gpu) as ranks:
-        agree.require_same_options(ranks, asked.named())
-        folder, plan = _folder(ranks, asked)
-        ranks.watchdog.on_end = lambda *end: book.mark(folder, *end)
-        end = None
-        for number, name in enumerate(asked.backend):
-            failure = sweep(ranks, backends.get(name), asked, plan, folder, asked.launch + number)
-            if failure is not None:
-                end = book.End("failed", failure, 5)
-            elif agree.first_objection(ranks, ranks.interrupted) is not None:
-                end = book.INTERRUPTED
-            if end is not None:
-                break
-    if place.rank == 0 and asked.join is None:
-        return book.finish(folder, asked.format, asked.columns, asked.quiet, end)
-    if place.rank == 0 and end is not None:
-        book.mark(folder, end.state, end.reason or "", end.code)
-        if end.code == 5:
-            sys.stderr.write(f"ddpbench: {end.reason}\n")
-    return end.code if end else 0
+
+def run(asked: Options, place: Placement) -> int:
+    """One rank's part of a sweep over the backends; the exit code."""
+    return session.run(asked, place, sweep)
 
 
 def sweep(
@@ -200,8 +197,8 @@ def sweep(
     from ddpbench.measure import calibrate, clock, loop, pace
 
     device = ranks.device(asked.device)
-    with ranks.tested(_torch_name(ranks, backend)) as tested:
-        _connect(ranks, backend, tested)
+    with ranks.tested(session.torch_name(ranks, backend)) as tested:
+        session.connect(ranks, backend, tested)
         began, whole = time.monotonic(), cpu.CpuMeter()
         loop.settle()
         wanted = list(cases(asked, backend, plan, ranks))
@@ -211,7 +208,9 @@ def sweep(
         on_cpu = device.type == "cpu" and asked.limit is None
         sizes = {case.nbytes for case, _ in wanted} if on_cpu else set()
         rates = calibrate.rates(ranks, sizes, streams=on_cpu)
-        launch = _launch(ranks, backend, asked.device, index, times, rates, len(wanted))
+        launch = session.launch_record(
+            ranks, backend, asked.device, index, times, {"rates": asdict(rates)}, len(wanted)
+        )
         record = book.Book(ranks, folder, launch)
         if not asked.quiet and (asked.progress or sys.stderr.isatty()):
             record.expect(len(wanted))
@@ -231,7 +230,7 @@ def sweep(
                 case, operation, plan, ranks, tested, device,
                 clock.shortest_seconds(times), objection,
             )  # fmt: skip
-            resolved = _others_share(ranks, meter)
+            resolved = session.others_share(ranks, meter)
             if resolved is not None:  # else the case is too short to tell, and the next adds to it
                 meter, share = cpu.CpuMeter(), resolved
             result = Result(
@@ -247,12 +246,11 @@ def sweep(
                 hard_limit=_hard_limit(asked, rates, ranks),
                 wall_seconds=time.monotonic() - started,
             )
-            record.add(result, samples)
+            record.add(*book.summed(result, samples, record.common_clock))
             failure = agree.from_rank_0(ranks, record.failure)
             if failure is not None or samples.stop_reason == "interrupted":
                 break
-        used = {"cpu": asdict(whole.stop()), "gpu_after": environment.gpu_state()}
-        record.close(time.monotonic() - began, agree.everyones(ranks, used))
+        record.close(time.monotonic() - began, session.used(ranks, whole))
     return failure
 
 
@@ -299,111 +297,6 @@ def cases(asked: Options, backend: Backend, plan: Plan, ranks: Group) -> Iterato
                 yield case, nbytes
 
 
-def _folder(ranks: Group, asked: Options) -> tuple[Path, Plan]:
-    """The run's folder, made by rank 0 unless it exists already, and its plan."""
-    found: dict[str, object] = {}
-    if ranks.rank == 0:
-        try:
-            folder = (
-                Path(asked.join) if asked.join else new_run(asked, len(ranks.who), sys.argv[1:])
-            )
-            found = {"folder": str(folder.resolve()), "seed": store.read(folder).plan.seed}
-        except (OSError, store.InvalidRun) as error:
-            found = {"error": cannot_write(error)}
-    found = agree.from_rank_0(ranks, found)
-    if "error" in found:
-        raise Refused(str(found["error"]))
-    return Path(str(found["folder"])), asked.plan(int(str(found["seed"])))
-
-
-def new_run(asked: Options, world_size: int, words: Sequence[str]) -> Path:
-    """Make the folder of a new run that `words` asked for. Raises OSError when it cannot."""
-    seed = random.SystemRandom().randrange(2**31) if asked.seed is None else asked.seed
-    record = Run(
-        id="",
-        command="collectives",
-        command_line=("ddpbench", "collectives", *words),
-        plan=asked.plan(seed),
-        started=store.now(),
-        operations=asked.op,
-        backends=asked.backend,
-    )
-    label = f"collectives-{'+'.join(asked.backend)}-w{world_size}"
-    return store.create(Path(asked.output) if asked.output else None, record, label)
-
-
-def cannot_write(error: Exception) -> str:
-    """The sentence for a results folder that cannot be made."""
-    if isinstance(error, OSError) and error.strerror:
-        return (
-            f"results cannot be written to {error.filename} ({error.strerror}): "
-            "name a folder that can with --output"
-        )
-    return str(error)
-
-
-def _torch_name(ranks: Group, backend: Backend) -> str:
-    """The name by which torch knows the backend. Refused in all ranks together where the
-    backend's own launcher did not start them."""
-    name = backend.register() if backend.register else backend.name
-    size, objection = backend.size(), None
-    if size is not None and size != ranks.world_size:
-        objection = (
-            f"{backend.name} sees a world of {size}, not of {ranks.world_size} ranks: start them "
-            f"with the mpirun of {backend.library()}, or with srun and the --mpi that it knows "
-            "(pmix for Open MPI, pmi2 for MPICH)"
-        )
-    if (sentence := agree.first_objection(ranks, objection)) is not None:
-        raise Refused(sentence)
-    return name
-
-
-def _connect(ranks: Group, backend: Backend, tested: dist.ProcessGroup) -> None:
-    """One barrier, so that connections made at the first call are no part of the first case."""
-    import torch.distributed as dist
-
-    objection = None
-    try:
-        dist.barrier(group=tested)
-    except RuntimeError as error:
-        lines = [line for line in str(error).splitlines() if line.strip()] or ["no text"]
-        objection = f"{backend.name} cannot connect its ranks: {lines[0]} {lines[-1]}"
-    if (sentence := agree.first_objection(ranks, objection)) is not None:
-        raise Refused(sentence)
-
-
-def _launch(
-    ranks: Group,
-    backend: Backend,
-    device: str,
-    index: int,
-    times: dict[str, float],
-    rates: Rates,
-    cases: int,
-) -> Launch:
-    """Who runs where, for the record; every rank tells its own part."""
-    mine = {
-        **environment.rank_facts(),
-        "interface": environment.interface_of(ranks.address),
-        "gpu_before": environment.gpu_state(),
-    }
-    everyone = agree.everyones(ranks, mine)
-    facts = {**environment.run_facts(), "rates": asdict(rates)} if ranks.rank == 0 else {}
-    return Launch(
-        index=index,
-        backend=backend.name,
-        provider=backend.provider(device),
-        library=backend.library(),
-        launcher=ranks.place.launcher,
-        world_size=ranks.world_size,
-        facts=facts,
-        ranks=tuple(everyone),
-        clock=times,
-        started=store.now(),
-        cases=cases,
-    )
-
-
 def _objection(
     case: Case, operation: Operation, plan: Plan, ranks: Group, device: torch.device
 ) -> str | None:
@@ -430,19 +323,6 @@ def _objection(
         where = f"the {sharers} rank{'s' if sharers > 1 else ''} on this {where}"
         return f"{where} would need {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB is free"
     return None
-
-
-def _others_share(ranks: Group, meter: cpu.CpuMeter) -> float | None:
-    """The largest share of a host's cores that other processes used, over the hosts."""
-    used = meter.stop()
-    mine = [used.own_seconds, used.host_busy_seconds, used.wall_seconds]
-    everyone = agree.everyones(ranks, mine)
-    shares = []
-    for members in ranks.machines.values():
-        _, busy, wall = everyone[members[0]]
-        own = [everyone[rank][0] for rank in members]
-        shares.append(cpu.others_share(busy, own, wall, psutil.cpu_count() or 1))
-    return max((share for share in shares if share is not None), default=None)
 
 
 def _limit(

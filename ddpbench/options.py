@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from ddpbench.catalog import backends, sizes
-from ddpbench.measure.start import STARTS
 from ddpbench.render.formats import FORMATS
-from ddpbench.render.rows import COLUMNS
 from ddpbench.runtime import launch
 from ddpbench.runtime.launch import Placement
 
@@ -178,25 +176,9 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_how(parser: argparse.ArgumentParser) -> None:
-    """The protocol: starts, repetitions, launches."""
-    how = parser.add_argument_group("how it is measured")
-    add = how.add_argument
-    add(
-        "--issue",
-        choices=("isolated", "pipelined"),
-        default="isolated",
-        help="isolated: one call at a time, started together (default); pipelined: --depth calls "
-        "in flight, what nccl-tests prints",
-    )
-    add("--depth", type=whole(2), default=20, help="calls in flight when pipelined; default 20")
-    add(
-        "--start",
-        choices=tuple(STARTS),
-        default="barrier",
-        help="how the ranks start a repetition: the backend's barrier (default); p2p_barrier, the "
-        "same messages on every backend; none",
-    )
+def add_repeats(parser: argparse.ArgumentParser) -> None:
+    """Launches, and the seed of what is drawn."""
+    add = parser.add_argument_group("how often").add_argument
     add(
         "--launches",
         type=whole(1),
@@ -204,40 +186,19 @@ def add_how(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="repeat in R sets of fresh processes; from 6 on, intervals hold over launches",
     )
-    add(
-        "--precision",
-        type=positive,
-        default=2.5,
-        metavar="PERCENT",
-        help="a case ends when its median is known this well (half-width); default 2.5",
-    )
-    add(
-        "--slice",
-        type=positive,
-        default=2.0,
-        metavar="SECONDS",
-        help="most time for one case; default 2",
-    )
-    add("--no-check", action="store_true", help="do not compare results with what they must be")
-    add(
-        "--limit",
-        type=positive,
-        metavar="GB/S",
-        help="nominal one-way rate of a rank, for %% of limit; default: measured, on CPU",
-    )
     add("--seed", type=whole(0), help="of the order of cases; default: drawn, and stored")
 
 
-def add_shown(parser: argparse.ArgumentParser) -> None:
-    """Format, columns, folder."""
+def add_shown(parser: argparse.ArgumentParser, columns: Iterable[str]) -> None:
+    """Format and columns."""
     shown = parser.add_argument_group("what is shown")
     add = shown.add_argument
     add("--format", choices=tuple(FORMATS), default="table", help="on stdout; default table")
     add(
         "--columns",
-        type=names("column", COLUMNS),
+        type=names("column", columns),
         metavar="COLUMN,…",
-        help="of: " + ", ".join(COLUMNS),
+        help="of: " + ", ".join(columns),
     )
     add("--quiet", action="store_true", help="the tables only: no header, no legend, no progress")
 

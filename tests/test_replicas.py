@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpbench
-from ddpbench.replicas import causes, digest, locate, state
+from ddpbench.replicas import causes, digest, findings, locate, state
 from ddpbench.replicas.report import ranks_text
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -244,6 +244,54 @@ def test_names_of_optimizer_state(kind: str) -> None:
     assert not found.skipped
 
 
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"module": [nn.Linear(1, 1)]}, "module must be a torch.nn.Module, not of type list"),
+        (
+            {"optimizer": list(nn.Linear(1, 1).parameters())},
+            "optimizer must be a torch.optim.Optimizer or None, not of type list",
+        ),
+        ({"group": "gloo"}, "group must be a process group or None, not of type str"),
+        ({"gradients": 1}, "gradients must be True, False or None, not of type int"),
+        ({"locate": 1.5}, "locate must be a whole number, not of type float"),
+        ({"step": "3"}, "step must be a whole number, not '3'"),
+    ],
+)
+def test_arguments_of_wrong_types(wrong: dict[str, Any], sentence: str) -> None:
+    """One sentence says which argument it is, what it must be and what was given."""
+    with pytest.raises(TypeError) as error:
+        ddpbench.verify_replicas(**{"module": nn.Linear(1, 1), **wrong})
+    assert str(error.value) == sentence
+    step = wrong.pop("step", 1)
+    with pytest.raises(TypeError) as error:
+        ddpbench.Verifier(**{"module": nn.Linear(1, 1), **wrong}).check(step)
+    assert str(error.value) == sentence
+
+
+def test_steps_of_other_types() -> None:
+    """A step may be numpy's or a tensor's number."""
+    verifier = ddpbench.Verifier(nn.Linear(1, 1))
+    for step in (torch.tensor(7), torch.tensor(7).numpy()[()]):
+        assert repr(verifier.check(step).step) == "7"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [
+        ("float32", {0: "fraction", 22: "fraction", 23: "exponent", 30: "exponent", 31: "sign"}),
+        ("bfloat16", {6: "fraction", 7: "exponent", 15: "sign"}),
+        ("complex64", {22: "fraction", 31: "sign", 54: "fraction", 55: "exponent", 63: "sign"}),
+        ("float8_e4m3fn", {2: "fraction", 3: "exponent", 7: "sign"}),
+        ("int32", {31: ""}),
+    ],
+)
+def test_what_a_bit_means(dtype: str, bits: dict[int, str]) -> None:
+    """A bit is of the sign, the exponent or the fraction, by the dtype."""
+    for bit, word in bits.items():
+        assert findings._part(dtype, bit).strip(" ()").endswith(word)
+
+
 def test_every_cause_has_its_words() -> None:
     """Codes are unique, and each entry says a cause and a next step."""
     assert len({cause.code for cause in causes.CAUSES}) == len(causes.CAUSES)
@@ -271,12 +319,18 @@ class Net(nn.Module):
 class Play:
     """A rank's replica in a group, and its steps."""
 
-    def __init__(self, group: Any, *, norm: bool = False, lr: float = 0.01) -> None:
+    def __init__(
+        self, group: Any, *, norm: bool = False, lr: float = 0.01, sgd: bool = False, **ddp: Any
+    ) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
-        self.ddp = DistributedDataParallel(Net(norm), process_group=group)
+        self.ddp = DistributedDataParallel(Net(norm), process_group=group, **ddp)
         self.net: Any = self.ddp.module
-        self.optimizer = torch.optim.Adam(self.ddp.parameters(), lr=lr)
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(self.ddp.parameters(), lr, momentum=0.9)
+            if sgd
+            else torch.optim.Adam(self.ddp.parameters(), lr)
+        )
         self.verifier = ddpbench.Verifier(self.ddp, self.optimizer)
         self.last = self.rank == self.size - 1
         self.steps = 0
@@ -587,14 +641,185 @@ def play_absent(group: Any) -> Any:
     return None
 
 
+# --- faults at a step of a training that is verified step after step
+
+
+def wrong_bypass(play: Play) -> None:
+    play.step(model=play.net)
+
+
+def wrong_no_sync(play: Play) -> None:
+    play.step(unsynced=2, synced=0)
+
+
+def wrong_rates(play: Play) -> None:
+    play.optimizer.param_groups[0]["lr"] = 0.01 * (1 + play.rank)
+    play.step()
+
+
+def wrong_bit(play: Play) -> None:
+    play.step()
+    if play.last:
+        play.net.fc.weight.data.view(torch.int32)[2, 3] ^= 1 << 20
+
+
+def wrong_permuted(play: Play) -> None:
+    play.step()
+    if play.last:
+        play.net.out.weight.data.copy_(play.net.out.weight.data.flip(0))
+
+
+def wrong_nan(play: Play) -> None:
+    play.step()
+    if play.last:
+        play.net.out.weight.data[1, 2] = math.nan
+
+
+def wrong_state(play: Play) -> None:
+    play.step()
+    if play.last:
+        state = play.optimizer.state[play.net.fc.weight]
+        state["exp_avg" if "exp_avg" in state else "momentum_buffer"][1, 2] += 0.3
+
+
+def wrong_buffer(play: Play) -> None:
+    play.step()
+    if play.last:
+        play.net.norm[0].running_mean[1] += 1
+
+
+@dataclasses.dataclass
+class Planted:
+    """A fault from step `at` on, and as what it must be found there."""
+
+    plant: Callable[[Play], None]
+    cause: str
+    at: int = 3
+    once: bool = True  # healthy steps follow
+    every: int = 1  # steps between verifications
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+PLANTED = {
+    "bit": Planted(wrong_bit, "bit-flip"),
+    "bit at once": Planted(wrong_bit, "bit-flip", at=1),
+    "bit, seldom looked for": Planted(wrong_bit, "one-tensor or bit-flip", at=4, every=3),
+    "bypass": Planted(wrong_bypass, "never-synchronised", at=1, once=False),
+    "bypass later": Planted(wrong_bypass, "not-reduced", once=False),
+    "bypass once": Planted(wrong_bypass, "not-reduced"),
+    "no_sync": Planted(wrong_no_sync, "not-reduced"),
+    "no_sync at once": Planted(wrong_no_sync, "not-reduced", at=1),
+    "no_sync, seldom looked for": Planted(wrong_no_sync, "different-updates", at=4, every=3),
+    "rates": Planted(wrong_rates, "different-options", at=1),
+    "rates later": Planted(wrong_rates, "different-options"),
+    "permuted": Planted(wrong_permuted, "permuted"),
+    "nan": Planted(wrong_nan, "non-finite-in-some"),
+    "state": Planted(wrong_state, "optimizer-state"),
+    "buffer": Planted(wrong_buffer, "rebroadcast-buffers", options={"norm": True}),
+    "own buffer": Planted(
+        wrong_buffer, "buffers", options={"norm": True, "broadcast_buffers": False}
+    ),
+}  # fmt: skip
+
+
+def train(group: Any, planted: Planted, sgd: bool) -> Any:
+    """The report of the step at which the fault is to be found; the others are looked at here."""
+    play = Play(group, sgd=sgd, **planted.options)
+    found = -(-planted.at // planted.every) * planted.every
+    reports = {}
+    for step in range(1, 7):
+        wrong = step == planted.at or (step > planted.at and not planted.once)
+        (planted.plant if wrong else Play.step)(play)
+        if step % planted.every == 0:
+            reports[step] = report = play.verifier.check(step)
+            assert report.ok or step >= found, str(report)
+            if step > found and not report.equal and not reports[found].equal:
+                before = reports[found].cause
+                assert report.cause.code == before.code
+                assert f"first differed at step {found}, see that report" in str(report)
+                assert report.cause.place["since"] == found
+                assert before.sentence in str(report)
+    if not reports[found].equal:
+        assert play.verifier.first_report is reports[found]
+    return reports[found]
+
+
+def fault_sign(group: Any) -> Any:
+    play = Play(group).healthy()
+    if play.last:
+        play.net.fc.weight.data[2, 3] *= -1
+    return play.report()
+
+
+def play_mended(group: Any) -> Any:
+    """Replicas that are equal again, and differ again: the second time has its own cause."""
+    play = Play(group).healthy()
+    weight = play.net.fc.weight.data
+    if play.last:
+        weight[0, 0] += 1
+    assert play.verifier.check(3).cause.code == "one-tensor"
+    dist.broadcast(weight, 0, group)
+    assert play.verifier.check(4).ok
+    assert play.verifier.equal_until == 4
+    if play.last:
+        weight.copy_(weight.flip(0))
+    report = play.verifier.check(5)
+    assert report.cause.code == "permuted"
+    assert report.equal_until == 4
+    assert play.verifier.first_bad == {("parameter", "fc.weight"): 3}
+
+
+def play_control(group: Any) -> Any:
+    """Verified over a gloo group that is not the DDP's, whatever carries that one."""
+    play = Play(group)
+    verifier = ddpbench.Verifier(play.ddp, play.optimizer, dist.new_group(backend="gloo"))
+    play.step()
+    assert verifier.check(1).ok
+    wrong_permuted(play)
+    return verifier.check(2)
+
+
+def play_sharded(group: Any) -> Any:
+    """FSDP's shards are told as not compared; where nothing else is there, nothing is proved."""
+    if dist.get_backend(group) != "gloo":
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    both = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for parameter in both.parameters():
+        nn.init.ones_(parameter)
+    fully_shard(both[0], mesh=mesh)
+    told = "not compared: 2 parameters (sharded: each rank holds a part of its own): 0.weight, "
+    report = ddpbench.verify_replicas(both, group=group)
+    assert report.ok
+    assert told + "0.bias" in str(report)
+    assert "replicas equal in" in report.headline
+    assert "compared: 2 parameters" in report.headline
+    fully_shard(both[1], mesh=mesh)
+    report = ddpbench.verify_replicas(both, torch.optim.SGD(both.parameters(), 0.1), group)
+    assert not report.ok
+    assert report.equal  # no difference was found either
+    return report
+
+
 PLAYS = {n: f for n, f in globals().items() if n.startswith(("fault_", "play_"))}
+TRAININGS = {
+    f"{name}, {optimizer}": partial(train, planted=planted, sgd=optimizer == "SGD")
+    for name, planted in PLANTED.items()
+    for optimizer in ("Adam", "SGD")
+}
 
 
 def job(folder: Path) -> None:
     """All plays, in every rank of the default group; outcomes in files."""
     rank = dist.get_rank()
     outcomes: dict[str, Any] = {}
-    for name, play in PLAYS.items():
+    plays = dict(PLAYS)
+    if f"{dist.get_backend()}-{dist.get_world_size()}" in TRAINED:
+        plays = {**TRAININGS, **plays}
+    for name, play in plays.items():
         try:
             report = play(dist.group.WORLD)
             outcomes[name] = None if report is None else seen(report)
@@ -614,6 +839,9 @@ def seen(report: Any) -> dict[str, Any]:
         "cause": report.cause.code if report.cause else None,
         "severity": report.cause.severity if report.cause else None,
         "minorities": [d.minority for d in report.differences],
+        "faults": report.faults,
+        "minority": report.minority,
+        "headline": report.headline,
         "text": str(report),
     }
 
@@ -633,6 +861,7 @@ def job_mpi(folder: Path) -> None:
 
 
 GROUPS = ["gloo-2", "gloo-3", "gloo-4", "mpi-2"]
+TRAINED = ["gloo-3", "mpi-2"]
 
 
 @pytest.fixture(scope="module")
@@ -659,7 +888,7 @@ def run_gloo(folder: Path, size: int) -> str:
         for rank in range(size)
     ]  # fmt: skip
     try:
-        return "".join(rank.communicate(timeout=60)[1] for rank in ranks)
+        return "".join(rank.communicate(timeout=120)[1] for rank in ranks)
     finally:
         for rank in ranks:
             rank.kill()
@@ -683,6 +912,7 @@ PARAMETERS = [f"parameter {n}" for n in ("fc.weight", "fc.bias", "out.weight", "
 GRADIENTS = [name.replace("parameter", "gradient") for name in PARAMETERS]
 FOUND = {
     "fault_bit": Case("bit-flip", PARAMETERS[:1], {"bit": 20, "index": [2, 3], "differing": 1}),
+    "fault_sign": Case("bit-flip", PARAMETERS[:1], {"bit": 31, "index": [2, 3], "differing": 1}),
     "fault_permuted": Case("permuted", PARAMETERS[2:3], {"permuted": True, "differing": 16}),
     "fault_nan": Case("non-finite-in-some", PARAMETERS[2:3], {"index": [1, 2], "differing": 2}),
     "fault_negative_zero": Case(
@@ -745,6 +975,52 @@ def test_a_fault_in_the_last_rank(outcomes: Outcomes, group: str, name: str) -> 
     assert detail | case.detail == detail
     assert detail["ranks"] == [size - 1]
     assert detail["reference"] == 0
+    assert report["faults"] == ([] if case.equal else case.tensors)
+    assert report["minority"] == ([] if size == 2 or case.equal else [size - 1])
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("group", TRAINED)
+def test_a_fault_at_a_step(outcomes: Outcomes, group: str, name: str, optimizer: str) -> None:
+    """Verified after every step, or every third, a fault is found at the first look after it, with
+    its cause; later looks tell no other cause, and earlier ones nothing."""
+    report, planted = same_everywhere(outcomes, group, f"{name}, {optimizer}"), PLANTED[name]
+    assert report["cause"] in planted.cause.split(" or "), report["text"]
+    harmless = {"rebroadcast-buffers": "note", "buffers": "warning"}
+    assert report["severity"] == harmless.get(planted.cause, "error")
+    assert report["equal"] is (planted.cause in harmless)
+    found = -(-planted.at // planted.every) * planted.every
+    assert report["step"] == found
+    assert report["equal_until"] == (found - planted.every or None)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_headlines(outcomes: Outcomes, group: str) -> None:
+    """The first line says how much of what differs, and never that what is not proved is."""
+
+    def headline(name: str) -> str:
+        return str(same_everywhere(outcomes, group, name)["headline"])
+
+    ranks = ranks_text(tuple(range(int(group[-1]))))
+    bit = same_everywhere(outcomes, group, "fault_bit")
+    state = f"{bit['compared']['optimizer']} values of the optimizer's state, 1 buffer"
+    assert headline("fault_bit") == (
+        f"step 3: replicas DIFFERENT in {ranks} (equal after step 2): 1 of 4 parameters; "
+        f"equal: {state}, 4 gradients"
+    )
+    assert headline("fault_nan_everywhere") == (
+        f"replicas equal, but NOT FINITE, in {ranks}; compared: 4 parameters, {state}"
+    )
+    assert headline("fault_buffer") == (
+        f"replicas equal but for 1 of 1 buffer in {ranks}; compared: 4 parameters, {state}"
+    )
+    assert headline("fault_structure") == (
+        f"replicas DIFFERENT in {ranks}: 4 parameters not in all ranks alike, 1 buffer not in all "
+        "ranks alike; equal: 2 parameters"
+    )
+    if group != "mpi-2":
+        assert headline("play_sharded").startswith(f"replicas NOT COMPARED in {ranks}; compared: ")
 
 
 WHOLE = {
@@ -829,6 +1105,7 @@ def test_nonfinite_elements_are_a_finding_of_their_own(outcomes: Outcomes, group
     assert report["equal"]
     assert not report["ok"]
     assert report["cause"] is None
+    assert "parameter out.bias: 1 element NaN or infinite in rank" in report["text"]
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -855,7 +1132,9 @@ def test_each_rank_another_value(outcomes: Outcomes, group: str) -> None:
     assert only["values"] == [[rank] for rank in range(size)]
     assert report["minorities"] == [[]]
     assert [d["value"] for d in only["details"]] == [f"{rank}.0" for rank in range(1, size)]
-    assert "no side being the larger" in report["text"]
+    sides = " and ".join(", ".join(f"rank {r}" for r in range(size)).rsplit(", ", 1))
+    assert f"differs between {sides}. Rank 1: " in report["text"]
+    assert "nobody can say which is right" in report["text"]
 
 
 @pytest.mark.parametrize("group", GROUPS)

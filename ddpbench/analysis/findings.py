@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from ddpbench.analysis import limits, lines
-from ddpbench.records.schema import Finding, Launch, Run
+from ddpbench.analysis import limits, lines, step_lines, steps
+from ddpbench.analysis.step_lines import StepLine
+from ddpbench.records.schema import Finding, Launch, Run, StepResult
+
+EXPOSED_SHARE = 0.10  # of the step: communication that is worth a remark when backward hides less
 
 
 def findings(run: Run) -> tuple[Finding, ...]:
@@ -19,9 +23,19 @@ def findings(run: Run) -> tuple[Finding, ...]:
 
 def exit_code(run: Run) -> int:
     """0 clean, 1 a finding of severity error, 4 a wrong result."""
-    if any(result.wrong for result in run.results):
+    if any(result.wrong for result in run.results) or any(map(_replicas_bad, run.steps)):
         return 4
     return 1 if any(finding.severity == "error" for finding in run.findings) else 0
+
+
+def _replicas_bad(result: StepResult) -> bool:
+    found = result.replicas
+    return (found is not None and not found.ok) or _bad_epoch(result) is not None
+
+
+def _bad_epoch(result: StepResult) -> int | None:
+    """The first epoch after which the replicas were not equal."""
+    return next((e.number for e in result.epochs if e.replicas_equal is False), None)
 
 
 def _wrong_results(run: Run) -> Iterator[Finding]:
@@ -55,12 +69,79 @@ def _invalid(run: Run) -> Iterator[Finding]:
             )
 
 
+def _replicas(run: Run) -> Iterator[Finding]:
+    """What the verifications found, but notes: random states, buffers that DDP sends again."""
+    for result in run.steps:
+        found, case, epoch = result.replicas, result.case, _bad_epoch(result)
+        place: dict[str, Any] = {"workload": case.workload, "backend": case.backend}
+        who = f"{case.workload} on {case.backend}"
+        for each in found.findings if found is not None and not found.ok else ():
+            if each.severity != "note":
+                step = each.place.get("step")
+                when = "" if step is None else f", after step {step}"
+                sentence = f"{who}{when}: {each.sentence}"
+                yield replace(each, sentence=sentence, place={**place, **each.place})
+        if epoch is not None:
+            yield Finding(
+                "error",
+                "replicas-differ",
+                f"{who}: the replicas were not equal, or not finite, after epoch {epoch}",
+                "do not use what was trained; measure its steps with --verify every, which names "
+                "the step, the tensors and the ranks",
+                {**place, "epoch": epoch},
+            )
+
+
+def _late_rank(run: Run) -> Iterator[Finding]:
+    for line in step_lines.lines(run):
+        part = line.part(steps.WAITING)
+        late = {b.late_rank for b in line.summary.buckets} if line.summary else set()
+        if part is not None and part.resolved:
+            late.discard(part.rank)
+            yield _late(line, part.rank, part.figure.value, "for it")
+        for rank in sorted(late - {None}, key=str):
+            assert line.summary is not None
+            waits = [b.wait.value for b in line.summary.buckets if b.late_rank == rank]
+            yield _late(line, rank, max(waits), "for a bucket of it")
+
+
+def _late(line: StepLine, rank: int | None, seconds: float, why: str) -> Finding:
+    case = line.case
+    return Finding(
+        "warning",
+        "late-rank",
+        f"{case.workload} on {case.backend}: rank {rank} is late: the others wait "
+        f"{seconds * 1e3:.3g} ms of each {(line.seconds or 0) * 1e3:.3g} ms step {why}",
+        "compare its core or GPU clocks, its neighbours on the host and its data with the others'",
+        {"workload": case.workload, "backend": case.backend, "rank": rank},
+    )
+
+
+def _exposed(run: Run) -> Iterator[Finding]:
+    for line in step_lines.lines(run):
+        part, case = line.part(steps.EXPOSED), line.case
+        if part is not None and part.resolved and (part.share or 0) > EXPOSED_SHARE:
+            yield Finding(
+                "note",
+                "exposed-communication",
+                f"{case.workload} on {case.backend}: {part.figure.value * 1e3:.3g} ms "
+                f"({(part.share or 0) * 100:.0f} %) of each step are communication that backward "
+                "does not hide",
+                "send less (--comm-hook) or less often (--accumulate, a larger --batch), or try "
+                "another --bucket-cap-mb",
+                {"workload": case.workload, "backend": case.backend},
+            )
+
+
 def _one_rank(run: Run) -> Iterator[Finding]:
     if any(launch.world_size == 1 for launch in run.launches):
         yield Finding(
             "note",
             "one-rank",
-            "one rank: nothing crosses a link, so bus bandwidth is 0 or says nothing by definition",
+            "one rank: nothing is communicated, and there is no other replica to be equal to"
+            if run.steps
+            else "one rank: nothing crosses a link, so bus bandwidth is 0 or says nothing by "
+            "definition",
             "start two or more ranks: -n 2",
         )
 
@@ -126,7 +207,8 @@ def _mixed_versions(run: Run) -> Iterator[Finding]:
 
 
 def _busy(run: Run) -> Iterator[Finding]:
-    rows = [line for line in lines.lines(run) if line.seconds is not None]
+    everything: list[lines.Line | StepLine] = [*lines.lines(run), *step_lines.lines(run)]
+    rows = [line for line in everything if line.seconds is not None]
     busy = [line for line in rows if "busy" in line.flags]
     if busy and len(busy) * 4 >= len(rows):
         yield Finding(
@@ -146,10 +228,13 @@ def _ranks(run: Run) -> Iterator[tuple[Launch, dict[str, Any]]]:
 
 CHECKS: list[Callable[[Run], Iterator[Finding]]] = [
     _wrong_results,
+    _replicas,
     _invalid,
     _mixed_versions,
     _debug,
     _oversubscribed,
     _busy,
+    _late_rank,
+    _exposed,
     _one_rank,
 ]

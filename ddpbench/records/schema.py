@@ -185,7 +185,6 @@ class StepCase:
     find_unused_parameters: bool
     comm_hook: str  # "none", "fp16", …
     threads: int  # of compute, in one rank
-    in_a_row: int  # steps between two synchronisations of the ranks
     world_size: int
     ranks_per_host: tuple[int, ...]
     time_definition: str = "zero_grad, forward, backward, optimizer"
@@ -280,6 +279,7 @@ class StepSummary:
     """What the rounds of one case say."""
 
     rounds: int  # each arm was measured once in each
+    in_a_row: int  # steps of an arm in one round
     warm_up: int  # steps before
     step: Figure  # steps in a row / their number, synchronised at both ends; the slowest rank's
     samples_per_second: float  # of all ranks

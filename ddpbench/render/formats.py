@@ -2,54 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ddpbench.records import codec
 from ddpbench.records.schema import Run
 from ddpbench.render import rows
+from ddpbench.render.steps import STEP_COLUMNS
+from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 
 if TYPE_CHECKING:
     from ddpbench.analysis.lines import Line
+    from ddpbench.analysis.step_lines import StepLine
 
 Columns = tuple[str, ...] | None
 
 
 def table(run: Run, columns: Columns = None, quiet: bool = False) -> str:
-    """Header, one table an operation, legends: what rank 0 prints."""
-    return _tables(run, columns, quiet, "simple", "")
+    """Header, tables, legends: what rank 0 prints."""
+    return _text(run, columns, quiet, TERMINAL)
 
 
 def markdown(run: Run, columns: Columns = None, quiet: bool = False) -> str:
     """The same for a pull request or a README."""
-    return _tables(run, columns, quiet, "github", "### ")
+    return _text(run, columns, quiet, MARKDOWN)
 
 
 def csv(run: Run, columns: Columns = None, quiet: bool = False) -> str:
     """One row a case, every column by default, numbers unrounded; empty where there is none."""
     import pandas as pd
 
-    from ddpbench.analysis import lines as analysis
-
-    names = list(columns or rows.COLUMNS)
-    shown = [line for line in analysis.lines(run) if line.seconds is not None]
-    data = [[rows.COLUMNS[name].value(line) for name in names] for line in shown]
-    return str(pd.DataFrame(data, columns=names).to_csv(index=False))
+    names, rows_of_values = _values(run, columns)
+    return str(pd.DataFrame(rows_of_values, columns=names).to_csv(index=False))
 
 
 def json(run: Run, columns: Columns = None, quiet: bool = False) -> str:
     """The whole run as stored, or only the chosen columns of its rows."""
     from json import dumps
 
-    from ddpbench.analysis import lines as analysis
-
     if columns is None:
         return codec.encode(run).decode() + "\n"
-    shown = [
-        {name: rows.COLUMNS[name].value(line) for name in columns}
-        for line in analysis.lines(run)
-        if line.seconds is not None
-    ]
+    names, rows_of_values = _values(run, columns)
+    shown = [dict(zip(names, values, strict=True)) for values in rows_of_values]
     return dumps(shown, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -61,33 +55,50 @@ FORMATS: dict[str, Callable[[Run, Columns, bool], str]] = {
 }
 
 
-def _tables(run: Run, columns: Columns, quiet: bool, style: str, mark: str) -> str:
-    from tabulate import tabulate
+def _values(run: Run, columns: Columns) -> tuple[list[str], list[list[Any]]]:
+    """The columns chosen, by default all, and a row of their values for each measured case."""
+    from ddpbench.analysis import lines, step_lines
+    from ddpbench.render import header
 
+    known: Mapping[str, rows.Column[Any]] = rows.COLUMNS
+    everything: Sequence[Line | StepLine] = lines.lines(run)
+    if header.of_steps(run):
+        known, everything = STEP_COLUMNS, step_lines.lines(run)
+    names = rows.chosen(columns, known, every=True)
+    shown = [line for line in everything if line.results]
+    return names, [[known[name].value(line) for name in names] for line in shown]
+
+
+def _text(run: Run, columns: Columns, quiet: bool, style: Style) -> str:
+    from ddpbench.render import header, step_tables
+
+    blocks = [] if quiet else [style.gap.join(header.header(run))]
+    notes = header.partial(run) + ([] if quiet else header.warnings(run))
+    if notes:
+        blocks.append(style.gap.join(notes))
+    make = step_tables.blocks if header.of_steps(run) else _collectives
+    return "\n\n".join([*blocks, *make(run, columns, quiet, style)]) + "\n"
+
+
+def _collectives(run: Run, columns: Columns, quiet: bool, style: Style) -> list[str]:
+    """One table an operation, then what was skipped and what the columns mean."""
     from ddpbench.analysis import lines as analysis
     from ddpbench.render import header
 
     everything = analysis.lines(run)
     shown = [line for line in everything if line.seconds is not None]
     names = rows.chosen(columns)
-    gap = "\n\n" if mark else "\n"
-    blocks = [] if quiet else [gap.join(header.header(run))]
-    notes = header.partial(run) + ([] if quiet else header.warnings(run))
-    if notes:
-        blocks.append(gap.join(notes))
-    starred = False
+    heads = [rows.COLUMNS[name].head for name in names]
+    blocks, starred = [], False
     for title, group in _grouped(shown).items():
         cells = _cells(group, names)
         starred |= any(cell.endswith(" *") for row in cells for cell in row)
-        heads = [rows.COLUMNS[name].head for name in names]
-        align = ["left" if name in ("backend", "flags", "check") else "right" for name in names]
-        body = tabulate(cells, heads, tablefmt=style, colalign=align, disable_numparse=True)
-        blocks.append(f"{mark}{title}\n{gap[1:]}{body}")
+        blocks.append(style.block(title, style.table(cells, heads)))
     if not quiet:
         if left_out := header.skipped(everything):
-            blocks.append(gap.join(left_out))
-        blocks.append(gap.join(header.legend(shown, names, starred)))
-    return "\n\n".join(blocks) + "\n"
+            blocks.append(style.gap.join(left_out))
+        blocks.append(style.gap.join(header.legend(shown, names, starred)))
+    return blocks
 
 
 def _grouped(shown: list[Line]) -> dict[str, list[Line]]:

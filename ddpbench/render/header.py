@@ -7,8 +7,10 @@ from typing import Any
 from ddpbench.analysis import stats
 from ddpbench.analysis.lines import FLAGS, Line
 from ddpbench.catalog.sizes import readable
-from ddpbench.records.schema import Launch, Run
+from ddpbench.records.schema import Finding, Launch, Run
 from ddpbench.render.rows import digits
+
+TENSORS = 2  # that differ, told above the tables
 
 
 def header(run: Run) -> list[str]:
@@ -20,7 +22,6 @@ def header(run: Run) -> list[str]:
     plan = run.plan
     backends = [launch.backend for launch in launches]
     many = max(map(backends.count, backends))
-    issue = "isolated calls" if plan.issue == "isolated" else f"pipelined, {plan.depth} in flight"
     shown = [
         f"ddpbench {run.command}   {run.id}",
         f"where     {_where(launches[0])}",
@@ -30,18 +31,53 @@ def header(run: Run) -> list[str]:
     for launch in {launch.backend: launch for launch in launches}.values():
         provider = "" if launch.provider == "native" else f" (provider {launch.provider})"
         shown.append(f"{launch.backend:<9} {launch.library}{provider}, {launch.launcher}")
-    first = run.results[0].case if run.results else None
-    start = first.start if first else plan.start
     shown += [
-        f"how       {issue}, start {start}; median of t_max = slowest rank's exit - entry "
-        f"({first.clock if first else 'host'} clock); checks {'on' if plan.check else 'off'}; "
-        f"buffers torch, huge pages {facts.get('transparent_huge_pages') or 'unknown'}; "
-        f"seed {plan.seed}",
+        f"how       {_how_steps(run) if of_steps(run) else _how_calls(run)}; seed {plan.seed}",
         f"launches  {many} a backend; the interval is "
         + ("within this launch" if many < 2 else "over launches")
         + (f", and needs {stats.FEWEST} launches" if 1 < many < stats.FEWEST else ""),
     ]
     return shown
+
+
+def of_steps(run: Run) -> bool:
+    """Whether a run is of DDP steps rather than of collectives."""
+    return bool(run.steps) or run.command == "ddp"
+
+
+def _how_calls(run: Run) -> str:
+    plan, facts = run.plan, run.launches[0].facts
+    issue = "isolated calls" if plan.issue == "isolated" else f"pipelined, {plan.depth} in flight"
+    first = run.results[0].case if run.results else None
+    return (
+        f"{issue}, start {first.start if first else plan.start}; median of t_max = slowest rank's "
+        f"exit - entry ({first.clock if first else 'host'} clock); "
+        f"checks {'on' if plan.check else 'off'}; buffers torch, huge pages "
+        f"{facts.get('transparent_huge_pages') or 'unknown'}"
+    )
+
+
+def _how_steps(run: Run) -> str:
+    known = [each.summary for each in run.steps if each.summary]
+    threads = _span({each.case.threads for each in run.steps})
+    rounds, steps = _span({s.rounds for s in known}), _span({s.in_a_row for s in known})
+    words = [
+        f"{rounds} rounds of {steps} steps an arm, median of the slowest rank" if known else "",
+        f"{threads} thread{'' if threads == '1' else 's'} a rank" if threads else "",
+        verified(run.plan.verify),
+    ]
+    return "; ".join(word for word in words if word)
+
+
+def _span(numbers: set[int]) -> str:
+    return " to ".join(str(n) for n in sorted({min(numbers), max(numbers)})) if numbers else ""
+
+
+def verified(every: int) -> str:
+    """How often the replicas were, in words."""
+    if not every:
+        return "not verified"
+    return "verified after each step" if every == 1 else f"verified after each {every}th step"
 
 
 def _where(launch: Launch) -> str:
@@ -69,7 +105,7 @@ def partial(run: Run) -> list[str]:
         name: sum(launch.cases for launch in run.launches if launch.backend == name)
         for name in run.backends
     }
-    done = [result.case.backend for result in run.results]
+    done = [outcome.case.backend for outcome in run.outcomes]
     missing = [
         f"{name} {done.count(name)} of {cases} cases" if cases else f"{name} not begun"
         for name, cases in planned.items()
@@ -79,12 +115,26 @@ def partial(run: Run) -> list[str]:
 
 
 def warnings(run: Run) -> list[str]:
-    """Findings, one line each with its next step."""
-    return [
-        f"{finding.severity.upper()}: {finding.sentence}"
-        + (f". Next: {finding.next_step}" if finding.next_step else "")
-        for finding in run.findings
-    ]
+    """Findings, one line each with its next step; of tensors that differ the first two of a case,
+    for the tables have them all."""
+    out: list[str] = []
+    kinds = [_of_tensor(finding) for finding in run.findings]
+    for i, (finding, kind) in enumerate(zip(run.findings, kinds, strict=True)):
+        before, all_ = kinds[:i].count(kind), kinds.count(kind)
+        if kind is None or before < TENSORS:
+            told = f"{finding.severity.upper()}: {finding.sentence}"
+            out.append(told + (f". Next: {finding.next_step}" if finding.next_step else ""))
+        elif before + 1 == all_:
+            out.append(f"  and {all_ - TENSORS} more of {kind}, under replicas below")
+    return out
+
+
+def _of_tensor(finding: Finding) -> str | None:
+    """The case of which it tells a tensor, or the rest of some; None: it tells something else."""
+    place = finding.place
+    if "workload" in place and "kind" in place:
+        return f"{place['workload']} on {place.get('backend')}"
+    return None
 
 
 def skipped(shown: list[Line]) -> list[str]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ddpbench.catalog.sizes import readable
 
@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from ddpbench.analysis.lines import Line
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
-class Column:
+class Column(Generic[T]):
     """A column: its head in a text table, its name in CSV, what it shows, whether by default."""
 
     head: str
-    value: Callable[[Line], float | int | str | None]
-    shown: Callable[[Line], str] | None = None  # as text, where the plain value does not do
+    value: Callable[[T], float | int | str | None]
+    shown: Callable[[T], str] | None = None  # as text, where the plain value does not do
     default: bool = True
 
 
@@ -88,7 +91,7 @@ def _statistic(
     return value
 
 
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, Column[Line]] = {
     "op": Column("op", lambda line: line.case.operation, default=False),
     "size": Column("size", lambda line: line.case.nbytes, lambda line: readable(line.case.nbytes)),
     "count": Column("count", lambda line: line.case.count),
@@ -136,12 +139,21 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-def chosen(columns: tuple[str, ...] | None) -> list[str]:
-    """The columns asked for, or the default ones."""
-    return list(columns or (name for name, column in COLUMNS.items() if column.default))
+def chosen(
+    columns: Iterable[str] | None, table: Mapping[str, Column[Any]] = COLUMNS, every: bool = False
+) -> list[str]:
+    """The columns asked for, or the default ones, or every one.
+
+    Raises ValueError for one that this table does not have.
+    """
+    names = list(columns or (name for name in table if every or table[name].default))
+    for name in names:
+        if name not in table:
+            raise ValueError(f"this run has no column {name!r}; it has {', '.join(table)}")
+    return names
 
 
-def text(line: Line, name: str) -> str:
+def text(line: T, name: str, table: Mapping[str, Column[T]] | None = None) -> str:
     """What a text table shows in this column."""
-    column = COLUMNS[name]
+    column: Column[Any] = (table or COLUMNS)[name]
     return column.shown(line) if column.shown else digits(column.value(line))

@@ -17,7 +17,7 @@ class Facts:
     nonfinite: tuple[NonFinite, ...]
     parameters: int  # how many there are
     gradients: int  # how many were compared; 0: none were there, or none were asked for
-    earlier: int  # verifications before this one that found all parameters equal
+    earlier: bool  # a verification before this one found all parameters equal
     wrapped: bool  # DDP was given, not a bare module
     unsynced: bool  # in some rank DDP's last forward was under no_sync (or no_grad)
     rebroadcast: bool  # DDP sends rank 0's buffers before each forward
@@ -65,11 +65,16 @@ class Cause:
 
 def _one_bit(facts: Facts) -> bool:
     one = facts.one
-    # A step count of 3 instead of 2 is one bit too, and so is the sign of a zero.
-    if one is None or not one.shape or "float" not in one.dtype or len(one.details) != 1:
+    if one is None or "float" not in one.dtype or len(one.details) != 1:
         return False
     detail = one.details[0]
-    return detail.bit is not None and {detail.value, detail.reference_value} != {"0.0", "-0.0"}
+    # Of a single number, such as a step count, that one element alone differs tells nothing; and
+    # the sign of a zero is arithmetic's.
+    return (
+        detail.elements > 1
+        and detail.bit is not None
+        and {detail.value, detail.reference_value} != {"0.0", "-0.0"}
+    )
 
 
 def _permuted(facts: Facts) -> bool:
@@ -119,7 +124,8 @@ CAUSES = (
     Cause(
         "bit-flip",
         _one_bit,
-        "one bit of one element differs: a fault of memory or of a link, not of arithmetic",
+        "one bit of one element differs: most likely a fault of memory or of a link; multiplying "
+        "that element by -1 or a power of two, or rounding it otherwise, does the same",
         "restore from a checkpoint; if it comes again on one host, test or replace its memory or "
         "GPU (EDAC or `nvidia-smi -q -d ECC` counts errors)",
     ),
@@ -151,24 +157,27 @@ CAUSES = (
         lambda facts: bool(
             facts.of("gradient") or any(m.kind == "gradient" for m in facts.mismatches)
         ),
-        "gradients differ: the last micro-batch ran under no_sync, or a backward went without "
-        "reduction",
-        "leave no_sync before the last micro-batch's forward (not only its backward), and do not "
-        "change .grad by rank after backward",
+        "gradients differ: a backward went without reduction (the last micro-batch ran under "
+        "no_sync, or its forward bypassed DDP by `ddp.module(...)`), or some ranks changed them "
+        "after it",
+        "call the DDP object itself, leave no_sync before the last micro-batch's forward (not only "
+        "its backward), and do not change .grad by rank after backward",
     ),
     Cause(
         "different-updates",
         lambda facts: facts.all_parameters and facts.gradients > 0,
-        "all parameters differ, and the gradients are equal: learning rates or optimizers differ, "
-        "or the replicas were not equal before the step",
-        "give the optimizer to the verification too, and verify once before the first step",
+        "all parameters differ, and the gradients of this step are equal: learning rates or "
+        "optimizers differ, or the replicas were not equal before the step",
+        "give the optimizer to the verification too, and verify after every step, once before the "
+        "first",
     ),
     Cause(
         "one-tensor",
         lambda facts: facts.one is not None and facts.one.kind in ("parameter", "gradient"),
         "one tensor alone differs: some ranks changed it in place, outside the optimizer",
         "look for code that touches it under `if rank` or with the rank's own random numbers "
-        "(re-initialising, clamping, weight tying, loading)",
+        "(re-initialising, clamping, weight tying, loading); one element alone may also be a fault "
+        "of memory, some steps ago",
     ),
     Cause(
         "optimizer-state",
@@ -182,7 +191,7 @@ CAUSES = (
         lambda facts: not facts.kinds and facts.rebroadcast,
         "only buffers differ, such as BatchNorm's running statistics: each rank updates them from "
         "its own data, and DDP sends rank 0's to all at the next forward",
-        "nothing; SyncBatchNorm makes the statistics those of all ranks",
+        "use SyncBatchNorm if the statistics should be those of all ranks",
     ),
     Cause(
         "buffers",

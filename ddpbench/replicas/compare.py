@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ddpbench.records.schema import Finding
 from ddpbench.replicas import locate
 from ddpbench.replicas.channel import Channel, Int64
 from ddpbench.replicas.digest import Counts, Digests, of_bytes, read
@@ -23,7 +24,8 @@ class Options:
     finite: bool
     locate: int
     step: int | None
-    earlier: int = 0  # verifications that found all parameters equal
+    equal_until: int | None = None  # the step of the last verification that found all equal
+    first: Finding | None = None  # the cause told when they first differed, if they still do
     known: Container[tuple[str, str]] = ()  # not to be located again
 
 
@@ -49,7 +51,7 @@ def compare(
     """Add to `found` what differs in these kinds; the least and the greatest of each extra."""
     contents: dict[str, tuple[Digests, Counts]] = {}
     head = [of_bytes(repr((options.gradients, options.finite, options.locate, options.step,
-                           options.earlier, list(kinds))).encode()) >> 1]  # fmt: skip
+                           options.equal_until, list(kinds))).encode()) >> 1]  # fmt: skip
     for kind in kinds:
         form = structure(kind, state.entries[kind])
         digests, counts = read([entry.value for entry in state.entries[kind]], options.finite)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpbench.records.schema import Finding
@@ -37,9 +39,7 @@ class Difference:
     @property
     def minority(self) -> tuple[int, ...]:
         """The ranks beside the one largest set of equal ones; empty where there is a tie."""
-        if len(self.values) > 1 and len(self.values[0]) == len(self.values[1]):
-            return ()
-        return tuple(sorted(rank for ranks in self.values[1:] for rank in ranks))
+        return _minority(self.values)
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ class Mismatch:
     kind: str
     name: str
     forms: tuple[tuple[str, tuple[int, ...]], ...]  # "float32 (3, 2) cpu" or "absent": its ranks
+
+    @property
+    def minority(self) -> tuple[int, ...]:
+        """The ranks beside the one largest set that has it alike; empty where there is a tie."""
+        return _minority([ranks for _, ranks in self.forms])
 
 
 @dataclass(frozen=True)
@@ -72,31 +77,68 @@ class Report:
     mismatches: tuple[Mismatch, ...] = ()
     nonfinite: tuple[NonFinite, ...] = ()
     rng_equal: bool = True
-    skipped: dict[str, str] = field(default_factory=dict)  # in the lowest rank: name → reason
+    skipped: dict[str, str] = field(default_factory=dict)  # in this rank: "kind name" → reason
     findings: tuple[Finding, ...] = ()  # all of the above in words, the worst first
+    equal_until: int | None = None  # the last step after which a Verifier had found all equal
 
     @property
     def equal(self) -> bool:
-        """Whether all ranks have the same bits in all but buffers that DDP re-broadcasts."""
-        bad = [f for f in self.findings if f.severity == "error" and f.code != "non-finite"]
-        return not bad
+        """Whether all ranks have the same bits in all that was compared, but for buffers, which
+        are a note or a warning."""
+        return not self.faults
 
     @property
     def ok(self) -> bool:
-        """Equal, and all parameters and optimizer state finite."""
+        """Equal, with some parameters compared if there are any, and these and the optimizer's
+        state finite."""
         return not any(f.severity == "error" for f in self.findings)
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """ "kind name" of all that makes the replicas different."""
+        return tuple(f"{each.kind} {each.name}" for each in self._faulty)
+
+    @property
+    def minority(self) -> tuple[int, ...]:
+        """The ranks that are in the minority in any of `faults`; empty where all of it is a tie."""
+        return tuple(sorted({rank for each in self._faulty for rank in each.minority}))
+
+    @property
+    def _faulty(self) -> list[Difference | Mismatch]:
+        return [d for d in self.differences if d.kind != "buffer"] + list(self.mismatches)
 
     @property
     def cause(self) -> Finding | None:
         """The likely cause of a difference, where its pattern tells one."""
         return next((f for f in self.findings if f.place.get("cause")), None)
 
-    def __str__(self) -> str:
+    @property
+    def headline(self) -> str:
+        """The verdict in one line, and what it is on."""
         when = "" if self.step is None else f"step {self.step}: "
-        counts = [f"{n} {plural(kind, n)}" for kind, n in self.compared.items() if n]
-        what = ", ".join(counts) or "nothing"
-        verdict = "equal" if self.equal else "DIFFERENT"
-        lines = [f"{when}replicas {verdict} in {ranks_text(self.ranks)}: {what}"]
+        who = ranks_text(self.ranks)
+        bad = Counter(f.code for f in self.findings if f.severity == "error")
+        differing = Counter(each.kind for each in self.differences)
+        some = [f"{n} of {counted(kind, self.compared[kind])}" for kind, n in differing.items()]
+        if not self.equal:
+            until = "" if self.equal_until is None else f" (equal after step {self.equal_until})"
+            unlike = Counter(each.kind for each in self.mismatches)
+            some += [f"{counted(kind, n)} not in all ranks alike" for kind, n in unlike.items()]
+            same = {kind: n for kind, n in self.compared.items() if n and kind not in differing}
+            equal = f"; equal: {_listed(same)}" if same else ""
+            return f"{when}replicas DIFFERENT in {who}{until}: {', '.join(some)}{equal}"
+        if bad["nothing-compared"] or not any(self.compared.values()):
+            verdict = "replicas NOT COMPARED"
+        elif len(self.ranks) == 1:
+            verdict = "one replica, equal to itself"
+        else:
+            verdict = f"replicas equal{' but for ' if some else ''}{', '.join(some)}"
+        if bad["non-finite"]:
+            verdict += ", but NOT FINITE,"
+        return f"{when}{verdict} in {who}; compared: {_listed(self.compared)}"
+
+    def __str__(self) -> str:
+        lines = [self.headline]
         for finding in self.findings:
             lines.append(f"{finding.severity}: {finding.sentence}")
             if finding.next_step:
@@ -104,11 +146,26 @@ class Report:
         return "\n".join(lines)
 
 
-def plural(kind: str, count: int) -> str:
-    """A kind's name behind a number."""
-    if kind == "optimizer":
-        return "of the optimizer's state"
-    return kind if count == 1 else f"{kind}s"
+def _minority(sides: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    first, *others = sorted(sides, key=len, reverse=True)
+    if others and len(first) == len(others[0]):
+        return ()
+    return tuple(sorted(rank for ranks in others for rank in ranks))
+
+
+def counted(kind: str, count: int) -> str:
+    """ "1 parameter", "3 buffers", "24 values of the optimizer's state"."""
+    one, of = ("value", " of the optimizer's state") if kind == "optimizer" else (kind, "")
+    return f"{count} {one}{'' if count == 1 else 's'}{of}"
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(counted(kind, n) for kind, n in counts.items() if n) or "nothing"
+
+
+def few(names: Sequence[str]) -> str:
+    """The first of the names."""
+    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpbench.replicas.digest import Digests, number_type, of_bytes
 
 KINDS = ("parameter", "gradient", "optimizer", "buffer")
+IGNORED = "DDP was told to ignore it"
 
 
 class Entry(NamedTuple):
@@ -33,7 +34,7 @@ class State:
     """The entries by kind, and why something is not among them."""
 
     entries: dict[str, list[Entry]]
-    skipped: dict[str, str]
+    skipped: dict[str, str]  # "kind name" → why
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,14 @@ def collect(
     for name, parameter in inner.named_parameters():
         names[parameter] = name
         if name in ignored:
-            state.skipped[name] = "DDP was told to ignore it"
+            state.skipped[f"parameter {name}"] = IGNORED
             continue
         _add(state, "parameter", name, parameter)
         if gradients and parameter.grad is not None:
             _add(state, "gradient", name, parameter.grad)
     for name, buffer in inner.named_buffers():
         if name in ignored:
-            state.skipped[name] = "DDP was told to ignore it"
+            state.skipped[f"buffer {name}"] = IGNORED
         else:
             _add(state, "buffer", name, buffer)
     if optimizer is not None:

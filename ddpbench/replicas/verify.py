@@ -8,11 +8,14 @@ as one digest a tensor, and then the differing tensors themselves (locate.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import operator
+from typing import Any
 
 import torch
+from torch.distributed import GroupMember, ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpbench.records.schema import Finding
 from ddpbench.replicas import causes, findings
 from ddpbench.replicas.channel import Channel
 from ddpbench.replicas.compare import Found, Options, compare
@@ -20,14 +23,13 @@ from ddpbench.replicas.digest import of_bytes
 from ddpbench.replicas.report import Report
 from ddpbench.replicas.state import KINDS, collect, unwrap, wrapper
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
+None_ = type(None)
 
 
 def verify_replicas(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: ProcessGroup | None = None,
     *,
     gradients: bool | None = None,
     finite: bool = True,
@@ -47,54 +49,92 @@ def verify_replicas(
     finite: look for NaN and infinite elements too (a second, faster pass over what is in cache).
     locate: how many differing tensors of a kind are compared element by element.
 
-    The report is the same in all ranks, but for `skipped`. A difference never raises. ValueError:
-    the ranks call with different arguments, or this one is not in the group.
+    The report is the same in all ranks, but for what some of them could not compare (`skipped`). A
+    difference never raises. ValueError: the ranks call with different arguments, or this one is not
+    in the group. TypeError: an argument is not what it must be; nothing was sent then.
     """
-    options = Options(gradients, finite, locate, step)
-    return _verify(module, optimizer, group, options)
+    how: Any = {"gradients": gradients, "finite": finite, "locate": locate}
+    _check(module=module, optimizer=optimizer, group=group, **how)
+    return _verify(
+        module, optimizer, group, Options(**how, step=None if step is None else _number(step))
+    )
 
 
 class Verifier:
     """Verifies one replica step after step, and remembers where and when it first went wrong.
 
-    Takes verify_replicas' arguments. What has been told once is not compared in full again: the
-    report that explains a difference is the first.
+    Takes verify_replicas' arguments. What differed at the last check too is not compared in full
+    again, and no other cause is told of it: the report that explains a difference is the first.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: ProcessGroup | None = None,
         *,
         gradients: bool | None = None,
         finite: bool = True,
         locate: int = 16,
     ) -> None:
         self._what = module, optimizer, group
-        self._how = gradients, finite, locate
-        self._equal = 0  # verifications so far, up to the first in which a parameter differed
+        self._how: Any = {"gradients": gradients, "finite": finite, "locate": locate}
+        _check(module=module, optimizer=optimizer, group=group, **self._how)
+        self._told: set[tuple[str, str]] = set()  # (kind, name) that differed at the last check
+        self._first: Finding | None = None  # the cause told when they first differed, if they do
+        self.equal_until: int | None = None  # the last step after which they were equal
         self.first_bad: dict[tuple[str, str], int] = {}  # (kind, name): step, buffers too
         self.first_report: Report | None = None  # the first that is not `equal`
 
     def check(self, step: int) -> Report:
         """verify_replicas after this step, which must have the same number in all ranks."""
-        options = Options(*self._how, step, self._equal, self.first_bad.keys())
+        step = _number(step)
+        options = Options(
+            **self._how, step=step, equal_until=self.equal_until, first=self._first,
+            known=self._told,
+        )  # fmt: skip
         report = _verify(*self._what, options)
-        differing = [(found.kind, found.name) for found in report.differences]
-        for key in differing + [(found.kind, found.name) for found in report.mismatches]:
+        self._told = {(found.kind, found.name) for found in report.differences}
+        for key in [*self._told, *((found.kind, found.name) for found in report.mismatches)]:
             self.first_bad.setdefault(key, step)
-        if not report.equal and self.first_report is None:
-            self.first_report = report
-        if all(kind != "parameter" for kind, _ in self.first_bad):
-            self._equal += 1
+        if report.equal:
+            self.equal_until, self._first = step, None
+        else:
+            self.first_report = self.first_report or report
+            self._first = self._first or report.cause
         return report
+
+
+# What arguments must be. The step is a number as numpy or a tensor may have it, too.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "module": ((torch.nn.Module,), "a torch.nn.Module"),
+    "optimizer": ((torch.optim.Optimizer, None_), "a torch.optim.Optimizer or None"),
+    "group": ((ProcessGroup, None_), "a process group or None"),
+    "gradients": ((bool, None_), "True, False or None"),
+    "finite": ((bool,), "True or False"),
+    "locate": ((int,), "a whole number"),
+}
+
+
+def _check(**arguments: object) -> None:
+    for name, value in arguments.items():
+        types, wanted = _TYPES[name]
+        outside = name == "group" and value is GroupMember.NON_GROUP_MEMBER  # is told later
+        if not isinstance(value, types) and not outside:
+            raise TypeError(f"{name} must be {wanted}, not of type {type(value).__name__}")
+
+
+def _number(step: Any) -> int:
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise TypeError(f"step must be a whole number, not {step!r}") from None
 
 
 def _verify(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    group: dist.ProcessGroup | None,
+    group: ProcessGroup | None,
     options: Options,
 ) -> Report:
     outer = wrapper(module)
@@ -112,14 +152,17 @@ def _verify(
         compare(channel, state, ["gradient"], options, found)
     facts = causes.Facts(
         tuple(found.differences), tuple(found.mismatches), tuple(found.nonfinite),
-        found.compared["parameter"], found.compared.get("gradient", 0), options.earlier,
-        outer is not None, unsynced[1] == 1, rebroadcast[0] == 1,
+        found.compared["parameter"], found.compared.get("gradient", 0),
+        options.equal_until is not None, outer is not None, unsynced[1] == 1, rebroadcast[0] == 1,
     )  # fmt: skip
     rng_equal = rng[0] == rng[1]
+    skipped = {k: why for k, why in state.skipped.items() if k.split(" ")[0] in found.compared}
+    told = findings.findings(
+        facts, causes.likely(facts), options.first, skipped, rng_equal, options.step
+    )
     return Report(
         tuple(channel.ranks), options.step, found.compared, found.nbytes, facts.differences,
-        facts.mismatches, facts.nonfinite, rng_equal, state.skipped,
-        findings.findings(facts, causes.likely(facts), rng_equal, options.step),
+        facts.mismatches, facts.nonfinite, rng_equal, skipped, told, options.equal_until,
     )  # fmt: skip
 
 

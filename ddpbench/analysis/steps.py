@@ -1,0 +1,282 @@
+"""From the samples of a DDP step to its figures: pure functions of arrays.
+
+A case is measured in rounds. In each round each arm takes `in_a_row` steps: "ddp" is the real one,
+"noop" communicates nothing, "no_sync" does not copy into buckets either, "timed" stamps each
+bucket. What the arms differ by is taken round by round, so that drift of the machine cancels.
+The time of an arm in a round is the mean over its steps of the slowest rank's (end - begin).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpbench.analysis import stats
+from ddpbench.analysis.stats import Floats
+from ddpbench.records.schema import Bucket, Figure, Interval, Part, Phase, StepSummary
+
+Ints = npt.NDArray[np.int64]
+
+LATE_SHARE = 0.02  # of the step: a rank that keeps the others waiting for less is not accused
+PHASES = {"forward": (0, 1), "backward": (1, 2), "optimizer": (2, 3), "step": (0, 3)}
+# The parts of the budget. The first three, or EITHER and the third, make the step.
+COMPUTE, COPIES, EXPOSED = "compute", "bucket copies", "exposed communication"
+EITHER = "compute and copies"  # where there is no arm that would tell them apart
+COMMUNICATION, HIDDEN, WAITING = "communication", "hidden communication", "waiting for rank"
+
+
+@dataclass(frozen=True)
+class BucketInfo:
+    """One bucket of DDP's, as its communication hook was given it."""
+
+    index: int  # in the order of reduction
+    nbytes: int
+    parameters: int
+    first: str  # name of the first parameter in it
+    last: str
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The raw times of one case, in rank 0. Stamps of different ranks are not comparable."""
+
+    stamps: dict[str, Ints]  # arm → ns[world, round, K, 4]: begin, end of forward, backward, step
+    walls: Ints  # ns[world, round]: the K steps of "ddp", synchronised at both ends, unverified
+    timers: dict[str, Floats]  # DDP's own: name → seconds[world, round]; may be empty
+    buckets: list[BucketInfo]
+    # ns[world, round, bucket, 2] of the last step of "timed": from the start of backward until the
+    # bucket was handed over, until it was reduced.
+    bucket_stamps: Ints | None
+    verify: Ints  # ns[world, verification], not in `walls`
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.walls)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that every arm took part in; a run that is stopped ends within one."""
+        return int(min(each.shape[1] for each in (self.walls, *self.stamps.values())))
+
+    def arm(self, name: str) -> Ints | None:
+        """ns[world, round, K, 4] of the whole rounds of an arm; None: it was not measured."""
+        return self.stamps[name][:, : self.rounds] if name in self.stamps else None
+
+
+def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSummary:
+    """All figures of one case in one launch.
+
+    samples: of at least one whole round, "ddp" among its arms. batch_of_all_ranks: samples that
+    all ranks together train on in a step. warm_up: steps before the first round.
+    """
+    ddp = samples.arm("ddp")
+    assert ddp is not None
+    in_a_row = ddp.shape[2]
+    step = figure(samples.walls[:, : samples.rounds].max(axis=0) * 1e-9 / in_a_row)
+    assert step is not None
+    timed, arm = _time(samples, "timed"), _time(samples, "ddp")
+    seconds = float(np.median(arm))  # of the same stamps as what it is held against
+    factor = None
+    if samples.world > 1:
+        free = "no_sync" if "no_sync" in samples.stamps else "noop"
+        factor = figure(arm / _time(samples, free))
+    return StepSummary(
+        rounds=samples.rounds,
+        in_a_row=in_a_row,
+        warm_up=warm_up,
+        step=step,
+        samples_per_second=batch_of_all_ranks / step.value,
+        phases=tuple(_phase(name, ddp) for name in PHASES),
+        budget=tuple(_budget(samples, arm, seconds)),
+        speed_up=factor,
+        timers=_timers(samples),
+        buckets=tuple(_buckets(samples, seconds)),
+        observer=_part("timing hook", timed - arm, seconds),
+    )
+
+
+def cost(samples: Samples, step_seconds: float) -> tuple[Figure | None, float | None]:
+    """What a verification takes its slowest rank, median, and as a share of a step.
+
+    None, None where there was none.
+    """
+    if not samples.verify.shape[1]:
+        return None, None
+    found = figure(samples.verify.max(axis=0) * 1e-9, of="verifications")
+    return found, None if found is None else found.value / step_seconds
+
+
+def figure(values: Floats, confidence: float = 0.95, of: str = "rounds") -> Figure | None:
+    """The median of what is known (not NaN) and its exact interval; None: nothing is known."""
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return None
+    found = _interval(known, confidence)
+    if found is not None:
+        found = replace(found, of=found.of.replace("repetitions", of))
+    return Figure(float(np.median(known)), found)
+
+
+def _interval(values: Floats, confidence: float) -> Interval | None:
+    found = stats.median_interval(values, confidence)
+    if found is not None and math.isnan(found.low):
+        # A confidence above 95 % needs more than six values, and batches may be too few for it.
+        from scipy.stats import quantile_test
+
+        test = quantile_test(values, q=float(np.median(values)), p=0.5)
+        bounds = test.confidence_interval(confidence)
+        of = f"median of {len(values)} repetitions"
+        found = Interval(float(bounds.low), float(bounds.high), confidence, of)
+    return None if found is None or math.isnan(found.low) else found
+
+
+def _time(samples: Samples, name: str) -> Floats:
+    """Seconds[round] of a step of an arm; NaN where it was not measured, as is all made of it."""
+    stamps = samples.arm(name)
+    if stamps is None:
+        return np.full(samples.rounds, np.nan)
+    return _slowest(stamps, *PHASES["step"])
+
+
+def _slowest(stamps: Ints, begin: int, end: int) -> Floats:
+    spans = (stamps[..., end] - stamps[..., begin]).max(axis=0)
+    return np.asarray(spans.mean(axis=-1) * 1e-9, dtype=np.float64)
+
+
+def _phase(name: str, stamps: Ints) -> Phase:
+    begin, end = PHASES[name]
+    spans = stamps[..., end] - stamps[..., begin]
+    slowest = figure(_slowest(stamps, begin, end))
+    assert slowest is not None
+    rank, share = _most_often(spans.argmax(axis=0))
+    fastest = float(np.median(spans.min(axis=0).mean(axis=-1))) * 1e-9
+    return Phase(name, slowest, fastest, rank, share)
+
+
+def _most_often(ranks: npt.NDArray[np.intp]) -> tuple[int, float]:
+    """The rank that stands there most often, and in which share of the places."""
+    counts = np.bincount(ranks.ravel())
+    return int(counts.argmax()), float(counts.max() / ranks.size)
+
+
+def _part(
+    name: str, values: Floats, step: float, confidence: float = 0.95, least: float = 0.0,
+    rank: int | None = None,
+) -> Part | None:  # fmt: skip
+    """Resolved: the interval lies above 0, and the part is at least that share of the step."""
+    found = figure(values, confidence)
+    if found is None:
+        return None
+    share = found.value / step
+    clear = found.interval is not None and found.interval.low > 0
+    return Part(name, found, share, clear and share >= least, rank)
+
+
+def _budget(samples: Samples, ddp: Floats, step: float) -> Iterator[Part]:
+    """The parts that can be known from the arms that were measured.
+
+    communication  from the first bucket's hand-over to the last one's reduction
+    exposed        what the step is longer by than without: what backward does not hide
+    """
+    noop, no_sync = _time(samples, "noop"), _time(samples, "no_sync")
+    parts = {COMPUTE: no_sync}
+    if samples.world > 1:
+        exposed, spans = ddp - noop, _communication(samples)
+        if "no_sync" not in samples.stamps:
+            parts = {EITHER: noop}
+        parts |= {
+            COPIES: noop - no_sync,
+            EXPOSED: exposed,
+            COMMUNICATION: spans,
+            HIDDEN: spans - exposed,
+        }
+    found = [_part(name, values, step) for name, values in parts.items()]
+    yield from (part for part in [*found, _waiting(samples, step)] if part is not None)
+
+
+def _communication(samples: Samples) -> Floats:
+    """Seconds[round] in the rank where it took longest: by DDP's own timer, else by the buckets'
+    stamps; NaN where neither tells."""
+    timer = samples.timers.get("communication")
+    if timer is not None and (timer > 0).all():
+        return np.asarray(timer[:, : samples.rounds].max(axis=0), dtype=np.float64)
+    stamps = _bucket_stamps(samples)
+    if stamps is None:
+        return np.full(samples.rounds, np.nan)
+    spans = stamps[..., 1].max(axis=2) - stamps[..., 0].min(axis=2)
+    return np.asarray(spans.max(axis=0) * 1e-9, dtype=np.float64)
+
+
+def _waiting(samples: Samples, step: float) -> Part | None:
+    """What the slowest rank takes longer than the mean of the others where nothing is waited for.
+
+    It was chosen out of all ranks, so the confidence is corrected by their number (Bonferroni).
+    """
+    stamps = samples.arm("noop" if "noop" in samples.stamps else "no_sync")
+    if stamps is None or samples.world < 2:
+        return None
+    each = (stamps[..., 3] - stamps[..., 0]).mean(axis=2) * 1e-9  # [world, round]
+    late = int(np.median(each, axis=1).argmax())
+    longer = each[late] - _others(each, late)
+    confidence = 1 - 0.05 / samples.world
+    return _part(f"{WAITING} {late}", longer, step, confidence, LATE_SHARE, late)
+
+
+def _others(each: Floats, rank: int) -> Floats:
+    """The mean over all ranks but one, of [world, round]."""
+    return np.asarray((each.sum(axis=0) - each[rank]) / (len(each) - 1), dtype=np.float64)
+
+
+def _timers(samples: Samples) -> dict[str, float]:
+    found = {name: figure(each.max(axis=0)) for name, each in samples.timers.items()}
+    return {name: each.value for name, each in found.items() if each is not None}
+
+
+def _bucket_stamps(samples: Samples) -> Ints | None:
+    """ns[world, round, bucket, 2]; None: there are none."""
+    stamps = samples.bucket_stamps
+    if stamps is None or not stamps.size or len(samples.buckets) != stamps.shape[2]:
+        return None
+    return stamps[:, : samples.rounds]
+
+
+def _buckets(samples: Samples, step: float) -> Iterator[Bucket]:
+    """A rank's time of a bucket is (reduced - handed over): the wire and what it waited for others.
+
+    Who hands over last waits least, so the least over ranks is the wire; no common clock is needed.
+    """
+    stamps = _bucket_stamps(samples)
+    if stamps is None:
+        return
+    each: Floats = np.asarray(stamps[..., 1] - stamps[..., 0], np.float64) * 1e-9
+    handed = np.median(stamps[..., 0].max(axis=0), axis=0) * 1e-9
+    for number, info in enumerate(samples.buckets):
+        mine = each[:, :, number]  # [world, round]
+        wire, wait = figure(mine.min(axis=0)), figure(np.ptp(mine, axis=0))
+        assert wire is not None
+        assert wait is not None
+        late = None
+        if wait.value >= LATE_SHARE * step:
+            late = _late_rank(mine, 1 - 0.05 / samples.world / len(samples.buckets))
+        yield Bucket(
+            info.index, info.nbytes, info.parameters, info.first, info.last,
+            float(handed[number]), wire, wait, late,
+        )  # fmt: skip
+
+
+def _late_rank(each: Floats, confidence: float) -> int | None:
+    """The rank that waited least most often, if it waits less than the others beyond the noise.
+
+    The confidence is corrected by all that are looked at, ranks and buckets (Bonferroni).
+    """
+    if len(each) < 2:
+        return None
+    rank, _ = _most_often(each.argmin(axis=0))
+    less = figure(_others(each, rank) - each[rank], confidence)
+    clear = less is not None and less.interval is not None and less.interval.low > 0
+    return rank if clear else None

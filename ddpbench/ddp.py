@@ -1,0 +1,361 @@
+"""Where the time of a DDP step goes, and whether all replicas are equal after each.
+
+python -m ddpbench ddp --backend gloo,mpi -n 2              starts the ranks itself
+torchrun --nproc-per-node 4 -m ddpbench.ddp --workload transformer --layers 4 --width 256
+mpirun -n 4 python -m ddpbench.ddp --backend mpi
+srun -n 4 python -m ddpbench.ddp --workload mypackage.model:build
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpbench import options, session
+from ddpbench.catalog import faults, workloads
+from ddpbench.catalog.backends import Backend
+from ddpbench.catalog.hooks import HOOKS
+from ddpbench.catalog.workloads import WORKLOADS
+from ddpbench.records.schema import Plan
+from ddpbench.render.steps import STEP_COLUMNS
+from ddpbench.runtime import agree, cpu
+from ddpbench.runtime.group import Group
+from ddpbench.runtime.launch import Placement, Refused
+
+if TYPE_CHECKING:
+    pass
+
+HELP = "where the time of a DDP step goes, and whether the replicas are equal after each"
+DEFAULT = {"cpu": ("mlp",), "cuda": ("transformer",)}
+OPTIMIZERS = ("sgd", "adam", "adamw")
+SETTINGS = tuple(dict.fromkeys(name for each in WORKLOADS.values() for name in each.settings))
+
+
+@dataclass(frozen=True)
+class Options(session.Options):
+    """What was asked for; None: as the workload or the device has it."""
+
+    command = "ddp"
+
+    workload: tuple[str, ...] | None
+    settings: tuple[tuple[str, int], ...]
+    batch: int | None
+    optimizer: str | None
+    learning_rate: float | None
+    accumulate: int
+    amp: str | None
+    threads: int | None
+    bucket_cap_mb: float | None
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    find_unused_parameters: bool
+    comm_hook: str
+    seconds: float
+    rounds: int | None
+    in_a_row: int | None
+    no_budget: bool
+    verify: int
+    on_mismatch: str
+    inject: tuple[str, ...]
+    epochs: int
+    checkpoint: str | None
+    resume: bool
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """The workloads."""
+        return self.workload or DEFAULT.get(self.device, DEFAULT["cpu"])
+
+    def plan(self, seed: int) -> Plan:
+        """The protocol as it is stored with the run."""
+        return Plan(
+            slice_seconds=self.seconds,
+            verify=self.verify,
+            timeout_seconds=self.timeout,
+            seed=seed,
+        )
+
+    def ddp_options(self) -> dict[str, Any]:
+        """What DistributedDataParallel is given."""
+        return {
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+            "find_unused_parameters": self.find_unused_parameters,
+        }
+
+    def check(self) -> None:
+        """Raises Refused, with one sentence, for options that do not go together."""
+        taken = {name for each in self.subjects if each in WORKLOADS
+                 for name in WORKLOADS[each].settings}  # fmt: skip
+        for name, _ in self.settings:
+            if name not in taken:
+                those = [each.name for each in WORKLOADS.values() if name in each.settings]
+                raise Refused(
+                    f"--{name} means nothing to {', '.join(self.subjects)}: "
+                    f"it belongs to --workload {' or '.join(those)}"
+                )
+        if self.static_graph and self.accumulate > 1:
+            raise Refused(
+                "--static-graph and --accumulate exclude each other: torch's reducer fails under "
+                "no_sync with a static graph; leave out one of them"
+            )
+        trains = [name for name in self.subjects if name in WORKLOADS and WORKLOADS[name].trains]
+        if (self.checkpoint or self.resume) and len(trains) != 1:
+            raise Refused("--checkpoint and --resume are for --workload regression")
+        if self.resume and not self.checkpoint:
+            raise Refused("--resume needs --checkpoint FILE, the file to go on from")
+
+
+class _Setting(argparse.Action):
+    """Collects --width 512 and its like into `settings`."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
+        given = dict(namespace.settings)
+        given[self.metavar_name] = value
+        namespace.settings = tuple(given.items())
+
+    @property
+    def metavar_name(self) -> str:
+        return self.option_strings[0].removeprefix("--")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this command; imports no torch."""
+    _add_workload(parser.add_argument_group("what is trained"))
+    _add_ddp(parser.add_argument_group("DDP's options"))
+    options.add_where(parser)
+    _add_how(parser.add_argument_group("how it is measured"))
+    options.add_repeats(parser)
+    options.add_shown(parser, STEP_COLUMNS)
+    options.add_stored(parser)
+
+
+def _add_workload(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--workload",
+        "--model",
+        type=_workloads,
+        metavar="NAME,…",
+        help=f"of: {', '.join(WORKLOADS)}, all; or package.module:function of your own, called "
+        "with (rank, world_size, device), which returns (model, batch(step), loss(model, batch)); "
+        f"default {DEFAULT['cpu'][0]}, on GPUs {DEFAULT['cuda'][0]}",
+    )
+    for name in SETTINGS:
+        defaults = "; ".join(
+            f"{each.name} {each.settings[name]['cpu']}"
+            + ("" if _same(each.settings[name]) else f", on GPUs {each.settings[name]['cuda']}")
+            for each in WORKLOADS.values()
+            if name in each.settings
+        )
+        add(f"--{name}", dest="settings", action=_Setting, type=options.whole(1), default=(),
+            metavar="N", help=f"of {defaults}")  # fmt: skip
+    add(
+        "--batch",
+        type=options.whole(1),
+        metavar="N",
+        help="samples of one rank in one micro-batch; default: the workload's",
+    )
+    add("--optimizer", choices=OPTIMIZERS, help="default: the workload's")
+    add("--learning-rate", type=options.positive, metavar="X", help="default: the workload's")
+    add(
+        "--accumulate",
+        type=options.whole(1),
+        default=1,
+        metavar="N",
+        help="micro-batches of a step, all but the last under no_sync; default 1",
+    )
+    add("--amp", choices=("bf16",), help="autocast of the forward")
+    add(
+        "--threads",
+        type=options.whole(1),
+        metavar="N",
+        help="of compute in one rank; default OMP_NUM_THREADS, else cores / ranks of the host",
+    )
+    add("--epochs", type=options.whole(0), default=20, help="of regression's training; default 20")
+    add("--checkpoint", metavar="FILE", help="where regression's training is saved each epoch")
+    add("--resume", action="store_true", help="go on from --checkpoint")
+
+
+def _add_ddp(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--bucket-cap-mb",
+        type=options.positive,
+        metavar="MB",
+        help="default: DDP's own, 25 with a first bucket of 1; a number is that of all buckets",
+    )
+    add("--gradient-as-bucket-view", action="store_true", help="gradients lie in the buckets")
+    add("--static-graph", action="store_true", help="the graph is the same in every step")
+    add("--find-unused-parameters", action="store_true", help="search each graph for them")
+    hooks = "; ".join(f"{hook.name}: {hook.help}" for hook in HOOKS.values())
+    add("--comm-hook", choices=tuple(HOOKS), default="none", help=f"{hooks}")
+
+
+def _add_how(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--seconds",
+        type=options.positive,
+        default=20.0,
+        help="for one workload on one backend; at least six rounds are measured; default 20",
+    )
+    add("--rounds", type=options.whole(1), metavar="N", help="this many, however long they take")
+    add(
+        "--in-a-row",
+        type=options.whole(1),
+        metavar="K",
+        help="steps of an arm in a round; default 5, or 1 where they take over a second",
+    )
+    add(
+        "--no-budget",
+        action="store_true",
+        help="DDP's own step only: no arms without communication, half the memory",
+    )
+    add(
+        "--verify",
+        type=_every,
+        default=1,
+        metavar="every|N|off",
+        help="prove the replicas equal after every step (default), every N steps, or never",
+    )
+    add(
+        "--on-mismatch",
+        choices=("stop", "continue"),
+        default="stop",
+        help="what to do when replicas differ; default stop",
+    )
+    known = "; ".join(f"{fault.name}: {fault.help}" for fault in faults.FAULTS.values())
+    add(
+        "--inject",
+        type=_fault,
+        action="append",
+        default=[],
+        metavar="FAULT[:setting=value,…]",
+        help=f"plant a fault, to see it found, from step {faults.STEP} on in the last rank, or "
+        f":step=7,rank=0. {known}",
+    )
+
+
+def _same(by_device: Mapping[str, int]) -> bool:
+    return len(set(by_device.values())) == 1
+
+
+def _workloads(text: str) -> tuple[str, ...]:
+    """The type of `--workload`."""
+    words = options.listed(text)
+    if "all" in words:
+        return tuple(WORKLOADS)
+    for word in words:
+        try:
+            workloads.get(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return words
+
+
+def _every(text: str) -> int:
+    """The type of `--verify`: steps from one verification to the next, 0 for none."""
+    if text in ("every", "off"):
+        return int(text == "every")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not every, off or a whole number from 1 on")
+    return int(text)
+
+
+def _fault(text: str) -> str:
+    """The type of `--inject`."""
+    try:
+        faults.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def run(asked: Options, place: Placement) -> int:
+    """One rank's part over all backends and workloads; the exit code."""
+    return session.run(asked, place, sweep)
+
+
+def sweep(
+    ranks: Group, backend: Backend, asked: Options, plan: Plan, folder: Path, index: int
+) -> str | None:
+    """Measure all workloads on one backend, each stored as soon as it is there.
+
+    Returns, in every rank, why the results can no longer be stored; None when all went well.
+    """
+    import torch
+
+    from ddpbench import book, trial
+    from ddpbench.measure import clock
+
+    device = ranks.device(asked.device)
+    threads = asked.threads or _threads(ranks)
+    torch.set_num_threads(threads)
+    with ranks.tested(session.torch_name(ranks, backend)) as tested:
+        session.connect(ranks, backend, tested)
+        _require_hook(ranks, asked, backend)
+        began, whole = time.monotonic(), cpu.CpuMeter()
+        times = agree.from_rank_0(ranks, clock.properties())
+        launch = session.launch_record(
+            ranks, backend, asked.device, index, times, {"threads": threads}, len(asked.subjects)
+        )
+        record = book.Book(ranks, folder, launch)
+        if not asked.quiet and (asked.progress or sys.stderr.isatty()):
+            record.expect(len(asked.subjects))
+        failure = None
+        for name in asked.subjects:
+            if agree.first_objection(ranks, ranks.interrupted) is not None:
+                break
+            ranks.watchdog.phase(f"the DDP step of {name} on {backend.name}")
+            each = trial.Trial(ranks, tested, backend, asked, plan, device, threads, index)
+            record.add(*each.measure(workloads.get(name), record))
+            failure = agree.from_rank_0(ranks, record.failure)
+            if failure is not None:
+                break
+        record.close(time.monotonic() - began, session.used(ranks, whole))
+    return failure
+
+
+def _threads(ranks: Group) -> int:
+    """Compute threads of one rank, the same in all: what the user set, else its share of cores.
+
+    torchrun sets OMP_NUM_THREADS to 1 where the user has not.
+    """
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    cores = len(os.sched_getaffinity(0)) // len(ranks.neighbours)
+    by_torchrun = said == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    mine = int(said) if said.isdecimal() and int(said) and not by_torchrun else max(1, cores)
+    return int(min(agree.everyones(ranks, mine)))
+
+
+def _require_hook(ranks: Group, asked: Options, backend: Backend) -> None:
+    """Refused in all ranks together where the hook, really tried elsewhere, does not work."""
+    if asked.comm_hook == "none":
+        return
+    from ddpbench.measure import hook_probe
+
+    ranks.watchdog.phase(f"the trial of the communication hook {asked.comm_hook}")
+    sentence = None
+    if ranks.rank == 0:
+        sentence = hook_probe.refusal(
+            asked.comm_hook, backend.name, asked.device, 0.8 * asked.timeout,
+            asked.ddp_options(), asked.modules,
+        )  # fmt: skip
+    sentence = agree.from_rank_0(ranks, sentence)
+    if sentence is not None:
+        raise Refused(sentence)
+
+
+if __name__ == "__main__":
+    # This module a second time, under its own name: what it defines exists once there.
+    from ddpbench.cli import main
+
+    sys.exit(main(["ddp", *sys.argv[1:]]))

@@ -1,0 +1,257 @@
+"""A DDP step's arms, interleaved: warm-up, then rounds in which every arm steps; all ranks alike.
+
+Rank 0 decides after each round whether another comes; verifications lie between the stamps.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ddpbench.analysis.steps import Samples
+from ddpbench.catalog.faults import Planted
+from ddpbench.measure import clock
+from ddpbench.measure.step import Marks, Replica, own_timers, phases, since
+from ddpbench.runtime import agree
+from ddpbench.runtime.group import Group
+
+WARM_UP = 4  # steps: DDP's buckets have their final order after one, powersgd compresses from two
+FEWEST, MOST = 6, 1000  # rounds: below six a median has no interval
+IN_A_ROW, STRETCH_SECONDS = 5, 1.0  # steps in a row, unless they would take longer than this
+ARMS = ("ddp", "noop", "no_sync", "timed")
+INTERRUPTED = -1
+STOPS = ("", "time slice", "rounds", "replicas differ", "interrupted")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long to measure; None: as it turns out."""
+
+    seconds: float
+    rounds: int | None
+    in_a_row: int | None
+
+
+@dataclass
+class Measured:
+    """What one case gave in this rank; `samples` in rank 0 only, once there was a round."""
+
+    cold_seconds: float = 0.0
+    warm_up: int = 0
+    stop_reason: str = ""
+    in_a_row: int = 1
+    samples: Samples | None = None
+
+
+# Called after a step of the replica that is verified, with the step's number: whether to go on.
+Verify = Callable[[int], bool]
+
+
+@dataclass
+class Rounds:
+    """The arms of one case in one rank.
+
+    main is DDP as the case has it. probe is a second replica with a hook that can be switched, for
+    the arms that let replicas drift apart or change the reduction; None: only `main` is measured.
+    """
+
+    group: Group
+    main: Replica
+    probe: Replica | None
+    arms: tuple[str, ...]
+    pace: Pace
+    seed: int
+    verify: Verify | None
+    every: int  # steps of main from one verification to the next
+    faults: tuple[Planted, ...] = ()
+    progress: Callable[[float], None] = lambda share: None
+    verify_ns: list[int] = field(default_factory=list)
+    stopped: bool = False  # by a verification
+    _stamps: dict[str, list[Any]] = field(default_factory=dict)
+    _walls: list[int] = field(default_factory=list)
+    _timers: list[dict[str, float]] = field(default_factory=list)
+    _buckets: list[list[tuple[int, int]]] = field(default_factory=list)
+
+    def run(self) -> Measured:
+        """Warm up, then rounds until rank 0 says stop."""
+        measured = Measured()
+        began = time.monotonic()
+        enabled = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        try:
+            seconds = self._warm_up(measured)
+            if not self.stopped:
+                self._measure(measured, began + self.pace.seconds, seconds)
+        finally:
+            if enabled:
+                gc.enable()
+        if self.stopped:
+            measured.stop_reason = "replicas differ"
+        if self._walls:
+            measured.samples = self._gather()
+        return measured
+
+    def _warm_up(self, measured: Measured) -> float:
+        """A few steps of every arm; seconds of a step of main, the last."""
+        _, wall = self._stretch("ddp", 1)
+        measured.cold_seconds = wall * 1e-9
+        for _ in range(WARM_UP - 1):
+            if not self.stopped:
+                _, wall = self._stretch("ddp", 1)
+        measured.warm_up = self.main.steps
+        for arm in self.arms[1:]:
+            if not self.stopped:
+                self._stretch(arm, WARM_UP)
+        self.verify_ns.clear()  # the first makes tables and connections
+        return wall * 1e-9
+
+    def _measure(self, measured: Measured, until: float, seconds: float) -> None:
+        count = self.pace.in_a_row or (IN_A_ROW if IN_A_ROW * seconds < STRETCH_SECONDS else 1)
+        count = measured.in_a_row = agree.decision(self.group, count)
+        order = random.Random(self.seed)  # the same in every rank
+        began = time.monotonic()
+        while not self.stopped:
+            reason = agree.decision(self.group, self._over(until))
+            if reason:
+                measured.stop_reason = STOPS[reason]
+                return
+            arms = list(self.arms)
+            order.shuffle(arms)
+            for arm in arms:
+                if not self.stopped:
+                    self._round(arm, count)
+            done = len(self._walls)
+            share = done / self.pace.rounds if self.pace.rounds else 0.0
+            if not self.pace.rounds and until > began:
+                share = min(done / FEWEST, (time.monotonic() - began) / (until - began))
+            self.progress(min(1.0, share))
+
+    def _over(self, until: float) -> int:
+        """Rank 0's reason to stop as an index of STOPS; 0: go on."""
+        if self.group.watchdog.signal is not None:
+            return STOPS.index("interrupted")
+        done = len(self._walls)
+        if self.pace.rounds is not None:
+            return STOPS.index("rounds") if done >= self.pace.rounds else 0
+        late = done >= FEWEST and time.monotonic() > until
+        return STOPS.index("time slice") if late or done >= MOST else 0
+
+    def _round(self, arm: str, count: int) -> None:
+        """One stretch of one arm, kept."""
+        stamps, wall = self._stretch(arm, count)
+        if arm == "ddp":
+            if self.stopped:  # cut short
+                return
+            self._walls.append(wall)
+            self._timers.append(own_timers(self.main.ddp))
+        self._stamps.setdefault(arm, []).append(stamps)
+        if arm == "timed":
+            self._buckets.append(self._bucket_stamps())
+
+    def _stretch(self, arm: str, count: int) -> tuple[list[list[int]], int]:
+        """`count` steps of an arm after a common start: stamps of each, and ns of all together.
+
+        The ns are those between synchronisations at both ends, without verifications.
+        """
+        replica = self.main if arm == "ddp" else self.probe
+        assert replica is not None
+        if replica.hook is not None:
+            replica.hook.mode = arm if arm in ("noop", "timed") else "plain"
+        verify = self.verify if arm == "ddp" else None
+        marks, wall, taken = Marks(replica.device), 0, 0
+        ready = [replica.batches(ahead) for ahead in range(count)]
+        self.group.watchdog.rearm()
+        agree.decision(self.group, 0)
+        self._synchronise()
+        began = clock.now_ns()
+        for batches in ready:
+            self._plant(replica, before=True)
+            replica.step(batches, marks.mark, sync=arm != "no_sync")
+            taken += 1
+            planted = any(fault.settings["step"] == replica.steps for fault in self.faults)
+            due = verify is not None and replica.steps % self.every == 0
+            if due or planted:
+                self._synchronise()
+                wall += clock.now_ns() - began
+                self._plant(replica, before=False)
+                if verify is not None and due:
+                    self._verified(verify, replica.steps)
+                if self.stopped:
+                    break
+                began = clock.now_ns()
+        if not self.stopped:
+            self._synchronise()
+            wall += clock.now_ns() - began
+        return phases(marks.ns(), taken), wall
+
+    def _verified(self, verify: Verify, step: int) -> None:
+        began = clock.now_ns()
+        self.stopped = not verify(step)
+        self.verify_ns.append(clock.now_ns() - began)
+
+    def _plant(self, replica: Replica, before: bool) -> None:
+        """The planted faults that are due before the replica's next step, or after its last."""
+        if not self.faults:
+            return
+        replica.steps += before  # the number of the step that comes
+        for fault in self.faults:
+            # What makes replicas differ is planted in the one that is verified.
+            if replica is self.main or fault.fault.name in ("slow-rank", "slow-link"):
+                fault.act(replica, self.group.rank, self.group.world_size, before)
+        replica.steps -= before
+
+    def _synchronise(self) -> None:
+        if self.main.device.type == "cuda":
+            torch.cuda.synchronize(self.main.device)
+
+    def _bucket_stamps(self) -> list[tuple[int, int]]:
+        """Of the timed arm's last step: ns from backward's begin to hand-over and reduction."""
+        assert self.probe is not None
+        assert self.probe.hook is not None
+        hook, begin = self.probe.hook, self.probe.backward_mark
+        return [
+            (since(begin, hook.handed[index]), since(begin, hook.reduced[index]))
+            for index in sorted(hook.handed)
+        ]
+
+    def _gather(self) -> Samples | None:
+        """All ranks' samples in rank 0. The ranks hold the same number of each."""
+        rounds = len(self._walls)  # of the last, others may have a stretch more
+        stamps = {arm: self._all(each[:rounds]) for arm, each in sorted(self._stamps.items())}
+        walls = self._all(self._walls)
+        verify = self._all(self.verify_ns) if self.verify_ns else None
+        names = sorted(set.intersection(*(set(each) for each in self._timers)))
+        agreed = agree.everyones(self.group, names)
+        common = [name for name in names if all(name in each for each in agreed)]
+        timers = {
+            name: self._all([round(each[name] * 1e9) for each in self._timers]) for name in common
+        }
+        buckets = self._all(self._buckets[:rounds]) if self._buckets else None
+        if self.group.rank or walls is None:
+            return None
+        hook = self.probe.hook if self.probe else None
+        infos = [hook.infos[i] for i in sorted(hook.infos)] if hook else []
+        return Samples(
+            stamps={arm: each for arm, each in stamps.items() if each is not None},
+            walls=walls,
+            timers={
+                name: np.multiply(each, 1e-9, dtype=np.float64)
+                for name, each in timers.items()
+                if each is not None
+            },
+            buckets=infos,
+            bucket_stamps=buckets,
+            verify=np.empty((self.group.world_size, 0), np.int64) if verify is None else verify,
+        )
+
+    def _all(self, mine: Any) -> npt.NDArray[np.int64] | None:
+        return agree.at_rank_0(self.group, np.array(mine, np.int64))

@@ -1,0 +1,236 @@
+"""What measuring commands share: the options all have, the run's folder, a launch from its first
+agreement to its end, the facts that are stored with it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+import psutil
+
+from ddpbench.catalog import backends
+from ddpbench.catalog.backends import Backend
+from ddpbench.records import store
+from ddpbench.records.schema import Launch, Plan, Run
+from ddpbench.runtime import agree, cpu, environment, group
+from ddpbench.runtime.group import Group, Rendezvous
+from ddpbench.runtime.launch import Placement, Refused
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for, checked; None: the default depends on device or launcher."""
+
+    command: ClassVar[str]
+
+    backend: tuple[str, ...]
+    device: str
+    nproc: int | None
+    modules: tuple[str, ...]
+    share_gpu: bool
+    init_method: str | None
+    master_addr: str | None
+    master_port: int | None
+    timeout: float
+    launches: int
+    seed: int | None
+    format: str
+    columns: tuple[str, ...] | None
+    quiet: bool
+    output: str | None
+    join: str | None
+    launch: int
+    progress: bool
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """What is measured, by name."""
+        raise NotImplementedError
+
+    def plan(self, seed: int) -> Plan:
+        """The protocol as it is stored with the run."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises Refused, with one sentence, for options that do not go together."""
+
+    def rendezvous(self) -> Rendezvous:
+        """How the ranks meet; a file serves one launch only."""
+        method = self.init_method
+        if method and method.startswith("file://") and self.join is not None:
+            method = f"{method}.{self.launch}"
+        return Rendezvous(method, self.master_addr, self.master_port, self.timeout)
+
+    def named(self) -> dict[str, object]:
+        """What must be the same in all ranks, by the names of the options."""
+        names = {"async_op": "async", "modules": "import"}
+        return {names.get(k, k.replace("_", "-")): v for k, v in asdict(self).items()}
+
+
+T = TypeVar("T", bound=Options)
+# Measures all cases on one backend and stores each; in every rank why results can no longer be
+# stored, None when all went well. The last argument is the launch's number.
+Sweep = Callable[[Group, Backend, T, Plan, Path, int], str | None]
+
+
+def run(asked: T, place: Placement, sweep: Sweep[T]) -> int:
+    """One rank's part of a launch: meet, agree, measure each backend; the exit code."""
+    from ddpbench import book
+
+    if place.rank == 0:
+        for name in ("scipy.stats", "pyarrow.parquet"):  # slow: not while the others wait
+            import_module(name)
+    with group.opened(place, asked.rendezvous(), asked.share_gpu) as ranks:
+        agree.require_same_options(ranks, asked.named())
+        folder, plan = _folder(ranks, asked)
+        ranks.watchdog.on_end = lambda *end: book.mark(folder, *end)
+        end = None
+        for number, name in enumerate(asked.backend):
+            failure = sweep(ranks, backends.get(name), asked, plan, folder, asked.launch + number)
+            if failure is not None:
+                end = book.End("failed", failure, 5)
+            elif agree.first_objection(ranks, ranks.interrupted) is not None:
+                end = book.INTERRUPTED
+            if end is not None:
+                break
+    if place.rank == 0 and asked.join is None:
+        return book.finish(folder, asked.format, asked.columns, asked.quiet, end)
+    if place.rank == 0 and end is not None:
+        book.mark(folder, end.state, end.reason or "", end.code)
+        if end.code == 5:
+            sys.stderr.write(f"ddpbench: {end.reason}\n")
+    return end.code if end else 0
+
+
+def _folder(ranks: Group, asked: Options) -> tuple[Path, Plan]:
+    """The run's folder, made by rank 0 unless it exists already, and its plan."""
+    found: dict[str, object] = {}
+    if ranks.rank == 0:
+        try:
+            folder = (
+                Path(asked.join) if asked.join else new_run(asked, len(ranks.who), sys.argv[1:])
+            )
+            found = {"folder": str(folder.resolve()), "seed": store.read(folder).plan.seed}
+        except (OSError, store.InvalidRun) as error:
+            found = {"error": cannot_write(error)}
+    found = agree.from_rank_0(ranks, found)
+    if "error" in found:
+        raise Refused(str(found["error"]))
+    return Path(str(found["folder"])), asked.plan(int(str(found["seed"])))
+
+
+def new_run(asked: Options, world_size: int, words: Sequence[str]) -> Path:
+    """Make the folder of a new run that `words` asked for. Raises OSError when it cannot."""
+    seed = random.SystemRandom().randrange(2**31) if asked.seed is None else asked.seed
+    record = Run(
+        id="",
+        command=asked.command,
+        command_line=("ddpbench", asked.command, *words),
+        plan=asked.plan(seed),
+        started=store.now(),
+        operations=asked.subjects,
+        backends=asked.backend,
+    )
+    label = f"{asked.command}-{'+'.join(asked.backend)}-w{world_size}"
+    return store.create(Path(asked.output) if asked.output else None, record, label)
+
+
+def cannot_write(error: Exception) -> str:
+    """The sentence for a results folder that cannot be made."""
+    if isinstance(error, OSError) and error.strerror:
+        return (
+            f"results cannot be written to {error.filename} ({error.strerror}): "
+            "name a folder that can with --output"
+        )
+    return str(error)
+
+
+def torch_name(ranks: Group, backend: Backend) -> str:
+    """The name by which torch knows the backend. Refused in all ranks together where the
+    backend's own launcher did not start them."""
+    name = backend.register() if backend.register else backend.name
+    size, objection = backend.size(), None
+    if size is not None and size != ranks.world_size:
+        objection = (
+            f"{backend.name} sees a world of {size}, not of {ranks.world_size} ranks: start them "
+            f"with the mpirun of {backend.library()}, or with srun and the --mpi that it knows "
+            "(pmix for Open MPI, pmi2 for MPICH)"
+        )
+    if (sentence := agree.first_objection(ranks, objection)) is not None:
+        raise Refused(sentence)
+    return name
+
+
+def connect(ranks: Group, backend: Backend, tested: dist.ProcessGroup) -> None:
+    """One barrier, so that connections made at the first call are no part of the first case."""
+    import torch.distributed as dist
+
+    objection = None
+    try:
+        dist.barrier(group=tested)
+    except RuntimeError as error:
+        lines = [line for line in str(error).splitlines() if line.strip()] or ["no text"]
+        objection = f"{backend.name} cannot connect its ranks: {lines[0]} {lines[-1]}"
+    if (sentence := agree.first_objection(ranks, objection)) is not None:
+        raise Refused(sentence)
+
+
+def launch_record(
+    ranks: Group,
+    backend: Backend,
+    device: str,
+    index: int,
+    times: dict[str, float],
+    facts: dict[str, object],
+    cases: int,
+) -> Launch:
+    """Who runs where, for the record; every rank tells its own part.
+
+    facts: what the command adds to those of the environment.
+    """
+    mine = {
+        **environment.rank_facts(),
+        "interface": environment.interface_of(ranks.address),
+        "gpu_before": environment.gpu_state(),
+    }
+    everyone = agree.everyones(ranks, mine)
+    return Launch(
+        index=index,
+        backend=backend.name,
+        provider=backend.provider(device),
+        library=backend.library(),
+        launcher=ranks.place.launcher,
+        world_size=ranks.world_size,
+        facts={**environment.run_facts(), **facts} if ranks.rank == 0 else {},
+        ranks=tuple(everyone),
+        clock=times,
+        started=store.now(),
+        cases=cases,
+    )
+
+
+def used(ranks: Group, whole: cpu.CpuMeter) -> list[dict[str, object]]:
+    """What each rank used since the meter's start, for the end of a launch's record."""
+    mine = {"cpu": asdict(whole.stop()), "gpu_after": environment.gpu_state()}
+    return agree.everyones(ranks, mine)
+
+
+def others_share(ranks: Group, meter: cpu.CpuMeter) -> float | None:
+    """The largest share of a host's cores that other processes used, over the hosts."""
+    spent = meter.stop()
+    mine = [spent.own_seconds, spent.host_busy_seconds, spent.wall_seconds]
+    everyone = agree.everyones(ranks, mine)
+    shares = []
+    for members in ranks.machines.values():
+        _, busy, wall = everyone[members[0]]
+        own = [everyone[rank][0] for rank in members]
+        shares.append(cpu.others_share(busy, own, wall, psutil.cpu_count() or 1))
+    return max((share for share in shares if share is not None), default=None)

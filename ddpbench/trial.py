@@ -1,0 +1,283 @@
+"""One workload on one backend, in one rank: made, measured in rounds, verified, trained."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ddpbench import book, session
+from ddpbench.analysis import steps
+from ddpbench.catalog import faults, workloads
+from ddpbench.catalog.backends import Backend
+from ddpbench.catalog.workloads import Workload
+from ddpbench.measure import step, training
+from ddpbench.measure.rounds import ARMS, Measured, Pace, Rounds
+from ddpbench.measure.step import Replica
+from ddpbench.records.schema import Epoch, Figure, Plan, Replicas, StepCase, StepResult
+from ddpbench.replicas import Report, Verifier
+from ddpbench.runtime import agree, cpu, environment
+from ddpbench.runtime.group import Group
+
+if TYPE_CHECKING:
+    from ddpbench.ddp import Options
+
+# Copies of the parameters that a replica holds: itself, gradients, buckets; and the optimizer's.
+COPIES, STATES = 3, {"sgd": 0, "adam": 2, "adamw": 2}
+
+
+@dataclass
+class Trial:
+    """Where and how a workload is measured: one backend in one rank."""
+
+    ranks: Group
+    tested: dist.ProcessGroup
+    backend: Backend
+    asked: Options
+    plan: Plan
+    device: torch.device
+    threads: int
+    index: int
+
+    def measure(
+        self, workload: Workload, record: book.Book
+    ) -> tuple[StepResult, dict[str, Any] | None]:
+        """One workload: its result, and in rank 0 its samples' columns."""
+        began, meter = time.monotonic(), cpu.CpuMeter()
+        case, main, reason = self._replica(workload)
+        if reason is not None or main is None:
+            return StepResult(case=case, launch=self.index, reason=reason), None
+        arms, notes = self._arms(case)
+        probe = None
+        if len(arms) > 1:
+            _, probe, reason = self._replica(workload, hooked=True)
+            if probe is None:
+                arms, notes = ("ddp",), [f"no budget and no buckets: {reason}"]
+        ledger = Ledger(self.asked.on_mismatch == "continue")
+        measured = self._rounds(case, main, probe, arms, ledger, record)
+        summary, columns = None, None
+        cost: tuple[Figure | None, float | None] = None, None
+        if measured.samples is not None:
+            total = case.batch * case.accumulate * case.world_size
+            summary = steps.summarise(measured.samples, total, measured.warm_up)
+            cost = steps.cost(measured.samples, summary.step.value)
+            columns = book.step_columns(case.key, self.index, measured.samples)
+        assert main.loss is not None
+        loss = float(main.loss)
+        losses = agree.everyones(self.ranks, loss if abs(loss) < float("inf") else None)
+        result = StepResult(
+            case=case,
+            launch=self.index,
+            cold_seconds=measured.cold_seconds,
+            stop_reason=measured.stop_reason,
+            summary=summary,
+            replicas=ledger.told(*cost) if self.asked.verify else None,
+            losses=tuple(losses) if None not in losses else (),
+            notes=tuple(notes),
+            others_share=session.others_share(self.ranks, meter),
+        )
+        del main, probe
+        if workload.trains and self.asked.epochs and measured.stop_reason != "interrupted":
+            result = replace(result, epochs=self._train(workload, case))
+        return replace(result, wall_seconds=time.monotonic() - began), columns
+
+    def _place(self, batch: int) -> workloads.Place:
+        return workloads.Place(
+            self.ranks.rank, self.ranks.world_size, batch, self.device, self.plan.seed, self.tested
+        )
+
+    def _settings(self, workload: Workload) -> dict[str, int]:
+        given = dict(self.asked.settings)
+        return {
+            name: given.get(name, by_device[self.asked.device])
+            for name, by_device in workload.settings.items()
+        }
+
+    def _replica(
+        self, workload: Workload, hooked: bool = False
+    ) -> tuple[StepCase, Replica | None, str | None]:
+        """The workload's case, and its model in DDP; or, in all ranks, why there is none."""
+        asked = self.asked
+        batch = asked.batch or workload.batch[asked.device]
+        settings = self._settings(workload)
+        task, objection = None, None
+        try:
+            task = workload.build(settings, self._place(batch))
+        except (ValueError, MemoryError, RuntimeError, TypeError) as error:
+            objection = _first_line(error)
+        parameters = list(task.model.parameters()) if task else []
+        case = StepCase(
+            workload=workload.name,
+            settings=tuple(f"{name}={value}" for name, value in settings.items()),
+            parameters=sum(each.numel() for each in parameters),
+            parameter_nbytes=sum(each.nbytes for each in parameters),
+            backend=self.backend.name,
+            provider=self.backend.provider(asked.device),
+            device=asked.device,
+            batch=batch,
+            accumulate=asked.accumulate,
+            optimizer=asked.optimizer or workload.optimizer,
+            amp=asked.amp,
+            comm_hook=asked.comm_hook,
+            threads=self.threads,
+            world_size=self.ranks.world_size,
+            ranks_per_host=tuple(len(host) for host in self.ranks.hosts.values()),
+            clock="device" if asked.device == "cuda" else "host",
+            **asked.ddp_options(),
+        )
+        objection = objection or self._too_large(case)
+        if (sentence := agree.first_objection(self.ranks, objection)) is not None:
+            return case, None, sentence
+        assert task is not None
+        made = None
+        slow_link = any(text.startswith("slow-link") for text in asked.inject)
+        try:
+            made = step.replica(
+                task, case, asked.learning_rate or workload.learning_rate, self.tested,
+                self.device, hooked or slow_link,
+            )  # fmt: skip
+            wants = [faults.parse(text).fault.needs(made) for text in asked.inject]
+            objection = next((want for want in wants if want is not None), None)
+        except (RuntimeError, ValueError, TypeError) as error:
+            objection = f"DDP refuses it: {_first_line(error)}"
+        sentence = agree.first_objection(self.ranks, objection)
+        return case, made if sentence is None else None, sentence
+
+    def _too_large(self, case: StepCase) -> str | None:
+        """Why this rank cannot hold a replica more, known before it is made."""
+
+        free, sharers, where = environment.free_memory_nbytes(), self.ranks.neighbours, "host"
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            free, sharers = torch.cuda.mem_get_info(self.device)[0], self.ranks.gpu_mates
+            where = "GPU"
+        copies = COPIES - 1 + STATES[case.optimizer]  # the parameters are there already
+        needed = copies * case.parameter_nbytes * len(sharers)
+        if free is None or needed <= 0.9 * free:
+            return None
+        return (
+            f"the {len(sharers)} ranks on this {where} would need {needed / 1e9:.1f} GB of memory "
+            f"for gradients, buckets and optimizer, {free / 1e9:.1f} GB is free"
+        )
+
+    def _arms(self, case: StepCase) -> tuple[tuple[str, ...], list[str]]:
+        """The arms that can be measured, and why others cannot."""
+
+        if self.asked.no_budget:
+            return ("ddp",), []
+        if case.static_graph:
+            return tuple(arm for arm in ARMS if arm != "no_sync"), [
+                "bucket copying and compute are not told apart: torch's reducer fails under "
+                "no_sync with a static graph"
+            ]
+        return ARMS, []
+
+    def _rounds(
+        self, case: StepCase, main: Replica, probe: Replica | None, arms: tuple[str, ...],
+        ledger: Ledger, record: book.Book,
+    ) -> Measured:  # fmt: skip
+
+        asked, done = self.asked, 0.0
+
+        def progress(share: float) -> None:
+            nonlocal done
+            record.advance(share - done)
+            done = share
+
+        verify = None
+        if asked.verify:
+            # Over the control group: what is measured cannot spoil its own proof.
+            ledger.verifier = Verifier(main.ddp, main.optimizer, dist.group.WORLD)
+            verify = ledger.check
+        measured = Rounds(
+            self.ranks, main, probe, arms, Pace(asked.seconds, asked.rounds, asked.in_a_row),
+            self.plan.seed, verify, asked.verify,
+            tuple(faults.parse(text) for text in asked.inject), progress,
+        ).run()  # fmt: skip
+        record.advance(-done)  # Book.add counts the case as a whole
+        return measured
+
+    def _train(self, workload: Workload, case: StepCase) -> tuple[Epoch, ...]:
+        """The epochs of a training to its end, with a new replica."""
+
+        asked = self.asked
+        rate = asked.learning_rate or workload.learning_rate
+
+        def verify(ddp: Any, optimizer: Any) -> Any:
+            verifier = Verifier(ddp, optimizer, dist.group.WORLD)
+            return lambda number: verifier.check(number).ok
+
+        return training.train(
+            self.ranks,
+            self.tested,
+            workload.build(self._settings(workload), self._place(case.batch)),
+            lambda model: step.OPTIMIZERS[case.optimizer](model.parameters(), lr=rate),
+            asked.epochs,
+            Path(asked.checkpoint) if asked.checkpoint else None,
+            asked.resume,
+            verify if asked.verify else None,
+            lambda epoch: self._tell(case, epoch),
+        )
+
+    def _tell(self, case: StepCase, epoch: Epoch) -> None:
+        """An epoch on stderr, as it ends, where somebody watches."""
+        if self.ranks.rank == 0 and not self.asked.quiet and sys.stderr.isatty():
+            sys.stderr.write(
+                f"ddpbench: {case.workload} on {case.backend}, epoch {epoch.number}: "
+                f"train {epoch.train_loss:.4g}, validation {epoch.validation_loss:.4g}\n"
+            )
+
+
+@dataclass
+class Ledger:
+    """What the verifications of one case have found so far."""
+
+    goes_on: bool
+    verifier: Verifier | None = None
+    verified: int = 0
+    last_step: int = 0
+    equal_until: int | None = None
+    bad: Report | None = None  # the first
+    last: Report | None = None
+
+    def check(self, step: int) -> bool:
+        """Verify after this step, in all ranks; whether to go on."""
+        assert self.verifier is not None
+        report = self.verifier.check(step)
+        self.verified, self.last_step, self.last = self.verified + 1, step, report
+        if not report.ok and self.bad is None:
+            self.bad = report
+        if self.bad is None:
+            self.equal_until = step
+        return self.goes_on or report.ok
+
+    def told(self, cost: Figure | None, share: float | None) -> Replicas | None:
+        """For the record; None where nothing was verified."""
+        report = self.bad or self.last
+        if report is None:
+            return None
+        return Replicas(
+            verified=self.verified,
+            last_step=self.last_step,
+            equal=report.equal,
+            ok=report.ok,
+            compared=report.compared,
+            nbytes=report.nbytes,
+            cost=cost,
+            share=share,
+            equal_until=self.equal_until,
+            first_bad=None if self.bad is None else self.bad.step,
+            tensors=report.faults,
+            ranks=report.minority,
+            findings=report.findings,
+            text=str(report),
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

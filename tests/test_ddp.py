@@ -1,0 +1,410 @@
+"""The DDP step end to end, in real process groups: tables, budget, proof, and planted faults."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from test_collectives import MPI, call, command, mpirun, stored, torchrun
+
+from ddpbench import trial
+from ddpbench.catalog import faults
+from ddpbench.catalog.workloads import WORKLOADS
+from ddpbench.measure import step
+from ddpbench.records import store
+from ddpbench.records.schema import StepResult
+
+SMALL = ("--width", "64", "--depth", "2", "--batch", "8")
+FEW = ("--rounds", "6", "--in-a-row", "2", "--timeout", "30")
+# A shape of each workload that takes a moment.
+SHAPES: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "mlp": SMALL,
+    "convnet": ("--width", "8", "--depth", "1", "--batch", "4"),
+    "transformer": (
+        "--width", "64", "--layers", "1", "--sequence", "8", "--vocabulary", "64", "--batch", "2",
+    ),
+    "embedding": ("--rows", "500", "--width", "8", "--batch", "8"),
+    "contrastive": ("--width", "16", "--batch", "8"),
+    "regression": ("--epochs", "2"),
+}  # fmt: skip
+
+
+def test_every_workload_has_a_shape_here() -> None:
+    """A workload that is added is tested with the others."""
+    assert set(SHAPES) == set(WORKLOADS)
+
+
+def one(cwd: Path) -> StepResult:
+    """The one result of the one run in this folder."""
+    (result,) = stored(cwd)[1].steps
+    return result
+
+
+def parts(result: StepResult) -> dict[str, float]:
+    """The budget by name, in seconds."""
+    assert result.summary is not None
+    return {part.name: part.figure.value for part in result.summary.budget}
+
+
+def test_torchrun_prints_all_tables(tmp_path: Path) -> None:
+    """Phases, budget, buckets and replicas from rank 0 alone, exit code 0; what is stored agrees:
+    each step was verified, phases add up to the step, both gradients' buckets were seen."""
+    words = [*torchrun(2), "-m", "ddpbench.ddp", *SMALL, *FEW]
+    done = call(words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("replicas equal after each of") == 1
+    for word in ("forward", "backward", "optimizer", "exposed communication", "wire"):
+        assert word in done.stdout, word
+    result = one(tmp_path)
+    summary, replicas = result.summary, result.replicas
+    assert summary is not None
+    assert replicas is not None
+    assert (summary.rounds, summary.in_a_row) == (6, 2)
+    assert replicas.ok
+    assert replicas.verified == replicas.last_step == summary.warm_up + 12
+    assert replicas.compared["parameter"] == 4
+    phases = {phase.name: phase.slowest.value for phase in summary.phases}
+    assert 0 < phases["forward"] < phases["step"]
+    assert sum(bucket.nbytes for bucket in summary.buckets) == result.case.parameter_nbytes
+    assert {"compute", "bucket copying", "exposed communication"} <= set(parts(result))
+    assert len(set(result.losses)) == 2  # each rank has data of its own
+    frame = store.read_samples(stored(tmp_path)[0])
+    of_arm = frame[frame["case"] == "mlp/gloo/cpu/ddp/backward"]
+    assert len(of_arm) == 2 * 12
+    assert (of_arm["exit_ns"] > of_arm["entry_ns"]).all()
+    (folder,) = store.runs(tmp_path / "results")
+    table = pd.read_csv(folder / "table.csv")
+    assert len(table) == 1
+    shown = call(command("show", "last"), tmp_path)
+    assert shown.stdout == done.stdout
+
+
+@MPI
+@pytest.mark.parametrize("workload", SHAPES)
+def test_every_workload_runs_on_gloo_and_mpi(tmp_path: Path, workload: str) -> None:
+    """Side by side in one run, with replicas equal after each step, and finite losses."""
+    words = ("ddp", "-n", "2", "--backend", "gloo,mpi", "--workload", workload)
+    done = call(command(*words, *SHAPES[workload], *FEW[2:], "--rounds", "2"), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = stored(tmp_path)[1].steps
+    assert [result.case.backend for result in results] == ["gloo", "mpi"]
+    for result in results:
+        assert result.replicas is not None
+        assert result.replicas.ok
+        assert result.replicas.verified == 4 + 2 * 2
+        assert len(result.losses) == 2
+        assert len(result.epochs) == (2 if workload == "regression" else 0)
+
+
+@MPI
+def test_mpirun_starts_ranks_too(tmp_path: Path) -> None:
+    """Three ranks under mpirun itself."""
+    words = [*mpirun(3), "-m", "ddpbench.ddp", "--backend", "mpi", *SMALL, *FEW]
+    done = call(words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert one(tmp_path).case.world_size == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--gradient-as-bucket-view", "--bucket-cap-mb", "0.01"),
+        ("--static-graph",),
+        ("--find-unused-parameters", "--accumulate", "3"),
+        ("--amp", "bf16", "--optimizer", "adamw"),
+        ("--comm-hook", "fp16", "--optimizer", "adam"),
+        ("--no-budget", "--verify", "off"),
+        ("--verify", "5", "--threads", "2"),
+    ],
+    ids=" ".join,
+)
+def test_ddp_options(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Each of DDP's options is measured, recorded, and leaves the replicas equal."""
+    done = call(command("ddp", "-n", "2", *SMALL, *FEW, *options), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = one(tmp_path)
+    summary, case = result.summary, result.case
+    assert summary is not None
+    if "--verify" not in options:
+        assert result.replicas is not None
+        assert result.replicas.ok
+    if "0.01" in options:
+        assert case.bucket_cap_mb == 0.01
+        assert case.gradient_as_bucket_view
+        assert len(summary.buckets) > 1
+    if "--static-graph" in options:
+        assert "no_sync" in result.notes[0]
+        assert "exposed communication" in parts(result)
+    if "3" in options:
+        assert case.accumulate == 3
+    if "fp16" in options:
+        assert case.comm_hook == "fp16"
+    if "off" in options:
+        assert result.replicas is None
+        assert not summary.buckets
+    if "5" in options:
+        assert case.threads == 2
+        assert result.replicas is not None
+        assert result.replicas.verified == 3  # of 16 steps
+
+
+def test_one_rank_has_a_step_and_no_communication(tmp_path: Path) -> None:
+    """World size 1 measures phases, and says nothing about communication."""
+    done = call(command("ddp", "-n", "1", *SMALL, *FEW), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "exposed communication" not in parts(one(tmp_path))
+
+
+# fault → (further options, step at which it is found, kind and name of a tensor, ranks that
+# differ, words of the cause)
+FOUND: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "bit-flip:step=7,rank=1": ((), "parameter", "bit"),
+    "permute:step=6,rank=1": ((), "parameter", "another order"),
+    "nan:step=6,rank=0": ((), "parameter", "not finite"),
+    "optimizer-state:step=9,rank=1": (("--optimizer", "adam"), "optimizer", "state alone"),
+    "learning-rate:step=6,rank=1": ((), "optimizer", "learning rates"),
+    "bypass:step=1": ((), "parameter", "bypassed DDP"),
+    "no-sync:step=6": (("--accumulate", "2"), "parameter", "no_sync"),
+}
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_a_planted_fault_is_found_at_its_step(tmp_path: Path, fault: str) -> None:
+    """Right after the step in which it was planted: the tensor, the ranks and the cause; exit code
+    4, a stored finding, and the steps before are known to have been equal."""
+    extra, kind, cause = FOUND[fault]
+    planted = faults.parse(fault)
+    done = call(command("ddp", "-n", "3", *SMALL, *FEW, "--inject", fault, *extra), tmp_path)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert cause in done.stdout
+    result, run = one(tmp_path), stored(tmp_path)[1]
+    replicas = result.replicas
+    assert replicas is not None
+    assert not replicas.ok
+    at = int(planted.settings["step"])
+    assert replicas.first_bad == at
+    assert replicas.equal_until == (at - 1 or None)
+    assert any(tensor.startswith(kind) for tensor in replicas.tensors)
+    if "rank" in planted.settings:
+        assert replicas.ranks == (int(planted.settings["rank"]),)
+    assert result.stop_reason == "replicas differ"
+    assert any(finding.severity == "error" for finding in run.findings)
+    assert run.exit_code == 4
+
+
+@pytest.mark.parametrize("hard", [False, True], ids=["re-broadcast", "next step"])
+def test_an_edited_buffer_is_no_fault(tmp_path: Path, hard: bool) -> None:
+    """DDP sends rank 0's buffers to all before the next forward: told, exit code 0."""
+    fault = f"buffer:step={5 if hard else 6},rank=1"
+    words = ("ddp", "-n", "2", "--workload", "convnet", *SHAPES["convnet"], *FEW)
+    done = call(command(*words, "--inject", fault), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    replicas = one(tmp_path).replicas
+    assert replicas is not None
+    assert replicas.ok
+    assert replicas.compared["buffer"] > 0
+
+
+def test_going_on_after_a_mismatch(tmp_path: Path) -> None:
+    """--on-mismatch continue measures to the end, tells the first bad step, and ends with 4."""
+    words = ("ddp", "-n", "2", *SMALL, *FEW, "--inject", "bit-flip", "--on-mismatch", "continue")
+    done = call(command(*words), tmp_path)
+    assert done.returncode == 4
+    result = one(tmp_path)
+    assert result.summary is not None
+    assert result.summary.rounds == 6
+    assert result.replicas is not None
+    assert (result.replicas.first_bad, result.replicas.last_step) == (5, 16)
+
+
+def test_a_planted_slow_link_is_recovered(tmp_path: Path) -> None:
+    """The last bucket takes 40 ms from hand-over to reduction: exposed communication is those
+    40 ms, within its own interval or a millisecond of it (sleeping ends late)."""
+    words = ("ddp", "-n", "2", "--workload", "linear", "--rounds", "12", "--in-a-row", "1")
+    done = call(command(*words, "--inject", "slow-link:ms=40,step=1"), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = one(tmp_path).summary
+    assert summary is not None
+    (exposed,) = [part for part in summary.budget if part.name == "exposed communication"]
+    interval = exposed.figure.interval
+    assert interval is not None
+    assert interval.low - 1e-3 <= 0.040 <= interval.high + 1e-3
+    assert exposed.resolved
+
+
+def test_a_slow_rank_is_named(tmp_path: Path) -> None:
+    """A rank whose forward takes 40 ms more is the slowest, and the one the others wait for."""
+    words = ("ddp", "-n", "2", "--workload", "linear", "--rounds", "12", "--in-a-row", "1")
+    done = call(command(*words, "--inject", "slow-rank:ms=40,step=1,rank=1"), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = one(tmp_path).summary
+    assert summary is not None
+    waiting = [part for part in summary.budget if part.rank == 1 and part.resolved]
+    assert len(waiting) == 1
+    assert 0.030 < waiting[0].figure.value < 0.060
+    assert "rank 1 is late" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--workload", "mpl"), "did you mean mlp"),
+        (("--width", "0"), "--width"),
+        (("--workload", "linear", "--width", "8"), "--width means nothing to linear"),
+        (("--static-graph", "--accumulate", "2"), "exclude each other"),
+        (("--inject", "bitflip"), "did you mean bit-flip"),
+        (("--inject", "nan:setp=3"), "does not take 'setp=3'"),
+        (("--verify", "sometimes"), "every, off or a whole number"),
+        (("--checkpoint", "x.pt"), "--workload regression"),
+        (("--workload", "regression", "--resume"), "--resume needs --checkpoint"),
+        (("--bukcet-cap-mb", "1"), "did you mean --bucket-cap-mb"),
+        (("--columns", "sise"), "--columns"),
+        (("--workload", "nowhere.at:all"), "nowhere"),
+        (("--inject", "buffer", *SMALL), "convnet"),
+        (("--inject", "optimizer-state", *SMALL), "--optimizer adam"),
+        (("--comm-hook", "bf16"), "bf16"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, tuple) else "",
+)
+def test_bad_input_is_one_sentence(tmp_path: Path, words: tuple[str, ...], told: str) -> None:
+    """What was given and what is allowed, exit code 2, nothing measured."""
+    done = call(command("ddp", "-n", "2", *words), tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    text = done.stdout + done.stderr
+    assert told in text
+    assert "Traceback" not in text
+
+
+def test_too_large_a_model_is_skipped_on_all_ranks(tmp_path: Path) -> None:
+    """Said before it is made, with what it would need; exit code 2."""
+    words = ("--workload", "embedding", "--rows", "40000000000", "--width", "64")
+    done = call(command("ddp", "-n", "2", *words), tmp_path)
+    assert done.returncode == 2
+    assert re.search("memory|allocate", done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize(("fault", "told"), [("raise", "planted error"), ("hang", "faults.py")])
+def test_a_rank_that_fails_ends_the_run(tmp_path: Path, fault: str, told: str) -> None:
+    """Named with its line within the deadline, exit code 5, marked as partial."""
+    words = ("ddp", "-n", "2", *SMALL, "--timeout", "4", "--inject", f"{fault}:rank=1")
+    done = call(command(*words), tmp_path)
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert "rank 1" in done.stderr
+    assert told in done.stderr
+    assert stored(tmp_path)[1].state == "failed"
+
+
+OWN = """
+import torch
+
+def build(rank, world_size, device):
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(6, 3)
+    return model, lambda step: torch.randn(4, 6), lambda m, batch: m(batch).square().mean()
+
+def wrong(rank, world_size, device):
+    return torch.nn.Linear(6, 3)
+"""
+
+
+def own(cwd: Path, function: str) -> subprocess.CompletedProcess[str]:
+    """The user's own model, in the folder where ddpbench is called."""
+    (cwd / "mine.py").write_text(OWN)
+    words = command("ddp", "-n", "2", "--model", f"mine:{function}", *FEW)
+    return call(words, cwd)
+
+
+def test_the_users_own_model(tmp_path: Path) -> None:
+    """Is measured as the others are; weights that differ before DDP are equal in it."""
+    done = own(tmp_path, "build")
+    assert done.returncode == 0, done.stderr
+    result = one(tmp_path)
+    assert result.case.workload == "mine:build"
+    assert result.case.parameters == 21
+    assert result.replicas is not None
+    assert result.replicas.ok
+
+
+def test_a_wrong_model_function_is_told(tmp_path: Path) -> None:
+    """What it should return, in a sentence, exit code 2."""
+    done = own(tmp_path, "wrong")
+    assert done.returncode == 2
+    assert "(model, batch, loss)" in done.stdout + done.stderr
+
+
+def test_regression_is_resumed_to_the_same_losses(tmp_path: Path) -> None:
+    """Four epochs at once, and two and two: the same losses bit for bit, on three ranks."""
+    words = ("ddp", "-n", "3", "--workload", "regression", "--rounds", "1", "--no-budget")
+    for folder, extra in (
+        ("whole", ("--epochs", "4")),
+        ("first", ("--epochs", "2", "--checkpoint", "c.pt")),
+        ("second", ("--epochs", "4", "--checkpoint", "c.pt", "--resume")),
+    ):
+        done = call(command(*words, *extra, "--seed", "3", "--output", folder), tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    losses = {
+        folder: [
+            (epoch.number, epoch.train_loss, epoch.validation_loss)
+            for epoch in store.read(tmp_path / folder).steps[0].epochs
+        ]
+        for folder in ("whole", "first", "second")
+    }
+    assert len(losses["whole"]) == 4
+    assert losses["first"] + losses["second"] == losses["whole"]
+    assert all(math.isfinite(loss) for _, *both in losses["whole"] for loss in both)
+
+
+def test_phases_of_several_micro_batches_are_added_up() -> None:
+    """Marks begin, (forward, backward) twice, end: 10 + 30 forward, 20 + 40 backward, 5 optimizer;
+    and the second step goes on from where it began."""
+    marks = [0, 10, 30, 60, 100, 105]
+    later = [200 + mark for mark in marks]
+    assert step.phases([*marks, *later], 2) == [[0, 40, 100, 105], [200, 240, 300, 305]]
+
+
+def test_a_fault_acts_in_its_rank_at_its_step() -> None:
+    """Once after the step, or before every step from it on; -1 is the last rank."""
+
+    class Replica:
+        steps = 0
+
+    seen: list[int] = []
+    once = faults.Fault("once", "", lambda replica, _: seen.append(replica.steps))
+    for fault, before, steps in (
+        (once, False, [3]),
+        (replace(once, before=True), True, [3, 4, 5]),
+    ):
+        seen.clear()
+        planted = faults.Planted(fault, {"step": 3.0, "rank": -1.0})
+        replica = Replica()
+        for number in range(1, 6):
+            replica.steps = number
+            planted.act(replica, 1, 2, before)
+            planted.act(replica, 0, 2, before)
+            planted.act(replica, 1, 2, not before)
+        assert seen == steps
+
+
+def test_the_ledger_keeps_the_first_bad_report() -> None:
+    """Later reports neither replace it nor extend the last step known to be equal."""
+
+    class Verifier:
+        def check(self, number: int) -> object:
+            class Report:
+                ok = number not in (3, 4)
+                step = number
+
+            return Report()
+
+    ledger = trial.Ledger(goes_on=True, verifier=Verifier())  # type: ignore[arg-type]
+    assert [ledger.check(number) for number in (1, 2, 3, 4)] == [True] * 4
+    assert ledger.bad is not None
+    assert (ledger.bad.step, ledger.equal_until, ledger.verified) == (3, 2, 4)
+    stopping = trial.Ledger(goes_on=False, verifier=Verifier())  # type: ignore[arg-type]
+    assert [stopping.check(number) for number in (2, 3)] == [True, False]

@@ -1,0 +1,529 @@
+"""Figures of a DDP step from samples whose truth is known, and against plain loops."""
+
+import json
+import math
+import statistics
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ddpbench.analysis import step_lines, steps
+from ddpbench.analysis.steps import BucketInfo, Samples
+from ddpbench.records import codec
+from ddpbench.records.schema import (
+    Epoch,
+    Launch,
+    Part,
+    Plan,
+    Replicas,
+    Run,
+    StepCase,
+    StepResult,
+    StepSummary,
+)
+
+Ints = npt.NDArray[np.int64]
+MS = 1_000_000  # ns
+
+# --- samples and records that other tests build on too --------------------------------------------
+
+
+def some_buckets(count: int) -> list[BucketInfo]:
+    """Buckets of 4 MB, from the last layer to the first."""
+    return [
+        BucketInfo(i, 4_000_000, 2, f"layers.{count - i}.weight", f"layers.{count - i}.bias")
+        for i in range(count)
+    ]
+
+
+def some_samples(
+    world: int = 2, rounds: int = 24, in_a_row: int = 5, *, compute: float = 60.0,
+    copies: float = 1.0, exposed: float = 18.0, hook: float = 0.5, late: tuple[int, float] = (0, 0),
+    noise: float = 0.002, buckets: int = 4, wire: float = 8.0, timers: bool = True, seed: int = 0,
+) -> Samples:  # fmt: skip
+    """Samples of ranks whose arms take these milliseconds, with this relative noise.
+
+    late: a rank and the milliseconds that its forward takes longer than the others'.
+    """
+    draw = np.random.default_rng(seed)
+    rank, delay = late
+
+    def around(value: float, *shape: int) -> npt.NDArray[np.float64]:
+        return value * MS * draw.normal(1, noise, shape)
+
+    def arm(extra: float, waits: bool) -> Ints:
+        shape = (world, rounds, in_a_row)
+        forward, backward = around(compute * 0.25, *shape), around(compute * 0.72 + extra, *shape)
+        forward[rank] += delay * MS
+        if waits:
+            backward += forward.max(axis=0) - forward
+        marks = np.stack([0 * forward, forward, backward, around(compute * 0.03, *shape)], axis=3)
+        clocks = draw.integers(0, 10**15, (world, 1, 1, 1))
+        return np.asarray(marks.cumsum(axis=3) + clocks, dtype=np.int64)
+
+    stamps = {
+        "ddp": arm(copies + exposed, True), "noop": arm(copies, False), "no_sync": arm(0, False),
+        "timed": arm(copies + exposed + hook, True),
+    }  # fmt: skip
+    walls = (stamps["ddp"][..., 3] - stamps["ddp"][..., 0]).sum(axis=2) + 10_000
+    handed = np.arange(1, buckets + 1) * compute * 0.72 / max(1, buckets)
+    late_ms = np.where(np.arange(world) == rank, delay, 0.0)[:, None, None]
+    first = (handed + late_ms) * MS * draw.normal(1, noise, (world, rounds, buckets))
+    took = (wire + delay - late_ms) * MS * draw.normal(1, noise, (world, rounds, buckets))
+    own = {"forward": 15.1, "backward": 60.2, "communication": 40.0, "overlap": 22.0}
+    return Samples(
+        stamps=stamps,
+        walls=walls,
+        timers={
+            name: around(value, world, rounds) / MS / 1e3 for name, value in own.items() if timers
+        },
+        buckets=some_buckets(buckets),
+        bucket_stamps=np.stack([first, first + took], axis=3).astype(np.int64),
+        verify=around(4.5, world, 30).astype(np.int64),
+    )
+
+
+def a_step_case(**other: Any) -> StepCase:
+    """A perceptron on gloo between two ranks."""
+    known: dict[str, Any] = {
+        "workload": "mlp", "settings": ("width=1024", "depth=8"), "parameters": 8_396_800,
+        "parameter_nbytes": 33_587_200, "backend": "gloo", "provider": "native", "device": "cpu",
+        "batch": 64, "accumulate": 1, "optimizer": "sgd", "amp": None, "bucket_cap_mb": None,
+        "gradient_as_bucket_view": False, "static_graph": False, "find_unused_parameters": False,
+        "comm_hook": "none", "threads": 1, "world_size": 2, "ranks_per_host": (2,),
+    }  # fmt: skip
+    return StepCase(**{**known, **other})
+
+
+def a_step_summary(batch: int = 128, **samples: Any) -> StepSummary:
+    """What some_samples say."""
+    return steps.summarise(some_samples(**samples), batch, 16)
+
+
+def some_replicas(**other: Any) -> Replicas:
+    """Equal after each of 136 steps."""
+    known: dict[str, Any] = {
+        "verified": 136, "last_step": 136, "equal": True, "ok": True, "nbytes": 33_587_200,
+        "compared": {"parameter": 16, "optimizer": 16, "buffer": 0},
+        "cost": steps.figure(np.full(30, 4.5e-3)), "share": 0.056, "equal_until": 136,
+        "text": "step 136: replicas equal in ranks 0, 1: 16 parameters",
+    }  # fmt: skip
+    return Replicas(**{**known, **other})
+
+
+def a_step_result(
+    case: StepCase | None = None, launch: int = 0, summary: StepSummary | None = None, **other: Any
+) -> StepResult:
+    """A measured step, without any fault."""
+    known: dict[str, Any] = {
+        "cold_seconds": 0.2, "stop_reason": "time slice", "replicas": some_replicas(),
+        "losses": (1.021, 0.9835), "others_share": 0.01, "wall_seconds": 20.0,
+    }  # fmt: skip
+    return StepResult(
+        case or a_step_case(), launch, summary=summary or a_step_summary(), **{**known, **other}
+    )
+
+
+def a_step_run(*results: StepResult, **other: Any) -> Run:
+    """A complete run of these results, a launch for each index and backend in them."""
+    facts = {"ddpbench": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "kernel": "6.1",
+             "cpu_model": "AMD EPYC", "cores_logical": 2}  # fmt: skip
+    rank = {"hostname": "node", "threads": 1, "cpuset": "0-1", **facts}
+    kinds = dict.fromkeys((r.launch, r.case.backend, r.case.world_size) for r in results)
+    launches = tuple(
+        Launch(index, backend, "native", f"lib{backend} 1.2", "torchrun", world, facts,
+               (rank,) * world)
+        for index, backend, world in kinds
+    )  # fmt: skip
+    known: dict[str, Any] = {
+        "id": "a-run", "command": "ddp", "command_line": ("ddpbench", "ddp"), "plan": Plan(seed=7),
+        "started": "2026-01-01T00:00:00Z", "state": "complete", "exit_code": 0,
+        "operations": tuple(dict.fromkeys(r.case.workload for r in results)),
+        "backends": tuple(dict.fromkeys(r.case.backend for r in results)),
+        "launches": launches, "steps": results,
+    }  # fmt: skip
+    return Run(**{**known, **other})
+
+
+def some_epochs(count: int, **last: Any) -> tuple[Epoch, ...]:
+    """Epochs of falling loss."""
+    found = [
+        Epoch(n, 0.5 * 0.9**n, 0.55 * 0.9**n, 0.312, replicas_equal=True)
+        for n in range(1, count + 1)
+    ]
+    return (*found[:-1], replace(found[-1], **last))
+
+
+def parts(summary: StepSummary) -> dict[str, Part]:
+    """The budget by name."""
+    return {part.name: part for part in summary.budget}
+
+
+# --- step and phases ------------------------------------------------------------------------------
+
+
+def test_the_step_is_the_slowest_ranks_wall_over_the_steps_in_a_row() -> None:
+    """Per round the largest wall / K, then the median over rounds, with an interval of rounds;
+    samples a second follow from it."""
+    samples = some_samples(world=3, rounds=11, in_a_row=4, noise=0.05)
+    found = steps.summarise(samples, 192, 9)
+    each = [max(int(w[r]) for w in samples.walls) / 4 / 1e9 for r in range(11)]
+    assert found.step.value == pytest.approx(statistics.median(each))
+    assert found.step.interval is not None
+    assert found.step.interval.of == "median of 11 rounds"
+    assert min(each) <= found.step.interval.low < found.step.interval.high <= max(each)
+    assert found.samples_per_second == pytest.approx(192 / found.step.value)
+    assert (found.rounds, found.in_a_row, found.warm_up) == (11, 4, 9)
+
+
+def test_phases_are_those_of_the_slowest_rank_of_each_step() -> None:
+    """Forward, backward, optimizer and step against plain loops: the slowest rank's mean over the
+    steps of a round, the fastest's, and who was slowest how often."""
+    samples = some_samples(world=4, rounds=7, in_a_row=3, noise=0.05, late=(2, 9.0))
+    stamps = samples.stamps["ddp"]
+    found = steps.summarise(samples, 1, 0).phases
+    assert [phase.name for phase in found] == ["forward", "backward", "optimizer", "step"]
+    for phase, (a, b) in zip(found, [(0, 1), (1, 2), (2, 3), (0, 3)], strict=True):
+        slowest, fastest, who = [], [], []
+        for r in range(7):
+            spans = [[int(s[r, k, b] - s[r, k, a]) for s in stamps] for k in range(3)]
+            slowest.append(statistics.fmean(max(span) for span in spans))
+            fastest.append(statistics.fmean(min(span) for span in spans))
+            who += [span.index(max(span)) for span in spans]
+        assert phase.slowest.value == pytest.approx(statistics.median(slowest) / 1e9)
+        assert phase.fastest_seconds == pytest.approx(statistics.median(fastest) / 1e9)
+        assert who.count(phase.slowest_rank) == max(map(who.count, who))
+        assert phase.slowest_share == who.count(phase.slowest_rank) / len(who)
+    assert (found[0].slowest_rank, found[0].slowest_share) == (2, 1.0)
+
+
+def test_no_common_clock_is_needed() -> None:
+    """Shifting one rank's clock by an hour changes nothing."""
+    samples = some_samples()
+    hour = 3600 * 10**9 * np.array([0, 1])[:, None, None, None]
+    shifted = {name: stamps + hour for name, stamps in samples.stamps.items()}
+    one, other = (steps.summarise(s, 1, 0) for s in (samples, replace(samples, stamps=shifted)))
+    assert one == other
+
+
+# --- the budget -----------------------------------------------------------------------------------
+
+
+def test_the_budget_finds_what_was_put_in() -> None:
+    """Compute, copies, exposed and hidden communication lie within their intervals' reach of the
+    truth, are resolved, and the first three add up to the step."""
+    found = a_step_summary(noise=0.01, rounds=60, compute=60, copies=2, exposed=18)
+    truth = {"compute": 60, "bucket copies": 2, "exposed communication": 18, "communication": 40,
+             "hidden communication": 22}  # fmt: skip
+    budget = parts(found)
+    assert list(budget)[:5] == list(truth)
+    for name, wanted in truth.items():
+        assert budget[name].figure.value * 1e3 == pytest.approx(wanted, abs=0.5), name
+        assert budget[name].resolved, name
+        assert budget[name].share == pytest.approx(wanted / 80, abs=0.01)
+    total = sum(part.figure.value for part in found.budget[:3])
+    assert total == pytest.approx(found.step.value, rel=0.005)
+    assert found.speed_up is not None
+    assert found.speed_up.value == pytest.approx(80 / 60, rel=0.01)
+    assert found.observer is not None
+    assert found.observer.figure.value * 1e3 == pytest.approx(0.5, abs=0.2)
+
+
+def test_differences_are_paired_round_by_round() -> None:
+    """A machine that becomes twice as slow in the course of the rounds, for all arms alike, leaves
+    a difference of 1 % of the step resolved."""
+    samples = some_samples(copies=0.8, noise=0.0005)
+    drift = np.linspace(0, 80 * MS, 24).astype(np.int64)[None, :, None, None] * np.array(
+        [0, 0, 1, 1]
+    )
+    drifting = {name: stamps + drift for name, stamps in samples.stamps.items()}
+    copies = parts(steps.summarise(replace(samples, stamps=drifting), 1, 0))["bucket copies"]
+    assert copies.resolved
+    assert copies.figure.value * 1e3 == pytest.approx(0.8, abs=0.1)
+
+
+def test_noise_is_not_resolved() -> None:
+    """Without copies, exposed communication and a late rank, hardly one of 60 runs resolves any."""
+    found = [
+        parts(a_step_summary(copies=0, exposed=0, world=4, rounds=12, noise=0.02, seed=seed))
+        for seed in range(60)
+    ]
+    assert sum(budget["exposed communication"].resolved for budget in found) <= 6
+    late = [part for budget in found for part in budget.values() if part.rank is not None]
+    assert len(late) == 60
+    assert sum(part.resolved for part in late) <= 3
+    assert all(part.figure.interval is not None for part in late)
+
+
+@pytest.mark.parametrize(("delay", "resolved"), [(8.0, True), (1.2, False), (0.0, False)])
+def test_a_late_rank_is_named_from_two_percent_of_the_step_on(delay: float, resolved: bool) -> None:
+    """The rank whose own time is the longest; its confidence is corrected for the ranks it was
+    chosen from."""
+    found = a_step_summary(world=3, late=(1, delay))
+    (part,) = [part for part in found.budget if part.rank is not None]
+    assert part.resolved is resolved
+    assert part.figure.interval is not None
+    assert part.figure.interval.confidence == pytest.approx(1 - 0.05 / 3)
+    if resolved:
+        assert (part.name, part.rank) == ("waiting for rank 1", 1)
+        assert part.figure.value * 1e3 == pytest.approx(delay, abs=0.3)
+    assert {bucket.late_rank for bucket in found.buckets} == ({1} if resolved else {None})
+
+
+@pytest.mark.parametrize("rounds", [7, 119, 120, 139, 140])
+def test_a_late_rank_is_found_after_any_number_of_rounds(rounds: int) -> None:
+    """Six batches of rounds are too few for the corrected confidence: then the rounds themselves
+    are taken."""
+    found = a_step_summary(rounds=rounds, late=(1, 8.0), in_a_row=1)
+    assert parts(found)["waiting for rank 1"].resolved
+
+
+def test_parts_without_their_arm_are_left_out() -> None:
+    """Without no_sync compute and copies are one part and the gain is that of communication; with
+    DDP alone, or one rank, there is nothing to subtract."""
+    samples = some_samples()
+
+    def budget(*arms: str, **other: Any) -> StepSummary:
+        stamps = {name: samples.stamps[name] for name in arms}
+        return steps.summarise(replace(samples, stamps=stamps, **other), 1, 0)
+
+    static = budget("ddp", "noop", "timed")
+    assert list(parts(static)) == ["compute and copies", "exposed communication", "communication",
+                                   "hidden communication", "waiting for rank 0"]  # fmt: skip
+    assert static.speed_up is not None
+    assert static.speed_up.value == pytest.approx(79 / 61, rel=0.01)
+    alone = budget("ddp", timers={}, bucket_stamps=None)
+    assert (alone.budget, alone.speed_up, alone.buckets, alone.observer) == ((), None, (), None)
+    one = steps.summarise(some_samples(world=1), 1, 0)
+    assert list(parts(one)) == ["compute"]
+    assert one.speed_up is None
+    assert {bucket.late_rank for bucket in one.buckets} == {None}
+
+
+def test_communication_comes_from_ddps_timer_or_the_buckets() -> None:
+    """DDP's own timer in the rank where it is longest; where it says nothing, from the first
+    hand-over to the last reduction in the rank where that took longest."""
+    samples = some_samples(rounds=9)
+    own = parts(steps.summarise(samples, 1, 0))["communication"].figure.value
+    assert own == pytest.approx(np.median(samples.timers["communication"].max(axis=0)))
+    assert samples.bucket_stamps is not None
+    spans = [
+        max(int(s[r, :, 1].max() - s[r, :, 0].min()) for s in samples.bucket_stamps) / 1e9
+        for r in range(9)
+    ]
+    for timers in ({}, {"communication": np.zeros((2, 9))}):
+        found = steps.summarise(replace(samples, timers=timers), 1, 0)
+        assert parts(found)["communication"].figure.value == pytest.approx(statistics.median(spans))
+
+
+# --- buckets --------------------------------------------------------------------------------------
+
+
+def test_buckets_are_told_without_a_common_clock() -> None:
+    """Wire, wait and hand-over of each bucket against plain loops; names and sizes as given."""
+    samples = some_samples(world=3, rounds=7, noise=0.05, late=(2, 5.0))
+    found = steps.summarise(samples, 1, 0).buckets
+    assert [(b.index, b.nbytes, b.parameters, b.first, b.last) for b in found] == [
+        tuple(vars(info).values()) for info in samples.buckets
+    ]
+    stamps = samples.bucket_stamps
+    assert stamps is not None
+    for b, bucket in enumerate(found):
+        each = [[int(s[r, b, 1] - s[r, b, 0]) for s in stamps] for r in range(7)]
+        handed = [max(int(s[r, b, 0]) for s in stamps) for r in range(7)]
+        wait = statistics.median(max(times) - min(times) for times in each)
+        assert bucket.wire.value == pytest.approx(statistics.median(map(min, each)) / 1e9)
+        assert bucket.wait.value == pytest.approx(wait / 1e9)
+        assert bucket.handed_seconds == pytest.approx(statistics.median(handed) / 1e9)
+
+
+# --- awkward samples ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds", [1, 5])
+def test_few_rounds_have_no_intervals_and_resolve_nothing(rounds: int) -> None:
+    """Below six rounds every figure is a median alone, and can be stored."""
+    found = a_step_summary(rounds=rounds, late=(1, 20))
+    assert found.step.interval is None
+    assert not any(part.resolved or part.figure.interval for part in found.budget)
+    assert {bucket.late_rank for bucket in found.buckets} == {None}
+    assert codec.decode(StepSummary, json.loads(codec.encode(found))) == found
+
+
+def test_what_is_not_known_is_dropped_not_stored_as_nan() -> None:
+    """Timers that are NaN in a rank do not count in that round, and not at all in every round; no
+    NaN is left in the record."""
+    samples = some_samples(rounds=8)
+    some, none = samples.timers["forward"].copy(), np.full((2, 8), np.nan)
+    some[1, 3] = np.nan
+    found = steps.summarise(replace(samples, timers={"forward": some, "overlap": none}), 1, 0)
+    wanted = np.median(np.delete(samples.timers["forward"].max(axis=0), 3))
+    assert found.timers == {"forward": pytest.approx(wanted)}
+    assert "NaN" not in json.dumps(asdict(found))
+    assert not any(math.isnan(part.figure.value) for part in found.budget)
+
+
+def test_a_round_that_was_cut_short_does_not_count() -> None:
+    """Arms that ran once more than DDP before the end are cut to the rounds that all have."""
+    samples = some_samples(rounds=9)
+    fewer = replace(
+        samples, walls=samples.walls[:, :8],
+        stamps={**samples.stamps, "ddp": samples.stamps["ddp"][:, :8]},
+        timers={name: each[:, :8] for name, each in samples.timers.items()},
+    )  # fmt: skip
+    whole = replace(
+        fewer, stamps={name: each[:, :8] for name, each in samples.stamps.items()},
+        bucket_stamps=None if samples.bucket_stamps is None else samples.bucket_stamps[:, :8],
+    )  # fmt: skip
+    assert steps.summarise(fewer, 1, 0) == steps.summarise(whole, 1, 0)
+
+
+def test_many_ranks_are_summarised() -> None:
+    """16,384 ranks in a few rounds: nothing loops over ranks."""
+    samples = some_samples(world=16_384, rounds=3, in_a_row=1, buckets=2, late=(16_000, 30))
+    found = steps.summarise(samples, 1, 0)
+    assert found.budget[-1].rank == 16_000
+    assert found.phases[0].slowest_rank == 16_000
+
+
+def test_a_verifications_cost_is_its_slowest_ranks() -> None:
+    """The median over verifications, and its share of the step; none without one."""
+    samples = replace(some_samples(), verify=np.array([[1, 5, 3], [2, 1, 4]]) * MS)
+    figure, share = steps.cost(samples, 0.08)
+    assert figure is not None
+    assert (figure.value, figure.interval) == (pytest.approx(4e-3), None)
+    assert share == pytest.approx(0.05)
+    many, _ = steps.cost(some_samples(), 0.08)
+    assert many is not None
+    assert many.interval is not None
+    assert many.interval.of == "median of 30 verifications"
+    assert steps.cost(replace(samples, verify=np.empty((2, 0), np.int64)), 0.08) == (None, None)
+
+
+# --- one line a case, over launches ---------------------------------------------------------------
+
+
+def only(*results: StepResult) -> step_lines.StepLine:
+    """The one line of these results."""
+    (line,) = step_lines.lines(a_step_run(*results))
+    return line
+
+
+def test_one_launch_is_shown_as_it_is() -> None:
+    """The line of one launch has that launch's summary; a skipped one its reason."""
+    result = a_step_result()
+    line = only(result)
+    assert (line.summary, line.results, line.reason) == (result.summary, (result,), None)
+    assert line.seconds == (result.summary and result.summary.step.value)
+    assert line.flags == ()
+    skipped = only(StepResult(a_step_case(), 0, reason="no memory"))
+    assert (skipped.reason, skipped.summary, skipped.results) == ("no memory", None, ())
+
+
+def test_several_launches_give_the_median_of_their_medians() -> None:
+    """Step, phases, parts, buckets, timers and gain over six launches, with intervals over them."""
+    found = [a_step_summary(seed=n, compute=60 + n, noise=0.001) for n in range(6)]
+    line = only(*(a_step_result(launch=n, summary=each) for n, each in enumerate(found)))
+    summary = line.summary
+    assert summary is not None
+    assert summary.rounds == 6 * 24
+    values = sorted(each.step.value for each in found)
+    assert summary.step.value == pytest.approx(statistics.median(values))
+    assert summary.step.interval is not None
+    assert (summary.step.interval.low, summary.step.interval.high) == (values[0], values[-1])
+    exposed = [parts(each)["exposed communication"].figure.value for each in found]
+    part = parts(summary)["exposed communication"]
+    assert part.figure.value == pytest.approx(statistics.median(exposed))
+    assert part.resolved
+    assert summary.buckets[2].wire.value == pytest.approx(
+        statistics.median(each.buckets[2].wire.value for each in found)
+    )
+    assert set(summary.timers) == {"forward", "backward", "communication", "overlap"}
+    assert summary.speed_up is not None
+    assert summary.speed_up.interval is not None
+    assert summary.observer is not None
+
+
+def test_below_six_launches_a_part_is_resolved_where_it_is_in_each() -> None:
+    """Two launches give no interval; a part that one of them does not resolve is not resolved, and
+    a rank is to blame only where it is the same."""
+    clear, noisy = a_step_summary(late=(1, 9)), a_step_summary(late=(1, 9), exposed=0, noise=0.05)
+    same = only(*(a_step_result(launch=n, summary=clear) for n in range(2)))
+    mixed = only(a_step_result(summary=clear), a_step_result(launch=1, summary=noisy))
+    other = only(
+        a_step_result(summary=clear), a_step_result(launch=1, summary=a_step_summary(late=(0, 9)))
+    )
+    part = same.part(steps.EXPOSED)
+    assert part is not None
+    assert (part.resolved, part.figure.interval) == (True, None)
+    part = mixed.part(steps.EXPOSED)
+    assert part is not None
+    assert not part.resolved
+    late = same.part(steps.WAITING)
+    assert late is not None
+    assert (late.resolved, late.rank) == (True, 1)
+    assert other.part(steps.WAITING) is None
+    assert other.summary is not None
+    assert {bucket.late_rank for bucket in other.summary.buckets} == {None}
+
+
+@pytest.mark.parametrize(
+    ("flag", "raising", "not_raising"),
+    [
+        ("DIFFER", {"replicas": some_replicas(equal=False, ok=False)}, {}),
+        ("DIFFER", {"epochs": some_epochs(3, replicas_equal=False)}, {"epochs": some_epochs(3)}),
+        ("NONFINITE", {"replicas": some_replicas(ok=False)}, {"replicas": None}),
+        ("imprecise", {"summary": a_step_summary(rounds=5)}, {"summary": a_step_summary(rounds=6)}),
+        ("busy", {"others_share": 0.051}, {"others_share": 0.05}),
+        ("stopped", {"stop_reason": "interrupted"}, {"stop_reason": "rounds"}),
+    ],
+)
+def test_each_flag_is_raised_alone_and_only_with_cause(
+    flag: str, raising: dict[str, Any], not_raising: dict[str, Any]
+) -> None:
+    """On either side of its threshold, and in one launch of three."""
+    assert only(a_step_result(**raising)).flags == (flag,)
+    assert only(a_step_result(**not_raising)).flags == ()
+    if flag != "imprecise":
+        quiet = [a_step_result(launch=n) for n in range(1, 3)]
+        assert flag in only(a_step_result(**raising), *quiet).flags
+
+
+def test_lines_stand_by_workload_settings_and_backend() -> None:
+    """As workloads and backends were asked for, cases that differ in any setting apart."""
+    cases = [
+        a_step_case(workload=workload, batch=batch, backend=backend)
+        for workload in ("transformer", "mlp")
+        for batch in (64, 32)
+        for backend in ("mpi", "gloo")
+    ]
+    run = a_step_run(
+        *(a_step_result(case, summary=a_step_summary(rounds=1)) for case in cases),
+        operations=("transformer", "mlp"), backends=("mpi", "gloo"),
+    )  # fmt: skip
+    assert [line.case for line in step_lines.lines(run)] == cases
+    shuffled = replace(run, steps=tuple(reversed(run.steps)))
+    found = [line.case for line in step_lines.lines(shuffled)]
+    assert [(c.workload, c.backend) for c in found] == [(c.workload, c.backend) for c in cases]
+
+
+def test_the_faster_backend_is_the_one_whose_interval_lies_below() -> None:
+    """Apart: the lower. Overlapping, alone, busy, without interval, or with differing replicas:
+    none."""
+    slow, fast = a_step_summary(), a_step_summary(exposed=5)
+
+    def group(first: StepSummary, **other: Any) -> list[step_lines.StepLine]:
+        cases = a_step_case(), a_step_case(backend="mpi")
+        both = a_step_result(cases[0], 0, first), a_step_result(cases[1], 1, fast, **other)
+        return step_lines.lines(a_step_run(*both))
+
+    apart = group(slow)
+    assert step_lines.faster(apart) is apart[1]
+    assert step_lines.faster(apart[1:]) is None
+    assert step_lines.faster(group(fast)) is None
+    assert step_lines.faster(group(a_step_summary(rounds=3))) is None
+    assert step_lines.faster(group(slow, others_share=0.5)) is None
+    assert step_lines.faster(group(slow, replicas=some_replicas(equal=False, ok=False))) is None
