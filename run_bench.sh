@@ -14,8 +14,7 @@ usage: run_bench.sh cpu|gpu|mpi|all|ddp|test|python [arguments passed on]
   cpu      gloo and mpi side by side, 2 ranks on this host
   mpi      mpi alone, 2 ranks on this host
   gpu      nccl and gloo side by side, one rank a GPU
-  ddp      a DDP step taken apart and its replicas proved equal: on the GPUs where there are any,
-           else on gloo and mpi, 2 ranks
+  ddp      a DDP step taken apart, its replicas proved equal; on the GPUs too where there are any
   all      all that is available: on the CPU, then on the GPUs where there are any
   test     the test suite; arguments go to pytest
   python   the environment's Python: run_bench.sh python -m ddpbench show RUN
@@ -151,11 +150,11 @@ bench() {
   exec "$python" -m ddpbench "$@"
 }
 
-all_collectives() {
+everywhere() { # everywhere COMMAND BACKENDS GPU-BACKENDS [arguments]: on the CPU, then on GPUs
   local status=0 gpu_status=0
-  (bench collectives --device cpu --backend all -n 2 "$@") || status=$?
+  (bench "$1" --device cpu --backend "$2" -n 2 "${@:4}") || status=$?
   if has_gpu && ((status != 130)); then
-    (bench collectives --device cuda --backend nccl,gloo "$@") || gpu_status=$?
+    (bench "$1" --device cuda --backend "$3" "${@:4}") || gpu_status=$?
   fi
   exit $((gpu_status > status ? gpu_status : status))
 }
@@ -192,11 +191,8 @@ case $command in
   cpu) bench collectives --device cpu --backend gloo,mpi -n 2 "$@" ;;
   mpi) bench collectives --device cpu --backend mpi -n 2 "$@" ;;
   gpu) bench collectives --device cuda --backend nccl,gloo "$@" ;;
-  all) all_collectives "$@" ;;
-  ddp)
-    if has_gpu; then bench ddp --device cuda "$@"; fi
-    bench ddp --device cpu --backend gloo,mpi -n 2 "$@"
-    ;;
+  all) everywhere collectives all nccl,gloo "$@" ;;
+  ddp) everywhere ddp gloo,mpi nccl "$@" ;;
   test) tests "$@" ;;
   python) exec "$python" "$@" ;;
 esac

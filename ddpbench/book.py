@@ -231,7 +231,8 @@ def finish(
     run = replace(run, findings=findings.findings(run))
     if run.state == "running":
         nothing = all(outcome.summary is None for outcome in run.outcomes)
-        end = end or End("complete", None, 2 if nothing else findings.exit_code(run))
+        code = findings.exit_code(run)
+        end = end or End("complete", None, 2 if nothing and code < 4 else code)
         run = replace(
             run, state=end.state, state_reason=end.reason, exit_code=end.code, ended=store.now()
         )

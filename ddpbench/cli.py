@@ -195,7 +195,11 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _show(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     run = store.read(store.find(namespace.run))
-    sys.stdout.write(FORMATS[namespace.format](run, namespace.columns, namespace.quiet))
+    try:
+        text = FORMATS[namespace.format](run, namespace.columns, namespace.quiet)
+    except ValueError as error:  # columns that this kind of run does not have
+        raise Refused(str(error)) from None
+    sys.stdout.write(text)
     return 0
 
 

@@ -312,6 +312,7 @@ def sweep(
             record.expect(len(asked.subjects))
         failure = None
         for name in asked.subjects:
+            torch.manual_seed(plan.seed)  # what a model draws is the same in all ranks
             if agree.first_objection(ranks, ranks.interrupted) is not None:
                 break
             ranks.watchdog.phase(f"the DDP step of {name} on {backend.name}")

@@ -5,6 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from test_steps import (
+    a_step_case,
+    a_step_result,
+    a_step_run,
+    a_step_summary,
+    some_epochs,
+    some_replicas,
+)
 from test_store import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench.analysis import findings
@@ -170,6 +178,111 @@ def test_a_busy_host_is_told_when_a_quarter_of_the_cases_met_it() -> None:
     assert "during 2 of 8 cases" in finding.sentence
     assert codes(busy(1, 8)) == []
     assert codes(busy(0, 0)) == []
+
+
+# --- DDP steps ------------------------------------------------------------------------------------
+
+QUIET = a_step_summary(exposed=3)
+BIT_FLIP = (
+    Finding("error", "bit-flip", "likely cause: one bit", "replace it", {"step": 7, "cause": "x"}),
+    Finding("error", "replicas-differ", "parameter 0.weight differs", "",
+            {"step": 7, "kind": "parameter", "tensor": "0.weight", "ranks": [1]}),
+    Finding("warning", "replicas-differ", "buffer 1.mean differs", "", {"kind": "buffer"}),
+    Finding("note", "rng-differs", "the ranks' generators differ"),
+)  # fmt: skip
+
+
+def test_a_clean_step_has_no_findings_and_exits_with_0() -> None:
+    """Equal replicas, hidden communication, no late rank; notes about random states and buffers
+    that are sent again are no findings of the run."""
+    notes = some_replicas(findings=(Finding("note", "rng-differs", "x"),))
+    run = a_step_run(a_step_result(summary=QUIET, replicas=notes, epochs=some_epochs(3)))
+    assert findings.findings(run) == ()
+    assert findings.exit_code(run) == 0
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_replicas_that_differ_are_told_with_workload_backend_and_step(equal: bool) -> None:
+    """What the verification found stands in the run's findings with its severity and place, and
+    makes exit code 4; so do replicas that are equal and not finite."""
+    bad = some_replicas(equal=equal, ok=False, findings=BIT_FLIP)
+    run = a_step_run(a_step_result(summary=QUIET, replicas=bad))
+    found = findings.findings(run)
+    assert [(f.severity, f.code, f.sentence, f.next_step) for f in found] == [
+        ("error", "bit-flip", "mlp on gloo, after step 7: likely cause: one bit", "replace it"),
+        ("error", "replicas-differ", "mlp on gloo, after step 7: parameter 0.weight differs", ""),
+        ("warning", "replicas-differ", "mlp on gloo: buffer 1.mean differs", ""),
+    ]
+    assert found[1].place == {
+        "workload": "mlp", "backend": "gloo", "step": 7, "kind": "parameter",
+        "tensor": "0.weight", "ranks": [1],
+    }  # fmt: skip
+    assert findings.exit_code(run) == 4
+    assert findings.exit_code(replace(run, findings=found)) == 4
+
+
+def test_a_training_whose_replicas_differ_names_the_first_epoch() -> None:
+    """An epoch after which replicas were not equal is an error and exit code 4."""
+    bad = some_epochs(3, replicas_equal=False)
+    run = a_step_run(a_step_result(summary=QUIET, epochs=(*bad, *bad)))
+    (finding,) = findings.findings(run)
+    assert (finding.severity, finding.code) == ("error", "replicas-differ")
+    assert finding.sentence.endswith(" after epoch 3")
+    assert finding.place["epoch"] == 3
+    assert finding.next_step
+    assert findings.exit_code(run) == 4
+
+
+def test_a_late_rank_is_warned_about_once() -> None:
+    """The rank, what the others wait for it and the step; its buckets do not accuse it again, nor
+    does each launch. Where the buckets alone tell, they do."""
+    late = a_step_summary(late=(1, 8.0), exposed=3)
+    for results in (
+        [a_step_result(summary=late)],
+        [a_step_result(launch=n, summary=late) for n in range(3)],
+    ):
+        (finding,) = findings.findings(a_step_run(*results))
+        assert (finding.severity, finding.code) == ("warning", "late-rank")
+        assert finding.sentence.startswith("mlp on gloo: rank 1 is late: the others wait 8")
+        assert finding.sentence.endswith(" ms step for it")
+        assert finding.place == {"workload": "mlp", "backend": "gloo", "rank": 1}
+        assert finding.next_step
+    buckets = replace(late, budget=QUIET.budget)
+    (finding,) = findings.findings(a_step_run(a_step_result(summary=buckets)))
+    assert finding.sentence.endswith(" ms step for a bucket of it")
+
+
+def test_exposed_communication_is_noted_above_ten_percent() -> None:
+    """Its milliseconds and share of the step with what to do; below, or unresolved, nothing."""
+    assert codes(a_step_run(a_step_result(summary=a_step_summary(exposed=6)))) == []
+    (finding,) = findings.findings(a_step_run(a_step_result(summary=a_step_summary(exposed=20))))
+    assert (finding.severity, finding.code) == ("note", "exposed-communication")
+    assert finding.sentence.startswith("mlp on gloo: 20 ms (25 %) of each step are communication")
+    assert finding.next_step
+    few = a_step_summary(exposed=20, rounds=5)
+    assert codes(a_step_run(a_step_result(summary=few))) == []
+
+
+def test_steps_count_for_a_busy_host() -> None:
+    """Two of three steps met other processes: one warning."""
+    cases = [a_step_case(batch=n) for n in (1, 2, 3)]
+    shares = (0.5, 0.2, 0.01)
+    results = [
+        a_step_result(case, summary=QUIET, others_share=share)
+        for case, share in zip(cases, shares, strict=True)
+    ]
+    (finding,) = findings.findings(a_step_run(*results))
+    assert finding.code == "busy-host"
+    assert "during 2 of 3 cases" in finding.sentence
+
+
+def test_one_rank_of_a_step_is_noted_in_its_own_words() -> None:
+    """With one rank there is no other replica; bus bandwidth is not spoken of."""
+    case = a_step_case(world_size=1)
+    (finding,) = findings.findings(a_step_run(a_step_result(case, summary=QUIET)))
+    assert finding.code == "one-rank"
+    assert "replica" in finding.sentence
+    assert "bandwidth" not in finding.sentence
 
 
 # --- the table of checks --------------------------------------------------------------------------

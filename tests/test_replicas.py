@@ -600,10 +600,10 @@ def everything(play: Play) -> tuple[list[bytes], list[Tensor]]:
 
 
 def play_healthy(group: Any) -> Any:
-    """100 steps with BatchNorm, dropout and accumulation: no alarm, and buffers are told."""
+    """Many steps with BatchNorm, dropout and accumulation: no alarm, and buffers are told."""
     play = Play(group, norm=True)
     verifier = ddpbench.Verifier(play.ddp, play.optimizer, gradients=True)
-    for step in range(100):
+    for step in range(100 if play.size == 2 else 20):
         play.step(unsynced=step % 2)
         report = verifier.check(step)
         assert report.ok, str(report)
@@ -776,7 +776,10 @@ def play_control(group: Any) -> Any:
     play.step()
     assert verifier.check(1).ok
     wrong_permuted(play)
-    return verifier.check(2)
+    report = verifier.check(2)
+    assert report.cause.code == "permuted"
+    assert report.faults == ("parameter out.weight",)
+    return report
 
 
 def play_sharded(group: Any) -> Any:
@@ -817,7 +820,7 @@ def job(folder: Path) -> None:
     rank = dist.get_rank()
     outcomes: dict[str, Any] = {}
     plays = dict(PLAYS)
-    if f"{dist.get_backend()}-{dist.get_world_size()}" in TRAINED:
+    if f"{dist.get_backend().removesuffix('4py')}-{dist.get_world_size()}" in TRAINED:
         plays = {**TRAININGS, **plays}
     for name, play in plays.items():
         try:
@@ -861,7 +864,7 @@ def job_mpi(folder: Path) -> None:
 
 
 GROUPS = ["gloo-2", "gloo-3", "gloo-4", "mpi-2"]
-TRAINED = ["gloo-3", "mpi-2"]
+TRAINED = ["gloo-3", "mpi-2"]  # in which every one of PLANTED is played
 
 
 @pytest.fixture(scope="module")
@@ -1152,7 +1155,7 @@ OTHERS = [name for name in PLAYS if name.startswith("play_") and name != "play_s
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("group", GROUPS)
 def test_play(outcomes: Outcomes, group: str, name: str) -> None:
-    """Holds in every rank: first bad steps, no trace, 100 healthy steps, wrong arguments, an
+    """Holds in every rank: first bad steps, no trace, many healthy steps, wrong arguments, an
     absent rank."""
     same_everywhere(outcomes, group, name)
 

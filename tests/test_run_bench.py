@@ -126,7 +126,7 @@ def test_help_lists_the_commands(checkout: Path) -> None:
     result = run_bench(checkout, "--help", env=environment(PYTHON="/nowhere/python"))
     assert (result.returncode, result.stderr) == (0, "")
     listed = {line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")}
-    assert listed == {"cpu", "gpu", "mpi", "all", "test", "python"}
+    assert listed == {"cpu", "gpu", "mpi", "all", "ddp", "test", "python"}
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")

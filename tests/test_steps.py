@@ -1,5 +1,6 @@
 """Figures of a DDP step from samples whose truth is known, and against plain loops."""
 
+import functools
 import json
 import math
 import statistics
@@ -98,6 +99,7 @@ def a_step_case(**other: Any) -> StepCase:
     return StepCase(**{**known, **other})
 
 
+@functools.cache
 def a_step_summary(batch: int = 128, **samples: Any) -> StepSummary:
     """What some_samples say."""
     return steps.summarise(some_samples(**samples), batch, 16)
@@ -246,14 +248,14 @@ def test_differences_are_paired_round_by_round() -> None:
 
 
 def test_noise_is_not_resolved() -> None:
-    """Without copies, exposed communication and a late rank, hardly one of 60 runs resolves any."""
+    """Without copies and a late rank, hardly one of 40 runs resolves any."""
     found = [
-        parts(a_step_summary(copies=0, exposed=0, world=4, rounds=12, noise=0.02, seed=seed))
-        for seed in range(60)
+        parts(a_step_summary(copies=0, world=4, rounds=12, noise=0.02, buckets=0, seed=seed))
+        for seed in range(40)
     ]
-    assert sum(budget["exposed communication"].resolved for budget in found) <= 6
+    assert sum(budget["bucket copies"].resolved for budget in found) <= 3
     late = [part for budget in found for part in budget.values() if part.rank is not None]
-    assert len(late) == 60
+    assert len(late) == 40
     assert sum(part.resolved for part in late) <= 3
     assert all(part.figure.interval is not None for part in late)
 
@@ -291,8 +293,10 @@ def test_parts_without_their_arm_are_left_out() -> None:
         return steps.summarise(replace(samples, stamps=stamps, **other), 1, 0)
 
     static = budget("ddp", "noop", "timed")
-    assert list(parts(static)) == ["compute and copies", "exposed communication", "communication",
-                                   "hidden communication", "waiting for rank 0"]  # fmt: skip
+    assert list(parts(static))[:4] == [
+        "compute and copies", "exposed communication", "communication", "hidden communication",
+    ]  # fmt: skip
+    assert [part.rank is None for part in static.budget] == [True] * 4 + [False]
     assert static.speed_up is not None
     assert static.speed_up.value == pytest.approx(79 / 61, rel=0.01)
     alone = budget("ddp", timers={}, bucket_stamps=None)
@@ -304,14 +308,15 @@ def test_parts_without_their_arm_are_left_out() -> None:
 
 
 def test_communication_comes_from_ddps_timer_or_the_buckets() -> None:
-    """DDP's own timer in the rank where it is longest; where it says nothing, from the first
-    hand-over to the last reduction in the rank where that took longest."""
-    samples = some_samples(rounds=9)
+    """DDP's own timer in the rank that waited least; where it says nothing, from the first
+    hand-over to the last reduction in the rank where that took least: waiting for a late rank is
+    neither communication nor hidden."""
+    samples = some_samples(rounds=9, late=(1, 30))
     own = parts(steps.summarise(samples, 1, 0))["communication"].figure.value
-    assert own == pytest.approx(np.median(samples.timers["communication"].max(axis=0)))
+    assert own == pytest.approx(np.median(samples.timers["communication"].min(axis=0)))
     assert samples.bucket_stamps is not None
     spans = [
-        max(int(s[r, :, 1].max() - s[r, :, 0].min()) for s in samples.bucket_stamps) / 1e9
+        min(int(s[r, :, 1].max() - s[r, :, 0].min()) for s in samples.bucket_stamps) / 1e9
         for r in range(9)
     ]
     for timers in ({}, {"communication": np.zeros((2, 9))}):

@@ -200,16 +200,19 @@ def _budget(samples: Samples, ddp: Floats, step: float) -> Iterator[Part]:
 
 
 def _communication(samples: Samples) -> Floats:
-    """Seconds[round] in the rank where it took longest: by DDP's own timer, else by the buckets'
-    stamps; NaN where neither tells."""
+    """Seconds[round] by DDP's own timer, else by the buckets' stamps; NaN where neither tells.
+
+    In the rank where it took least: the last to come waits for nobody, while in the others waiting
+    for it looks like communication that is hidden.
+    """
     timer = samples.timers.get("communication")
     if timer is not None and (timer > 0).all():
-        return np.asarray(timer[:, : samples.rounds].max(axis=0), dtype=np.float64)
+        return np.asarray(timer[:, : samples.rounds].min(axis=0), dtype=np.float64)
     stamps = _bucket_stamps(samples)
     if stamps is None:
         return np.full(samples.rounds, np.nan)
     spans = stamps[..., 1].max(axis=2) - stamps[..., 0].min(axis=2)
-    return np.asarray(spans.max(axis=0) * 1e-9, dtype=np.float64)
+    return np.asarray(spans.min(axis=0) * 1e-9, dtype=np.float64)
 
 
 def _waiting(samples: Samples, step: float) -> Part | None:

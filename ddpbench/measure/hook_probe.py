@@ -186,8 +186,9 @@ def _reason(folder: Path, ranks: int, code: int, late: str | None) -> str | None
         return min(failed, key=lambda state: state.since).text
     if late is not None:
         return late
+    busy = [f", rank {state.rank} in {state.text}" for state in states if state.kind == "doing"]
     last = [line.strip() for line in lines if re.search(r"\w", line)][-2:]
-    return _short(": ".join([f"its trial ended with exit code {code}", *last]))
+    return _short(": ".join([f"its trial ended with exit code {code}{''.join(busy)}", *last]))
 
 
 def _short(text: str) -> str:
@@ -211,6 +212,8 @@ def main(folder: Path) -> int:
         return 0
     # Whoever asked may be killed while it waits: then nobody wants to know any more.
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    with contextlib.suppress(OSError):  # not only on the core that a launcher gave rank 0
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
     starter = launch.STARTERS[request.launcher]
     return starter(["-m", "ddpbench.measure.hook_probe", str(folder)], request.ranks)
 
@@ -244,10 +247,12 @@ def _told(attempt: Callable[[], None], tell: Callable[..., None]) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    # The first line, without what futures put before the text as it passes through them.
-    text = (str(error).strip() or "no text").splitlines()[0].rpartition("running the callback: ")[2]
-    plain = isinstance(error, Refused) or text.startswith(f"{type(error).__name__}: ")
-    return _short(text if plain else f"{type(error).__name__}: {text}")
+    """Its type and first line, without what torch puts before it for each future on its way."""
+    first = (str(error).strip() or "no text").splitlines()[0]
+    through, _, text = first.rpartition("running the callback: ")
+    return _short(
+        text if through or isinstance(error, Refused) else f"{type(error).__name__}: {text}"
+    )
 
 
 def _try(request: Request, ranks: Group, tell: Callable[..., None]) -> None:

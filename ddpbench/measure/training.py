@@ -89,7 +89,8 @@ def _build_buckets(ddp: DistributedDataParallel, task: Task, training: Training)
     before = [buffer.clone() for buffer in ddp.module.buffers()]
     device = next(ddp.module.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        task.loss(ddp, batch).backward()
+        loss: Any = task.loss(ddp, batch)
+        loss.backward()
     for buffer, kept in zip(ddp.module.buffers(), before, strict=True):
         buffer.copy_(kept)
     ddp.zero_grad(set_to_none=True)
@@ -104,10 +105,9 @@ def _epoch(
     device = next(ddp.module.parameters()).device
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss and samples; of validation
     state.epoch += 1
-    ddp.train()
     for batch, samples in training.batches(state.epoch):
         state.optimizer.zero_grad()
-        loss = task.loss(ddp, batch)
+        loss: Any = task.loss(ddp, batch)
         loss.backward()
         state.optimizer.step()
         state.step += 1

@@ -78,7 +78,7 @@ def _timers(line: StepLine) -> Iterator[str]:
     timers = line.summary.timers if line.summary else {}
     if timers:
         words = [f"{name} {ms(seconds, line.seconds)}" for name, seconds in timers.items()]
-        yield f"DDP's own timers, {line.case.backend}, ms: {', '.join(words)}"
+        yield f"DDP's own timers, slowest rank's ms on {line.case.backend}: {', '.join(words)}"
 
 
 def buckets(group: list[StepLine], run: Run, style: Style) -> str:

@@ -35,7 +35,7 @@ def _replicas_of(line: StepLine, every: int) -> Iterator[str]:
     elif found.ok:
         verified = sum(r.replicas.verified for r in line.results if r.replicas)
         when = _when(verified, every, len(line.results))
-        yield f"equal, bit for bit, {when}: {_compared(found)}"
+        yield f"replicas equal {when}, bit for bit: {_compared(found)}"
     else:
         until = found.equal_until
         before = "" if until is None else f"; equal until step {until}"

@@ -112,10 +112,10 @@ LEGEND = {
     "forward with zero_grad",
     "slowest": "slowest rank: in the forward (later the ranks wait for each other) most often, "
     "in which share of the steps",
-    steps.EXPOSED: "compute, bucket copies and exposed communication add up to the step; each is a "
-    "difference of arms, paired by round",
-    steps.HIDDEN: "communication: from the first bucket's hand-over to the last one's reduction; "
-    "hidden: what of it backward covers",
+    steps.EXPOSED: "compute, bucket copies and exposed communication make the step: medians of "
+    "differences of arms, paired by round",
+    steps.HIDDEN: "communication: first bucket handed over to last one reduced, in the rank that "
+    "waited least; hidden: behind backward",
     steps.WAITING: "waiting: what the slowest rank alone takes longer than the others, a part of "
     "compute; < x: below noise, at most x",
     "handed": "handed over: by the last rank, from the start of backward; wire: from then until "

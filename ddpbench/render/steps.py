@@ -107,7 +107,7 @@ def _part(name: str, words: str) -> dict[str, Column[StepLine]]:
 
 
 def _late_rank(line: StepLine) -> int | None:
-    part = line.part("waiting")
+    part = line.part("waiting for rank")
     return part.rank if part is not None and part.resolved else None
 
 

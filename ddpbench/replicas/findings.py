@@ -96,7 +96,7 @@ def _differences(facts: Facts, step: int | None) -> Iterator[Finding]:
         yield Finding(
             _severity(facts, kind),
             "replicas-differ",
-            f"not equal, nor compared in full: {counted(kind, len(those))}: "
+            f"not equal, not compared in full: {counted(kind, len(those))}: "
             + few([each.name for each in those]),
             "",
             _place(step, kind=kind, tensors=[each.name for each in those]),

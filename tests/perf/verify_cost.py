@@ -1,10 +1,11 @@
 """What verify_replicas costs: of a DDP step on the CPU, and of all-reducing the same bytes by gloo.
 
-    ./run_bench.sh python tests/perf/verify_cost.py [RANKS]
+    ./run_bench.sh python tests/perf/verify_cost.py [RANKS] [ROUNDS]
 
-Step, verifications and all_reduce take turns in one launch, each behind a barrier; a time is the
-slowest rank's, the figures are medians over the rounds. Aims: a verification at most 2 % of a step
-and 20 % of the all_reduce. Exits with 1 when a healthy replica is reported different.
+Step, floors, verifications and all_reduces take turns in one launch, each behind a barrier; a time
+is the slowest rank's, a figure the median over the rounds, a share the median of the rounds' own
+ratios. Aims: a verification at most 2 % of a step and 20 % of the all_reduce. Exits with 1 when a
+healthy replica is reported different.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,21 +26,49 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpbench import verify_replicas
+from ddpbench import Report, verify_replicas
+from ddpbench.replicas.digest import of_cpu
 
-ROUNDS, WARM = 40, 5
-
-
-def mlp() -> tuple[nn.Module, Callable[[], Tensor]]:
-    """8 × Linear(1024), batch 64: much memory, little work on it."""
-    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))), lambda: torch.randn(64, 1024)
+WARM = 3
+Workload = tuple[nn.Module, Callable[[], Tensor]]  # and a batch of its inputs
 
 
-def transformer() -> tuple[nn.Module, Callable[[], Tensor]]:
-    """4 layers of width 256, 16 sequences of 64: little memory, much work on it."""
-    layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-    return encoder, lambda: torch.randn(16, 64, 256)
+def mlp(batch: int) -> Workload:
+    """8 × Linear(1024): much memory, little work on it."""
+    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))), lambda: torch.randn(
+        batch, 1024
+    )
+
+
+class Gpt(nn.Module):
+    """4 causal layers of width 256 between 4096 tokens and their scores."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(4096, 256)
+        self.places = nn.Parameter(torch.zeros(length, 256))
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.scores = nn.Linear(256, 4096)
+        self.mask = nn.Transformer.generate_square_subsequent_mask(length)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        hidden = self.layers(self.tokens(batch) + self.places, self.mask, is_causal=True)
+        return self.scores(hidden)  # type: ignore[no-any-return]
+
+
+def gpt(batch: int) -> Workload:
+    """Little memory, much work on it."""
+    return Gpt(64), lambda: torch.randint(4096, (batch, 64))
+
+
+ADAM, SGD = partial(torch.optim.Adam, lr=1e-4), partial(torch.optim.SGD, lr=1e-4)
+WORKLOADS: dict[str, tuple[Callable[[int], Workload], int, Callable[..., Any]]] = {
+    "8 × Linear(1024), batch 64, Adam": (mlp, 64, ADAM),
+    "8 × Linear(1024), batch 256, SGD": (mlp, 256, SGD),
+    "8 × Linear(1024), batch 256, Adam": (mlp, 256, ADAM),
+    "GPT of 4 layers, width 256, 16 sequences of 64, Adam": (gpt, 16, ADAM),
+}
 
 
 def slowest(call: Callable[[], object]) -> float:
@@ -50,11 +81,12 @@ def slowest(call: Callable[[], object]) -> float:
     return float(took)
 
 
-def measure(rank: int, make: Callable[[], tuple[nn.Module, Callable[[], Tensor]]]) -> None:
+def measure(title: str, rank: int, rounds: int) -> None:
     """One table: what each verification costs on this workload."""
-    module, batch = make()
+    make, size, optimize = WORKLOADS[title]
+    module, batch = make(size)
     replica = DistributedDataParallel(module)
-    optimizer = torch.optim.Adam(replica.parameters(), lr=1e-4)
+    optimizer = optimize(replica.parameters())
 
     def step() -> None:
         optimizer.zero_grad()
@@ -62,56 +94,65 @@ def measure(rank: int, make: Callable[[], tuple[nn.Module, Callable[[], Tensor]]
         optimizer.step()
 
     tensors = [parameter.detach() for parameter in module.parameters()]
-    ways: dict[str, Callable[[], object]] = {
-        "parameters": lambda: verify_replicas(replica, gradients=False, finite=False),
-        "parameters, finite": lambda: verify_replicas(replica, gradients=False),
-        "and Adam's state": lambda: verify_replicas(replica, optimizer),
-        "and gradients": lambda: verify_replicas(replica, optimizer, gradients=True),
+    few = torch.zeros(30, dtype=torch.int64)
+    ways: dict[str, Callable[[], Report]] = {
+        "parameters, finite=False": partial(
+            verify_replicas, replica, gradients=False, finite=False
+        ),
+        "parameters": partial(verify_replicas, replica, gradients=False),
+        "and the optimizer": partial(verify_replicas, replica, optimizer),
+        "and gradients": partial(verify_replicas, replica, optimizer, gradients=True),
     }
     step()
-    healthy = all(bool(getattr(way(), "ok", False)) for way in ways.values())
-    nbytes = {name: getattr(way(), "nbytes", 0) for name, way in ways.items()}
-    buffers = {name: torch.zeros(nbytes[name] // 4) for name in ways}
-    took: dict[str, list[float]] = {}
-    for _ in range(WARM + ROUNDS):
-        took.setdefault("step", []).append(slowest(step))
-        took.setdefault("sum", []).append(slowest(lambda: [t.sum() for t in tensors]))
-        for name, way in ways.items():
-            took.setdefault(name, []).append(slowest(way))
-    for _ in range(WARM + 10):  # the large ones less often, beside a verification of their own
-        for name, buffer in buffers.items():
-            reduce = slowest(lambda buffer=buffer: dist.all_reduce(buffer))  # type: ignore[misc]
-            took.setdefault(f"all_reduce {name}", []).append(reduce)
-            took.setdefault(f"beside {name}", []).append(slowest(ways[name]))
+    reports = {name: way() for name, way in ways.items()}
+    buffers = {name: torch.zeros(report.nbytes // 4) for name, report in reports.items()}
+    timed: dict[str, Callable[[], object]] = {
+        "step": step,
+        "torch.sum of each parameter": lambda: [t.sum() for t in tensors],
+        "xxh3 of each parameter": lambda: [of_cpu(t) for t in tensors],
+        "all_reduce of 240 bytes": lambda: dist.all_reduce(few),
+    }
+    for name, way in ways.items():
+        timed[name] = way
+        timed[f"all_reduce {name}"] = partial(dist.all_reduce, buffers[name])
+    took: dict[str, list[float]] = {name: [] for name in timed}
+    for _ in range(WARM + rounds):
+        for name, call in timed.items():
+            took[name].append(slowest(call))
+
+    def share(name: str, of: str) -> float:
+        pairs = zip(took[name][WARM:], took[of][WARM:], strict=True)
+        return statistics.median(a / b for a, b in pairs) * 100
+
     ms = {name: statistics.median(times[WARM:]) * 1e3 for name, times in took.items()}
     if rank == 0:
         rows = [
-            [name, nbytes[name] / 1e6, ms[name], ms[name] / ms["step"] * 100,
-             ms[f"all_reduce {name}"], ms[f"beside {name}"] / ms[f"all_reduce {name}"] * 100]
-            for name in ways
+            [name, report.nbytes / 1e6, ms[name], share(name, "step"),
+             ms[f"all_reduce {name}"], share(name, f"all_reduce {name}")]
+            for name, report in reports.items()
         ]  # fmt: skip
-        print(f"{make.__doc__}\na step with Adam: {ms['step']:.2f} ms")
-        print(f"the least of reading the parameters once, torch.sum of each: {ms['sum']:.2f} ms")
+        print(f"\n{title}: a step takes {ms['step']:.1f} ms")
+        print("floors: " + ", ".join(f"{name} {ms[name]:.2f} ms" for name in list(timed)[1:4]))
         head = ["verified", "MB", "ms", "% of a step", "all_reduce ms", "% of it"]
         print(tabulate(rows, head, floatfmt=".2f"), flush=True)
-    if not healthy:
+    if not all(report.equal for report in reports.values()):
         sys.exit("a healthy replica is reported different")
 
 
-def main(rank: int, size: int, store: str) -> None:
+def main(rank: int, size: int, rounds: int, store: str) -> None:
     """In every rank."""
     torch.set_num_threads(1)
     limit = timedelta(seconds=60)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit
     )
-    for make in (mlp, transformer):
-        measure(rank, make)
+    for title in WORKLOADS:
+        measure(title, rank, rounds)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    ranks = int(sys.argv[1]) if sys.argv[1:] else 2
+    ranks, rounds = (*map(int, sys.argv[1:]), *(2, 20)[len(sys.argv) - 1 :])
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        torch.multiprocessing.spawn(main, (ranks, store), ranks)  # type: ignore[no-untyped-call]
+        torch.multiprocessing.spawn(main, (ranks, rounds, store), ranks)  # type: ignore[no-untyped-call]

@@ -1,0 +1,458 @@
+"""A run of DDP steps as text: what stands in each table, and that machines can read theirs."""
+
+import io
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import pytest
+from test_render import cells as cells_of_all
+from test_steps import (
+    a_step_case,
+    a_step_result,
+    a_step_run,
+    a_step_summary,
+    some_epochs,
+    some_replicas,
+)
+
+from ddpbench.analysis import findings, step_lines, steps
+from ddpbench.records import codec
+from ddpbench.records.schema import Finding, Plan, Run, StepResult
+from ddpbench.render import formats
+from ddpbench.render import rows as displayed
+from ddpbench.render.formats import FORMATS
+from ddpbench.render.rows import Column
+from ddpbench.render.steps import STEP_COLUMNS, ms
+
+TITLE = "mlp  width=1024 depth=8  8.397 M parameters (33.59 MB)  batch 64 a rank  sgd  2 ranks  cpu"
+
+
+def two_backends(**other: Any) -> Run:
+    """gloo with a late rank, and an mpi that hides more and copies for nothing."""
+    slow = a_step_summary(late=(1, 2.2), noise=0.02, exposed=19)
+    fast = a_step_summary(exposed=6.3, copies=0.05, noise=0.02, seed=3)
+    run = a_step_run(
+        a_step_result(summary=slow), a_step_result(a_step_case(backend="mpi"), 1, fast), **other
+    )
+    return replace(run, findings=findings.findings(run))
+
+
+def shown(*results: StepResult, **other: Any) -> str:
+    """The text table of a run of these results."""
+    return formats.table(a_step_run(*results, **other))
+
+
+def cells(said: str, title: str) -> list[dict[str, str]]:
+    """The rows of a table by head, without the lines of text that follow it."""
+    text = re.sub(r"\n(without|DDP's|the hook|too few) .*", "", said)
+    return cells_of_all(text, title)
+
+
+DIFFER = some_replicas(
+    equal=False, ok=False, verified=7, last_step=7, equal_until=6, first_bad=7, cost=None,
+    share=None, text="step 7: replicas DIFFERENT\nerror: it differs\n    next: do this",
+)  # fmt: skip
+
+
+# --- header and title -----------------------------------------------------------------------------
+
+
+def test_the_header_says_how_steps_were_measured() -> None:
+    """Rounds, steps in a row, threads, verification and seed stand in one line."""
+    lines = formats.table(two_backends()).splitlines()
+    assert lines[0] == "ddpbench ddp   a-run"
+    assert (
+        "how       24 rounds of 5 steps an arm, median of the slowest rank; 1 thread a rank; "
+        "verified after each step; seed 7" in lines
+    )
+    off = formats.table(two_backends(plan=Plan(verify=0)))
+    assert "not verified; seed 0" in off
+    assert "verified after each 10th step" in formats.table(two_backends(plan=Plan(verify=10)))
+
+
+def test_the_title_names_what_is_not_default() -> None:
+    """Workload, settings, size, batch and device always; options where they differ from DDP's."""
+    assert TITLE in formats.table(two_backends()).splitlines()
+    case = a_step_case(
+        accumulate=4, amp="bf16", comm_hook="fp16", bucket_cap_mb=2.5, static_graph=True,
+        gradient_as_bucket_view=True, find_unused_parameters=True, world_size=1, settings=(),
+    )  # fmt: skip
+    assert (
+        "mlp  8.397 M parameters (33.59 MB)  batch 64 a rank × 4  sgd  autocast bf16  hook fp16  "
+        "buckets of 2.5 MB  gradients in buckets  static graph  unused parameters searched  1 rank"
+        "  cpu" in shown(a_step_result(case)).splitlines()
+    )
+
+
+def test_a_partial_run_counts_steps() -> None:
+    """Of each backend: how many of its workloads are there."""
+    run = two_backends(state="interrupted", state_reason="interrupted by a signal")
+    launches = tuple(replace(launch, cases=3) for launch in run.launches)
+    assert (
+        "PARTIAL (interrupted): interrupted by a signal; gloo 1 of 3 cases, mpi 1 of 3 cases"
+        in formats.table(replace(run, launches=launches)).splitlines()
+    )
+
+
+def test_no_line_of_the_tables_is_wider_than_a_terminal() -> None:
+    """120 columns, with two backends, many buckets of long names, and every legend."""
+    run = two_backends()
+    longer = replace(run.steps[0], summary=a_step_summary(buckets=40), epochs=some_epochs(60))
+    table = formats.table(replace(run, steps=(longer, run.steps[1]), findings=()))
+    assert max(map(len, table.splitlines())) <= 120
+
+
+# --- phases ---------------------------------------------------------------------------------------
+
+
+def test_backends_stand_side_by_side_and_the_faster_has_a_star() -> None:
+    """A row a backend with step, interval, rate, phases, slowest rank, verdict and flags."""
+    run = two_backends()
+    gloo, mpi = cells(formats.table(run), TITLE)
+    assert list(gloo) == [column.head for column in STEP_COLUMNS.values() if column.default]
+    assert (gloo["backend"], mpi["backend"]) == ("gloo", "mpi *")
+    summary = run.steps[0].summary
+    assert summary is not None
+    assert gloo["step ms"] == f"{summary.step.value * 1e3:.2f}"
+    assert gloo["samples/s"] == f"{summary.samples_per_second:.0f}"
+    assert gloo["forward ms"] == f"{summary.phases[0].slowest.value * 1e3:.2f}"
+    assert (gloo["slowest rank"], gloo["equal"], gloo["flags"]) == ("1 (100 %)", "yes", "")
+    assert re.fullmatch(r"±0\.\d%", gloo["95 %"])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "like", "shown"),
+    [
+        (0.0012, 0.08, "1.20"), (0.08, 0.08, "80.00"), (0.012, 0.8, "12.0"), (1.5, 12.0, "1500"),
+        (0.00012, 0.0005, "0.1200"), (None, 1.0, "-"), (0.001, None, "1.000"),
+        (0.0000012, 0.0000012, "0.0012"),
+    ],
+)  # fmt: skip
+def test_milliseconds_have_the_places_of_the_step(
+    seconds: float | None, like: float | None, shown: str
+) -> None:
+    """A step has four digits, and all that is a part of it as many places."""
+    assert ms(seconds, like) == shown
+
+
+# --- budget ---------------------------------------------------------------------------------------
+
+
+def test_the_budget_shows_parts_and_never_noise_as_a_number() -> None:
+    """What is resolved has its value, interval and share; what is not has the bound that it lies
+    below, and no rank is accused."""
+    rows = cells(formats.table(two_backends()), "budget")
+    assert [row["part of a step"] for row in rows] == [
+        "compute", "bucket copies", "exposed communication", "communication",
+        "hidden communication", "waiting for rank 1",
+        "compute", "bucket copies", "exposed communication", "communication",
+        "hidden communication", "waiting for any one rank",
+    ]  # fmt: skip
+    assert [row["backend"] for row in rows] == ["gloo", *[""] * 5, "mpi", *[""] * 5]
+    assert float(rows[2]["ms"]) == pytest.approx(19.5, abs=0.5)
+    assert re.fullmatch(r"\[\d+\.\d\d … \d+\.\d\d\]", rows[2]["95 %"])
+    for row in (rows[7], rows[11]):
+        low, high = re.findall(r"-?\d+\.\d\d", row["95 %"])
+        assert float(low) <= 0
+        assert row["ms"] == f"< {high}"
+        assert row["% of step"].startswith("< 0.")
+
+
+def test_what_could_be_gained_at_most_is_told() -> None:
+    """The factor without communication of each backend, or the bound of what is not resolved."""
+    text = formats.table(two_backends())
+    factor = r"×\d\.\d\d \[\d\.\d\d … \d\.\d\d\] faster on"
+    said = rf"without communication and bucket copies, at most: {factor} gloo, {factor} mpi"
+    assert re.search(said, text)
+    nothing = a_step_summary(exposed=0, copies=0, noise=0.02, in_a_row=1)
+    assert re.search(r"at most: less than ×1\.\d\d faster", shown(a_step_result(summary=nothing)))
+
+
+def test_ddps_own_timers_and_the_hooks_cost_are_shown() -> None:
+    """A line a backend for the timers, one for what the timing hook adds."""
+    text = formats.table(two_backends())
+    said = r"\nDDP's own timers, slowest rank's ms on gloo: forward 15\.\d\d, backward 6\d\.\d\d, "
+    assert re.search(said, text)
+    assert re.search(r"\nthe hook that timed them adds to a step: .*on gloo, .* on mpi\n", text)
+
+
+def test_too_few_rounds_give_no_budget() -> None:
+    """Without any interval one line says why, instead of a table of dashes."""
+    text = shown(a_step_result(summary=a_step_summary(rounds=3)))
+    assert "budget\ntoo few rounds, or launches, on gloo: a budget needs six\n" in text
+    assert "exposed communication" not in text.split("\n\nstep ms:")[0]
+
+
+# --- buckets --------------------------------------------------------------------------------------
+
+
+def test_buckets_show_where_they_wait() -> None:
+    """Each bucket with size, names, hand-over, wire, wait and the late rank."""
+    rows = cells(formats.table(two_backends()), "buckets")
+    assert len(rows) == 8
+    named = ("backend", "#", "MB", "n", "parameters", "late rank")
+    assert [rows[0][head] for head in named] == [
+        "gloo", "0", "4.00", "2", "layers.4.weight … layers.4.bias", "1",
+    ]  # fmt: skip
+    assert float(rows[0]["wait ms"]) == pytest.approx(2.2, abs=0.3)
+    assert [row["late rank"] for row in rows] == ["1"] * 4 + ["-"] * 4
+
+
+@pytest.mark.parametrize(("count", "rows"), [(12, 12), (13, 11), (40, 11)])
+def test_of_many_buckets_both_ends_and_the_rest_are_shown(count: int, rows: int) -> None:
+    """Up to twelve all; of more the first and last five, and the others in one row."""
+    found = cells(shown(a_step_result(summary=a_step_summary(buckets=count))), "buckets")
+    assert len(found) == rows
+    if count > 12:
+        assert (found[5]["#"], found[5]["n"]) == ("…", str(2 * (count - 10)))
+        assert found[5]["MB"] == f"{4 * (count - 10)}.00"
+        assert found[5]["parameters"] == f"{count - 10} buckets: sums, largest ms"
+        assert found[-1]["#"] == str(count - 1)
+
+
+def test_long_names_keep_their_end() -> None:
+    """What tells parameters apart stands at the end of their names."""
+    result = a_step_result(summary=a_step_summary(buckets=1))
+    assert result.summary is not None
+    long = replace(
+        result.summary.buckets[0], first="transformer.encoder.layers.11.self_attn.in_proj_weight",
+        parameters=1,
+    )  # fmt: skip
+    (row,) = cells(
+        shown(replace(result, summary=replace(result.summary, buckets=(long,)))), "buckets"
+    )
+    assert row["parameters"] == "…elf_attn.in_proj_weight"
+
+
+# --- replicas and training ------------------------------------------------------------------------
+
+
+def test_equal_replicas_are_one_verdict_with_its_cost() -> None:
+    """How many steps were verified, what was compared, what it cost, and that the ranks' data
+    differed."""
+    block = formats.table(two_backends()).split("\n\nreplicas\n")[1].split("\n\n")[0]
+    assert block.splitlines() == [
+        line
+        for backend in ("gloo", "mpi ")
+        for line in (
+            f"{backend}  replicas equal after each of 136 steps, bit for bit: 16 parameters, 16 of "
+            "the optimizer's state (33.6 MB)",
+            "      one verification takes 4.50 ms = 5.6 % of a step; loss of each rank's own last "
+            "batch: 1.021  0.9835",
+        )
+    ]
+    every = shown(a_step_result(), plan=Plan(verify=10))
+    assert "replicas equal after 136 steps, each 10th, bit for bit: " in every
+    twice = shown(a_step_result(), a_step_result(launch=1))
+    assert "after each of 272 steps in 2 launches, bit for bit: " in twice
+    assert "gloo  not verified\n" in shown(a_step_result(replicas=None))
+
+
+def test_a_difference_is_shown_with_its_whole_report() -> None:
+    """The step, until when they were equal, and the report, indented; the row says NO; of several
+    launches the bad one is shown."""
+    for text in (
+        shown(a_step_result(replicas=DIFFER)),
+        shown(a_step_result(), a_step_result(launch=1, replicas=DIFFER)),
+    ):
+        below = text.split("\n\nreplicas\n")[1].splitlines()
+        assert below[:4] == [
+            "gloo  NOT EQUAL after step 7; equal until step 6",
+            "        step 7: replicas DIFFERENT",
+            "        error: it differs",
+            "            next: do this",
+        ]
+        (row,) = cells(text, TITLE)
+        assert (row["equal"], row["flags"].split()[0]) == ("NO", "DIFFER")
+    infinite = shown(a_step_result(replicas=replace(DIFFER, equal=True)))
+    assert "gloo  equal, but NOT FINITE after step 7" in infinite
+    assert cells(infinite, TITLE)[0]["equal"] == "NaN"
+
+
+def test_a_case_that_stopped_before_any_round_is_shown() -> None:
+    """Replicas that differ in the warm-up leave a row of dashes and the report."""
+    text = shown(replace(a_step_result(replicas=DIFFER), summary=None))
+    (row,) = cells(text, TITLE)
+    assert (row["step ms"], row["slowest rank"], row["equal"]) == ("-", "-", "NO")
+    assert "NOT EQUAL after step 7" in text
+    assert "budget" not in text
+
+
+def test_of_many_tensors_that_differ_two_stand_above_the_tables() -> None:
+    """The cause and two tensors, how many more there are; the rest stands in the report."""
+    tensors = [
+        Finding("error", "replicas-differ", f"parameter {i} differs", "",
+                {"kind": "parameter", "tensor": str(i)}) for i in range(5)
+    ]  # fmt: skip
+    cause = Finding("error", "bit-flip", "likely cause: a bit", "replace it", {"cause": "bit-flip"})
+    bad = a_step_result(replicas=replace(DIFFER, findings=(cause, *tensors)))
+    run = a_step_run(bad)
+    told = formats.table(replace(run, findings=findings.findings(run))).split("\n\n")[1]
+    assert told.splitlines()[:4] == [
+        "ERROR: mlp on gloo: likely cause: a bit. Next: replace it",
+        "ERROR: mlp on gloo: parameter 0 differs",
+        "ERROR: mlp on gloo: parameter 1 differs",
+        "  and 3 more of mlp on gloo, under replicas below",
+    ]
+
+
+@pytest.mark.parametrize(("count", "rows"), [(1, 1), (18, 18), (19, 16), (500, 16)])
+def test_of_a_long_training_some_epochs_are_shown(count: int, rows: int) -> None:
+    """All of a short one; of a long one the first, the last, ten between, and what went wrong."""
+    result = a_step_result(epochs=some_epochs(count))
+    found = cells(shown(result), "training")
+    numbers = [int(row["epoch"]) for row in found]
+    assert len(numbers) == rows
+    assert numbers == sorted(set(numbers))
+    assert (numbers[0], numbers[-1]) == (1, count)
+    assert found[0] == {
+        "backend": "gloo", "epoch": "1", "train loss": "0.4500", "validation loss": "0.4950",
+        "seconds": "0.3120", "replicas": "equal",
+    }  # fmt: skip
+    if count == 500:
+        epochs = list(result.epochs)
+        epochs[49] = replace(epochs[49], replicas_equal=False)
+        bad = cells(shown(replace(result, epochs=tuple(epochs))), "training")
+        assert [r["epoch"] for r in bad if r["replicas"] == "NOT EQUAL"] == ["50"]
+
+
+# --- below the tables -----------------------------------------------------------------------------
+
+
+def test_skipped_cases_and_notes_have_their_reason() -> None:
+    """Backends of one reason share a line; a skipped workload has no table."""
+    both = [a_step_case(workload="big", backend=name) for name in ("gloo", "mpi")]
+    skipped = [StepResult(case, i, reason="no memory") for i, case in enumerate(both)]
+    text = shown(a_step_result(notes=("no_sync is forbidden",)), *skipped)
+    assert "skipped big on gloo, mpi: no memory" in text.splitlines()
+    assert "note: mlp on gloo: no_sync is forbidden" in text.splitlines()
+    assert not any(line.startswith("big ") for line in text.splitlines())
+
+
+def test_legends_explain_what_is_shown_and_no_more() -> None:
+    """Flags that were raised, the star, and tables that are there."""
+    said = formats.table(two_backends()).split("\n\n")[-1]
+    assert "*: the faster backend" in said
+    assert "waiting: " in said
+    alone = replace(a_step_summary(rounds=3), budget=(), buckets=(), observer=None)
+    few = shown(a_step_result(a_step_case(world_size=1), summary=alone)).split("\n\n")[-1]
+    assert [line.split(":")[0] for line in few.splitlines()] == ["step ms", "imprecise"]
+
+
+def test_quiet_leaves_the_tables_only() -> None:
+    """Quiet drops header, notes, skipped cases and legends."""
+    blocks = formats.table(two_backends(), quiet=True).split("\n\n")
+    heads = [block.split("\n")[0] for block in blocks]
+    assert heads == [TITLE, "budget", "buckets", "replicas"]
+
+
+def test_a_run_without_steps_says_so() -> None:
+    """Nothing measured is told, in every format, without an error."""
+    run = a_step_run()
+    assert "nothing was measured" in formats.table(run)
+    assert "nothing was measured" in formats.markdown(run)
+    assert pd.read_csv(io.StringIO(formats.csv(run))).shape == (0, len(STEP_COLUMNS))
+    assert codec.decode(Run, json.loads(formats.json(run))) == run
+
+
+def test_markdown_has_headings_and_tables_that_render() -> None:
+    """A heading a workload and one a table within; every table has rows of equally many cells, and
+    lines of text do not run together."""
+    lines = formats.markdown(two_backends()).splitlines()
+    assert [line for line in lines if line.startswith("#")] == [
+        f"### {TITLE}", "#### budget", "#### buckets", "#### replicas",
+    ]  # fmt: skip
+    for i, line in enumerate(lines):
+        if line and lines[i - 1] and i:
+            assert line.count("|") == lines[i - 1].count("|") > 2
+
+
+# --- for machines ---------------------------------------------------------------------------------
+
+
+def test_csv_has_every_number_unrounded() -> None:
+    """One row a case, every column by name, numbers as numbers, ms as the record has seconds."""
+    run = two_backends()
+    frame = pd.read_csv(io.StringIO(formats.csv(run)))
+    assert list(frame.columns) == list(STEP_COLUMNS)
+    assert frame["backend"].tolist() == ["gloo", "mpi"]
+    words = {"workload", "settings", "backend", "provider", "device", "optimizer", "comm_hook"}
+    for name in set(STEP_COLUMNS) - words:
+        numeric = pd.api.types.is_numeric_dtype(frame[name])
+        assert numeric or pd.api.types.is_bool_dtype(frame[name]), name
+    for row, result in enumerate(run.steps):
+        summary = result.summary
+        assert summary is not None
+        assert frame["step_ms"][row] == summary.step.value * 1e3
+        for name, part in zip(("compute", "copies", "exposed", "communication", "hidden",
+                               "waiting"), summary.budget, strict=True):  # fmt: skip
+            assert frame[f"{name}_ms"][row] == part.figure.value * 1e3
+            assert part.figure.interval is not None
+            assert frame[f"{name}_low_ms"][row] == part.figure.interval.low * 1e3
+    assert frame["late_rank"].tolist()[0] == 1
+    assert frame["late_rank"].isna().tolist() == [False, True]
+    assert frame["replicas_equal"].tolist() == [True, True]
+    assert frame["verified"].tolist() == [136, 136]
+
+
+def test_the_columns_of_parts_know_their_names() -> None:
+    """Each part of the budget that can be made has its columns."""
+    (line,) = step_lines.lines(a_step_run(a_step_result(summary=a_step_summary(late=(1, 9)))))
+    for name in ("compute", "copies", "exposed", "communication", "hidden", "waiting"):
+        assert STEP_COLUMNS[f"{name}_ms"].value(line) is not None
+    assert steps.COPIES == "bucket copies"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
+    """--columns gives these columns in every format, and no other table; what is noise stays a
+    bound in text."""
+    said = FORMATS[form](two_backends(), ("copies_ms", "backend"), True)
+    if form == "csv":
+        assert said.splitlines()[0] == "copies_ms,backend"
+    elif form == "json":
+        assert [list(row) for row in json.loads(said)] == [["copies_ms", "backend"]] * 2
+    else:
+        assert len(said.split("\n\n")) == (1 if form == "table" else 2)
+        assert re.search(r"< 0\.\d\d.*mpi", said)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_unknown_column_is_one_sentence(form: str) -> None:
+    """A column of collectives is none of a step's: ValueError with those that there are."""
+    with pytest.raises(
+        ValueError, match=r"^this run has no column 'p99'; it has workload, .*flags$"
+    ):
+        FORMATS[form](two_backends(), ("p99",), False)
+
+
+def test_json_is_the_whole_run() -> None:
+    """Without columns the run as stored, equal again after reading."""
+    run = two_backends()
+    assert codec.decode(Run, json.loads(formats.json(run))) == run
+
+
+def test_every_column_can_be_shown_for_every_line() -> None:
+    """Each column of each kind of line is a short text, also where nearly nothing is known."""
+    bare = replace(a_step_summary(rounds=1), budget=(), buckets=(), observer=None, timers={},
+                   speed_up=None)  # fmt: skip
+    results = [
+        a_step_result(),
+        a_step_result(a_step_case(batch=1), summary=bare, replicas=None, cold_seconds=None),
+        replace(a_step_result(a_step_case(batch=2), replicas=DIFFER), summary=None),
+        a_step_result(a_step_case(batch=3), epochs=some_epochs(2)),
+    ]
+    for line in step_lines.lines(a_step_run(*results)):
+        for name, column in STEP_COLUMNS.items():
+            assert re.fullmatch(r"[^\n]{0,40}", displayed.text(line, name, STEP_COLUMNS)), name
+            assert isinstance(column.value(line), float | int | str | None), name
+
+
+def test_a_column_that_is_added_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One entry of STEP_COLUMNS is enough."""
+    monkeypatch.setitem(STEP_COLUMNS, "double", Column("double", lambda line: 2 * line.case.batch))
+    assert [row["double"] for row in cells(formats.table(two_backends()), TITLE)] == ["128"] * 2
+    assert formats.csv(two_backends(), ("double",)).split() == ["double", "128", "128"]

@@ -1,0 +1,398 @@
+"""The workloads: weights, data and losses, alone and in a DDP step of real ranks.
+
+One job plays every workload in all its ranks and leaves what it saw in files. A rank runs this very
+file: `python test_workloads.py JOB FOLDER [RANK SIZE]`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_mpi
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpbench.catalog import workloads
+from ddpbench.catalog.workloads import WORKLOADS, Place, Task, get
+
+CPU = torch.device("cpu")
+# Shapes of each workload that take a moment.
+SMALL: dict[str, dict[str, int]] = {
+    "linear": {},
+    "mlp": {"width": 16, "depth": 3},
+    "convnet": {"width": 4, "depth": 2},
+    "transformer": {"layers": 2, "width": 128, "sequence": 8, "vocabulary": 50},
+    "embedding": {"rows": 500, "width": 8},
+    "contrastive": {"width": 16},
+    "regression": {"width": 16, "depth": 3},
+}
+
+
+def built(name: str, place: Place) -> Task:
+    """A small task."""
+    return WORKLOADS[name].build(SMALL[name], place)
+
+
+def alone(rank: int = 0, world_size: int = 1, batch: int = 4, seed: int = 3) -> Place:
+    """A place without a process group."""
+    return Place(rank, world_size, batch, CPU, seed, None)
+
+
+def flat(task: Task) -> Tensor:
+    """All weights and buffers as one."""
+    return torch.cat([t.detach().double().view(-1) for t in task.model.state_dict().values()])
+
+
+def test_every_workload_has_a_small_shape_here() -> None:
+    """A workload that is added is tested with the others, with all of its settings, and has
+    defaults for both kinds of device."""
+    assert set(SMALL) == set(WORKLOADS)
+    for name, workload in WORKLOADS.items():
+        assert set(SMALL[name]) == set(workload.settings)
+        for by_device in (workload.batch, *workload.settings.values()):
+            assert set(by_device) == {"cpu", "cuda"}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_seed_alone_decides(name: str) -> None:
+    """Weights and data are the same whenever they are made with one seed, and others with another;
+    the global random state is neither used nor left changed."""
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    task = built(name, alone())
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    again, other = built(name, alone()), built(name, alone(seed=4))
+    assert torch.equal(flat(task), flat(again))
+    assert not torch.equal(flat(task), flat(other))
+    for step in (0, 5):
+        assert all(map(torch.equal, task.batch(step), again.batch(step)))
+        assert not all(map(torch.equal, task.batch(step), other.batch(step)))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_ranks_share_one_data_set(name: str) -> None:
+    """In each epoch each sample is dealt to one rank, every batch is full, and the next epoch deals
+    in another order; behind the last epoch the batches come again."""
+    tasks = [built(name, alone(rank, 3)) for rank in range(3)]
+    steps = workloads.STEPS if name == "regression" else workloads.BATCHES
+    epochs: list[list[str]] = []
+    for epoch in range(workloads.EPOCHS):
+        epochs.append([])
+        for step in range(epoch * steps, (epoch + 1) * steps):
+            for task in tasks:
+                first, *_ = task.batch(step)
+                assert len(first) == 4
+                epochs[-1] += [str(sample.tolist()) for sample in first]
+    assert set(epochs[0]) == set(epochs[1])
+    assert epochs[0] != epochs[1]
+    # Regression's data set is one sample short, which the sampler repeats.
+    assert len(set(epochs[0])) == 3 * 4 * steps - (name == "regression")
+    assert len(epochs[0]) == 3 * 4 * steps
+    assert tasks[0].batch(workloads.EPOCHS * steps) is tasks[0].batch(0)
+
+
+def test_linear_is_the_example_of_the_ddp_notes() -> None:
+    """Linear(10, 10), 20 samples, mean squared error, SGD at 0.001."""
+    linear = WORKLOADS["linear"]
+    assert (linear.batch["cpu"], linear.optimizer, linear.learning_rate) == (20, "sgd", 0.001)
+    task = built("linear", alone(batch=20))
+    x, y = task.batch(0)
+    assert x.shape == y.shape == (20, 10)
+    loss = task.loss(task.model, (x, task.model(x) + 2))
+    assert float(loss.detach()) == pytest.approx(4)
+
+
+def test_the_default_transformer_has_gpt2s_parameters() -> None:
+    """124 439 808 of GPT-2 small: output weights are the tokens' own."""
+    settings = {name: values["cuda"] for name, values in WORKLOADS["transformer"].settings.items()}
+    with torch.device("meta"):
+        model = workloads._gpt(settings, heads=12)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
+
+
+def test_the_transformer_sees_no_later_token() -> None:
+    """A score does not depend on the tokens that follow it, and does on those before."""
+    task = built("transformer", alone())
+    (tokens,) = task.batch(0)
+    tokens = tokens[:, :-1]
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 50
+    scores, others = task.model(tokens), task.model(changed)
+    assert torch.equal(scores[:, :5], others[:, :5])
+    assert not torch.isclose(scores[:, 5:], others[:, 5:]).all(-1).any()
+    assert float(task.loss(task.model, task.batch(0)).detach()) == pytest.approx(math.log(50), 0.1)
+
+
+def test_heads_must_divide_the_width() -> None:
+    """A narrow model has one head; a width between multiples is refused in a sentence."""
+    settings = {**SMALL["transformer"], "width": 24}
+    assert WORKLOADS["transformer"].build(settings, alone())
+    with pytest.raises(ValueError, match=r"width 200 does not divide among 3 heads"):
+        WORKLOADS["transformer"].build({**settings, "width": 200}, alone())
+
+
+def test_most_rows_of_the_table_get_no_gradient() -> None:
+    """The table's gradient is dense, with values in the rows of the batch only."""
+    task = built("embedding", alone())
+    task.loss(task.model, task.batch(0)).backward()
+    gradient = next(task.model.parameters()).grad
+    assert gradient is not None
+    assert gradient.layout == torch.strided
+    rows = gradient.abs().sum(1).nonzero().view(-1)
+    assert set(rows.tolist()) <= set(task.batch(0)[0].view(-1).tolist())
+    assert 0 < len(rows) < 250
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 1010])
+def test_validation_counts_each_sample_once(ranks: int) -> None:
+    """Over the shares of all ranks, of which one may be empty."""
+    place = Place(0, ranks, 2, CPU, 3, None)
+    shares = [
+        training.validation
+        for rank in sorted({0, 1 % ranks, ranks - 2, ranks - 1} if ranks > 3 else set(range(ranks)))
+        if (training := built("regression", replace(place, rank=rank)).training)
+    ]
+    assert all(len(x) == len(y) == size for share in shares for (x, y), size in share)
+    if ranks > 3:
+        assert [sum(size for _, size in share) for share in shares] == [1, 1, 1, 0]
+        return
+    samples = [str(row) for share in shares for (x, _), _ in share for row in x.tolist()]
+    assert len(samples) == len(set(samples)) == workloads.VALIDATION
+
+
+# --- names
+
+
+def test_an_unknown_name_is_one_sentence() -> None:
+    """What is known, and what was probably meant."""
+    with pytest.raises(ValueError, match=r"unknown workload 'transfromer'; did you mean transf"):
+        get("transfromer")
+    with pytest.raises(ValueError, match=r"Known: linear, .*; or package\.module:function"):
+        get("")
+
+
+OWN = """
+import torch
+def build(rank, world_size, device):
+    return torch.nn.Linear(3, rank + 1), lambda step: step, lambda model, batch: batch
+def pair(rank, world_size, device):
+    return torch.nn.Linear(3, 3), lambda step: step
+def swapped(rank, world_size, device):
+    return lambda step: step, torch.nn.Linear(3, 3), None
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of the user's in the current folder, another that does not run."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "workload_of_mine", raising=False)
+    (tmp_path / "workload_of_mine.py").write_text(OWN)
+    (tmp_path / "workload_broken.py").write_text("1 / 0\n")
+
+
+@pytest.mark.usefixtures("own")
+def test_the_users_function_is_called_in_its_rank() -> None:
+    """As function(rank, world_size, device); what it returns is the task."""
+    workload = get("workload_of_mine:build")
+    assert workload.name == "workload_of_mine:build"
+    assert (dict(workload.settings), workload.batch["cpu"], workload.trains) == ({}, 1, False)
+    task = workload.build({}, alone(rank=1, world_size=2))
+    assert task.model.weight.shape == (2, 3)
+    assert (task.batch(7), task.loss(task.model, "x")) == (7, "x")
+    assert task.training is None
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("nowhere.at:all", "(ModuleNotFoundError: No module named 'nowhere')"),
+        ("workload_broken:build", "(ZeroDivisionError: division by zero)"),
+        ("workload_of_mine:nothing", "AttributeError: module 'workload_of_mine' has no attribute"),
+        ("workload_of_mine:number", "is a int, not a function(rank, world_size, device)"),
+        (":build", "(ValueError: Empty module name)"),
+        ("workload_of_mine:pair", "(model, batch, loss): a torch.nn.Module, batch(step)"),
+        ("workload_of_mine:pair", "it returned (Linear, function)"),
+        ("workload_of_mine:swapped", "it returned (function, Linear, NoneType)"),
+    ],
+)
+def test_a_wrong_function_is_one_sentence(name: str, told: str) -> None:
+    """What was given and what is wanted, whatever is wrong with it."""
+    with pytest.raises(ValueError, match=re.escape(told)) as raised:
+        get(name).build({}, alone())
+    assert name in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+# --- in real ranks: each play runs in every rank of a group, and returns what its test looks at
+
+
+def in_ddp(name: str, place: Place) -> dict[str, Any]:
+    """Two DDP steps of a small task, bit by bit the same in all ranks but for the data."""
+    task = built(name, place)
+    seen: dict[str, Any] = {"weights": flat(task).sum().item()}
+    seen["batches"] = [str(task.batch(step)) for step in range(2)]
+    replica = DistributedDataParallel(task.model, process_group=place.group)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
+    losses = []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = task.loss(replica, task.batch(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    gradients = [p.grad for p in task.model.parameters()]
+    finite = all(g is not None and g.isfinite().all() for g in gradients)
+    return {**seen, "losses": losses, "finite": finite, "after": parameters(task)}
+
+
+def parameters(task: Task) -> str:
+    """The bits of all parameters."""
+    values = torch.cat([p.detach().view(-1) for p in task.model.parameters()])
+    return bytes(values.view(torch.uint8).tolist()).hex()
+
+
+def joined(place: Place) -> list[float]:
+    """How far each gradient of contrastive is from one process's on the joined batch of all ranks,
+    relative to the largest element; in float64, in the first and the second batch."""
+    task = built("contrastive", place)
+    replica = DistributedDataParallel(task.model.double(), process_group=place.group)
+    everyone = [
+        built("contrastive", replace(place, rank=rank, group=None))
+        for rank in range(place.world_size)
+    ]
+    single = everyone[0]
+    single.model.double()
+    apart = []
+    for step in range(2):
+        batches = [[part.double() for part in one.batch(step)] for one in everyone]
+        loss = task.loss(replica, batches[place.rank])
+        loss.backward()
+        whole = [torch.cat(parts) for parts in zip(*batches, strict=True)]
+        wanted_loss = single.loss(single.model, whole)
+        wanted_loss.backward()
+        apart.append(abs(float(loss.detach() - wanted_loss.detach())))
+        pairs = zip(task.model.parameters(), single.model.parameters(), strict=True)
+        for got, wanted in pairs:
+            assert got.grad is not None
+            assert wanted.grad is not None
+            scale = wanted.grad.abs().max().item()
+            assert scale > 0
+            apart.append((got.grad - wanted.grad).abs().max().item() / scale)
+        replica.zero_grad()
+        single.model.zero_grad()
+    return apart
+
+
+def job(folder: Path, group: Any) -> None:
+    """All plays, in every rank."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    place = Place(rank, dist.get_world_size(), 4, CPU, 3, group)
+    outcomes: dict[str, Any] = {}
+    try:
+        for name in WORKLOADS:
+            outcomes[name] = in_ddp(name, place)
+        outcomes["joined"] = joined(place)
+    except Exception:
+        outcomes["error"] = traceback.format_exc()
+    (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+    dist.destroy_process_group()
+
+
+def job_gloo(folder: Path, rank: int, size: int) -> None:
+    store = dist.FileStore(str(folder / "store"), size)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    job(folder, dist.group.WORLD)
+
+
+def job_mpi(folder: Path) -> None:
+    import ddpbench.runtime.mpi
+
+    dist.init_process_group(ddpbench.runtime.mpi.NAME)
+    job(folder, dist.group.WORLD)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+    @cache
+    def run(group: str) -> list[Any]:
+        folder = tmp_path_factory.mktemp(group)
+        backend, _, size = group.partition("-")
+        said = run_gloo(folder, int(size)) if backend == "gloo" else run_mpi(folder, int(size))
+        paths = [folder / f"{rank}.json" for rank in range(int(size))]
+        assert all(path.exists() for path in paths), said
+        seen = [json.loads(path.read_text()) for path in paths]
+        assert not any("error" in one for one in seen), seen
+        return seen
+
+    return run
+
+
+def run_gloo(folder: Path, size: int) -> str:
+    words = [sys.executable, __file__, "job_gloo", str(folder)]
+    ranks = [
+        subprocess.Popen(
+            [*words, str(rank), str(size)], stderr=subprocess.PIPE, env=test_mpi.ENVIRONMENT,
+            text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        return "".join(rank.communicate(timeout=60)[1] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def run_mpi(folder: Path, size: int) -> str:
+    return test_mpi.run_job(job_mpi, size, folder, __file__).stderr
+
+
+GROUPS = ["gloo-2", "gloo-3", "mpi-2"]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_ddp_step(outcomes: Callable[[str], list[Any]], group: str, name: str) -> None:
+    """Each rank builds the same weights and batches of its own; after two DDP steps losses and
+    gradients are finite, and the parameters have the same bits in all ranks."""
+    seen = [one[name] for one in outcomes(group)]
+    assert len({one["weights"] for one in seen}) == 1
+    batches = [batch for one in seen for batch in one["batches"]]
+    assert len(set(batches)) == 2 * len(seen)
+    assert all(math.isfinite(loss) for one in seen for loss in one["losses"])
+    assert all(one["finite"] for one in seen)
+    assert len({one["after"] for one in seen}) == 1
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_contrastive_is_as_one_process(outcomes: Callable[[str], list[Any]], group: str) -> None:
+    """Loss and gradients in DDP are those of one process on the joined batch of all ranks."""
+    for one in outcomes(group):
+        assert len(one["joined"]) == 2 * (1 + 9)
+        assert max(one["joined"]) < 1e-12
+
+
+if __name__ == "__main__":
+    rank = [int(word) for word in sys.argv[3:]]
+    globals()[sys.argv[1]](Path(sys.argv[2]), *rank)
