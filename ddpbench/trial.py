@@ -52,6 +52,7 @@ class Trial:
         case, main, reason = self._replica(workload)
         if reason is not None or main is None:
             return StepResult(case=case, launch=self.index, reason=reason), None
+        epochs = self._train(workload, case)  # first: a checkpoint that cannot be is told at once
         arms, notes = self._arms(case)
         probe = None
         if len(arms) > 1:
@@ -78,12 +79,10 @@ class Trial:
             summary=summary,
             replicas=ledger.told(*cost) if self.asked.verify else None,
             losses=tuple(losses) if None not in losses else (),
+            epochs=epochs,
             notes=tuple(notes),
             others_share=session.others_share(self.ranks, meter),
         )
-        del main, probe
-        if workload.trains and self.asked.epochs and measured.stop_reason != "interrupted":
-            result = replace(result, epochs=self._train(workload, case))
         return replace(result, wall_seconds=time.monotonic() - began), columns
 
     def _place(self, batch: int) -> workloads.Place:
@@ -181,7 +180,6 @@ class Trial:
         self, case: StepCase, main: Replica, probe: Replica | None, arms: tuple[str, ...],
         ledger: Ledger, record: book.Book,
     ) -> Measured:  # fmt: skip
-
         asked, done = self.asked, 0.0
 
         def progress(share: float) -> None:
@@ -203,8 +201,9 @@ class Trial:
         return measured
 
     def _train(self, workload: Workload, case: StepCase) -> tuple[Epoch, ...]:
-        """The epochs of a training to its end, with a new replica."""
-
+        """The epochs of a training to its end, with a replica of its own; most workloads: none."""
+        if not (workload.trains and self.asked.epochs):
+            return ()
         asked = self.asked
         rate = asked.learning_rate or workload.learning_rate
 
