@@ -352,7 +352,7 @@ def _require_hook(ranks: Group, asked: Options, backend: Backend) -> None:
         )  # fmt: skip
     sentence = agree.from_rank_0(ranks, sentence)
     if sentence is not None:
-        raise Refused(sentence)
+        raise Refused(f"--comm-hook {sentence}; use --comm-hook none, or another backend")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Training to the end: losses, checkpoints and resumption, in real ranks.
 
 One job plays everything in all its ranks and leaves what it saw in files. A rank runs this very
-file: `python test_training.py JOB FOLDER RANK SIZE`.
+file: `python test_training.py FOLDER SIZE PLAY…`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -281,19 +283,16 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]
         folder = tmp_path_factory.mktemp(f"ranks-{size}")
         # On eight ranks only what is of interest there.
         names = ["play_converged"] if size > 3 else sorted(PLAYS, key="play_interrupted".__eq__)
-        words = [sys.executable, __file__, str(folder)]
-        ranks = [
-            subprocess.Popen(
-                [*words, str(rank), str(size), *names], env=test_mpi.ENVIRONMENT,
-                stderr=subprocess.PIPE, text=True,
-            )
-            for rank in range(size)
-        ]  # fmt: skip
+        words = [sys.executable, __file__, str(folder), str(size), *names]
+        ranks = subprocess.Popen(
+            words, env=test_mpi.ENVIRONMENT, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
         try:
-            said = "".join(rank.communicate(timeout=120)[1] for rank in ranks)
+            said = ranks.communicate(timeout=150)[1]
         finally:
-            for rank in ranks:
-                rank.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(ranks.pid, signal.SIGKILL)
         paths = [folder / f"{rank}.json" for rank in range(size)]
         assert all(path.exists() for path in paths), said
         return [json.loads(path.read_text()) for path in paths]
@@ -418,5 +417,15 @@ def test_other_tasks_do_not_train() -> None:
         )
 
 
+def main(folder: Path, size: int, *names: str) -> None:
+    """All ranks, forked from one process: importing torch eight times would take longest."""
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=job, args=(folder, rank, size, *names)) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+
+
 if __name__ == "__main__":
-    job(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

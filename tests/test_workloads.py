@@ -1,14 +1,18 @@
 """The workloads: weights, data and losses, alone and in a DDP step of real ranks.
 
 One job plays every workload in all its ranks and leaves what it saw in files. A rank runs this very
-file: `python test_workloads.py JOB FOLDER [RANK SIZE]`.
+file: `python test_workloads.py JOB FOLDER [SIZE]`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import multiprocessing
+import os
 import re
+import signal
 import subprocess
 import sys
 import traceback
@@ -318,7 +322,19 @@ def job(folder: Path, group: Any) -> None:
     dist.destroy_process_group()
 
 
-def job_gloo(folder: Path, rank: int, size: int) -> None:
+def job_gloo(folder: Path, size: str) -> None:
+    """All ranks, forked from one process, which imports torch once for all."""
+    fork = multiprocessing.get_context("fork")
+    ranks = [
+        fork.Process(target=over_gloo, args=(folder, rank, int(size))) for rank in range(int(size))
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+
+
+def over_gloo(folder: Path, rank: int, size: int) -> None:
     store = dist.FileStore(str(folder / "store"), size)
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
@@ -349,19 +365,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[A
 
 
 def run_gloo(folder: Path, size: int) -> str:
-    words = [sys.executable, __file__, "job_gloo", str(folder)]
-    ranks = [
-        subprocess.Popen(
-            [*words, str(rank), str(size)], stderr=subprocess.PIPE, env=test_mpi.ENVIRONMENT,
-            text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
+    words = [sys.executable, __file__, "job_gloo", str(folder), str(size)]
+    ranks = subprocess.Popen(
+        words, env=test_mpi.ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
-        return "".join(rank.communicate(timeout=60)[1] for rank in ranks)
+        return ranks.communicate(timeout=150)[1]
     finally:
-        for rank in ranks:
-            rank.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
 
 
 def run_mpi(folder: Path, size: int) -> str:
@@ -394,5 +406,4 @@ def test_contrastive_is_as_one_process(outcomes: Callable[[str], list[Any]], gro
 
 
 if __name__ == "__main__":
-    rank = [int(word) for word in sys.argv[3:]]
-    globals()[sys.argv[1]](Path(sys.argv[2]), *rank)
+    globals()[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
