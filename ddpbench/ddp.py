@@ -204,8 +204,8 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     add(
         "--seconds",
         type=options.positive,
-        default=20.0,
-        help="for one workload on one backend; at least six rounds are measured; default 20",
+        default=30.0,
+        help="for one workload on one backend; at least six rounds are measured; default 30",
     )
     add("--rounds", type=options.whole(1), metavar="N", help="this many, however long they take")
     add(

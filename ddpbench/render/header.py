@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ddpbench.analysis import stats
@@ -59,18 +60,21 @@ def _how_calls(run: Run) -> str:
 
 def _how_steps(run: Run) -> str:
     known = [each.summary for each in run.steps if each.summary]
-    threads = _span({each.case.threads for each in run.steps})
-    rounds, steps = _span({s.rounds for s in known}), _span({s.in_a_row for s in known})
-    words = [
-        f"{rounds} rounds of {steps} steps an arm, median of the slowest rank" if known else "",
-        f"{threads} thread{'' if threads == '1' else 's'} a rank" if threads else "",
-        verified(run.plan.verify),
-    ]
-    return "; ".join(word for word in words if word)
+    words = []
+    if known:
+        rounds = _span((each.rounds for each in known), "round")
+        in_a_row = _span((each.in_a_row for each in known), "step")
+        words.append(f"{rounds} of {in_a_row} an arm, median of the slowest rank")
+    if run.steps:
+        words.append(f"{_span((each.case.threads for each in run.steps), 'thread')} a rank")
+    return "; ".join([*words, verified(run.plan.verify)])
 
 
-def _span(numbers: set[int]) -> str:
-    return " to ".join(str(n) for n in sorted({min(numbers), max(numbers)})) if numbers else ""
+def _span(numbers: Iterable[int], unit: str) -> str:
+    """ "1 step", "13 to 16 rounds"."""
+    ends = sorted(set(numbers))
+    shown = str(ends[0]) if len(ends) == 1 else f"{ends[0]} to {ends[-1]}"
+    return f"{shown} {unit}{'' if ends == [1] else 's'}"
 
 
 def verified(every: int) -> str:
