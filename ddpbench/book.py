@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -218,6 +219,15 @@ def mark(folder: Path, state: str, reason: str, code: int) -> None:
     """Mark a run that ends before its time; whichever rank lives may do it."""
     with contextlib.suppress(OSError, store.InvalidRun):  # another host, or a full disk
         store.close(folder, state, reason, code)
+
+
+def discard(folder: Path) -> bool:
+    """Remove a run in which nothing was measured or skipped; whether it was such a one."""
+    with contextlib.suppress(OSError, store.InvalidRun):
+        if not store.read(folder).outcomes:
+            shutil.rmtree(folder)
+            return True
+    return False
 
 
 def finish(

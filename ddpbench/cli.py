@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -159,8 +158,8 @@ def start(asked: session.Options, words: Sequence[str]) -> int:
         if code != 0:
             reason = f"the ranks on {name} ended with exit code {code}"
             end = end or book.End("failed", reason, 5)
-    if not store.read(folder).launches:  # nothing was measured
-        shutil.rmtree(folder)
+    nothing = refusals or not store.read(folder).launches
+    if nothing and book.discard(folder):
         return 2 if refusals or end is None else end.code
     return book.finish(folder, asked.format, asked.columns, asked.quiet, end)
 

@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--async", dest="async_op", action="store_true", help="call with async_op=True, then wait")
     options.add_where(parser)
     _add_how(parser)
-    options.add_repeats(parser)
+    options.add_repeats(parser, "of the order of cases; default: drawn, and stored")
     options.add_shown(parser, COLUMNS)
     options.add_stored(parser)
 

@@ -132,7 +132,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_ddp(parser.add_argument_group("DDP's options"))
     options.add_where(parser)
     _add_how(parser.add_argument_group("how it is measured"))
-    options.add_repeats(parser)
+    options.add_repeats(parser, "of weights, data and the order of arms; default 0")
+    parser.set_defaults(seed=0)  # data and weights are the same in every run
     options.add_shown(parser, STEP_COLUMNS)
     options.add_stored(parser)
 

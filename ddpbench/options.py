@@ -176,8 +176,8 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_repeats(parser: argparse.ArgumentParser) -> None:
-    """Launches, and the seed of what is drawn."""
+def add_repeats(parser: argparse.ArgumentParser, seed: str) -> None:
+    """Launches, and the seed: the help on what it is for."""
     add = parser.add_argument_group("how often").add_argument
     add(
         "--launches",
@@ -186,7 +186,7 @@ def add_repeats(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="repeat in R sets of fresh processes; from 6 on, intervals hold over launches",
     )
-    add("--seed", type=whole(0), help="of the order of cases; default: drawn, and stored")
+    add("--seed", type=whole(0), help=seed)
 
 
 def add_shown(parser: argparse.ArgumentParser, columns: Iterable[str]) -> None:

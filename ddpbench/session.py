@@ -94,7 +94,13 @@ def run(asked: T, place: Placement, sweep: Sweep[T]) -> int:
         ranks.watchdog.on_end = lambda *end: book.mark(folder, *end)
         end = None
         for number, name in enumerate(asked.backend):
-            failure = sweep(ranks, backends.get(name), asked, plan, folder, asked.launch + number)
+            try:
+                backend = backends.get(name)
+                failure = sweep(ranks, backend, asked, plan, folder, asked.launch + number)
+            except Refused:
+                if place.rank == 0 and asked.join is None:
+                    book.discard(folder)
+                raise
             if failure is not None:
                 end = book.End("failed", failure, 5)
             elif agree.first_objection(ranks, ranks.interrupted) is not None:

@@ -345,10 +345,12 @@ def test_regression_is_resumed_to_the_same_losses(tmp_path: Path) -> None:
     for folder, extra in (
         ("whole", ("--epochs", "4")),
         ("first", ("--epochs", "2", "--checkpoint", "c.pt")),
+        ("absent", ("--epochs", "4", "--checkpoint", "d.pt", "--resume")),
         ("second", ("--epochs", "4", "--checkpoint", "c.pt", "--resume")),
     ):
-        done = call(command(*words, *extra, "--seed", "3", "--output", folder), tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = call(command(*words, *extra, "--output", folder), tmp_path)
+        assert done.returncode == (2 if folder == "absent" else 0), done.stdout + done.stderr
+    assert not (tmp_path / "absent").exists()  # nothing was measured
     losses = {
         folder: [
             (epoch.number, epoch.train_loss, epoch.validation_loss)
