@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from ranks import Done, Pool
 from test_collectives import MPI, call, command, mpirun, stored, torchrun
 
 from ddpbench import cli, trial
@@ -26,6 +27,14 @@ TINY = (
     "--width", "16", "--depth", "2", "--layers", "1", "--sequence", "8", "--vocabulary", "64",
     "--rows", "500", "--batch", "8", "--epochs", "2",
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Ranks on gloo for all tests here."""
+    ranks = Pool()
+    yield ranks
+    ranks.close()
 
 
 def one(cwd: Path) -> StepResult:
@@ -114,9 +123,9 @@ def test_mpirun_starts_ranks_too(tmp_path: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_ddp_options(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_ddp_options(pool: Pool, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Each of DDP's options is measured, recorded, and leaves the replicas equal."""
-    done = call(command("ddp", "-n", "2", *SMALL, *FEW, *options), tmp_path)
+    done = pool.call(2, tmp_path, "ddp", *SMALL, *FEW, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     result = one(tmp_path)
     summary, case = result.summary, result.case
@@ -143,9 +152,9 @@ def test_ddp_options(tmp_path: Path, options: tuple[str, ...]) -> None:
         assert case.threads == 2
 
 
-def test_one_rank_has_a_step_and_no_communication(tmp_path: Path) -> None:
+def test_one_rank_has_a_step_and_no_communication(pool: Pool, tmp_path: Path) -> None:
     """World size 1 measures phases, and says nothing about communication."""
-    done = call(command("ddp", "-n", "1", *SMALL, *FEW), tmp_path)
+    done = pool.call(1, tmp_path, "ddp", *SMALL, *FEW)
     assert done.returncode == 0, done.stderr
     assert "exposed communication" not in parts(one(tmp_path))
 
@@ -164,12 +173,12 @@ FOUND: dict[str, tuple[tuple[str, ...], str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FOUND)
-def test_a_planted_fault_is_found_at_its_step(tmp_path: Path, fault: str) -> None:
+def test_a_planted_fault_is_found_at_its_step(pool: Pool, tmp_path: Path, fault: str) -> None:
     """Right after the step in which it was planted: the tensor, the ranks and the cause; exit code
     4, a stored finding, and the steps before are known to have been equal."""
     extra, kind, cause = FOUND[fault]
     planted = faults.parse(fault)
-    done = call(command("ddp", "-n", "3", *SMALL, *FEW, "--inject", fault, *extra), tmp_path)
+    done = pool.call(3, tmp_path, "ddp", *SMALL, *FEW, "--inject", fault, *extra)
     assert done.returncode == 4, done.stdout + done.stderr
     assert cause in done.stdout
     result, run = one(tmp_path), stored(tmp_path)[1]
@@ -187,10 +196,10 @@ def test_a_planted_fault_is_found_at_its_step(tmp_path: Path, fault: str) -> Non
     assert run.exit_code == 4
 
 
-def test_an_edited_buffer_is_no_fault(tmp_path: Path) -> None:
+def test_an_edited_buffer_is_no_fault(pool: Pool, tmp_path: Path) -> None:
     """DDP sends rank 0's buffers to all before the next forward: exit code 0."""
-    words = ("ddp", "-n", "2", "--workload", "convnet", *FEW, "--width", "8", "--batch", "4")
-    done = call(command(*words, "--inject", "buffer:step=6,rank=1"), tmp_path)
+    words = ("ddp", "--workload", "convnet", *FEW, "--width", "8", "--batch", "4")
+    done = pool.call(2, tmp_path, *words, "--inject", "buffer:step=6,rank=1")
     assert done.returncode == 0, done.stdout + done.stderr
     replicas = one(tmp_path).replicas
     assert replicas is not None
@@ -198,10 +207,10 @@ def test_an_edited_buffer_is_no_fault(tmp_path: Path) -> None:
     assert replicas.compared["buffer"] > 0
 
 
-def test_going_on_after_a_mismatch(tmp_path: Path) -> None:
+def test_going_on_after_a_mismatch(pool: Pool, tmp_path: Path) -> None:
     """--on-mismatch continue measures to the end, tells the first bad step, and ends with 4."""
-    words = ("ddp", "-n", "2", *SMALL, *FEW, "--inject", "bit-flip", "--on-mismatch", "continue")
-    done = call(command(*words), tmp_path)
+    words = ("ddp", *SMALL, *FEW, "--inject", "bit-flip", "--on-mismatch", "continue")
+    done = pool.call(2, tmp_path, *words)
     assert done.returncode == 4
     result = one(tmp_path)
     assert result.summary is not None
@@ -210,11 +219,11 @@ def test_going_on_after_a_mismatch(tmp_path: Path) -> None:
     assert (result.replicas.first_bad, result.replicas.last_step) == (5, 16)
 
 
-def test_a_planted_slow_link_is_recovered(tmp_path: Path) -> None:
+def test_a_planted_slow_link_is_recovered(pool: Pool, tmp_path: Path) -> None:
     """The last bucket takes 40 ms from hand-over to reduction: exposed communication is those
     40 ms, within its own interval or a millisecond of it (sleeping ends late)."""
-    words = ("ddp", "-n", "2", "--workload", "linear", "--rounds", "12", "--in-a-row", "1")
-    done = call(command(*words, "--inject", "slow-link:ms=40,step=1"), tmp_path)
+    words = ("ddp", "--workload", "linear", "--rounds", "12", "--in-a-row", "1")
+    done = pool.call(2, tmp_path, *words, "--inject", "slow-link:ms=40,step=1")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = one(tmp_path).summary
     assert summary is not None
@@ -225,10 +234,10 @@ def test_a_planted_slow_link_is_recovered(tmp_path: Path) -> None:
     assert exposed.resolved
 
 
-def test_a_slow_rank_is_named(tmp_path: Path) -> None:
+def test_a_slow_rank_is_named(pool: Pool, tmp_path: Path) -> None:
     """A rank whose forward takes 40 ms more is the slowest, and the one the others wait for."""
-    words = ("ddp", "-n", "2", "--workload", "linear", "--rounds", "12", "--in-a-row", "1")
-    done = call(command(*words, "--inject", "slow-rank:ms=40,step=1,rank=1"), tmp_path)
+    words = ("ddp", "--workload", "linear", "--rounds", "12", "--in-a-row", "1")
+    done = pool.call(2, tmp_path, *words, "--inject", "slow-rank:ms=40,step=1,rank=1")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = one(tmp_path).summary
     assert summary is not None
@@ -280,10 +289,10 @@ def test_bad_input_is_one_sentence(
     ],
 )
 def test_what_cannot_be_here_is_one_sentence(
-    tmp_path: Path, words: tuple[str, ...], told: str
+    pool: Pool, tmp_path: Path, words: tuple[str, ...], told: str
 ) -> None:
     """Found out in the ranks, all of which skip it together: exit code 2."""
-    done = call(command("ddp", "-n", "2", *words), tmp_path)
+    done = pool.call(2, tmp_path, "ddp", *words)
     assert done.returncode == 2, done.stdout + done.stderr
     text = done.stdout + done.stderr
     assert told in text
@@ -314,16 +323,15 @@ def wrong(rank, world_size, device):
 """
 
 
-def own(cwd: Path, function: str) -> subprocess.CompletedProcess[str]:
+def own(pool: Pool, cwd: Path, function: str) -> Done:
     """The user's own model, in the folder where ddpbench is called."""
     (cwd / "mine.py").write_text(OWN)
-    words = command("ddp", "-n", "2", "--model", f"mine:{function}", *FEW)
-    return call(words, cwd)
+    return pool.call(2, cwd, "ddp", "--model", f"mine:{function}", *FEW)
 
 
-def test_the_users_own_model(tmp_path: Path) -> None:
+def test_the_users_own_model(pool: Pool, tmp_path: Path) -> None:
     """Is measured as the others are; weights that differ before DDP are equal in it."""
-    done = own(tmp_path, "build")
+    done = own(pool, tmp_path, "build")
     assert done.returncode == 0, done.stderr
     result = one(tmp_path)
     assert result.case.workload == "mine:build"
@@ -332,23 +340,23 @@ def test_the_users_own_model(tmp_path: Path) -> None:
     assert result.replicas.ok
 
 
-def test_a_wrong_model_function_is_told(tmp_path: Path) -> None:
+def test_a_wrong_model_function_is_told(pool: Pool, tmp_path: Path) -> None:
     """What it should return, in a sentence, exit code 2."""
-    done = own(tmp_path, "wrong")
+    done = own(pool, tmp_path, "wrong")
     assert done.returncode == 2
     assert "(model, batch, loss)" in done.stdout + done.stderr
 
 
-def test_regression_is_resumed_to_the_same_losses(tmp_path: Path) -> None:
+def test_regression_is_resumed_to_the_same_losses(pool: Pool, tmp_path: Path) -> None:
     """Four epochs at once, and two and two: the same losses bit for bit, on three ranks."""
-    words = ("ddp", "-n", "3", "--workload", "regression", "--rounds", "1", "--no-budget")
+    words = ("ddp", "--workload", "regression", "--rounds", "1", "--no-budget")
     for folder, extra in (
         ("whole", ("--epochs", "4")),
         ("first", ("--epochs", "2", "--checkpoint", "c.pt")),
         ("absent", ("--epochs", "4", "--checkpoint", "d.pt", "--resume")),
         ("second", ("--epochs", "4", "--checkpoint", "c.pt", "--resume")),
     ):
-        done = call(command(*words, *extra, "--output", folder), tmp_path)
+        done = pool.call(3, tmp_path, *words, *extra, "--output", folder)
         assert done.returncode == (2 if folder == "absent" else 0), done.stdout + done.stderr
     assert not (tmp_path / "absent").exists()  # nothing was measured
     losses = {

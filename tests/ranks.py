@@ -1,0 +1,111 @@
+"""Ranks that stay: each has torch in memory and runs one command line of ddpbench after another, as
+if a launcher had just started it. What a test then waits for is ddpbench, not imports.
+
+Run as a program it is one of these ranks, which hears and answers in lines of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from test_collectives import environment
+
+from ddpbench import cli
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command line ended with: the highest exit code, all that was printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@dataclass
+class Pool:
+    """Up to as many ranks as any test asked for."""
+
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    calls: int = 0
+
+    def call(self, world_size: int, cwd: Path, *words: str) -> Done:
+        """Run the words in each of the ranks, which meet over a file in cwd."""
+        while len(self.processes) < world_size:
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, __file__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env=environment(),
+                )
+            )
+        self.calls += 1
+        meeting = cwd / f"meeting-{self.calls}"
+        for rank, process in enumerate(self.processes[:world_size]):
+            environ = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+            order = {
+                "environ": {name: str(value) for name, value in environ.items()},
+                "cwd": str(cwd),
+                "words": [*words, "--init-method", f"file://{meeting}"],
+            }
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+        answers = []
+        for process in self.processes[:world_size]:
+            assert process.stdout is not None
+            answers.append(json.loads(process.stdout.readline() or '{"code": 5}'))
+        return Done(
+            max(answer["code"] for answer in answers),
+            "".join(answer.get("stdout", "") for answer in answers),
+            "".join(answer.get("stderr", "") for answer in answers),
+        )
+
+    def close(self) -> None:
+        """End them; one that hangs is killed by pytest's own deadline at the latest."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self.processes:
+            process.wait(30)
+
+
+def _orders() -> Iterator[dict[str, Any]]:
+    for line in sys.stdin:
+        yield json.loads(line)
+
+
+def main() -> None:
+    """One rank: commands until its input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what writes past sys.stdout disturbs no answer
+    for order in _orders():
+        os.environ.update(order["environ"])
+        os.chdir(order["cwd"])
+        sys.path.insert(0, order["cwd"])  # as `python -m` has it
+        sys.argv[1:] = order["words"]
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = cli.main(order["words"])
+            except SystemExit as end:
+                code = int(end.code or 0)
+        sys.path.remove(order["cwd"])
+        answer = {"code": code, "stdout": out.getvalue(), "stderr": err.getvalue()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
