@@ -180,7 +180,7 @@ def _part(
 def _budget(samples: Samples, ddp: Floats, step: float) -> Iterator[Part]:
     """The parts that can be known from the arms that were measured.
 
-    communication  from the first bucket's hand-over to the last one's reduction
+    communication  the time in which any bucket is on its way, in the rank that waits least
     exposed        what the step is longer by than without: what backward does not hide
     """
     noop, no_sync = _time(samples, "noop"), _time(samples, "no_sync")
@@ -200,19 +200,31 @@ def _budget(samples: Samples, ddp: Floats, step: float) -> Iterator[Part]:
 
 
 def _communication(samples: Samples) -> Floats:
-    """Seconds[round] by DDP's own timer, else by the buckets' stamps; NaN where neither tells.
+    """Seconds[round] in which a bucket was on its way; NaN where that is not known.
 
     In the rank where it took least: the last to come waits for nobody, while in the others waiting
-    for it looks like communication that is hidden.
+    for it looks like communication that is hidden. By the buckets' stamps, else by DDP's own timer,
+    a span in which the gaps between buckets count too.
     """
-    timer = samples.timers.get("communication")
+    stamps, timer = _bucket_stamps(samples), samples.timers.get("communication")
+    if stamps is not None:
+        return np.asarray(_busy(stamps).min(axis=0) * 1e-9, dtype=np.float64)
     if timer is not None and (timer > 0).all():
         return np.asarray(timer[:, : samples.rounds].min(axis=0), dtype=np.float64)
-    stamps = _bucket_stamps(samples)
-    if stamps is None:
-        return np.full(samples.rounds, np.nan)
-    spans = stamps[..., 1].max(axis=2) - stamps[..., 0].min(axis=2)
-    return np.asarray(spans.min(axis=0) * 1e-9, dtype=np.float64)
+    return np.full(samples.rounds, np.nan)
+
+
+def _busy(stamps: Ints) -> Ints:
+    """ns[world, round] covered by the buckets' spans, where they overlap once."""
+    order = stamps[..., :1].argsort(axis=2)
+    ordered = np.take_along_axis(stamps, order, axis=2)
+    covered = np.zeros(stamps.shape[:2], dtype=np.int64)
+    end = ordered[:, :, 0, 0]
+    for bucket in range(ordered.shape[2]):
+        handed, reduced = ordered[:, :, bucket, 0], ordered[:, :, bucket, 1]
+        covered += np.maximum(0, reduced - np.maximum(handed, end))
+        end = np.maximum(end, reduced)
+    return covered
 
 
 def _waiting(samples: Samples, step: float) -> Part | None:

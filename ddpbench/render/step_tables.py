@@ -114,8 +114,8 @@ LEGEND = {
     "in which share of the steps",
     steps.EXPOSED: "compute, bucket copies and exposed communication make the step: medians of "
     "differences of arms, paired by round",
-    steps.HIDDEN: "communication: first bucket handed over to last one reduced, in the rank that "
-    "waited least; hidden: behind backward",
+    steps.HIDDEN: "communication: while any bucket is on its way, in the rank that waits least; "
+    "hidden: what of it backward covers",
     steps.WAITING: "waiting: what the slowest rank alone takes longer than the others, a part of "
     "compute; < x: below noise, at most x",
     "handed": "handed over: by the last rank, from the start of backward; wire: from then until "
