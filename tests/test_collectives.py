@@ -391,7 +391,7 @@ def wait_for_a_result(cwd: Path) -> None:
     until = time.monotonic() + 40
     while time.monotonic() < until:
         folders = store.runs(cwd / "results")
-        if folders and any(r.summary for r in store.read(folders[0]).results):
+        if folders and any(outcome.summary for outcome in store.read(folders[0]).outcomes):
             return
         time.sleep(0.05)
     raise AssertionError("nothing was measured")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,16 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from ranks import Done, Pool
-from test_collectives import MPI, call, command, mpirun, stored, torchrun
+from test_collectives import (
+    MPI,
+    call,
+    command,
+    mpirun,
+    running,
+    stored,
+    torchrun,
+    wait_for_a_result,
+)  # fmt: skip
 
 from ddpbench import cli, trial
 from ddpbench.catalog import faults
@@ -308,6 +319,22 @@ def test_a_rank_that_fails_ends_the_run(tmp_path: Path, fault: str, told: str) -
     assert "rank 1" in done.stderr
     assert told in done.stderr
     assert stored(tmp_path)[1].state == "failed"
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=MPI)])
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, backend: str) -> None:
+    """SIGINT in the second workload ends the run with 130 and the first one's result."""
+    words = command("ddp", "-n", "2", "--backend", backend, "--workload", "linear,mlp")
+    with running([*words, *SMALL, "--seconds", "4"], tmp_path) as process:
+        wait_for_a_result(tmp_path)
+        os.killpg(process.pid, signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=40)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert "PARTIAL (interrupted)" in stdout
+    run = stored(tmp_path)[1]
+    assert run.state == "interrupted"
+    assert run.steps[0].summary is not None
 
 
 OWN = """

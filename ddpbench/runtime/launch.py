@@ -191,7 +191,12 @@ def mpirun(arguments: Sequence[str], nproc: int) -> int:
     if (command := find_mpirun()) is None:
         raise Refused(NO_MPIRUN)
     # Intel's mpirun is a script that takes the first mpiexec.hydra in PATH, be it another MPI's.
-    environ = {**os.environ, "PATH": f"{Path(command).parent}:{os.environ.get('PATH', '')}"}
+    # Open MPI's kills its ranks a second after Ctrl-C: too soon for them to store what they have.
+    environ = {
+        "PRTE_MCA_odls_base_sigkill_timeout": "10",
+        **os.environ,
+        "PATH": f"{Path(command).parent}:{os.environ.get('PATH', '')}",
+    }
     version = subprocess.run(
         [command, "--version"],
         capture_output=True,
