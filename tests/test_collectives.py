@@ -16,6 +16,7 @@ from pathlib import Path
 import pandas as pd
 import psutil
 import pytest
+from ranks import Pool, environment
 
 from ddpbench.records import store
 from ddpbench.records.schema import Run
@@ -27,14 +28,6 @@ QUICK = ("--slice", "0.1", "--timeout", "10")
 MPI = pytest.mark.skipif(
     launch.find_mpirun() is None, reason="there is no mpirun: install the extra `mpi`"
 )
-
-
-def environment(**extra: str) -> dict[str, str]:
-    """This environment without what a launcher or a user may have set, plus `extra`."""
-    foreign = ("OMPI_", "PMI", "SLURM_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-    path = f"{ROOT}{os.pathsep}{HERE}"
-    return {**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
 
 
 def command(*words: str) -> list[str]:
@@ -223,10 +216,10 @@ def test_init_methods_meet(tmp_path: Path, method: str) -> None:
     assert len(heads(done.stdout)) == 1
 
 
-def test_every_operation_form_place_and_pipelining_is_checked(tmp_path: Path) -> None:
+def test_every_operation_form_place_and_pipelining_is_checked(pool: Pool, tmp_path: Path) -> None:
     """All operations in both forms, in and out of place, on three ranks: measured and right."""
     words = ["--op", "all", "--form", "tensor,list", "--place", "in,out", "--sizes", "1000"]
-    done = call(command("collectives", "--backend", "gloo", "-n", "3", *words, *QUICK), tmp_path)
+    done = pool.call(3, tmp_path, "collectives", "--backend", "gloo", *words, *QUICK)
     assert done.returncode == 0, done.stdout + done.stderr
     _, run = stored(tmp_path)
     measured = {(r.case.operation, r.case.form, r.case.in_place) for r in run.results if r.summary}
@@ -258,10 +251,10 @@ def test_dtypes_and_reduce_ops_are_right_or_refused_together(tmp_path: Path) -> 
     assert ("mpi", "bfloat16", "sum") in right
 
 
-def test_pipelined_and_async_calls_are_waited_for(tmp_path: Path) -> None:
+def test_pipelined_and_async_calls_are_waited_for(pool: Pool, tmp_path: Path) -> None:
     """Pipelined repetitions hold several calls and no percentiles, and their results are right."""
     words = ["--issue", "pipelined", "--depth", "4", "--op", "all_reduce", "--sizes", "4,64K"]
-    done = call(command("collectives", "--backend", "gloo", "-n", "2", *words, *QUICK), tmp_path)
+    done = pool.call(2, tmp_path, "collectives", "--backend", "gloo", *words, *QUICK)
     assert done.returncode == 0, done.stdout + done.stderr
     _, run = stored(tmp_path)
     for result in run.results:
@@ -285,20 +278,20 @@ def test_launches_are_fresh_processes_summarised_over(tmp_path: Path) -> None:
     assert "the interval is over launches, and needs 6 launches" in done.stdout
 
 
-def test_one_rank_works_and_says_what_it_is_not(tmp_path: Path) -> None:
+def test_one_rank_works_and_says_what_it_is_not(pool: Pool, tmp_path: Path) -> None:
     """World size 1 measures, with bus bandwidth 0 by definition, and says so."""
-    words = ["-n", "1", "--op", "all_reduce", "--sizes", "1K", *QUICK]
-    done = call(command("collectives", "--backend", "gloo", *words), tmp_path)
+    words = ["--op", "all_reduce", "--sizes", "1K", *QUICK]
+    done = pool.call(1, tmp_path, "collectives", "--backend", "gloo", *words)
     assert done.returncode == 0, done.stderr
     assert "bus bandwidth is 0" in done.stdout
     table = pd.read_csv(stored(tmp_path)[0] / "table.csv")
     assert list(table["busbw"]) == [0.0]
 
 
-def test_a_case_that_does_not_fit_is_skipped_on_all_ranks(tmp_path: Path) -> None:
+def test_a_case_that_does_not_fit_is_skipped_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     """A size beyond the memory is skipped with both figures; the others are measured."""
     words = ["--op", "all_gather", "--sizes", "4K,4096G", *QUICK]
-    done = call(command("collectives", "--backend", "gloo", "-n", "2", *words), tmp_path)
+    done = pool.call(2, tmp_path, "collectives", "--backend", "gloo", *words)
     assert done.returncode == 0, done.stderr
     assert re.search(r"skipped all_gather .*GB of memory, .* GB is free", done.stdout)
     assert sizes_in(done.stdout) == ["4 KiB"]
@@ -518,10 +511,10 @@ def test_a_closed_stdout_costs_nothing_measured(tmp_path: Path) -> None:
     assert stored(tmp_path)[1].state == "complete"
 
 
-def test_json_and_show_agree(tmp_path: Path) -> None:
+def test_json_and_show_agree(pool: Pool, tmp_path: Path) -> None:
     """`--format json` is the stored run; `show --format csv` prints it without torch."""
-    words = ["--backend", "gloo", "-n", "2", "--op", "barrier", "--format", "json", *QUICK]
-    done = call(command("collectives", *words), tmp_path)
+    words = ["--backend", "gloo", "--op", "barrier", "--format", "json", *QUICK]
+    done = pool.call(2, tmp_path, "collectives", *words)
     assert done.returncode == 0
     folder, run = stored(tmp_path)
     assert json.loads(done.stdout)["id"] == run.id

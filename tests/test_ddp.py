@@ -6,7 +6,6 @@ import math
 import os
 import re
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,14 +37,6 @@ TINY = (
     "--width", "16", "--depth", "2", "--layers", "1", "--sequence", "8", "--vocabulary", "64",
     "--rows", "500", "--batch", "8", "--epochs", "2",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Ranks on gloo for all tests here."""
-    ranks = Pool()
-    yield ranks
-    ranks.close()
 
 
 def one(cwd: Path) -> StepResult:
