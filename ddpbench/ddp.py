@@ -332,10 +332,12 @@ def _threads(ranks: Group) -> int:
     torchrun sets OMP_NUM_THREADS to 1 where the user has not.
     """
     said = os.environ.get("OMP_NUM_THREADS", "")
-    cores = len(os.sched_getaffinity(0)) // len(ranks.neighbours)
+    cores = sorted(os.sched_getaffinity(0))
+    everyones = agree.everyones(ranks, cores)
+    sharers = sum(everyones[rank] == cores for rank in ranks.neighbours)  # bound ranks share none
     by_torchrun = said == "1" and "TORCHELASTIC_RUN_ID" in os.environ
-    mine = int(said) if said.isdecimal() and int(said) and not by_torchrun else max(1, cores)
-    return int(min(agree.everyones(ranks, mine)))
+    own = int(said) if said.isdecimal() and int(said) and not by_torchrun else 0
+    return int(min(agree.everyones(ranks, own or max(1, len(cores) // sharers))))
 
 
 def _require_hook(ranks: Group, asked: Options, backend: Backend) -> None:
