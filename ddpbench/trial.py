@@ -129,7 +129,7 @@ class Trial:
             clock="device" if asked.device == "cuda" else "host",
             **asked.ddp_options(),
         )
-        objection = objection or self._too_large(case)
+        objection = objection or self._too_large(case, replicas=1 + hooked)
         if (sentence := agree.first_objection(self.ranks, objection)) is not None:
             return case, None, sentence
         assert task is not None
@@ -147,8 +147,8 @@ class Trial:
         sentence = agree.first_objection(self.ranks, objection)
         return case, made if sentence is None else None, sentence
 
-    def _too_large(self, case: StepCase) -> str | None:
-        """Why this rank cannot hold a replica more, known before it is made."""
+    def _too_large(self, case: StepCase, replicas: int) -> str | None:
+        """Why this rank cannot hold so many replicas, none of which has stepped yet."""
 
         free, sharers, where = environment.free_memory_nbytes(), self.ranks.neighbours, "host"
         if self.device.type == "cuda":
@@ -156,7 +156,7 @@ class Trial:
             free, sharers = torch.cuda.mem_get_info(self.device)[0], self.ranks.gpu_mates
             where = "GPU"
         copies = COPIES - 1 + STATES[case.optimizer]  # the parameters are there already
-        needed = copies * case.parameter_nbytes * len(sharers)
+        needed = replicas * copies * case.parameter_nbytes * len(sharers)
         if free is None or needed <= 0.9 * free:
             return None
         return (
