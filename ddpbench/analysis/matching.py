@@ -47,6 +47,11 @@ class Found:
     fault: str | None  # why its figures are not to be used
     reason: str  # why it was not measured
 
+    @property
+    def tried(self) -> bool:
+        """Whether there are figures, be they wrong."""
+        return self.side is not None or self.fault is not None
+
 
 def found(source: Source, wanted: Callable[[AnyCase], bool]) -> dict[AnyCase, Found]:
     """The wanted cases of one side over all launches of all its runs."""
@@ -107,7 +112,7 @@ def pairs(
     left = {case: each for case, each in new.items() if case not in base}
     for case, mine in base.items():
         other = new.get(case)
-        if other is None and (other := _nearest(mine, left)) is not None:
+        if other is None and mine.tried and (other := _nearest(mine, left)) is not None:
             del left[other.case]
         yield mine, other
     for each in left.values():
@@ -116,7 +121,7 @@ def pairs(
 
 def _nearest(mine: Found, left: dict[AnyCase, Found]) -> Found | None:
     """Of the other side's unmatched, the one asked for as the same row that differs least."""
-    same = [each for each in left.values() if each.asked == mine.asked]
+    same = [each for each in left.values() if each.tried and each.asked == mine.asked]
     return min(same, key=lambda each: len(_fields(mine.case, each.case)), default=None)
 
 

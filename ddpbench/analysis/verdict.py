@@ -136,7 +136,7 @@ def launches_needed(found: Shift | None, margin: float, cases: int = 1) -> int |
     goal = limit if wide else abs(abs(found.estimate) - limit)
     if found.half_width >= 1000 * goal:
         return None
-    return max(more, math.ceil(found.launches * (found.half_width / goal) ** 2))
+    return max(more, math.ceil(found.launches * (found.half_width / goal) ** 2 - 1e-9))
 
 
 def _separable(cases: int, first: int) -> int:
