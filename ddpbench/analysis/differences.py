@@ -62,8 +62,9 @@ def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set
             for name in RANK_FACTS:
                 if name in rank:
                     note(f"{name} of ranks" if name in FACTS else name, rank[name])
-            for name in variables if "variables" in rank else ():
-                note(name, rank["variables"].get(name, UNSET))
+            known = rank.get("variables")
+            for name in variables if isinstance(known, dict) else ():
+                note(name, known.get(name, UNSET))
     for run in runs:
         for field in fields(Plan):
             if field.name != "seed":
@@ -72,8 +73,8 @@ def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set
 
 
 def _variables(run: Run) -> set[str]:
-    ranks = (rank for launch in run.launches for rank in launch.ranks)
-    names = {name for rank in ranks for name in rank.get("variables") or ()}
+    known = [rank.get("variables") for launch in run.launches for rank in launch.ranks]
+    names = {name for each in known if isinstance(each, dict) for name in each}
     return {name for name in names if not PASSING.match(name)}
 
 
