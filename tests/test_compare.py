@@ -14,7 +14,7 @@ import pytest
 from test_floors import RUN, python
 from test_steps import a_step_case, a_step_result, a_step_run, a_step_summary, some_epochs
 from test_steps import some_replicas as replicas
-from test_store import a_case, a_result, a_run, a_summary
+from test_store import a_case, a_launch, a_result, a_run, a_summary
 from test_verdict import medians
 
 from ddpbench import cli, compare
@@ -299,7 +299,7 @@ def test_cases_of_one_side_are_listed(compared: Compare) -> None:
     runs = runs_of(base, new)
     code, out, _ = compared(*runs)
     assert code == 0
-    assert "ONLY BASE: all_reduce 64 B (in the other: no memory); all_reduce 8 B\n" in out
+    assert "ONLY BASE: all_reduce 8 B; all_reduce 64 B (in the other: no memory)\n" in out
     assert "ONLY NEW: all_reduce 16 B\n" in out
     assert "1 case compared: 1 SAME, 2 ONLY BASE, 1 ONLY NEW" in out
     assert compared(*runs, "--strict")[0] == 2
@@ -463,6 +463,13 @@ def test_only_what_differs_in_the_environments_is_told() -> None:
         "GLOO_SOCKET_IFNAME": (("unset",), ("eth0",)),
         "plan: slice_seconds": (("2.0",), ("0.5",)),
     }
+
+
+def test_a_backend_that_one_side_alone_has_differs_in_nothing() -> None:
+    """Only launches of the backends that both sides have are held against each other."""
+    gloo = a_run(*results(1e-3))
+    mpi = replace(a_launch(9, "mpi"), launcher="mpirun", facts={"torch": "2.12.0"})
+    assert differences([gloo], [replace(gloo, launches=(*gloo.launches, mpi))]) == ()
 
 
 def test_all_values_of_a_pool_are_told() -> None:

@@ -67,8 +67,9 @@ def compare(
     sides = matching.found(base, wanted), matching.found(new, wanted)
     rows = _judged([row for pair in matching.pairs(*sides) for row in _row(*pair)], margin)
 
-    def order(row: Row) -> tuple[int, float]:
-        return ORDER.index(row.verdict), -abs(row.shift.estimate) if row.shift else 0.0
+    def order(row: Row) -> tuple[int, float, str, int]:
+        change = abs(row.shift.estimate) if row.shift else 0.0
+        return ORDER.index(row.verdict), -change, *matching.row_of(row.case)
 
     rows.sort(key=order)
     return Comparison(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ddpbench.records.schema import Launch, Plan, Run
 
 # Of a launch and of its ranks; not what differs from one minute to the next: loads, free memory.
 FACTS = (
-    "ddpbench", "git", "python", "torch", "torch_build", "cuda", "nccl", "mpi", "driver", "kernel",
+    "ddpbench", "git", "python", "torch", "torch_build", "cuda", "nccl", "driver", "kernel",
     "os", "container", "virtual_machine", "cpu_model", "cores_logical", "cores_physical", "smt",
     "governor", "memory_nbytes", "transparent_huge_pages", "numa_nodes", "default_interface",
 )  # fmt: skip
@@ -34,14 +34,24 @@ class Difference:
 
 
 def differences(base: Sequence[Run], new: Sequence[Run]) -> tuple[Difference, ...]:
-    """What differs; a fact that one side did not record is not one."""
-    variables = sorted({name for run in (*base, *new) for name in _variables(run)})
-    ours, theirs = _environment(base, variables), _environment(new, variables)
+    """What differs in the launches of backends that both have; a fact that one side did not record
+    is not one."""
+    backends = {launch.backend for run in base for launch in run.launches}
+    backends &= {launch.backend for run in new for launch in run.launches}
+    sides = [[_of(run, backends) for run in side] for side in (base, new)]
+    variables = sorted({name for side in sides for run in side for name in _variables(run)})
+    ours, theirs = (_environment(side, variables) for side in sides)
     return tuple(
         Difference(name, tuple(sorted(ours[name])), tuple(sorted(theirs[name])))
         for name in ours
         if name in theirs and ours[name] != theirs[name]
     )
+
+
+def _of(run: Run, backends: set[str]) -> Run:
+    """The run without the launches of other backends."""
+    kept = tuple(launch for launch in run.launches if launch.backend in backends)
+    return replace(run, launches=kept)
 
 
 def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set[str]]:
@@ -62,7 +72,7 @@ def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set
             for name in RANK_FACTS:
                 if name in rank:
                     note(f"{name} of ranks" if name in FACTS else name, rank[name])
-            known = rank.get("variables")
+            known: Any = rank.get("variables")
             for name in variables if isinstance(known, dict) else ():
                 note(name, known.get(name, UNSET))
     for run in runs:

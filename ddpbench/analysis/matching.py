@@ -71,14 +71,19 @@ def found(source: Source, wanted: Callable[[AnyCase], bool]) -> dict[AnyCase, Fo
 
 
 def _one(case: AnyCase, outcomes: list[Outcome]) -> Found:
-    asked = case.workload if isinstance(case, StepCase) else case.operation
-    nbytes = next((o.requested_nbytes for o in outcomes if isinstance(o, Result)), 0)
+    name, nbytes = row_of(case)
+    nbytes = next((o.requested_nbytes for o in outcomes if isinstance(o, Result)), nbytes)
     fault = next((f"launch {o.launch}: {f}" for o in outcomes if (f := _fault(o))), None)
     times = [seconds for o in outcomes if (seconds := _seconds(o)) is not None]
     side = None
     if times and fault is None:
         side = Side(*stats.over_launches(np.array(times)), tuple(times))
-    return Found(case, (asked, nbytes), side, fault, outcomes[0].reason or "not measured")
+    return Found(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
+
+
+def row_of(case: AnyCase) -> tuple[str, int]:
+    """What names the row of a case: operation and bytes, or workload."""
+    return (case.workload, 0) if isinstance(case, StepCase) else (case.operation, case.nbytes)
 
 
 def _seconds(outcome: Outcome) -> float | None:
