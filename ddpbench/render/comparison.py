@@ -45,11 +45,11 @@ def markdown(found: Comparison) -> str:
     same = [row for row in rows if row.verdict == SAME]
     blocks = [
         f"**ddpbench: {_counted(found)}** ({_margin(found)})",
-        "\n".join(f"- {line}" for line in [*_advice(found), *found.notes]),
+        "\n".join(f"- {line}" for line in [*_advice(found), *found.notes, *_common(found)]),
         _table(found, [row for row in rows if row.verdict != SAME], MARKDOWN),
         _folded(f"{len(same)} SAME", _table(found, same, MARKDOWN)),
         _folded("BASE, NEW, and what differs beside", "\n".join(f"- {line}" for line in [
-            f"BASE: {_named(found.base)}", f"NEW: {_named(found.new)}", *_common(found),
+            f"BASE: {_named(found.base)}", f"NEW: {_named(found.new)}",
             *_differences(found), *_only(found)])),
     ]  # fmt: skip
     return "\n\n".join(block for block in blocks if block) + "\n"
