@@ -2,6 +2,7 @@
 
 python -m ddpbench collectives -n 4 --backend gloo,mpi
 python -m ddpbench ddp -n 4 --workload mlp
+python -m ddpbench compare BASE NEW
 python -m ddpbench show RUN
 python -m ddpbench list
 """
@@ -18,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from ddpbench import __version__, collectives, ddp, options, session
+from ddpbench import __version__, collectives, compare, ddp, options, session
 from ddpbench.catalog import backends
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
@@ -236,6 +237,7 @@ COMMANDS: dict[str, Command] = {
         collectives.__doc__,
     ),
     "ddp": Command(ddp.HELP, ddp.add_arguments, _measuring(ddp.Options, ddp.run), ddp.__doc__),
+    "compare": Command(compare.HELP, compare.add_arguments, compare.run, compare.__doc__),
     "show": Command("print a stored run again", _show_arguments, _show),
     "list": Command("the runs in results/", _list_arguments, _list),
 }

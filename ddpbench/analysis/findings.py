@@ -23,12 +23,13 @@ def findings(run: Run) -> tuple[Finding, ...]:
 
 def exit_code(run: Run) -> int:
     """0 clean, 1 a finding of severity error, 4 a wrong result."""
-    if any(result.wrong for result in run.results) or any(map(_replicas_bad, run.steps)):
+    if any(result.wrong for result in run.results) or any(map(replicas_bad, run.steps)):
         return 4
     return 1 if any(finding.severity == "error" for finding in run.findings) else 0
 
 
-def _replicas_bad(result: StepResult) -> bool:
+def replicas_bad(result: StepResult) -> bool:
+    """Whether a verification found replicas that differ, or are not finite."""
     found = result.replicas
     return (found is not None and not found.ok) or _bad_epoch(result) is not None
 

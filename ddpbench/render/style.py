@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WORDS = ("backend", "flags", "check", "part of a step", "parameters", "replicas")
+WORDS = (
+    "backend", "flags", "check", "part of a step", "parameters", "replicas",
+    "case", "verdict", "why",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

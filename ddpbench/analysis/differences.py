@@ -1,0 +1,104 @@
+"""What differs in the environments of two sets of runs: what may explain a change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ddpbench.records.schema import Launch, Plan, Run
+
+# Of a launch and of its ranks; not what differs from one minute to the next: loads, free memory.
+FACTS = (
+    "ddpbench", "git", "python", "torch", "torch_build", "cuda", "nccl", "driver", "kernel",
+    "os", "container", "virtual_machine", "cpu_model", "cores_logical", "cores_physical", "smt",
+    "governor", "memory_nbytes", "transparent_huge_pages", "numa_nodes", "default_interface",
+)  # fmt: skip
+RANK_FACTS = (
+    "hostname", "cpuset", "numa_nodes", "threads", "gpu_name", "cgroup_cpu_quota_cores",
+    "cgroup_memory_limit_nbytes", "ulimit_memlock_nbytes", "interface",
+)  # fmt: skip
+# Variables that are new in every job.
+PASSING = re.compile(r"SLURM_.*(ID|PORTS?|TIME|ADDR|IPADDR|NODELIST)$")
+UNSET = "unset"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One fact: the values that the launches and ranks of each side have, as text."""
+
+    name: str
+    base: tuple[str, ...]
+    new: tuple[str, ...]
+
+
+def differences(base: Sequence[Run], new: Sequence[Run]) -> tuple[Difference, ...]:
+    """What differs in the launches of backends that both have; a fact that one side did not record
+    is not one."""
+    backends = {launch.backend for run in base for launch in run.launches}
+    backends &= {launch.backend for run in new for launch in run.launches}
+    sides = [[_of(run, backends) for run in side] for side in (base, new)]
+    variables = sorted({name for side in sides for run in side for name in _variables(run)})
+    ours, theirs = (_environment(side, variables) for side in sides)
+    return tuple(
+        Difference(name, tuple(sorted(ours[name])), tuple(sorted(theirs[name])))
+        for name in ours
+        if name in theirs and ours[name] != theirs[name]
+    )
+
+
+def _of(run: Run, backends: set[str]) -> Run:
+    """The run without the launches of other backends."""
+    kept = tuple(launch for launch in run.launches if launch.backend in backends)
+    return replace(run, launches=kept)
+
+
+def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set[str]]:
+    """Name → all values, in the order in which they are told."""
+    found: dict[str, set[str]] = {}
+
+    def note(name: str, value: Any) -> None:
+        found.setdefault(name, set()).add(_said(value))
+
+    for launch in (launch for run in runs for launch in run.launches):
+        facts = {**launch.facts, **_git(launch)}
+        for name in FACTS:
+            if name in facts:
+                note(name, facts[name])
+        note(f"library of {launch.backend}", launch.library)
+        note(f"launcher of {launch.backend}", launch.launcher)
+        for rank in launch.ranks:
+            for name in RANK_FACTS:
+                if name in rank:
+                    note(f"{name} of ranks" if name in FACTS else name, rank[name])
+            known: Any = rank.get("variables")
+            for name in variables if isinstance(known, dict) else ():
+                note(name, known.get(name, UNSET))
+    for run in runs:
+        for field in fields(Plan):
+            if field.name != "seed":
+                note(f"plan: {field.name}", getattr(run.plan, field.name))
+    return found
+
+
+def _variables(run: Run) -> set[str]:
+    known = [rank.get("variables") for launch in run.launches for rank in launch.ranks]
+    names = {name for each in known if isinstance(each, dict) for name in each}
+    return {name for name in names if not PASSING.match(name)}
+
+
+def _git(launch: Launch) -> dict[str, str]:
+    """The revision of ddpbench, and whether it was changed since."""
+    revision = launch.facts.get("git_revision")
+    if revision is None:
+        return {}
+    return {"git": str(revision)[:12] + (" and changes" if launch.facts.get("git_dirty") else "")}
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(_said(each) for each in value.values() if each is not None)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)

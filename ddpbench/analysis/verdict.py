@@ -1,0 +1,152 @@
+"""The verdict on two sets of launches: pure functions of launch medians, in seconds.
+
+The launch is the replicate: repetitions of one launch have its luck in common, and testing them
+against another's calls identical code different. All is done on logarithms, so that twice and half
+are equally far from no change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpbench.analysis import stats
+
+Floats = npt.NDArray[np.float64]
+
+MARGIN = 0.03  # a smaller change is none
+CONFIDENCE = 0.95
+FALSE_SHARE = 0.05  # of the changes that a sweep reports, at most so many may be none
+FEWEST = 5  # launches a side from which the interval of the shift exists; of pairs stats.FEWEST
+MOST = 100  # launches a side; where more are needed, launches are no answer
+
+SLOWER, FASTER, SAME = "SLOWER", "FASTER", "SAME"
+INCONCLUSIVE, INCOMPARABLE, INVALID = "INCONCLUSIVE", "INCOMPARABLE", "INVALID"
+
+
+@dataclass(frozen=True)
+class Shift:
+    """By how much NEW takes longer than BASE: log(NEW / BASE), and its interval."""
+
+    estimate: float
+    low: float
+    high: float
+    launches: int  # of the side that has fewer; or pairs
+
+    @property
+    def half_width(self) -> float:
+        """Half the interval's width, in log."""
+        return (self.high - self.low) / 2
+
+
+@dataclass(frozen=True)
+class Chance:
+    """One-sided p values of two claims: that NEW is slower than BASE by more than the margin, and
+    that it is faster by more."""
+
+    slower: float
+    faster: float
+
+
+def shift(base: Floats, new: Floats) -> Shift | None:
+    """The Hodges–Lehmann estimate and its interval (scipy's theilslopes); None below 5 a side.
+
+    base, new: float64[launch], above 0, of launches that have nothing to do with each other.
+    """
+    if min(len(base), len(new)) < FEWEST:
+        return None
+    from scipy.stats import theilslopes
+
+    logs = np.log(np.concatenate([base, new]))
+    # Ties make theilslopes' interval too narrow, to nothing at worst: told apart by next to none.
+    logs += np.arange(len(logs)) * 1e-12
+    side = np.repeat([0.0, 1.0], [len(base), len(new)])
+    found = theilslopes(logs, side, CONFIDENCE)
+    ends = float(found.low_slope), float(found.high_slope)
+    return Shift(float(found.slope), *ends, min(len(base), len(new)))
+
+
+def paired_shift(pairs: Sequence[tuple[float, float]]) -> Shift | None:
+    """The median difference of (base, new) medians of neighbouring launches; None below 6 pairs.
+
+    The interval is the exact binomial one: drift from pair to pair is in neither.
+    """
+    if len(pairs) < stats.FEWEST:
+        return None
+    differences = np.log([new for _, new in pairs]) - np.log([base for base, _ in pairs])
+    centre, interval = stats.over_launches(differences)
+    assert interval is not None
+    return Shift(centre, interval.low, interval.high, len(pairs))
+
+
+def chance(base: Floats, new: Floats, margin: float) -> Chance:
+    """One-sided Mann–Whitney tests of a change beyond the margin."""
+    from scipy.stats import mannwhitneyu
+
+    slower = mannwhitneyu(new, base * (1 + margin), alternative="greater").pvalue
+    faster = mannwhitneyu(new * (1 + margin), base, alternative="less").pvalue
+    return Chance(float(slower), float(faster))
+
+
+def adjusted(chances: Sequence[Chance]) -> list[Chance]:
+    """Those of a sweep, each direction corrected for their number (Benjamini–Hochberg)."""
+    if not chances:
+        return []
+    from scipy.stats import false_discovery_control
+
+    slower = false_discovery_control([each.slower for each in chances])
+    faster = false_discovery_control([each.faster for each in chances])
+    return [Chance(float(a), float(b)) for a, b in zip(slower, faster, strict=True)]
+
+
+def judge(found: Shift | None, margin: float, swept: Chance | None = None) -> str:
+    """SLOWER, FASTER, SAME or INCONCLUSIVE. swept: adjusted, in a sweep of several cases."""
+    if found is None:
+        return INCONCLUSIVE
+    limit = math.log1p(margin)
+    if found.low > limit and (swept is None or swept.slower <= FALSE_SHARE):
+        return SLOWER
+    if found.high < -limit and (swept is None or swept.faster <= FALSE_SHARE):
+        return FASTER
+    return SAME if -limit <= found.low and found.high <= limit else INCONCLUSIVE
+
+
+def beyond(found: Shift, margin: float) -> bool:
+    """Whether the interval lies beyond the margin, on either side."""
+    return found.low > math.log1p(margin) or found.high < -math.log1p(margin)
+
+
+def launches_needed(found: Shift | None, margin: float, cases: int = 1) -> int | None:
+    """About how many launches a side would decide; None: no number, it is at the margin itself.
+
+    R·(half-width/margin)², in log. An interval that is narrow enough, but lies across the margin,
+    must become narrower than its middle's distance from it. cases: of the sweep.
+    """
+    if found is None:
+        return max(stats.FEWEST, _separable(cases, FEWEST))
+    more = found.launches + 1
+    if beyond(found, margin):
+        return _separable(cases, more)  # it was the test that said no
+    limit = math.log1p(margin)
+    wide = found.half_width > limit
+    goal = limit if wide else abs(abs(found.estimate) - limit)
+    if found.half_width >= 1000 * goal:
+        return None
+    return max(more, math.ceil(found.launches * (found.half_width / goal) ** 2 - 1e-9))
+
+
+def _separable(cases: int, first: int) -> int:
+    """The launches a side, from `first` on, with which one changed case among so many can pass."""
+    from scipy.stats import mannwhitneyu
+
+    if cases == 1:
+        return first
+    for launches in range(first, MOST):
+        low, high = np.arange(launches), np.arange(launches) + launches
+        if mannwhitneyu(low, high, alternative="less").pvalue * cases <= FALSE_SHARE:
+            return launches
+    return MOST

@@ -1,0 +1,673 @@
+"""`compare BASE NEW`: which cases it compares, what it says of them, and the exit codes."""
+
+import csv
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_floors import RUN, python
+from test_steps import a_step_case, a_step_result, a_step_run, a_step_summary, some_epochs
+from test_steps import some_replicas as replicas
+from test_store import a_case, a_launch, a_result, a_run, a_summary
+from test_verdict import medians
+
+from ddpbench import cli, compare
+from ddpbench.analysis import comparison, verdict
+from ddpbench.analysis.differences import Difference, differences
+from ddpbench.analysis.matching import Source
+from ddpbench.records import codec, store
+from ddpbench.records.schema import SCHEMA, Case, Limit, Result, Run, Wrong
+from ddpbench.render import comparison as render
+
+Said = tuple[int, str, str]
+Compare = Callable[..., Said]
+
+
+@pytest.fixture
+def compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Compare:
+    """The command on runs that are stored first: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(base: Run, new: Run, *words: str) -> Said:
+        for name, run in (("before", base), ("after", new)):
+            put(name, run)
+        return said(capsys, "before", "after", *words)
+
+    return call
+
+
+def put(name: str, run: Run) -> None:
+    """Store a run in results/."""
+    store.write(made(Path("results") / name), replace(run, id=Path(name).name))
+
+
+def made(folder: Path) -> Path:
+    """A folder, made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> Said:
+    """What the command answers."""
+    try:
+        code = cli.main(["compare", *words])
+    except SystemExit as end:
+        code = int(str(end.code))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def results(
+    seconds: float, case: Case | None = None, launches: int = 6, noise: float = 0.002,
+    seed: int = 0, **other: Any,
+) -> list[Result]:  # fmt: skip
+    """One case in launches whose medians lie around these seconds."""
+    each = medians(launches, seconds, noise, seed)
+    return [a_result(case, n, a_summary(float(t)), **other) for n, t in enumerate(each)]
+
+
+def sized(nbytes: int, **other: Any) -> Case:
+    """all_reduce of this size."""
+    return a_case(nbytes=nbytes, count=nbytes // 4, **other)
+
+
+def runs_of(*sides: Iterable[Result]) -> tuple[Run, ...]:
+    """A run a side, of all these results."""
+    return tuple(a_run(*side) for side in sides)
+
+
+def simple(factor: float, noise: float = 0.002, launches: int = 6) -> tuple[Run, Run]:
+    """One case of 1 ms, and the same times this factor."""
+    return (
+        a_run(*results(1e-3, launches=launches, noise=noise, seed=1)),
+        a_run(*results(1e-3 * factor, launches=launches, noise=noise, seed=2)),
+    )
+
+
+def verdicts(out: str) -> dict[str, str]:
+    """Case → verdict, of CSV or JSON, in order."""
+    rows: Any = json.loads(out)["rows"] if out[0] == "{" else csv.DictReader(io.StringIO(out))
+    return {row["case"]: row["verdict"] for row in rows}
+
+
+# --- verdicts and exit codes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factor", "noise", "words", "name", "code"),
+    [
+        (1.1, 0.002, (), "SLOWER", 1),
+        (1.1, 0.002, ("--strict",), "SLOWER", 1),
+        (1 / 1.1, 0.002, (), "FASTER", 0),
+        (1.0, 0.002, ("--strict",), "SAME", 0),
+        (1.1, 0.002, ("--margin", "15"), "SAME", 0),
+        (1.1, 0.2, (), "INCONCLUSIVE", 0),
+        (1.1, 0.2, ("--strict",), "INCONCLUSIVE", 2),
+    ],
+)
+def test_each_verdict_has_its_exit_code(
+    compared: Compare, factor: float, noise: float, words: tuple[str, ...], name: str, code: int
+) -> None:
+    """The same case times a factor, with little noise and with much."""
+    got, out, err = compared(*simple(factor, noise), *words)
+    assert (got, err) == (code, "")
+    assert re.search(
+        rf"1 case compared: 1 {name}; margin ±{words[-1] if '15' in words else 3} %", out
+    )
+
+
+def test_the_figures_in_the_table_are_those_of_the_launch_medians(compared: Compare) -> None:
+    """Medians with their units and intervals, the change and its interval, both runs' names."""
+    base, new = simple(1.1)
+    _, out, _ = compared(base, new)
+    sides = [[r.summary.median_seconds for r in run.results if r.summary] for run in (base, new)]
+    each = sorted(b / a for a in sides[0] for b in sides[1])
+    row = next(line for line in out.splitlines() if "SLOWER" in line and "all_reduce" in line)
+    for side in sides:
+        ordered = sorted(side)
+        assert f"{(ordered[2] + ordered[3]) / 2 * 1e6:.0f} µs" in row
+        width = (ordered[-1] - ordered[0]) / (ordered[-1] + ordered[0])
+        assert f"±{width * 100:.1f} %" in row
+    assert f"+{((each[17] * each[18]) ** 0.5 - 1) * 100:.1f} %" in row
+    assert f"+{(each[5] - 1) * 100:.1f} % … +{(each[30] - 1) * 100:.1f} %" in row
+    assert out.startswith("BASE  before   6 launches, from 2026-01-01T00:00:00Z\nNEW   after   6 l")
+
+
+@pytest.mark.parametrize("launches", [1, 4, 5, 6])
+def test_too_few_launches_are_told_with_what_to_type(compared: Compare, launches: int) -> None:
+    """Below five a side a change of 50 % is INCONCLUSIVE; from five on it is SLOWER."""
+    code, out, _ = compared(*simple(1.5, launches=launches))
+    assert code == (1 if launches >= 5 else 0)
+    advice = "1 INCONCLUSIVE: needs about 6 launches a side: run with --launches 6"
+    assert (advice in out) == (launches < 5)
+    assert ("too few launches, needs 6 a side" in out) == (launches < 5)
+
+
+def test_wide_intervals_are_told_with_the_launches_needed(compared: Compare) -> None:
+    """The number follows from the half-width, is the same in the row and in the advice; where
+    launches are no answer, another advice is given."""
+    base, new = simple(1.0, noise=0.03)
+    _, out, _ = compared(base, new)
+    shift = verdict.shift(medians(6, 1e-3, 0.03, 1), medians(6, 1e-3, 0.03, 2))
+    needed = verdict.launches_needed(shift, 0.03)
+    assert needed is not None
+    assert 6 < needed <= 100
+    assert f"needs about {needed} launches a side: run with --launches {needed}\n" in out
+    assert re.search(rf"±\d\.\d %, needs about {needed} launches a side\n", out)
+    _, out, _ = compared(*simple(1.0, noise=0.5))
+    assert "more than 100 launches would be needed: measure on a quieter host" in out
+    assert "run with" not in out
+
+
+def test_what_matters_stands_first(compared: Compare) -> None:
+    """SLOWER, INVALID, INCOMPARABLE, INCONCLUSIVE, FASTER, SAME, then what one side alone has; the
+    larger change before the smaller one."""
+    base: list[Result] = []
+    new: list[Result] = []
+    for n, (factor, noise) in enumerate(
+        [(1.0, 0.002), (0.5, 0.002), (1.0, 0.2), (1.2, 0.002), (1.6, 0.002), (0.8, 0.002)]
+    ):
+        case = sized(4 << n)
+        base += results(1e-3, case, 8, noise, seed=n)
+        new += results(1e-3 * factor, case, 8, noise, seed=n + 50)
+    base += results(1e-3, sized(1024)) + results(1e-3, sized(2048)) + results(1e-3, sized(4096))
+    new += results(1e-3, sized(1024, start="none"))
+    new += results(1e-3, sized(2048), wrong=(Wrong(1, 3, 7, "3", "nan"),))
+    new += results(1e-3, sized(8192))
+    code, out, _ = compared(*runs_of(base, new), "--format", "csv")
+    assert code == 1
+    found = [(name.split(" ")[1], word) for name, word in verdicts(out).items()]
+    assert [word for _, word in found] == [
+        "SLOWER", "SLOWER", "INVALID", "INCOMPARABLE", "INCONCLUSIVE", "FASTER", "FASTER", "SAME",
+        "ONLY BASE", "ONLY NEW",
+    ]  # fmt: skip
+    assert [size for size, _ in found] == ["64", "32", "2", "1", "16", "8", "128", "4", "4", "8"]
+
+
+def test_a_sweep_is_corrected_for_its_cases(compared: Compare) -> None:
+    """Five launches a side: one clear change alone is SLOWER, among 30 cases INCONCLUSIVE, with the
+    launches that a sweep of 30 needs; and alone again with --only."""
+    sizes = [4 << n for n in range(30)]
+    base = [r for n, s in enumerate(sizes) for r in results(1e-3, sized(s), 5, seed=n)]
+    new = [
+        r for n, s in enumerate(sizes)
+        for r in results(1e-3 * (1.5 if s == 64 else 1), sized(s), 5, seed=n + 99)
+    ]  # fmt: skip
+    code, out, _ = compared(*runs_of(base, new))
+    assert (code, "1 INCONCLUSIVE, 29 SAME" in out) == (0, True)
+    assert "may be chance among so many cases, needs about 6 launches a side" in out
+    code, out, _ = compared(*runs_of(base, new), "--only", " 64 B")
+    assert (code, "1 case compared: 1 SLOWER" in out) == (1, True)
+
+
+def test_a_ddp_step_is_compared_too(compared: Compare) -> None:
+    """Steps of two workloads, in ms: the one that became slower is named by what it is."""
+    base = [a_step_result(a_step_case(workload=w), n, a_step_summary(seed=n))
+            for w in ("mlp", "convnet") for n in range(6)]  # fmt: skip
+    new = [
+        a_step_result(a_step_case(workload=w), n, a_step_summary(seed=n + 6, exposed=exposed))
+        for w, exposed in (("mlp", 18.0), ("convnet", 38.0)) for n in range(6)
+    ]  # fmt: skip
+    code, out, _ = compared(a_step_run(*base), a_step_run(*new))
+    assert code == 1
+    assert re.search(r"^convnet width=1024 depth=8 +79\.\d+ ms .* 99\.\d+ ms .*SLOWER", out, re.M)
+    assert re.search(r"^mlp .*SAME", out, re.M)
+    assert "all   batch 64, sgd, gloo, 2 ranks" in out
+
+
+# --- what cannot be compared ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"dtype": "bfloat16", "count": 2048}, "dtype float32 → bfloat16, count 1024 → 2048"),
+        ({"world_size": 4, "ranks_per_host": (2, 2)},
+         "world_size 2 → 4, ranks_per_host 2 → 2+2"),
+        ({"issue": "pipelined", "depth": 20}, "issue isolated → pipelined, depth 1 → 20"),
+        ({"backend": "mpi", "provider": "mpi4py"},
+         "backend gloo → mpi, provider native → mpi4py"),
+        ({"start": "p2p_barrier"}, "start barrier → p2p_barrier"),
+        ({"time_definition": "exit-last_entry"}, "time_definition exit-entry → exit-last_entry"),
+        ({"buffers": "huge"}, "buffers torch → huge"),
+    ],
+)  # fmt: skip
+def test_another_identity_is_incomparable(
+    compared: Compare, other: dict[str, Any], why: str
+) -> None:
+    """The same row asked for with another identity: exit 3, the fields with both values, and no
+    ratio of the two."""
+    base, new = results(1e-3), results(2e-3, a_case(**other))
+    code, out, _ = compared(*runs_of(base, new))
+    assert code == 3
+    row = next(line for line in out.splitlines() if "INCOMPARABLE" in line)
+    assert row.endswith(why)
+    assert "% …" not in row
+    assert not re.search(r"[+-]\d+\.\d %", row)
+
+
+def test_a_rounded_size_is_still_the_row_that_was_asked_for(compared: Compare) -> None:
+    """all_gather of 1 KiB on 2 and on 3 ranks: other bytes, the same row, INCOMPARABLE."""
+    asked = {"operation": "all_gather", "reduce_op": None}
+    base = a_case(**asked, nbytes=1024, count=128)
+    new = a_case(**asked, nbytes=1020, count=85, world_size=3, ranks_per_host=(3,))
+    code, out, _ = compared(
+        *runs_of(results(1e-3, base), results(1e-3, new, requested_nbytes=1024))
+    )
+    assert code == 3
+    assert "nbytes 1024 → 1020, count 128 → 85, world_size 2 → 3, ranks_per_host 2 → 3" in out
+
+
+def test_of_several_the_case_that_differs_least_is_its_partner(compared: Compare) -> None:
+    """Two dtypes on two ranks against the same two on four: each with its own, differing in the
+    ranks alone."""
+
+    def both(**ranks: Any) -> list[Result]:
+        kinds = ({"dtype": "bfloat16", "count": 2048}, {})
+        return [r for kind in kinds for r in results(1e-3, a_case(**kind, **ranks))]
+
+    code, out, _ = compared(*runs_of(both(), both(world_size=4, ranks_per_host=(4,))[::-1]))
+    assert code == 3
+    assert out.count("world_size 2 → 4, ranks_per_host 2 → 4") == 2
+    assert "dtype" not in out
+
+
+def test_a_step_of_another_model_is_incomparable(compared: Compare) -> None:
+    """The same workload with another width and another hook."""
+    other = a_step_case(settings=("width=512", "depth=8"), comm_hook="fp16")
+    runs = [a_step_run(*(a_step_result(case, n) for n in range(6)))
+            for case in (a_step_case(), other)]  # fmt: skip
+    code, out, _ = compared(*runs)
+    assert code == 3
+    assert "settings width=1024+depth=8 → width=512+depth=8, comm_hook none → fp16" in out
+
+
+def test_cases_of_one_side_are_listed(compared: Compare) -> None:
+    """Sizes that one run alone has are named, and what was skipped with the reason; they are no
+    failure, but --strict asks for all that BASE has."""
+    skipped = replace(a_result(sized(64)), summary=None, reason="no memory")
+    base = [*results(1e-3), *results(1e-3, sized(64)), *results(1e-3, sized(8))]
+    new = [*results(1e-3), skipped, *results(1e-3, sized(16))]
+    runs = runs_of(base, new)
+    code, out, _ = compared(*runs)
+    assert code == 0
+    assert "ONLY BASE: all_reduce 8 B; all_reduce 64 B (in the other: no memory)\n" in out
+    assert "ONLY NEW: all_reduce 16 B\n" in out
+    assert "1 case compared: 1 SAME, 2 ONLY BASE, 1 ONLY NEW" in out
+    assert compared(*runs, "--strict")[0] == 2
+    assert compared(*reversed(runs), "--only", "16 B,4 KiB", "--strict")[0] == 2
+    assert compared(*runs, "--only", "16 B,4 KiB", "--strict")[0] == 0
+
+
+def test_runs_with_nothing_in_common_end_with_3(compared: Compare) -> None:
+    """No case of one is in the other: exit 3, both lists are printed."""
+    code, out, _ = compared(*runs_of(results(1e-3, sized(8)), results(1e-3, sized(16))))
+    assert code == 3
+    assert "0 cases compared: 1 ONLY BASE, 1 ONLY NEW" in out
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ({"wrong": (Wrong(1, 3, 7, "3", "nan"),)}, "NEW: launch 0: rank 1 got a wrong result"),
+        ({"hard_limit": Limit(1e3, "copy")}, "NEW: launch 0: faster than the data can move"),
+        ({"summary": a_summary(0.0)}, "NEW: launch 0: a median of 0.0 s"),
+    ],
+)
+def test_a_fault_in_one_launch_makes_the_case_invalid(
+    compared: Compare, fault: dict[str, Any], why: str
+) -> None:
+    """A wrong result, an impossible speed, a time that is none: exit 3, the reason, no figure; and
+    no other case suffers."""
+    bad = results(1e-3)
+    bad[0] = replace(bad[0], **fault)
+    good = results(1e-3, sized(64))
+    code, out, _ = compared(*runs_of([*results(1e-3), *good], [*bad, *good]))
+    assert code == 3
+    row = next(line for line in out.splitlines() if "INVALID" in line)
+    assert row.endswith(why)
+    assert "% …" not in row
+    assert "2 cases compared: 1 INVALID, 1 SAME" in out
+    good, bad = (results(s, sized(64)) for s in (1e-3, 2e-3))
+    assert compared(*runs_of(good, bad))[0] == 1
+
+
+def test_slower_wins_over_invalid(compared: Compare) -> None:
+    """A case that is slower is an answer whatever the others are: exit 1."""
+    wrong = results(1e-3, sized(64), wrong=(Wrong(1, 3, 7, "3", "nan"),))
+    code, out, _ = compared(
+        *runs_of([*results(1e-3), *results(1e-3, sized(64))], [*results(2e-3), *wrong])
+    )
+    assert code == 1
+    assert "1 SLOWER, 1 INVALID" in out
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"replicas": replicas(equal=False, ok=False)},
+        {"replicas": replicas(ok=False)},
+        {"epochs": some_epochs(2, replicas_equal=False)},
+    ],
+)
+def test_a_step_whose_replicas_are_not_ok_is_invalid(
+    compared: Compare, fault: dict[str, Any]
+) -> None:
+    """Replicas that differ after a step or an epoch, or hold NaN: there is no time to compare."""
+    good = [a_step_result(launch=n) for n in range(6)]
+    bad = [*good[:5], replace(good[5], **fault)]
+    code, out, _ = compared(a_step_run(*bad), a_step_run(*good))
+    assert code == 3
+    assert "INVALID" in out
+    assert "BASE: launch 5: the replicas differed, or were not finite" in out
+
+
+# --- pools ----------------------------------------------------------------------------------------
+
+
+def pool(name: str, runs: int, factor: float, **other: Any) -> None:
+    """A folder of runs of one launch each."""
+    for n, seconds in enumerate(medians(runs, 1e-3 * factor, 0.002, seed=int(factor * 100))):
+        put(f"{name}/{n}", a_run(a_result(a_case(**other), 0, a_summary(float(seconds)))))
+
+
+def test_a_folder_of_runs_is_pooled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Six runs of one launch are six replicates, by path and by name in results/; and may meet one
+    run of six launches."""
+    monkeypatch.chdir(tmp_path)
+    pool("base", 6, 1)
+    pool("slow", 7, 1.2)
+    put("one", simple(1.2)[1])
+    for words in (("base", "slow"), ("results/base/", str(tmp_path / "results/slow"))):
+        code, out, _ = said(capsys, *words)
+        assert (code, "1 SLOWER" in out) == (1, True)
+        assert re.search(r"^BASE  \S*base   6 launches of 6 runs, from 2026", out)
+        assert re.search(r"^NEW   \S*slow   7 launches of 7 runs, from 2026", out, re.M)
+    assert said(capsys, "base", "one")[0] == said(capsys, "base", "results/one/run.json")[0] == 1
+    assert said(capsys, "base", "last")[0] == 1
+
+
+def test_pooled_runs_must_have_measured_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder in which one run has another protocol is refused, the field named: exit 3."""
+    monkeypatch.chdir(tmp_path)
+    pool("base", 6, 1)
+    pool("mixed", 6, 1.2)
+    pool("mixed/..", 1, 1)
+    put("mixed/9", a_run(a_result(a_case(start="none"))))
+    code, out, err = said(capsys, "base", "mixed")
+    assert (code, out) == (3, "")
+    assert re.fullmatch(
+        r"ddpbench: the runs in mixed are not comparable with each other: all_reduce/\S+ has start "
+        r"barrier → none\n", err,
+    )  # fmt: skip
+
+
+# --- what differs beside --------------------------------------------------------------------------
+
+
+def with_facts(run: Run, facts: dict[str, Any], rank: dict[str, Any], **launch: Any) -> Run:
+    """The run in another environment."""
+    changed = tuple(
+        replace(
+            each, facts={**each.facts, **facts},
+            ranks=tuple({**before, **rank} for before in each.ranks), **launch,
+        )
+        for each in run.launches
+    )  # fmt: skip
+    return replace(run, launches=changed)
+
+
+def test_only_what_differs_in_the_environments_is_told() -> None:
+    """Versions, revision, host, threads, library, launcher, plan and variables: those that differ,
+    with both values; what passes (loads, seeds, job numbers) and what one side did not record do
+    not."""
+    run = a_run(*results(1e-3))
+    base = with_facts(
+        run,
+        {"git_revision": "a" * 40, "git_dirty": False, "nccl": None, "smt": True,
+         "rates": {"x": 1}},
+        {"variables": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "1"},
+         "load_average": [1.0], "pid": 1, "threads": 1},
+    )  # fmt: skip
+    new = with_facts(
+        run,
+        {"git_revision": "a" * 40, "git_dirty": True, "nccl": "2.30", "smt": False,
+         "torch": "2.14.0", "rates": {"x": 2}, "driver": "999"},
+        {"variables": {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "SLURM_JOB_ID": "2"},
+         "load_average": [9.0], "pid": 2, "threads": 2, "gpu_name": "H200"},
+        library="gloo of torch 2.14", launcher="srun",
+    )  # fmt: skip
+    new = replace(new, plan=replace(run.plan, seed=9, slice_seconds=0.5))
+    assert differences([base], [base]) == ()
+    assert {d.name: (d.base, d.new) for d in differences([base], [new])} == {
+        "git": (("a" * 12,), ("a" * 12 + " and changes",)),
+        "torch": (("2.13.0",), ("2.14.0",)),
+        "nccl": (("none",), ("2.30",)),
+        "smt": (("yes",), ("no",)),
+        "threads": (("1",), ("2",)),
+        "library of gloo": (("libgloo 1.2",), ("gloo of torch 2.14",)),
+        "launcher of gloo": (("torchrun",), ("srun",)),
+        "NCCL_DEBUG": (("INFO",), ("unset",)),
+        "GLOO_SOCKET_IFNAME": (("unset",), ("eth0",)),
+        "plan: slice_seconds": (("2.0",), ("0.5",)),
+    }
+
+
+def test_a_backend_that_one_side_alone_has_differs_in_nothing() -> None:
+    """Only launches of the backends that both sides have are held against each other."""
+    gloo = a_run(*results(1e-3))
+    mpi = replace(a_launch(9, "mpi"), launcher="mpirun", facts={"torch": "2.12.0"})
+    assert differences([gloo], [replace(gloo, launches=(*gloo.launches, mpi))]) == ()
+
+
+def test_all_values_of_a_pool_are_told() -> None:
+    """Ranks on several hosts, runs of several versions: each value once, sorted."""
+    base = a_run(*results(1e-3))
+    other = with_facts(base, {"torch": "2.12.0"}, {"hostname": "b"})
+    assert differences([base], [other, base]) == (
+        Difference("torch", ("2.13.0",), ("2.12.0", "2.13.0")),
+        Difference("hostname", ("node",), ("b", "node")),
+    )
+
+
+def test_differences_stand_in_the_text_formats(compared: Compare) -> None:
+    """One line each, above the table and, folded, in Markdown."""
+    base, new = simple(1.0)
+    new = with_facts(new, {"torch": "2.14.0"}, {})
+    for form in ("table", "markdown"):
+        assert "differs: torch: 2.13.0 → 2.14.0\n" in compared(base, new, "--format", form)[1]
+
+
+def test_what_weakens_a_verdict_is_noted(compared: Compare) -> None:
+    """A run that is not complete, a busy host, and a change between launches that were not taken
+    by turns."""
+    base, new = simple(1.2)
+    busy = tuple(replace(r, others_share=0.2 * (r.launch > 3)) for r in new.results)
+    new = replace(new, results=busy, state="interrupted")
+
+    def timed(run: Run, hours: Iterable[int]) -> Run:
+        stamps = (f"2026-01-01T{hour:02}:00:00Z" for hour in hours)
+        pairs = zip(run.launches, stamps, strict=True)
+        return replace(run, launches=tuple(replace(one, started=at) for one, at in pairs))
+
+    _, out, _ = compared(timed(base, range(6)), timed(new, range(6, 12)))
+    assert "NOTE: NEW is PARTIAL: after is interrupted\n" in out
+    assert "5 % of the cores in 2 of 6 measurements" in out
+    assert "measure the two by turns" in out
+    _, out, _ = compared(timed(base, range(0, 12, 2)), timed(new, range(1, 12, 2)))
+    assert "by turns" not in out
+    same = simple(1.0)
+    _, out, _ = compared(timed(same[0], range(6)), timed(same[1], range(6, 12)))
+    assert "NOTE" not in out
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def test_json_and_csv_have_all_figures(compared: Compare) -> None:
+    """Every row with its identity, medians, intervals, change, launches; numbers unrounded."""
+    base, new = simple(1.1)
+    code, out, _ = compared(base, new, "--format", "json")
+    data = json.loads(out)
+    assert (code, data["exit_code"], data["exit_code_strict"]) == (1, 1, 1)
+    assert (data["margin"], data["counts"]) == (0.03, {"SLOWER": 1})
+    assert data["base"] == {"name": "before", "runs": ["before"]}
+    (row,) = data["rows"]
+    shift = verdict.shift(medians(6, 1e-3, 0.002, 1), medians(6, 1.1e-3, 0.002, 2))
+    assert shift is not None
+    assert row["change"] == pytest.approx(2.718281828459045**shift.estimate - 1)
+    assert row["change_low"] < row["change"] < row["change_high"]
+    assert (row["base_launches"], row["new_launches"]) == (6, 6)
+    assert codec.decode(Case, row["identity"]) == a_case()
+    _, out, _ = compared(base, new, "--format", "csv")
+    (line,) = csv.DictReader(io.StringIO(out))
+    assert {name: float(line[name]) for name in line if name.startswith(("base_", "new_"))} == {
+        name: row[name] for name in row if name.startswith(("base_", "new_"))
+    }
+    assert line["case"] == row["case"] == "all_reduce 4 KiB float32 sum in place gloo 2 ranks"
+
+
+def test_markdown_shows_what_is_not_the_same_and_folds_the_rest(compared: Compare) -> None:
+    """The summary is the first line; SAME rows stand in <details>, with empty lines around the
+    table as GitHub needs them."""
+    base: list[Result] = []
+    new: list[Result] = []
+    for n, factor in enumerate((1.0, 1.3, 1.0)):
+        base += results(1e-3, sized(4 << n), seed=n)
+        new += results(1e-3 * factor, sized(4 << n), seed=n + 9)
+    _, out, _ = compared(*runs_of(base, new), "--format", "markdown")
+    assert out.splitlines()[0] == ("**ddpbench: 3 cases compared: 1 SLOWER, 2 SAME** (margin ±3 %)")
+    shown, folded = out.split("<details><summary>2 SAME</summary>\n\n|", 1)
+    assert [line for line in shown.splitlines() if line.startswith("| all_reduce 8 B ")]
+    assert "SAME |" not in shown.replace("SAME**", "")
+    table = folded.split("\n\n</details>")[0]
+    assert len([line for line in table.splitlines() if line.startswith("| all_reduce")]) == 2
+    assert out.count("<details>") == out.count("</details>") == 2
+
+
+def test_the_formats_offered_are_those_that_exist() -> None:
+    """The command names them, and the margin, without loading what they need."""
+    assert tuple(render.FORMATS) == compare.FORMATS
+    assert compare.MARGIN_PERCENT / 100 == verdict.MARGIN
+
+
+def test_labels_tell_all_cases_of_a_run_apart() -> None:
+    """Whatever makes a case's key differ makes its label differ."""
+    cases = [a_case(), a_case(dtype="int8"), a_case(reduce_op="max"), a_case(root=1),
+             a_case(nbytes=8), a_case(in_place=False), a_case(form="list"), a_case(device="cuda"),
+             a_case(backend="mpi"), a_case(operation="reduce"), a_step_case(),
+             a_step_case(workload="convnet"), a_step_case(device="cuda")]  # fmt: skip
+    assert len({case.key for case in cases}) == len({render.label(c) for c in cases}) == 13
+
+
+def test_words_that_all_cases_share_are_said_once() -> None:
+    """Above the table, not in each row; where they differ they stand in the rows."""
+    base, new = runs_of(*([*results(s), *results(s, sized(8, dtype="int32"))] for s in (1, 2)))
+    found = comparison.compare(Source("a", (base,)), Source("b", (new,)), 0.03, lambda case: True)
+    out = render.table(found)
+    assert "all   sum, in place, gloo, 2 ranks\n" in out
+    assert re.search(r"^all_reduce 8 B int32  ", out, re.M)
+    assert re.search(r"^all_reduce 4 KiB float32  ", out, re.M)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (("before",), 2, "the following arguments are required: NEW"),
+        (("before", "after", "--margin", "0"), 2, "--margin: '0' is not a number above 0"),
+        (("before", "after", "--margin", "nan"), 2, "--margin: 'nan' is not a number above 0"),
+        (("before", "after", "--format", "html"), 2, "invalid choice: 'html'"),
+        (("before", "after", "--only", "a,,b"), 2, "has an empty name"),
+        (("before", "after", "--strikt"), 2, "unknown option --strikt; did you mean --strict?"),
+        (("before", "after", "--only", "nccl"), 2,
+         "--only nccl: no measured case has that in its name, as in 'all_reduce 4 KiB"),
+        (("before", "results/before"), 2,
+         "BASE before and NEW results/before have a run in common"),
+        (("before", "nowhere"), 3, "no run 'nowhere'"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(
+    compared: Compare, capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...], code: int, sentence: str,
+) -> None:  # fmt: skip
+    """What was given, what is wrong with it; nothing on stdout."""
+    compared(*simple(1.0))
+    got, out, err = said(capsys, *words)
+    assert (got, out) == (code, "")
+    assert re.fullmatch(r"ddpbench: [^\n]+\n", err)
+    assert sentence in err
+
+
+def raw(run: Run, **other: Any) -> bytes:
+    """run.json with other values at its top."""
+    return json.dumps({**json.loads(codec.encode(run)), **other}).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"", "run.json is damaged"),
+        (codec.encode(a_run(a_result()))[:-700], "run.json is damaged"),
+        (b"\x89PNG\r\n\x1a\n", "run.json is damaged"),
+        (b'{"benchmarks": []}', "is not a ddpbench run: it has no schema number"),
+        (b"[]", "is not a ddpbench run: it has no schema number"),
+        (raw(a_run(), schema=SCHEMA + 1), f"has schema {SCHEMA + 1}, this ddpbench reads up to"),
+        (raw(a_run(), plan=3), "run.json is damaged: $.plan is int, not Plan"),
+        (raw(a_run()), "holds no result: nothing was measured"),
+    ],
+    ids=["empty", "truncated", "foreign", "another's JSON", "a list", "newer", "mistyped", "bare"],
+)
+def test_stored_data_that_cannot_be_read_end_with_3(
+    compared: Compare, capsys: pytest.CaptureFixture[str], data: bytes, sentence: str
+) -> None:
+    """On either side, alone or in a folder of runs: one sentence that names the file."""
+    compared(*simple(1.0))
+    bad = made(Path("results/pool/bad"))
+    (bad / "run.json").write_bytes(data)
+    put("pool/good", simple(1.0)[0])
+    for words in (("pool/bad", "after"), ("before", "pool/bad"), ("before", "results/pool")):
+        code, out, err = said(capsys, *words)
+        assert (code, out) == (3, "")
+        assert re.fullmatch(r"ddpbench: [^\n]+\n", err)
+        assert sentence in err
+        assert f"pool{os.sep}bad" in err
+
+
+def test_a_run_in_which_all_was_skipped_has_nothing_to_compare(compared: Compare) -> None:
+    """One sentence, exit 3."""
+    skipped = a_run(replace(a_result(), summary=None, reason="no memory"))
+    code, out, err = compared(skipped, skipped)
+    assert (code, out) == (3, "")
+    assert err == "ddpbench: before and after hold no case that was measured\n"
+
+
+# --- without torch --------------------------------------------------------------------------------
+
+
+def test_runs_are_compared_without_torch(tmp_path: Path) -> None:
+    """On a machine that has no torch; and the help loads nothing heavy."""
+    for name, run in zip(("before", "after"), simple(1.0), strict=True):
+        store.create(tmp_path / name, run, "x")
+    said = python(
+        RUN.replace("; runpy", "\ntry: runpy") + "\nexcept SystemExit as end: print(end.code)",
+        "compare", str(tmp_path / "before"), str(tmp_path / "after"),
+    )  # fmt: skip
+    assert "1 SAME" in said
+    assert said.endswith("\n0\n")
+    heavy = ("torch", "numpy", "pandas", "scipy", "pyarrow", "mpi4py")
+    assert "--margin" in python(RUN, "compare", "--help", forbidden=heavy)

@@ -1,0 +1,244 @@
+"""The verdict on launch medians: against scipy itself, against plain loops, and at its edges."""
+
+import itertools
+import math
+import statistics
+import warnings
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from scipy import stats as scipy_stats
+
+from ddpbench.analysis import verdict
+from ddpbench.analysis.verdict import FASTER, INCONCLUSIVE, SAME, SLOWER, Chance, Shift
+
+Floats = npt.NDArray[np.float64]
+
+
+def medians(count: int, middle: float = 1e-3, noise: float = 0.005, seed: int = 0) -> Floats:
+    """Launch medians around `middle` seconds, with this relative noise."""
+    draw = np.random.default_rng(seed)
+    return np.asarray(middle * np.exp(draw.normal(0, noise, count)), dtype=np.float64)
+
+
+def found(base: Floats, new: Floats) -> Shift:
+    """Their shift, which exists."""
+    shift = verdict.shift(base, new)
+    assert shift is not None
+    return shift
+
+
+# --- the shift ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("base", "new"), [(5, 5), (6, 6), (6, 9), (12, 8), (30, 30)])
+def test_the_shift_is_the_median_of_all_differences_of_logs(base: int, new: int) -> None:
+    """Hodges–Lehmann against a plain loop over all pairs, its interval against theilslopes."""
+    a, b = medians(base, seed=1), medians(new, 1.2e-3, 0.02, seed=2)
+    shift = found(a, b)
+    each = [math.log(y / x) for x, y in itertools.product(a, b)]
+    assert shift.estimate == pytest.approx(statistics.median(each), abs=1e-9)
+    plain = scipy_stats.theilslopes(np.log([*a, *b]), [0] * base + [1] * new, 0.95)
+    assert (shift.low, shift.high) == pytest.approx((plain.low_slope, plain.high_slope), abs=1e-9)
+    assert shift.low < shift.estimate < shift.high
+    assert shift.launches == min(base, new)
+    assert shift.half_width == pytest.approx((plain.high_slope - plain.low_slope) / 2)
+
+
+def test_the_interval_is_that_of_the_mann_whitney_test() -> None:
+    """Of 5 and 5 launches it ends at the 3rd differences from either end: those that the exact
+    test at 5 % leaves."""
+    a, b = medians(5, seed=3), medians(5, seed=4)
+    each = sorted(math.log(y / x) for x, y in itertools.product(a, b))
+    shift = found(a, b)
+    assert (shift.low, shift.high) == pytest.approx((each[2], each[-3]), abs=1e-9)
+    moved = [scipy_stats.mannwhitneyu(b / math.exp(d), a).pvalue for d in (each[1], each[3])]
+    assert moved[0] < 0.05 < moved[1]
+
+
+def test_the_other_way_round_the_shift_has_the_other_sign() -> None:
+    """BASE and NEW swapped: the same figures mirrored, and SLOWER becomes FASTER."""
+    a, b = medians(6, seed=5), medians(7, 1.1e-3, seed=6)
+    there, back = found(a, b), found(b, a)
+    assert (back.estimate, back.low, back.high) == pytest.approx(
+        (-there.estimate, -there.high, -there.low), abs=1e-9
+    )
+    assert [verdict.judge(shift, 0.03) for shift in (there, back)] == [SLOWER, FASTER]
+
+
+@pytest.mark.parametrize(("base", "new"), [(1, 1), (4, 4), (4, 30), (30, 4), (0, 6)])
+def test_below_five_launches_a_side_there_is_no_verdict(base: int, new: int) -> None:
+    """However far the sides lie apart, and however many launches the other has: INCONCLUSIVE, and
+    six are asked for."""
+    shift = verdict.shift(medians(base), medians(new, 1.0))
+    assert shift is None
+    assert verdict.judge(shift, 0.03) == INCONCLUSIVE
+    assert verdict.launches_needed(shift, 0.03) == 6
+
+
+@pytest.mark.parametrize("launches", [5, 6])
+def test_from_five_launches_on_a_plain_change_is_seen(launches: int) -> None:
+    """20 % at half a percent of noise is SLOWER or FASTER, nothing is SAME."""
+    base = medians(launches, noise=0.002, seed=7)
+    for factor, wanted in ((1.2, SLOWER), (1.0, SAME), (1 / 1.2, FASTER)):
+        new = medians(launches, 1e-3 * factor, 0.002, seed=8)
+        assert verdict.judge(found(base, new), 0.03) == wanted
+
+
+def test_launches_without_any_variance_are_the_same_without_a_warning() -> None:
+    """All medians equal, on which theilslopes alone fails: SAME; another constant: SLOWER."""
+    same = np.full(5, 1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shift, other = found(same, same), found(same, same * 1.5)
+        assert verdict.chance(same, same, 0.03).slower > 0.5
+    assert (shift.estimate, shift.half_width) == pytest.approx((0, 0), abs=1e-9)
+    assert (verdict.judge(shift, 0.03), verdict.judge(other, 0.03)) == (SAME, SLOWER)
+    assert (other.low, other.high) == pytest.approx([math.log(1.5)] * 2, abs=1e-9)
+
+
+def test_ties_do_not_narrow_the_interval() -> None:
+    """Where two of six launches are far slower and all others tie, scipy's own interval is [0, 0];
+    here it holds the slow ones: INCONCLUSIVE, not SAME."""
+    base, new = np.full(6, 1.0), np.array([1.0, 1, 1, 1, 2, 3])
+    plain = scipy_stats.theilslopes(np.log([*base, *new]), [0] * 6 + [1] * 6, 0.95)
+    assert (plain.low_slope, plain.high_slope) == (0, 0)
+    shift = found(base, new)
+    assert shift.low == pytest.approx(0, abs=1e-9)
+    assert shift.high >= math.log(2)
+    assert verdict.judge(shift, 0.03) == INCONCLUSIVE
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+def test_pairs_are_judged_by_the_exact_interval_of_their_median_difference() -> None:
+    """Against quantile_test; a drift that both of a pair meet does not show."""
+    drift = np.exp(np.linspace(0, 1, 8))
+    base, new = medians(8, seed=9) * drift, medians(8, 1.1e-3, seed=10) * drift
+    shift = verdict.paired_shift(list(zip(base, new, strict=True)))
+    each = np.log(new) - np.log(base)
+    plain = scipy_stats.quantile_test(each, q=float(np.median(each)), p=0.5)
+    interval = plain.confidence_interval(0.95)
+    assert shift == Shift(float(np.median(each)), interval.low, interval.high, 8)
+    assert verdict.judge(shift, 0.03) == SLOWER
+    assert verdict.judge(verdict.shift(base, new), 0.03) == INCONCLUSIVE
+
+
+@pytest.mark.parametrize(("pairs", "exists"), [(0, False), (1, False), (5, False), (6, True)])
+def test_below_six_pairs_there_is_no_interval(pairs: int, exists: bool) -> None:
+    """No exact 95 % interval of a median exists below six."""
+    shift = verdict.paired_shift([(1.0, 2.0)] * pairs)
+    assert (shift is not None) == exists
+    assert verdict.judge(shift, 0.03) == (SLOWER if exists else INCONCLUSIVE)
+
+
+# --- the rule -------------------------------------------------------------------------------------
+
+LIMIT = math.log1p(0.03)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "wanted"),
+    [
+        (LIMIT + 1e-6, 0.5, SLOWER),
+        (LIMIT, 0.5, INCONCLUSIVE),
+        (-0.5, -LIMIT - 1e-6, FASTER),
+        (-0.5, -LIMIT, INCONCLUSIVE),
+        (-LIMIT, LIMIT, SAME),
+        (0.01, 0.02, SAME),  # a change, but smaller than the margin
+        (-LIMIT - 1e-6, 0, INCONCLUSIVE),
+        (0, LIMIT + 1e-6, INCONCLUSIVE),
+        (-1, 1, INCONCLUSIVE),
+    ],
+)
+def test_the_whole_interval_must_lie_beyond_the_margin_or_inside(
+    low: float, high: float, wanted: str
+) -> None:
+    """The table of verdicts at its edges."""
+    assert verdict.judge(Shift((low + high) / 2, low, high, 6), 0.03) == wanted
+
+
+def test_the_test_is_of_a_change_beyond_the_margin() -> None:
+    """The p values are scipy's of NEW against BASE·1.03, and of NEW·1.03 against BASE."""
+    base, new = medians(6, seed=11), medians(7, 1.05e-3, 0.02, seed=12)
+    chance = verdict.chance(base, new, 0.03)
+    slower = scipy_stats.mannwhitneyu(new, base * 1.03, alternative="greater").pvalue
+    faster = scipy_stats.mannwhitneyu(new * 1.03, base, alternative="less").pvalue
+    assert chance == Chance(slower, faster)
+    assert chance.slower < 0.05 < chance.faster
+
+
+def test_a_sweep_corrects_for_its_cases() -> None:
+    """Benjamini–Hochberg in both directions against a plain loop; a change that is clear alone is
+    INCONCLUSIVE when the corrected p is above 5 %."""
+    raw = [Chance(p, 1 - p) for p in (0.004, 0.03, 0.5, 0.9, 0.02)]
+    corrected = verdict.adjusted(raw)
+    for name in ("slower", "faster"):
+        p = [getattr(chance, name) for chance in raw]
+        ranked = sorted(p)
+        for value, chance in zip(p, corrected, strict=True):
+            rest = ranked[ranked.index(value) :]
+            wanted = min(min(1, q * 5 / (ranked.index(q) + 1)) for q in rest)
+            assert getattr(chance, name) == pytest.approx(wanted)
+    clear = Shift(0.3, 0.2, 0.4, 5)
+    assert verdict.judge(clear, 0.03, Chance(0.05, 1)) == SLOWER
+    assert verdict.judge(clear, 0.03, Chance(0.051, 1)) == INCONCLUSIVE
+    fast = Shift(-0.3, -0.4, -0.2, 5)
+    assert verdict.judge(fast, 0.03, Chance(1, 0.05)) == FASTER
+    assert verdict.judge(fast, 0.03, Chance(0, 0.051)) == INCONCLUSIVE
+    assert verdict.adjusted([]) == []
+
+
+def test_identical_code_is_seldom_called_different_in_a_sweep() -> None:
+    """Of 60 sweeps of 20 cases, six launches a side that differ by 10 %, at most one has a change,
+    where the intervals alone would name more."""
+    alone = swept = 0
+    for sweep in range(60):
+        sides = [
+            (medians(6, noise=0.1, seed=n), medians(6, noise=0.1, seed=n + 10**6))
+            for n in range(sweep * 20, sweep * 20 + 20)
+        ]
+        chances = verdict.adjusted([verdict.chance(a, b, 0.03) for a, b in sides])
+        shifts = [found(a, b) for a, b in sides]
+        alone += any(verdict.beyond(shift, 0.03) for shift in shifts)
+        swept += any(
+            verdict.judge(shift, 0.03, chance) in (SLOWER, FASTER)
+            for shift, chance in zip(shifts, chances, strict=True)
+        )
+    assert swept <= 1 < alone
+
+
+# --- launches needed ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "launches", "needed"),
+    [
+        (-2 * LIMIT, 2 * LIMIT, 6, 24),  # R·(half-width/margin)²
+        (-1.5 * LIMIT, 1.5 * LIMIT, 8, 18),
+        (0, 3 * LIMIT, 5, 12),  # 11.25
+        (-10 * LIMIT, 10 * LIMIT, 6, 600),
+        (0, 1.2 * LIMIT, 6, 14),  # narrow enough, but across the margin: 6·(0.6/0.4)² = 13.5
+        (-1.1 * LIMIT, 0.1 * LIMIT, 6, 9),  # 6·(0.6/0.5)² = 8.64
+        (0.5 * LIMIT, 1.5 * LIMIT, 6, None),  # around the margin itself
+        (LIMIT, LIMIT, 6, None),
+        (0.2 * LIMIT, 1.02 * LIMIT, 6, 7),  # never fewer than there were
+    ],
+)
+def test_the_launches_that_would_decide(
+    low: float, high: float, launches: int, needed: int | None
+) -> None:
+    """Noise shrinks with the root of the launches: so many until the interval fits."""
+    assert verdict.launches_needed(Shift((low + high) / 2, low, high, launches), 0.03) == needed
+
+
+@pytest.mark.parametrize(("cases", "needed"), [(1, 6), (2, 6), (12, 6), (40, 6), (100, 7)])
+def test_a_sweep_needs_launches_enough_for_its_correction(cases: int, needed: int) -> None:
+    """One changed case among so many passes the corrected test with these launches at best, by the
+    number of ways to divide them; and not with one fewer."""
+    assert verdict.launches_needed(Shift(1, 0.9, 1.1, 5), 0.03, cases) == needed
+    assert verdict.launches_needed(None, 0.03, cases) == needed
+    assert cases / math.comb(2 * needed, needed) <= 0.05
+    assert needed == 6 or cases / math.comb(2 * needed - 2, needed - 1) > 0.05
