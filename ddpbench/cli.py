@@ -220,11 +220,14 @@ def _list(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         backend = ",".join(dict.fromkeys(launch.backend for launch in run.launches))
         world = run.launches[0].world_size if run.launches else None
         measured = sum(outcome.summary is not None for outcome in run.outcomes)
-        rows.append([folder.name, run.command, backend, world, measured, run.state, run.exit_code])
+        of = ",".join(run.operations[:3]) + (",…" if len(run.operations) > 3 else "")
+        rows.append(
+            [folder.name, run.command, of, backend, world, measured, run.state, run.exit_code]
+        )
     if not rows:
         sys.stderr.write(f"ddpbench: no runs in {namespace.folder}/\n")
         return 0
-    heads = ["run", "command", "backends", "ranks", "cases", "state", "exit"]
+    heads = ["run", "command", "of", "backends", "ranks", "cases", "state", "exit"]
     sys.stdout.write(tabulate(rows, heads) + "\n")
     return 0
 

@@ -63,7 +63,7 @@ class Options(session.Options):
     verify: int
     on_mismatch: str
     inject: tuple[str, ...]
-    epochs: int
+    epochs: int | None
     checkpoint: str | None
     resume: bool
 
@@ -106,9 +106,12 @@ class Options(session.Options):
                 "--static-graph and --accumulate exclude each other: torch's reducer fails under "
                 "no_sync with a static graph; leave out one of them"
             )
+        own = [name for name in self.subjects if name not in WORKLOADS]
+        if self.batch and own:
+            raise Refused(f"--batch means nothing to {own[0]}: its batch(step) says how many")
         trains = [name for name in self.subjects if name in WORKLOADS and WORKLOADS[name].trains]
-        if (self.checkpoint or self.resume) and len(trains) != 1:
-            raise Refused("--checkpoint and --resume are for --workload regression")
+        if (self.checkpoint or self.resume or self.epochs) and len(trains) != 1:
+            raise Refused("--epochs, --checkpoint and --resume are for --workload regression")
         if self.resume and not self.checkpoint:
             raise Refused("--resume needs --checkpoint FILE, the file to go on from")
 
@@ -180,7 +183,7 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="of compute in one rank; default OMP_NUM_THREADS, else cores / ranks of the host",
     )
-    add("--epochs", type=options.whole(0), default=20, help="of regression's training; default 20")
+    add("--epochs", type=options.whole(0), help="of regression's training; default 20")
     add("--checkpoint", metavar="FILE", help="where regression's training is saved each epoch")
     add("--resume", action="store_true", help="go on from --checkpoint")
 
@@ -206,7 +209,7 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
         "--seconds",
         type=options.positive,
         default=30.0,
-        help="for one workload on one backend; at least six rounds are measured; default 30",
+        help="for one workload on one backend; at least ten rounds are measured; default 30",
     )
     add("--rounds", type=options.whole(1), metavar="N", help="this many, however long they take")
     add(

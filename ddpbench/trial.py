@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
+import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +25,12 @@ from ddpbench.records.schema import Epoch, Figure, Plan, Replicas, StepCase, Ste
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import agree, cpu, environment
 from ddpbench.runtime.group import Group
+from ddpbench.runtime.watchdog import place_of
 
 if TYPE_CHECKING:
     from ddpbench.ddp import Options
 
+EPOCHS = 20  # of a training to its end
 # Copies of the parameters that a replica holds: itself, gradients, buckets; and the optimizer's.
 COPIES, STATES = 3, {"sgd": 0, "adam": 2, "adamw": 2}
 
@@ -107,8 +111,9 @@ class Trial:
         task, objection = None, None
         try:
             task = workload.build(settings, self._place(batch))
-        except (ValueError, MemoryError, RuntimeError, TypeError) as error:
-            objection = _first_line(error)
+            batch = batch or workloads.samples(task.batch(0))
+        except Exception as error:  # whatever a user's function raises
+            objection = _told(error)
         parameters = list(task.model.parameters()) if task else []
         case = StepCase(
             workload=workload.name,
@@ -130,6 +135,7 @@ class Trial:
             **asked.ddp_options(),
         )
         objection = objection or self._too_large(case, replicas=1 + hooked)
+        objection = self._unlike(task) or objection
         if (sentence := agree.first_objection(self.ranks, objection)) is not None:
             return case, None, sentence
         assert task is not None
@@ -140,12 +146,27 @@ class Trial:
                 task, case, asked.learning_rate or workload.learning_rate, self.tested,
                 self.device, hooked or slow_link,
             )  # fmt: skip
-            wants = [faults.parse(text).fault.needs(made) for text in asked.inject]
+            wants = [faults.parse(text).objection(made, case.world_size) for text in asked.inject]
             objection = next((want for want in wants if want is not None), None)
         except (RuntimeError, ValueError, TypeError) as error:
             objection = f"DDP refuses it: {_first_line(error)}"
         sentence = agree.first_objection(self.ranks, objection)
         return case, made if sentence is None else None, sentence
+
+    def _unlike(self, task: workloads.Task | None) -> str | None:
+        """What of this rank's model is not as in rank 0, where DDP would wait or fail."""
+        mine = None
+        if task is not None:
+            mine = [
+                [name, list(each.shape), str(each.dtype), each.requires_grad]
+                for name, each in task.model.named_parameters()
+            ]
+        everyones = agree.everyones(self.ranks, mine)
+        if mine is None or None in everyones or mine == everyones[0]:
+            return None
+        pairs = itertools.zip_longest(mine, everyones[0])
+        own, first = next((a, b) for a, b in pairs if a != b)
+        return f"the model is another than in rank 0: parameter {own} there is {first}"
 
     def _too_large(self, case: StepCase, replicas: int) -> str | None:
         """Why this rank cannot hold so many replicas, none of which has stepped yet."""
@@ -202,9 +223,10 @@ class Trial:
 
     def _train(self, workload: Workload, case: StepCase) -> tuple[Epoch, ...]:
         """The epochs of a training to its end, with a replica of its own; most workloads: none."""
-        if not (workload.trains and self.asked.epochs):
-            return ()
         asked = self.asked
+        epochs = EPOCHS if asked.epochs is None else asked.epochs
+        if not (workload.trains and epochs):
+            return ()
         rate = asked.learning_rate or workload.learning_rate
 
         def verify(ddp: Any, optimizer: Any) -> Any:
@@ -216,7 +238,7 @@ class Trial:
             self.tested,
             workload.build(self._settings(workload), self._place(case.batch)),
             lambda model: step.OPTIMIZERS[case.optimizer](model.parameters(), lr=rate),
-            asked.epochs,
+            epochs,
             Path(asked.checkpoint) if asked.checkpoint else None,
             asked.resume,
             verify if asked.verify else None,
@@ -239,6 +261,7 @@ class Ledger:
     goes_on: bool
     verifier: Verifier | None = None
     verified: int = 0
+    differing: int = 0  # of them
     last_step: int = 0
     equal_until: int | None = None
     bad: Report | None = None  # the first
@@ -249,6 +272,7 @@ class Ledger:
         assert self.verifier is not None
         report = self.verifier.check(step)
         self.verified, self.last_step, self.last = self.verified + 1, step, report
+        self.differing += not report.ok
         if not report.ok and self.bad is None:
             self.bad = report
         if self.bad is None:
@@ -262,6 +286,8 @@ class Ledger:
             return None
         return Replicas(
             verified=self.verified,
+            differing=self.differing,
+            buffers=sum(each.kind == "buffer" for each in report.differences),
             last_step=self.last_step,
             equal=report.equal,
             ok=report.ok,
@@ -276,6 +302,14 @@ class Ledger:
             findings=report.findings,
             text=str(report),
         )
+
+
+def _told(error: Exception) -> str:
+    """A sentence; of what nobody here has raised on purpose also its kind and place."""
+    if isinstance(error, (ValueError, MemoryError)):
+        return _first_line(error)
+    frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    return f"{type(error).__name__}: {_first_line(error)}, at {place_of(frame)}"
 
 
 def _first_line(error: BaseException) -> str:

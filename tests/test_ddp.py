@@ -260,6 +260,7 @@ def test_a_slow_rank_is_named(pool: Pool, tmp_path: Path) -> None:
         (("--inject", "nan:setp=3"), "does not take 'setp=3'"),
         (("--verify", "sometimes"), "every, off or a whole number"),
         (("--checkpoint", "x.pt"), "--workload regression"),
+        (("--epochs", "3"), "--workload regression"),
         (("--workload", "regression", "--resume"), "--resume needs --checkpoint"),
         (("--bukcet-cap-mb", "1"), "did you mean --bucket-cap-mb"),
         (("--columns", "sise"), "--columns"),
@@ -286,6 +287,7 @@ def test_bad_input_is_one_sentence(
     ("words", "told"),
     [
         (("--inject", "buffer", *SMALL), "convnet"),
+        (("--inject", "nan:rank=2", *SMALL), "rank 2, and there are 2"),
         (("--comm-hook", "bf16", *SMALL), "bf16"),
         (("--workload", "embedding", "--rows", "40000000000"), "memory"),
     ],
@@ -338,6 +340,23 @@ def build(rank, world_size, device):
 
 def wrong(rank, world_size, device):
     return torch.nn.Linear(6, 3)
+
+def unlike(rank, world_size, device):
+    model = torch.nn.Linear(6, 3 + rank)
+    return model, lambda step: torch.randn(4, 6), lambda m, batch: m(batch).sum()
+
+def fails(rank, world_size, device):
+    return {}["absent"]
+
+class Half(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3)
+        self.other = torch.nn.Linear(6, 3)
+
+def unused(rank, world_size, device):
+    model = Half()
+    torch.manual_seed(rank)
+    return model, lambda step: torch.randn(4, 6), lambda m, batch: m(batch).square().mean()
 """
 
 
@@ -353,16 +372,34 @@ def test_the_users_own_model(pool: Pool, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = one(tmp_path)
     assert result.case.workload == "mine:build"
+    assert result.case.batch == 4  # as its batches are
     assert result.case.parameters == 21
     assert result.replicas is not None
     assert result.replicas.ok
 
 
-def test_a_wrong_model_function_is_told(pool: Pool, tmp_path: Path) -> None:
-    """What it should return, in a sentence, exit code 2."""
-    done = own(pool, tmp_path, "wrong")
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("wrong", "(model, batch, loss)"),
+        ("unlike", "another than in rank 0: parameter ['weight', [4, 6]"),
+        ("fails", "KeyError: 'absent', at fails (mine.py:"),
+    ],
+)
+def test_a_wrong_model_function_is_told(
+    pool: Pool, tmp_path: Path, function: str, told: str
+) -> None:
+    """What it should return, which parameter differs, or where it failed; exit code 2."""
+    done = own(pool, tmp_path, function)
     assert done.returncode == 2
-    assert "(model, batch, loss)" in done.stdout + done.stderr
+    assert told in done.stdout + done.stderr
+
+
+def test_a_parameter_that_the_loss_does_not_use_is_the_cause(pool: Pool, tmp_path: Path) -> None:
+    """DDP then leaves its bucket unreduced: replicas differ, and the option is told that helps."""
+    done = own(pool, tmp_path, "unused")
+    assert done.returncode == 4
+    assert "--find-unused-parameters" in done.stdout
 
 
 def test_regression_is_resumed_to_the_same_losses(pool: Pool, tmp_path: Path) -> None:

@@ -238,8 +238,8 @@ def test_equal_replicas_are_one_verdict_with_its_cost() -> None:
         line
         for backend in ("gloo", "mpi ")
         for line in (
-            f"{backend}  replicas equal after each of 136 steps, bit for bit: 16 parameters, 16 of "
-            "the optimizer's state (33.6 MB)",
+            f"{backend}  replicas equal after each of 136 steps, bit for bit: 16 parameters, 16 "
+            "optimizer options and states (33.6 MB)",
             "      one verification takes 4.50 ms = 5.6 % of a step; loss of each rank's own last "
             "batch: 1.021  0.9835",
         )

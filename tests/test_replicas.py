@@ -1007,7 +1007,7 @@ def test_headlines(outcomes: Outcomes, group: str) -> None:
 
     ranks = ranks_text(tuple(range(int(group[-1]))))
     bit = same_everywhere(outcomes, group, "fault_bit")
-    state = f"{bit['compared']['optimizer']} values of the optimizer's state, 1 buffer"
+    state = f"{bit['compared']['optimizer']} values of the optimizer's options and state, 1 buffer"
     assert headline("fault_bit") == (
         f"step 3: replicas DIFFERENT in {ranks} (equal after step 2): 1 of 4 parameters; "
         f"equal: {state}, 4 gradients"

@@ -371,7 +371,7 @@ REFUSED = {
     "width": "good.pt is of another training: width is 16 there and 8 here",
     "seed": "good.pt is of another training: seed is 3 there and 4 here",
     "rate": "good.pt is of another training: learning rate is 0.002 there and 0.5 here",
-    "folder": "none/good.pt cannot be written after epoch 1 (No such file or directory)",
+    "folder": "none/good.pt: there is no folder ",
 }
 
 

@@ -217,11 +217,19 @@ def test_the_users_function_is_called_in_its_rank() -> None:
     """As function(rank, world_size, device); what it returns is the task."""
     workload = get("workload_of_mine:build")
     assert workload.name == "workload_of_mine:build"
-    assert (dict(workload.settings), workload.batch["cpu"], workload.trains) == ({}, 1, False)
+    assert (dict(workload.settings), workload.batch["cpu"], workload.trains) == ({}, 0, False)
     task = workload.build({}, alone(rank=1, world_size=2))
     assert task.model.weight.shape == (2, 3)
     assert (task.batch(7), task.loss(task.model, "x")) == (7, "x")
     assert task.training is None
+
+
+def test_samples_are_counted_in_the_batch_itself() -> None:
+    """The first dimension of the first tensor, in tuples and dicts too; 1 where there is none."""
+    rows = torch.zeros(7, 3)
+    for batch in (rows, (rows, rows[:2]), {"x": [rows]}):
+        assert workloads.samples(batch) == 7
+    assert [workloads.samples(batch) for batch in (torch.tensor(1.0), "text", ())] == [1, 1, 1]
 
 
 @pytest.mark.usefixtures("own")

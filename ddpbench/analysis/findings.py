@@ -122,14 +122,22 @@ def _exposed(run: Run) -> Iterator[Finding]:
     for line in step_lines.lines(run):
         part, case = line.part(steps.EXPOSED), line.case
         if part is not None and part.resolved and (part.share or 0) > EXPOSED_SHARE:
+            wire = line.part(steps.COMMUNICATION)
+            bytes_tell = wire is None or wire.figure.value > part.figure.value / 2
+            hook = "--comm-hook, " if case.comm_hook == "none" else ""
             yield Finding(
                 "note",
                 "exposed-communication",
                 f"{case.workload} on {case.backend}: {part.figure.value * 1e3:.3g} ms "
                 f"({(part.share or 0) * 100:.0f} %) of each step are communication that backward "
-                "does not hide",
-                "send less (--comm-hook) or less often (--accumulate, a larger --batch), or try "
-                "another --bucket-cap-mb",
+                f"does not hide{'' if bytes_tell else ', most of it not for bytes on their way'}",
+                (
+                    f"send less ({hook}a smaller model) or less often"
+                    if bytes_tell
+                    else "sending less will hardly help: communicate less often"
+                )
+                + " (--accumulate, a larger --batch)"
+                + (", or try another --bucket-cap-mb" if bytes_tell else ""),
                 {"workload": case.workload, "backend": case.backend},
             )
 

@@ -54,7 +54,7 @@ def _nccl_unavailable(device: str) -> str | None:
     if device != "cuda":
         return f"nccl carries CUDA tensors only, not {device}: use --device cuda, or --backend gloo"
     if not dist.is_nccl_available():
-        return "this torch was built without NCCL: install a CUDA build, or use --backend gloo"
+        return "this torch was built without NCCL: install a CUDA build, or use --device cpu"
     return _no_cuda("nccl", device)
 
 

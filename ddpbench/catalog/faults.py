@@ -51,6 +51,13 @@ class Planted:
     fault: Fault
     settings: Mapping[str, float]
 
+    def objection(self, replica: Any, world_size: int) -> str | None:
+        """Why this cannot be planted here; None if it can."""
+        rank = int(self.settings.get("rank", 0))
+        if not -world_size <= rank < world_size:
+            return f"the fault {self.fault.name} is for rank {rank}, and there are {world_size}"
+        return self.fault.needs(replica)
+
     def act(self, replica: Any, rank: int, world_size: int, before: bool) -> None:
         """Do what is to be done before, or after, the replica's step number `replica.steps`."""
         step, chosen = self.settings["step"], self.settings.get("rank", rank) % world_size

@@ -494,8 +494,8 @@ def get(name: str) -> Workload:
     """The entry of a name; for "package.module:function" one around the user's function.
 
     That is called as function(rank, world_size, device) and returns (model, batch, loss), used as
-    in Task; the model is moved to the device. One of its batches counts as one sample: how many
-    there are in it is not known. Raises ValueError with one sentence for anything else.
+    in Task; the model is moved to the device. `batch` 0: how many samples are in one of its batches
+    the batches themselves tell (`samples`). Raises ValueError with one sentence for anything else.
     """
     if name in WORKLOADS:
         return WORKLOADS[name]
@@ -510,9 +510,20 @@ def get(name: str) -> Workload:
     return Workload(
         name=name,
         help="of your own",
-        batch=_both(1),
+        batch=_both(0),
         build=lambda _, place: _built(name, function, place),
     )
+
+
+def samples(batch: Any) -> int:
+    """The first dimension of the first tensor in a batch; 1 where there is none."""
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    return samples(batch[0]) if isinstance(batch, (list, tuple)) and batch else 1
 
 
 def _imported(name: str) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from ddpbench.runtime import agree
 from ddpbench.runtime.group import Group
 
 WARM_UP = 4  # steps: DDP's buckets have their final order after one, powersgd compresses from two
-FEWEST, MOST = 6, 1000  # rounds: below six a median has no interval
+FEWEST, MOST = 10, 1000  # rounds: for intervals, corrected for up to 16 ranks too
 IN_A_ROW, STRETCH_SECONDS = 5, 1.0  # steps in a row, unless they would take longer than this
 ARMS = ("ddp", "noop", "no_sync", "timed")
 INTERRUPTED = -1

@@ -59,6 +59,10 @@ def train(
     if training is None:
         raise ValueError("this task has no training: only its steps can be measured")
     ranks.watchdog.phase("the start of the training")
+    folder = checkpoint.parent if checkpoint and ranks.rank == 0 else Path()
+    absent = None if folder.is_dir() else f"--checkpoint {checkpoint}: there is no folder {folder}"
+    if (sentence := agree.first_objection(ranks, absent)) is not None:
+        raise Refused(sentence)
     ddp = DistributedDataParallel(task.model, process_group=tested)
     _build_buckets(ddp, task, training)
     optimizer = make_optimizer(ddp)

@@ -255,6 +255,8 @@ class Replicas:
     nbytes: int  # of them, in one rank
     cost: Figure | None  # of one verification, the slowest rank's
     share: float | None  # of a step
+    differing: int = 0  # verifications in which they were not equal, or not finite
+    buffers: int = 0  # that differed in the last one, as those do that DDP sends anew
     equal_until: int | None = None  # the last step after which they were found equal
     first_bad: int | None = None  # the first after which they were not
     tensors: tuple[str, ...] = ()  # "parameter 0.weight": those that differed there

@@ -13,7 +13,7 @@ from ddpbench.render.style import Style
 EPOCHS, FEW = 18, 3  # so many epochs are shown, else so many of either end and ten between
 LOSSES = 8  # ranks
 KINDS = {"parameter": "parameters", "gradient": "gradients", "buffer": "buffers",
-         "optimizer": "of the optimizer's state"}  # fmt: skip
+         "optimizer": "optimizer options and states"}  # fmt: skip
 
 
 def replicas(group: list[StepLine], run: Run, style: Style) -> str:
@@ -32,15 +32,25 @@ def _replicas_of(line: StepLine, every: int) -> Iterator[str]:
     if found is None:
         if line.summary is not None:
             yield "not verified"
+    elif line.case.world_size == 1:
+        yield "one rank: there is no other replica to be equal to"
     elif found.ok:
         verified = sum(r.replicas.verified for r in line.results if r.replicas)
         when = _when(verified, every, len(line.results))
         yield f"replicas equal {when}, bit for bit: {_compared(found)}"
+        if found.buffers:
+            of = found.compared.get("buffer", 0)
+            yield (
+                f"but for {found.buffers} of {of} buffers, each rank's own statistics: DDP sends "
+                "rank 0's before the next forward"
+            )
     else:
         until = found.equal_until
         before = "" if until is None else f"; equal until step {until}"
         verdict = "equal, but NOT FINITE" if found.equal else "NOT EQUAL"
-        yield f"{verdict} after step {found.first_bad}{before}"
+        on = f"; went on: not so after {found.differing} of {found.verified} verified steps"
+        went_on = on if found.last_step != found.first_bad else ""
+        yield f"{verdict} after step {found.first_bad}{before}{went_on}"
         yield from (f"  {each}" for each in found.text.splitlines())
     if below := [*_cost(line), *_losses(line)]:
         yield "; ".join(below)

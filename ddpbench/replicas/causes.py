@@ -20,6 +20,7 @@ class Facts:
     earlier: bool  # a verification before this one found all parameters equal
     wrapped: bool  # DDP was given, not a bare module
     unsynced: bool  # in some rank DDP's last forward was under no_sync (or no_grad)
+    unused: bool  # in every rank some parameter that could have a gradient has none
     rebroadcast: bool  # DDP sends rank 0's buffers before each forward
 
     def of(self, kind: str) -> list[Difference]:
@@ -143,6 +144,15 @@ CAUSES = (
         "arose after the gradients were reduced, or without their being reduced",
         "look at what those ranks alone do between backward and step: clipping, scaling, edits "
         "of .grad; with none of these, suspect the device",
+    ),
+    Cause(
+        "unused-parameters",
+        lambda facts: facts.wrapped and facts.unused and bool(facts.of("gradient")),
+        "gradients differ, and some parameters have none at all: DDP reduces a bucket once all its "
+        "parameters have their gradients, so one that the loss does not use keeps the others from "
+        "being reduced",
+        "give DDP find_unused_parameters=True (--find-unused-parameters here), or leave out what "
+        "the loss does not use",
     ),
     Cause(
         "never-synchronised",

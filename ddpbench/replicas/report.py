@@ -154,8 +154,10 @@ def _minority(sides: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def counted(kind: str, count: int) -> str:
-    """ "1 parameter", "3 buffers", "24 values of the optimizer's state"."""
-    one, of = ("value", " of the optimizer's state") if kind == "optimizer" else (kind, "")
+    """ "1 parameter", "3 buffers", "24 values of the optimizer's options and state"."""
+    one, of = (
+        ("value", " of the optimizer's options and state") if kind == "optimizer" else (kind, "")
+    )
     return f"{count} {one}{'' if count == 1 else 's'}{of}"
 
 

@@ -144,16 +144,17 @@ def _verify(
     state = collect(module, optimizer, options.gradients is not False)
     kinds = [kind for kind in KINDS if kind != "gradient" or options.gradients]
     found = Found()
-    rng, unsynced, rebroadcast = compare(
+    rng, unsynced, rebroadcast, unused = compare(
         channel, state, kinds, options, found,
-        [_rng(module), _unsynced(outer), _rebroadcast(module)],
+        [_rng(module), _unsynced(outer), _rebroadcast(module), _unused(module)],
     )  # fmt: skip
     if options.gradients is None and any(d.kind == "parameter" for d in found.differences):
         compare(channel, state, ["gradient"], options, found)
     facts = causes.Facts(
         tuple(found.differences), tuple(found.mismatches), tuple(found.nonfinite),
         found.compared["parameter"], found.compared.get("gradient", 0),
-        options.equal_until is not None, outer is not None, unsynced[1] == 1, rebroadcast[0] == 1,
+        options.equal_until is not None, outer is not None, unsynced[1] == 1, unused[0] == 1,
+        rebroadcast[0] == 1,
     )  # fmt: skip
     rng_equal = rng[0] == rng[1]
     skipped = {k: why for k, why in state.skipped.items() if k.split(" ")[0] in found.compared}
@@ -179,6 +180,12 @@ def _unsynced(outer: Any) -> int:
     """1 if DDP's last forward was one after which it does not reduce; 0 if not, or unknown."""
     # Not documented: where a torch has no such attribute, one cause is told less sharply.
     return int(not getattr(outer, "require_forward_param_sync", True))
+
+
+def _unused(module: torch.nn.Module) -> int:
+    """1 if a parameter that could have a gradient has none, while others have theirs."""
+    absent = {each.grad is None for each in module.parameters() if each.requires_grad}
+    return int(absent == {True, False})
 
 
 def _rebroadcast(module: torch.nn.Module) -> int:
