@@ -202,7 +202,8 @@ def _parts(budgets: Sequence[tuple[Part, ...]]) -> Iterator[Part]:
             resolved = all(each.resolved for each in same)
         else:
             least = steps.LATE_SHARE if part.rank is not None else 0.0
-            resolved = found.interval.low > 0 and (share or 0.0) >= least
+            step = found.value / share if share else 0.0
+            resolved = found.interval.low > least * step
         yield Part(part.name, found, share, resolved, part.rank)
 
 

@@ -21,7 +21,7 @@ from ddpbench.records.schema import Bucket, Figure, Interval, Part, Phase, StepS
 
 Ints = npt.NDArray[np.int64]
 
-LATE_SHARE = 0.02  # of the step: a rank that keeps the others waiting for less is not accused
+LATE_SHARE = 0.02  # of the step: a rank that may keep the others waiting for less is not accused
 PHASES = {"forward": (0, 1), "backward": (1, 2), "optimizer": (2, 3), "step": (0, 3)}
 # The parts of the budget. The first three, or EITHER and the third, make the step.
 COMPUTE, COPIES, EXPOSED = "compute", "bucket copies", "exposed communication"
@@ -168,13 +168,13 @@ def _part(
     name: str, values: Floats, step: float, confidence: float = 0.95, least: float = 0.0,
     rank: int | None = None,
 ) -> Part | None:  # fmt: skip
-    """Resolved: the interval lies above 0, and the part is at least that share of the step."""
+    """Resolved: the interval lies above 0, all of it above that share of the step."""
     found = figure(values, confidence)
     if found is None:
         return None
     share = found.value / step
-    clear = found.interval is not None and found.interval.low > 0
-    return Part(name, found, share, clear and share >= least, rank)
+    clear = found.interval is not None and found.interval.low > least * step
+    return Part(name, found, share, clear, rank)
 
 
 def _budget(samples: Samples, ddp: Floats, step: float) -> Iterator[Part]:
@@ -275,17 +275,17 @@ def _buckets(samples: Samples, step: float) -> Iterator[Bucket]:
         wire, wait = figure(mine.min(axis=0)), figure(np.ptp(mine, axis=0))
         assert wire is not None
         assert wait is not None
-        late = None
-        if wait.value >= LATE_SHARE * step:
-            late = _late_rank(mine, 1 - 0.05 / samples.world / len(samples.buckets))
+        confidence = 1 - 0.05 / samples.world / len(samples.buckets)
+        late = _late_rank(mine, confidence, LATE_SHARE * step)
         yield Bucket(
             info.index, info.nbytes, info.parameters, info.first, info.last,
             float(handed[number]), wire, wait, late,
         )  # fmt: skip
 
 
-def _late_rank(each: Floats, confidence: float) -> int | None:
-    """The rank that waited least most often, if it waits less than the others beyond the noise.
+def _late_rank(each: Floats, confidence: float, least: float) -> int | None:
+    """The rank that waited least most often, if it waits less than the others beyond the noise, by
+    more than `least` seconds.
 
     The confidence is corrected by all that are looked at, ranks and buckets (Bonferroni).
     """
@@ -293,5 +293,5 @@ def _late_rank(each: Floats, confidence: float) -> int | None:
         return None
     rank, _ = _most_often(each.argmin(axis=0))
     less = figure(_others(each, rank) - each[rank], confidence)
-    clear = less is not None and less.interval is not None and less.interval.low > 0
+    clear = less is not None and less.interval is not None and less.interval.low > least
     return rank if clear else None
