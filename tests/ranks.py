@@ -75,6 +75,10 @@ class Pool:
         for process in self.processes[:world_size]:
             assert process.stdout is not None
             answers.append(json.loads(process.stdout.readline() or '{"code": 5}'))
+        if any("stdout" not in answer for answer in answers):  # one has died: the next get new ones
+            for process in self.processes:
+                process.kill()
+            self.close()
         return Done(
             max(answer["code"] for answer in answers),
             "".join(answer.get("stdout", "") for answer in answers),
@@ -88,6 +92,7 @@ class Pool:
             process.stdin.close()
         for process in self.processes:
             process.wait(30)
+        self.processes.clear()
 
 
 def _orders() -> Iterator[dict[str, Any]]:
