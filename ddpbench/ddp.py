@@ -21,6 +21,7 @@ from ddpbench import options, session
 from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.hooks import HOOKS
+from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.records.schema import Plan
 from ddpbench.render.steps import STEP_COLUMNS
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 HELP = "where the time of a DDP step goes, and whether the replicas are equal after each"
 DEFAULT = {"cpu": ("mlp",), "cuda": ("transformer",)}
-OPTIMIZERS = ("sgd", "adam", "adamw")
 SETTINGS = tuple(dict.fromkeys(name for each in WORKLOADS.values() for name in each.settings))
 
 
@@ -167,7 +167,7 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="samples of one rank in one micro-batch; default: the workload's",
     )
-    add("--optimizer", choices=OPTIMIZERS, help="default: the workload's")
+    add("--optimizer", choices=tuple(OPTIMIZERS), help="default: the workload's")
     add("--learning-rate", type=options.positive, metavar="X", help="default: the workload's")
     add(
         "--accumulate",

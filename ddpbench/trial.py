@@ -17,6 +17,7 @@ from ddpbench import book, session
 from ddpbench.analysis import steps
 from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.backends import Backend
+from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.workloads import Workload
 from ddpbench.measure import step, training
 from ddpbench.measure.rounds import ARMS, Measured, Pace, Rounds
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from ddpbench.ddp import Options
 
 EPOCHS = 20  # of a training to its end
-# Copies of the parameters that a replica holds: itself, gradients, buckets; and the optimizer's.
-COPIES, STATES = 3, {"sgd": 0, "adam": 2, "adamw": 2}
+COPIES = 2  # of the parameters beside themselves: gradients and buckets
 
 
 @dataclass
@@ -47,6 +47,11 @@ class Trial:
     device: torch.device
     threads: int
     index: int
+
+    @property
+    def planted(self) -> tuple[faults.Planted, ...]:
+        """The faults that were asked for."""
+        return tuple(faults.parse(text) for text in self.asked.inject)
 
     def measure(
         self, workload: Workload, record: book.Book
@@ -140,16 +145,16 @@ class Trial:
             return case, None, sentence
         assert task is not None
         made = None
-        slow_link = any(text.startswith("slow-link") for text in asked.inject)
+        slow_link = any(each.fault.name == "slow-link" for each in self.planted)
         try:
             made = step.replica(
                 task, case, asked.learning_rate or workload.learning_rate, self.tested,
                 self.device, hooked or slow_link,
             )  # fmt: skip
-            wants = [faults.parse(text).objection(made, case.world_size) for text in asked.inject]
+            wants = [each.objection(made, case.world_size) for each in self.planted]
             objection = next((want for want in wants if want is not None), None)
         except (RuntimeError, ValueError, TypeError) as error:
-            objection = f"DDP refuses it: {_first_line(error)}"
+            objection = f"DDP refuses it: {agree.first_line(error, 300)}"
         sentence = agree.first_objection(self.ranks, objection)
         return case, made if sentence is None else None, sentence
 
@@ -170,13 +175,12 @@ class Trial:
 
     def _too_large(self, case: StepCase, replicas: int) -> str | None:
         """Why this rank cannot hold so many replicas, none of which has stepped yet."""
-
         free, sharers, where = environment.free_memory_nbytes(), self.ranks.neighbours, "host"
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             free, sharers = torch.cuda.mem_get_info(self.device)[0], self.ranks.gpu_mates
             where = "GPU"
-        copies = COPIES - 1 + STATES[case.optimizer]  # the parameters are there already
+        copies = COPIES + OPTIMIZERS[case.optimizer].copies
         needed = replicas * copies * case.parameter_nbytes * len(sharers)
         if free is None or needed <= 0.9 * free:
             return None
@@ -187,7 +191,6 @@ class Trial:
 
     def _arms(self, case: StepCase) -> tuple[tuple[str, ...], list[str]]:
         """The arms that can be measured, and why others cannot."""
-
         if self.asked.no_budget:
             return ("ddp",), []
         if case.static_graph:
@@ -216,7 +219,7 @@ class Trial:
         measured = Rounds(
             self.ranks, main, probe, arms, Pace(asked.seconds, asked.rounds, asked.in_a_row),
             self.plan.seed, verify, asked.verify,
-            tuple(faults.parse(text) for text in asked.inject), progress,
+            self.planted, progress,
         ).run()  # fmt: skip
         record.advance(-done)  # Book.add counts the case as a whole
         return measured
@@ -237,7 +240,7 @@ class Trial:
             self.ranks,
             self.tested,
             workload.build(self._settings(workload), self._place(case.batch)),
-            lambda model: step.OPTIMIZERS[case.optimizer](model.parameters(), lr=rate),
+            lambda model: OPTIMIZERS[case.optimizer].make(model.parameters(), rate),
             epochs,
             Path(asked.checkpoint) if asked.checkpoint else None,
             asked.resume,
@@ -307,10 +310,6 @@ class Ledger:
 def _told(error: Exception) -> str:
     """A sentence; of what nobody here has raised on purpose also its kind and place."""
     if isinstance(error, (ValueError, MemoryError)):
-        return _first_line(error)
+        return agree.first_line(error, 300)
     frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-    return f"{type(error).__name__}: {_first_line(error)}, at {place_of(frame)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    return f"{type(error).__name__}: {agree.first_line(error, 300)}, at {place_of(frame)}"

@@ -69,7 +69,7 @@ def measure(
         try:
             bench = Bench(case, operation, plan, group, tested, device)
         except (MemoryError, RuntimeError, TypeError, AttributeError) as error:
-            objection = f"cannot make the buffers: {_first_line(error)}"
+            objection = f"cannot make the buffers: {agree.first_line(error)}"
     samples.objection = agree.first_objection(group, objection)
     if samples.objection is not None or bench is None:
         return samples
@@ -92,7 +92,7 @@ def _measure(bench: Bench, samples: Samples, shortest_seconds: float) -> None:
     try:
         cold = bench.repeat(1)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        objection = f"not supported: {_first_line(error)}"
+        objection = f"not supported: {agree.first_line(error)}"
     samples.objection = agree.first_objection(group, objection)
     if samples.objection is not None:
         return
@@ -249,7 +249,3 @@ def everyones_wrong(group: Group, samples: Samples) -> list[Wrong]:
     """The first wrong element of each rank that has one, in every rank."""
     found = agree.everyones(group, [vars(w) for w in samples.wrong])
     return [Wrong(**wrong) for mine in found for wrong in mine]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

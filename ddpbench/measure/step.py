@@ -20,17 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.analysis.steps import BucketInfo
 from ddpbench.catalog import hooks
+from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.measure import clock
 
 if TYPE_CHECKING:
     from ddpbench.catalog.workloads import Task
     from ddpbench.records.schema import StepCase
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
 
 
 class Marks:
@@ -237,7 +232,7 @@ def replica(
     # DDP's own timers, of every step; not documented, so where a torch lacks them there are none.
     with contextlib.suppress(AttributeError, RuntimeError):
         ddp._set_ddp_runtime_logging_sample_rate(1)
-    optimizer = OPTIMIZERS[case.optimizer](ddp.parameters(), lr=learning_rate)
+    optimizer = OPTIMIZERS[case.optimizer].make(ddp.parameters(), learning_rate)
     return Replica(task, case, ddp, optimizer, device, hook)
 
 

@@ -221,7 +221,7 @@ def _taken(content: bytes, path: Path, state: _State, epochs: int) -> str | None
         # count of steps would otherwise stay on a GPU, and each step wait for it.
         read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever damaged bytes lead the reader to
-        return f"the checkpoint {path} is damaged ({_first_line(error)}): start without it"
+        return f"the checkpoint {path} is damaged ({agree.first_line(error)}): start without it"
     if not isinstance(read, dict) or read.keys() != _stored(state).keys():
         return f"{path} is no checkpoint of ddpbench's: start without it"
     theirs = read["settings"]
@@ -241,10 +241,6 @@ def _taken(content: bytes, path: Path, state: _State, epochs: int) -> str | None
         state.model.load_state_dict(read["model"])
         state.optimizer.load_state_dict(read["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
-        return f"the checkpoint {path} is of another model: {_first_line(error)}"
+        return f"the checkpoint {path} is of another model: {agree.first_line(error)}"
     state.epoch, state.step = read["epoch"], read["step"]
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -68,6 +68,11 @@ def first_objection(group: Group, mine: str | None) -> str | None:
     return f"{text} (rank {', '.join(map(str, objections))})"
 
 
+def first_line(error: BaseException, most: int = 200) -> str:
+    """What an error says, for an objection: its first line, `most` characters of it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:most]
+
+
 def require_same_options(group: Group, mine: dict[str, Any]) -> None:
     """Raises Refused, naming the rank and the option, when a rank was started differently."""
     sentence = differing_option(everyones(group, mine))
