@@ -18,12 +18,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpbench import options
 from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
 from ddpbench.runtime.launch import Refused
+
+if TYPE_CHECKING:
+    from ddpbench.analysis.comparison import Comparison, Rule
+    from ddpbench.analysis.matching import Source
+    from ddpbench.analysis.noise import Noise
 
 HELP = "two stored runs: what is slower, faster or the same, with an exit code for a CI"
 FORMATS = ("table", "csv", "json", "markdown")  # of render.comparison, which loads numpy
@@ -35,13 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = "a folder, a name in results/, `last`, or a folder of runs, which are pooled"
     parser.add_argument("base", metavar="BASE", help=where)
     parser.add_argument("new", metavar="NEW", help="likewise")
+    add_judged(parser)
+
+
+def add_judged(parser: argparse.ArgumentParser) -> None:
+    """How two sides are judged and shown, in every command that does so."""
     add = parser.add_argument_group("how it is judged").add_argument
     add(
         "--margin",
         type=options.positive,
         default=MARGIN_PERCENT,
         metavar="PERCENT",
-        help=f"a smaller change is none; default {MARGIN_PERCENT:g}",
+        help=f"a smaller change is none; default {MARGIN_PERCENT:g}, and at least this machine's "
+        "noise where `calibrate` has measured it",
     )
     add("--strict", action="store_true", help="exit with 2 when a case is left open")
     shown = parser.add_argument_group("what is shown").add_argument
@@ -65,33 +77,60 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         raise Refused(f"BASE {namespace.base} and NEW {namespace.new} have a run in common")
     runs = [_read(folders) for folders in (base, new)]
 
-    from ddpbench.analysis import comparison, matching  # loads numpy: after what may be refused
-    from ddpbench.render import comparison as render
+    from ddpbench.analysis.comparison import Rule  # loads numpy: after what may be refused
+    from ddpbench.analysis.matching import Source
 
-    names = [namespace.base.rstrip("/"), namespace.new.rstrip("/")]
     left, right = (
-        matching.Source(side[0].id if len(side) == 1 else name, side)
-        for name, side in zip(names, runs, strict=True)
+        Source(side[0].id if len(side) == 1 else name.rstrip("/"), side)
+        for name, side in zip((namespace.base, namespace.new), runs, strict=True)
     )
-    texts = [text.lower() for text in namespace.only or ("",)]
+    rule = Rule(namespace.margin / 100, calibrated(right.runs))
+    return show(judged(left, right, rule, namespace.only), namespace)
+
+
+def judged(left: Source, right: Source, rule: Rule, only: Sequence[str] | None) -> Comparison:
+    """The comparison of the cases that have one of the texts in their name.
+
+    Raises Refused where there is no such case, InvalidRun where there is nothing to compare.
+    """
+    from ddpbench.analysis import comparison
+    from ddpbench.render.comparison import label
+
+    texts = [text.lower() for text in only or ("",)]
     try:
         found = comparison.compare(
-            left,
-            right,
-            namespace.margin / 100,
-            lambda case: any(text in render.label(case).lower() for text in texts),
+            left, right, rule, lambda case: any(text in label(case).lower() for text in texts)
         )
     except ValueError as error:
         raise InvalidRun(str(error)) from None
     if not found.rows:
-        if namespace.only:
+        if only:
             raise Refused(
-                f"--only {','.join(namespace.only)}: no measured case has that in its name, as in "
-                f"{render.label(runs[0][0].outcomes[0].case)!r}"
+                f"--only {','.join(only)}: no measured case has that in its name, as in "
+                f"{label(left.runs[0].outcomes[0].case)!r}"
             )
-        raise InvalidRun(f"{names[0]} and {names[1]} hold no case that was measured")
+        raise InvalidRun(f"{left.name} and {right.name} hold no case that was measured")
+    return found
+
+
+def show(found: Comparison, namespace: argparse.Namespace) -> int:
+    """Print it as asked; its exit code."""
+    from ddpbench.analysis import comparison
+    from ddpbench.render import comparison as render
+
     sys.stdout.write(render.FORMATS[namespace.format](found))
     return comparison.exit_code(found, namespace.strict)
+
+
+def calibrated(runs: Sequence[Run]) -> Noise | None:
+    """The noise of this machine, as the newest calibration that serves these runs has it."""
+    from ddpbench.analysis import noise
+
+    for folder in reversed(store.calibrations()):
+        sides = [store.read(folder / side) for side in ("a", "b")]
+        if all(noise.serves(side, run) for side in sides for run in runs):
+            return noise.noise(folder.name, sides)
+    return None
 
 
 def _folders(name: str) -> list[Path]:

@@ -35,6 +35,7 @@ class Side:
     seconds: float
     interval: Interval | None
     medians: tuple[float, ...]  # seconds, one a launch
+    launches: tuple[int, ...]  # their numbers
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,11 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> Found:
     name, nbytes = row_of(case)
     nbytes = next((o.requested_nbytes for o in outcomes if isinstance(o, Result)), nbytes)
     fault = next((f"launch {o.launch}: {f}" for o in outcomes if (f := _fault(o))), None)
-    times = [seconds for o in outcomes if (seconds := _seconds(o)) is not None]
+    timed = [(o.launch, seconds) for o in outcomes if (seconds := _seconds(o)) is not None]
     side = None
-    if times and fault is None:
-        side = Side(*stats.over_launches(np.array(times)), tuple(times))
+    if timed and fault is None:
+        launches, times = zip(*timed, strict=True)
+        side = Side(*stats.over_launches(np.array(times)), times, launches)
     return Found(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
 
 

@@ -63,9 +63,7 @@ def create(folder: Path | None, run: Run, label: str) -> Path:
     Raises OSError when it cannot be written, FileExistsError when it already holds a run.
     """
     if folder is None:
-        host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
-        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-        folder = _new_folder(Path("results"), f"{stamp}-{label}-{host}")
+        folder = new_folder(Path("results"), label)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "run.json").exists():
@@ -74,8 +72,13 @@ def create(folder: Path | None, run: Run, label: str) -> Path:
     return folder
 
 
-def _new_folder(results: Path, name: str) -> Path:
-    """A folder nobody else has: two runs in one second get two."""
+def new_folder(results: Path, label: str) -> Path:
+    """results/<utc>-LABEL-<host>, which nobody else has: two in one second get two.
+
+    Raises OSError when it cannot be made.
+    """
+    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
+    name = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{label}-{host}"
     results.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, 1000):
         folder = results / (name if attempt == 1 else f"{name}-{attempt}")
@@ -159,6 +162,11 @@ def runs(results: Path = Path("results")) -> list[Path]:
     """The folders in results/ that hold a run, oldest first."""
     folders = (path.parent for path in results.glob("*/run.json"))
     return sorted(folders, key=lambda folder: (_started(folder), folder.name))
+
+
+def calibrations(results: Path = Path("results")) -> list[Path]:
+    """The folders that `calibrate` has made, oldest first; each holds two runs, a and b."""
+    return sorted(path.parents[1] for path in results.glob("calibrations/*/b/run.json"))
 
 
 def _started(folder: Path) -> str:

@@ -23,7 +23,9 @@ from ddpbench.records.schema import StepCase
 from ddpbench.render.rows import digits
 from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 
-HEADS = ["case", "base", "95 %", "new", "95 %", "change", "95 % of it", "verdict", "why"]
+HEADS = [
+    "case", "base", "95 %", "new", "95 %", "change", "interval of it", "margin", "verdict", "why",
+]  # fmt: skip
 SHOWN = 8  # values of one difference, and cases that only one side has
 
 
@@ -34,7 +36,7 @@ def table(found: Comparison) -> str:
         "\n".join(_beside(found)),
         _table(found, [row for row in found.rows if _compared(row)], TERMINAL),
         "\n".join(_only(found)),
-        "\n".join([f"{_counted(found)}; {_margin(found)}", *_advice(found)]),
+        "\n".join([f"{_counted(found)}; {_margin(found)}", *_advice(found), _noise(found)]),
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -45,7 +47,8 @@ def markdown(found: Comparison) -> str:
     same = [row for row in rows if row.verdict == SAME]
     blocks = [
         f"**ddpbench: {_counted(found)}** ({_margin(found)})",
-        "\n".join(f"- {line}" for line in [*_advice(found), *found.notes, *_common(found)]),
+        "\n".join(f"- {line}" for line in [
+            *_advice(found), *found.notes, _noise(found), *_common(found)]),
         _table(found, [row for row in rows if row.verdict != SAME], MARKDOWN),
         _folded(f"{len(same)} SAME", _table(found, same, MARKDOWN)),
         _folded("BASE, NEW, and what differs beside", "\n".join(f"- {line}" for line in [
@@ -67,7 +70,8 @@ def as_json(found: Comparison) -> str:
     shown = {
         "base": {"name": found.base.name, "runs": [run.id for run in found.base.runs]},
         "new": {"name": found.new.name, "runs": [run.id for run in found.new.runs]},
-        "margin": found.margin,
+        "margin": found.rule.margin,
+        "calibration": found.rule.noise.name if found.rule.noise else None,
         "exit_code": exit_code(found, strict=False),
         "exit_code_strict": exit_code(found, strict=True),
         "counts": found.counts,
@@ -183,6 +187,7 @@ def _cells(found: Comparison, row: Row) -> list[str]:
         *_side(row, row.new),
         _percent(shift.estimate) if shift else "-",
         f"{_percent(shift.low)} … {_percent(shift.high)}" if shift else "-",
+        f"±{row.margin * 100:.1f} %" if row.margin > found.rule.margin else "",
         row.verdict,
         row.why,
     ]
@@ -209,7 +214,14 @@ def _counted(found: Comparison) -> str:
 
 
 def _margin(found: Comparison) -> str:
-    return f"margin ±{found.margin * 100:g} %"
+    return f"margin ±{found.rule.margin * 100:g} %"
+
+
+def _noise(found: Comparison) -> str:
+    """Whether the machine's noise was minded; a row whose margin it is shows that margin."""
+    if found.rule.noise is None:
+        return "this machine's own noise is not known: python -m ddpbench calibrate measures it"
+    return f"margins widened to this machine's noise where that is more: {found.rule.noise.name}"
 
 
 def _advice(found: Comparison) -> list[str]:
@@ -221,7 +233,7 @@ def _advice(found: Comparison) -> list[str]:
         most = max(few)
         out.append(
             f"{len(few)} INCONCLUSIVE: needs about {most} launches a side: "
-            f"run with --launches {most}"
+            + ("give more --budget" if found.rule.paired else f"run with --launches {most}")
         )
     if len(needed) > len(few):
         out.append(
@@ -257,6 +269,7 @@ def _values(row: Row) -> dict[str, Any]:
         "change": math.expm1(row.shift.estimate) if row.shift else None,
         "change_low": math.expm1(row.shift.low) if row.shift else None,
         "change_high": math.expm1(row.shift.high) if row.shift else None,
+        "margin": row.margin or None,
         "launches_needed": row.needed,
         "why": row.why,
     }
