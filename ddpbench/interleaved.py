@@ -42,10 +42,9 @@ class Variant:
     words: tuple[str, ...]
 
     def __str__(self) -> str:
-        own = [] if self.python == sys.executable else [f"--python {self.python}"]
-        return " ".join(
-            [*(f"{name}={value}" for name, value in self.environ.items()), *own, *self.words]
-        )
+        own = [] if self.python == sys.executable else ["--python", self.python]
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environ.items()]
+        return " ".join([*variables, shlex.join([*own, *self.words])]).strip()
 
 
 def add_measured(parser: argparse.ArgumentParser, results: str) -> None:
