@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ddpbench import options
@@ -28,13 +29,18 @@ from ddpbench.runtime.launch import Refused
 HELP = "two stored runs: what is slower, faster or the same, with an exit code for a CI"
 FORMATS = ("table", "csv", "json", "markdown")  # of render.comparison, which loads numpy
 MARGIN_PERCENT = 3.0
+WHERE = "a folder, a name in results/, a baseline's, `last`, or a folder of runs, which are pooled"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this command; imports no torch."""
-    where = "a folder, a name in results/, `last`, or a folder of runs, which are pooled"
-    parser.add_argument("base", metavar="BASE", help=where)
+    parser.add_argument("base", metavar="BASE", help=WHERE)
     parser.add_argument("new", metavar="NEW", help="likewise")
+    add_judging(parser)
+
+
+def add_judging(parser: argparse.ArgumentParser) -> None:
+    """How two sides are judged, and what is shown of it: what `judge` reads."""
     add = parser.add_argument_group("how it is judged").add_argument
     add(
         "--margin",
@@ -60,15 +66,27 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 
     Raises Refused for a request that is wrong, InvalidRun for stored data that are.
     """
-    base, new = _folders(namespace.base), _folders(namespace.new)
-    if {folder.resolve() for folder in base} & {folder.resolve() for folder in new}:
-        raise Refused(f"BASE {namespace.base} and NEW {namespace.new} have a run in common")
-    runs = [_read(folders) for folders in (base, new)]
+    names = [namespace.base.rstrip("/"), namespace.new.rstrip("/")]
+    return judge(names, [read(store.find_all(name)) for name in names], namespace)
+
+
+def judge(
+    names: Sequence[str],
+    runs: Sequence[tuple[Run, ...]],
+    namespace: argparse.Namespace,
+    notes: tuple[str, ...] = (),
+) -> int:
+    """Compare BASE and NEW, print, and answer with the exit code.
+
+    names, runs: of BASE and of NEW. namespace: the options of add_judging. notes: what the reader
+    must know besides. Raises Refused and InvalidRun.
+    """
+    if any(base == new for base in runs[0] for new in runs[1]):
+        raise Refused(f"BASE {names[0]} and NEW {names[1]} have a run in common")
 
     from ddpbench.analysis import comparison, matching  # loads numpy: after what may be refused
     from ddpbench.render import comparison as render
 
-    names = [namespace.base.rstrip("/"), namespace.new.rstrip("/")]
     left, right = (
         matching.Source(side[0].id if len(side) == 1 else name, side)
         for name, side in zip(names, runs, strict=True)
@@ -90,19 +108,12 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
                 f"{render.label(runs[0][0].outcomes[0].case)!r}"
             )
         raise InvalidRun(f"{names[0]} and {names[1]} hold no case that was measured")
+    found = replace(found, notes=(*notes, *found.notes))
     sys.stdout.write(render.FORMATS[namespace.format](found))
     return comparison.exit_code(found, namespace.strict)
 
 
-def _folders(name: str) -> list[Path]:
-    """The run of this name, or all runs in the folder of this name. Raises InvalidRun."""
-    for folder in (Path(name), Path("results") / name):
-        if not (folder / "run.json").exists() and (inside := store.runs(folder)):
-            return inside
-    return [store.find(name)]
-
-
-def _read(folders: Sequence[Path]) -> tuple[Run, ...]:
+def read(folders: Sequence[Path]) -> tuple[Run, ...]:
     """The runs in these folders. Raises InvalidRun where one is not to be read or holds nothing."""
     runs = tuple(store.read(folder) for folder in folders)
     for folder, each in zip(folders, runs, strict=True):
