@@ -3,6 +3,8 @@
 python -m ddpbench collectives -n 4 --backend gloo,mpi
 python -m ddpbench ddp -n 4 --workload mlp
 python -m ddpbench compare BASE NEW
+python -m ddpbench baseline check NAME
+python -m ddpbench history CASE
 python -m ddpbench show RUN
 python -m ddpbench list
 """
@@ -19,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from ddpbench import __version__, collectives, compare, ddp, options, session
+from ddpbench import __version__, baseline, collectives, compare, ddp, history, options, session
 from ddpbench.catalog import backends
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
@@ -232,6 +234,10 @@ def _list(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
+def _baseline(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    return baseline.run(namespace, words, main)
+
+
 COMMANDS: dict[str, Command] = {
     "collectives": Command(
         collectives.HELP,
@@ -241,6 +247,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "ddp": Command(ddp.HELP, ddp.add_arguments, _measuring(ddp.Options, ddp.run), ddp.__doc__),
     "compare": Command(compare.HELP, compare.add_arguments, compare.run, compare.__doc__),
+    "baseline": Command(baseline.HELP, baseline.add_arguments, _baseline, baseline.__doc__),
+    "history": Command(history.HELP, history.add_arguments, history.run, history.__doc__),
     "show": Command("print a stored run again", _show_arguments, _show),
     "list": Command("the runs in results/", _list_arguments, _list),
 }
