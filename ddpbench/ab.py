@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"blocks that would end later are not begun; {ALWAYS} always are; default 900",
     )
-    compare.add_judged(parser)
+    compare.add_judging(parser)
     interleaved.add_measured(parser, "results/")
 
 
@@ -65,7 +65,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         Source(f"{each.name}: {each}", (store.read(folder / each.name),)) for each in variants
     )
     rule = Rule(namespace.margin / 100, compare.calibrated(right.runs), True, confidence)
-    found = compare.judged(left, right, rule, namespace.only)
+    found = compare.compared(left, right, rule, namespace.only)
     store.put(folder / "comparison.json", render.as_json(found).encode())
     store.put(folder / "comparison.txt", render.table(found).encode())
     verdict = compare.show(found, namespace)
@@ -106,4 +106,4 @@ def _settled(sides: Sequence[Side], namespace: argparse.Namespace, confidence: f
 
     left, right = (Source(side.variant.name, (side.run(),)) for side in sides)
     rule = Rule(namespace.margin / 100, compare.calibrated(right.runs), True, confidence)
-    return INCONCLUSIVE not in compare.judged(left, right, rule, namespace.only).counts
+    return INCONCLUSIVE not in compare.compared(left, right, rule, namespace.only).counts

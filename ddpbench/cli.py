@@ -5,6 +5,8 @@ python -m ddpbench ddp -n 4 --workload mlp
 python -m ddpbench compare BASE NEW
 python -m ddpbench ab --a "NAME=1" --b "NAME=2" collectives --op all_reduce
 python -m ddpbench calibrate
+python -m ddpbench baseline check NAME
+python -m ddpbench history CASE
 python -m ddpbench show RUN
 python -m ddpbench list
 """
@@ -21,7 +23,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from ddpbench import __version__, ab, calibrate, collectives, compare, ddp, options, session
+from ddpbench import (
+    __version__,
+    ab,
+    baseline,
+    calibrate,
+    collectives,
+    compare,
+    ddp,
+    history,
+    options,
+    session,
+)  # fmt: skip
 from ddpbench.catalog import backends
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
@@ -242,6 +255,10 @@ def _list(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
+def _baseline(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    return baseline.run(namespace, words, main)
+
+
 COMMANDS: dict[str, Command] = {
     "collectives": Command(
         collectives.HELP,
@@ -253,6 +270,8 @@ COMMANDS: dict[str, Command] = {
     "compare": Command(compare.HELP, compare.add_arguments, compare.run, compare.__doc__),
     "ab": Command(ab.HELP, ab.add_arguments, ab.run, ab.__doc__),
     "calibrate": Command(calibrate.HELP, calibrate.add_arguments, calibrate.run, calibrate.__doc__),
+    "baseline": Command(baseline.HELP, baseline.add_arguments, _baseline, baseline.__doc__),
+    "history": Command(history.HELP, history.add_arguments, history.run, history.__doc__),
     "show": Command("print a stored run again", _show_arguments, _show),
     "list": Command("the runs in results/", _list_arguments, _list),
 }

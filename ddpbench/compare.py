@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,18 +35,18 @@ if TYPE_CHECKING:
 HELP = "two stored runs: what is slower, faster or the same, with an exit code for a CI"
 FORMATS = ("table", "csv", "json", "markdown")  # of render.comparison, which loads numpy
 MARGIN_PERCENT = 3.0
+WHERE = "a folder, a name in results/, a baseline's, `last`, or a folder of runs, which are pooled"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this command; imports no torch."""
-    where = "a folder, a name in results/, `last`, or a folder of runs, which are pooled"
-    parser.add_argument("base", metavar="BASE", help=where)
+    parser.add_argument("base", metavar="BASE", help=WHERE)
     parser.add_argument("new", metavar="NEW", help="likewise")
-    add_judged(parser)
+    add_judging(parser)
 
 
-def add_judged(parser: argparse.ArgumentParser) -> None:
-    """How two sides are judged and shown, in every command that does so."""
+def add_judging(parser: argparse.ArgumentParser) -> None:
+    """How two sides are judged, and what is shown of it, in every command that does so."""
     add = parser.add_argument_group("how it is judged").add_argument
     add(
         "--margin",
@@ -72,23 +73,37 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 
     Raises Refused for a request that is wrong, InvalidRun for stored data that are.
     """
-    base, new = _folders(namespace.base), _folders(namespace.new)
-    if {folder.resolve() for folder in base} & {folder.resolve() for folder in new}:
-        raise Refused(f"BASE {namespace.base} and NEW {namespace.new} have a run in common")
-    runs = [_read(folders) for folders in (base, new)]
+    names = [namespace.base.rstrip("/"), namespace.new.rstrip("/")]
+    return judge(names, [read(store.find_all(name)) for name in names], namespace)
+
+
+def judge(
+    names: Sequence[str],
+    runs: Sequence[tuple[Run, ...]],
+    namespace: argparse.Namespace,
+    notes: tuple[str, ...] = (),
+) -> int:
+    """Compare BASE and NEW, print, and answer with the exit code.
+
+    names, runs: of BASE and of NEW. namespace: the options of add_judging. notes: what the reader
+    must know besides. Raises Refused and InvalidRun.
+    """
+    if any(base == new for base in runs[0] for new in runs[1]):
+        raise Refused(f"BASE {names[0]} and NEW {names[1]} have a run in common")
 
     from ddpbench.analysis.comparison import Rule  # loads numpy: after what may be refused
     from ddpbench.analysis.matching import Source
 
     left, right = (
-        Source(side[0].id if len(side) == 1 else name.rstrip("/"), side)
-        for name, side in zip((namespace.base, namespace.new), runs, strict=True)
+        Source(side[0].id if len(side) == 1 else name, side)
+        for name, side in zip(names, runs, strict=True)
     )
     rule = Rule(namespace.margin / 100, calibrated(right.runs))
-    return show(judged(left, right, rule, namespace.only), namespace)
+    found = compared(left, right, rule, namespace.only)
+    return show(replace(found, notes=(*notes, *found.notes)), namespace)
 
 
-def judged(left: Source, right: Source, rule: Rule, only: Sequence[str] | None) -> Comparison:
+def compared(left: Source, right: Source, rule: Rule, only: Sequence[str] | None) -> Comparison:
     """The comparison of the cases that have one of the texts in their name.
 
     Raises Refused where there is no such case, InvalidRun where there is nothing to compare.
@@ -133,15 +148,7 @@ def calibrated(runs: Sequence[Run]) -> Noise | None:
     return None
 
 
-def _folders(name: str) -> list[Path]:
-    """The run of this name, or all runs in the folder of this name. Raises InvalidRun."""
-    for folder in (Path(name), Path("results") / name):
-        if not (folder / "run.json").exists() and (inside := store.runs(folder)):
-            return inside
-    return [store.find(name)]
-
-
-def _read(folders: Sequence[Path]) -> tuple[Run, ...]:
+def read(folders: Sequence[Path]) -> tuple[Run, ...]:
     """The runs in these folders. Raises InvalidRun where one is not to be read or holds nothing."""
     runs = tuple(store.read(folder) for folder in folders)
     for folder, each in zip(folders, runs, strict=True):

@@ -72,7 +72,7 @@ def prepared(
         namespace.seed = random.SystemRandom().randrange(2**31)
     try:
         if namespace.output is None:
-            return store.new_folder(results, label)
+            return store.new_folder(label, results)
         folder = Path(namespace.output)
         folder.mkdir(parents=True, exist_ok=False)
     except OSError as error:

@@ -24,6 +24,13 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings
         )
 
+    def parse_known_args(self, *args: Any, **settings: Any) -> Any:
+        """Refuses what it does not know, also as the parser of an action of a command."""
+        namespace, unknown = super().parse_known_args(*args, **settings)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
     def error(self, message: str) -> NoReturn:
         """End with the sentence; under a launcher in rank 0 only."""
         unknown = re.fullmatch(r"unrecognized arguments: (.*)", message)

@@ -198,7 +198,17 @@ def test_without_torch_all_its_free_floors_can_be_imported() -> None:
     ]
     modules += [
         f"ddpbench.{name}"
-        for name in ("options", "cli", "collectives", "compare", "report", "doctor", "ddp")
+        for name in (
+            "options",
+            "cli",
+            "collectives",
+            "compare",
+            "baseline",
+            "history",
+            "report",
+            "doctor",
+            "ddp",
+        )
         if (ROOT / f"ddpbench/{name}.py").exists()
     ]
     assert len(modules) > 15

@@ -129,10 +129,11 @@ def pairs(
 def _nearest(mine: Found, left: dict[AnyCase, Found]) -> Found | None:
     """Of the other side's unmatched, the one asked for as the same row that differs least."""
     same = [each for each in left.values() if each.tried and each.asked == mine.asked]
-    return min(same, key=lambda each: len(_fields(mine.case, each.case)), default=None)
+    return min(same, key=lambda each: len(fields_differing(mine.case, each.case)), default=None)
 
 
-def _fields(base: AnyCase, new: AnyCase) -> list[str]:
+def fields_differing(base: AnyCase, new: AnyCase) -> list[str]:
+    """The names of the fields in which two cases differ."""
     names = [field.name for field in fields(base) if hasattr(new, field.name)]
     return [name for name in names if getattr(base, name) != getattr(new, name)]
 
@@ -141,7 +142,7 @@ def differing(base: AnyCase, new: AnyCase) -> str:
     """The fields in which two cases differ, with both values."""
     return ", ".join(
         f"{name} {_said(getattr(base, name))} → {_said(getattr(new, name))}"
-        for name in _fields(base, new)
+        for name in fields_differing(base, new)
     )
 
 

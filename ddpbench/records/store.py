@@ -46,6 +46,10 @@ PARQUET: dict[str, Any] = {
     },
 }
 
+BASELINES = Path("results/baselines")
+# Where a run is looked for by its name, in this order.
+PLACES = (Path("results"), BASELINES, Path("results/reference"))
+
 
 class InvalidRun(ValueError):
     """A stored run that cannot be read; the sentence says which and why."""
@@ -63,7 +67,7 @@ def create(folder: Path | None, run: Run, label: str) -> Path:
     Raises OSError when it cannot be written, FileExistsError when it already holds a run.
     """
     if folder is None:
-        folder = new_folder(Path("results"), label)
+        folder = new_folder(label)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "run.json").exists():
@@ -72,8 +76,8 @@ def create(folder: Path | None, run: Run, label: str) -> Path:
     return folder
 
 
-def new_folder(results: Path, label: str) -> Path:
-    """results/<utc>-LABEL-<host>, which nobody else has: two in one second get two.
+def new_folder(label: str, results: Path = Path("results")) -> Path:
+    """A folder in results/ that nobody else has: two runs in one second get two.
 
     Raises OSError when it cannot be made.
     """
@@ -139,14 +143,14 @@ def close(folder: Path, state: str, reason: str | None, exit_code: int) -> Run:
 
 
 def find(name: str) -> Path:
-    """The folder of a run, by path, by its name in results/, or `last`.
+    """The folder of a run, by path, by its name in results/, a baseline's too, or `last`.
 
     Raises InvalidRun naming what there is.
     """
     path = Path(name)
     if path.name == "run.json":
         path = path.parent
-    for candidate in (path, Path("results") / name, Path("results") / "reference" / name):
+    for candidate in (path, *(place / name for place in PLACES)):
         if (candidate / "run.json").is_file():
             return candidate
     folders = runs()
@@ -156,6 +160,14 @@ def find(name: str) -> Path:
     raise InvalidRun(
         f"no run {name!r}: give a folder with a run.json, or a name from `list` ({known})"
     )
+
+
+def find_all(name: str) -> list[Path]:
+    """The run of this name, or all runs in the folder of this name. Raises InvalidRun."""
+    for folder in (Path(name), *(place / name for place in PLACES)):
+        if not (folder / "run.json").exists() and (inside := runs(folder)):
+            return inside
+    return [find(name)]
 
 
 def runs(results: Path = Path("results")) -> list[Path]:

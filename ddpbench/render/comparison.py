@@ -15,11 +15,12 @@ from ddpbench.analysis.comparison import (
     Row,
     exit_code,
 )
+from ddpbench.analysis.differences import Difference
 from ddpbench.analysis.matching import AnyCase, Side, Source
 from ddpbench.analysis.stats import half_width
 from ddpbench.analysis.verdict import INCONCLUSIVE, MOST, SAME
 from ddpbench.catalog.sizes import readable
-from ddpbench.records.schema import StepCase
+from ddpbench.records.schema import Interval, StepCase
 from ddpbench.render.rows import digits
 from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 
@@ -153,10 +154,12 @@ def _beside(found: Comparison) -> list[str]:
 
 
 def _differences(found: Comparison) -> list[str]:
-    return [
-        f"differs: {each.name}: {_values_of(each.base)} → {_values_of(each.new)}"
-        for each in found.differences
-    ]
+    return [f"differs: {difference(each)}" for each in found.differences]
+
+
+def difference(found: Difference) -> str:
+    """What differs in two environments: "torch: 2.12.0 → 2.13.0"."""
+    return f"{found.name}: {_values_of(found.base)} → {_values_of(found.new)}"
 
 
 def _values_of(values: Sequence[str]) -> str:
@@ -185,8 +188,8 @@ def _cells(found: Comparison, row: Row) -> list[str]:
         _label(found, row),
         *_side(row, row.base),
         *_side(row, row.new),
-        _percent(shift.estimate) if shift else "-",
-        f"{_percent(shift.low)} … {_percent(shift.high)}" if shift else "-",
+        percent(shift.estimate) if shift else "-",
+        f"{percent(shift.low)} … {percent(shift.high)}" if shift else "-",
         f"±{row.margin * 100:.1f} %" if row.margin > found.rule.margin else "",
         row.verdict,
         row.why,
@@ -194,15 +197,24 @@ def _cells(found: Comparison, row: Row) -> list[str]:
 
 
 def _side(row: Row, side: Side | None) -> tuple[str, str]:
-    """A median with its unit, a DDP step's in ms; and the half-width of its interval."""
+    """A median, and the half-width of its interval."""
     if side is None:
         return "-", "-"
-    scale, unit = (1e3, "ms") if isinstance(row.case, StepCase) else (1e6, "µs")
-    width = f"±{half_width(side.interval) * 100:.1f} %" if side.interval else "-"
-    return f"{digits(side.seconds * scale)} {unit}", width
+    return time(row.case, side.seconds), width(side.interval)
 
 
-def _percent(log_ratio: float) -> str:
+def time(case: AnyCase, seconds: float) -> str:
+    """A median with its unit: a DDP step's in ms."""
+    scale, unit = (1e3, "ms") if isinstance(case, StepCase) else (1e6, "µs")
+    return f"{digits(seconds * scale)} {unit}"
+
+
+def width(interval: Interval | None) -> str:
+    """The relative half-width of an interval."""
+    return f"±{half_width(interval) * 100:.1f} %" if interval else "-"
+
+
+def percent(log_ratio: float) -> str:
     """A log ratio as a change: +12.3 %."""
     return f"{math.expm1(log_ratio) * 100:+.1f} %"
 
