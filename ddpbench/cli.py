@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from ddpbench import __version__, collectives, compare, ddp, options, session
 from ddpbench.catalog import backends
+from ddpbench.interchange import sources
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
 from ddpbench.render.formats import FORMATS
@@ -189,12 +190,14 @@ def _launch(
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="a folder, a name in results/, or `last`")
+    parser.add_argument(
+        "run", help="a folder, a name in results/, `last`, or a log of nccl-tests or OSU"
+    )
     options.add_shown(parser, [*COLUMNS, *STEP_COLUMNS])
 
 
 def _show(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    run = store.read(store.find(namespace.run))
+    run = sources.read(sources.find(namespace.run))
     try:
         text = FORMATS[namespace.format](run, namespace.columns, namespace.quiet)
     except ValueError as error:  # columns that this kind of run does not have

@@ -3,6 +3,7 @@
 python -m ddpbench compare results/before results/after
 python -m ddpbench compare before last --margin 5 --only all_reduce,gloo --strict
 python -m ddpbench compare runs/base runs/new --format markdown    folders OF runs: all are pooled
+python -m ddpbench compare old.log new.log                      of nccl-tests, or of OSU; or folders
 
 Measure both with --launches 6 or more; below 5 launches a side there is no verdict.
 
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpbench import options
-from ddpbench.records import store
+from ddpbench.interchange import sources
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
 from ddpbench.runtime.launch import Refused
@@ -32,7 +33,10 @@ MARGIN_PERCENT = 3.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this command; imports no torch."""
-    where = "a folder, a name in results/, `last`, or a folder of runs, which are pooled"
+    where = (
+        "a folder, a name in results/, `last`, a log of nccl-tests or OSU, or a folder of runs, or "
+        "of logs, which are pooled"
+    )
     parser.add_argument("base", metavar="BASE", help=where)
     parser.add_argument("new", metavar="NEW", help="likewise")
     add = parser.add_argument_group("how it is judged").add_argument
@@ -60,7 +64,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 
     Raises Refused for a request that is wrong, InvalidRun for stored data that are.
     """
-    base, new = _folders(namespace.base), _folders(namespace.new)
+    base, new = sources.find_all(namespace.base), sources.find_all(namespace.new)
     if {folder.resolve() for folder in base} & {folder.resolve() for folder in new}:
         raise Refused(f"BASE {namespace.base} and NEW {namespace.new} have a run in common")
     runs = [_read(folders) for folders in (base, new)]
@@ -94,17 +98,9 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     return comparison.exit_code(found, namespace.strict)
 
 
-def _folders(name: str) -> list[Path]:
-    """The run of this name, or all runs in the folder of this name. Raises InvalidRun."""
-    for folder in (Path(name), Path("results") / name):
-        if not (folder / "run.json").exists() and (inside := store.runs(folder)):
-            return inside
-    return [store.find(name)]
-
-
 def _read(folders: Sequence[Path]) -> tuple[Run, ...]:
-    """The runs in these folders. Raises InvalidRun where one is not to be read or holds nothing."""
-    runs = tuple(store.read(folder) for folder in folders)
+    """The runs in these folders or logs. Raises InvalidRun where one cannot be read or is empty."""
+    runs = tuple(sources.read(folder) for folder in folders)
     for folder, each in zip(folders, runs, strict=True):
         if not each.outcomes:
             raise InvalidRun(f"{folder} holds no result: nothing was measured")
