@@ -102,6 +102,7 @@ def _measuring(
 
     def called(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         asked = kind(**{field.name: getattr(namespace, field.name) for field in fields(kind)})
+        options.require_columns(asked.format, asked.columns)
         asked = replace(asked, modules=tuple(asked.modules))
         place = launch.placement()
         for module in asked.modules:
@@ -197,6 +198,7 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    options.require_columns(namespace.format, namespace.columns)
     run = sources.read(sources.find(namespace.run))
     try:
         text = FORMATS[namespace.format](run, namespace.columns, namespace.quiet)

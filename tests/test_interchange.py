@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 from test_floors import RUN, python
-from test_store import a_case, a_result, a_run
+from test_steps import a_step_case, a_step_result, a_step_run, some_replicas
+from test_store import a_case, a_result, a_run, a_summary
 
 from ddpbench import cli
 from ddpbench.analysis import lines
 from ddpbench.interchange import sources
 from ddpbench.records import codec, store
-from ddpbench.records.schema import Run
+from ddpbench.records.schema import Launch, Result, Run, Wrong
 from ddpbench.records.store import InvalidRun
-from ddpbench.render import formats
+from ddpbench.render import formats, prometheus
 
 MIB = 2**20
 
@@ -564,3 +565,130 @@ def test_a_run_is_preferred_to_the_logs_beside_it(
         InvalidRun, match=r"no run 'nowhere': give a folder with a run\.json, a log"
     ):
         sources.find_all("nowhere")
+
+
+# --- out: Prometheus and pyperf -------------------------------------------------------------------
+
+SAMPLE = re.compile(r"(?P<name>[a-z_]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+LABEL = re.compile(r'([a-z_]+)="((?:[^"\\]|\\[\\"n])*)"(?:,|$)')
+
+
+def exposed(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Metric → its samples, as the format's description reads it: each metric's lines together,
+    below its HELP and TYPE, no series twice."""
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    rows = text.splitlines()
+    assert text.endswith("\n")
+    for i, line in enumerate(rows):
+        if line.startswith("# HELP "):
+            name = line.split()[2]
+            assert name not in found
+            assert rows[i + 1] == f"# TYPE {name} gauge"
+            found[name] = []
+        elif not line.startswith("#"):
+            match = SAMPLE.fullmatch(line)
+            assert match is not None
+            assert match["name"] == name
+            labels = dict(LABEL.findall(match["labels"] or ""))
+            assert LABEL.sub("", match["labels"] or "") == ""
+            assert labels not in [each for each, _ in found[name]]
+            found[name].append((labels, float(match["value"])))
+    return found
+
+
+def wrong(result: Result) -> Result:
+    """The same, with a wrong element."""
+    return replace(result, wrong=(Wrong(1, 0, 0, "1", "2"),))
+
+
+def test_prometheus_has_seconds_and_bytes_a_second_by_identity() -> None:
+    """Base units; the labels are the identity; a bad row is marked; the run is a label of one
+    metric only."""
+    other = a_case(backend="mpi", nbytes=8, count=2)
+    run = a_run(a_result(bus_factor=1.5), wrong(a_result(other)))
+    found = exposed(formats.FORMATS["prometheus"](run, None, False))
+    (others, _), (labels, value) = found["ddpbench_collective_seconds"]
+    assert value == 1e-3
+    assert labels["backend"] == "gloo"
+    assert (labels["nbytes"], labels["in_place"], labels["root"]) == ("4096", "true", "")
+    assert others["backend"] == "mpi"
+    assert found["ddpbench_collective_bus_bytes_per_second"][1] == (labels, 4096e3 * 1.5)
+    assert [v for _, v in found["ddpbench_collective_bad"]] == [1, 0]
+    assert found["ddpbench_run_info"][0][0]["run"] == "a-run"
+    assert found["ddpbench_run_start_time_seconds"] == [({}, 1767225600.0)]
+    assert "run" not in labels
+
+
+def test_prometheus_has_the_ddp_step() -> None:
+    """Step, exposed communication and whether the replicas were equal."""
+    bad = some_replicas(equal=False, ok=False)
+    run = a_step_run(a_step_result(), a_step_result(a_step_case(backend="mpi"), 1, replicas=bad))
+    found = exposed(formats.FORMATS["prometheus"](run, None, False))
+    values = {name: [value for _, value in samples] for name, samples in found.items()}
+    assert values["ddpbench_step_replicas_equal"] == [1, 0]
+    assert values["ddpbench_step_bad"] == [0, 1]
+    assert values["ddpbench_step_seconds"][0] == pytest.approx(0.08, rel=0.2)
+    low, mid, high = (
+        values[f"ddpbench_step_exposed_communication_{each}seconds"][0]
+        for each in ("low_", "", "high_")
+    )
+    assert low <= mid <= high
+    assert found["ddpbench_step_seconds"][0][0]["settings"] == "width=1024+depth=8"
+
+
+def test_labels_are_escaped() -> None:
+    """Quote, backslash and line break in a name are read back as they were."""
+    name = 'a"b\\c\nd'
+    text = prometheus.exposition(a_run(id=name))
+    (labels, _), *_ = exposed(text)["ddpbench_run_info"]
+    assert labels["run"].replace("\\n", "\n").replace('\\"', '"').replace("\\\\", "\\") == name
+
+
+def test_pyperf_gets_a_value_a_launch() -> None:
+    """A benchmark a case, a run a launch with its median and its first call as warm-up; names are
+    unique; what must not be used is left out and named."""
+    results = [a_result(None, n, a_summary(1e-3 * (n + 1))) for n in range(3)]
+    started = [Launch(n, "gloo", "native", "x", "torchrun", 2, started="2026-01-01T00:00:00Z")
+               for n in range(3)]  # fmt: skip
+    later = a_result(a_case(async_op=True), 0)
+    run = a_run(
+        *results, later, wrong(a_result(a_case(nbytes=8, count=2))), launches=tuple(started)
+    )
+    suite = json.loads(formats.FORMATS["pyperf"](run, None, False))
+    first, second = suite["benchmarks"]
+    assert suite["version"] == "1.0"
+    assert [each["values"] for each in first["runs"]] == [[1e-3], [2e-3], [3e-3]]
+    assert first["runs"][0]["warmups"] == [[1, 0.01]]
+    assert first["runs"][0]["metadata"]["date"] == "2026-01-01T00:00:00+00:00"
+    assert first["metadata"]["unit"] == "second"
+    assert first["metadata"]["ddpbench_nbytes"] == 4096
+    names = [each["metadata"]["name"] for each in (first, second)]
+    assert names[0] == "all_reduce 4 KiB float32 sum in place gloo 2 ranks"
+    assert names[1] == f"{names[0]} #2"
+    assert "8 B" in suite["metadata"]["ddpbench_left_out"]
+    for metadata in (suite["metadata"], first["metadata"]):
+        assert all(type(value) in (str, int, float) and value != "" for value in metadata.values())
+
+
+def test_pyperf_gets_the_ddp_step() -> None:
+    """The step of each launch, without those whose replicas differ."""
+    bad = a_step_result(
+        a_step_case(backend="mpi"), 1, replicas=some_replicas(equal=False, ok=False)
+    )
+    suite = json.loads(formats.FORMATS["pyperf"](a_step_run(a_step_result(), bad), None, False))
+    (only,) = suite["benchmarks"]
+    assert only["metadata"]["ddpbench_backend"] == "gloo"
+    assert only["runs"][0]["values"][0] == pytest.approx(0.08, rel=0.2)
+
+
+@pytest.mark.parametrize("form", formats.WITHOUT_COLUMNS)
+def test_formats_without_columns_refuse_them_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """One sentence with exit code 2; no rank is started, no folder made."""
+    monkeypatch.chdir(tmp_path)
+    for words in (("collectives", "--device", "cpu"), ("show", "last")):
+        code, out, err = said(capsys, *words, "--format", form, "--columns", "size")
+        assert (code, out) == (2, "")
+        assert err == f"ddpbench: --format {form} has no columns: leave out --columns\n"
+    assert not list(tmp_path.iterdir())
