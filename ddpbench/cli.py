@@ -36,6 +36,7 @@ from ddpbench import (
     session,
 )  # fmt: skip
 from ddpbench.catalog import backends
+from ddpbench.interchange import sources
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
 from ddpbench.render.formats import FORMATS
@@ -116,6 +117,7 @@ def _measuring(
 
     def called(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         asked = kind.of(namespace)
+        options.require_columns(asked.format, asked.columns)
         place = launch.placement()
         for module in asked.modules:
             try:
@@ -212,12 +214,15 @@ def _launch(
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="a folder, a name in results/, or `last`")
+    parser.add_argument(
+        "run", help="a folder, a name in results/, `last`, or a log of nccl-tests or OSU"
+    )
     options.add_shown(parser, [*COLUMNS, *STEP_COLUMNS])
 
 
 def _show(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    run = store.read(store.find(namespace.run))
+    options.require_columns(namespace.format, namespace.columns)
+    run = sources.read(sources.find(namespace.run))
     try:
         text = FORMATS[namespace.format](run, namespace.columns, namespace.quiet)
     except ValueError as error:  # columns that this kind of run does not have

@@ -3,6 +3,7 @@
 python -m ddpbench compare results/before results/after
 python -m ddpbench compare before last --margin 5 --only all_reduce,gloo --strict
 python -m ddpbench compare runs/base runs/new --format markdown    folders OF runs: all are pooled
+python -m ddpbench compare old.log new.log                      of nccl-tests, or of OSU; or folders
 
 Measure both with --launches 6 or more; below 5 launches a side there is no verdict.
 
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpbench import options
+from ddpbench.interchange import sources
 from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
@@ -40,7 +42,7 @@ WHERE = "a folder, a name in results/, a baseline's, `last`, or a folder of runs
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this command; imports no torch."""
-    parser.add_argument("base", metavar="BASE", help=WHERE)
+    parser.add_argument("base", metavar="BASE", help=f"{WHERE}; or a log of nccl-tests or OSU")
     parser.add_argument("new", metavar="NEW", help="likewise")
     add_judging(parser)
 
@@ -74,7 +76,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     Raises Refused for a request that is wrong, InvalidRun for stored data that are.
     """
     names = [namespace.base.rstrip("/"), namespace.new.rstrip("/")]
-    return judge(names, [read(store.find_all(name)) for name in names], namespace)
+    return judge(names, [read(sources.find_all(name)) for name in names], namespace)
 
 
 def judge(
@@ -149,8 +151,8 @@ def calibrated(runs: Sequence[Run]) -> Noise | None:
 
 
 def read(folders: Sequence[Path]) -> tuple[Run, ...]:
-    """The runs in these folders. Raises InvalidRun where one is not to be read or holds nothing."""
-    runs = tuple(store.read(folder) for folder in folders)
+    """The runs in these folders or logs. Raises InvalidRun where one cannot be read or is empty."""
+    runs = tuple(sources.read(folder) for folder in folders)
     for folder, each in zip(folders, runs, strict=True):
         if not each.outcomes:
             raise InvalidRun(f"{folder} holds no result: nothing was measured")

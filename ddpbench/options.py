@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from ddpbench.catalog import backends, sizes
-from ddpbench.render.formats import FORMATS
+from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
 from ddpbench.runtime import launch
 from ddpbench.runtime.launch import Placement
 
@@ -208,6 +208,12 @@ def add_shown(parser: argparse.ArgumentParser, columns: Iterable[str]) -> None:
         help="of: " + ", ".join(columns),
     )
     add("--quiet", action="store_true", help="the tables only: no header, no legend, no progress")
+
+
+def require_columns(form: str, columns: Iterable[str] | None) -> None:
+    """Raises Refused where columns are chosen of a format that has none."""
+    if columns is not None and form in WITHOUT_COLUMNS:
+        raise launch.Refused(f"--format {form} has no columns: leave out --columns")
 
 
 def add_stored(parser: argparse.ArgumentParser) -> None:

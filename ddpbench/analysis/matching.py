@@ -104,7 +104,8 @@ def _fault(outcome: Outcome) -> str | None:
         if findings.replicas_bad(outcome):
             return "the replicas differed, or were not finite"
     elif outcome.wrong:
-        return f"rank {outcome.wrong[0].rank} got a wrong result"
+        rank = outcome.wrong[0].rank
+        return f"{'a rank' if rank < 0 else f'rank {rank}'} got a wrong result"
     elif seconds is not None and limits.impossible(outcome, seconds):
         return "faster than the data can move"
     if seconds is not None and not 0 < seconds < math.inf:

@@ -158,7 +158,7 @@ def find(name: str) -> Path:
         return folders[-1]
     known = ", ".join(folder.name for folder in folders[-3:]) or "there is none in results/ yet"
     raise InvalidRun(
-        f"no run {name!r}: give a folder with a run.json, or a name from `list` ({known})"
+        f"no run {name!r}: give a folder with a run.json, a log, or a name from `list` ({known})"
     )
 
 

@@ -144,9 +144,9 @@ def _named(source: Source) -> str:
     count = max(map(backends.count, backends), default=0)
     runs = f" of {len(source.runs)} runs" if len(source.runs) > 1 else ""
     words = f"{count} launch{'es' if count != 1 else ''}"
-    started = min(run.started for run in source.runs)
+    started = min(run.started for run in source.runs)  # "": another tool's log, that does not tell
     each = " a backend" if len(set(backends)) > 1 else ""
-    return f"{source.name}   {words}{each}{runs}, from {started}"
+    return f"{source.name}   {words}{each}{runs}{f', from {started}' if started else ''}"
 
 
 def _beside(found: Comparison) -> list[str]:
