@@ -206,7 +206,7 @@ def _launch(
     if sys.stderr.isatty():
         own.append("--progress")
     starter = backends.get(name).launcher
-    if asked.launches > 1 and asked.device == "cpu" and starter == "torchrun":
+    if asked.device == "cpu" and starter == "torchrun":
         return forks.run(lambda: main([asked.command, *words, *own]), asked.nproc or 1)
     return launch.STARTERS[starter](
         ["-m", f"ddpbench.{asked.command}", *words, *own], asked.nproc or 1

@@ -267,7 +267,7 @@ def test_a_slowdown_in_the_environment_of_one_side_is_found(
         run = store.read(Path("out") / name)
         assert run.state == "complete"
         assert [launch.index for launch in run.launches] == list(range(6))
-        assert {launch.launcher for launch in run.launches} == {"ddpbench"}
+        assert {launch.launcher for launch in run.launches} == {"fork"}
         pids = {rank["pid"] for launch in run.launches for rank in launch.ranks}
         assert len(pids) == 12
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -358,21 +358,18 @@ def running(words: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def ranks_of(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
-    """The rank processes below a launcher, in order of rank."""
+    """The rank processes below a launcher, in order of rank: forked, or a program of their own."""
     until = time.monotonic() + 40
     while time.monotonic() < until:
-        found = [
-            child
-            for child in psutil.Process(process.pid).children(recursive=True)
-            if "ddpbench.collectives" in child.cmdline() and "mpirun" not in child.name()
-            and "python" in child.name()
-        ]  # fmt: skip
         ranked = {}
-        for child in found:
-            variables = child.environ()
-            number = variables.get("RANK", variables.get("OMPI_COMM_WORLD_RANK"))
-            if number is not None:
-                ranked[int(number)] = child
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.name().startswith("ddpbench-r"):
+                    ranked[int(child.name().removeprefix("ddpbench-r"))] = child
+                elif "ddpbench.collectives" in child.cmdline() and "python" in child.name():
+                    number = child.environ().get("OMPI_COMM_WORLD_RANK")
+                    if number is not None:
+                        ranked[int(number)] = child
         if len(ranked) == count:
             return [ranked[rank] for rank in range(count)]
         time.sleep(0.1)

@@ -53,7 +53,7 @@ def test_ranks_are_placed_and_meet() -> None:
     )
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [
-        f"{rank} of 3 by ddpbench, 3 processes, ''" for rank in range(3)
+        f"{rank} of 3 by fork, 3 processes, ''" for rank in range(3)
     ]
 
 

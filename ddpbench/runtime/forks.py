@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 PRELOADED = ("torch.distributed", "scipy.stats", "pyarrow.parquet", "ddpbench.measure.pace")
@@ -56,6 +57,8 @@ def _become(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> NoRetu
     code = 5
     try:
         os.setsid()  # Ctrl-C reaches it once, from its parent
+        with contextlib.suppress(OSError):  # for `ps` and `top`: else all ranks look like it
+            Path("/proc/self/comm").write_text(f"ddpbench-r{rank}")
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -35,7 +35,7 @@ class Refused(Exception):
 class Placement:
     """One rank's place, as its launcher tells it."""
 
-    launcher: str  # "ddpbench", "torchrun", "mpirun" or "srun"
+    launcher: str  # "fork", "torchrun", "mpirun" or "srun"
     rank: int
     world_size: int
     local_rank: int
