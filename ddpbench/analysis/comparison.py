@@ -129,12 +129,12 @@ def _judged(rows: list[Row], margin: float) -> list[Row]:
         row = replace(rows[i], verdict=name, shift=found)
         if name == INCONCLUSIVE:
             needed = verdict.launches_needed(found, margin, len(shifts))
-            row = replace(row, needed=needed, why=_why(found, margin, needed))
+            row = replace(row, needed=needed, why=why_open(found, margin, needed))
         rows[i] = row
     return rows
 
 
-def _why(found: Shift | None, margin: float, needed: int | None) -> str:
+def why_open(found: Shift | None, margin: float, needed: int | None) -> str:
     """Why it is INCONCLUSIVE, and what would help."""
     if found is None:
         return f"too few launches, needs {needed} a side"

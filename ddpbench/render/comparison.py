@@ -17,7 +17,7 @@ from ddpbench.analysis.comparison import (
 )
 from ddpbench.analysis.matching import AnyCase, Side, Source
 from ddpbench.analysis.stats import half_width
-from ddpbench.analysis.verdict import INCONCLUSIVE, MOST, SAME
+from ddpbench.analysis.verdict import INCONCLUSIVE, MOST, SAME, Shift
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import StepCase
 from ddpbench.render.rows import digits
@@ -176,25 +176,30 @@ def _table(found: Comparison, rows: Sequence[Row], style: Style) -> str:
 
 
 def _cells(found: Comparison, row: Row) -> list[str]:
-    shift = row.shift
     return [
         _label(found, row),
-        *_side(row, row.base),
-        *_side(row, row.new),
-        _percent(shift.estimate) if shift else "-",
-        f"{_percent(shift.low)} … {_percent(shift.high)}" if shift else "-",
+        *side_cells(row.case, row.base),
+        *side_cells(row.case, row.new),
+        *change_cells(row.shift),
         row.verdict,
         row.why,
     ]
 
 
-def _side(row: Row, side: Side | None) -> tuple[str, str]:
+def side_cells(case: AnyCase, side: Side | None) -> tuple[str, str]:
     """A median with its unit, a DDP step's in ms; and the half-width of its interval."""
     if side is None:
         return "-", "-"
-    scale, unit = (1e3, "ms") if isinstance(row.case, StepCase) else (1e6, "µs")
+    scale, unit = (1e3, "ms") if isinstance(case, StepCase) else (1e6, "µs")
     width = f"±{half_width(side.interval) * 100:.1f} %" if side.interval else "-"
     return f"{digits(side.seconds * scale)} {unit}", width
+
+
+def change_cells(shift: Shift | None) -> tuple[str, str]:
+    """The change and its interval."""
+    if shift is None:
+        return "-", "-"
+    return _percent(shift.estimate), f"{_percent(shift.low)} … {_percent(shift.high)}"
 
 
 def _percent(log_ratio: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 WORDS = (
     "backend", "flags", "check", "part of a step", "parameters", "replicas",
-    "case", "verdict", "why",
+    "case", "test", "saved in", "verdict", "why",
 )  # fmt: skip
 
 

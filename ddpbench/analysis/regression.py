@@ -1,0 +1,81 @@
+"""The verdict on tests, each against what it measured before: the launch is the replicate, the
+margin is the test's own. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ddpbench.analysis import comparison, matching, verdict
+from ddpbench.analysis.comparison import ONLY_NEW, ORDER
+from ddpbench.analysis.matching import AnyCase, Side
+from ddpbench.analysis.verdict import INCOMPARABLE, INCONCLUSIVE, Shift
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one test measured."""
+
+    case: AnyCase
+    side: Side
+    margin: float | None = None  # of this machine's noise, a fraction; None: not known
+    source: str = ""  # the saved file it is from
+
+
+@dataclass(frozen=True)
+class Row:
+    """One test. `shift` is there only where it may be compared."""
+
+    test: str
+    verdict: str
+    base: Measured | None
+    new: Measured
+    margin: float  # a smaller change is none
+    shift: Shift | None = None
+    why: str = ""
+
+
+def judged(
+    base: Mapping[str, Measured], new: Mapping[str, Measured], margin: float
+) -> tuple[Row, ...]:
+    """The verdict on each test of `new`, by name, what matters first.
+
+    One of several tests must also pass the test that is corrected for their number.
+    """
+    rows = [_row(name, base.get(name), each, margin) for name, each in new.items()]
+    data = {
+        i: (np.array(row.base.side.medians), np.array(row.new.side.medians))
+        for i, row in enumerate(rows)
+        if row.base is not None and not row.verdict
+    }
+    shifts = {i: verdict.shift(*sides) for i, sides in data.items()}
+    tested = [i for i, found in shifts.items() if found is not None]
+    chances: dict[int, verdict.Chance] = {}
+    if len(tested) > 1:
+        each_chance = [verdict.chance(*data[i], rows[i].margin) for i in tested]
+        chances = dict(zip(tested, verdict.adjusted(each_chance), strict=True))
+    for i, found in shifts.items():
+        name, why = verdict.judge(found, rows[i].margin, chances.get(i)), ""
+        if name == INCONCLUSIVE:
+            needed = verdict.launches_needed(found, rows[i].margin, len(shifts))
+            why = comparison.why_open(found, rows[i].margin, needed)
+        rows[i] = replace(rows[i], verdict=name, shift=found, why=why)
+    return tuple(sorted(rows, key=lambda row: (ORDER.index(row.verdict), row.test)))
+
+
+def counts(rows: Iterable[Row]) -> dict[str, int]:
+    """Verdict → tests, in order, without those that have none."""
+    counted = Counter(row.verdict for row in rows)
+    return {name: counted[name] for name in ORDER if counted[name]}
+
+
+def _row(name: str, base: Measured | None, new: Measured, margin: float) -> Row:
+    """A test, without a verdict where there is one to be found."""
+    if base is None:
+        return Row(name, ONLY_NEW, None, new, margin, why="not saved before")
+    margin = max(margin, base.margin or 0.0, new.margin or 0.0)
+    why = matching.differing(base.case, new.case)
+    return Row(name, INCOMPARABLE if why else "", base, new, margin, why=why)
