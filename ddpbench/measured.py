@@ -149,6 +149,7 @@ def from_json(stored: Mapping[str, Any], source: str = "") -> Measured:
         kind: type[AnyCase] = StepCase if "workload" in stored["case"] else Case
         medians = tuple(map(float, stored["launch_medians_seconds"]))
         side = matching.Side(*stats.over_launches(np.array(medians)), medians)
-        return Measured(codec.decode(kind, stored["case"]), side, stored["margin"], source)
+        case, warnings = codec.decode(kind, stored["case"]), tuple(stored["warnings"])
+        return Measured(case, side, stored["margin"], warnings, source)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{source} holds no figures of ddpbench: {error!r}") from None

@@ -18,7 +18,7 @@ def measured(
 ) -> Measured:
     """A test that measured launches of these medians."""
     side = Side(*stats.over_launches(np.array(times)), tuple(times))
-    return Measured(case or a_case(), side, margin, "0007")
+    return Measured(case or a_case(), side, margin, ("the host was busy",), "0007")
 
 
 def times(factor: float = 1.0, launches: int = 6, seed: int = 0) -> list[float]:
@@ -86,9 +86,12 @@ def test_another_identity_is_incomparable_and_named() -> None:
 
 
 def test_the_table_has_both_medians_the_change_and_the_margin() -> None:
-    """A row names the saved file, and both figures with units."""
+    """A row names the saved file, and both figures with units; above it stands what was warned of
+    on either side."""
     rows = regression.judged({"t": measured([1e-3] * 6)}, {"t": measured([2e-3] * 6)}, 0.03)
-    row = next(line for line in render.table(rows).splitlines() if line.startswith("t "))
+    lines = render.table(rows).splitlines()
+    assert lines[:2] == ["NOTE: base, t: the host was busy", "NOTE: new, t: the host was busy"]
+    row = next(line for line in lines if line.startswith("t "))
     assert row.split() == [
         "t", "0007", "1000", "µs", "±0.0", "%", "2000", "µs", "±0.0", "%", "+100.0", "%",
         "+100.0", "%", "…", "+100.0", "%", "±3", "%", "SLOWER",

@@ -22,6 +22,7 @@ class Measured:
     case: AnyCase
     side: Side
     margin: float | None = None  # of this machine's noise, a fraction; None: not known
+    warnings: tuple[str, ...] = ()  # that bear upon the figures: a busy host, …
     source: str = ""  # the saved file it is from
 
 

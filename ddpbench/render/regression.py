@@ -14,11 +14,19 @@ HEADS = ["test", "saved in", "base", "95 %", "new", "95 %", "change", "95 % of i
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The tests that have a base, a row each; those that have none by name; what it comes to."""
+    """What to know before believing it; the tests that have a base, a row each; those that have
+    none, by name; what it comes to."""
     cells = [_cells(row) for row in rows if row.base is not None]
     unknown = [row.test for row in rows if row.base is None]
     words = ", ".join(f"{count} {name}" for name, count in counts(rows).items())
+    notes = [
+        f"NOTE: {name}, {row.test}: {warning}"
+        for row in rows
+        for name, side in (("base", row.base), ("new", row.new))
+        for warning in (side.warnings if side else ())
+    ]
     blocks = [
+        *notes,
         TERMINAL.table(cells, HEADS) if cells else "",
         f"{ONLY_NEW}, nothing saved to compare with: {', '.join(unknown)}" if unknown else "",
         f"{len(rows)} test{'' if len(rows) == 1 else 's'} measured: {words}",
