@@ -148,7 +148,8 @@ def from_json(stored: Mapping[str, Any], source: str = "") -> Measured:
     try:
         kind: type[AnyCase] = StepCase if "workload" in stored["case"] else Case
         medians = tuple(map(float, stored["launch_medians_seconds"]))
-        side = matching.Side(*stats.over_launches(np.array(medians)), medians)
+        launches = tuple(range(len(medians)))
+        side = matching.Side(*stats.over_launches(np.array(medians)), medians, launches)
         case, warnings = codec.decode(kind, stored["case"]), tuple(stored["warnings"])
         return Measured(case, side, stored["margin"], warnings, source)
     except (KeyError, TypeError) as error:

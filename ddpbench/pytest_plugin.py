@@ -261,8 +261,11 @@ def _folder(request: pytest.FixtureRequest) -> Path:
 
 
 def _margin(run: Run, case: AnyCase) -> float | None:
-    """The calibrated margin of this case on this machine, a fraction; None: not calibrated."""
-    return None
+    """This machine's margin for the case (`calibrate`), a fraction; None: not calibrated."""
+    from ddpbench import compare
+
+    known = compare.calibrated([run])
+    return (known.margin(case, len(run.launches)) or None) if known else None
 
 
 def _feed(benchmark: Any, clock: LaunchClock, medians: Sequence[float]) -> None:

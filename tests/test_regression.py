@@ -17,7 +17,7 @@ def measured(
     times: Sequence[float], case: AnyCase | None = None, margin: float | None = None
 ) -> Measured:
     """A test that measured launches of these medians."""
-    side = Side(*stats.over_launches(np.array(times)), tuple(times))
+    side = Side(*stats.over_launches(np.array(times)), tuple(times), tuple(range(len(times))))
     return Measured(case or a_case(), side, margin, ("the host was busy",), "0007")
 
 

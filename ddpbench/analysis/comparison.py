@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddpbench.analysis import matching, verdict
+from ddpbench.analysis import judging, matching, verdict
 from ddpbench.analysis.differences import Difference, differences
+from ddpbench.analysis.judging import Pair
 from ddpbench.analysis.lines import BUSY_SHARE
 from ddpbench.analysis.matching import AnyCase, Found, Side, Source
+from ddpbench.analysis.noise import Noise
 from ddpbench.analysis.verdict import (
     FASTER,
     INCOMPARABLE,
@@ -29,6 +30,17 @@ ORDER = (SLOWER, INVALID, INCOMPARABLE, INCONCLUSIVE, FASTER, SAME, ONLY_BASE, O
 
 
 @dataclass(frozen=True)
+class Rule:
+    """How the verdicts are found."""
+
+    margin: float = verdict.MARGIN  # a smaller change is none
+    noise: Noise | None = None  # this machine's: no change below it is claimed
+    # Launches of the same number are neighbours in time, and are judged in pairs.
+    paired: bool = False
+    confidence: float = verdict.CONFIDENCE  # of paired intervals
+
+
+@dataclass(frozen=True)
 class Row:
     """One case. `shift` is there only where the two sides may be compared."""
 
@@ -36,6 +48,7 @@ class Row:
     case: AnyCase  # BASE's, where it has one
     base: Side | None
     new: Side | None
+    margin: float = 0.0
     shift: Shift | None = None
     needed: int | None = None  # launches a side, about, where it is INCONCLUSIVE
     why: str = ""
@@ -47,7 +60,7 @@ class Comparison:
 
     base: Source
     new: Source
-    margin: float
+    rule: Rule
     rows: tuple[Row, ...]
     differences: tuple[Difference, ...]
     notes: tuple[str, ...]
@@ -59,13 +72,18 @@ class Comparison:
         return {name: counted[name] for name in ORDER if counted[name]}
 
 
+def everything(case: AnyCase) -> bool:
+    """All cases are wanted."""
+    return True
+
+
 def compare(
-    base: Source, new: Source, margin: float, wanted: Callable[[AnyCase], bool]
+    base: Source, new: Source, rule: Rule, wanted: Callable[[AnyCase], bool] = everything
 ) -> Comparison:
     """The verdicts on the wanted cases. Raises ValueError when the runs of a side differ in what
     they measured, so that they are no replicates."""
     sides = matching.found(base, wanted), matching.found(new, wanted)
-    rows = _judged([row for pair in matching.pairs(*sides) for row in _row(*pair)], margin)
+    rows = _judged([row for pair in matching.pairs(*sides) for row in _row(*pair)], rule)
 
     def order(row: Row) -> tuple[int, float, str, int]:
         change = abs(row.shift.estimate) if row.shift else 0.0
@@ -73,8 +91,8 @@ def compare(
 
     rows.sort(key=order)
     return Comparison(
-        base, new, margin, tuple(rows),
-        differences(base.runs, new.runs), tuple(_notes(base, new, rows)),
+        base, new, rule, tuple(rows),
+        differences(base.runs, new.runs), tuple(_notes(base, new, rule, rows)),
     )  # fmt: skip
 
 
@@ -110,43 +128,32 @@ def _row(base: Found | None, new: Found | None) -> Iterator[Row]:
         yield Row(INCOMPARABLE if why else "", case, left, right, why=why)
 
 
-def _judged(rows: list[Row], margin: float) -> list[Row]:
-    """The rows with all verdicts; a change in a sweep must also pass the corrected test."""
-    open_rows = [(i, row.base, row.new) for i, row in enumerate(rows) if not row.verdict]
-    data = [
-        (i, np.array(base.medians), np.array(new.medians))
-        for i, base, new in open_rows
-        if base is not None and new is not None
-    ]
-    shifts = {i: verdict.shift(base, new) for i, base, new in data}
-    tested = [i for i, found in shifts.items() if found is not None]
-    chances: dict[int, verdict.Chance] = {}
-    if len(tested) > 1:
-        each = [verdict.chance(base, new, margin) for i, base, new in data if i in tested]
-        chances = dict(zip(tested, verdict.adjusted(each), strict=True))
-    for i, found in shifts.items():
-        name = verdict.judge(found, margin, chances.get(i))
-        row = replace(rows[i], verdict=name, shift=found)
-        if name == INCONCLUSIVE:
-            needed = verdict.launches_needed(found, margin, len(shifts))
-            row = replace(row, needed=needed, why=why_open(found, margin, needed))
-        rows[i] = row
+def _judged(rows: list[Row], rule: Rule) -> list[Row]:
+    """The rows with all verdicts."""
+    todo = [(place, pair) for place, row in enumerate(rows) if (pair := _pair(row, rule))]
+    found = judging.judged([pair for _, pair in todo], rule.paired, rule.confidence)
+    for (place, pair), one in zip(todo, found, strict=True):
+        rows[place] = replace(
+            rows[place], verdict=one.verdict, margin=pair.margin, shift=one.shift,
+            needed=one.needed, why=one.why,
+        )  # fmt: skip
     return rows
 
 
-def why_open(found: Shift | None, margin: float, needed: int | None) -> str:
-    """Why it is INCONCLUSIVE, and what would help."""
-    if found is None:
-        return f"too few launches, needs {needed} a side"
-    if verdict.beyond(found, margin):
-        return f"may be chance among so many cases, needs about {needed} launches a side"
-    width = f"±{math.expm1(found.half_width) * 100:.1f} %"
-    if needed is None:
-        return f"{width}, at the margin"
-    return f"{width}, needs about {needed} launches a side"
+def _pair(row: Row, rule: Rule) -> Pair | None:
+    """What is to be judged, if anything; where it is paired, the launches that both sides have."""
+    if row.verdict or row.base is None or row.new is None:
+        return None
+    base, new = row.base.medians, row.new.medians
+    if rule.paired:
+        sides = [dict(zip(s.launches, s.medians, strict=True)) for s in (row.base, row.new)]
+        both = sorted(sides[0].keys() & sides[1].keys())
+        base, new = (tuple(side[n] for n in both) for side in sides)
+    noise = rule.noise.margin(row.case, min(len(base), len(new))) if rule.noise else 0.0
+    return Pair(np.array(base), np.array(new), max(rule.margin, noise))
 
 
-def _notes(base: Source, new: Source, rows: list[Row]) -> Iterator[str]:
+def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[str]:
     """What a reader must know to believe the verdicts."""
     for name, source in (("BASE", base), ("NEW", new)):
         for run in source.runs:
@@ -160,7 +167,7 @@ def _notes(base: Source, new: Source, rows: list[Row]) -> Iterator[str]:
                 f"{BUSY_SHARE * 100:g} % of the cores in {busy} of {len(measured)} measurements"
             )
     changed = any(row.verdict in (SLOWER, FASTER) for row in rows)
-    if changed and _apart(base, new):
+    if changed and not rule.paired and _apart(base, new):
         yield (
             "all launches of one side came before those of the other, so that a drift of the "
             "machine reads as a change; measure the two by turns"

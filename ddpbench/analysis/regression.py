@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddpbench.analysis import comparison, matching, verdict
+from ddpbench.analysis import judging, matching
 from ddpbench.analysis.comparison import ONLY_NEW, ORDER
+from ddpbench.analysis.judging import Pair
 from ddpbench.analysis.matching import AnyCase, Side
-from ddpbench.analysis.verdict import INCOMPARABLE, INCONCLUSIVE, Shift
+from ddpbench.analysis.verdict import INCOMPARABLE, Shift
 
 
 @dataclass(frozen=True)
@@ -47,24 +48,17 @@ def judged(
     One of several tests must also pass the test that is corrected for their number.
     """
     rows = [_row(name, base.get(name), each, margin) for name, each in new.items()]
-    data = {
-        i: (np.array(row.base.side.medians), np.array(row.new.side.medians))
-        for i, row in enumerate(rows)
-        if row.base is not None and not row.verdict
-    }
-    shifts = {i: verdict.shift(*sides) for i, sides in data.items()}
-    tested = [i for i, found in shifts.items() if found is not None]
-    chances: dict[int, verdict.Chance] = {}
-    if len(tested) > 1:
-        each_chance = [verdict.chance(*data[i], rows[i].margin) for i in tested]
-        chances = dict(zip(tested, verdict.adjusted(each_chance), strict=True))
-    for i, found in shifts.items():
-        name, why = verdict.judge(found, rows[i].margin, chances.get(i)), ""
-        if name == INCONCLUSIVE:
-            needed = verdict.launches_needed(found, rows[i].margin, len(shifts))
-            why = comparison.why_open(found, rows[i].margin, needed)
-        rows[i] = replace(rows[i], verdict=name, shift=found, why=why)
+    todo = [(i, pair) for i, row in enumerate(rows) if (pair := _pair(row))]
+    found = judging.judged([pair for _, pair in todo])
+    for (i, _), one in zip(todo, found, strict=True):
+        rows[i] = replace(rows[i], verdict=one.verdict, shift=one.shift, why=one.why)
     return tuple(sorted(rows, key=lambda row: (ORDER.index(row.verdict), row.test)))
+
+
+def _pair(row: Row) -> Pair | None:
+    if row.verdict or row.base is None:
+        return None
+    return Pair(np.array(row.base.side.medians), np.array(row.new.side.medians), row.margin)
 
 
 def counts(rows: Iterable[Row]) -> dict[str, int]:
