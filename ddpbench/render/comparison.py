@@ -18,7 +18,7 @@ from ddpbench.analysis.comparison import (
 from ddpbench.analysis.differences import Difference
 from ddpbench.analysis.matching import AnyCase, Side, Source
 from ddpbench.analysis.stats import half_width
-from ddpbench.analysis.verdict import INCONCLUSIVE, MOST, SAME
+from ddpbench.analysis.verdict import INCONCLUSIVE, MOST, SAME, Shift
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Interval, StepCase
 from ddpbench.render.rows import digits
@@ -183,24 +183,29 @@ def _table(found: Comparison, rows: Sequence[Row], style: Style) -> str:
 
 
 def _cells(found: Comparison, row: Row) -> list[str]:
-    shift = row.shift
     return [
         _label(found, row),
-        *_side(row, row.base),
-        *_side(row, row.new),
-        percent(shift.estimate) if shift else "-",
-        f"{percent(shift.low)} … {percent(shift.high)}" if shift else "-",
+        *side_cells(row.case, row.base),
+        *side_cells(row.case, row.new),
+        *change_cells(row.shift),
         f"±{row.margin * 100:.1f} %" if row.margin > found.rule.margin else "",
         row.verdict,
         row.why,
     ]
 
 
-def _side(row: Row, side: Side | None) -> tuple[str, str]:
+def side_cells(case: AnyCase, side: Side | None) -> tuple[str, str]:
     """A median, and the half-width of its interval."""
     if side is None:
         return "-", "-"
-    return time(row.case, side.seconds), width(side.interval)
+    return time(case, side.seconds), width(side.interval)
+
+
+def change_cells(shift: Shift | None) -> tuple[str, str]:
+    """The change and its interval."""
+    if shift is None:
+        return "-", "-"
+    return percent(shift.estimate), f"{percent(shift.low)} … {percent(shift.high)}"
 
 
 def time(case: AnyCase, seconds: float) -> str:

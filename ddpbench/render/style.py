@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 WORDS = (
     "backend", "flags", "check", "part of a step", "parameters", "replicas",
-    "case", "verdict", "why", "date", "run", "of the longest", "changed to",
+    "case", "test", "saved in", "verdict", "why", "date", "run", "of the longest", "changed to",
 )  # fmt: skip
 
 

@@ -1,0 +1,76 @@
+"""The verdict on tests, each against what it measured before: the launch is the replicate, the
+margin is the test's own. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ddpbench.analysis import judging, matching
+from ddpbench.analysis.comparison import ONLY_NEW, ORDER
+from ddpbench.analysis.judging import Pair
+from ddpbench.analysis.matching import AnyCase, Side
+from ddpbench.analysis.verdict import INCOMPARABLE, Shift
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one test measured."""
+
+    case: AnyCase
+    side: Side
+    margin: float | None = None  # of this machine's noise, a fraction; None: not known
+    warnings: tuple[str, ...] = ()  # that bear upon the figures: a busy host, …
+    source: str = ""  # the saved file it is from
+
+
+@dataclass(frozen=True)
+class Row:
+    """One test. `shift` is there only where it may be compared."""
+
+    test: str
+    verdict: str
+    base: Measured | None
+    new: Measured
+    margin: float  # a smaller change is none
+    shift: Shift | None = None
+    why: str = ""
+
+
+def judged(
+    base: Mapping[str, Measured], new: Mapping[str, Measured], margin: float
+) -> tuple[Row, ...]:
+    """The verdict on each test of `new`, by name, what matters first.
+
+    One of several tests must also pass the test that is corrected for their number.
+    """
+    rows = [_row(name, base.get(name), each, margin) for name, each in new.items()]
+    todo = [(i, pair) for i, row in enumerate(rows) if (pair := _pair(row))]
+    found = judging.judged([pair for _, pair in todo])
+    for (i, _), one in zip(todo, found, strict=True):
+        rows[i] = replace(rows[i], verdict=one.verdict, shift=one.shift, why=one.why)
+    return tuple(sorted(rows, key=lambda row: (ORDER.index(row.verdict), row.test)))
+
+
+def _pair(row: Row) -> Pair | None:
+    if row.verdict or row.base is None:
+        return None
+    return Pair(np.array(row.base.side.medians), np.array(row.new.side.medians), row.margin)
+
+
+def counts(rows: Iterable[Row]) -> dict[str, int]:
+    """Verdict → tests, in order, without those that have none."""
+    counted = Counter(row.verdict for row in rows)
+    return {name: counted[name] for name in ORDER if counted[name]}
+
+
+def _row(name: str, base: Measured | None, new: Measured, margin: float) -> Row:
+    """A test, without a verdict where there is one to be found."""
+    if base is None:
+        return Row(name, ONLY_NEW, None, new, margin, why="not saved before")
+    margin = max(margin, base.margin or 0.0, new.margin or 0.0)
+    why = matching.differing(base.case, new.case)
+    return Row(name, INCOMPARABLE if why else "", base, new, margin, why=why)

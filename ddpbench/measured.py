@@ -1,0 +1,156 @@
+"""One case measured for another program, as pytest's fixtures do: a command line is run, its run
+read, and what is known of its only case put into JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddpbench.analysis import bandwidth, matching, stats
+from ddpbench.analysis.matching import AnyCase, Found
+from ddpbench.analysis.regression import Measured
+from ddpbench.records import codec, store
+from ddpbench.records.schema import Case, Run, StepCase
+
+PATIENCE_SECONDS = 15.0  # between asking to end and killing
+TOLD = (0, 1, 4)  # exit codes of a run that says itself what is wrong with it
+NAMES = {"ranks": "nproc"}  # keyword → option, where they differ
+
+
+class Unmeasured(Exception):
+    """There is no figure that could be trusted; the sentence says why."""
+
+
+def words(settings: Mapping[str, Any]) -> list[str]:
+    """Keywords as options of a command line: True is an option without a value; `options` are words
+    as they are."""
+    found: list[str] = []
+    for name, value in settings.items():
+        option = "--" + NAMES.get(name, name).replace("_", "-")
+        if name == "options":
+            found += [value] if isinstance(value, str) else value
+        elif value is True:
+            found.append(option)
+        elif value is not None and value is not False:
+            found.append(f"{option}={value}")
+    return found
+
+
+def measure(command: str, asked: Sequence[str], folder: Path, deadline_seconds: float) -> Run:
+    """The run that `python -m ddpbench COMMAND ASKED` stores in `folder`; its ranks import from
+    where this program does.
+
+    Raises Unmeasured where it was refused, a rank died, a result was wrong, or time was up.
+    """
+    line = [sys.executable, "-m", "ddpbench", command, *asked]
+    process = subprocess.Popen(
+        [*line, f"--output={folder}", "--quiet", "--format=json"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that all its ranks can be ended
+    )
+    try:
+        _, said = process.communicate(timeout=deadline_seconds)
+    except subprocess.TimeoutExpired:
+        raise Unmeasured(
+            f"`ddpbench {command} {' '.join(asked)}` was not done after {deadline_seconds:g} s"
+        ) from None
+    finally:
+        _end(process)
+    try:
+        run = store.read(folder)
+    except store.InvalidRun:
+        raise Unmeasured(_sentence(said)) from None
+    if run.state != "complete" or (process.returncode not in TOLD and _any_measured(run)):
+        raise Unmeasured(_sentence(said))
+    for finding in run.findings:
+        if finding.severity == "error":
+            raise Unmeasured(f"{finding.sentence}. Next: {finding.next_step}")
+    return run
+
+
+def _any_measured(run: Run) -> bool:
+    return any(outcome.summary is not None for outcome in run.outcomes)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End what still runs; ranks that are asked to store what they have."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=PATIENCE_SECONDS)
+
+
+def _sentence(said: str) -> str:
+    """The last that ddpbench said, other than where it stored what there is."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith("ddpbench: ") and ": stored in " not in line]
+    return (own or lines or ["ddpbench ended without a word"])[-1].removeprefix("ddpbench: ")
+
+
+def only_case(run: Run) -> Found:
+    """The one case of a run. Raises Unmeasured where there are several, or it is not valid."""
+    found = [*matching.found(matching.Source(run.id, (run,)), lambda case: True).values()]
+    if len(found) != 1:
+        names = ", ".join(each.case.key for each in found) or "none"
+        raise Unmeasured(f"one case is measured at a time, not {len(found)} ({names})")
+    if found[0].fault is not None:
+        raise Unmeasured(found[0].fault)
+    return found[0]
+
+
+def to_json(run: Run, found: Found, margin: float | None, folder: Path) -> dict[str, Any]:
+    """What a reader must know of the figures of a run's only case; base units.
+
+    margin: this machine's, where it is known; a fraction.
+    """
+    side, case, launch = found.side, found.case, run.launches[0]
+    assert side is not None
+    stored = {
+        "case": json.loads(codec.encode(case)),
+        "launch_medians_seconds": list(side.medians),
+        "interval_seconds": [side.interval.low, side.interval.high] if side.interval else None,
+        "margin": margin,
+        "versions": {name: launch.facts.get(name) for name in ("ddpbench", "torch", "python")},
+        "library": launch.library,
+        "warnings": [each.sentence for each in run.findings if each.severity == "warning"],
+        "run": str(folder),
+    }
+    if isinstance(case, Case):
+        factor = run.results[0].bus_factor
+        stored["algbw_bytes_per_second"] = bandwidth.algbw(case.nbytes, side.seconds)
+        stored["busbw_bytes_per_second"] = bandwidth.busbw(case.nbytes, side.seconds, factor)
+        stored["checks"] = sum(result.checks for result in run.results)
+    else:
+        verified = [step.replicas.verified for step in run.steps if step.replicas is not None]
+        stored["steps_verified"] = sum(verified)
+    return stored
+
+
+def from_json(stored: Mapping[str, Any], source: str = "") -> Measured:
+    """What `to_json` made, read again. source: the file it is from.
+
+    Raises ValueError where it is not that.
+    """
+    try:
+        kind: type[AnyCase] = StepCase if "workload" in stored["case"] else Case
+        medians = tuple(map(float, stored["launch_medians_seconds"]))
+        launches = tuple(range(len(medians)))
+        side = matching.Side(*stats.over_launches(np.array(medians)), medians, launches)
+        case, warnings = codec.decode(kind, stored["case"]), tuple(stored["warnings"])
+        return Measured(case, side, stored["margin"], warnings, source)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{source} holds no figures of ddpbench: {error!r}") from None

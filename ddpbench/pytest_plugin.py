@@ -1,0 +1,346 @@
+"""Fixtures for pytest that measure real ranks and hand the launches to pytest-benchmark.
+
+def test_all_reduce(collective_benchmark):
+    collective_benchmark("all_reduce", "1M", backend="gloo", ranks=2)
+
+def test_step(ddp_benchmark):
+    ddp_benchmark("mlp", width=256, depth=2, backend="gloo", ranks=2)
+
+pytest --benchmark-autosave                       each test: 6 launches of fresh processes
+pytest --benchmark-autosave --ddpbench-compare    exit code 1 where a test has become slower
+
+Keywords are the options of `ddpbench collectives` and `ddpbench ddp`; what has no keyword goes into
+options=("--async", "--import=mine"). Every pytest loads this module where ddpbench is installed: it
+imports nothing that takes time, and does nothing until a test names a fixture of it.
+A test that was found SLOWER is no measure for the next run; to accept it, save once without
+--ddpbench-compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from ddpbench.analysis.matching import AnyCase
+    from ddpbench.analysis.regression import Measured, Row
+    from ddpbench.records.schema import Run
+
+KEY = "ddpbench"  # in a benchmark's extra_info, and at the top of a saved file
+NO_BENCHMARK = "ddpbench's fixtures need pytest-benchmark: pip install pytest-benchmark"
+# Fixture → its command, its defaults, and what shortens it where only the result is of interest.
+COMMANDS = {
+    "collective_benchmark": ("collectives", (), ("--slice=0.05",)),
+    "ddp_benchmark": ("ddp", ("--no-budget", "--seconds=5"), ("--rounds=1", "--in-a-row=1")),
+}
+
+
+class LaunchClock:
+    """The timer of a test: it shows what the launch took, not what time it is."""
+
+    __name__ = "launch_median"  # pytest-benchmark stores it
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.taken = False  # a test measures one thing
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@dataclass
+class Suite:
+    """What this session measures, and what that is compared with."""
+
+    base: dict[str, Measured] | None = None  # by test; None: nothing is to be compared
+    storage: str = ""
+    measured: dict[str, Measured] = field(default_factory=dict)
+    rows: tuple[Row, ...] = ()
+
+
+CLOCK = pytest.StashKey[LaunchClock]()
+SUITE = pytest.StashKey[Suite]()
+
+
+# --- before the first test ------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of this plugin."""
+    add = parser.getgroup("ddpbench", "ddpbench: collectives and DDP steps").addoption
+    add(
+        "--ddpbench-launches",
+        type=int,
+        default=6,
+        metavar="R",
+        help="sets of fresh processes a test measures; default 6, a verdict needs 5",
+    )
+    add(
+        "--ddpbench-results",
+        metavar="FOLDER",
+        help="keep the runs here; default: in pytest's own temporary folder",
+    )
+    add(
+        "--ddpbench-deadline",
+        type=_above_zero,
+        default=1800.0,
+        metavar="SECONDS",
+        help="for one test; default 1800",
+    )
+    add(
+        "--ddpbench-compare",
+        nargs="?",
+        const="",
+        metavar="NUM|PATH",
+        help="judge each test by what --benchmark-save or -autosave stored, exit code 1 where one "
+        "is SLOWER; write =NUM or =PATH, default the newest in which it was not SLOWER itself",
+    )
+    add(
+        "--ddpbench-margin",
+        type=_above_zero,
+        default=3.0,
+        metavar="PERCENT",
+        help="a smaller change is none; default 3",
+    )
+
+
+def _above_zero(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Read what is to be compared with, before this session saves anything."""
+    suite = session.config.stash[SUITE] = Suite()
+    wanted = session.config.getoption("--ddpbench-compare")
+    if wanted is None:
+        return
+    benchmarks = session.config.pluginmanager.get_plugin("pytest-benchmark")
+    if benchmarks is None:
+        raise pytest.UsageError(f"--ddpbench-compare: {NO_BENCHMARK}")
+    suite.storage = str(benchmarks.storage)
+    try:
+        files = list(benchmarks.storage.load(*([wanted] if wanted else [])))
+        suite.base = _saved(files, accepted_only=not wanted)
+    except ValueError as error:
+        raise pytest.UsageError(f"--ddpbench-compare: {error}") from None
+    if wanted and not files:
+        raise pytest.UsageError(
+            f"--ddpbench-compare={wanted}: there is no such run in {suite.storage}: write the "
+            "number of one, as =0001, the path of a file, or nothing for the newest"
+        )
+
+
+def _saved(files: Sequence[tuple[Path, Any]], accepted_only: bool) -> dict[str, Measured]:
+    """Each test as the last of these files has it. accepted_only: where it was not found SLOWER
+    when it was saved, or the next run would take the slow one for its measure."""
+    latest = {}
+    for path, content in files:
+        slower = content.get(KEY, {}).get("slower", []) if accepted_only else []
+        for saved in content["benchmarks"]:
+            if KEY in saved["extra_info"] and saved["fullname"] not in slower:
+                latest[saved["fullname"]] = Path(path).stem.split("_")[0], saved["extra_info"][KEY]
+    if not latest:
+        return {}
+    from ddpbench import measured
+
+    return {name: measured.from_json(each, source) for name, (source, each) in latest.items()}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give each test that names a fixture of ours pytest-benchmark's, with a clock of its own."""
+    if not config.pluginmanager.hasplugin("pytest-benchmark"):
+        return
+    for item in items:
+        names: list[str] = getattr(item, "fixturenames", [])
+        if COMMANDS.keys() & set(names):
+            clock = item.stash[CLOCK] = LaunchClock()
+            own = item.get_closest_marker("benchmark")
+            settings = {**(own.kwargs if own else {}), "timer": clock}
+            item.add_marker(pytest.mark.benchmark(**settings), append=False)
+            if "benchmark" not in names:
+                names.append("benchmark")  # --benchmark-only and --benchmark-skip look for it
+
+
+# --- the fixtures ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def collective_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
+    """collective_benchmark("all_reduce", "1M", backend="gloo", ranks=2): measure one case.
+
+    Further keywords are options of `ddpbench collectives`. Returns the run. Fails the test where a
+    result is wrong or a rank dies, skips it where the backend does not have the case.
+    """
+
+    def call(operation: str, size: str | int, **settings: Any) -> Run:
+        return _benchmark(request, {"op": operation, "sizes": size, **settings})
+
+    return call
+
+
+@pytest.fixture
+def ddp_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
+    """ddp_benchmark("mlp", width=256, backend="gloo", ranks=2): measure the step of a workload.
+
+    Further keywords are options of `ddpbench ddp`; default seconds=5, of a launch. Returns the run.
+    Fails the test where the replicas differ after a step or a rank dies.
+    """
+
+    def call(workload: str, **settings: Any) -> Run:
+        return _benchmark(request, {"workload": workload, **settings})
+
+    return call
+
+
+def _benchmark(request: pytest.FixtureRequest, settings: dict[str, Any]) -> Run:
+    """Measure, and hand the medians of the launches to pytest-benchmark."""
+    benchmark, clock = _pytest_benchmark(request)
+    from ddpbench import measured
+
+    option, folder = request.config.getoption, _folder(request)
+    command, defaults, short = COMMANDS[str(request.fixturename)]
+    words = [*defaults, f"--launches={option('--ddpbench-launches')}", *measured.words(settings)]
+    if benchmark.disabled:  # checked, not timed
+        words += [*short, "--launches=1"]
+    try:
+        run = measured.measure(command, words, folder, option("--ddpbench-deadline"))
+        found = measured.only_case(run)
+    except measured.Unmeasured as problem:
+        _give_up(benchmark, problem)
+        raise pytest.fail.Exception(str(problem), pytrace=False) from None
+    if found.side is None:
+        pytest.skip(found.reason)
+    told = measured.to_json(run, found, _margin(run, found.case), folder)
+    benchmark.extra_info[KEY] = told
+    if not benchmark.disabled:
+        suite = request.config.stash[SUITE]
+        suite.measured[request.node.nodeid] = measured.from_json(told)
+    _feed(benchmark, clock, found.side.medians)
+    return run
+
+
+def _pytest_benchmark(request: pytest.FixtureRequest) -> tuple[Any, LaunchClock]:
+    """pytest-benchmark's fixture and the clock that it reads."""
+    if not request.config.pluginmanager.hasplugin("pytest-benchmark"):
+        pytest.fail(NO_BENCHMARK, pytrace=False)
+    clock = request.node.stash.get(CLOCK, None)
+    if clock is None:
+        pytest.fail(
+            f"{request.fixturename} must be an argument of the test, or of a fixture of it: "
+            "its clock has to be known before the test starts",
+            pytrace=False,
+        )
+    if clock.taken:
+        pytest.fail("a test measures one thing: parametrize it, or write another", pytrace=False)
+    clock.taken = True
+    return request.getfixturevalue("benchmark"), clock
+
+
+def _folder(request: pytest.FixtureRequest) -> Path:
+    """A folder for the test's run that is not there yet."""
+    name = re.sub(r"[^\w.-]+", "-", request.node.name)[:100].strip("-")
+    kept = request.config.getoption("--ddpbench-results")
+    if kept is None:
+        factory: pytest.TempPathFactory = request.getfixturevalue("tmp_path_factory")
+        return factory.mktemp(KEY) / name
+    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
+    return Path(kept).absolute() / f"{stamp}-{name}"
+
+
+def _margin(run: Run, case: AnyCase) -> float | None:
+    """This machine's margin for the case (`calibrate`), a fraction; None: not calibrated."""
+    from ddpbench import compare
+
+    known = compare.calibrated([run])
+    return (known.margin(case, len(run.launches)) or None) if known else None
+
+
+def _feed(benchmark: Any, clock: LaunchClock, medians: Sequence[float]) -> None:
+    """A round a launch, each as long as the launch's median, to the last bit."""
+    left = itertools.cycle(medians)
+
+    def start_at_zero() -> None:
+        clock.seconds = 0.0
+
+    def launch() -> None:
+        clock.seconds = next(left)
+
+    benchmark.pedantic(launch, setup=start_at_zero, rounds=len(medians), iterations=1)
+
+
+def _give_up(benchmark: Any, problem: Exception) -> None:
+    """Let pytest-benchmark know that nothing will come, or it warns that nobody asked."""
+
+    def fail() -> None:
+        raise problem
+
+    with contextlib.suppress(type(problem)):
+        benchmark.pedantic(fail)
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    """Judge before pytest-benchmark saves, so that what is slower is saved as such."""
+    suite = session.config.stash.get(SUITE, Suite())
+    if suite.base is not None and suite.measured:
+        from ddpbench.analysis import regression, verdict
+
+        margin = session.config.getoption("--ddpbench-margin") / 100
+        suite.rows = regression.judged(suite.base, suite.measured, margin)
+        if session.exitstatus == 0 and verdict.SLOWER in regression.counts(suite.rows):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    return (yield)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
+    """Mark in the saved file what was slower than before."""
+    if rows := config.stash[SUITE].rows:
+        from ddpbench.analysis import verdict
+
+        slower = [row.test for row in rows if row.verdict == verdict.SLOWER]
+        output_json[KEY] = {"slower": slower}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> Generator[None, None, None]:
+    """The verdicts, below pytest-benchmark's own tables, whatever these raise."""
+    try:
+        return (yield)
+    finally:
+        suite = config.stash.get(SUITE, Suite())
+        if suite.base is not None and suite.measured:
+            from ddpbench.render import regression
+
+            terminalreporter.section("ddpbench: against what was saved, by launches")
+            text = regression.table(suite.rows) if suite.base else _base_line(config, suite)
+            terminalreporter.write_line(text)
+
+
+def _base_line(config: pytest.Config, suite: Suite) -> str:
+    """What to say where there is nothing to compare with."""
+    saves = config.getoption("--benchmark-autosave") or config.getoption("--benchmark-save")
+    then = (
+        "this run is saved, it is the base line from now on"
+        if saves
+        else "add --benchmark-autosave to save this one"
+    )
+    return f"{suite.storage} holds nothing to compare with: {then}"

@@ -1,0 +1,154 @@
+"""A case measured by another process: the words it is given, its run and its end, its JSON."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from test_steps import a_step_result, a_step_run
+from test_store import a_case, a_result, a_run, a_summary
+
+from ddpbench import measured
+from ddpbench.records import store
+from ddpbench.records.schema import Finding, Run, Wrong
+
+STUB = """\
+import json, os, subprocess, sys, time
+from pathlib import Path
+folder = Path(next(w for w in sys.argv if w.startswith("--output=")).partition("=")[2])
+script = json.loads(Path(__file__).with_name("script.json").read_text())
+if script["run"]:
+    folder.mkdir()
+    (folder / "run.json").write_text(script["run"])
+(Path(__file__).with_name("words.json")).write_text(json.dumps(sys.argv[1:]))
+sys.stderr.write(script["stderr"])
+if script["sleep"]:
+    child = subprocess.Popen(["sleep", "60"])
+    Path(__file__).with_name("child").write_text(str(child.pid))
+    time.sleep(60)
+sys.exit(script["code"])
+"""
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a ddpbench that ends as told, which other processes run."""
+    package = tmp_path / "path" / "ddpbench"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(STUB)
+    monkeypatch.chdir(tmp_path / "path")  # `python -m` looks there first
+    return package
+
+
+def ended(stub: Path, run: Run | None, code: int, stderr: str = "", sleep: float = 0) -> Run:
+    """What is made of a command that ends so."""
+    text = json.dumps(asdict(run)) if run else ""
+    script = {"run": text, "code": code, "stderr": stderr, "sleep": sleep > 0}
+    (stub / "script.json").write_text(json.dumps(script))
+    return measured.measure("collectives", ["--op=all_reduce"], stub / "run", sleep or 60.0)
+
+
+def test_the_run_of_a_clean_command_is_read(stub: Path) -> None:
+    """The command line is ddpbench's own, with a folder; the run is the stored one."""
+    run = a_run(a_result())
+    assert ended(stub, run, 0) == run
+    assert json.loads((stub / "words.json").read_text()) == [
+        "collectives", "--op=all_reduce", f"--output={stub / 'run'}", "--quiet", "--format=json",
+    ]  # fmt: skip
+
+
+DEAD = "ddpbench: rank 1 (vm, pid 7) has died, while rank 0 waited\nddpbench: stored in here\n"
+ERROR = Finding("error", "wrong-result", "rank 1 got 4, expected 3", "do not train")
+
+
+@pytest.mark.parametrize(
+    ("run", "code", "stderr", "sentence"),
+    [
+        (None, 2, "noise\nddpbench: --op: unknown operation 'x'\n", "--op: unknown operation 'x'"),
+        (None, 1, "Traceback\nOSError: no\n", "OSError: no"),
+        (None, 5, "", "ddpbench ended without a word"),
+        (replace(a_run(), state="failed"), 5, DEAD, "rank 1 (vm, pid 7) has died, while rank 0 "
+         "waited"),
+        (a_run(a_result(), findings=(ERROR,)), 4, "", "rank 1 got 4, expected 3. Next: do not "
+         "train"),
+    ],
+)  # fmt: skip
+def test_what_went_wrong_is_one_sentence(
+    stub: Path, run: Run | None, code: int, stderr: str, sentence: str
+) -> None:
+    """A refusal, a crash, silence, a dead rank, a wrong result: each in ddpbench's own words."""
+    with pytest.raises(measured.Unmeasured) as caught:
+        ended(stub, run, code, stderr)
+    assert str(caught.value) == sentence
+
+
+def test_a_case_that_the_backend_does_not_have_is_a_run(stub: Path) -> None:
+    """All skipped, exit code 2: the reason is in the run, and is no failure."""
+    skipped = replace(a_result(), summary=None, reason="mpi has no max of complex numbers")
+    run = ended(stub, a_run(skipped, exit_code=2), 2)
+    found = measured.only_case(run)
+    assert (found.side, found.reason) == (None, "mpi has no max of complex numbers")
+
+
+def test_when_time_is_up_all_its_processes_end(stub: Path) -> None:
+    """A command that hangs, with a child of its own, is ended as a whole and named."""
+    for seconds in (0.5, 5, 50):  # until it has come so far as to have a child
+        with pytest.raises(measured.Unmeasured, match=r"`ddpbench collectives \S+` was not done"):
+            ended(stub, None, 0, sleep=seconds)
+        if (stub / "child").exists():
+            break
+    child = int((stub / "child").read_text())
+    for _ in range(100):
+        try:
+            os.kill(child, 0)
+            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+        except (ProcessLookupError, FileNotFoundError):
+            return
+        if state == "Z":  # ended; whoever adopted it has not looked yet
+            return
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the child lives")
+
+
+def test_keywords_are_options() -> None:
+    """True is a flag, False and None are left out, `options` are words as they are."""
+    asked = {"sizes": "1M", "ranks": 2, "no_check": True, "limit": None, "static_graph": False}
+    assert measured.words({**asked, "options": ("--import", "x")}) == [
+        "--sizes=1M", "--nproc=2", "--no-check", "--import", "x",
+    ]  # fmt: skip
+    assert measured.words({"options": "--async"}) == ["--async"]
+
+
+def test_only_one_valid_case_is_taken() -> None:
+    """Several cases, or a wrong one, are refused with what they are."""
+    two = a_run(a_result(), a_result(a_case(nbytes=8, count=2)))
+    with pytest.raises(measured.Unmeasured, match="one case is measured at a time, not 2"):
+        measured.only_case(two)
+    wrong = a_run(a_result(wrong=(Wrong(1, 0, 0, "3", "4"),)))
+    with pytest.raises(measured.Unmeasured, match="rank 1 got a wrong result"):
+        measured.only_case(wrong)
+
+
+def test_json_gives_the_same_again(tmp_path: Path) -> None:
+    """Case, medians and margin survive JSON, of a collective and of a DDP step; rates are those of
+    the median; what is no such record is told from which file it is."""
+    results = [a_result(a_case(), i, a_summary(1e-3 * (i + 1))) for i in range(6)]
+    for run, key in ((a_run(*results), "busbw_bytes_per_second"),
+                     (a_step_run(a_step_result()), "steps_verified")):  # fmt: skip
+        store.create(tmp_path / key, run, "x")
+        found = measured.only_case(run)
+        stored = json.loads(json.dumps(measured.to_json(run, found, 0.04, tmp_path)))
+        again = measured.from_json(stored, "0001")
+        assert (again.case, again.side) == (found.case, found.side)
+        assert (again.margin, again.source) == (0.04, "0001")
+        assert key in stored
+    stored = measured.to_json(a_run(*results), measured.only_case(a_run(*results)), None, tmp_path)
+    assert stored["algbw_bytes_per_second"] == pytest.approx(4096 / 3.5e-3)
+    assert stored["interval_seconds"] == pytest.approx([1e-3, 6e-3])
+    with pytest.raises(ValueError, match="0001 holds no figures of ddpbench"):
+        measured.from_json({"case": {}}, "0001")

@@ -1,0 +1,336 @@
+"""The fixtures in a repository of their user: what pytest-benchmark gets, saves and compares, and
+the verdict on launches. One test measures for real; the others make their launches up."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats  # noqa: F401  an inner pytest forgets what it imported, which numpy does not bear
+from ranks import environment
+from test_floors import python
+from test_store import a_case, a_result, a_run, a_summary
+from test_verdict import medians
+
+import ddpbench.render.regression  # noqa: F401  likewise
+from ddpbench import measured, pytest_plugin
+from ddpbench.records.schema import Case, Run
+
+pytest_plugins = ["pytester"]
+
+THREE_LINES = """\
+def test_all_reduce(collective_benchmark):
+    collective_benchmark("all_reduce", "4K", backend="gloo", ranks=2)
+"""
+QUICK = """\
+import pytest
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_generate_machine_info():
+    return {}  # looking at the CPU takes a second
+"""
+SLOWED = """\
+import os, time
+import torch.distributed as dist
+real = dist.all_reduce
+def slow(*arguments, **settings):
+    work = real(*arguments, **settings)
+    time.sleep(0.005)
+    return work
+if "SLOW" in os.environ:
+    dist.all_reduce = slow
+"""
+
+
+@dataclass
+class Fake:
+    """Launches that are made up, and what was asked for."""
+
+    factor: float = 1.0
+    case: Case = field(default_factory=a_case)
+    change: Callable[[Run], Run] = lambda run: run
+    asked: list[tuple[str, ...]] = field(default_factory=list)
+
+    def measure(self, command: str, words: list[str], folder: Path, deadline: float) -> Run:
+        self.asked.append((command, *words))
+        launches = [word for word in words if word.startswith("--launches=")][-1]
+        count = int(launches.partition("=")[2])
+        times = medians(count, 1e-3 * self.factor, 0.002, seed=len(self.asked))
+        results = [a_result(self.case, i, a_summary(float(t))) for i, t in enumerate(times)]
+        return self.change(a_run(*results))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Nothing is measured."""
+    made = Fake()
+    monkeypatch.setattr(measured, "measure", made.measure)
+    return made
+
+
+@pytest.fixture
+def repository(pytester: pytest.Pytester, fake: Fake) -> Callable[..., pytest.RunResult]:
+    """A repository outside the project with a test of three lines; runs pytest in it."""
+    pytester.makepyfile(test_mine=THREE_LINES)
+    pytester.makeconftest(QUICK)
+
+    def run(*words: str) -> pytest.RunResult:
+        return pytester.runpytest_inprocess(
+            "-p", "ddpbench.pytest_plugin", "-p", "no:cacheprovider",
+            "-W", "ignore::pytest.PytestAssertRewriteWarning",  # it is imported here already
+            *words,
+        )  # fmt: skip
+
+    return run
+
+
+def saved(result: str | Path = "out.json") -> Any:
+    """A file that pytest-benchmark wrote."""
+    return json.loads(Path(result).read_text())
+
+
+def verdicts(result: pytest.RunResult) -> list[str]:
+    """The verdicts in the summary's table."""
+    return re.findall(r"^test_mine\.py::.* (SAME|SLOWER|INCOMPARABLE|INCONCLUSIVE)\b",
+                      result.stdout.str(), re.M)  # fmt: skip
+
+
+# --- for real -------------------------------------------------------------------------------------
+
+
+def test_a_fresh_repository_sees_a_planted_slowdown(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three lines, measured by two ranks of gloo and saved; then a module of the user's makes
+    all_reduce 5 ms slower, and --benchmark-compare-fail says so."""
+    pytester.makepyfile(
+        test_mine=THREE_LINES.replace("ranks=2", 'ranks=2, slice=0.1, options="--import=slowed"'),
+        slowed=SLOWED,
+    )
+    pytester.makeconftest(QUICK)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    words = ["-p", "ddpbench.pytest_plugin", "--ddpbench-launches=1", "--benchmark-autosave"]
+    first = pytester.runpytest_subprocess(*words, timeout=120)
+    assert first.ret == 0, first.stdout.str()
+    (file,) = pytester.path.glob(".benchmarks/*/0001_*.json")
+    (told,) = saved(file)["benchmarks"]
+    assert told["extra_info"]["ddpbench"]["launch_medians_seconds"] == [told["stats"]["median"]]
+    assert 0 < told["stats"]["median"] < 0.005
+    monkeypatch.setenv("SLOW", "1")
+    words += ["--benchmark-compare", "--benchmark-compare-fail=median:100%"]
+    second = pytester.runpytest_subprocess(*words, timeout=120)
+    assert second.ret != 0
+    assert "Field 'median' has failed PercentageRegressionCheck" in second.stderr.str()
+
+
+# --- what pytest-benchmark is given ---------------------------------------------------------------
+
+
+def test_a_round_is_a_launch_to_the_last_bit(
+    pytester: pytest.Pytester, repository: Callable[..., pytest.RunResult], fake: Fake
+) -> None:
+    """Its data are the launch medians; its extra_info has every field of the case, the interval,
+    rates, versions, the run's folder; the user's own marker is kept."""
+    mark = "import pytest\n\n@pytest.mark.benchmark(group='mine')\n"
+    pytester.makepyfile(test_mine=mark + THREE_LINES)
+    result = repository("--benchmark-json=out.json", "--benchmark-group-by=group")
+    result.assert_outcomes(passed=1)
+    (told,) = saved()["benchmarks"]
+    assert told["stats"]["data"] == [float(t) for t in medians(6, 1e-3, 0.002, seed=1)]
+    assert (told["group"], told["options"]["timer"]) == ("mine", "launch_median")
+    extra = told["extra_info"]["ddpbench"]
+    assert extra["case"] == json.loads(json.dumps(asdict(a_case())))
+    assert extra["interval_seconds"] == [min(told["stats"]["data"]), max(told["stats"]["data"])]
+    assert extra["algbw_bytes_per_second"] == pytest.approx(4096 / told["stats"]["median"])
+    assert extra["versions"] == {"ddpbench": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
+    assert (extra["checks"], extra["margin"]) == (18, None)
+    assert extra["run"].endswith("test_all_reduce")
+    assert fake.asked == [("collectives", "--launches=6", "--op=all_reduce", "--sizes=4K",
+                           "--backend=gloo", "--nproc=2")]  # fmt: skip
+
+
+def test_a_step_is_asked_for_by_keywords(
+    pytester: pytest.Pytester, repository: Callable[..., pytest.RunResult], fake: Fake
+) -> None:
+    """ddp_benchmark has the options of `ddpbench ddp`; the run is returned, and kept where the
+    user says."""
+    pytester.makepyfile(
+        test_mine="def test_step(ddp_benchmark):\n"
+        "    run = ddp_benchmark('mlp', width=256, static_graph=True, options=['--amp=bf16'])\n"
+        "    assert run.state == 'complete'\n"
+    )
+    result = repository("--benchmark-json=out.json", "--ddpbench-results=kept")
+    result.assert_outcomes(passed=1)
+    assert fake.asked == [("ddp", "--no-budget", "--seconds=5", "--launches=6", "--workload=mlp",
+                           "--width=256", "--static-graph", "--amp=bf16")]  # fmt: skip
+    (told,) = saved()["benchmarks"]
+    assert told["extra_info"]["ddpbench"]["run"].startswith(str(pytester.path / "kept"))
+
+
+def test_disabled_it_checks_once_and_times_nothing(
+    repository: Callable[..., pytest.RunResult], fake: Fake
+) -> None:
+    """--benchmark-disable, and so xdist: one short launch; a wrong result would still fail."""
+    repository("--benchmark-disable", "--ddpbench-compare").assert_outcomes(passed=1)
+    assert fake.asked[0][-2:] == ("--slice=0.05", "--launches=1")
+
+
+@pytest.mark.parametrize(("word", "outcome"), [("only", "passed"), ("skip", "skipped")])
+def test_it_is_a_benchmark_to_the_options_that_select_them(
+    repository: Callable[..., pytest.RunResult], fake: Fake, word: str, outcome: str
+) -> None:
+    """--benchmark-only keeps it, --benchmark-skip skips it without measuring."""
+    repository(f"--benchmark-{word}").assert_outcomes(**{outcome: 1})
+    assert len(fake.asked) == (outcome == "passed")
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_what_was_not_measured_fails_with_its_sentence_and_is_not_saved(
+    repository: Callable[..., pytest.RunResult], fake: Fake
+) -> None:
+    """A wrong result, or a dead rank: one sentence, no traceback, no figure, no word of
+    pytest-benchmark about an unused fixture."""
+
+    def die(run: Run) -> Run:
+        raise measured.Unmeasured("rank 1 got 4 at index 3, expected 5")
+
+    fake.change = die
+    result = repository("--benchmark-json=out.json")
+    result.assert_outcomes(failed=1, warnings=0)
+    result.stdout.fnmatch_lines(["rank 1 got 4 at index 3, expected 5"])
+    assert saved()["benchmarks"] == []
+
+
+def test_a_case_that_cannot_be_had_is_skipped_with_its_reason(
+    repository: Callable[..., pytest.RunResult], fake: Fake
+) -> None:
+    """The backend does not have it: no failure, and no figure."""
+    fake.change = lambda run: a_run(
+        replace(a_result(), summary=None, reason="gloo has no float8"), exit_code=2
+    )
+    result = repository("-rs")
+    result.assert_outcomes(skipped=1, warnings=0)
+    assert "gloo has no float8" in result.stdout.str()
+
+
+USES = {
+    "twice": (
+        THREE_LINES + THREE_LINES.splitlines()[1] + "\n",
+        "a test measures one thing: parametrize it, or write another",
+    ),
+    "by request": (
+        "def test_it(request):\n    request.getfixturevalue('collective_benchmark')('barrier', 4)",
+        "collective_benchmark must be an argument of the test, or of a fixture of it: its clock "
+        "has to be known before the test starts",
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_wrong_use_is_one_sentence(
+    pytester: pytest.Pytester, repository: Callable[..., pytest.RunResult], use: str
+) -> None:
+    """Two measurements in a test, or a fixture that was not announced, are no figures."""
+    source, sentence = USES[use]
+    pytester.makepyfile(test_mine=source)
+    result = repository()
+    result.assert_outcomes(failed=1)
+    assert sentence in result.stdout.str()
+
+
+def test_without_pytest_benchmark_it_says_what_to_install(
+    repository: Callable[..., pytest.RunResult],
+) -> None:
+    """A test that uses a fixture fails with the sentence, others run; a comparison is refused."""
+    result = repository("-p", "no:benchmark")
+    result.assert_outcomes(failed=1)
+    assert pytest_plugin.NO_BENCHMARK in result.stdout.str()
+    refused = repository("-p", "no:benchmark", "--ddpbench-compare")
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    assert pytest_plugin.NO_BENCHMARK in refused.stderr.str()
+
+
+def test_importing_it_costs_nothing() -> None:
+    """Every pytest in this environment loads it: without torch, numpy, scipy, or pytest-benchmark,
+    and without any other module of ddpbench."""
+    heavy = ("torch", "numpy", "scipy", "pandas", "tabulate", "rich", "psutil", "pytest_benchmark")
+    said = python(
+        "import ddpbench.pytest_plugin\nprint([n for n in sys.modules if n[:9] == 'ddpbench.'])",
+        forbidden=heavy,
+    )
+    assert said == "['ddpbench.pytest_plugin']\n"
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+
+def test_what_is_slower_fails_the_session_until_it_is_accepted(
+    repository: Callable[..., pytest.RunResult], fake: Fake
+) -> None:
+    """The first run is the base line; equal launches are SAME, to pytest-benchmark's own comparison
+    too; 10 % more are SLOWER with exit code 1, again in the next run, though the slow one was saved
+    in between; saved without a comparison they are the new measure."""
+    compare = ("--benchmark-autosave", "--ddpbench-compare")
+    first = repository(*compare)
+    assert first.ret == 0
+    assert "this run is saved, it is the base line from now on" in first.stdout.str()
+    same = repository(*compare, "--benchmark-compare", "--benchmark-compare-fail=median:5%")
+    assert (same.ret, verdicts(same)) == (0, ["SAME"])
+    fake.factor = 1.1
+    for _ in range(2):
+        slower = repository(*compare)
+        slower.assert_outcomes(passed=1)
+        assert (slower.ret, verdicts(slower)) == (pytest.ExitCode.TESTS_FAILED, ["SLOWER"])
+        slower.stdout.fnmatch_lines(["*test_all_reduce* 0002 *", "1 test measured: 1 SLOWER"])
+    assert repository(*compare, "--ddpbench-margin=15").ret == 0
+    repository("--benchmark-save=accepted")
+    accepted = repository("--ddpbench-compare")
+    assert (accepted.ret, verdicts(accepted)) == (0, ["SAME"])
+    assert verdicts(repository("--ddpbench-compare=0001")) == ["SLOWER"]
+
+
+def test_another_identity_is_listed_and_does_not_fail(
+    repository: Callable[..., pytest.RunResult], fake: Fake
+) -> None:
+    """The same test of twice the size: INCOMPARABLE, with the fields; another file is given by its
+    path."""
+    repository("--benchmark-json=out.json")
+    fake.case, fake.factor = a_case(nbytes=8192, count=2048), 2.0
+    result = repository("--ddpbench-compare=out.json")
+    assert (result.ret, verdicts(result)) == (0, ["INCOMPARABLE"])
+    assert "nbytes 4096 → 8192, count 1024 → 2048" in result.stdout.str()
+
+
+def test_a_calibrated_margin_is_stored_and_used(
+    repository: Callable[..., pytest.RunResult], fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where this machine's noise is known to be 20 %, 10 % are no change."""
+    monkeypatch.setattr(pytest_plugin, "_margin", lambda run, case: 0.2)
+    repository("--benchmark-json=out.json")
+    assert saved()["benchmarks"][0]["extra_info"]["ddpbench"]["margin"] == 0.2
+    fake.factor = 1.1
+    assert verdicts(repository("--ddpbench-compare=out.json")) == ["SAME"]
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("--ddpbench-compare=0042", "--ddpbench-compare=0042: there is no such run in "),
+        ("--ddpbench-compare=a/b/c", "--ddpbench-compare: 'a/b/c' isn't an existing file"),
+        ("--ddpbench-margin=0", "'0' is not a number above 0"),
+    ],
+)
+def test_a_wrong_option_is_refused(
+    repository: Callable[..., pytest.RunResult], fake: Fake, word: str, sentence: str
+) -> None:
+    """A run that was not saved, or no margin: pytest's exit code 4, before anything is measured."""
+    result = repository(word)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert sentence in result.stderr.str()
+    assert fake.asked == []

@@ -1,0 +1,98 @@
+"""The verdict on tests, each against its own base: margins, identities, and several at once."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from test_store import a_case
+from test_verdict import medians
+
+from ddpbench.analysis import comparison, regression, stats
+from ddpbench.analysis.matching import AnyCase, Side
+from ddpbench.analysis.regression import Measured
+from ddpbench.render import regression as render
+
+
+def measured(
+    times: Sequence[float], case: AnyCase | None = None, margin: float | None = None
+) -> Measured:
+    """A test that measured launches of these medians."""
+    side = Side(*stats.over_launches(np.array(times)), tuple(times), tuple(range(len(times))))
+    return Measured(case or a_case(), side, margin, ("the host was busy",), "0007")
+
+
+def times(factor: float = 1.0, launches: int = 6, seed: int = 0) -> list[float]:
+    """Launch medians around 1 ms times this factor."""
+    return [float(t) for t in medians(launches, 1e-3 * factor, 0.002, seed)]
+
+
+@pytest.mark.parametrize(
+    ("factor", "launches", "name"),
+    [(1.0, 6, "SAME"), (1.1, 6, "SLOWER"), (0.9, 6, "FASTER"), (1.1, 4, "INCONCLUSIVE")],
+)
+def test_each_verdict(factor: float, launches: int, name: str) -> None:
+    """The same launches times a factor; below five of them a side there is no verdict, and it says
+    how many there should be."""
+    base, new = times(launches=launches), times(factor, launches, seed=1)
+    (row,) = regression.judged({"t": measured(base)}, {"t": measured(new)}, 0.03)
+    assert row.verdict == name
+    assert ("needs 6 a side" in row.why) == (launches == 4)
+
+
+@pytest.mark.parametrize("side", ["base", "new"])
+def test_the_margin_is_the_tests_own_where_it_is_larger(side: str) -> None:
+    """10 % is no change where this machine's noise is 20 %, whichever side knows that; a calibrated
+    margin below the asked one does not count."""
+    for own, name in ((0.2, "SAME"), (0.001, "SLOWER"), (None, "SLOWER")):
+        margins = {"base": None, "new": None, side: own}
+        base = {"t": measured(times(), margin=margins["base"])}
+        new = {"t": measured(times(1.1, seed=1), margin=margins["new"])}
+        (row,) = regression.judged(base, new, 0.03)
+        assert (row.verdict, row.margin) == (name, max(0.03, own or 0.0))
+
+
+def test_one_slow_test_among_many_must_pass_the_corrected_test() -> None:
+    """Six launches a side cannot tell one slower test of sixty from chance; of two they can; the
+    verdicts are those that `compare` gives."""
+    for tests, name in ((2, "SLOWER"), (60, "INCONCLUSIVE")):
+        base = {f"t{i}": measured(times(seed=i)) for i in range(tests)}
+        new = {f"t{i}": measured(times(1.1 if i == 1 else 1.0, seed=99 + i)) for i in range(tests)}
+        rows = {row.test: row for row in regression.judged(base, new, 0.03)}
+        assert rows["t1"].verdict == name
+        assert ("chance among so many" in rows["t1"].why) == (name == "INCONCLUSIVE")
+
+
+def test_another_identity_is_incomparable_and_named() -> None:
+    """Twice the bytes in the test of the same name: no ratio, but both values; what was not saved
+    before has no verdict either. What matters first stands first."""
+    other = a_case(nbytes=8192, count=2048)
+    base = {"a": measured(times()), "b": measured(times()), "z": measured(times())}
+    new = {
+        "a": measured(times(seed=1)),
+        "b": measured(times(2), other),
+        "c": measured(times()),
+        "z": measured(times(2, seed=1)),
+    }
+    rows = regression.judged(base, new, 0.03)
+    assert [(row.test, row.verdict) for row in rows] == [
+        ("z", "SLOWER"), ("b", "INCOMPARABLE"), ("a", "SAME"), ("c", comparison.ONLY_NEW),
+    ]  # fmt: skip
+    assert rows[1].shift is None
+    assert rows[1].why == "nbytes 4096 → 8192, count 1024 → 2048"
+    text = render.table(rows)
+    assert "nbytes 4096 → 8192" in text
+    assert "nothing saved to compare with: c" in text
+    assert text.endswith("4 tests measured: 1 SLOWER, 1 INCOMPARABLE, 1 SAME, 1 ONLY NEW")
+
+
+def test_the_table_has_both_medians_the_change_and_the_margin() -> None:
+    """A row names the saved file, and both figures with units; above it stands what was warned of
+    on either side."""
+    rows = regression.judged({"t": measured([1e-3] * 6)}, {"t": measured([2e-3] * 6)}, 0.03)
+    lines = render.table(rows).splitlines()
+    assert lines[:2] == ["NOTE: base, t: the host was busy", "NOTE: new, t: the host was busy"]
+    row = next(line for line in lines if line.startswith("t "))
+    assert row.split() == [
+        "t", "0007", "1000", "µs", "±0.0", "%", "2000", "µs", "±0.0", "%", "+100.0", "%",
+        "+100.0", "%", "…", "+100.0", "%", "±3", "%", "SLOWER",
+    ]  # fmt: skip
