@@ -20,6 +20,7 @@ from ddpbench.runtime import agree
 from ddpbench.runtime.group import Group
 
 COPY_NS, STREAM_NS, ROUNDS = 8_000_000, 60_000_000, 5
+CONNECT_SECONDS = 5.0
 CHUNK, END = 1 << 22, b"\1"  # smaller chunks carry less: 3 GB/s at 256 KiB, 5.5 at 4 MiB
 
 
@@ -93,21 +94,18 @@ def _ring_rates(group: Group) -> tuple[float | None, float | None]:
     deadline = group.timeout.total_seconds()
     with contextlib.ExitStack() as sockets:
         server = sockets.enter_context(socket.create_server(("", 0), backlog=1))
-        server.settimeout(deadline)
-        try:
-            mine = group.address
-        except OSError:
-            mine = None
-        addresses = agree.everyones(group, [mine, server.getsockname()[1]])
+        addresses = agree.everyones(group, [group.address, server.getsockname()[1]])
         address = tuple(addresses[(group.rank + 1) % group.world_size])
         failure = None
         try:
-            outward = sockets.enter_context(socket.create_connection(address, timeout=deadline))
-            inward = sockets.enter_context(server.accept()[0])
+            outward = sockets.enter_context(socket.create_connection(address, CONNECT_SECONDS))
         except OSError as error:
             failure = str(error)
-        if agree.first_objection(group, failure) is not None:
+        if agree.first_objection(group, failure) is not None:  # before one waits for the other
             return None, None
+        server.settimeout(deadline)
+        inward = sockets.enter_context(server.accept()[0])
+        outward.settimeout(deadline)
         inward.settimeout(deadline)
         n = group.world_size
         # The best of some, in turn: where the scheduler puts sender and receiver halves a rate, and
