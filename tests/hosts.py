@@ -42,7 +42,9 @@ MINE = "ddpbench-"  # followed by the pid: whose namespace it is
 ETC = Path("/etc/netns")
 FRAME, COUNTED, DATA = 1538, 1514, 1448  # of a full frame: on the wire, as tc sees it, TCP's share
 UNSHAPED = 40e9
-BURST_NBYTES = 6000  # at once after a pause: more would let a message of 1 MiB seem 1 % faster
+# At once after a pause. More would hide pauses that a real link cannot make good, and let a short
+# message pass too fast; less loses what the kernel's timers are late by. Two frames at least.
+BURST_SECONDS, BURST_NBYTES = 50e-6, 3100
 QUEUE_SECONDS = 0.02
 PORT = 29_500
 # What the link carries is to be seen, not how TCP finds it out: bbr probes for more all the time.
@@ -284,7 +286,7 @@ def _shape(namespace: str, interface: str, rate: float, less: Mapping[str, float
     tc = ("tc", "-n", namespace)
 
     def add(parent: str, number: int, its: float) -> None:
-        nbytes = str(BURST_NBYTES)
+        nbytes = str(max(BURST_NBYTES, round(its / 8 * BURST_SECONDS)))
         bits, most = (
             f"{round(its * COUNTED / FRAME)}bit",
             str(max(128_000, round(its / 8 * QUEUE_SECONDS))),
