@@ -36,7 +36,7 @@ from types import TracebackType
 from typing import IO
 
 import psutil
-from ranks import Done, environment
+from ranks import Done, Pool, environment, stay
 
 MINE = "ddpbench-"  # followed by the pid: whose namespace it is
 ETC = Path("/etc/netns")
@@ -193,6 +193,11 @@ class Hosts:
         }  # fmt: skip
         return self.run(each, cwd, seconds, **environ)
 
+    def pool(self, ranks: Sequence[int]) -> Pool:
+        """Ranks that stay, as many in each host as `ranks` says; `call` is `ask` for them."""
+        placed = [host for host, count in enumerate(ranks) for _ in range(count)]
+        return Pool([stay(self._into(host)) for host in placed])
+
     def inside(self, host: int, *words: str) -> str:
         """What a short command prints in a host: `inside(0, "ip", "addr", "add", …)`."""
         return _sh("ip", "netns", "exec", self[host].namespace, *words)
@@ -217,21 +222,8 @@ class Hosts:
         out: IO[bytes] | int,
         err: IO[bytes] | int,
     ) -> subprocess.Popen[bytes]:
-        its = self[host]
-        enter = [
-            "ip",
-            "netns",
-            "exec",
-            its.namespace,
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-            NAMED,
-            its.name,
-        ]
         process = subprocess.Popen(
-            [*enter, *words],
+            [*self._into(host), *words],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -241,6 +233,11 @@ class Hosts:
         )
         self._started.append(process)
         return process
+
+    def _into(self, host: int) -> list[str]:
+        its = self[host]
+        enter = ["ip", "netns", "exec", its.namespace, "unshare", "--uts"]
+        return [*enter, "sh", "-c", NAMED, its.name]
 
     def _make(self) -> None:
         """Namespaces, cables, addresses, names; then the rates."""
@@ -331,9 +328,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process and its descendants: torchrun's ranks have process groups of their own."""
     if process.poll() is None:
         with contextlib.suppress(psutil.Error):
-            for each in psutil.Process(process.pid).children(recursive=True):
+            family = psutil.Process(process.pid).children(recursive=True)
+            for each in family:
                 with contextlib.suppress(psutil.Error):
                     each.kill()
+            psutil.wait_procs(family, 5.0)
         process.kill()
         process.wait()
 
