@@ -52,6 +52,9 @@ def refuse(sentence: str) -> NoReturn:
     raise SystemExit(2)
 
 
+WAIT_FOR_SPEAKER_SECONDS = 2.0
+
+
 def speak(sentence: str, place: Placement | None, speaker: int) -> None:
     """One sentence on stderr from one rank; the others wait a moment.
 
@@ -61,7 +64,7 @@ def speak(sentence: str, place: Placement | None, speaker: int) -> None:
         sys.stderr.write(f"ddpbench: {sentence}\n")
         sys.stderr.flush()
     else:
-        time.sleep(2.0)
+        time.sleep(WAIT_FOR_SPEAKER_SECONDS)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

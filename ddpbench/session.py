@@ -18,7 +18,7 @@ from ddpbench.catalog import backends
 from ddpbench.catalog.backends import Backend
 from ddpbench.records import store
 from ddpbench.records.schema import Launch, Plan, Run
-from ddpbench.runtime import agree, cpu, environment, group
+from ddpbench.runtime import agree, cpu, environment, group, network
 from ddpbench.runtime.group import Group, Rendezvous
 from ddpbench.runtime.launch import Placement, Refused
 
@@ -173,6 +173,8 @@ def torch_name(ranks: Group, backend: Backend) -> str:
     backend's own launcher did not start them."""
     name = backend.register() if backend.register else backend.name
     size, objection = backend.size(), None
+    if backend.interfaces:
+        objection = network.misnamed(backend.interfaces, len(ranks.hosts) > 1)
     if size is not None and size != ranks.world_size:
         objection = (
             f"{backend.name} sees a world of {size}, not of {ranks.world_size} ranks: start them "
@@ -211,9 +213,11 @@ def launch_record(
 
     facts: what the command adds to those of the environment.
     """
+    addresses = ranks.addresses
     mine = {
         **environment.rank_facts(),
-        "interface": environment.interface_of(ranks.address),
+        "interface": environment.interface_of(next(iter(addresses), ranks.address)),
+        "addresses": addresses,
         "gpu_before": environment.gpu_state(),
     }
     everyone = agree.everyones(ranks, mine)

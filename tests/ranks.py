@@ -12,12 +12,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpbench import cli
+from ddpbench import cli, options
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -40,6 +40,17 @@ class Done:
     stderr: str
 
 
+def stay(prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """A rank that stays; `prefix` is what runs its command elsewhere, as in another host."""
+    return subprocess.Popen(
+        [*prefix, sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+
+
 @dataclass
 class Pool:
     """Up to as many ranks as any test asked for."""
@@ -50,23 +61,20 @@ class Pool:
     def call(self, world_size: int, cwd: Path, *words: str) -> Done:
         """Run the words in each of the ranks, which meet over a file in cwd."""
         while len(self.processes) < world_size:
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, __file__],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    env=environment(),
-                )
-            )
+            self.processes.append(stay())
         self.calls += 1
         meeting = cwd / f"meeting-{self.calls}"
-        for rank, process in enumerate(self.processes[:world_size]):
-            environ = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+        environs = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+        return self.ask(cwd, environs, *words, "--init-method", f"file://{meeting}")
+
+    def ask(self, cwd: Path, environs: Sequence[dict[str, str]], *words: str) -> Done:
+        """Run the words in as many of the ranks as there are environments, each in its own."""
+        world_size = len(environs)
+        for process, environ in zip(self.processes, environs, strict=False):
             order = {
-                "environ": {name: str(value) for name, value in environ.items()},
+                "environ": {**environ, "WORLD_SIZE": str(world_size)},
                 "cwd": str(cwd),
-                "words": [*words, "--init-method", f"file://{meeting}"],
+                "words": words,
             }
             assert process.stdin is not None
             process.stdin.write(json.dumps(order) + "\n")
@@ -102,6 +110,7 @@ def _orders() -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """One rank: commands until its input ends."""
+    options.WAIT_FOR_SPEAKER_SECONDS = 0.0  # no launcher ends the speaker here
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what writes past sys.stdout disturbs no answer
     for order in _orders():

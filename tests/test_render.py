@@ -63,6 +63,25 @@ def test_the_table_says_what_was_measured_where_and_with_what() -> None:
         assert part in head
 
 
+def test_the_interfaces_that_were_used_stand_above() -> None:
+    """One line a kind of interface, with the hosts that used it; none where nothing left a host."""
+    eth = {"name": "eth0", "mtu_nbytes": 1500, "nominal_bytes_per_second": 125e6}
+    ib = {**eth, "name": "ib0", "nominal_bytes_per_second": None}
+    used = (
+        ("a", eth, ["10.0.0.1"]), ("a", eth, ["10.0.0.1"]), ("b", eth, ["10.0.0.2"]),
+        ("c", ib, ["10.1.0.3", "10.0.0.3"]),
+    )  # fmt: skip
+    names = "hostname", "interface", "addresses"
+    ranks = tuple(dict(zip(names, each, strict=True)) for each in used)
+    run = two_backends()
+    text = formats.table(replace(run, launches=(replace(run.launches[0], ranks=ranks),)))
+    assert [line for line in text.splitlines() if line.startswith("net ")] == [
+        "net       eth0, mtu 1500, 1 Gbit/s nominal: a 10.0.0.1, b 10.0.0.2",
+        "net       ib0, mtu 1500, speed unknown: c 10.1.0.3, 10.0.0.3",
+    ]
+    assert "\nnet " not in formats.table(run)
+
+
 @pytest.mark.parametrize(
     ("count", "said"),
     [

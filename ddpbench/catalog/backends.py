@@ -20,6 +20,8 @@ class Backend:
     provider     device → "native", or the package that implements it, and how it gets at GPUs
     library      () → the version of what carries the data
     transport    what bounds it between ranks of one host: "memory", "tcp", or "" if not known
+    interfaces   the variable that names its interfaces as NCCL's does; gloo's is checked with the
+                 control group
     """
 
     name: str
@@ -32,6 +34,7 @@ class Backend:
     size: Callable[[], int | None] = lambda: None  # the world as the backend's own launcher made it
     launcher: str = "torchrun"
     transport: str = ""
+    interfaces: str = ""
 
 
 def _torch() -> str:
@@ -156,6 +159,7 @@ BACKENDS: dict[str, Backend] = {
             devices=("cuda",),
             unavailable=_nccl_unavailable,
             library=_nccl_version,
+            interfaces="NCCL_SOCKET_IFNAME",
         ),
         Backend(
             name="mpi",

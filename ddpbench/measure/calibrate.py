@@ -19,7 +19,10 @@ from ddpbench.records.schema import Limit
 from ddpbench.runtime import agree
 from ddpbench.runtime.group import Group
 
-COPY_NS, STREAM_NS, ROUNDS = 8_000_000, 60_000_000, 5
+COPY_NS, ROUNDS = 8_000_000, 5
+# Between hosts the link is the limit, and a rank that the scheduler wakes 1 ms late reads it wrong.
+STREAM_NS, STREAM_BETWEEN_HOSTS_NS = 60_000_000, 200_000_000
+CONNECT_SECONDS = 5.0
 CHUNK, END = 1 << 22, b"\1"  # smaller chunks carry less: 3 GB/s at 256 KiB, 5.5 at 4 MiB
 
 
@@ -53,7 +56,8 @@ class Rates:
 
 
 def rates(group: Group, sizes: Iterable[int], streams: bool) -> Rates:
-    """Measure on all ranks together: about 30 ms a size, and half a second for the streams."""
+    """Measure on all ranks together: about 30 ms a size, and for the streams half a second,
+    between hosts 2 seconds."""
     copies: dict[int, float] = {}
     alone: dict[int, float] = {}
     fastest = 0.0
@@ -93,21 +97,18 @@ def _ring_rates(group: Group) -> tuple[float | None, float | None]:
     deadline = group.timeout.total_seconds()
     with contextlib.ExitStack() as sockets:
         server = sockets.enter_context(socket.create_server(("", 0), backlog=1))
-        server.settimeout(deadline)
-        try:
-            mine = group.address
-        except OSError:
-            mine = None
-        addresses = agree.everyones(group, [mine, server.getsockname()[1]])
+        addresses = agree.everyones(group, [group.address, server.getsockname()[1]])
         address = tuple(addresses[(group.rank + 1) % group.world_size])
         failure = None
         try:
-            outward = sockets.enter_context(socket.create_connection(address, timeout=deadline))
-            inward = sockets.enter_context(server.accept()[0])
+            outward = sockets.enter_context(socket.create_connection(address, CONNECT_SECONDS))
         except OSError as error:
             failure = str(error)
-        if agree.first_objection(group, failure) is not None:
+        if agree.first_objection(group, failure) is not None:  # before one waits for the other
             return None, None
+        server.settimeout(deadline)
+        inward = sockets.enter_context(server.accept()[0])
+        outward.settimeout(deadline)
         inward.settimeout(deadline)
         n = group.world_size
         # The best of some, in turn: where the scheduler puts sender and receiver halves a rate, and
@@ -129,7 +130,7 @@ def _stream(
 
     def send() -> None:
         data = memoryview(bytes(CHUNK))
-        until = clock.now_ns() + STREAM_NS
+        until = clock.now_ns() + (STREAM_BETWEEN_HOSTS_NS if len(group.hosts) > 1 else STREAM_NS)
         while clock.now_ns() < until:
             outward.sendall(data)
         outward.sendall(END)
@@ -141,11 +142,14 @@ def _stream(
     sender = threading.Thread(target=send, daemon=True)
     if sends:
         sender.start()
-    total, began, ended = 0, clock.now_ns(), 0
+    total, began, ended = 0, 0, 0
     buffer = memoryview(bytearray(CHUNK))
     while hears and not ended:
         count = inward.recv_into(buffer)
-        total += count
+        if began:
+            total += count
+        else:  # until the first bytes come it is the sender's start, not the stream
+            began = clock.now_ns()
         if count == 0 or buffer[count - 1 : count] == END:
             ended = clock.now_ns()
     if sends:

@@ -40,6 +40,7 @@ def header(run: Run) -> list[str]:
     for launch in {launch.backend: launch for launch in launches}.values():
         provider = "" if launch.provider == "native" else f" (provider {launch.provider})"
         shown.append(f"{launch.backend:<9} {launch.library}{provider}, {launch.launcher}")
+        shown += _net(launch)
     shown += [
         f"how       {_how_steps(run) if of_steps(run) else _how_calls(run)}; seed {plan.seed}",
         repeats,
@@ -124,6 +125,27 @@ def _ranks(launch: Launch) -> str:
     more = f" and {len(hosts) - 8} more hosts" if len(hosts) > 8 else ""
     ranks = "1 rank" if launch.world_size == 1 else f"{launch.world_size} ranks"
     return f"{ranks}: {placed or 'on unknown hosts'}{more}"
+
+
+def _net(launch: Launch) -> list[str]:
+    """From where the ranks' traffic leaves for other hosts, as their sockets told; one line for
+    each kind of interface, none where there is one host."""
+    hosts: dict[str, dict[str, None]] = {}
+    for rank in launch.ranks:
+        addresses = rank.get("addresses")
+        if not isinstance(addresses, list) or not addresses:
+            continue
+        its: Any = rank.get("interface") or {}
+        speed, mtu = its.get("nominal_bytes_per_second"), its.get("mtu_nbytes")
+        nominal = f"{speed * 8 / 1e9:g} Gbit/s nominal" if speed else "speed unknown"
+        kind = f"{its.get('name')}, mtu {mtu}, {nominal}"
+        where = f"{rank.get('hostname')} {', '.join(map(str, addresses))}"
+        hosts.setdefault(kind, {})[where] = None
+    return [
+        f"net       {kind}: {', '.join(list(those)[:8])}"
+        + (f" and {len(those) - 8} more" if len(those) > 8 else "")
+        for kind, those in hosts.items()
+    ]
 
 
 def partial(run: Run) -> list[str]:

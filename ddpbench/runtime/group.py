@@ -18,15 +18,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ddpbench.runtime import agree, launch
+from ddpbench.runtime import agree, launch, network, sockets
 from ddpbench.runtime.launch import Placement, Refused
+from ddpbench.runtime.network import NetPlace
+from ddpbench.runtime.sockets import Connection
 from ddpbench.runtime.watchdog import Watchdog, Who, place_of
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+REACH_SECONDS = 10.0  # for the other hosts to answer: TCP asks again after 1, 3 and 7 s
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,12 @@ class Group:
 
     place: Placement
     who: tuple[Who, ...]
+    net: tuple[NetPlace, ...]
     watchdog: Watchdog
     timeout: timedelta
-    meeting_host: str = "127.0.0.1"  # where the store listens, as this rank reaches it
     share_gpu: bool = False
     gpu_mates: list[int] = field(default_factory=list)  # the ranks on this rank's GPU
+    control: frozenset[Connection] = frozenset()  # the connections that are not the backend's
 
     @property
     def rank(self) -> int:
@@ -89,12 +94,19 @@ class Group:
 
     @property
     def address(self) -> str:
-        """This rank's address as the other hosts see it: that of the route to the store."""
+        """This rank's address as gloo on the other hosts sees it."""
         if len(self.hosts) == 1:
             return "127.0.0.1"
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self.meeting_host, 1))
-            return str(probe.getsockname()[0])
+        return next(iter(self.net[self.rank].listening), "127.0.0.1")
+
+    @property
+    def addresses(self) -> list[str]:
+        """From which the tested backend, once connected, has connections to other hosts; the most
+        used first. Found in this process's sockets; a backend that uses none has no address."""
+        mine = self.net[self.rank]
+        theirs = (place.addresses for place in self.net if place.network != mine.network)
+        new = sockets.connections() - self.control
+        return sockets.local_addresses(new, frozenset().union(*theirs))
 
     def device(self, kind: str) -> torch.device:
         """This rank's device: a GPU of its own, in order of the ranks on the machine.
@@ -143,18 +155,7 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
 
     timeout = timedelta(seconds=rendezvous.timeout_seconds)
     store = _meet(place, rendezvous, timeout)
-    me = Who(
-        place.rank,
-        socket.gethostname(),
-        os.getpid(),
-        _boot_id(),
-        network=_namespace("net"),
-        processes=_namespace("pid"),
-    )
-    store.set(f"ddpbench/here/{place.rank}", json.dumps(asdict(me)))
-    _await_all(store, place, rendezvous.timeout_seconds)
-    keys = [f"ddpbench/here/{rank}" for rank in range(place.world_size)]
-    who = [Who(**json.loads(store.get(key))) for key in keys]
+    who, net = _introduced(store, place, rendezvous.timeout_seconds)
     second = _second_client(store, place.world_size)
     watchdog = Watchdog(second, place.rank, who, rendezvous.timeout_seconds, _leave)
     try:
@@ -165,7 +166,8 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
             world_size=place.world_size,
             timeout=timeout + timedelta(seconds=30),
         )
-        group = Group(place, tuple(who), watchdog, timeout, _host(store), share_gpu)
+        control = sockets.connections()
+        group = Group(place, who, net, watchdog, timeout, share_gpu, control=control)
         yield group
         # The ranks leave together: the store lives in one of them.
         watchdog.phase("the end of the run")
@@ -200,6 +202,10 @@ def _meet(place: Placement, rendezvous: Rendezvous, timeout: timedelta) -> dist.
             store: dist.Store = next(met)[0]
             return store
         host, port = url.removeprefix("tcp://").rsplit(":", 1)
+        host = host.strip("[]")
+        if (why := network.unknown(host)) is not None:
+            # c10d would ask again and again; one rank of each host that cannot tells it.
+            raise Refused(why, speaker=place.rank - place.local_rank)
         if place.rank == 0:
             launch.require_free(int(port))
         # Not waiting for the others: who is absent is to be found out, and named.
@@ -260,12 +266,48 @@ def _address_over_mpi(place: Placement, address: str | None, port: str | int | N
     return mpi_library.meeting_point(local, address, port)
 
 
-def _await_all(store: dist.Store, place: Placement, seconds: float) -> None:
-    """Wait until every rank has come. Raises Refused, naming those that do not in time."""
+def _introduced(
+    store: dist.Store, place: Placement, seconds: float
+) -> tuple[tuple[Who, ...], tuple[NetPlace, ...]]:
+    """Who and where all ranks are, once gloo can connect them.
+
+    Raises Refused in all together where it cannot, or naming those that do not come in time.
+    """
+    boot, net = _boot_id(), _namespace("net")
+    me = Who(place.rank, socket.gethostname(), os.getpid(), boot, net, _namespace("pid"))
+    said = os.environ.get(network.GLOO)
+    with network.standing(place.rank, f"{boot}/{net}", said) as mine:
+        told = _exchanged(store, place, seconds, "here", [asdict(me), asdict(mine)])
+        who = tuple(Who(**each) for each, _ in told)
+        places = tuple(NetPlace(**each) for _, each in told)
+        sentence = network.objection(places)
+        if sentence is None and len({each.network for each in places}) > 1:
+            why = network.unreached(place.rank, places, min(REACH_SECONDS, seconds))
+            answers = _exchanged(store, place, seconds, "reached", why)
+            sentence = next((each for each in answers if each is not None), None)
+    if sentence is not None:
+        store.set(f"ddpbench/refused/{place.rank}", "1")
+        if place.rank == 0:  # where the store lives: not before all know
+            with contextlib.suppress(Refused):
+                _await_all(store, place, 5.0, "refused")
+        raise Refused(sentence)
+    return who, places
+
+
+def _exchanged(store: dist.Store, place: Placement, seconds: float, what: str, mine: Any) -> Any:
+    """Every rank's JSON-able value, over the store. Raises Refused, naming who did not come."""
+    store.set(f"ddpbench/{what}/{place.rank}", json.dumps(mine))
+    _await_all(store, place, seconds, what)
+    keys = [f"ddpbench/{what}/{rank}" for rank in range(place.world_size)]
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def _await_all(store: dist.Store, place: Placement, seconds: float, what: str) -> None:
+    """Wait until every rank has told `what`. Raises Refused, naming those that do not in time."""
     until = time.monotonic() + seconds
     absent = list(range(place.world_size))
     try:
-        while absent := [r for r in absent if not store.check([f"ddpbench/here/{r}"])]:
+        while absent := [r for r in absent if not store.check([f"ddpbench/{what}/{r}"])]:
             if time.monotonic() > until:
                 break
             time.sleep(0.01)
@@ -316,10 +358,6 @@ def _told(error: Exception) -> tuple[str, str]:
     first = (str(error).strip() or "no text").splitlines()[0][:300]
     frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     return f"{type(error).__name__}: {first}", place_of(frame)
-
-
-def _host(store: dist.Store) -> str:
-    return str(getattr(_underlying(store), "host", "127.0.0.1"))
 
 
 def _boot_id() -> str:

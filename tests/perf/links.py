@@ -1,0 +1,127 @@
+"""What ddpbench reads on links of a known rate, beside what TCP can carry there.
+
+    sudo ./run_bench.sh python tests/perf/links.py [SECONDS a case]
+
+Hosts (tests/hosts.py) with links of 100 Mbit/s, 1 and 2.5 Gbit/s, a rank each, under torchrun; then
+four hosts, alike, with a slow one, with a slow pair. `carries` is the truth: the share of the
+nominal rate that is left to TCP in full Ethernet frames; `true` is that less the time of the
+operation at 4 KiB, which is no link's. `limit` is what the same launch measured with plain sockets.
+OFF marks what is off the true one by more than 2 %, and exits with 1: broadcast is one stream and
+must not be; the others' algorithms wait between their pieces, the longer the fewer cores are free,
+for all hosts share those of this machine.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' own modules
+
+from hosts import Hosts, missing, payload
+from tabulate import tabulate
+
+from ddpbench.analysis import bandwidth, limits
+from ddpbench.catalog.sizes import readable
+from ddpbench.records import store
+from ddpbench.records.schema import Result, Run
+
+RATES = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "2.5 Gbit/s": 2.5e9}
+FOUR = {
+    "alike": Hosts(4, rate=1e9),
+    "host4 at 100 Mbit/s": Hosts(4, rate=[1e9, 1e9, 1e9, 1e8]),
+    "host1-host2 at 100 Mbit/s": Hosts(4, rate=1e9, pairs={(0, 1): 1e8}),
+}
+# gloo's all_gather posts the send of each half before its receive. Of two ranks both use the one
+# connection, where the word that a receive is posted waits behind the half of whichever was first:
+# then one begins when the other has sent a half, and it takes three halves' time instead of two's.
+LEAST = {("all_gather", 2): 2 / 3}
+SMALL = 4096
+OFF = 0.02
+
+
+def measured(bench: Hosts, *words: str) -> Run:
+    """A sweep of collectives with one rank in each host."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "run"
+        done = bench.torchrun(
+            "-m", "ddpbench.collectives", "--output", str(folder), "--quiet", *words,
+            ranks=[1] * len(bench), cwd=Path(name), seconds=600,
+        )  # fmt: skip
+        if any(each.returncode for each in done):
+            sys.exit("\n".join(each.stdout + each.stderr for each in done))
+        return store.read(folder)
+
+
+def readings(run: Run) -> Iterator[tuple[Result, float, float]]:
+    """Each case with its time in seconds and its bus bandwidth in bytes a second."""
+    order = {name: number for number, name in enumerate(run.operations)}
+    for result in sorted(run.results, key=lambda r: (order[r.case.operation], r.case.nbytes)):
+        assert result.summary is not None
+        seconds = result.summary.median_seconds
+        yield result, seconds, bandwidth.busbw(result.case.nbytes, seconds, result.bus_factor)
+
+
+def truth(words: tuple[str, ...]) -> int:
+    """Print the table for two and three hosts; how many rows are off."""
+    rows, sources, off = [], set(), 0
+    for name, rate in RATES.items():
+        for count, operations in ((2, "all_reduce,all_gather,broadcast"), (3, "all_gather")):
+            with Hosts(count, rate=rate) as bench:
+                run = measured(bench, "--sizes", "4K,1M,16M", "--op", operations, *words)
+            carries, latency = payload(rate), 0.0
+            for result, seconds, busbw in readings(run):
+                case, wire = result.case, result.case.nbytes * result.bus_factor / carries
+                if result.requested_nbytes == SMALL:  # the first of each operation
+                    latency = max(0.0, seconds - wire)
+                    continue
+                assert result.limit is not None
+                true = carries * wire / (wire + latency)
+                least = LEAST.get((case.operation, count), 1.0)
+                fine = least - OFF <= busbw / true <= 1 + OFF
+                off += not fine
+                sources.add(result.limit.source)
+                rows.append((
+                    name, count, case.operation, readable(result.requested_nbytes), carries / 1e9,
+                    latency * 1e6, true / 1e9, busbw / 1e9, f"{busbw / true:.1%}",
+                    "" if fine else "OFF", result.limit.bytes_per_second / 1e9,
+                    f"{limits.fraction(result, seconds):.1%}",
+                ))  # fmt: skip
+    heads = (
+        "link", "hosts", "operation", "size", "carries GB/s", "at 4 KiB µs", "true GB/s",
+        "busbw GB/s", "read/true", "", "limit GB/s", "% limit",
+    )  # fmt: skip
+    formats = ("", "", "", "", ".4f", ".0f", ".4f", ".4f", "", "", ".4f", "")
+    print(tabulate(rows, heads, floatfmt=formats))
+    print(f"limit: {', '.join(sorted(sources))}")
+    print(f"{off} of {len(rows)} readings off by more than {OFF:.0%}\n")
+    return off
+
+
+def unequal(words: tuple[str, ...]) -> None:
+    """Print what four hosts read of which one link, or one pair's, is slow."""
+    rows = []
+    for name, hosts in FOUR.items():
+        with hosts as bench:
+            run = measured(bench, "--sizes", "1M", *words)
+        for result, seconds, busbw in readings(run):
+            share = f"{limits.fraction(result, seconds):.1%}"
+            rows.append((name, result.case.operation, seconds * 1e3, busbw / 1e9, share))
+    heads = "four hosts at 1 Gbit/s", "operation", "time ms", "busbw GB/s", "% limit"
+    print(tabulate(rows, heads, floatfmt=".4f"))
+
+
+def main(slice_seconds: float) -> int:
+    """Print both tables; 1 where ddpbench and the truth differ by more than they may."""
+    if (why := missing()) is not None:
+        sys.exit(f"no hosts to measure between: {why}")
+    words = ("--slice", str(slice_seconds))
+    off = truth(words)
+    unequal(words)
+    return int(off > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]) if sys.argv[1:] else 2.0))

@@ -1,0 +1,176 @@
+"""Several hosts: the bench itself, which interface the ranks use, and what is refused before it can
+hang."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hosts import PORT, Hosts
+from ranks import Done, Pool, environment
+
+from ddpbench.records import store
+
+
+@pytest.fixture(scope="module")
+def bench(hosts: Callable[..., Hosts]) -> Hosts:
+    """Two hosts without shaped links."""
+    return hosts(2)
+
+
+@pytest.fixture(scope="module")
+def ranks(bench: Hosts) -> Iterator[Pool]:
+    """Two ranks in the first host, one in the second."""
+    pool = bench.pool((2, 1))
+    yield pool
+    pool.close()
+
+
+def measure(bench: Hosts, ranks: Pool, cwd: Path, *of_host: str, master: str = "") -> Done:
+    """A small all_reduce over the three ranks; GLOO_SOCKET_IFNAME in each host, "" is unset."""
+    ranks.calls += 1
+    told = of_host or ("", "")
+    places = ((0, told[0]), (1, told[0]), (0, told[1]))
+    environs = [
+        {"RANK": str(rank), "LOCAL_RANK": str(local), "GLOO_SOCKET_IFNAME": name}
+        for rank, (local, name) in enumerate(places)
+    ]
+    return ranks.ask(
+        cwd, environs, "collectives", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.1",
+        "--backend", "gloo", "--timeout", "20", "--output", str(cwd / str(ranks.calls)),
+        "--init-method", f"tcp://{master or bench[0].address}:{PORT + ranks.calls}",
+    )  # fmt: skip
+
+
+def refused(done: Done) -> str:
+    """The one sentence with which a command was refused."""
+    told = [line for line in done.stderr.splitlines() if line.startswith("ddpbench: ")]
+    assert (done.returncode, len(told), done.stdout) == (2, 1, ""), done
+    return told[0].removeprefix("ddpbench: ")
+
+
+def test_each_host_has_its_name_and_knows_the_others(bench: Hosts) -> None:
+    """A process in a host sees that host's name, and both names stand for the hosts' addresses;
+    each host's own words run there, and end with their own exit codes."""
+    find = (
+        "import socket; print(socket.gethostname(), *map(socket.gethostbyname, ('host1', 'host2')))"
+    )
+    done = bench.run([sys.executable, "-c", find])
+    assert [each.stdout.split() for each in done] == [
+        ["host1", "10.77.0.1", "10.77.0.2"],
+        ["host2", "10.77.0.1", "10.77.0.2"],
+    ]
+    done = bench.run({0: ["sh", "-c", "echo a >&2; exit 3"], 1: ["true"]})
+    assert [(each.returncode, each.stderr) for each in done] == [(3, "a\n"), (0, "")]
+
+
+def test_a_late_command_is_ended_and_told(bench: Hosts) -> None:
+    """A command that misses its deadline raises with what it had printed, and does not live on."""
+    with pytest.raises(TimeoutError, match=r"not done in 0\.3 s.*at work"):
+        bench.run({1: ["sh", "-c", "echo at work; sleep 99"]}, seconds=0.3)
+    assert bench.pids(1) == []
+
+
+def test_nothing_stays_of_a_bench(hosts: Callable[..., Hosts]) -> None:
+    """The end of a bench kills what runs in its hosts, in whatever session, and removes the hosts;
+    a bench that a killed process left behind is removed by the next."""
+    with Hosts(1) as bench:
+        daemon = bench.start(0, ["setsid", "sleep", "99"])
+        assert bench[0].namespace in _namespaces()
+    assert daemon.poll() is not None
+    assert bench[0].namespace not in _namespaces()
+    assert not bench[0].etc.exists()
+    leave = "import os; from hosts import Hosts; b = Hosts(1); b.__enter__(); print(b.switch); "
+    left = subprocess.run(
+        [sys.executable, "-c", leave + "os.sys.stdout.flush(); os._exit(9)"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    ).stdout.strip()
+    assert left in _namespaces()
+    with Hosts(1):
+        assert left not in _namespaces()
+
+
+def test_ranks_of_two_hosts_measure_and_tell_their_addresses(
+    bench: Hosts, ranks: Pool, tmp_path: Path
+) -> None:
+    """2 ranks on one host and 1 on the other, without any variable: the header and the record have
+    the hosts, and the addresses that the backend's sockets have."""
+    done = measure(bench, ranks, tmp_path)
+    assert done.returncode == 0, done
+    assert "3 ranks: 2 on host1, 1 on host2;" in done.stdout
+    assert "host1 10.77.0.1, host2 10.77.0.2\n" in done.stdout
+    assert "net       eth0, mtu 1500, " in done.stdout
+    (run,) = (store.read(path) for path in tmp_path.iterdir() if path.is_dir())
+    assert [rank["addresses"] for rank in run.launches[0].ranks] == [
+        ["10.77.0.1"], ["10.77.0.1"], ["10.77.0.2"],
+    ]  # fmt: skip
+    assert run.results[0].case.ranks_per_host == (2, 1)
+    assert run.results[0].limit is not None
+    assert run.results[0].limit.source == "bidirectional TCP streams across hosts"
+
+
+def test_loopback_between_hosts_is_refused(bench: Hosts, ranks: Pool, tmp_path: Path) -> None:
+    """GLOO_SOCKET_IFNAME=lo on one host: exit code 2, one sentence with what to set."""
+    assert refused(measure(bench, ranks, tmp_path, "eth0", "lo")) == (
+        "host2 (rank 2) has GLOO_SOCKET_IFNAME=lo, so gloo would listen on 127.0.0.1, which host1 "
+        "cannot reach: on host2 export GLOO_SOCKET_IFNAME=eth0"
+    )
+
+
+def test_a_name_that_stands_for_loopback_is_refused(
+    bench: Hosts, ranks: Pool, tmp_path: Path
+) -> None:
+    """As Debian writes /etc/hosts: the host's own name is 127.0.1.1 there."""
+    names = bench[1].etc / "hosts"
+    before = names.read_text()
+    try:
+        names.write_text(before.replace(bench[1].address, "127.0.1.1"))
+        sentence = refused(measure(bench, ranks, tmp_path))
+    finally:
+        names.write_text(before)
+    assert sentence.startswith("host2 (rank 2) resolves its own name to 127.0.1.1, so gloo would")
+    assert sentence.endswith("on host2 export GLOO_SOCKET_IFNAME=eth0")
+
+
+def test_an_interface_that_is_not_there_is_refused(
+    bench: Hosts, ranks: Pool, tmp_path: Path
+) -> None:
+    """The sentence names the variable, the host, and what it has instead."""
+    sentence = refused(measure(bench, ranks, tmp_path, "eth0", "eth9"))
+    assert "host2 (rank 2) has GLOO_SOCKET_IFNAME=eth9, and there is no interface eth9" in sentence
+    assert "eth0 10.77.0.2/24" in sentence
+
+
+def test_hosts_on_different_subnets_are_refused(bench: Hosts, ranks: Pool, tmp_path: Path) -> None:
+    """Interfaces of which one host cannot reach the other's; the sentence names those that can."""
+    for host, address in enumerate(("10.88.1.1/24", "10.88.2.2/24")):
+        bench.inside(host, "ip", "link", "add", "eth1", "type", "bridge")
+        bench.inside(host, "ip", "addr", "add", address, "dev", "eth1")
+        bench.inside(host, "ip", "link", "set", "eth1", "up")
+    sentence = refused(measure(bench, ranks, tmp_path, "eth1", "eth1"))
+    assert sentence.startswith("host2 (rank 2) cannot connect to host1 (rank 0) at 10.88.1.1, ")
+    assert "has GLOO_SOCKET_IFNAME=eth1 (Network is unreachable; host2 has" in sentence
+    assert sentence.endswith(
+        "on host1 export GLOO_SOCKET_IFNAME=eth0, on host2 export GLOO_SOCKET_IFNAME=eth0"
+    )
+
+
+def test_a_master_that_nobody_knows_is_refused(bench: Hosts, ranks: Pool, tmp_path: Path) -> None:
+    """At once, by each host that cannot resolve the name, and the sentence names it."""
+    done = measure(bench, ranks, tmp_path, master="nowhere")
+    told = [line for line in done.stderr.splitlines() if "nowhere" in line]
+    assert done.returncode == 2
+    assert [line.split(",")[0] for line in told] == [
+        f"ddpbench: {host} cannot resolve nowhere" for host in ("host1", "host2")
+    ]
+
+
+def _namespaces() -> str:
+    return subprocess.check_output(["ip", "netns"], text=True, timeout=10)
