@@ -2,6 +2,7 @@
 
 python -m ddpbench collectives -n 4 --backend gloo,mpi
 python -m ddpbench ddp -n 4 --workload mlp
+python -m ddpbench launch --hosts hosts.txt -- collectives
 python -m ddpbench compare BASE NEW
 python -m ddpbench show RUN
 python -m ddpbench list
@@ -19,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from ddpbench import __version__, collectives, compare, ddp, options, session
+from ddpbench import __version__, collectives, compare, ddp, launch_node, options, session
 from ddpbench.catalog import backends
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
@@ -240,6 +241,9 @@ COMMANDS: dict[str, Command] = {
         collectives.__doc__,
     ),
     "ddp": Command(ddp.HELP, ddp.add_arguments, _measuring(ddp.Options, ddp.run), ddp.__doc__),
+    "launch": Command(
+        launch_node.HELP, launch_node.add_arguments, launch_node.run, launch_node.__doc__
+    ),
     "compare": Command(compare.HELP, compare.add_arguments, compare.run, compare.__doc__),
     "show": Command("print a stored run again", _show_arguments, _show),
     "list": Command("the runs in results/", _list_arguments, _list),
