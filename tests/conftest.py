@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 
 import pytest
+from hosts import Hosts, missing
 from ranks import Pool
 
 
@@ -14,3 +17,14 @@ def pool() -> Iterator[Pool]:
     ranks = Pool()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Callable[..., Hosts]]:
+    """Makes benches of hosts, arguments as of `Hosts`, which stay until the module's end."""
+    if (why := missing()) is not None:
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"no bench of hosts, and in CI there must be one: {why}")
+        pytest.skip(f"no bench of hosts: {why}")
+    with contextlib.ExitStack() as benches:
+        yield lambda *args, **options: benches.enter_context(Hosts(*args, **options))
