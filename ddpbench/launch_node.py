@@ -33,6 +33,7 @@ from ddpbench.runtime.processes import Child
 HELP = "start the ranks of one node of several, on which their numbers may differ"
 MEASURING: dict[str, Any] = {"collectives": collectives, "ddp": ddp}
 PORT = 29500
+SSH_FAILED = 255  # ssh's own exit code; any other is that of the command
 # What steers the ranks on other machines too; a launcher's own variables stay here.
 SHARED = re.compile(r"(NCCL|GLOO|TORCH|OMP|MKL|UCX)_|PYTHONPATH$")
 
@@ -107,7 +108,7 @@ def run(asked: argparse.Namespace, words: Sequence[str]) -> int:
     all_nodes = _nodes(asked)
     address, port = _master(asked, all_nodes)
     if asked.ssh:
-        return processes.await_all(_over_ssh(asked, all_nodes, address, port, command))
+        return _over_ssh(asked, all_nodes, address, port, command)
     index = _index(asked, all_nodes)
     if asked.signals_from_stdin:
         threading.Thread(target=_hear, daemon=True).start()
@@ -184,7 +185,7 @@ def _master(asked: argparse.Namespace, all_nodes: Nodes) -> tuple[str, int]:
 
 def _over_ssh(
     asked: argparse.Namespace, all_nodes: Nodes, address: str, port: int, command: list[str]
-) -> list[Child]:
+) -> int:
     """A launcher a node; that of this machine without ssh. They take signals as lines on stdin,
     which ends when this process does: ssh passes on no signals."""
     mine = nodes.here(all_nodes)
@@ -205,7 +206,18 @@ def _over_ssh(
             words = [*shlex.split(asked.ssh_command), name, there]
         process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
         children.append(Child(process, _teller(process)))
-    return children
+    code = processes.await_all(children)
+    closed = [
+        all_nodes.named(index)
+        for index, child in enumerate(children)
+        if child.process.returncode == SSH_FAILED and index not in mine
+    ]
+    if closed:
+        raise Refused(
+            f"ssh failed for node {', '.join(closed)}: `{asked.ssh_command} NAME true` must work "
+            "without a password"
+        )
+    return code
 
 
 def _teller(process: subprocess.Popen[bytes]) -> Any:
