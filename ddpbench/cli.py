@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from ddpbench import __version__, collectives, compare, ddp, launch_node, options, session
+from ddpbench import __version__, collectives, compare, ddp, launch_node, manifest, options, session
 from ddpbench.catalog import backends
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
@@ -244,6 +244,7 @@ COMMANDS: dict[str, Command] = {
     "launch": Command(
         launch_node.HELP, launch_node.add_arguments, launch_node.run, launch_node.__doc__
     ),
+    "manifest": Command(manifest.HELP, manifest.add_arguments, manifest.run, manifest.__doc__),
     "compare": Command(compare.HELP, compare.add_arguments, compare.run, compare.__doc__),
     "show": Command("print a stored run again", _show_arguments, _show),
     "list": Command("the runs in results/", _list_arguments, _list),

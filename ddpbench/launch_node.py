@@ -85,8 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ssh-command", default="ssh -o BatchMode=yes", metavar="WORDS", help="default %(default)s"
     )
     add("--remote-python", default=sys.executable, metavar="PATH", help="default: the one here")
-    add("--remote-dir", default=str(Path.cwd()), metavar="PATH", help="default: the one here")
+    add("--remote-dir", type=Path, metavar="PATH", help="where they run; default: as here")
     add("--signals-from-stdin", action="store_true", help=argparse.SUPPRESS)
+    add_command(parser)
+
+
+def add_command(parser: argparse.ArgumentParser) -> None:
+    """The words of another command, after `--`."""
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -104,21 +109,21 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 def run(asked: argparse.Namespace, words: Sequence[str]) -> int:
     """Start this node's ranks, or with --ssh every node's; the exit code, in node 0 of all."""
-    command = _command(asked.command)
+    wanted = command(asked.command)
     all_nodes = _nodes(asked)
     address, port = _master(asked, all_nodes)
     if asked.ssh:
-        return _over_ssh(asked, all_nodes, address, port, command)
+        return _over_ssh(asked, all_nodes, address, port, wanted)
     index = _index(asked, all_nodes)
     if asked.signals_from_stdin:
         threading.Thread(target=_hear, daemon=True).start()
     meeting = nodes.meet(all_nodes, index, address, port, asked.timeout)
-    own = [sys.executable, "-m", f"ddpbench.{command[0]}", *command[1:]]
+    own = [sys.executable, "-m", f"ddpbench.{wanted[0]}", *wanted[1:]]
     ranks = [processes.start(own, environ) for environ in all_nodes.environ(index, address, port)]
     return meeting.end(processes.await_all(ranks, meeting.lost))
 
 
-def _command(words: Sequence[str]) -> list[str]:
+def command(words: Sequence[str]) -> list[str]:
     """What the ranks are to do, its options checked here: a typo is told once, at once."""
     name, *rest = words[1:] if words[:1] == ["--"] else words or [""]
     if name not in MEASURING:
@@ -184,7 +189,7 @@ def _master(asked: argparse.Namespace, all_nodes: Nodes) -> tuple[str, int]:
 
 
 def _over_ssh(
-    asked: argparse.Namespace, all_nodes: Nodes, address: str, port: int, command: list[str]
+    asked: argparse.Namespace, all_nodes: Nodes, address: str, port: int, wanted: list[str]
 ) -> int:
     """A launcher a node; that of this machine without ssh. They take signals as lines on stdin,
     which ends when this process does: ssh passes on no signals."""
@@ -197,12 +202,12 @@ def _over_ssh(
     shared = [f"{name}={value}" for name, value in os.environ.items() if SHARED.match(name)]
     children = []
     for index, name in enumerate(all_nodes.names):
-        words = [*same, "--node-rank", str(index), "--", *command]
+        words = [*same, "--node-rank", str(index), "--", *wanted]
         if index in mine:
             words = [sys.executable, *words]
         else:
             there = shlex.join(["env", *shared, asked.remote_python, *words])
-            there = f"cd {shlex.quote(asked.remote_dir)} && exec {there}"
+            there = f"cd {shlex.quote(str(asked.remote_dir or Path.cwd()))} && exec {there}"
             words = [*shlex.split(asked.ssh_command), name, there]
         process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
         children.append(Child(process, _teller(process)))
