@@ -125,7 +125,7 @@ choose_python() {
   "$at_hand" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
     fail "${PYTHON:-python3} is no Python 3.10 or newer: install one, or set PYTHON=/path/to/python"
   if ! has "$at_hand" torch; then
-    mapfile -t missing < <(requirements "$at_hand" all dependencies mpi gpu test)
+    mapfile -t missing < <(requirements "$at_hand" all dependencies mpi gpu history test)
     set_up "$at_hand" "" "$(printf '%s\n' "${tested[@]}")" "${missing[@]}"
     return
   fi
@@ -137,7 +137,7 @@ for entry in sys.path:
     if entry.endswith("-packages") and not entry.startswith(sys.argv[1]):
         print(f"import site; site.addsitedir({entry!r})")' "$venv/")
     why="made for this checkout, on top of $at_hand and its torch"
-    set_up "$at_hand" "$paths" "$(requirements "$at_hand" present dependencies mpi gpu test)" \
+    set_up "$at_hand" "$paths" "$(requirements "$at_hand" present dependencies mpi gpu history test)" \
       "${missing[@]}" && return
     has "$at_hand" "${needs[@]}" || exit 2
     why="at hand, with its own torch, but without ${missing[*]}"
@@ -181,7 +181,7 @@ case $command in
     uses=(gpu)
     ;;
   all | ddp) if has_gpu; then uses=(mpi gpu); else uses=(mpi); fi ;;
-  test) needs+=(pytest) uses=(mpi test) ;;
+  test) needs+=(pytest) uses=(mpi history test) ;;
   python) ;;
   *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, test, python (run_bench.sh --help)" ;;
 esac

@@ -4,6 +4,10 @@ python -m ddpbench collectives -n 4 --backend gloo,mpi
 python -m ddpbench ddp -n 4 --workload mlp
 python -m ddpbench launch --hosts hosts.txt -- collectives
 python -m ddpbench compare BASE NEW
+python -m ddpbench ab --a "NAME=1" --b "NAME=2" collectives --op all_reduce
+python -m ddpbench calibrate
+python -m ddpbench baseline check NAME
+python -m ddpbench history CASE
 python -m ddpbench show RUN
 python -m ddpbench list
 """
@@ -15,19 +19,33 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from ddpbench import __version__, collectives, compare, ddp, launch_node, manifest, options, session
+from ddpbench import (
+    __version__,
+    ab,
+    baseline,
+    calibrate,
+    collectives,
+    compare,
+    ddp,
+    history,
+    launch_node,
+    manifest,
+    options,
+    session,
+)  # fmt: skip
 from ddpbench.catalog import backends
+from ddpbench.interchange import sources
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
 from ddpbench.render.formats import FORMATS
 from ddpbench.render.rows import COLUMNS
 from ddpbench.render.steps import STEP_COLUMNS
-from ddpbench.runtime import launch
+from ddpbench.runtime import forks, launch
 from ddpbench.runtime.launch import Placement, Refused
 
 T = TypeVar("T", bound=session.Options)
@@ -101,8 +119,8 @@ def _measuring(
     """What a measuring command does: in a rank its part, elsewhere starting the ranks."""
 
     def called(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-        asked = kind(**{field.name: getattr(namespace, field.name) for field in fields(kind)})
-        asked = replace(asked, modules=tuple(asked.modules))
+        asked = kind.of(namespace)
+        options.require_columns(asked.format, asked.columns)
         place = launch.placement()
         for module in asked.modules:
             try:
@@ -152,7 +170,12 @@ def start(asked: session.Options, words: Sequence[str]) -> int:
         raise Refused(session.cannot_write(error)) from None
     end, refusals = None, 0
     for number, name in _schedule(asked, store.read(folder).plan.seed):
+        if asked.paced and not sys.stdin.readline():
+            break
         code = _launch(asked, words, name, folder, number)
+        if asked.paced:
+            sys.stdout.write(f"{code}\n")
+            sys.stdout.flush()
         refusals += code == 2
         if code == 130:
             end = book.INTERRUPTED
@@ -185,17 +208,24 @@ def _launch(
     own += ["--launch", str(number), "--launches", "1"]
     if sys.stderr.isatty():
         own.append("--progress")
-    starter = launch.STARTERS[backends.get(name).launcher]
-    return starter(["-m", f"ddpbench.{asked.command}", *words, *own], asked.nproc or 1)
+    starter = backends.get(name).launcher
+    if asked.launches > 1 and asked.device == "cpu" and starter == "torchrun":
+        return forks.run(lambda: main([asked.command, *words, *own]), asked.nproc or 1)
+    return launch.STARTERS[starter](
+        ["-m", f"ddpbench.{asked.command}", *words, *own], asked.nproc or 1
+    )
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="a folder, a name in results/, or `last`")
+    parser.add_argument(
+        "run", help="a folder, a name in results/, `last`, or a log of nccl-tests or OSU"
+    )
     options.add_shown(parser, [*COLUMNS, *STEP_COLUMNS])
 
 
 def _show(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    run = store.read(store.find(namespace.run))
+    options.require_columns(namespace.format, namespace.columns)
+    run = sources.read(sources.find(namespace.run))
     try:
         text = FORMATS[namespace.format](run, namespace.columns, namespace.quiet)
     except ValueError as error:  # columns that this kind of run does not have
@@ -233,6 +263,10 @@ def _list(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
+def _baseline(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    return baseline.run(namespace, words, main)
+
+
 COMMANDS: dict[str, Command] = {
     "collectives": Command(
         collectives.HELP,
@@ -246,6 +280,10 @@ COMMANDS: dict[str, Command] = {
     ),
     "manifest": Command(manifest.HELP, manifest.add_arguments, manifest.run, manifest.__doc__),
     "compare": Command(compare.HELP, compare.add_arguments, compare.run, compare.__doc__),
+    "ab": Command(ab.HELP, ab.add_arguments, ab.run, ab.__doc__),
+    "calibrate": Command(calibrate.HELP, calibrate.add_arguments, calibrate.run, calibrate.__doc__),
+    "baseline": Command(baseline.HELP, baseline.add_arguments, _baseline, baseline.__doc__),
+    "history": Command(history.HELP, history.add_arguments, history.run, history.__doc__),
     "show": Command("print a stored run again", _show_arguments, _show),
     "list": Command("the runs in results/", _list_arguments, _list),
 }

@@ -3,6 +3,7 @@
 python -m ddpbench compare results/before results/after
 python -m ddpbench compare before last --margin 5 --only all_reduce,gloo --strict
 python -m ddpbench compare runs/base runs/new --format markdown    folders OF runs: all are pooled
+python -m ddpbench compare old.log new.log                      of nccl-tests, or of OSU; or folders
 
 Measure both with --launches 6 or more; below 5 launches a side there is no verdict.
 
@@ -17,31 +18,45 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpbench import options
+from ddpbench.interchange import sources
 from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
 from ddpbench.runtime.launch import Refused
 
+if TYPE_CHECKING:
+    from ddpbench.analysis.comparison import Comparison, Rule
+    from ddpbench.analysis.matching import Source
+    from ddpbench.analysis.noise import Noise
+
 HELP = "two stored runs: what is slower, faster or the same, with an exit code for a CI"
 FORMATS = ("table", "csv", "json", "markdown")  # of render.comparison, which loads numpy
 MARGIN_PERCENT = 3.0
+WHERE = "a folder, a name in results/, a baseline's, `last`, or a folder of runs, which are pooled"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this command; imports no torch."""
-    where = "a folder, a name in results/, `last`, or a folder of runs, which are pooled"
-    parser.add_argument("base", metavar="BASE", help=where)
+    parser.add_argument("base", metavar="BASE", help=f"{WHERE}; or a log of nccl-tests or OSU")
     parser.add_argument("new", metavar="NEW", help="likewise")
+    add_judging(parser)
+
+
+def add_judging(parser: argparse.ArgumentParser) -> None:
+    """How two sides are judged, and what is shown of it, in every command that does so."""
     add = parser.add_argument_group("how it is judged").add_argument
     add(
         "--margin",
         type=options.positive,
         default=MARGIN_PERCENT,
         metavar="PERCENT",
-        help=f"a smaller change is none; default {MARGIN_PERCENT:g}",
+        help=f"a smaller change is none; default {MARGIN_PERCENT:g}, and at least this machine's "
+        "noise where `calibrate` has measured it",
     )
     add("--strict", action="store_true", help="exit with 2 when a case is left open")
     shown = parser.add_argument_group("what is shown").add_argument
@@ -60,51 +75,84 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 
     Raises Refused for a request that is wrong, InvalidRun for stored data that are.
     """
-    base, new = _folders(namespace.base), _folders(namespace.new)
-    if {folder.resolve() for folder in base} & {folder.resolve() for folder in new}:
-        raise Refused(f"BASE {namespace.base} and NEW {namespace.new} have a run in common")
-    runs = [_read(folders) for folders in (base, new)]
-
-    from ddpbench.analysis import comparison, matching  # loads numpy: after what may be refused
-    from ddpbench.render import comparison as render
-
     names = [namespace.base.rstrip("/"), namespace.new.rstrip("/")]
+    return judge(names, [read(sources.find_all(name)) for name in names], namespace)
+
+
+def judge(
+    names: Sequence[str],
+    runs: Sequence[tuple[Run, ...]],
+    namespace: argparse.Namespace,
+    notes: tuple[str, ...] = (),
+) -> int:
+    """Compare BASE and NEW, print, and answer with the exit code.
+
+    names, runs: of BASE and of NEW. namespace: the options of add_judging. notes: what the reader
+    must know besides. Raises Refused and InvalidRun.
+    """
+    if any(base == new for base in runs[0] for new in runs[1]):
+        raise Refused(f"BASE {names[0]} and NEW {names[1]} have a run in common")
+
+    from ddpbench.analysis.comparison import Rule  # loads numpy: after what may be refused
+    from ddpbench.analysis.matching import Source
+
     left, right = (
-        matching.Source(side[0].id if len(side) == 1 else name, side)
+        Source(side[0].id if len(side) == 1 else name, side)
         for name, side in zip(names, runs, strict=True)
     )
-    texts = [text.lower() for text in namespace.only or ("",)]
+    rule = Rule(namespace.margin / 100, calibrated(right.runs))
+    found = compared(left, right, rule, namespace.only)
+    return show(replace(found, notes=(*notes, *found.notes)), namespace)
+
+
+def compared(left: Source, right: Source, rule: Rule, only: Sequence[str] | None) -> Comparison:
+    """The comparison of the cases that have one of the texts in their name.
+
+    Raises Refused where there is no such case, InvalidRun where there is nothing to compare.
+    """
+    from ddpbench.analysis import comparison
+    from ddpbench.render.comparison import label
+
+    texts = [text.lower() for text in only or ("",)]
     try:
         found = comparison.compare(
-            left,
-            right,
-            namespace.margin / 100,
-            lambda case: any(text in render.label(case).lower() for text in texts),
+            left, right, rule, lambda case: any(text in label(case).lower() for text in texts)
         )
     except ValueError as error:
         raise InvalidRun(str(error)) from None
     if not found.rows:
-        if namespace.only:
+        if only:
             raise Refused(
-                f"--only {','.join(namespace.only)}: no measured case has that in its name, as in "
-                f"{render.label(runs[0][0].outcomes[0].case)!r}"
+                f"--only {','.join(only)}: no measured case has that in its name, as in "
+                f"{label(left.runs[0].outcomes[0].case)!r}"
             )
-        raise InvalidRun(f"{names[0]} and {names[1]} hold no case that was measured")
+        raise InvalidRun(f"{left.name} and {right.name} hold no case that was measured")
+    return found
+
+
+def show(found: Comparison, namespace: argparse.Namespace) -> int:
+    """Print it as asked; its exit code."""
+    from ddpbench.analysis import comparison
+    from ddpbench.render import comparison as render
+
     sys.stdout.write(render.FORMATS[namespace.format](found))
     return comparison.exit_code(found, namespace.strict)
 
 
-def _folders(name: str) -> list[Path]:
-    """The run of this name, or all runs in the folder of this name. Raises InvalidRun."""
-    for folder in (Path(name), Path("results") / name):
-        if not (folder / "run.json").exists() and (inside := store.runs(folder)):
-            return inside
-    return [store.find(name)]
+def calibrated(runs: Sequence[Run]) -> Noise | None:
+    """The noise of this machine, as the newest calibration that serves these runs has it."""
+    from ddpbench.analysis import noise
+
+    for folder in reversed(store.calibrations()):
+        sides = [store.read(folder / side) for side in ("a", "b")]
+        if all(noise.serves(side, run) for side in sides for run in runs):
+            return noise.noise(folder.name, sides)
+    return None
 
 
-def _read(folders: Sequence[Path]) -> tuple[Run, ...]:
-    """The runs in these folders. Raises InvalidRun where one is not to be read or holds nothing."""
-    runs = tuple(store.read(folder) for folder in folders)
+def read(folders: Sequence[Path]) -> tuple[Run, ...]:
+    """The runs in these folders or logs. Raises InvalidRun where one cannot be read or is empty."""
+    runs = tuple(sources.read(folder) for folder in folders)
     for folder, each in zip(folders, runs, strict=True):
         if not each.outcomes:
             raise InvalidRun(f"{folder} holds no result: nothing was measured")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from ddpbench.catalog import backends, sizes
-from ddpbench.render.formats import FORMATS
+from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
 from ddpbench.runtime import launch
 from ddpbench.runtime.launch import Placement
 
@@ -23,6 +23,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings
         )
+
+    def parse_known_args(self, *args: Any, **settings: Any) -> Any:
+        """Refuses what it does not know, also as the parser of an action of a command."""
+        namespace, unknown = super().parse_known_args(*args, **settings)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
         """End with the sentence; under a launcher in rank 0 only."""
@@ -203,9 +210,16 @@ def add_shown(parser: argparse.ArgumentParser, columns: Iterable[str]) -> None:
     add("--quiet", action="store_true", help="the tables only: no header, no legend, no progress")
 
 
+def require_columns(form: str, columns: Iterable[str] | None) -> None:
+    """Raises Refused where columns are chosen of a format that has none."""
+    if columns is not None and form in WITHOUT_COLUMNS:
+        raise launch.Refused(f"--format {form} has no columns: leave out --columns")
+
+
 def add_stored(parser: argparse.ArgumentParser) -> None:
     """Where results go; and what ddpbench tells the ranks that it starts itself."""
     parser.add_argument("--output", metavar="FOLDER", help="default: a new one in results/")
     parser.add_argument("--join", help=argparse.SUPPRESS)
     parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--paced", action="store_true", help=argparse.SUPPRESS)

@@ -3,10 +3,11 @@ agreement to its end, the facts that are stored with it."""
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -23,6 +24,7 @@ from ddpbench.runtime.launch import Placement, Refused
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,13 @@ class Options:
     join: str | None
     launch: int
     progress: bool
+    paced: bool  # each launch waits for a line of stdin, and its exit code goes to stdout
+
+    @classmethod
+    def of(cls, namespace: argparse.Namespace) -> Self:
+        """These options as a command line gave them."""
+        given = {field.name: getattr(namespace, field.name) for field in fields(cls)}
+        return cls(**{**given, "modules": tuple(given["modules"])})
 
     @property
     def subjects(self) -> tuple[str, ...]:

@@ -575,7 +575,7 @@ def test_labels_tell_all_cases_of_a_run_apart() -> None:
 def test_words_that_all_cases_share_are_said_once() -> None:
     """Above the table, not in each row; where they differ they stand in the rows."""
     base, new = runs_of(*([*results(s), *results(s, sized(8, dtype="int32"))] for s in (1, 2)))
-    found = comparison.compare(Source("a", (base,)), Source("b", (new,)), 0.03, lambda case: True)
+    found = comparison.compare(Source("a", (base,)), Source("b", (new,)), comparison.Rule())
     out = render.table(found)
     assert "all   sum, in place, gloo, 2 ranks\n" in out
     assert re.search(r"^all_reduce 8 B int32  ", out, re.M)

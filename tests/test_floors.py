@@ -24,18 +24,20 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "runtime": ("version", "records"),
     "catalog": ("version", "records", "runtime"),
     "render": ("version", "records", "analysis", "catalog.sizes"),
+    "interchange": ("version", "records", "runtime", "catalog"),
     "measure": ("version", "records", "analysis", "runtime", "catalog"),
     "replicas": ("version", "records", "analysis", "runtime", "catalog"),
     "commands": (
-        "version", "records", "analysis", "runtime", "catalog", "render", "measure", "replicas",
+        "version", "records", "analysis", "runtime", "catalog", "render", "interchange", "measure",
+        "replicas",
     ),
     "cli": (
-        "version", "records", "analysis", "runtime", "catalog", "render", "measure", "replicas",
-        "commands",
+        "version", "records", "analysis", "runtime", "catalog", "render", "interchange", "measure",
+        "replicas", "commands",
     ),
     "pytest_plugin": (
-        "version", "records", "analysis", "runtime", "catalog", "render", "measure", "replicas",
-        "commands",
+        "version", "records", "analysis", "runtime", "catalog", "render", "interchange", "measure",
+        "replicas", "commands",
     ),
     "__main__": ("cli",),
 }  # fmt: skip
@@ -189,16 +191,26 @@ def python(program: str, *words: str, forbidden: tuple[str, ...] = ("torch",)) -
 
 
 def test_without_torch_all_its_free_floors_can_be_imported() -> None:
-    """analysis, records, render, catalog, options and cli import where importing torch fails; the
-    hook that makes it fail does so."""
+    """analysis, records, render, catalog, interchange, options and cli import where importing torch
+    fails; the hook that makes it fail does so."""
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for folder in ("analysis", "records", "render", "catalog")
+        for folder in ("analysis", "records", "render", "catalog", "interchange")
         for path in (ROOT / "ddpbench" / folder).glob("*.py")
     ]
     modules += [
         f"ddpbench.{name}"
-        for name in ("options", "cli", "collectives", "compare", "report", "doctor", "ddp")
+        for name in (
+            "options",
+            "cli",
+            "collectives",
+            "compare",
+            "baseline",
+            "history",
+            "report",
+            "doctor",
+            "ddp",
+        )
         if (ROOT / f"ddpbench/{name}.py").exists()
     ]
     assert len(modules) > 15

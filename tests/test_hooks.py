@@ -85,7 +85,9 @@ def a_request(hook: str, **options: Any) -> hook_probe.Request:
     return hook_probe.Request(hook, "gloo", "cpu", 10, options, (), 3, "torchrun", 1)
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+# PowerSGD's callbacks wait for each other in gloo's threads, or end their group there: it can hang
+# or abort this process, and is tried in others below.
+@pytest.mark.parametrize("hook", [name for name in HOOKS if name != "powersgd"])
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True, "static_graph": True}])
 def test_a_hook_trains_alone(alone: Any, hook: str, options: dict[str, Any]) -> None:
     """Each entry is taken by DDP and trains in a world of one, where nothing can be lost on the

@@ -333,7 +333,8 @@ def test_a_format_and_a_column_that_are_added_can_be_asked_for(
     parser = options.Parser(prog="ddpbench collectives")
     collectives.add_arguments(parser)
     shown = " ".join(parser.format_help().split())
-    assert "{table,csv,json,markdown,mine}" in shown
+    assert f"{{{','.join(FORMATS)}}}" in shown
+    assert "prometheus,mine}" in shown
     assert ", flags, double" in shown
     namespace = parser.parse_args(["--format", "mine", "--columns", "double"])
     run = two_backends()

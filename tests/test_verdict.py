@@ -117,7 +117,7 @@ def test_pairs_are_judged_by_the_exact_interval_of_their_median_difference() -> 
     """Against quantile_test; a drift that both of a pair meet does not show."""
     drift = np.exp(np.linspace(0, 1, 8))
     base, new = medians(8, seed=9) * drift, medians(8, 1.1e-3, seed=10) * drift
-    shift = verdict.paired_shift(list(zip(base, new, strict=True)))
+    shift = verdict.paired_shift(base, new)
     each = np.log(new) - np.log(base)
     plain = scipy_stats.quantile_test(each, q=float(np.median(each)), p=0.5)
     interval = plain.confidence_interval(0.95)
@@ -129,7 +129,7 @@ def test_pairs_are_judged_by_the_exact_interval_of_their_median_difference() -> 
 @pytest.mark.parametrize(("pairs", "exists"), [(0, False), (1, False), (5, False), (6, True)])
 def test_below_six_pairs_there_is_no_interval(pairs: int, exists: bool) -> None:
     """No exact 95 % interval of a median exists below six."""
-    shift = verdict.paired_shift([(1.0, 2.0)] * pairs)
+    shift = verdict.paired_shift(np.ones(pairs), np.full(pairs, 2.0))
     assert (shift is not None) == exists
     assert verdict.judge(shift, 0.03) == (SLOWER if exists else INCONCLUSIVE)
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from ddpbench.analysis import matching, verdict
 from ddpbench.analysis.differences import Difference, differences
 from ddpbench.analysis.lines import BUSY_SHARE
 from ddpbench.analysis.matching import AnyCase, Found, Side, Source
+from ddpbench.analysis.noise import Noise
 from ddpbench.analysis.verdict import (
     FASTER,
     INCOMPARABLE,
@@ -20,12 +22,24 @@ from ddpbench.analysis.verdict import (
     INVALID,
     SAME,
     SLOWER,
+    Floats,
     Shift,
 )
 
 ONLY_BASE, ONLY_NEW = "ONLY BASE", "ONLY NEW"
 # What matters first.
 ORDER = (SLOWER, INVALID, INCOMPARABLE, INCONCLUSIVE, FASTER, SAME, ONLY_BASE, ONLY_NEW)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the verdicts are found."""
+
+    margin: float = verdict.MARGIN  # a smaller change is none
+    noise: Noise | None = None  # this machine's: no change below it is claimed
+    # Launches of the same number are neighbours in time, and are judged in pairs.
+    paired: bool = False
+    confidence: float = verdict.CONFIDENCE  # of paired intervals
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,7 @@ class Row:
     case: AnyCase  # BASE's, where it has one
     base: Side | None
     new: Side | None
+    margin: float = 0.0
     shift: Shift | None = None
     needed: int | None = None  # launches a side, about, where it is INCONCLUSIVE
     why: str = ""
@@ -47,7 +62,7 @@ class Comparison:
 
     base: Source
     new: Source
-    margin: float
+    rule: Rule
     rows: tuple[Row, ...]
     differences: tuple[Difference, ...]
     notes: tuple[str, ...]
@@ -59,13 +74,18 @@ class Comparison:
         return {name: counted[name] for name in ORDER if counted[name]}
 
 
+def everything(case: AnyCase) -> bool:
+    """All cases are wanted."""
+    return True
+
+
 def compare(
-    base: Source, new: Source, margin: float, wanted: Callable[[AnyCase], bool]
+    base: Source, new: Source, rule: Rule, wanted: Callable[[AnyCase], bool] = everything
 ) -> Comparison:
     """The verdicts on the wanted cases. Raises ValueError when the runs of a side differ in what
     they measured, so that they are no replicates."""
     sides = matching.found(base, wanted), matching.found(new, wanted)
-    rows = _judged([row for pair in matching.pairs(*sides) for row in _row(*pair)], margin)
+    rows = _judged([row for pair in matching.pairs(*sides) for row in _row(*pair)], rule)
 
     def order(row: Row) -> tuple[int, float, str, int]:
         change = abs(row.shift.estimate) if row.shift else 0.0
@@ -73,8 +93,8 @@ def compare(
 
     rows.sort(key=order)
     return Comparison(
-        base, new, margin, tuple(rows),
-        differences(base.runs, new.runs), tuple(_notes(base, new, rows)),
+        base, new, rule, tuple(rows),
+        differences(base.runs, new.runs), tuple(_notes(base, new, rule, rows)),
     )  # fmt: skip
 
 
@@ -110,28 +130,57 @@ def _row(base: Found | None, new: Found | None) -> Iterator[Row]:
         yield Row(INCOMPARABLE if why else "", case, left, right, why=why)
 
 
-def _judged(rows: list[Row], margin: float) -> list[Row]:
+@dataclass(frozen=True)
+class _Open:
+    """A row to be judged: its place, and the launch medians of both sides."""
+
+    place: int
+    base: Floats
+    new: Floats
+    margin: float
+
+
+def _judged(rows: list[Row], rule: Rule) -> list[Row]:
     """The rows with all verdicts; a change in a sweep must also pass the corrected test."""
-    open_rows = [(i, row.base, row.new) for i, row in enumerate(rows) if not row.verdict]
-    data = [
-        (i, np.array(base.medians), np.array(new.medians))
-        for i, base, new in open_rows
-        if base is not None and new is not None
-    ]
-    shifts = {i: verdict.shift(base, new) for i, base, new in data}
-    tested = [i for i, found in shifts.items() if found is not None]
+    todo = list(_open(rows, rule))
+    shift, chance = verdict.shift, verdict.chance
+    false_share = verdict.FALSE_SHARE
+    if rule.paired:
+        shift, chance = (
+            partial(verdict.paired_shift, confidence=rule.confidence),
+            verdict.paired_chance,
+        )
+        false_share = 1 - rule.confidence
+    shifts = {each.place: shift(each.base, each.new) for each in todo}
+    tested = [each for each in todo if shifts[each.place] is not None]
     chances: dict[int, verdict.Chance] = {}
     if len(tested) > 1:
-        each = [verdict.chance(base, new, margin) for i, base, new in data if i in tested]
-        chances = dict(zip(tested, verdict.adjusted(each), strict=True))
-    for i, found in shifts.items():
-        name = verdict.judge(found, margin, chances.get(i))
-        row = replace(rows[i], verdict=name, shift=found)
+        adjusted = verdict.adjusted([chance(t.base, t.new, t.margin) for t in tested])
+        chances = {each.place: one for each, one in zip(tested, adjusted, strict=True)}
+    for each in todo:
+        found = shifts[each.place]
+        name = verdict.judge(found, each.margin, chances.get(each.place), false_share)
+        row = replace(rows[each.place], verdict=name, shift=found, margin=each.margin)
         if name == INCONCLUSIVE:
-            needed = verdict.launches_needed(found, margin, len(shifts))
-            row = replace(row, needed=needed, why=_why(found, margin, needed))
-        rows[i] = row
+            needed = verdict.launches_needed(found, each.margin, len(todo))
+            row = replace(row, needed=needed, why=_why(found, each.margin, needed))
+        rows[each.place] = row
     return rows
+
+
+def _open(rows: list[Row], rule: Rule) -> Iterator[_Open]:
+    """What is to be judged; where it is paired, the launches that both sides have."""
+    for place, row in enumerate(rows):
+        if row.verdict or row.base is None or row.new is None:
+            continue
+        base, new = (dict(zip(s.launches, s.medians, strict=True)) for s in (row.base, row.new))
+        if rule.paired:
+            both = sorted(base.keys() & new.keys())
+            left, right = ([side[n] for n in both] for side in (base, new))
+        else:
+            left, right = list(row.base.medians), list(row.new.medians)
+        least = rule.noise.margin(row.case, min(len(left), len(right))) if rule.noise else 0.0
+        yield _Open(place, np.array(left), np.array(right), max(rule.margin, least))
 
 
 def _why(found: Shift | None, margin: float, needed: int | None) -> str:
@@ -146,7 +195,7 @@ def _why(found: Shift | None, margin: float, needed: int | None) -> str:
     return f"{width}, needs about {needed} launches a side"
 
 
-def _notes(base: Source, new: Source, rows: list[Row]) -> Iterator[str]:
+def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[str]:
     """What a reader must know to believe the verdicts."""
     for name, source in (("BASE", base), ("NEW", new)):
         for run in source.runs:
@@ -160,7 +209,7 @@ def _notes(base: Source, new: Source, rows: list[Row]) -> Iterator[str]:
                 f"{BUSY_SHARE * 100:g} % of the cores in {busy} of {len(measured)} measurements"
             )
     changed = any(row.verdict in (SLOWER, FASTER) for row in rows)
-    if changed and _apart(base, new):
+    if changed and not rule.paired and _apart(base, new):
         yield (
             "all launches of one side came before those of the other, so that a drift of the "
             "machine reads as a change; measure the two by turns"

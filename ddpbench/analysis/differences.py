@@ -19,6 +19,8 @@ RANK_FACTS = (
     "hostname", "cpuset", "numa_nodes", "threads", "gpu_name", "cgroup_cpu_quota_cores",
     "cgroup_memory_limit_nbytes", "ulimit_memlock_nbytes", "interface",
 )  # fmt: skip
+# Of these, what tells one machine from another; a container may have a new hostname each time.
+MACHINE = ("cpu_model", "cores_logical", "cores_physical", "gpu_name", "hostname")
 # Variables that are new in every job.
 PASSING = re.compile(r"SLURM_.*(ID|PORTS?|TIME|ADDR|IPADDR|NODELIST)$")
 UNSET = "unset"
@@ -46,6 +48,11 @@ def differences(base: Sequence[Run], new: Sequence[Run]) -> tuple[Difference, ..
         for name in ours
         if name in theirs and ours[name] != theirs[name]
     )
+
+
+def other_machine(found: Sequence[Difference]) -> tuple[Difference, ...]:
+    """Of these, what says that the two sides were measured on different machines."""
+    return tuple(each for name in MACHINE for each in found if each.name == name)
 
 
 def _of(run: Run, backends: set[str]) -> Run:

@@ -35,6 +35,7 @@ class Side:
     seconds: float
     interval: Interval | None
     medians: tuple[float, ...]  # seconds, one a launch
+    launches: tuple[int, ...]  # their numbers
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,11 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> Found:
     name, nbytes = row_of(case)
     nbytes = next((o.requested_nbytes for o in outcomes if isinstance(o, Result)), nbytes)
     fault = next((f"launch {o.launch}: {f}" for o in outcomes if (f := _fault(o))), None)
-    times = [seconds for o in outcomes if (seconds := _seconds(o)) is not None]
+    timed = [(o.launch, seconds) for o in outcomes if (seconds := _seconds(o)) is not None]
     side = None
-    if times and fault is None:
-        side = Side(*stats.over_launches(np.array(times)), tuple(times))
+    if timed and fault is None:
+        launches, times = zip(*timed, strict=True)
+        side = Side(*stats.over_launches(np.array(times)), times, launches)
     return Found(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
 
 
@@ -102,7 +104,8 @@ def _fault(outcome: Outcome) -> str | None:
         if findings.replicas_bad(outcome):
             return "the replicas differed, or were not finite"
     elif outcome.wrong:
-        return f"rank {outcome.wrong[0].rank} got a wrong result"
+        rank = outcome.wrong[0].rank
+        return f"{'a rank' if rank < 0 else f'rank {rank}'} got a wrong result"
     elif seconds is not None and limits.impossible(outcome, seconds):
         return "faster than the data can move"
     if seconds is not None and not 0 < seconds < math.inf:
@@ -127,10 +130,11 @@ def pairs(
 def _nearest(mine: Found, left: dict[AnyCase, Found]) -> Found | None:
     """Of the other side's unmatched, the one asked for as the same row that differs least."""
     same = [each for each in left.values() if each.tried and each.asked == mine.asked]
-    return min(same, key=lambda each: len(_fields(mine.case, each.case)), default=None)
+    return min(same, key=lambda each: len(fields_differing(mine.case, each.case)), default=None)
 
 
-def _fields(base: AnyCase, new: AnyCase) -> list[str]:
+def fields_differing(base: AnyCase, new: AnyCase) -> list[str]:
+    """The names of the fields in which two cases differ."""
     names = [field.name for field in fields(base) if hasattr(new, field.name)]
     return [name for name in names if getattr(base, name) != getattr(new, name)]
 
@@ -139,7 +143,7 @@ def differing(base: AnyCase, new: AnyCase) -> str:
     """The fields in which two cases differ, with both values."""
     return ", ".join(
         f"{name} {_said(getattr(base, name))} → {_said(getattr(new, name))}"
-        for name in _fields(base, new)
+        for name in fields_differing(base, new)
     )
 
 

@@ -156,14 +156,14 @@ def summary(over: OverRanks, calls: int, common_clock: bool, single: bool = True
     )
 
 
-def over_launches(medians: Floats) -> tuple[float, Interval | None]:
+def over_launches(medians: Floats, confidence: float = 0.95) -> tuple[float, Interval | None]:
     """Centre and exact interval of launch medians; the interval exists from 6 launches on."""
     from scipy.stats import quantile_test
 
     centre = float(np.median(medians))
     if len(medians) < FEWEST:
         return centre, None
-    found = quantile_test(medians, q=centre, p=0.5).confidence_interval(0.95)
+    found = quantile_test(medians, q=centre, p=0.5).confidence_interval(confidence)
     return centre, Interval(
-        float(found.low), float(found.high), 0.95, f"median of {len(medians)} launches"
+        float(found.low), float(found.high), confidence, f"median of {len(medians)} launches"
     )

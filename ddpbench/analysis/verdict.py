@@ -70,17 +70,17 @@ def shift(base: Floats, new: Floats) -> Shift | None:
     return Shift(float(found.slope), *ends, min(len(base), len(new)))
 
 
-def paired_shift(pairs: Sequence[tuple[float, float]]) -> Shift | None:
-    """The median difference of (base, new) medians of neighbouring launches; None below 6 pairs.
+def paired_shift(base: Floats, new: Floats, confidence: float = CONFIDENCE) -> Shift | None:
+    """The median difference of medians of neighbouring launches; None below 6 pairs.
 
-    The interval is the exact binomial one: drift from pair to pair is in neither.
+    base, new: float64[pair]. The interval is the exact binomial one: drift from pair to pair is in
+    neither.
     """
-    if len(pairs) < stats.FEWEST:
+    if len(base) < stats.FEWEST:
         return None
-    differences = np.log([new for _, new in pairs]) - np.log([base for base, _ in pairs])
-    centre, interval = stats.over_launches(differences)
+    centre, interval = stats.over_launches(np.log(new) - np.log(base), confidence)
     assert interval is not None
-    return Shift(centre, interval.low, interval.high, len(pairs))
+    return Shift(centre, interval.low, interval.high, len(base))
 
 
 def chance(base: Floats, new: Floats, margin: float) -> Chance:
@@ -90,6 +90,18 @@ def chance(base: Floats, new: Floats, margin: float) -> Chance:
     slower = mannwhitneyu(new, base * (1 + margin), alternative="greater").pvalue
     faster = mannwhitneyu(new * (1 + margin), base, alternative="less").pvalue
     return Chance(float(slower), float(faster))
+
+
+def paired_chance(base: Floats, new: Floats, margin: float) -> Chance:
+    """The same of pairs, by one-sided sign tests: what the paired interval inverts."""
+    from scipy.stats import binomtest
+
+    slower = int((new > base * (1 + margin)).sum())
+    faster = int((new * (1 + margin) < base).sum())
+    return Chance(
+        float(binomtest(slower, len(base), alternative="greater").pvalue),
+        float(binomtest(faster, len(base), alternative="greater").pvalue),
+    )
 
 
 def adjusted(chances: Sequence[Chance]) -> list[Chance]:
@@ -103,14 +115,19 @@ def adjusted(chances: Sequence[Chance]) -> list[Chance]:
     return [Chance(float(a), float(b)) for a, b in zip(slower, faster, strict=True)]
 
 
-def judge(found: Shift | None, margin: float, swept: Chance | None = None) -> str:
+def judge(
+    found: Shift | None,
+    margin: float,
+    swept: Chance | None = None,
+    false_share: float = FALSE_SHARE,
+) -> str:
     """SLOWER, FASTER, SAME or INCONCLUSIVE. swept: adjusted, in a sweep of several cases."""
     if found is None:
         return INCONCLUSIVE
     limit = math.log1p(margin)
-    if found.low > limit and (swept is None or swept.slower <= FALSE_SHARE):
+    if found.low > limit and (swept is None or swept.slower <= false_share):
         return SLOWER
-    if found.high < -limit and (swept is None or swept.faster <= FALSE_SHARE):
+    if found.high < -limit and (swept is None or swept.faster <= false_share):
         return FASTER
     return SAME if -limit <= found.low and found.high <= limit else INCONCLUSIVE
 

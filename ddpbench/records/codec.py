@@ -6,9 +6,11 @@ import json
 import types
 import typing
 from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+hints_of = cache(typing.get_type_hints)  # it compiles every annotation: most of the time of a read
 
 
 def encode(record: Any) -> bytes:
@@ -46,7 +48,7 @@ def _value(kind: Any, data: Any, where: str) -> Any:
 
 
 def _record(kind: Any, data: dict[str, Any], where: str) -> Any:
-    hints = typing.get_type_hints(kind)
+    hints = hints_of(kind)
     absent = [f.name for f in fields(kind) if f.name not in data and f.default is MISSING
               and f.default_factory is MISSING]  # fmt: skip
     if absent:

@@ -30,9 +30,9 @@ class Case:
     async_op: bool
     issue: str  # "isolated" or "pipelined"
     start: str  # "barrier", "p2p_barrier" or "none"
-    depth: int  # operations in flight
+    depth: int  # operations in flight; 0: not told
     world_size: int
-    ranks_per_host: tuple[int, ...]
+    ranks_per_host: tuple[int, ...]  # empty: not told
     buffers: str = "torch"
     size_convention: str = "total"
     time_definition: str = "exit-entry"
@@ -88,22 +88,24 @@ class Summary:
     """What the timed repetitions of one case say; seconds of ONE operation.
 
     `median_seconds` and the percentiles are of t_max, the largest (exit - entry) of a repetition.
+    Of another tool's log `median_seconds` is what `statistic` and `rank_reduction` of its case say,
+    and what that tool does not tell is None.
     """
 
-    repetitions: int
+    repetitions: int  # 0: not told
     median_seconds: float
     interval: Interval | None
     mean_seconds: float
-    min_seconds: float
-    max_seconds: float
+    min_seconds: float | None
+    max_seconds: float | None
     percentiles_seconds: dict[str, float]  # only those whose 95 % interval exists
-    rank_mean_seconds: float  # median of the mean over ranks, as OSU prints it
-    rank_min_seconds: float  # median of the fastest rank
+    rank_mean_seconds: float | None  # median of the mean over ranks, as OSU prints it
+    rank_min_seconds: float | None  # median of the fastest rank
     skew_seconds: float | None  # median of (last entry - first entry); None without a common clock
     last_in_seconds: float | None  # median of (last exit - last entry)
     global_seconds: float | None  # median of (last exit - first entry)
-    outliers: int  # beyond 1.5 interquartile ranges; counted, never dropped
-    far_outliers: int  # beyond 3
+    outliers: int | None  # beyond 1.5 interquartile ranges; counted, never dropped
+    far_outliers: int | None  # beyond 3
     lag1: float | None  # autocorrelation of neighbouring repetitions
 
 
@@ -111,7 +113,7 @@ class Summary:
 class Wrong:
     """One rank's first wrong element."""
 
-    rank: int
+    rank: int  # -1: not told
     repetition: int  # of the timed repetitions; -1: a repetition made for the check alone
     index: int
     expected: str

@@ -47,6 +47,10 @@ PARQUET: dict[str, Any] = {
     },
 }
 
+BASELINES = Path("results/baselines")
+# Where a run is looked for by its name, in this order.
+PLACES = (Path("results"), BASELINES, Path("results/reference"))
+
 
 class InvalidRun(ValueError):
     """A stored run that cannot be read; the sentence says which and why."""
@@ -64,9 +68,7 @@ def create(folder: Path | None, run: Run, label: str) -> Path:
     Raises OSError when it cannot be written, FileExistsError when it already holds a run.
     """
     if folder is None:
-        host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
-        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-        folder = _new_folder(Path("results"), f"{stamp}-{label}-{host}")
+        folder = new_folder(label)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "run.json").exists():
@@ -75,8 +77,13 @@ def create(folder: Path | None, run: Run, label: str) -> Path:
     return folder
 
 
-def _new_folder(results: Path, name: str) -> Path:
-    """A folder nobody else has: two runs in one second get two."""
+def new_folder(label: str, results: Path = Path("results")) -> Path:
+    """A folder in results/ that nobody else has: two runs in one second get two.
+
+    Raises OSError when it cannot be made.
+    """
+    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
+    name = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{label}-{host}"
     results.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, 1000):
         folder = results / (name if attempt == 1 else f"{name}-{attempt}")
@@ -137,14 +144,14 @@ def close(folder: Path, state: str, reason: str | None, exit_code: int) -> Run:
 
 
 def find(name: str) -> Path:
-    """The folder of a run, by path, by its name in results/, or `last`.
+    """The folder of a run, by path, by its name in results/, a baseline's too, or `last`.
 
     Raises InvalidRun naming what there is.
     """
     path = Path(name)
     if path.name == "run.json":
         path = path.parent
-    for candidate in (path, Path("results") / name, Path("results") / "reference" / name):
+    for candidate in (path, *(place / name for place in PLACES)):
         if (candidate / "run.json").is_file():
             return candidate
     folders = runs()
@@ -152,14 +159,27 @@ def find(name: str) -> Path:
         return folders[-1]
     known = ", ".join(folder.name for folder in folders[-3:]) or "there is none in results/ yet"
     raise InvalidRun(
-        f"no run {name!r}: give a folder with a run.json, or a name from `list` ({known})"
+        f"no run {name!r}: give a folder with a run.json, a log, or a name from `list` ({known})"
     )
+
+
+def find_all(name: str) -> list[Path]:
+    """The run of this name, or all runs in the folder of this name. Raises InvalidRun."""
+    for folder in (Path(name), *(place / name for place in PLACES)):
+        if not (folder / "run.json").exists() and (inside := runs(folder)):
+            return inside
+    return [find(name)]
 
 
 def runs(results: Path = Path("results")) -> list[Path]:
     """The folders in results/ that hold a run, oldest first."""
     folders = (path.parent for path in results.glob("*/run.json"))
     return sorted(folders, key=lambda folder: (_started(folder), folder.name))
+
+
+def calibrations(results: Path = Path("results")) -> list[Path]:
+    """The folders that `calibrate` has made, oldest first; each holds two runs, a and b."""
+    return sorted(path.parents[1] for path in results.glob("calibrations/*/b/run.json"))
 
 
 def _started(folder: Path) -> str:

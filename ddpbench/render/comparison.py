@@ -15,15 +15,18 @@ from ddpbench.analysis.comparison import (
     Row,
     exit_code,
 )
+from ddpbench.analysis.differences import Difference
 from ddpbench.analysis.matching import AnyCase, Side, Source
 from ddpbench.analysis.stats import half_width
 from ddpbench.analysis.verdict import INCONCLUSIVE, MOST, SAME
 from ddpbench.catalog.sizes import readable
-from ddpbench.records.schema import StepCase
+from ddpbench.records.schema import Interval, StepCase
 from ddpbench.render.rows import digits
 from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 
-HEADS = ["case", "base", "95 %", "new", "95 %", "change", "95 % of it", "verdict", "why"]
+HEADS = [
+    "case", "base", "95 %", "new", "95 %", "change", "interval of it", "margin", "verdict", "why",
+]  # fmt: skip
 SHOWN = 8  # values of one difference, and cases that only one side has
 
 
@@ -34,7 +37,7 @@ def table(found: Comparison) -> str:
         "\n".join(_beside(found)),
         _table(found, [row for row in found.rows if _compared(row)], TERMINAL),
         "\n".join(_only(found)),
-        "\n".join([f"{_counted(found)}; {_margin(found)}", *_advice(found)]),
+        "\n".join([f"{_counted(found)}; {_margin(found)}", *_advice(found), _noise(found)]),
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -45,7 +48,8 @@ def markdown(found: Comparison) -> str:
     same = [row for row in rows if row.verdict == SAME]
     blocks = [
         f"**ddpbench: {_counted(found)}** ({_margin(found)})",
-        "\n".join(f"- {line}" for line in [*_advice(found), *found.notes, *_common(found)]),
+        "\n".join(f"- {line}" for line in [
+            *_advice(found), *found.notes, _noise(found), *_common(found)]),
         _table(found, [row for row in rows if row.verdict != SAME], MARKDOWN),
         _folded(f"{len(same)} SAME", _table(found, same, MARKDOWN)),
         _folded("BASE, NEW, and what differs beside", "\n".join(f"- {line}" for line in [
@@ -67,7 +71,8 @@ def as_json(found: Comparison) -> str:
     shown = {
         "base": {"name": found.base.name, "runs": [run.id for run in found.base.runs]},
         "new": {"name": found.new.name, "runs": [run.id for run in found.new.runs]},
-        "margin": found.margin,
+        "margin": found.rule.margin,
+        "calibration": found.rule.noise.name if found.rule.noise else None,
         "exit_code": exit_code(found, strict=False),
         "exit_code_strict": exit_code(found, strict=True),
         "counts": found.counts,
@@ -139,9 +144,9 @@ def _named(source: Source) -> str:
     count = max(map(backends.count, backends), default=0)
     runs = f" of {len(source.runs)} runs" if len(source.runs) > 1 else ""
     words = f"{count} launch{'es' if count != 1 else ''}"
-    started = min(run.started for run in source.runs)
+    started = min(run.started for run in source.runs)  # "": another tool's log, that does not tell
     each = " a backend" if len(set(backends)) > 1 else ""
-    return f"{source.name}   {words}{each}{runs}, from {started}"
+    return f"{source.name}   {words}{each}{runs}{f', from {started}' if started else ''}"
 
 
 def _beside(found: Comparison) -> list[str]:
@@ -149,10 +154,12 @@ def _beside(found: Comparison) -> list[str]:
 
 
 def _differences(found: Comparison) -> list[str]:
-    return [
-        f"differs: {each.name}: {_values_of(each.base)} → {_values_of(each.new)}"
-        for each in found.differences
-    ]
+    return [f"differs: {difference(each)}" for each in found.differences]
+
+
+def difference(found: Difference) -> str:
+    """What differs in two environments: "torch: 2.12.0 → 2.13.0"."""
+    return f"{found.name}: {_values_of(found.base)} → {_values_of(found.new)}"
 
 
 def _values_of(values: Sequence[str]) -> str:
@@ -181,23 +188,33 @@ def _cells(found: Comparison, row: Row) -> list[str]:
         _label(found, row),
         *_side(row, row.base),
         *_side(row, row.new),
-        _percent(shift.estimate) if shift else "-",
-        f"{_percent(shift.low)} … {_percent(shift.high)}" if shift else "-",
+        percent(shift.estimate) if shift else "-",
+        f"{percent(shift.low)} … {percent(shift.high)}" if shift else "-",
+        f"±{row.margin * 100:.1f} %" if row.margin > found.rule.margin else "",
         row.verdict,
         row.why,
     ]
 
 
 def _side(row: Row, side: Side | None) -> tuple[str, str]:
-    """A median with its unit, a DDP step's in ms; and the half-width of its interval."""
+    """A median, and the half-width of its interval."""
     if side is None:
         return "-", "-"
-    scale, unit = (1e3, "ms") if isinstance(row.case, StepCase) else (1e6, "µs")
-    width = f"±{half_width(side.interval) * 100:.1f} %" if side.interval else "-"
-    return f"{digits(side.seconds * scale)} {unit}", width
+    return time(row.case, side.seconds), width(side.interval)
 
 
-def _percent(log_ratio: float) -> str:
+def time(case: AnyCase, seconds: float) -> str:
+    """A median with its unit: a DDP step's in ms."""
+    scale, unit = (1e3, "ms") if isinstance(case, StepCase) else (1e6, "µs")
+    return f"{digits(seconds * scale)} {unit}"
+
+
+def width(interval: Interval | None) -> str:
+    """The relative half-width of an interval."""
+    return f"±{half_width(interval) * 100:.1f} %" if interval else "-"
+
+
+def percent(log_ratio: float) -> str:
     """A log ratio as a change: +12.3 %."""
     return f"{math.expm1(log_ratio) * 100:+.1f} %"
 
@@ -209,7 +226,14 @@ def _counted(found: Comparison) -> str:
 
 
 def _margin(found: Comparison) -> str:
-    return f"margin ±{found.margin * 100:g} %"
+    return f"margin ±{found.rule.margin * 100:g} %"
+
+
+def _noise(found: Comparison) -> str:
+    """Whether the machine's noise was minded; a row whose margin it is shows that margin."""
+    if found.rule.noise is None:
+        return "this machine's own noise is not known: python -m ddpbench calibrate measures it"
+    return f"margins widened to this machine's noise where that is more: {found.rule.noise.name}"
 
 
 def _advice(found: Comparison) -> list[str]:
@@ -221,7 +245,7 @@ def _advice(found: Comparison) -> list[str]:
         most = max(few)
         out.append(
             f"{len(few)} INCONCLUSIVE: needs about {most} launches a side: "
-            f"run with --launches {most}"
+            + ("give more --budget" if found.rule.paired else f"run with --launches {most}")
         )
     if len(needed) > len(few):
         out.append(
@@ -257,6 +281,7 @@ def _values(row: Row) -> dict[str, Any]:
         "change": math.expm1(row.shift.estimate) if row.shift else None,
         "change_low": math.expm1(row.shift.low) if row.shift else None,
         "change_high": math.expm1(row.shift.high) if row.shift else None,
+        "margin": row.margin or None,
         "launches_needed": row.needed,
         "why": row.why,
     }

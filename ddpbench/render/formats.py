@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpbench.records import codec
 from ddpbench.records.schema import Run
-from ddpbench.render import rows
+from ddpbench.render import prometheus, pyperf, rows
 from ddpbench.render.steps import STEP_COLUMNS
 from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 
@@ -52,7 +52,10 @@ FORMATS: dict[str, Callable[[Run, Columns, bool], str]] = {
     "csv": csv,
     "json": json,
     "markdown": markdown,
+    "pyperf": pyperf.suite,
+    "prometheus": prometheus.exposition,
 }
+WITHOUT_COLUMNS = ("pyperf", "prometheus")
 
 
 def _values(run: Run, columns: Columns) -> tuple[list[str], list[list[Any]]]:

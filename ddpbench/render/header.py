@@ -23,6 +23,14 @@ def header(run: Run) -> list[str]:
     plan = run.plan
     backends = [launch.backend for launch in launches]
     many = max(map(backends.count, backends))
+    repeats = (
+        f"launches  {many} a backend; the interval is "
+        + ("within this launch" if many < 2 else "over launches")
+        + (f", and needs {stats.FEWEST} launches" if 1 < many < stats.FEWEST else "")
+    )
+    if "tool" in facts:
+        alone = "launches  1 a backend; of one launch there is no interval"
+        return [*_of_another_tool(run, facts["tool"]), alone if many < 2 else repeats]
     shown = [
         f"ddpbench {run.command}   {run.id}",
         f"where     {_where(launches[0])}",
@@ -34,11 +42,25 @@ def header(run: Run) -> list[str]:
         shown.append(f"{launch.backend:<9} {launch.library}{provider}, {launch.launcher}")
     shown += [
         f"how       {_how_steps(run) if of_steps(run) else _how_calls(run)}; seed {plan.seed}",
-        f"launches  {many} a backend; the interval is "
-        + ("within this launch" if many < 2 else "over launches")
-        + (f", and needs {stats.FEWEST} launches" if 1 < many < stats.FEWEST else ""),
+        repeats,
     ]
     return shown
+
+
+def _of_another_tool(run: Run, tool: str) -> list[str]:
+    """The same of what was read from the log of another tool, which tells less."""
+    launch, case = run.launches[0], run.results[0].case
+    ranks, gpu = _ranks(launch), next((r.get("gpu_name") for r in launch.ranks), None)
+    over = case.rank_reduction + ("" if case.rank_reduction == "rank 0" else " over ranks")
+    depth = f", {case.depth or 'unknown'} in flight" if case.issue == "pipelined" else ""
+    return [
+        f"{tool}   {run.id}",
+        f"where     {ranks}; {gpu or 'nothing is told of the machine'}",
+        f"{launch.backend:<9} {launch.library}",
+        f"how       {case.issue}{depth}, start {case.start}; {case.statistic} over calls, "
+        f"{over}, of {case.time_definition} ({case.clock} clock); "
+        f"checks {'on' if run.plan.check else 'off'}",
+    ]
 
 
 def of_steps(run: Run) -> bool:
@@ -86,17 +108,22 @@ def verified(every: int) -> str:
 
 def _where(launch: Launch) -> str:
     facts = launch.facts
+    machine = f"{facts.get('cpu_model') or 'CPU'}, {facts.get('cores_logical')} cores"
+    gpu = next((r.get("gpu_name") for r in launch.ranks if r.get("gpu_name")), None)
+    if gpu:
+        machine += f"; {gpu}"
+    return f"{_ranks(launch)}; {machine}"
+
+
+def _ranks(launch: Launch) -> str:
+    """How many, and how many where."""
     hosts: dict[str, int] = {}
     for rank in launch.ranks:
         hosts[str(rank.get("hostname"))] = hosts.get(str(rank.get("hostname")), 0) + 1
     placed = ", ".join(f"{count} on {host}" for host, count in list(hosts.items())[:8])
     more = f" and {len(hosts) - 8} more hosts" if len(hosts) > 8 else ""
-    machine = f"{facts.get('cpu_model') or 'CPU'}, {facts.get('cores_logical')} cores"
-    gpu = next((r.get("gpu_name") for r in launch.ranks if r.get("gpu_name")), None)
-    if gpu:
-        machine += f"; {gpu}"
     ranks = "1 rank" if launch.world_size == 1 else f"{launch.world_size} ranks"
-    return f"{ranks}: {placed}{more}; {machine}"
+    return f"{ranks}: {placed or 'on unknown hosts'}{more}"
 
 
 def partial(run: Run) -> list[str]:
@@ -159,8 +186,10 @@ def skipped(shown: list[Line]) -> list[str]:
 
 def legend(shown: list[Line], columns: list[str], starred: bool) -> list[str]:
     """What is not obvious in the columns that were printed."""
+    statistic = shown[0].case.statistic if shown else "median"
     known = {
-        "time": "time µs: of one call, median over repetitions; 95 %: half-width of its interval",
+        "time": f"time µs: of one call, {statistic} over repetitions; 95 %: half-width of its "
+        "interval",
         "p99": "p99: where at least 368 repetitions give it an interval of its own",
         "skew": "skew µs: last rank's entry - first's, median",
         "busbw": "algbw = size / time; busbw = algbw × the operation's bus factor (nccl-tests); "

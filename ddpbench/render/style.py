@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 WORDS = (
     "backend", "flags", "check", "part of a step", "parameters", "replicas",
-    "case", "verdict", "why",
+    "case", "verdict", "why", "date", "run", "of the longest", "changed to",
 )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ class Refused(Exception):
 class Placement:
     """One rank's place, as its launcher tells it."""
 
-    launcher: str  # "torchrun", "mpirun" or "srun"
+    launcher: str  # "ddpbench", "torchrun", "mpirun" or "srun"
     rank: int
     world_size: int
     local_rank: int
@@ -45,6 +45,13 @@ class Placement:
 # launcher → variables of rank, world size, local rank, local world size; the first whose rank
 # is set wins: a launcher started inside another's allocation is the nearer one.
 _VARIABLES = (
+    (
+        "ddpbench",
+        "DDPBENCH_RANK",
+        "DDPBENCH_WORLD_SIZE",
+        "DDPBENCH_LOCAL_RANK",
+        "DDPBENCH_LOCAL_WORLD_SIZE",
+    ),  # forked
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     (
         "mpirun",  # Open MPI

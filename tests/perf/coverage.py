@@ -64,8 +64,7 @@ def coverage(trials: int) -> None:
         return found is not None and found.low <= math.log(1.1) <= found.high
 
     def paired(draw: np.random.Generator, launches: int) -> bool:
-        each = zip(medians(draw, launches), medians(draw, launches) * 1.1, strict=True)
-        found = verdict.paired_shift(list(each))
+        found = verdict.paired_shift(medians(draw, launches), medians(draw, launches) * 1.1)
         return found is not None and found.low <= math.log(1.1) <= found.high
 
     print("the 95 % interval holds the truth in")
@@ -135,7 +134,7 @@ def drift(trials: int) -> None:
         return verdict.shift(*blocks(draw, launches).T)
 
     def pairs(draw: np.random.Generator, launches: int) -> Shift | None:
-        return verdict.paired_shift([(a, b) for a, b in blocks(draw, launches)])
+        return verdict.paired_shift(*blocks(draw, launches).T)
 
     ways = {"all of BASE, then all of NEW": one_after_the_other, "by turns": by_turns,
             "by turns, judged as pairs": pairs}  # fmt: skip

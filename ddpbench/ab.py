@@ -1,0 +1,109 @@
+"""Two variants of one measurement, launch by launch in turns, until the verdict is settled.
+
+python -m ddpbench ab --a "OMP_NUM_THREADS=1" --b "OMP_NUM_THREADS=2" ddp --workload mlp
+python -m ddpbench ab --a "" --b "--python /new/bin/python" collectives --sizes 4K,1M
+python -m ddpbench ab --a "--bucket-cap-mb 25" --b "--bucket-cap-mb 100" ddp -n 4
+
+A variant: NAME=VALUE words for its environment, --python PATH for another Python environment (this
+ddpbench, its torch), and options of its own. Launches come in randomised blocks of one each; after
+6, 12, 24 and 48 blocks the pairs are judged, with intervals of 96.8, 99, 99.5 and 99.75 %, so that
+looking several times costs no more than 5 % false verdicts in all. Stored in results/…-ab-…/a and
+/b, two ordinary runs. Exit codes as those of `compare`, with a as BASE and b as NEW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddpbench import compare, interleaved, options
+from ddpbench.interleaved import Side, Variant
+from ddpbench.records import store
+
+HELP = "two variants (options, environment, Python), by turns, until the verdict is settled"
+# Blocks, and the confidence of the look after them: 3.2 + 1 + 0.5 + 0.25 % false verdicts at most.
+# After the first only what cannot be compared is seen.
+LOOKS = ((1, 0.95), (6, 0.968), (12, 0.99), (24, 0.995), (48, 0.9975))
+ALWAYS = 6  # blocks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this command; imports no torch."""
+    what = "NAME=VALUE …, --python PATH, and options of its own"
+    parser.add_argument("--a", required=True, metavar="VARIANT", help=what)
+    parser.add_argument("--b", required=True, metavar="VARIANT", help="likewise")
+    parser.add_argument(
+        "--budget",
+        type=options.positive,
+        default=900.0,
+        metavar="SECONDS",
+        help=f"blocks that would end later are not begun; {ALWAYS} always are; default 900",
+    )
+    compare.add_judging(parser)
+    interleaved.add_measured(parser, "results/")
+
+
+def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    """Measure both, print the comparison, answer with its exit code.
+
+    Raises Refused for a request that is wrong, InvalidRun where nothing was measured.
+    """
+    namespace.words = namespace.words or ["collectives"]
+    variants = [interleaved.variant(name, getattr(namespace, name)) for name in ("a", "b")]
+    folder = interleaved.prepared(namespace, variants, Path("results"), "ab")
+    code, confidence = _measure(namespace, variants, folder)
+
+    from ddpbench.analysis.comparison import Rule
+    from ddpbench.analysis.matching import Source
+    from ddpbench.render import comparison as render
+
+    left, right = (
+        Source(f"{each.name}: {each}", (store.read(folder / each.name),)) for each in variants
+    )
+    rule = Rule(namespace.margin / 100, compare.calibrated(right.runs), True, confidence)
+    found = compare.compared(left, right, rule, namespace.only)
+    store.put(folder / "comparison.json", render.as_json(found).encode())
+    store.put(folder / "comparison.txt", render.table(found).encode())
+    verdict = compare.show(found, namespace)
+    sys.stderr.write(f"ddpbench: stored in {folder}\n")
+    return code or verdict
+
+
+def _measure(
+    namespace: argparse.Namespace, variants: Sequence[Variant], folder: Path
+) -> tuple[int, float]:
+    """Blocks of launches until the verdicts are settled or the budget would be passed; an exit code
+    if something went wrong, and the confidence that belongs to so many looks."""
+    order, began, done = random.Random(namespace.seed), time.monotonic(), 0
+    confidence = LOOKS[0][1]
+    try:
+        with interleaved.sides(variants, namespace, folder, LOOKS[-1][0]) as sides:
+            for blocks, level in LOOKS:
+                spent = time.monotonic() - began
+                if done >= ALWAYS and spent * blocks / done > namespace.budget:
+                    break
+                for number in range(done, blocks):
+                    interleaved.tell(f"block {number + 1}, judged after {blocks}")
+                    if (code := interleaved.block(sides, order)) != 0:
+                        return code, confidence
+                done, confidence = blocks, level
+                if _settled(sides, namespace, confidence):
+                    break
+    except KeyboardInterrupt:
+        return 130, confidence
+    return 0, confidence
+
+
+def _settled(sides: Sequence[Side], namespace: argparse.Namespace, confidence: float) -> bool:
+    """Whether no case is left open."""
+    from ddpbench.analysis.comparison import Rule
+    from ddpbench.analysis.matching import Source
+    from ddpbench.analysis.verdict import INCONCLUSIVE
+
+    left, right = (Source(side.variant.name, (side.run(),)) for side in sides)
+    rule = Rule(namespace.margin / 100, compare.calibrated(right.runs), True, confidence)
+    return INCONCLUSIVE not in compare.compared(left, right, rule, namespace.only).counts

@@ -1,0 +1,92 @@
+"""What identical code on one machine differs by: the margin below which nothing can be claimed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ddpbench.analysis import matching, verdict
+from ddpbench.analysis.matching import AnyCase, Source
+from ddpbench.analysis.verdict import FEWEST, Floats
+from ddpbench.records.schema import Run
+
+COMPARISONS = 300  # of identical launches, drawn for one margin
+PERCENTILE = 95
+MOST = 48  # launches a side that are drawn; beyond, margins shrink with their root
+STEPS = (6, 8, 12, 16, 24, 32, 48)  # launches a side that are proposed
+# What makes machines alike: noise is a matter of hardware and load, not of a name.
+MACHINE = ("cpu_model", "cores_logical", "cores_physical", "virtual_machine", "container")
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What a calibration knows of a machine."""
+
+    name: str
+    medians: dict[AnyCase, Floats]  # float64[launch], seconds, of identical code
+
+    def margin(self, case: AnyCase, launches: int) -> float:
+        """As `margin` below; 0 for a case that was not calibrated."""
+        return margin(self.medians[case], launches) if case in self.medians else 0.0
+
+
+def noise(name: str, runs: Iterable[Run]) -> Noise:
+    """That of all launches of these runs together. Raises ValueError as matching.found."""
+    cases = matching.found(Source(name, tuple(runs)), lambda case: True)
+    known = {case: np.array(f.side.medians) for case, f in cases.items() if f.side is not None}
+    return Noise(name, known)
+
+
+def spread(times: Floats) -> float:
+    """How much launches vary: a robust standard deviation of log medians (1.4826 × the MAD)."""
+    logs = np.log(times)
+    return float(1.4826 * np.median(abs(logs - np.median(logs))))
+
+
+def margin(times: Floats, launches: int) -> float:
+    """The least change that `launches` a side can tell from none, as a fraction; 0: not known.
+
+    times: float64[launch], seconds, of identical code. Of comparisons between launches drawn from
+    these, both sides alike, 95 % have their whole interval within it: at this margin identical
+    code is called SAME.
+    """
+    if len(times) < FEWEST or launches < FEWEST:
+        return 0.0
+    return _margin(tuple(times), min(launches, MOST)) * math.sqrt(min(launches, MOST) / launches)
+
+
+@lru_cache(maxsize=4096)
+def _margin(times: tuple[float, ...], launches: int) -> float:
+    draw = np.random.default_rng(0)
+    reach = []
+    for _ in range(COMPARISONS):
+        base, new = draw.choice(times, (2, launches))
+        found = verdict.shift(base, new)
+        assert found is not None
+        reach.append(max(-found.low, found.high))
+    return math.expm1(float(np.percentile(reach, PERCENTILE)))
+
+
+def launches_for(times: Floats, wanted: float) -> int | None:
+    """Of STEPS the fewest launches a side for this margin; None: more than the last."""
+    return next((n for n in STEPS if margin(times, n) <= wanted), None)
+
+
+def machine(run: Run) -> tuple[str, ...]:
+    """What this run's machine is, as far as noise goes; empty where it is not known."""
+    if not run.launches:
+        return ()
+    launch = run.launches[0]
+    gpus = sorted({str(rank.get("gpu_name")) for rank in launch.ranks})
+    return (*(str(launch.facts.get(name)) for name in MACHINE), *gpus)
+
+
+def serves(calibration: Run, run: Run) -> bool:
+    """Whether what was calibrated holds for a run: on a machine alike, measured no longer."""
+    alike = bool(calibration.launches) and machine(calibration) == machine(run)
+    plan, other = calibration.plan, run.plan
+    return alike and plan.slice_seconds <= other.slice_seconds and plan.precision >= other.precision

@@ -1,0 +1,296 @@
+"""Runs to compare with later: plain folders in results/baselines/ that can be committed.
+
+python -m ddpbench baseline save before                    the last run; or a folder of runs, pooled
+python -m ddpbench baseline list
+python -m ddpbench baseline check before                   measure again as then, and compare
+python -m ddpbench baseline check before last --margin 5   compare with a stored run
+
+Measure what you save with --launches 6 or more. A check takes the options of `compare`, and ends
+with its exit codes; where the measuring fails, with those of the measuring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ddpbench import compare, options, session
+from ddpbench.analysis.differences import differences, other_machine
+from ddpbench.records import store
+from ddpbench.records.schema import Run
+from ddpbench.records.store import BASELINES, InvalidRun
+from ddpbench.runtime import launch
+from ddpbench.runtime.launch import Refused
+
+HELP = "save a run to compare with later; measure again and compare"
+FEWEST = 6  # launches; of analysis.stats, which loads numpy
+FILES = ("run.json", "table.csv", "table.txt")
+SAMPLES = "samples.parquet"
+# Options of a measuring command that a new measurement sets itself.
+RESET = ("-n", "--nproc", "--launches", "--output")
+
+Measure = Callable[[Sequence[str]], int]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this command; imports no torch."""
+    actions = parser.add_subparsers(dest="action", metavar="save|list|check", required=True)
+    save = actions.add_parser("save", help="copy a run", description="Copy a run.")
+    save.add_argument("name", metavar="NAME", help="of the baseline")
+    save.add_argument("run", metavar="RUN", nargs="?", default="last",
+                      help=f"{compare.WHERE}; default last")  # fmt: skip
+    save.add_argument("--replace", action="store_true", help="the baseline of this name")
+    save.add_argument("--samples", action="store_true", help="keep the raw samples too")
+    actions.add_parser("list", help="the baselines", description="The baselines.")
+    check = actions.add_parser(
+        "check", help="compare with a baseline", description="Compare with a baseline."
+    )
+    check.add_argument("name", metavar="NAME", help="of the baseline")
+    check.add_argument("new", metavar="NEW", nargs="?",
+                       help=f"{compare.WHERE}; default: it is measured now, as then")  # fmt: skip
+    compare.add_judging(check)
+
+
+def run(namespace: argparse.Namespace, words: Sequence[str], measure: Measure) -> int:
+    """Do one of the actions; its exit code.
+
+    measure: runs the words of a measuring command, and gives its exit code. Raises Refused for a
+    request that is wrong, InvalidRun for stored data that are.
+    """
+    if namespace.action == "list":
+        return _list()
+    if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", namespace.name) or namespace.name == "last":
+        raise Refused(
+            f"{namespace.name!r} is no name for a baseline: write letters, digits and . _ + -, "
+            "a letter or a digit first; `last` is taken"
+        )
+    return _save(namespace) if namespace.action == "save" else _check(namespace, measure)
+
+
+# --- save -----------------------------------------------------------------------------------------
+
+
+def _save(namespace: argparse.Namespace) -> int:
+    target = BASELINES / namespace.name
+    if target.exists() and not namespace.replace:
+        raise Refused(f"there is a baseline {namespace.name} already: replace it with --replace, "
+                      "or give another name")  # fmt: skip
+    folders = store.find_all(namespace.run)
+    runs = compare.read(folders)
+    name = runs[0].id if len(runs) == 1 else namespace.run
+    fewest = _require_sound(name, runs)
+    if fewest < FEWEST:
+        sys.stderr.write(
+            f"ddpbench: {name} has {_many(fewest, 'launch', 'es')} of a case, too few "
+            f"to tell a change from luck, which takes {FEWEST}: {_advice(runs)}\n"
+        )
+    try:
+        nbytes = _copy(folders, target, (*FILES, SAMPLES) if namespace.samples else FILES)
+    except OSError as error:
+        raise Refused(f"{target} cannot be written ({error.strerror})") from None
+    sys.stdout.write(
+        f"saved {target} ({_size(nbytes)}): "
+        f"{_many(len(runs), 'run')}, {_many(fewest, 'launch', 'es')} of each case\n"
+    )
+    left = sum(each.stat().st_size for folder in folders for each in folder.glob(SAMPLES))
+    if left and not namespace.samples:
+        sys.stdout.write(f"without the raw samples, {_size(left)}: --samples keeps them\n")
+    return 0
+
+
+def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
+    """The launches of the case that has fewest. Raises InvalidRun where one of the runs is not
+    complete, or a result is not to be used."""
+    for run in runs:
+        if run.state != "complete":
+            raise InvalidRun(f"{run.id} is {run.state}, and no baseline: {_advice([run])}")
+    from ddpbench.analysis import matching  # loads numpy
+    from ddpbench.render.comparison import label
+
+    try:
+        found = matching.found(matching.Source(name, runs), lambda case: True)
+    except ValueError as error:
+        raise InvalidRun(str(error)) from None
+    for case, each in found.items():
+        if each.fault is not None:
+            raise InvalidRun(
+                f"{name} is no baseline: {label(case)}: {each.fault}; find out why before you "
+                "measure it again"
+            )
+    sides = [each.side for each in found.values() if each.side is not None]
+    if not sides:
+        raise InvalidRun(f"{name} is no baseline: it holds no case that was measured")
+    return min(len(side.medians) for side in sides)
+
+
+def _copy(folders: Sequence[Path], target: Path, names: Sequence[str]) -> int:
+    """Copy these files of the runs, each into a folder of its own where there are several; their
+    bytes. What the target held goes when all is copied."""
+    fresh = target.with_name(f".{target.name}.{os.getpid()}")
+    nbytes = 0
+    try:
+        for folder in folders:
+            place = fresh / folder.name if len(folders) > 1 else fresh
+            place.mkdir(parents=True)
+            for name in names:
+                if (folder / name).exists():
+                    nbytes += Path(shutil.copyfile(folder / name, place / name)).stat().st_size
+        if target.exists():
+            shutil.rmtree(target)
+        fresh.rename(target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return nbytes
+
+
+# --- list -----------------------------------------------------------------------------------------
+
+
+def _list() -> int:
+    from tabulate import tabulate
+
+    rows = [row for folder in sorted(BASELINES.glob("[!.]*")) for row in _listed(folder)]
+    if not rows:
+        sys.stderr.write(f"ddpbench: no baselines in {BASELINES}/\n")
+        return 0
+    heads = ["baseline", "command", "of", "backends", "launches", "torch", "measured", "on"]
+    sys.stdout.write(tabulate(rows, heads, disable_numparse=True) + "\n")
+    return 0
+
+
+def _listed(folder: Path) -> Iterator[list[str]]:
+    try:
+        runs = [store.read(each) for each in store.find_all(str(folder))]
+    except InvalidRun as error:
+        sys.stderr.write(f"ddpbench: {error}\n")
+        return
+    first, launches = runs[0], [launch for run in runs for launch in run.launches]
+    facts = launches[0].facts if launches else {}
+    hosts = dict.fromkeys(str(rank.get("hostname")) for each in launches for rank in each.ranks)
+    yield [
+        folder.name,
+        first.command,
+        ",".join(first.operations[:3]) + (",…" if len(first.operations) > 3 else ""),
+        ",".join(dict.fromkeys(launch.backend for launch in launches)),
+        str(_launches(runs)),
+        str(facts.get("torch")),
+        first.started.replace("T", " ")[:16],
+        f"{','.join(hosts)}: {facts.get('cpu_model')}, {facts.get('cores_logical')} cores",
+    ]
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+def _check(namespace: argparse.Namespace, measure: Measure) -> int:
+    folder = BASELINES / namespace.name
+    if not folder.is_dir():
+        known = sorted(each.name for each in BASELINES.glob("[!.]*"))
+        raise Refused(
+            f"no baseline {namespace.name}{options.did_you_mean(namespace.name, known)} "
+            f"(there are: {', '.join(known) or 'none, save one with baseline save NAME RUN'})"
+        )
+    base = compare.read(store.find_all(str(folder)))
+    name = namespace.new
+    if name is None:
+        if launch.placement() is not None:
+            raise Refused("a check without NEW starts its own ranks: type it without a launcher")
+        words = _again(base, _launches(base))
+        try:
+            target = store.new_folder(f"{base[0].command}-check-{namespace.name}")
+        except OSError as error:
+            raise Refused(session.cannot_write(error)) from None
+        code = _measure([*words, "--output", str(target)], measure, target)
+        if code not in (0, 1, 4):  # those of a complete run, be its findings as bad as they may
+            return code
+        name = str(target)
+    new = compare.read(store.find_all(name))
+    notes = tuple(_other_machine(namespace.name, base, new))
+    if namespace.format == "csv":  # which has no place for them
+        sys.stderr.writelines(f"ddpbench: {note}\n" for note in notes)
+    return compare.judge([f"baseline {namespace.name}", name], [base, new], namespace, notes)
+
+
+def _measure(words: Sequence[str], measure: Measure, target: Path) -> int:
+    """Measure; the tables go to stderr: stdout is the comparison's. A folder left empty goes."""
+    sys.stderr.write(f"ddpbench: measuring again: {_typed(words)}\n")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return measure(words)
+    finally:
+        with contextlib.suppress(OSError):
+            target.rmdir()
+
+
+def _again(runs: Sequence[Run], launches: int) -> list[str]:
+    """The words that measure on this host what a run has measured, in so many launches.
+
+    Raises Refused where there are none.
+    """
+    run = runs[0]
+    hosts = {str(rank.get("hostname")) for each in run.launches for rank in each.ranks}
+    if run.command_line[:1] != ("ddpbench",) or not run.launches:
+        raise Refused(f"{run.id} tells no command that measures it again: do it as it was done, "
+                      "then compare with that run by its name")  # fmt: skip
+    if len(hosts) > 1:
+        raise Refused(
+            f"{run.id} was measured on {len(hosts)} hosts ({', '.join(sorted(hosts))}), to be "
+            "started by their launcher: do so again, then compare with that run by its name"
+        )
+    kept, rest = [], iter(run.command_line[1:])
+    for word in rest:
+        option, equals, _ = word.partition("=")
+        if option in RESET:
+            if not equals:
+                next(rest, None)  # its value
+        elif not re.fullmatch(r"-n\d+", word):
+            kept.append(word)
+    return [*kept, "-n", str(run.launches[0].world_size), "--launches", str(launches)]
+
+
+def _advice(runs: Sequence[Run]) -> str:
+    """How to measure them with enough launches."""
+    try:
+        return f"measure again: {_typed(_again(runs, FEWEST))}"
+    except Refused:
+        return f"measure again with {FEWEST} launches, as it was measured"
+
+
+def _launches(runs: Sequence[Run]) -> int:
+    """How many a backend has, over all runs."""
+    counted = Counter(launch.backend for run in runs for launch in run.launches)
+    return max(counted.values(), default=0)
+
+
+def _other_machine(name: str, base: Sequence[Run], new: Sequence[Run]) -> Iterator[str]:
+    """The warning, where there is reason for one."""
+    found = other_machine(differences(base, new))
+    said = ", ".join(f"{d.name} {' and '.join(d.base)} → {' and '.join(d.new)}" for d in found)
+    if [each.name for each in found] == ["hostname"]:
+        yield (f"perhaps ANOTHER MACHINE than that of baseline {name} ({said}): if it is one, "
+               "nothing follows from this comparison")  # fmt: skip
+    elif found:
+        yield (
+            f"ANOTHER MACHINE than that of baseline {name} ({said}): it guards nothing here; save "
+            "one that was measured on this machine, under another name"
+        )
+
+
+def _typed(words: Sequence[str]) -> str:
+    return shlex.join(["python", "-m", "ddpbench", *words])
+
+
+def _many(count: int, word: str, plural: str = "s") -> str:
+    return f"{count} {word}{'' if count == 1 else plural}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.0f} kB"

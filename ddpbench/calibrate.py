@@ -1,0 +1,82 @@
+"""This machine's own noise: identical code against itself, and what can be claimed beside it.
+
+python -m ddpbench calibrate                                      gloo, 2 ranks: about 2 minutes
+python -m ddpbench calibrate --launches 24 collectives -n 4 --op all_reduce --sizes 4K,1M
+python -m ddpbench calibrate ddp --workload mlp --width 256
+
+Stored in results/calibrations/; `compare`, `ab` and `baseline check` find it there, and claim no
+change of a case below what identical code shows on a machine like this one. It serves what is
+measured as long (--slice) or longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddpbench import compare, interleaved, options
+from ddpbench.interleaved import Variant
+from ddpbench.records import store
+from ddpbench.records.store import InvalidRun
+
+HELP = "this machine's noise: the margin below which nothing can be claimed"
+LAUNCHES = 12  # a side
+FORMATS = ("table", "csv", "json")  # of render.calibration, which loads numpy
+USUAL = (
+    "collectives", "--device", "cpu", "--backend", "gloo", "-n", "2",
+    "--op", "all_reduce,all_gather,broadcast", "--sizes", "4K,1M", "--slice", "0.5",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this command; imports no torch."""
+    parser.add_argument(
+        "--launches",
+        type=options.whole(6),
+        default=LAUNCHES,
+        metavar="R",
+        help=f"of each of the two sides, which are alike; default {LAUNCHES}",
+    )
+    parser.add_argument(
+        "--margin",
+        type=options.positive,
+        default=compare.MARGIN_PERCENT,
+        metavar="PERCENT",
+        help="a change that you want to be told, for which the launches are shown that it needs; "
+        f"default {compare.MARGIN_PERCENT:g}",
+    )
+    parser.add_argument("--format", choices=FORMATS, default="table", help="default table")
+    interleaved.add_measured(parser, "results/calibrations/")
+
+
+def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    """Measure, store, print.
+
+    Raises Refused for a request that is wrong, InvalidRun where nothing was measured.
+    """
+    namespace.words = namespace.words or list(USUAL)
+    alike = [Variant(name, sys.executable, {}, ()) for name in ("a", "b")]
+    folder = interleaved.prepared(namespace, alike, Path("results/calibrations"), "calibration")
+    order, code = random.Random(namespace.seed), 0
+    try:
+        with interleaved.sides(alike, namespace, folder, namespace.launches) as sides:
+            for number in range(namespace.launches):
+                interleaved.tell(f"block {number + 1} of {namespace.launches}")
+                if (code := interleaved.block(sides, order)) != 0:
+                    break
+    except KeyboardInterrupt:
+        code = 130
+
+    from ddpbench.analysis import noise
+    from ddpbench.render import calibration as render
+
+    runs = [store.read(folder / each.name) for each in alike]
+    found = noise.noise(folder.name, runs)
+    if not found.medians:
+        raise InvalidRun(f"{folder} holds no case that was measured")
+    sys.stdout.write(render.FORMATS[namespace.format](found, runs, namespace.margin / 100))
+    sys.stderr.write(f"ddpbench: stored in {folder}\n")
+    return code

@@ -1,0 +1,1 @@
+"""Other tools' logs as runs: one entry of sources.READERS adds a tool. No torch."""

@@ -1,0 +1,166 @@
+"""What another tool's log says, as a run: each start of the tool is a launch.
+
+The cases carry the tool's own identity (its definition of a time, its statistic, its reduction over
+ranks), so that its figures are compared with its own only.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpbench.catalog.operations import OPERATIONS
+from ddpbench.records.schema import (
+    Case,
+    Finding,
+    Launch,
+    Plan,
+    Result,
+    Run,
+    Summary,
+    Wrong,
+)
+
+INSTANT = "the log says 0: less than it can print"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case as the tool printed it; seconds of one call."""
+
+    case: Case
+    seconds: float  # the tool's mean; 0: less than it can print
+    calls: int  # of which it is the mean; 0: not told
+    rank_min_seconds: float | None = None
+    checked: bool = False
+    wrong: str | None = None  # what the tool says of it where its check failed
+
+
+@dataclass(frozen=True)
+class Section:
+    """What one start of the tool printed."""
+
+    library: str
+    rows: tuple[Row, ...]
+    ranks: tuple[dict[str, Any], ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+    started: str = ""
+    notes: tuple[str, ...] = ()  # what had to be assumed or converted
+
+
+def as_run(name: str, tool: str, sections: Sequence[Section]) -> Run:
+    """The run in a log of this name. Sections that measured the same case are different launches,
+    sections of different cases may be one."""
+    numbers = _numbers(sections)
+    firsts = dict(reversed([*zip(numbers, sections, strict=True)]))
+    results = [
+        result
+        for number, section in zip(numbers, sections, strict=True)
+        for result in _results(section, number)
+    ]
+    first = results[0].case
+    notes = dict.fromkeys(note for section in sections for note in section.notes)
+    return Run(
+        id=name,
+        command=tool,
+        command_line=(),
+        plan=Plan(
+            issue=first.issue,
+            start=first.start,
+            depth=first.depth,
+            check=any(result.checks for result in results),
+        ),
+        started=min(section.started for section in sections),
+        state="complete",
+        operations=tuple(dict.fromkeys(result.case.operation for result in results)),
+        backends=(first.backend,),
+        launches=tuple(_launch(number, firsts[number]) for number in sorted(firsts)),
+        results=tuple(results),
+        findings=(*_wrong(results), *(Finding("note", "another-tool", note) for note in notes)),
+    )
+
+
+def _numbers(sections: Sequence[Section]) -> list[int]:
+    """The launch of each section: how many before it measured a case of its own."""
+    seen: dict[Case, int] = {}
+    numbers = []
+    for section in sections:
+        cases = {row.case for row in section.rows}
+        numbers.append(max(seen.get(case, 0) for case in cases))
+        seen.update(dict.fromkeys(cases, numbers[-1] + 1))
+    return numbers
+
+
+def _launch(number: int, section: Section) -> Launch:
+    case = section.rows[0].case
+    return Launch(
+        index=number,
+        backend=case.backend,
+        provider=case.provider,
+        library=section.library,
+        launcher="not told",
+        world_size=case.world_size,
+        facts=section.facts,
+        ranks=section.ranks,
+        started=section.started,
+    )
+
+
+def _results(section: Section, launch: int) -> Iterator[Result]:
+    """One result a case; the cycles of a tool that measures all sizes several times are one."""
+    by_case: dict[Case, list[Row]] = {}
+    for row in section.rows:
+        by_case.setdefault(row.case, []).append(row)
+    for case, rows in by_case.items():
+        seconds = statistics.fmean(row.seconds for row in rows)
+        operation = OPERATIONS.get(case.operation)
+        said = next((row.wrong for row in rows if row.wrong is not None), None)
+        yield Result(
+            case=case,
+            launch=launch,
+            bus_factor=operation.bus_factor(case.world_size) if operation else 1.0,
+            least_nbytes=operation.least_nbytes(case) if operation else float(case.nbytes),
+            requested_nbytes=case.nbytes,
+            reason=None if seconds else INSTANT,
+            summary=_summary(rows, seconds) if seconds else None,
+            checks=sum(row.checked for row in rows),
+            wrong=() if said is None else (Wrong(-1, -1, -1, "right elements", said),),
+        )
+
+
+def _summary(rows: Sequence[Row], seconds: float) -> Summary:
+    """The tool's mean stands as the time; what it does not tell is None."""
+    fastest = [row.rank_min_seconds for row in rows if row.rank_min_seconds is not None]
+    return Summary(
+        repetitions=sum(row.calls for row in rows),
+        median_seconds=seconds,
+        interval=None,
+        mean_seconds=seconds,
+        min_seconds=None,
+        max_seconds=None,
+        percentiles_seconds={},
+        rank_mean_seconds=seconds if rows[0].case.rank_reduction == "mean" else None,
+        rank_min_seconds=statistics.fmean(fastest) if fastest else None,
+        skew_seconds=None,
+        last_in_seconds=None,
+        global_seconds=None,
+        outliers=None,
+        far_outliers=None,
+        lag1=None,
+    )
+
+
+def _wrong(results: Sequence[Result]) -> Iterator[Finding]:
+    for result in results:
+        for wrong in result.wrong:
+            case = result.case
+            yield Finding(
+                "error",
+                "wrong-result",
+                f"{case.operation} on {case.backend}, {case.nbytes} bytes of {case.dtype}, "
+                f"{'in' if case.in_place else 'out of'} place: the log tells of {wrong.got}",
+                "do not train on this set-up; run the tool again to see whether it stays",
+                {"operation": case.operation, "nbytes": case.nbytes},
+            )

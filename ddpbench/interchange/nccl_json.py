@@ -1,0 +1,126 @@
+"""The JSON that nccl-tests writes with -J: the same figures, with the whole command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ddpbench.interchange.log import Section
+from ddpbench.interchange.nccl_tests import AVERAGES, ISSUES, Setup, dotted, figure, program
+from ddpbench.records import codec
+from ddpbench.runtime.environment import allowed_variables
+
+
+@dataclass(frozen=True)
+class _Side:
+    time: float | None = None
+    cpu_time: float | None = None
+    nwrong: float | None = None
+
+
+@dataclass(frozen=True)
+class _Result:
+    size: int
+    count: int
+    type: str
+    redop: str
+    root: str
+    out_of_place: _Side | None = None
+    in_place: _Side | None = None
+
+
+@dataclass(frozen=True)
+class _Device:  # the first of each process
+    hostname: str
+    device_info: str
+    group: int = 0
+
+
+@dataclass(frozen=True)
+class _Config:
+    nthreads: int
+    ngpus: int
+    iterations: int
+    devices: tuple[_Device, ...]
+    aggregated_iterations: int = 1
+    graph: int = 0
+
+
+@dataclass(frozen=True)
+class _File:
+    args: tuple[str, ...]
+    config: _Config
+    results: tuple[_Result, ...]
+    end_time: str
+    start_time: str = ""
+    nccl_version: int = 0
+    env: tuple[str, ...] = ()
+
+
+def is_one(text: str) -> bool:
+    """Whether this is what a test writes with -J."""
+    return text.lstrip().startswith("{") and '"args"' in text and "_perf" in text
+
+
+def read(path: Path, text: str) -> tuple[str, list[Section]]:
+    """The tool and its one section. Raises ValueError with one sentence."""
+    data = codec.decode(_File, json.loads(text))
+    setup = _setup_of(data)
+    rows = []
+    for result in data.results:
+        for place, side in (("out", result.out_of_place), ("in", result.in_place)):
+            if side is None or not result.size:
+                continue
+            timed = replace(setup, cpu_time=side.cpu_time is not None)
+            case = timed.case(
+                result.type, result.redop, int(result.root), result.size, result.count, place
+            )
+            seconds = (side.time if side.cpu_time is None else side.cpu_time) or 0.0
+            checked = side.nwrong is not None
+            rows.append(figure(setup, case, seconds * 1e-6, checked, side.nwrong))
+    return setup.tool, [setup.section(rows, started=data.start_time)]
+
+
+def _setup_of(data: _File) -> Setup:
+    config, args = data.config, data.args
+    if not args or not config.devices:
+        raise ValueError("$.args or $.config.devices is empty")
+    variables = allowed_variables(dict(each.partition("=")[::2] for each in data.env))
+    mine = [d for d in config.devices if d.group == config.devices[0].group]
+    each = config.nthreads * config.ngpus
+    ranks = tuple(
+        {"hostname": d.hostname, "gpu_name": d.device_info, "variables": variables}
+        for d in mine
+        for _ in range(each)
+    )
+    return Setup(
+        program=program(args[0]),
+        tool="nccl-tests",
+        version=None,
+        library=dotted(data.nccl_version) if data.nccl_version else None,
+        iterations=config.iterations,
+        aggregated=config.aggregated_iterations,
+        graph=config.graph,
+        blocking=_given(args, "-z", "--blocking", 0, ISSUES),
+        average=_given(args, "-a", "--average", 1, AVERAGES),
+        unalign=_given(args, "-u", "--unalign", 0, range(2**31)),
+        world_size=len(ranks),
+        ranks=ranks,
+    )
+
+
+def _given(args: Sequence[str], short: str, long: str, default: int, known: Container[int]) -> int:
+    """The value of an option as getopt takes it: -a 3, -a3, --average 3 or --average=3."""
+    value = str(default)
+    for word, following in zip(args, [*args[1:], ""], strict=True):
+        if word in (short, long):
+            value = following
+        elif word.startswith(f"{long}="):
+            value = word.partition("=")[2]
+        elif word.startswith(short) and word[2:].isdigit():
+            value = word[2:]
+    if not value.isdigit() or int(value) not in known:
+        raise ValueError(f"$.args has {short} {value!r}, which ddpbench does not know")
+    return int(value)

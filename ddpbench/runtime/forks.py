@@ -1,0 +1,117 @@
+"""Ranks forked from a process that has torch in memory: a launch in a fraction of a second.
+
+Fresh processes in fresh groups, like a launcher's, but without the seconds in which each of them
+imports torch; what a launch costs then is measuring. On the CPU only: a process that uses CUDA
+cannot be forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import NoReturn
+
+PRELOADED = ("torch.distributed", "scipy.stats", "pyarrow.parquet", "ddpbench.measure.pace")
+GRACE_SECONDS = 30.0  # for the other ranks, once one has failed
+
+
+def run(main: Callable[[], int], nproc: int) -> int:
+    """Call main in nproc forked ranks of this host, placed as launch.placement reads it.
+
+    Returns the highest exit code; 5 where a rank was killed. When one fails the others are told
+    to end, and killed where they do not.
+    """
+    for name in PRELOADED:
+        import_module(name)
+    import torch.distributed as dist
+
+    gate, opener = os.pipe()
+    ranks: dict[int, int] = {}  # pid → exit code, -1 while it runs
+    with _signals(ranks), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that idle in OpenBLAS
+        for rank in range(nproc):
+            pid = os.fork()
+            if pid == 0:
+                os.close(opener)
+                _become(rank, nproc, gate, main)
+            ranks[pid] = -1
+        os.close(gate)
+        # The store's server has a thread: it begins when all ranks are forked.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(opener, store.port.to_bytes(4, "big") * nproc)
+        os.close(opener)
+        _await(ranks)
+    return max((code for code in ranks.values() if code > 0), default=0)
+
+
+def _become(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> NoReturn:
+    """This forked process is a rank from here to its end."""
+    code = 5
+    try:
+        os.setsid()  # Ctrl-C reaches it once, from its parent
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        port = int.from_bytes(os.read(gate, 4), "big")
+        here = {"RANK": rank, "WORLD_SIZE": nproc, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nproc}
+        os.environ.update({f"DDPBENCH_{name}": str(value) for name, value in here.items()})
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE="True",  # the store is not rank 0's
+            TORCHELASTIC_RESTART_COUNT="0",
+        )
+        code = main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)  # what the parent would do at its end is not this process's
+
+
+def _await(ranks: dict[int, int]) -> None:
+    """Wait for all; note their exit codes."""
+    until = None
+    while running := [pid for pid, code in ranks.items() if code < 0]:
+        for pid in running:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                ranks[pid] = 5 if code < 0 else code
+        if until is None and any(code > 0 for code in ranks.values()):
+            until = time.monotonic() + GRACE_SECONDS
+            _send(ranks, signal.SIGTERM)
+        if until is not None and time.monotonic() > until:
+            _send(ranks, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def _send(ranks: dict[int, int], number: int) -> None:
+    for pid in [pid for pid, code in ranks.items() if code < 0]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def _signals(ranks: dict[int, int]) -> Iterator[None]:
+    """Pass on what this process gets; it stays, to read what was measured."""
+    previous = {
+        number: signal.signal(number, lambda received, _: _send(ranks, received))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,291 @@
+"""`ab` and `calibrate`: variants by turns, when they stop, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import environment
+from test_store import a_case, a_launch, a_result, a_run, a_summary
+
+from ddpbench import ab, cli, interleaved
+from ddpbench.interleaved import Variant, variant
+from ddpbench.records import store
+from ddpbench.records.schema import Run
+from ddpbench.runtime.launch import Refused
+
+Times = dict[str, Callable[[int], float]]  # side → launch → seconds
+
+
+class FakeSide:
+    """A side whose launches take what a table says; the order of turns is kept."""
+
+    times: Times
+    turns: list[str]
+    codes: list[int]
+    case: dict[str, dict[str, Any]]
+
+    def __init__(self, variant: Variant, words: list[str], folder: Path) -> None:
+        self.variant, self.words, self.folder = variant, words, folder
+        folder.mkdir(parents=True)
+        self._store(a_run())
+
+    def turn(self) -> int:
+        name = self.variant.name
+        self.turns.append(name)
+        run, number = self.run(), self.turns.count(name) - 1
+        result = a_result(
+            a_case(**self.case.get(name, {})), number, a_summary(self.times[name](number))
+        )
+        self._store(replace(
+            run, results=(*run.results, result), launches=(*run.launches, a_launch(number))
+        ))  # fmt: skip
+        return self.codes.pop(0) if self.codes else 0
+
+    def _store(self, run: Run) -> None:
+        store.write(self.folder, replace(run, id=self.variant.name))
+
+    def run(self) -> Run:
+        return store.read(self.folder)
+
+    def interrupt(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeSide]:
+    """Fake sides in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    noise = np.random.default_rng(0).normal(0, 0.002, 200)
+    kind = type("Sides", (FakeSide,), {
+        "turns": [], "codes": [], "case": {},
+        "times": {"a": lambda n: float(1e-3 * np.exp(noise[n])),
+                  "b": lambda n: float(1e-3 * np.exp(noise[n + 100]))},
+    })  # fmt: skip
+    monkeypatch.setattr(interleaved, "Side", kind)
+    return kind
+
+
+def called(*words: str) -> int:
+    """The exit code of a command line."""
+    try:
+        return cli.main(list(words))
+    except SystemExit as end:
+        return int(str(end.code))
+
+
+def test_it_stops_as_soon_as_the_verdict_is_settled(
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Identical sides are the SAME after six blocks of one launch each, in an order that is drawn;
+    both runs and the comparison are stored."""
+    assert called("ab", "--a", "", "--b", "X=1", "--seed", "3", "--format", "json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["counts"] == {"SAME": 1}
+    assert said["new"]["name"] == "b: X=1"
+    blocks = [sides.turns[i : i + 2] for i in range(0, len(sides.turns), 2)]
+    assert len(blocks) == 6
+    assert all(sorted(each) == ["a", "b"] for each in blocks)
+    assert len({tuple(each) for each in blocks}) == 2
+    (folder,) = Path("results").glob("*-ab-*")
+    assert {path.name for path in folder.iterdir()} == {
+        "a", "b", "comparison.json", "comparison.txt"
+    }  # fmt: skip
+
+
+def test_a_slower_variant_is_slower(sides: type[FakeSide]) -> None:
+    """10 % is found after six blocks, with compare's exit code."""
+    slow = sides.times["b"]
+    sides.times["b"] = lambda n: 1.1 * slow(n)
+    assert called("ab", "--a", "", "--b", "X=1") == 1
+    assert len(sides.turns) == 12
+
+
+def test_an_open_verdict_goes_on_until_the_last_look(
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Noise that leaves it open: 48 blocks at most, and --strict makes it exit 2."""
+    noise = np.random.default_rng(1).normal(0, 0.3, 100)
+    sides.times["b"] = lambda n: float(1e-3 * np.exp(noise[n]))
+    assert called("ab", "--a", "", "--b", "X=1", "--strict") == 2
+    assert len(sides.turns) == 96
+    assert "48 launches" in capsys.readouterr().out
+
+
+def test_the_budget_ends_it_before_the_next_look(
+    sides: type[FakeSide], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch of 10 s: of 500 s six blocks take 120, twelve 240, and 24 would take 480, 48 960."""
+    now = [0.0]
+    noise = np.random.default_rng(1).normal(0, 0.3, 100)
+
+    def slow(n: int) -> float:
+        now[0] += 10
+        return float(1e-3 * np.exp(noise[n]))
+
+    sides.times = {"a": slow, "b": lambda n: slow(n + 50)}
+    monkeypatch.setattr(ab.time, "monotonic", lambda: now[0])
+    assert called("ab", "--a", "", "--b", "X=1", "--budget", "500") == 0
+    assert len(sides.turns) == 48
+
+
+def test_what_cannot_be_compared_is_seen_after_one_block(
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Variants that change what is measured: exit 3, with the field, after two launches."""
+    sides.case = {"b": {"dtype": "float64"}}
+    assert called("ab", "--a", "", "--b", "--dtype float64") == 3
+    assert len(sides.turns) == 2
+    assert "dtype float32 → float64" in capsys.readouterr().out
+
+
+def test_a_launch_that_fails_ends_it_with_its_code(
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was measured is shown and stored all the same."""
+    sides.codes = [0] * 13 + [5]
+    assert called("ab", "--a", "", "--b", "X=1") in (0, 5)
+    sides.turns.clear()
+    sides.codes = [0, 0, 0, 5]
+    assert called("ab", "--a", "", "--b", "X=1") == 5
+    assert "INCONCLUSIVE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--a", ""], "the following arguments are required: --b"),
+        (["--a", "", "--b", "'"], '--b "\'" cannot be split into words'),
+        (["--a", "", "--b", "--python /none"], "--python needs the path of a Python"),
+        (["--a", "", "--b", "--oops 3"], "unknown option --oops"),
+        (["--a", "", "--b", "", "colectives"], "'colectives' measures nothing"),
+        (["--a", "", "--b", "", "collectives", "--sizes", "4Q"], "4Q"),
+        (["--a", "", "--b", "--launches 3"], "--launches is not to be given here"),
+        (["--a", "", "--b", "", "ddp", "--workload", "linear", "--width", "3"], "--width means"),
+        (["--a", "", "--b", "", "--output", "taken"], "taken"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_starts(
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    """One sentence, exit code 2, and no folder."""
+    Path("taken").mkdir()
+    assert called("ab", *words) == 2
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert sides.turns == []
+    assert not Path("results").exists()
+
+
+def test_a_variant_is_environment_python_and_options() -> None:
+    """In this order; quoted as a shell would."""
+    found = variant("a", f"X=1 Y='a b' --python {sys.executable} --op all_reduce")
+    assert found == Variant("a", sys.executable, {"X": "1", "Y": "a b"}, ("--op", "all_reduce"))
+    assert str(found) == "X=1 Y='a b' --op all_reduce"
+    with pytest.raises(Refused, match="needs the path"):
+        variant("b", "--python")
+
+
+def test_calibrate_measures_identical_sides_and_compare_uses_it(
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Six launches a side that vary by 10 %: a margin far above 3 %, under which `compare` then
+    finds a change of 10 % to be none; without the calibration it is SLOWER."""
+    noise = np.random.default_rng(1).normal(0, 0.1, 100)
+    sides.times = {"a": lambda n: float(1e-3 * np.exp(noise[n])),
+                   "b": lambda n: float(1e-3 * np.exp(noise[n + 50]))}  # fmt: skip
+    for name, factor in (("base", 1.0), ("new", 1.1)):
+        each = (a_result(launch=n, summary=a_summary(1e-3 * factor + 1e-7 * n)) for n in range(6))
+        store.create(Path("results") / name, a_run(*each), "x")
+    assert called("compare", "base", "new") == 1
+    assert "calibrate measures it" in capsys.readouterr().out
+    assert called("calibrate", "--launches", "6", "--format", "json") == 0
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    assert case["launches"] == 12
+    assert 0.05 < case["spread"] < 0.2
+    assert case["margin_6"] > case["margin_12"] > 0.1
+    assert called("compare", "base", "new") == 0
+    out = capsys.readouterr().out
+    assert "-calibration-" in out
+    assert "SAME" in out
+
+
+def test_calibrate_as_a_table(sides: type[FakeSide], capsys: pytest.CaptureFixture[str]) -> None:
+    """Case, time, spread, margins, launches for the wanted margin; the timer."""
+    assert called("calibrate", "--launches", "6", "--margin", "1") == 0
+    out = capsys.readouterr().out
+    assert "launches for 1 %" in out
+    assert "all_reduce 4 KiB float32 sum in place gloo 2 ranks" in out
+    assert called("calibrate", "--launches", "5") == 2
+
+
+SLOWED = """
+import os, time
+import torch.distributed as dist
+plain = dist.all_reduce
+def all_reduce(*arguments, **named):
+    if os.environ.get("SLOWED"):
+        time.sleep(0.02)
+    return plain(*arguments, **named)
+dist.all_reduce = all_reduce
+"""
+
+
+def test_a_slowdown_in_the_environment_of_one_side_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real ranks, forked launch by launch: the variable that makes each call sleep 20 ms makes b
+    SLOWER, in pairs, and is named as the difference; nothing is left running."""
+    (tmp_path / "slowed.py").write_text(SLOWED)
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+    code = called(
+        "ab", "--a", "", "--b", "SLOWED=1", "--budget", "1", "--format", "json", "--output", "out",
+        "collectives", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.1",
+        "--limit", "100", "--import", "slowed", "-n", "2",
+    )  # fmt: skip
+    said, err = capsys.readouterr()
+    assert code == 1, err
+    (row,) = json.loads(said)["rows"]
+    assert row["verdict"] == "SLOWER"
+    assert row["change"] > 1
+    for name in ("a", "b"):
+        run = store.read(Path("out") / name)
+        assert run.state == "complete"
+        assert [launch.index for launch in run.launches] == list(range(6))
+        assert {launch.launcher for launch in run.launches} == {"ddpbench"}
+        pids = {rank["pid"] for launch in run.launches for rank in launch.ranks}
+        assert len(pids) == 12
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_blocks_are_drawn() -> None:
+    """Both orders come up, whatever happens in a block before."""
+    turns: list[str] = []
+
+    class Turn:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def turn(self) -> int:
+            turns.append(self.name)
+            return 0
+
+    order = random.Random(1)
+    for _ in range(20):
+        assert interleaved.block([Turn("a"), Turn("b")], order) == 0  # type: ignore[list-item]
+    assert {"".join(turns[i : i + 2]) for i in range(0, 40, 2)} == {"ab", "ba"}

@@ -1,0 +1,352 @@
+"""`baseline save|list|check`: what is copied, what is refused, and that a check is a comparison."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_compare import results, said, simple, with_facts
+from test_floors import RUN, python
+from test_store import a_case, a_result, a_run, a_summary, some_samples
+from test_verdict import medians
+
+from ddpbench import baseline, cli, compare
+from ddpbench.analysis import stats
+from ddpbench.records import store
+from ddpbench.records.schema import Run, Wrong
+
+Said = tuple[int, str, str]
+Call = Callable[..., Said]
+LINE = ("ddpbench", "collectives", "--op", "all_reduce", "--launches=6", "-n", "4", "--output",
+        "results/x", "--backend", "gloo")  # fmt: skip
+
+
+@pytest.fixture
+def call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Call:
+    """The command in an empty folder: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def called(*words: str) -> Said:
+        try:
+            code = cli.main(["baseline", *words])
+        except SystemExit as end:
+            code = int(str(end.code))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return called
+
+
+def stored(name: str, run: Run) -> Path:
+    """A run in results/, with tables and raw samples as a command leaves them."""
+    folder = Path("results") / name
+    folder.mkdir(parents=True)
+    store.write(folder, replace(run, id=name))
+    for table in ("table.csv", "table.txt"):
+        (folder / table).write_text(f"{table} of {name}")
+    store.add_samples(folder, 0, some_samples("a", 0, 400, 1))
+    store.join_samples(folder)
+    return folder
+
+
+def files(folder: Path) -> list[str]:
+    """All below a folder."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+# --- save and list --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples", [False, True])
+def test_a_baseline_is_a_copy_of_the_run(call: Call, samples: bool) -> None:
+    """run.json and the tables, byte for byte, of the last run by default; the raw samples only when
+    asked for, their size told otherwise; and it can be shown by its name."""
+    stored("before", simple(1.0)[0])
+    code, out, err = call("save", "nightly", *(["--samples"] if samples else []))
+    assert (code, err) == (0, "")
+    assert re.match(r"saved results/baselines/nightly \(\d+ kB\): 1 run, 6 launches of each", out)
+    assert ("without the raw samples, " in out) != samples
+    kept = Path("results/baselines/nightly")
+    assert files(kept) == ["run.json", *(["samples.parquet"] if samples else []), "table.csv",
+                           "table.txt"]  # fmt: skip
+    for name in files(kept):
+        assert (kept / name).read_bytes() == Path("results/before", name).read_bytes()
+    assert store.find("nightly") == kept
+    assert store.runs() == [Path("results/before")]
+
+
+def test_a_folder_of_runs_is_kept_as_one(call: Call) -> None:
+    """Six runs of one launch: six folders, compared as a pool of six launches."""
+    for n, seconds in enumerate(medians(6, 1e-3, 0.002, 1)):
+        stored(f"pool/{n}", a_run(a_result(None, 0, a_summary(float(seconds)))))
+    stored("after", simple(1.2)[1])
+    code, out, err = call("save", "pooled", "pool")
+    assert (code, err) == (0, "")
+    assert "6 runs, 6 launches of each case" in out
+    assert len(files(Path("results/baselines/pooled"))) == 18
+    code, out, _ = call("check", "pooled", "after")
+    assert code == 1
+    assert out.startswith("BASE  baseline pooled   6 launches of 6 runs, from 2026-")
+
+
+def test_a_baseline_is_replaced_only_on_demand(call: Call) -> None:
+    """The second of a name is refused and changes nothing; with --replace nothing of the first is
+    left."""
+    stored("one", simple(1.0)[0])
+    stored("two", simple(1.0)[1])
+    call("save", "mine", "one", "--samples")
+    code, out, err = call("save", "mine", "two")
+    assert (code, out) == (2, "")
+    assert "there is a baseline mine already: replace it with --replace" in err
+    kept = Path("results/baselines/mine")
+    assert store.read(kept).id == "one"
+    assert call("save", "mine", "two", "--replace")[0] == 0
+    assert store.read(kept).id == "two"
+    assert files(kept) == ["run.json", "table.csv", "table.txt"]
+    assert files(kept.parent) == [f"mine/{name}" for name in files(kept)]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "-x", "a b", "last", "ä"])
+def test_a_name_is_checked(call: Call, name: str) -> None:
+    """One word without slashes that begins with a letter or a digit; exit 2, nothing is written."""
+    stored("one", simple(1.0)[0])
+    code, out, err = call("save", "--", name)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"ddpbench: {name!r} is no name for a baseline: write letters, ")
+    assert not Path("results/baselines").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"state": "interrupted"}, "one is interrupted, and no baseline: measure again: python -m "
+         "ddpbench collectives --op all_reduce --backend gloo -n 2 --launches 6"),
+        ({"state": "running"}, "one is running, and no baseline"),
+        ({"state": "failed", "launches": ()}, "measure again with 6 launches, as it was measured"),
+        ({"results": tuple(results(1e-3, wrong=(Wrong(1, 3, 7, "3", "nan"),)))},
+         "all_reduce 4 KiB float32 sum in place gloo 2 ranks: launch 0: rank 1 got a wrong result"),
+        ({"results": (a_result(summary=a_summary(0.0)),)}, "a median of 0.0 s"),
+        ({"results": (replace(a_result(), summary=None, reason="none"),)},
+         "holds no case that was measured"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_with_is_no_baseline(
+    call: Call, change: dict[str, Any], why: str
+) -> None:
+    """A run that did not end, or has a result that is not to be used: exit 3, one sentence, nothing
+    written."""
+    stored("one", replace(a_run(*results(1e-3), command_line=LINE), **change))
+    code, out, err = call("save", "mine")
+    assert (code, out) == (3, "")
+    assert re.fullmatch(r"ddpbench: [^\n]+\n", err)
+    assert why in err
+    assert not Path("results/baselines").exists()
+
+
+def test_few_launches_are_told_with_what_to_type(call: Call) -> None:
+    """Five are saved with a warning that names the command line of six; on several hosts none can
+    be named."""
+    run = a_run(*results(1e-3, launches=5), command_line=LINE)
+    stored("one", run)
+    code, _, err = call("save", "mine")
+    assert code == 0
+    assert err == (
+        "ddpbench: one has 5 launches of a case, too few to tell a change from luck, which takes "
+        "6: measure again: python -m ddpbench collectives --op all_reduce --backend gloo -n 2 "
+        "--launches 6\n"
+    )
+    hosts = tuple({"hostname": name} for name in ("a", "b"))
+    launches = tuple(replace(each, ranks=hosts) for each in run.launches)
+    stored("two", replace(run, launches=launches))
+    code, _, err = call("save", "other", "two")
+    assert (code, err.endswith("measure again with 6 launches, as it was measured\n")) == (0, True)
+    assert baseline.FEWEST == stats.FEWEST
+
+
+def test_the_baselines_are_listed(call: Call) -> None:
+    """Name, what was measured, by how many launches, where; a damaged one is told, none is too."""
+    assert call("list") == (0, "", "ddpbench: no baselines in results/baselines/\n")
+    stored("one", simple(1.0)[0])
+    call("save", "mine")
+    Path("results/baselines/broken").mkdir()
+    code, out, err = call("list")
+    assert code == 0
+    assert out.splitlines()[2].split() == [
+        "mine", "collectives", "all_reduce", "gloo", "6", "2.13.0", "2026-01-01", "00:00",
+        "node:", "CPU", "X,", "4", "cores",
+    ]  # fmt: skip
+    assert "no run 'results/baselines/broken'" in err
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factor", "words", "code"),
+    [
+        (1.1, (), 1),
+        (1.1, ("--margin", "15", "--strict"), 0),
+        (1.0, ("--strict", "--format", "markdown"), 0),
+        (1.1, ("--only", "4 KiB", "--format", "csv"), 1),
+        (1.1, ("--only", "nothing"), 2),
+    ],
+)
+def test_a_check_is_a_comparison(
+    call: Call, capsys: pytest.CaptureFixture[str], factor: float, words: tuple[str, ...], code: int
+) -> None:
+    """With a stored run: the words, the output and the exit code of compare, which finds the
+    baseline by its name too."""
+    base, new = simple(factor)
+    stored("before", base)
+    call("save", "mine")
+    stored("after", new)
+    got = call("check", "mine", "after", *words)
+    assert got[0] == code
+    assert got == said(capsys, "mine", "after", *words) == said(capsys, "before", "after", *words)
+
+
+def test_a_run_is_not_checked_against_itself(call: Call) -> None:
+    """The run that was saved, wherever it lies, is refused: it could only be the same."""
+    stored("one", simple(1.0)[0])
+    call("save", "mine")
+    code, out, err = call("check", "mine", "last")
+    assert (code, out) == (2, "")
+    assert err == "ddpbench: BASE baseline mine and NEW last have a run in common\n"
+
+
+@pytest.mark.parametrize("form", compare.FORMATS)
+@pytest.mark.parametrize(
+    ("facts", "rank", "note"),
+    [
+        ({"cpu_model": "CPU Y", "cores_logical": 8}, {},
+         "ANOTHER MACHINE than that of baseline mine (cpu_model CPU X → CPU Y, cores_logical 4 → "
+         "8): it guards nothing here; save one that was measured on this machine"),
+        ({}, {"hostname": "other"}, "perhaps ANOTHER MACHINE than that of baseline mine (hostname "
+         "node → other): if it is one, nothing follows"),
+        ({"kernel": "6.2"}, {}, ""),
+    ],
+)  # fmt: skip
+def test_another_machine_is_told_in_every_format(
+    call: Call, form: str, facts: dict[str, Any], rank: dict[str, Any], note: str
+) -> None:
+    """Another CPU, or only another hostname; in CSV, which has no place for it, on stderr. Another
+    kernel on the same machine is no such thing."""
+    base, new = simple(1.0)
+    stored("before", base)
+    call("save", "mine")
+    stored("after", with_facts(new, facts, rank))
+    code, out, err = call("check", "mine", "after", "--format", form)
+    assert code == 0
+    told, silent = (err, out) if form == "csv" else (out, err)
+    assert (note in told) if note else ("ANOTHER MACHINE" not in told)
+    assert "ANOTHER MACHINE" not in silent
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Run | None], list[Sequence[str]]]:
+    """Makes `collectives` store this run and end with this code; the words it will have got."""
+
+    def plant(code: int, run: Run | None) -> list[Sequence[str]]:
+        got: list[Sequence[str]] = []
+
+        def fake(namespace: Any, words: Sequence[str]) -> int:
+            got.append(words)
+            print("a table")
+            if run is not None:
+                store.create(Path(namespace.output), run, "")
+            return code
+
+        entry = replace(cli.COMMANDS["collectives"], run=fake)
+        monkeypatch.setitem(cli.COMMANDS, "collectives", entry)
+        return got
+
+    return plant
+
+
+@pytest.mark.parametrize("code", [0, 1, 4])
+def test_without_a_run_it_measures_again_as_then(
+    call: Call, measured: Callable[[int, Run | None], list[Sequence[str]]], code: int
+) -> None:
+    """The words of the baseline, its ranks and launches, into a new folder in results/; stdout is
+    the comparison alone, and the exit code is its own."""
+    base, new = simple(1.1)
+    stored("before", replace(base, command_line=LINE))
+    call("save", "mine")
+    got = measured(code, new)
+    done, out, err = call("check", "mine", "--format", "json")
+    assert done == 1
+    shown = json.loads(out)
+    assert [row["verdict"] for row in shown["rows"]] == ["SLOWER"]
+    assert "a table\n" in err
+    (words,) = got
+    assert " ".join(words[:-1]) == "--op all_reduce --backend gloo -n 2 --launches 6 --output"
+    assert re.fullmatch(r"results/\d{8}T\d{6}Z-collectives-check-mine-\S+", words[-1])
+    assert f"python -m ddpbench collectives {' '.join(words)}\n" in err
+    assert {run.name for run in store.runs()} == {"before", Path(words[-1]).name}
+    assert shown["new"]["runs"] == [Path(words[-1]).name]
+
+
+@pytest.mark.parametrize("code", [2, 5, 130])
+def test_a_measurement_that_fails_ends_the_check(
+    call: Call, measured: Callable[[int, Run | None], list[Sequence[str]]], code: int
+) -> None:
+    """Its exit code, no comparison, and no empty folder."""
+    stored("before", replace(simple(1.0)[0], command_line=LINE))
+    call("save", "mine")
+    measured(code, None)
+    done, out, _ = call("check", "mine")
+    assert (done, out) == (code, "")
+    assert sorted(path.name for path in Path("results").iterdir()) == ["baselines", "before"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "the following arguments are required: save|list|check"),
+        (("chek",), "invalid choice: 'chek'"),
+        (("check", "mien"), "no baseline mien; did you mean mine? (there are: foreign, hosts, "),
+        (("check", "mine", "--strikt"), "unknown option --strikt; did you mean --strict?"),
+        (("check", "foreign"), "one tells no command that measures it again"),
+        (("check", "hosts"), "two was measured on 2 hosts (a, b), to be started by their launcher"),
+    ],
+)
+def test_bad_input_is_one_sentence(call: Call, words: tuple[str, ...], sentence: str) -> None:
+    """What was given and what to do instead; exit 2, nothing on stdout, nothing measured."""
+    run = a_run(*results(1e-3))
+    hosts = tuple({"hostname": name} for name in ("a", "b"))
+    stored("one", replace(run, command_line=("pytest", "tests")))
+    stored("two", replace(run, command_line=LINE, launches=tuple(
+        replace(each, ranks=hosts) for each in run.launches)))  # fmt: skip
+    for name, saved in (("foreign", "one"), ("hosts", "two"), ("mine", "two")):
+        call("save", name, saved)
+    code, out, err = call(*words)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"ddpbench: [^\n]+\n", err)
+    assert sentence in err
+
+
+def test_under_a_launcher_a_check_does_not_measure(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that somebody started cannot start ranks."""
+    stored("one", replace(simple(1.0)[0], command_line=LINE))
+    call("save", "mine")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    code, out, err = call("check", "mine")
+    assert (code, out) == (2, "")
+    assert "type it without a launcher" in err
+
+
+def test_no_torch_is_needed(call: Call) -> None:
+    """A check against a stored run works where importing torch fails."""
+    base, new = (replace(run, results=run.results[:6]) for run in simple(1.0))
+    stored("before", base)
+    call("save", "mine")
+    stored("after", replace(new, results=tuple(results(1e-3, a_case(), seed=9))))
+    assert "1 case compared: 1 SAME" in python(RUN, "baseline", "check", "mine", "after")
