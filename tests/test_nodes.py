@@ -287,6 +287,7 @@ def test_unequal_hosts_measure_together_over_ssh(
     assert result.case.ranks_per_host == (2, 1, 1)
     assert result.checks > 0
     assert not result.wrong
+    assert "4 ranks on 3 hosts (2+1+1)" in (folder / "table.txt").read_text()
     assert [rank["hostname"] for rank in run.launches[0].ranks] == [
         "host1", "host1", "host2", "host3",
     ]  # fmt: skip
