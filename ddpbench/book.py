@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpbench.analysis import findings, stats, steps
+from ddpbench.analysis.kept import Kept
 from ddpbench.records import store
 from ddpbench.records.schema import Launch, Result, StepResult
 from ddpbench.render.formats import FORMATS
@@ -127,10 +128,8 @@ def summed(
 
     common_clock: whether stamps of different ranks may be compared.
     """
-    if not samples.timed:
+    if not samples.timed.repetitions:
         return result, None
-    timed = np.concatenate(samples.timed, axis=1)
-    warm_up = sum(part.shape[1] for part in samples.warm_up)
     assert samples.cold is not None
     single = result.case.issue == "isolated" and samples.calls == samples.cold_calls
     result = replace(
@@ -138,32 +137,37 @@ def summed(
         calls=samples.calls,
         batch=samples.calls // samples.cold_calls,
         cold_seconds=float(stats.t_max(samples.cold, samples.cold_calls)[0]),
-        warm_up=warm_up,
+        warm_up=samples.warm_up.repetitions,
         stop_reason=samples.stop_reason,
         checks=samples.checks,
         measuring_seconds=samples.measuring_seconds,
-        summary=stats.summarise(timed, samples.calls, common_clock, single),
+        summary=stats.summary(
+            stats.joined(samples.timed.over), samples.calls, common_clock, single
+        ),
     )
-    everything = np.concatenate([samples.cold, *samples.warm_up, timed], axis=1)
-    return result, _columns(result, everything, 1 + warm_up)
+    return result, _columns(result, samples)
 
 
-def _columns(result: Result, stamps: stats.Stamps, warm_up: int) -> dict[str, Any]:
+def _columns(result: Result, samples: Samples) -> dict[str, Any]:
     """SAMPLE_COLUMNS of one case: warm-ups (the cold call first) have repetitions below 0."""
     import pyarrow as pa
 
-    world, count, _ = stamps.shape
-    repetition = np.arange(count) - warm_up
-    key = pa.array([result.case.key] * (world * count)).dictionary_encode()
+    cold = Kept()
+    assert samples.cold is not None
+    cold.add(samples.cold)
+    parts = [cold.rows(), samples.warm_up.rows(), samples.timed.rows()]
+    parts[0][:, 0] -= 1 + samples.warm_up.repetitions
+    parts[1][:, 0] -= samples.warm_up.repetitions
+    repetition, rank, entry, exits, device = np.concatenate(parts).T
     return {
-        "case": key,
-        "launch": np.full(world * count, result.launch, dtype=np.int32),
-        "repetition": np.tile(repetition, world).astype(np.int32),
-        "rank": np.repeat(np.arange(world, dtype=np.int32), count),
-        "entry_ns": stamps[:, :, 0].ravel(),
-        "exit_ns": stamps[:, :, 1].ravel(),
-        "device_ns": stamps[:, :, 2].ravel(),
-        "warm_up": np.tile(repetition < 0, world),
+        "case": pa.DictionaryArray.from_arrays(np.zeros(len(rank), np.int32), [result.case.key]),
+        "launch": np.full(len(rank), result.launch, dtype=np.int32),
+        "repetition": repetition.astype(np.int32),
+        "rank": rank.astype(np.int32),
+        "entry_ns": entry,
+        "exit_ns": exits,
+        "device_ns": device,
+        "warm_up": repetition < 0,
     }
 
 

@@ -2,6 +2,7 @@
 
 python -m ddpbench collectives -n 4 --backend gloo,mpi
 python -m ddpbench ddp -n 4 --workload mlp
+python -m ddpbench launch --hosts hosts.txt -- collectives
 python -m ddpbench compare BASE NEW
 python -m ddpbench ab --a "NAME=1" --b "NAME=2" collectives --op all_reduce
 python -m ddpbench calibrate
@@ -32,6 +33,8 @@ from ddpbench import (
     compare,
     ddp,
     history,
+    launch_node,
+    manifest,
     options,
     session,
 )  # fmt: skip
@@ -272,6 +275,10 @@ COMMANDS: dict[str, Command] = {
         collectives.__doc__,
     ),
     "ddp": Command(ddp.HELP, ddp.add_arguments, _measuring(ddp.Options, ddp.run), ddp.__doc__),
+    "launch": Command(
+        launch_node.HELP, launch_node.add_arguments, launch_node.run, launch_node.__doc__
+    ),
+    "manifest": Command(manifest.HELP, manifest.add_arguments, manifest.run, manifest.__doc__),
     "compare": Command(compare.HELP, compare.add_arguments, compare.run, compare.__doc__),
     "ab": Command(ab.HELP, ab.add_arguments, ab.run, ab.__doc__),
     "calibrate": Command(calibrate.HELP, calibrate.add_arguments, calibrate.run, calibrate.__doc__),

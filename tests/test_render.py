@@ -362,3 +362,24 @@ def test_a_format_and_a_column_that_are_added_can_be_asked_for(
         "8", "8", "2097152", "2097152",
     ]  # fmt: skip
     assert formats.csv(run, namespace.columns).split() == ["double", *["8"] * 2, *["2097152"] * 2]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "told"),
+    [
+        ((1,), "1 rank"),
+        ((4,), "4 ranks"),
+        ((2, 1, 1), "4 ranks on 3 hosts (2+1+1)"),
+        ((8, 8), "16 ranks on 2 hosts (8 each)"),
+        ((8,) * 40 + (4,), "324 ranks on 41 hosts (4 to 8 each)"),
+    ],
+)
+def test_the_title_tells_where_the_ranks_are(hosts: tuple[int, ...], told: str) -> None:
+    """How many on each host, where there are several; the same count on other hosts is another
+    table."""
+    case = a_case(world_size=sum(hosts), ranks_per_host=hosts)
+    assert rows.ranks(case) == told
+    other = a_case(world_size=sum(hosts), ranks_per_host=(*hosts, 0))
+    text = formats.table(a_run(a_result(case), a_result(other)))
+    assert f"in place  {told}  cpu" in text
+    assert len(re.findall(r"^all_reduce  float32", text, re.MULTILINE)) == 2

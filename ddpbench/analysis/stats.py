@@ -5,6 +5,8 @@ Stamps are int64[world, repetition, 3]: entry, exit, device time, in ns; -1: not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -21,16 +23,47 @@ FEWEST = 6  # values below which no 95 % interval of a median exists
 PERCENTILES = {"p50": 6, "p90": 36, "p99": 368, "p99.9": 3688}
 
 
-def durations(stamps: Stamps, calls: int) -> Floats:
-    """Seconds of one operation in each rank and repetition: float64[world, repetition]."""
+@dataclass(frozen=True)
+class OverRanks:
+    """What the ranks' stamps come to: one value a repetition, in ns."""
+
+    slowest: Stamps
+    mean: Floats
+    fastest: Stamps
+    first_in: Stamps
+    last_in: Stamps
+    last_out: Stamps
+
+    def times(self, calls: int) -> Floats:
+        """The time of a repetition: that of its slowest rank; needs no common clock. Seconds of one
+        of its calls."""
+        return np.asarray(self.slowest * 1e-9 / calls, dtype=np.float64)
+
+
+def spent_ns(stamps: Stamps) -> Stamps:
+    """What each rank spent in each repetition: int64[world, repetition]."""
     device = stamps[:, :, 2]
-    nanoseconds = device if (device >= 0).all() else stamps[:, :, 1] - stamps[:, :, 0]
-    return np.asarray(nanoseconds * 1e-9 / calls, dtype=np.float64)
+    return device if (device >= 0).all() else stamps[:, :, 1] - stamps[:, :, 0]
+
+
+def over_ranks(stamps: Stamps) -> OverRanks:
+    """The ranks of each repetition as one."""
+    spent, entry, exits = spent_ns(stamps), stamps[:, :, 0], stamps[:, :, 1]
+    return OverRanks(
+        spent.max(axis=0), spent.mean(axis=0), spent.min(axis=0),
+        entry.min(axis=0), entry.max(axis=0), exits.max(axis=0),
+    )  # fmt: skip
+
+
+def joined(parts: Sequence[OverRanks]) -> OverRanks:
+    """Repetitions one after the other; at least one part."""
+    names = [field.name for field in fields(OverRanks)]
+    return OverRanks(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 def t_max(stamps: Stamps, calls: int) -> Floats:
-    """The time of a repetition: that of its slowest rank; needs no common clock."""
-    return np.asarray(durations(stamps, calls).max(axis=0), dtype=np.float64)
+    """Seconds of one call in each repetition, of its slowest rank."""
+    return over_ranks(stamps).times(calls)
 
 
 def settled(before: Floats, after: Floats) -> bool:
@@ -87,17 +120,21 @@ def lag1(times: Floats) -> float | None:
 
 
 def summarise(stamps: Stamps, calls: int, common_clock: bool, single: bool = True) -> Summary:
-    """All figures of one case in one launch; `stamps` of its timed repetitions, at least one.
+    """The same as `summary`, of the stamps of all ranks."""
+    return summary(over_ranks(stamps), calls, common_clock, single)
+
+
+def summary(over: OverRanks, calls: int, common_clock: bool, single: bool = True) -> Summary:
+    """All figures of one case in one launch; of its timed repetitions, at least one.
 
     common_clock: whether stamps of different ranks may be compared. single: whether a repetition
     is one call of the operation; one of several gives no percentiles: they would be of averages.
     """
-    each, times = durations(stamps, calls), t_max(stamps, calls)
-    entry, exits = stamps[:, :, 0], stamps[:, :, 1]
+    times = over.times(calls)
     bracket: dict[str, Any] = {
-        "skew_seconds": entry.max(axis=0) - entry.min(axis=0),
-        "last_in_seconds": (exits.max(axis=0) - entry.max(axis=0)) / calls,
-        "global_seconds": (exits.max(axis=0) - entry.min(axis=0)) / calls,
+        "skew_seconds": over.last_in - over.first_in,
+        "last_in_seconds": (over.last_out - over.last_in) / calls,
+        "global_seconds": (over.last_out - over.first_in) / calls,
     }
     return Summary(
         repetitions=len(times),
@@ -107,8 +144,8 @@ def summarise(stamps: Stamps, calls: int, common_clock: bool, single: bool = Tru
         min_seconds=float(times.min()),
         max_seconds=float(times.max()),
         percentiles_seconds=percentiles(times) if single else {},
-        rank_mean_seconds=float(np.median(each.mean(axis=0))),
-        rank_min_seconds=float(np.median(each.min(axis=0))),
+        rank_mean_seconds=float(np.median(over.mean)) * 1e-9 / calls,
+        rank_min_seconds=float(np.median(over.fastest)) * 1e-9 / calls,
         outliers=outliers(times, 1.5),
         far_outliers=outliers(times, 3.0),
         lag1=lag1(times),

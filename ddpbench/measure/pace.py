@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.analysis import stats
+from ddpbench.analysis import kept, stats
+from ddpbench.analysis.kept import Kept
 from ddpbench.catalog.operations import Operation
 from ddpbench.measure.loop import Bench
 from ddpbench.records.schema import Case, Plan, Wrong
@@ -39,14 +40,14 @@ INTERRUPTED = -1
 
 @dataclass
 class Samples:
-    """What a case gave. The arrays are in rank 0 only: int64[world, repetition, 3] of ns,
-    (entry, exit, device time or -1)."""
+    """What a case gave. `cold` and what is kept are in rank 0 only: int64[world, repetition, 3] of
+    ns, (entry, exit, device time or -1)."""
 
     calls: int = 1
     cold: npt.NDArray[np.int64] | None = None
     cold_calls: int = 1
-    warm_up: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    timed: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    warm_up: Kept = field(default_factory=Kept)
+    timed: Kept = field(default_factory=Kept)
     stop_reason: str = ""
     checks: int = 0
     wrong: list[Wrong] = field(default_factory=list)
@@ -125,12 +126,11 @@ class Pace:
     def fitting(self, wanted: int, until: float) -> int:
         """How many of the wanted repetitions fit the time left and a burst; at least one."""
         left = min(until - time.monotonic(), BURST_SECONDS)
+        wanted = min(wanted, kept.fitting(self.bench.group.world_size))
         return max(1, min(wanted, int(left / self.seconds) if self.seconds else 1))
 
-    def burst(
-        self, wanted: int, batch: int, check: bool, into: list[npt.NDArray[np.int64]]
-    ) -> bool:
-        """Repeat as often as rank 0 says and gather into its list; False when it says stop."""
+    def burst(self, wanted: int, batch: int, check: bool, into: Kept) -> bool:
+        """Repeat as often as rank 0 says and gather there; False when it says stop."""
         bench, group = self.bench, self.bench.group
         if group.rank == 0 and group.watchdog.signal is not None:
             wanted = INTERRUPTED
@@ -143,7 +143,7 @@ class Pace:
         stamps = self._repeat(count, batch, check and batch == 1 and bench.plan.check)
         gathered = agree.at_rank_0(group, stamps)
         if gathered is not None:
-            into.append(gathered)
+            into.add(gathered)
         return True
 
     def _repeat(self, count: int, batch: int, check: bool) -> npt.NDArray[np.int64]:
@@ -183,23 +183,22 @@ def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
     while True:
         wanted = 0
         if rank == 0:
-            count = sum(window.shape[1] for window in windows)
-            cut = time.monotonic() > most or count >= WARM_UP_MOST
-            if not windows or not (cut or _settled(windows, samples.calls)):
-                wanted = pace.fitting(WINDOW if windows else WARM_UP, most)
+            cut = time.monotonic() > most or windows.repetitions >= WARM_UP_MOST
+            if not windows.over or not (cut or _settled(windows, samples.calls)):
+                wanted = pace.fitting(WINDOW if windows.over else WARM_UP, most)
         if not pace.burst(wanted, 1, check=False, into=windows):
             break
     batch = 1
-    if rank == 0 and windows:
-        median = float(np.median(stats.t_max(windows[-1], 1)))
+    if rank == 0 and windows.over:
+        median = float(np.median(windows.over[-1].times(1)))
         if 0 < median < shortest_seconds:
             batch = int(shortest_seconds / median) + 1
     return agree.decision(pace.bench.group, batch)
 
 
-def _settled(windows: list[npt.NDArray[np.int64]], calls: int) -> bool:
-    return len(windows) > 2 and stats.settled(
-        stats.t_max(windows[-2], calls), stats.t_max(windows[-1], calls)
+def _settled(windows: Kept, calls: int) -> bool:
+    return len(windows.over) > 2 and stats.settled(
+        windows.over[-2].times(calls), windows.over[-1].times(calls)
     )
 
 
@@ -231,7 +230,7 @@ def _timed(pace: Pace, until: float, batch: int) -> None:
         if not pace.burst(wanted, batch, check=True, into=samples.timed):
             break
         if rank == 0:
-            times = np.append(times, stats.t_max(samples.timed[-1], samples.calls))
+            times = np.append(times, samples.timed.over[-1].times(samples.calls))
     samples.stop_reason = samples.stop_reason or reasons[reason]
 
 

@@ -1,7 +1,8 @@
 """Runs on disk: one folder a run, rewritten atomically after every case.
 
 run.json         everything but the raw samples
-samples.parquet  entry and exit of every rank and repetition (a folder of parts until the end)
+samples.parquet  entry and exit of every rank and repetition, of very many ranks a part
+                 (analysis/kept.py); a folder of parts until the end
 table.csv  table.txt
 """
 

@@ -117,7 +117,7 @@ def _grouped(shown: list[Line]) -> dict[str, list[Line]]:
             "" if case.root is None else f"root {case.root}",
             ("in place" if case.in_place else "out of place") if case.nbytes else "",
             "async" if case.async_op else "",
-            f"{case.world_size} rank{'s' if case.world_size > 1 else ''}",
+            rows.ranks(case),
             case.device,
         ]
         groups.setdefault("  ".join(part for part in parts if part), []).append(line)

@@ -15,9 +15,11 @@ from ddpbench.catalog.sizes import readable
 
 if TYPE_CHECKING:
     from ddpbench.analysis.lines import Line
+    from ddpbench.records.schema import Case, StepCase
 
 
 T = TypeVar("T")
+MOST_EACH = 24  # characters of "4+4+2+2"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,18 @@ def _microseconds(seconds: float | None) -> float | None:
 
 def _gigabytes(rate: float | None) -> float | None:
     return None if rate is None else rate / 1e9
+
+
+def ranks(case: Case | StepCase) -> str:
+    """How many, and where they are: "4 ranks on 3 hosts (2+1+1)"."""
+    count, hosts = case.world_size, case.ranks_per_host
+    told = f"{count} rank{'s' if count > 1 else ''}"
+    if len(hosts) < 2:
+        return told
+    each = f"{hosts[0]} each" if len(set(hosts)) == 1 else "+".join(map(str, hosts))
+    if len(each) > MOST_EACH:
+        each = f"{min(hosts)} to {max(hosts)} each"
+    return f"{told} on {len(hosts)} hosts ({each})"
 
 
 def digits(value: float | int | str | None) -> str:

@@ -8,7 +8,7 @@ from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Run, StepCase
 from ddpbench.render import step_budget, step_replicas
-from ddpbench.render.rows import chosen, digits, text
+from ddpbench.render.rows import chosen, digits, ranks, text
 from ddpbench.render.steps import STEP_COLUMNS
 from ddpbench.render.style import Style
 
@@ -50,7 +50,7 @@ def title(case: StepCase) -> str:
         "gradients in buckets" if case.gradient_as_bucket_view else "",
         "static graph" if case.static_graph else "",
         "unused parameters searched" if case.find_unused_parameters else "",
-        f"{case.world_size} rank{'s' if case.world_size > 1 else ''}",
+        ranks(case),
         case.device,
     ]
     return "  ".join(part for part in parts if part)

@@ -52,9 +52,9 @@ def at_rank_0(group: Group, mine: npt.NDArray[np.int64]) -> npt.NDArray[np.int64
     if group.rank:
         dist.gather(tensor, dst=0)
         return None
-    parts = [torch.empty_like(tensor) for _ in range(group.world_size)]
-    dist.gather(tensor, parts, dst=0)
-    return torch.stack(parts).numpy()
+    whole = torch.empty((group.world_size, *tensor.shape), dtype=tensor.dtype)
+    dist.gather(tensor, list(whole.unbind()), dst=0)
+    return whole.numpy()
 
 
 def first_objection(group: Group, mine: str | None) -> str | None:

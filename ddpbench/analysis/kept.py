@@ -1,0 +1,72 @@
+"""What rank 0 keeps of the stamps of one case, so that its memory does not grow with the ranks.
+
+All stamps up to KEPT_STAMPS, which is every repetition of any case below 210 ranks; after that, of
+each repetition, those of the ranks that say when it began and ended, and who was slow. Every figure
+of a `Summary` but the mean over ranks follows from them as from all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpbench.analysis import stats
+from ddpbench.analysis.stats import OverRanks, Stamps
+
+KEPT_STAMPS = 2**20  # ranks × repetitions
+GATHERED_STAMPS = 2**20  # at once: 24 MiB
+# int64[row, 5]: repetition, rank, entry, exit, device time
+Rows = npt.NDArray[np.int64]
+
+
+def fitting(world_size: int) -> int:
+    """The most repetitions that are gathered at once."""
+    return max(1, GATHERED_STAMPS // world_size)
+
+
+@dataclass
+class Kept:
+    """The repetitions of a case's warm-up, or its timed ones; filled in rank 0 only."""
+
+    over: list[OverRanks] = field(default_factory=list)  # of every repetition, burst by burst
+    repetitions: int = 0
+    _whole: list[Stamps] = field(default_factory=list)
+    _telling: list[Rows] = field(default_factory=list)
+
+    def add(self, stamps: Stamps) -> None:
+        """A burst that was gathered: int64[world, repetition, 3]."""
+        world, count, _ = stamps.shape
+        self.over.append(stats.over_ranks(stamps))
+        room = max(0, KEPT_STAMPS // world - self.repetitions)
+        if room:
+            self._whole.append(stamps[:, :room].copy())
+        if room < count:
+            self._telling.append(_telling(stamps[:, room:], self.repetitions + room))
+        self.repetitions += count
+
+    def rows(self) -> Rows:
+        """All that is kept; the whole repetitions rank by rank."""
+        whole = [_rows(np.concatenate(self._whole, axis=1))] if self._whole else []
+        return np.concatenate([np.empty((0, 5), np.int64), *whole, *self._telling])
+
+
+def _rows(stamps: Stamps) -> Rows:
+    world, count, _ = stamps.shape
+    repetition = np.tile(np.arange(count), world)
+    rank = np.repeat(np.arange(world), count)
+    return np.column_stack([repetition, rank, stamps.reshape(-1, 3)])
+
+
+def _telling(stamps: Stamps, first: int) -> Rows:
+    """Of each repetition the slowest rank, the fastest, the first in, the last in, the last out."""
+    spent, entry, exits = stats.spent_ns(stamps), stamps[:, :, 0], stamps[:, :, 1]
+    ranks = [
+        spent.argmax(axis=0), spent.argmin(axis=0),
+        entry.argmin(axis=0), entry.argmax(axis=0), exits.argmax(axis=0),
+    ]  # fmt: skip
+    world, count, _ = stamps.shape
+    cells = np.unique(np.arange(count) * world + np.stack(ranks))  # each once, in order
+    repetition, rank = cells // world, cells % world
+    return np.column_stack([repetition + first, rank, stamps[rank, repetition]])

@@ -1,0 +1,87 @@
+"""Child processes that belong together: signals go to all, the end of one does not leave others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+POLL_SECONDS, LOOK_SECONDS = 0.1, 1.0
+# After one has failed: for the others to end by themselves, then after SIGTERM.
+GRACE_SECONDS = 10.0
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+ORDERLY = (0, 130)
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process, and how a signal reaches it."""
+
+    process: subprocess.Popen[bytes]
+    send: Callable[[int], None]
+
+
+def start(words: Sequence[str], environ: dict[str, str]) -> Child:
+    """A process in a session of its own: Ctrl-C reaches it once, from here."""
+    process = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **environ}
+    )
+    return Child(process, process.send_signal)
+
+
+def await_all(children: Sequence[Child], lost: Callable[[], bool] = lambda: False) -> int:
+    """Wait until all have ended; the highest exit code, where a death by a signal counts as 5.
+
+    When one has failed, or `lost` says that others elsewhere have, the rest end within a time.
+    """
+
+    def pass_on(received: int, _: object) -> None:
+        for child in children:
+            with contextlib.suppress(OSError):
+                child.send(received)
+
+    previous = {number: signal.signal(number, pass_on) for number in PASSED_ON}
+    try:
+        _wait(children, lost)
+    finally:
+        for child in children:  # an error here leaves none behind either
+            if child.process.poll() is None:
+                _kill(child)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    codes = [child.process.returncode for child in children]
+    return max((code if code >= 0 else 5 for code in codes), default=0)
+
+
+def _wait(children: Sequence[Child], lost: Callable[[], bool]) -> None:
+    look, ends = time.monotonic(), [_terminate, _kill]
+    deadline = None  # by which the rest must have ended
+    while living := [child for child in children if child.process.poll() is None]:
+        now = time.monotonic()
+        if deadline is None and now >= look:
+            look = now + LOOK_SECONDS
+            failed = any(child.process.poll() not in (None, *ORDERLY) for child in children)
+            if failed or lost():
+                deadline = now + GRACE_SECONDS
+        elif deadline is not None and now >= deadline and ends:
+            end = ends.pop(0)
+            for child in living:
+                end(child)
+            deadline = now + GRACE_SECONDS
+        time.sleep(POLL_SECONDS)
+
+
+def _terminate(child: Child) -> None:
+    with contextlib.suppress(OSError):
+        child.send(signal.SIGTERM)
+
+
+def _kill(child: Child) -> None:
+    """The process and what it has started."""
+    with contextlib.suppress(OSError):
+        os.killpg(child.process.pid, signal.SIGKILL)
+    child.process.wait()

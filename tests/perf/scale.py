@@ -1,0 +1,176 @@
+"""What ddpbench itself costs rank 0 as ranks grow: the data of many ranks through its own code.
+
+    python tests/perf/scale.py [WORLD_SIZE …]
+
+The ranks are simulated below torch.distributed: a gather gives as many stamps as there would be
+ranks, each time other ones, and every rank tells the facts of this one. All else is what rank 0 of
+a sweep runs: pace, agree, session, book, store, the tables. Three cases of 5000 repetitions, the
+most there are, 8 ranks a host, each world in a fresh process. Seconds are of this process's CPU
+time; what the network would take is not in them. facts and end: once a launch; gather, summary and
+store: a case. memory: the most, above what the imports take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+
+from ddpbench import book, session
+from ddpbench.catalog import backends
+from ddpbench.catalog.operations import OPERATIONS
+from ddpbench.measure import pace
+from ddpbench.records import store
+from ddpbench.records.schema import Case, Plan, Result, Run
+from ddpbench.runtime import cpu
+from ddpbench.runtime.group import Group
+from ddpbench.runtime.launch import Placement
+from ddpbench.runtime.watchdog import Who
+
+WORLDS = (16, 1024, 16384)
+CASES, A_HOST, CALL_NS = 3, 8, 100_000
+MADE_UP = [0.0]  # seconds that the simulation itself took, which are no cost of ddpbench's
+PLAN = Plan(check=False, precision=1e-9, slice_seconds=1e6)  # to the most repetitions
+
+
+def simulate(world: int) -> Group:
+    """Rank 0 of so many; what torch.distributed would carry is made up here."""
+    noise = np.random.default_rng(1)
+
+    def gather(mine: torch.Tensor, parts: list[torch.Tensor], dst: int) -> None:
+        began = time.process_time()
+        late = noise.integers(0, CALL_NS, (len(parts), len(mine), 3), dtype=np.int32)
+        late[:, :, 0] //= 10
+        late[:, :, 2] = 0
+        stamps = torch.from_numpy(mine.numpy() + late)
+        for part, its in zip(parts, stamps, strict=True):
+            part.copy_(its)
+        MADE_UP[0] += time.process_time() - began
+
+    def gathered(values: list[Any], mine: Any) -> None:
+        values[:] = [mine] * len(values)
+
+    fakes: dict[str, Any] = {
+        "gather": gather,
+        "all_gather_object": gathered,
+        "broadcast": lambda *_, **__: None,
+        "broadcast_object_list": lambda *_, **__: None,
+    }
+    for name, fake in fakes.items():
+        setattr(dist, name, fake)
+    who = tuple(Who(r, f"host{r // A_HOST}", r, f"boot{r // A_HOST}") for r in range(world))
+    watchdog: Any = SimpleNamespace(signal=None, rearm=lambda: None, phase=lambda what: None)
+    return Group(Placement("torchrun", 0, world, 0, A_HOST), who, watchdog, timedelta(seconds=60))
+
+
+class Bench:
+    """A case that takes no time."""
+
+    calls = generation = 1
+
+    def __init__(
+        self, case: Case, operation: Any, plan: Plan, group: Group, *_: object
+    ) -> None:  # as of loop.Bench
+        self.case, self.operation, self.plan, self.group = case, operation, plan, group
+        self.at = 0
+
+    def repeat(self, count: int, batch: int = 1) -> Any:
+        """Stamps of calls one after the other."""
+        entry = self.at + 2 * CALL_NS * np.arange(count)
+        self.at += 2 * CALL_NS * count
+        return np.column_stack([entry, entry + CALL_NS, np.full(count, -1)])
+
+    def rest(self) -> None:
+        """Nothing to do."""
+
+    refill = rest
+
+
+def measured(world: int, folder: Path) -> dict[str, float]:
+    """One launch of CASES cases; seconds and MB by name."""
+    spent: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def timed(name: str, share: int = 1) -> Iterator[None]:
+        began, made_up = time.process_time(), MADE_UP[0]
+        yield
+        seconds = time.process_time() - began - (MADE_UP[0] - made_up)
+        spent[name] = spent.get(name, 0.0) + seconds / share
+
+    pace.Bench = Bench  # type: ignore[assignment,misc]
+    for name in ("scipy.stats", "pyarrow.parquet", "pandas"):
+        import_module(name)
+    group = simulate(world)
+    backend, operation, hosts = backends.get("gloo"), OPERATIONS["all_reduce"], len(group.hosts)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with timed("facts s"):
+        run = Run("", "collectives", (), PLAN, store.now(), backends=("gloo",))
+        store.create(folder, run, "scale")
+        whole = cpu.CpuMeter()
+        launch = session.launch_record(group, backend, "cpu", 0, {}, {}, CASES)
+        record = book.Book(group, folder, launch)
+    for number in range(CASES):
+        case = Case(
+            "all_reduce", "tensor", "gloo", "native", "cpu", "float32", "sum", None, 4 << number,
+            1 << number, True, False, "isolated", "barrier", 1, world, (A_HOST,) * hosts,
+        )  # fmt: skip
+        nothing = cast(Any, None)
+        with timed("gather s", CASES):
+            samples = pace.measure(case, operation, PLAN, group, nothing, nothing, 0.0, None)
+        with timed("summary s", CASES):
+            session.others_share(group, cpu.CpuMeter())
+            result = Result(case, 0, 1.0, 4.0, 4, wrong=tuple(pace.everyones_wrong(group, samples)))
+            outcome = book.summed(result, samples, record.common_clock)
+        with timed("store s", CASES):
+            record.add(*outcome)
+        assert record.failure is None
+        assert outcome[0].summary is not None
+        assert outcome[0].summary.repetitions == PLAN.max_repetitions
+    with timed("end s"), contextlib.redirect_stderr(io.StringIO()):
+        record.close(1.0, session.used(group, whole))
+        with contextlib.redirect_stdout(io.StringIO()):
+            book.finish(folder, "table", None, False)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rows = len(store.read_samples(folder))
+    return {
+        **spent,
+        "memory MB": (after - before) * 1024 / 1e6,
+        "rows a case": rows / CASES,
+        "samples MB": (folder / "samples.parquet").stat().st_size / 1e6,
+        "run.json MB": (folder / "run.json").stat().st_size / 1e6,
+    }
+
+
+def main(words: list[str]) -> int:
+    """A row a world."""
+    if words[:1] == ["--one"]:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(measured(int(words[1]), Path(folder) / "run")))
+        return 0
+    rows = []
+    for world in map(int, words or map(str, WORLDS)):
+        command = [sys.executable, __file__, "--one", str(world)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        rows.append({"ranks": world, **json.loads(done.stdout)})
+    print(tabulate(rows, headers="keys", floatfmt=".4g"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
