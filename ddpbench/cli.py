@@ -154,7 +154,7 @@ def start(asked: session.Options, words: Sequence[str]) -> int:
         code = _launch(asked, words, name, folder, number)
         refusals += code == 2
         if code == 130:
-            end = book.INTERRUPTED
+            end = book.interrupted("a signal")  # unless the ranks have told which
             break
         if code != 0:
             reason = f"the ranks on {name} ended with exit code {code}"
