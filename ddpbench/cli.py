@@ -2,6 +2,7 @@
 
 python -m ddpbench collectives -n 4 --backend gloo,mpi
 python -m ddpbench ddp -n 4 --workload mlp
+python -m ddpbench slurm -N2 -n4
 python -m ddpbench compare BASE NEW
 python -m ddpbench show RUN
 python -m ddpbench list
@@ -19,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from ddpbench import __version__, collectives, compare, ddp, options, session
+from ddpbench import __version__, collectives, compare, ddp, options, session, slurm
 from ddpbench.catalog import backends
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
@@ -40,6 +41,7 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Sequence[str]], int]
     description: str | None = None
+    passes_on: bool = False  # its words are for other programs, --help in front excepted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +83,8 @@ def _main(words: list[str]) -> int:
         prog=f"ddpbench {name}", description=command.description or command.help
     )
     command.add_arguments(parser)
-    return command.run(parser.parse_args(rest), rest)
+    own = rest[:1] if rest[:1] in (["-h"], ["--help"]) else []
+    return command.run(parser.parse_args(own if command.passes_on else rest), rest)
 
 
 def _overview() -> str:
@@ -240,6 +243,7 @@ COMMANDS: dict[str, Command] = {
         collectives.__doc__,
     ),
     "ddp": Command(ddp.HELP, ddp.add_arguments, _measuring(ddp.Options, ddp.run), ddp.__doc__),
+    "slurm": Command(slurm.HELP, slurm.add_arguments, slurm.run, slurm.__doc__, passes_on=True),
     "compare": Command(compare.HELP, compare.add_arguments, compare.run, compare.__doc__),
     "show": Command("print a stored run again", _show_arguments, _show),
     "list": Command("the runs in results/", _list_arguments, _list),
