@@ -127,8 +127,8 @@ def script(words: Sequence[str], given: Sequence[str], commands: Sequence[Sequen
     default = "--ntasks-per-gpu=1" if gpus else "--ntasks-per-node=2"
     paths = os.environ.get("PYTHONPATH")
     return SCRIPT.format(
-        words=shlex.join(words),
-        given=shlex.join(given),
+        words=shlex.join(words).replace("\n", " "),  # stays a comment
+        given=shlex.join(given).replace("\n", " "),
         tasks="" if tasks else f"#SBATCH {default}\n",
         environment=f"export PYTHONPATH={shlex.quote(paths)}" if paths else "",
         srun=" --gpu-bind=none" if gpus else "",  # ranks of a node reach each other's GPUs

@@ -182,6 +182,7 @@ def test_the_script_is_bash_and_keeps_words_whole(
     program(tmp_path, "srun", 'printf \'<%s>\' "$@"; echo " $PYTHONPATH"; exit ${STUB:-0}')
     monkeypatch.setenv("PYTHONPATH", "/a b")
     text = made("-N2", "--comment", "a b", "--", "--backend", "gloo")
+    assert "\nexit 9" not in made("--comment", "a\nexit 9")
     lines = {}
     for code in (0, 4, 130):
         environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "STUB": str(code)}
