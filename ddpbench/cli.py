@@ -3,6 +3,7 @@
 python -m ddpbench collectives -n 4 --backend gloo,mpi
 python -m ddpbench ddp -n 4 --workload mlp
 python -m ddpbench launch --hosts hosts.txt -- collectives
+python -m ddpbench slurm -N2 -n4
 python -m ddpbench compare BASE NEW
 python -m ddpbench ab --a "NAME=1" --b "NAME=2" collectives --op all_reduce
 python -m ddpbench calibrate
@@ -37,7 +38,8 @@ from ddpbench import (
     manifest,
     options,
     session,
-)  # fmt: skip
+    slurm,
+)
 from ddpbench.catalog import backends
 from ddpbench.interchange import sources
 from ddpbench.records import store
@@ -59,6 +61,7 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Sequence[str]], int]
     description: str | None = None
+    passes_on: bool = False  # its words are for other programs, --help in front excepted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,7 +103,8 @@ def _main(words: list[str]) -> int:
         prog=f"ddpbench {name}", description=command.description or command.help
     )
     command.add_arguments(parser)
-    return command.run(parser.parse_args(rest), rest)
+    own = rest[:1] if rest[:1] in (["-h"], ["--help"]) else []
+    return command.run(parser.parse_args(own if command.passes_on else rest), rest)
 
 
 def _overview() -> str:
@@ -178,7 +182,7 @@ def start(asked: session.Options, words: Sequence[str]) -> int:
             sys.stdout.flush()
         refusals += code == 2
         if code == 130:
-            end = book.INTERRUPTED
+            end = book.interrupted("a signal")  # unless the ranks have told which
             break
         if code != 0:
             reason = f"the ranks on {name} ended with exit code {code}"
@@ -279,6 +283,7 @@ COMMANDS: dict[str, Command] = {
         launch_node.HELP, launch_node.add_arguments, launch_node.run, launch_node.__doc__
     ),
     "manifest": Command(manifest.HELP, manifest.add_arguments, manifest.run, manifest.__doc__),
+    "slurm": Command(slurm.HELP, slurm.add_arguments, slurm.run, slurm.__doc__, passes_on=True),
     "compare": Command(compare.HELP, compare.add_arguments, compare.run, compare.__doc__),
     "ab": Command(ab.HELP, ab.add_arguments, ab.run, ab.__doc__),
     "calibrate": Command(calibrate.HELP, calibrate.add_arguments, calibrate.run, calibrate.__doc__),

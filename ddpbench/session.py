@@ -112,8 +112,8 @@ def run(asked: T, place: Placement, sweep: Sweep[T]) -> int:
                 raise
             if failure is not None:
                 end = book.End("failed", failure, 5)
-            elif agree.first_objection(ranks, ranks.interrupted) is not None:
-                end = book.INTERRUPTED
+            elif (by := agree.first_objection(ranks, ranks.interrupted)) is not None:
+                end = book.interrupted(by)
             if end is not None:
                 break
     if place.rank == 0 and asked.join is None:

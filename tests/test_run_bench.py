@@ -118,7 +118,8 @@ def make_environment(folder: Path, *paths: str | Path) -> Path:
 def test_an_unknown_command_is_one_sentence(checkout: Path, arguments: list[str]) -> None:
     """What is no sub-command ends with exit 2 and one line that lists what there is."""
     result = run_bench(checkout, *arguments, env=environment(PYTHON="/nowhere/python"))
-    assert "not one of cpu, gpu, mpi, all, ddp, regress, test, python" in refused(result)
+    wanted = "not one of cpu, gpu, mpi, all, ddp, slurm, regress, test, python"
+    assert wanted in refused(result)
 
 
 def test_help_lists_the_commands(checkout: Path) -> None:
@@ -126,7 +127,9 @@ def test_help_lists_the_commands(checkout: Path) -> None:
     result = run_bench(checkout, "--help", env=environment(PYTHON="/nowhere/python"))
     assert (result.returncode, result.stderr) == (0, "")
     listed = {line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")}
-    assert listed == {"cpu", "gpu", "mpi", "all", "ddp", "regress", "test", "python"}
+    assert listed == {
+        "cpu", "gpu", "mpi", "all", "ddp", "slurm", "regress", "test", "python"
+    }  # fmt: skip
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")

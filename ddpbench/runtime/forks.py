@@ -19,6 +19,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from ddpbench.runtime.launch import PASSED_ON
+
 PRELOADED = ("torch.distributed", "scipy.stats", "pyarrow.parquet", "ddpbench.measure.pace")
 GRACE_SECONDS = 30.0  # for the other ranks, once one has failed
 
@@ -60,7 +62,8 @@ def _become(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> NoRetu
         with contextlib.suppress(OSError):  # for `ps` and `top`: else all ranks look like it
             Path("/proc/self/comm").write_text(f"ddpbench-r{rank}")
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in PASSED_ON[1:]:
+            signal.signal(number, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         port = int.from_bytes(os.read(gate, 4), "big")
         here = {"RANK": rank, "WORLD_SIZE": nproc, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nproc}
@@ -111,7 +114,7 @@ def _signals(ranks: dict[int, int]) -> Iterator[None]:
     """Pass on what this process gets; it stays, to read what was measured."""
     previous = {
         number: signal.signal(number, lambda received, _: _send(ranks, received))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        for number in PASSED_ON
     }
     try:
         yield

@@ -20,11 +20,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ddpbench.runtime import agree, launch, network, sockets
+from ddpbench.runtime import agree, launch, network, slurm, sockets
 from ddpbench.runtime.launch import Placement, Refused
 from ddpbench.runtime.network import NetPlace
 from ddpbench.runtime.sockets import Connection
-from ddpbench.runtime.watchdog import Watchdog, Who, place_of
+from ddpbench.runtime.watchdog import (
+    HURRIED_SECONDS,
+    SIGNAL_SECONDS,
+    Watchdog,
+    Who,
+    place_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +163,8 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
     store = _meet(place, rendezvous, timeout)
     who, net = _introduced(store, place, rendezvous.timeout_seconds)
     second = _second_client(store, place.world_size)
-    watchdog = Watchdog(second, place.rank, who, rendezvous.timeout_seconds, _leave)
+    patience = HURRIED_SECONDS if place.launcher == "mpirun" else SIGNAL_SECONDS
+    watchdog = Watchdog(second, place.rank, who, rendezvous.timeout_seconds, _leave, patience)
     try:
         dist.init_process_group(
             "gloo",
@@ -239,7 +246,7 @@ def _url(place: Placement, rendezvous: Rendezvous) -> str:
         return f"tcp://{address}:{port}"
     if place.launcher == "srun":
         host, number = launch.slurm_address()
-        return f"tcp://{address or host}:{port or number}"
+        return f"tcp://{address or slurm.node_address(host, place)}:{port or number}"
     if place.launcher == "mpirun":
         return f"tcp://{_address_over_mpi(place, address, port)}"
     return f"tcp://{address or '127.0.0.1'}:{port or launch.free_port()}"

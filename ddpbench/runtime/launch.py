@@ -65,6 +65,9 @@ _VARIABLES = (
 )
 
 
+SALLOC_STEP = "4294967290"  # of the shell that salloc opens on the first node (0xfffffffa)
+
+
 def placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
     """This process's place, or None where no launcher started it.
 
@@ -73,8 +76,8 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
     for launcher, rank, world, local, local_world in _VARIABLES:
         if rank not in environ or world not in environ:
             continue
-        if launcher == "srun" and "SLURM_STEP_ID" not in environ:
-            continue  # a batch script, not a task of srun
+        if launcher == "srun" and _in_a_shell(environ):
+            continue
         if rank == "PMI_RANK" and local not in environ and "SLURM_STEP_ID" in environ:
             continue  # srun --mpi=pmi2: no mpirun
         try:
@@ -101,6 +104,15 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
             )
         return place
     return None
+
+
+def _in_a_shell(environ: Mapping[str, str]) -> bool:
+    """Whether this is a batch script or a shell of Slurm's, where ranks are still to be started,
+    and no task of srun: their variables are alike."""
+    step = environ.get("SLURM_STEP_ID")
+    if step is None or step == SALLOC_STEP:
+        return True
+    return "SLURM_PTY_PORT" in environ and environ["SLURM_NTASKS"] == "1"  # srun --pty bash
 
 
 def first_host(nodes: str) -> str:
@@ -136,6 +148,10 @@ def require_free(port: int) -> None:
             ) from None
 
 
+# By these users, batch systems and pre-emption ask for an end: the ranks store what they have.
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
 def torchrun(arguments: Sequence[str], nproc: int) -> int:
     """Run `python ARGUMENTS` in nproc ranks of this host under torchrun's agent; the exit code.
 
@@ -161,14 +177,25 @@ def torchrun(arguments: Sequence[str], nproc: int) -> int:
             local_addr="127.0.0.1",
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
+        before = signal.signal(signal.SIGUSR1, _end_agent)
         try:
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
             codes = [failure.exitcode for failure in error.failures.values()]
             return max((code for code in codes if code > 0), default=5)
         except SignalException as error:
-            return 130 if error.sigval in (signal.SIGINT, signal.SIGTERM) else 5
+            return 130 if error.sigval in PASSED_ON else 5
+        finally:
+            signal.signal(signal.SIGUSR1, before)
     return 0
+
+
+def _end_agent(received: int, _: object) -> None:
+    """What torchrun's agent does with SIGTERM, for a signal that it leaves alone: its ranks get the
+    same one, and it waits for them."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    raise SignalException(f"got signal {received}", signal.Signals(received))
 
 
 def find_mpirun() -> str | None:
@@ -228,9 +255,7 @@ def mpirun(arguments: Sequence[str], nproc: int) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, received)
 
-    previous = {
-        number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    previous = {number: signal.signal(number, pass_on) for number in PASSED_ON}
     try:
         return process.wait()
     finally:

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -30,7 +30,9 @@ GRACE_SECONDS = 4.0  # for the other ranks' reports
 DIED, STOPPED, ALIVE = "has died", "is stopped (SIGSTOP)", "is alive but did not answer"
 TOLD = "ddpbench/end/told"
 # After a signal, how long the ranks may take to stop together at the next repetition.
-SIGNAL_SECONDS = {signal.SIGINT: 10.0, signal.SIGTERM: 0.5, signal.SIGUSR1: 10.0}
+SIGNAL_SECONDS = {signal.SIGINT: 10.0, signal.SIGTERM: 10.0, signal.SIGUSR1: 10.0}
+# torchrun and Slurm kill half a minute after SIGTERM; an MPI's launcher may do so after a second.
+HURRIED_SECONDS = {**SIGNAL_SECONDS, signal.SIGTERM: 0.5}
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,10 @@ class Watchdog:
         who: Sequence[Who],
         timeout_seconds: float,
         leave: Callable[[int], NoReturn],
+        signal_seconds: Mapping[signal.Signals, float] = SIGNAL_SECONDS,
     ) -> None:
         """store: a client of its own, used by no other thread; leave: ends the process."""
+        self._signal_seconds = signal_seconds
         self._store, self._rank, self._who = store, rank, who
         self._timeout, self._leave = timeout_seconds, leave
         self._phase, self._deadline = "start", time.monotonic() + timeout_seconds
@@ -138,13 +142,14 @@ class Watchdog:
             self._deadline = time.monotonic() + self._timeout
 
     def close(self) -> None:
-        """End the thread; signals are the program's again."""
+        """End the thread; signals are the program's again, unless one has come: who was told to end
+        is about to store the end, and Slurm tells it more than once."""
         self._closed = True
         os.write(self._wake_end, b"\0")
         self._thread.join()
         signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler if self.signal is None else signal.SIG_IGN)
 
     def _note(self, number: int, frame: object) -> None:
         self.signal = number
@@ -170,7 +175,7 @@ class Watchdog:
         self._interrupted = True
         # A launcher that lost a rank kills the others soon after.
         lost = DIED in (state_of(who, self._who[self._rank]) for who in self._who)
-        allowed = 0.0 if again or lost else SIGNAL_SECONDS[signal.Signals(number)]
+        allowed = 0.0 if again or lost else self._signal_seconds[signal.Signals(number)]
         self._deadline = min(self._deadline, time.monotonic() + allowed)
 
     _interrupted = False

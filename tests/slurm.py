@@ -1,0 +1,161 @@
+"""A real Slurm on this machine: a controller and two nodes, n0 and n1, for a test run alone.
+
+Everything lies in a folder of its own (configuration, munge key and socket, state, logs) and
+listens on free ports of 127.0.0.1; the node names resolve nowhere, as on some clusters. Needs root,
+since slurmd starts the tasks in the name of whoever submitted them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ranks import environment
+
+from ddpbench.runtime.launch import free_port
+
+NODES = ("n0", "n1")
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "sinfo", "setpriv")
+SYSTEM = "/usr/sbin:/sbin"  # where daemons lie, be they in PATH or not
+CONFIGURATION = """\
+ClusterName=ddpbench
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+TmpFS={folder}/tmp.%n
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+JobAcctGatherType=jobacct_gather/none
+LaunchParameters=use_interactive_step
+MpiDefault=none
+ReturnToService=2
+MailProg=/bin/true
+GresTypes=gpu
+PartitionName=all Nodes=n0,n1 Default=YES State=UP
+"""
+NODE = "NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 Gres=gpu:2\n"
+
+
+def why_not() -> str | None:
+    """Why there can be no Slurm here; None where there can."""
+    path = f"{os.environ.get('PATH', '')}:{SYSTEM}"
+    if missing := [name for name in NEEDED if shutil.which(name, path=path) is None]:
+        return f"{', '.join(missing)} not found: Debian's slurm-wlm and munge have them"
+    return None if os.geteuid() == 0 else "only root can run a Slurm"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Slurm that runs: the environment in which Slurm's commands speak to it."""
+
+    environ: Mapping[str, str]
+
+    def call(
+        self, *words: str | Path, cwd: Path, seconds: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        return subprocess.run(
+            words, cwd=cwd, env=dict(self.environ), stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=seconds, check=False,
+        )  # fmt: skip
+
+    def begin(self, *words: str | Path, cwd: Path) -> subprocess.Popen[str]:
+        """Start a command."""
+        return subprocess.Popen(
+            words, cwd=cwd, env=dict(self.environ), stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def until(self, true: Callable[[], bool], seconds: float = 120) -> bool:
+        """Wait for it to be true; whether it was in time."""
+        deadline = time.monotonic() + seconds
+        while not (seen := true()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return seen
+
+
+@contextlib.contextmanager
+def cluster(folder: Path) -> Iterator[Cluster]:
+    """A Slurm of two nodes in this folder, up and idle; taken down at the end.
+
+    Raises RuntimeError, with what the daemons said, when it does not come up.
+    """
+    for name in ("munge", "state", *NODES, *(f"tmp.{node}" for node in NODES)):
+        (folder / name).mkdir(mode=0o711)
+    host = os.uname().nodename.split(".")[0]
+    configuration = folder / "slurm.conf"
+    ports = {"controller": free_port()}
+    configuration.write_text(
+        CONFIGURATION.format(host=host, folder=folder, **ports)
+        + "".join(NODE.format(node=node, host=host, port=free_port()) for node in NODES)
+    )
+    for index in range(2):
+        (folder / f"gpu{index}").touch()  # any file passes for a device
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n")
+    key = folder / "munge" / "key"
+    key.touch(mode=0o600)
+    key.write_bytes(os.urandom(1024))
+    environ = environment(SLURM_CONF=str(configuration))
+    environ["PATH"] = f"{environ['PATH']}:{SYSTEM}"
+    munge = {
+        f"--{what}-file": folder / "munge" / what for what in ("key", "pid", "log", "seed")
+    } | {"--socket": folder / "munge" / "socket"}
+    daemons = [
+        ["munged", "--foreground", "--force", *(f"{name}={path}" for name, path in munge.items())],
+        ["slurmctld", "-D", "-f", str(configuration)],
+        *(["slurmd", "-D", "-f", str(configuration), "-N", node] for node in NODES),
+    ]
+    with contextlib.ExitStack() as running:
+        for number, words in enumerate(daemons):
+            running.enter_context(_daemon(words, environ, folder / f"{number}-{words[0]}.log"))
+        up = Cluster(environ)
+        _require_idle(up, folder)
+        try:
+            yield up
+        finally:
+            up.call("scancel", "--user", "root", "--full", "--signal", "KILL", cwd=folder)
+            up.until(lambda: not up.call("squeue", "-h", cwd=folder).stdout, 10)
+
+
+@contextlib.contextmanager
+def _daemon(words: list[str], environ: Mapping[str, str], log: Path) -> Iterator[None]:
+    """A daemon in the foreground; it ends with this process, however that may end."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *words],
+            env=dict(environ), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        )  # fmt: skip
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _require_idle(up: Cluster, folder: Path, seconds: float = 30) -> None:
+    def states() -> list[str]:
+        return up.call("sinfo", "-h", "-N", "-o", "%T", cwd=folder).stdout.split()
+
+    if not up.until(lambda: states() == ["idle"] * len(NODES), seconds):
+        said = "".join(f"\n{log.name}: {log.read_text()[-600:]}" for log in folder.glob("*.log"))
+        raise RuntimeError(f"no idle Slurm within {seconds:g} s, nodes {states()}:{said}")
