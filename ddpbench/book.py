@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.analysis import findings, stats, steps
+from ddpbench.analysis import clocks, findings, stats, steps
 from ddpbench.analysis.kept import Kept
 from ddpbench.records import store
 from ddpbench.records.schema import Launch, Result, StepResult
@@ -21,6 +21,7 @@ from ddpbench.render.formats import FORMATS
 from ddpbench.runtime.group import Group
 
 if TYPE_CHECKING:
+    from ddpbench.measure.offsets import Clocks
     from ddpbench.measure.pace import Samples
 
 
@@ -31,7 +32,6 @@ class Book:
     def __init__(self, ranks: Group, folder: Path, launch: Launch) -> None:
         self.writes = ranks.rank == 0
         self.folder, self.launch = folder, launch
-        self.common_clock = len({clock_domain(rank) for rank in launch.ranks}) == 1
         self.failure: str | None = None  # why nothing more can be stored
         self._bar: Any = None
         if self.writes:
@@ -59,6 +59,12 @@ class Book:
         )
         self._bar.add_task(self.launch.backend, total=cases)
         self._bar.start()
+
+    def compared(self, found: Clocks) -> None:
+        """What is known of the clocks now; stored with the next case."""
+        why = {"clocks": found.objection} if found.objection else {}
+        facts = {**self.launch.facts, **why}
+        self.launch = replace(self.launch, offsets=found.offsets, facts=facts)
 
     def add(self, outcome: Result | StepResult, columns: dict[str, Any] | None) -> None:
         """Store one case, with its raw samples (store.SAMPLE_COLUMNS) where there are any."""
@@ -116,22 +122,19 @@ class Book:
         store.write(self.folder, replace(self.run, launches=(*others, self.launch)))
 
 
-def clock_domain(facts: dict[str, Any]) -> tuple[Any, Any]:
-    """Ranks with the same one read the same clock."""
-    return facts.get("boot_id"), facts.get("time_namespace")
-
-
 def summed(
-    result: Result, samples: Samples, common_clock: bool
+    result: Result, samples: Samples, clock_off_seconds: float | None
 ) -> tuple[Result, dict[str, Any] | None]:
     """The result with what its samples say, and their columns; as it is where there are none.
 
-    common_clock: whether stamps of different ranks may be compared.
+    clock_off_seconds: what stamps of different ranks may be off, as `Result` has it.
     """
     if not samples.timed.repetitions:
         return result, None
     assert samples.cold is not None
     single = result.case.issue == "isolated" and samples.calls == samples.cold_calls
+    over = stats.joined(samples.timed.over)
+    common_clock = clocks.comparable(clock_off_seconds, float(np.median(over.times(1))))
     result = replace(
         result,
         calls=samples.calls,
@@ -141,9 +144,8 @@ def summed(
         stop_reason=samples.stop_reason,
         checks=samples.checks,
         measuring_seconds=samples.measuring_seconds,
-        summary=stats.summary(
-            stats.joined(samples.timed.over), samples.calls, common_clock, single
-        ),
+        summary=stats.summary(over, samples.calls, common_clock, single),
+        clock_off_seconds=clock_off_seconds,
     )
     return result, _columns(result, samples)
 

@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -194,10 +195,10 @@ def sweep(
     Returns, in every rank, why the results can no longer be stored; None when all went well.
     """
     from ddpbench import book
-    from ddpbench.measure import calibrate, clock, loop, pace
+    from ddpbench.measure import calibrate, clock, loop, offsets, pace
 
     device = ranks.device(asked.device)
-    with ranks.tested(session.torch_name(ranks, backend)) as tested:
+    with ranks.tested(session.torch_name(ranks, backend)) as tested, ExitStack() as stack:
         session.connect(ranks, backend, tested)
         began, whole = time.monotonic(), cpu.CpuMeter()
         loop.settle()
@@ -211,6 +212,7 @@ def sweep(
         launch = session.launch_record(
             ranks, backend, asked.device, index, times, {"rates": asdict(rates)}, len(wanted)
         )
+        together = stack.enter_context(offsets.opened(ranks, launch.ranks))
         record = book.Book(ranks, folder, launch)
         if not asked.quiet and (asked.progress or sys.stderr.isatty()):
             record.expect(len(wanted))
@@ -228,8 +230,9 @@ def sweep(
             objection = _objection(case, operation, plan, ranks, device)
             samples = pace.measure(
                 case, operation, plan, ranks, tested, device,
-                clock.shortest_seconds(times), objection,
+                clock.shortest_seconds(times), objection, together.ahead_ns,
             )  # fmt: skip
+            off = together.again()
             resolved = session.others_share(ranks, meter)
             if resolved is not None:  # else the case is too short to tell, and the next adds to it
                 meter, share = cpu.CpuMeter(), resolved
@@ -246,7 +249,8 @@ def sweep(
                 hard_limit=_hard_limit(asked, rates, ranks),
                 wall_seconds=time.monotonic() - started,
             )
-            record.add(*book.summed(result, samples, record.common_clock))
+            record.compared(together)
+            record.add(*book.summed(result, samples, off))
             failure = agree.from_rank_0(ranks, record.failure)
             if failure is not None or samples.stop_reason == "interrupted":
                 break

@@ -172,5 +172,28 @@ def test_a_master_that_nobody_knows_is_refused(bench: Hosts, ranks: Pool, tmp_pa
     ]
 
 
+def test_the_bound_of_the_clocks_holds_between_hosts(
+    bench: Hosts, ranks: Pool, tmp_path: Path
+) -> None:
+    """All hosts here read one clock: told that host2 has another, the ranks find over its link that
+    it is ahead by 0, within their bound; so before the sweep as after its case."""
+    places = ({"RANK": "0"}, {"RANK": "1", "LOCAL_RANK": "1"}, {"RANK": "2", "AHEAD_NS": "0"})
+    ranks.calls += 1
+    done = ranks.ask(
+        tmp_path, [{"LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "", **each} for each in places],
+        "collectives", "--import", "apart", "--op", "all_reduce", "--sizes", "4M", "--slice", "0.1",
+        "--backend", "gloo", "--timeout", "20", "--limit", "100", "--output", "run",
+        "--init-method", f"tcp://{bench[0].address}:{PORT + ranks.calls}",
+    )  # fmt: skip
+    ranks.ask(tmp_path, [{"AHEAD_NS": ""}] * 3, "--version")
+    assert done.returncode == 0, done
+    run = store.read(tmp_path / "run")
+    (found,) = run.launches[0].offsets
+    assert (found.host, found.ranks) == ("host2", (2,))
+    assert abs(found.seconds) <= found.bound_seconds
+    assert run.results[0].clock_off_seconds
+    assert "clocks    ahead of rank 0's: host2 " in done.stdout
+
+
 def _namespaces() -> str:
     return subprocess.check_output(["ip", "netns"], text=True, timeout=10)

@@ -74,7 +74,7 @@ def test_the_summary_is_of_all_ranks_whatever_is_kept(monkeypatch: pytest.Monkey
             cold=some_stamps(16, 1), warm_up=filled(some_stamps(16, 10, 2), 10),
             timed=filled(timed, 8), stop_reason="precision",
         )  # fmt: skip
-        result, columns = book.summed(a_result(), samples, common_clock=True)
+        result, columns = book.summed(a_result(), samples, clock_off_seconds=0.0)
         assert columns is not None
         return result.summary, columns
 

@@ -57,11 +57,12 @@ class Samples:
 
 def measure(
     case: Case, operation: Operation, plan: Plan, group: Group, tested: dist.ProcessGroup,
-    device: torch.device, shortest_seconds: float, objection: str | None,
+    device: torch.device, shortest_seconds: float, objection: str | None, ahead_ns: int = 0,
 ) -> Samples:  # fmt: skip
     """Measure one case on all ranks together, or skip it on all ranks together.
 
-    objection: this rank's reason not to, found before. Returns what rank 0 gathered; in other
+    objection: this rank's reason not to, found before. ahead_ns: what its clock is ahead of rank
+    0's, in which all stamps are gathered. Returns what rank 0 gathered; in other
     ranks only `objection`, `checks` and `stop_reason` mean something.
     """
     samples = Samples()
@@ -78,14 +79,14 @@ def measure(
     gc.collect()
     gc.disable()
     try:
-        _measure(bench, samples, shortest_seconds)
+        _measure(bench, samples, shortest_seconds, ahead_ns)
     finally:
         if enabled:
             gc.enable()
     return samples
 
 
-def _measure(bench: Bench, samples: Samples, shortest_seconds: float) -> None:
+def _measure(bench: Bench, samples: Samples, shortest_seconds: float, ahead_ns: int) -> None:
     group, plan = bench.group, bench.plan
     began = time.monotonic()
     until = began + plan.slice_seconds
@@ -97,9 +98,9 @@ def _measure(bench: Bench, samples: Samples, shortest_seconds: float) -> None:
     samples.objection = agree.first_objection(group, objection)
     if samples.objection is not None:
         return
-    pace = Pace(bench, samples, seconds=time.monotonic() - began)
+    pace = Pace(bench, samples, seconds=time.monotonic() - began, ahead_ns=ahead_ns)
     pace.measuring = pace.seconds
-    samples.cold = agree.at_rank_0(group, cold)
+    samples.cold = pace.gathered(cold)
     _check(bench, samples, -1)
     bench.rest()
     samples.calls = samples.cold_calls = bench.calls
@@ -122,6 +123,12 @@ class Pace:
     seconds: float = 0.0  # of one repetition with its start, as rank 0 saw it
     measuring: float = 0.0
     done: int = 0  # repetitions since the warm-up
+    ahead_ns: int = 0
+
+    def gathered(self, stamps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """At rank 0 all ranks' stamps in its clock."""
+        ahead = np.array([self.ahead_ns, self.ahead_ns, 0], dtype=np.int64)
+        return agree.at_rank_0(self.bench.group, stamps - ahead)
 
     def fitting(self, wanted: int, until: float) -> int:
         """How many of the wanted repetitions fit the time left and a burst; at least one."""
@@ -141,7 +148,7 @@ class Pace:
             return False
         group.watchdog.rearm()
         stamps = self._repeat(count, batch, check and batch == 1 and bench.plan.check)
-        gathered = agree.at_rank_0(group, stamps)
+        gathered = self.gathered(stamps)
         if gathered is not None:
             into.add(gathered)
         return True

@@ -101,7 +101,7 @@ class Summary:
     percentiles_seconds: dict[str, float]  # only those whose 95 % interval exists
     rank_mean_seconds: float | None  # median of the mean over ranks, as OSU prints it
     rank_min_seconds: float | None  # median of the fastest rank
-    skew_seconds: float | None  # median of (last entry - first entry); None without a common clock
+    skew_seconds: float | None  # median of (last entry - first entry); None where clocks differ
     last_in_seconds: float | None  # median of (last exit - last entry)
     global_seconds: float | None  # median of (last exit - first entry)
     outliers: int | None  # beyond 1.5 interquartile ranges; counted, never dropped
@@ -153,6 +153,9 @@ class Result:
     others_share: float | None = None
     measuring_seconds: float = 0.0  # in warm-up and timed repetitions
     wall_seconds: float = 0.0  # of the whole case
+    # What stamps of different ranks, in rank 0's clock, may be off against each other at most; 0.0:
+    # all read one clock; None: not known. Above 5 % of a repetition there is no skew.
+    clock_off_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -314,6 +317,17 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class Offset:
+    """What a clock that is not rank 0's was ahead of it: within ± the bound, all through the
+    launch."""
+
+    host: str
+    ranks: tuple[int, ...]  # that read it
+    seconds: float
+    bound_seconds: float
+
+
+@dataclass(frozen=True)
 class Launch:
     """One set of fresh processes on one backend."""
 
@@ -326,6 +340,7 @@ class Launch:
     facts: dict[str, Any] = field(default_factory=dict)
     ranks: tuple[dict[str, Any], ...] = ()
     clock: dict[str, float] = field(default_factory=dict)
+    offsets: tuple[Offset, ...] = ()  # one a clock; empty: one clock, or not compared
     started: str = ""
     ended: str | None = None
     cases: int = 0  # that it was to measure

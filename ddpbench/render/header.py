@@ -40,7 +40,7 @@ def header(run: Run) -> list[str]:
     for launch in {launch.backend: launch for launch in launches}.values():
         provider = "" if launch.provider == "native" else f" (provider {launch.provider})"
         shown.append(f"{launch.backend:<9} {launch.library}{provider}, {launch.launcher}")
-        shown += _net(launch)
+        shown += [*_net(launch), *_clocks(launch)]
     shown += [
         f"how       {_how_steps(run) if of_steps(run) else _how_calls(run)}; seed {plan.seed}",
         repeats,
@@ -148,6 +148,28 @@ def _net(launch: Launch) -> list[str]:
     ]
 
 
+def _clocks(launch: Launch) -> list[str]:
+    """What the hosts' clocks are ahead of rank 0's; none where all ranks read one, or no stamps of
+    different ranks are compared."""
+    if launch.offsets:
+        widest = max(its.bound_seconds for its in launch.offsets) * 1e6
+        those = [
+            f"{its.host} {_ahead(its.seconds)} ± {digits(its.bound_seconds * 1e6)} µs"
+            for its in launch.offsets[:8]
+        ]
+        more = len(launch.offsets) - len(those)
+        all_ = f" and {more} more, the least sure ± {digits(widest)} µs" if more else ""
+        return [f"clocks    ahead of rank 0's: {', '.join(those)}{all_}"]
+    if why := launch.facts.get("clocks"):
+        return [f"clocks    of the hosts not compared, so no skew: {why}"]
+    return []
+
+
+def _ahead(seconds: float) -> str:
+    """With its sign: in µs, from a second on in s."""
+    return f"{seconds * 1e6:+.1f} µs" if abs(seconds) < 1 else f"{seconds:+.6f} s"
+
+
 def partial(run: Run) -> list[str]:
     """The mark of a run that is not complete; no output hides it."""
     if run.state == "complete":
@@ -217,6 +239,9 @@ def legend(shown: list[Line], columns: list[str], starred: bool) -> list[str]:
         "busbw": "algbw = size / time; busbw = algbw × the operation's bus factor (nccl-tests); "
         "GB = 10⁹ bytes; size: total buffer, 1 KiB = 1024 bytes",
     }
+    if any(r.summary and r.summary.skew_seconds is None and r.clock_off_seconds
+           for line in shown for r in line.results):  # fmt: skip
+        known["skew"] += "; -: the hosts' clocks are not known to 5 % of the time"
     out = [text for name, text in known.items() if name in columns]
     if starred:
         out.append("*: the faster backend, its interval clear of the others'")

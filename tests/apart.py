@@ -1,0 +1,23 @@
+"""`--import apart`: a rank with AHEAD_NS in its environment has a clock of its own, that far on."""
+
+import os
+from typing import Any
+
+from ddpbench.measure import clock
+from ddpbench.runtime import environment
+
+true_now_ns, true_facts = clock.now_ns, environment.rank_facts
+
+
+def now_ns() -> int:
+    """What the rank takes for its clock."""
+    return true_now_ns() + int(os.environ.get("AHEAD_NS") or 0)
+
+
+def rank_facts() -> dict[str, Any]:
+    """The rank's facts, its clock among them."""
+    ahead = os.environ.get("AHEAD_NS")
+    return {**true_facts(), **({"time_namespace": -1 - int(ahead)} if ahead else {})}
+
+
+clock.now_ns, environment.rank_facts = now_ns, rank_facts

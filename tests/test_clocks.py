@@ -1,0 +1,239 @@
+"""Clocks of several hosts: what one is ahead of another is bounded, and never believed beyond."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import Pool
+from test_kept import filled, some_stamps
+from test_store import a_case, a_launch, a_result, a_run, a_summary
+
+from ddpbench import book
+from ddpbench.analysis import clocks, stats
+from ddpbench.analysis.clocks import Ahead
+from ddpbench.measure import offsets
+from ddpbench.measure.pace import Samples
+from ddpbench.records import store
+from ddpbench.records.schema import Offset, Result
+from ddpbench.render import formats
+from ddpbench.runtime import agree
+
+# --- what ping-pongs say --------------------------------------------------------------------------
+
+
+def exchanges(draw: random.Random, ahead_ns: int, count: int, drift: float = 0.0) -> stats.Stamps:
+    """Ping-pongs with a clock that is so far ahead, gaining `drift` each ns; ways there and back of
+    any two lengths."""
+    now, found = draw.randrange(10**15), []
+    for _ in range(count):
+        there, back = draw.randrange(5_000, 10**6), draw.randrange(5_000, 10**6)
+        at = now + there
+        found.append((now, at + ahead_ns + round(drift * (at - now)), at + back))
+        now = at + back
+    return np.array(found, dtype=np.int64)
+
+
+def test_the_truth_is_always_within_the_bound() -> None:
+    """Whatever the two ways take and however far the clock is ahead: the offset is within the half
+    of the shortest round trip."""
+    for seed in range(300):
+        draw = random.Random(seed)
+        truth = draw.choice([0, 1, -7, draw.randrange(-(10**16), 10**16)])
+        pings = exchanges(draw, truth, draw.choice([1, 2, 20, 200]))
+        found = clocks.ahead(pings)
+        shortest = int((pings[:, 2] - pings[:, 0]).min())
+        assert found.least_ns <= truth <= found.most_ns
+        assert found.most_ns - found.least_ns == shortest
+        assert abs(found.middle_ns - truth) <= found.off_ns(found.middle_ns) <= shortest / 2 + 1
+
+
+def test_equal_ways_give_the_offset_itself() -> None:
+    """Both ways of 10 µs: the middle is the truth, the bound ± 10 µs."""
+    found = clocks.ahead(np.array([[100, 10_100 + 5_000_000, 20_100]], dtype=np.int64))
+    assert (found.middle_ns, found.off_ns(found.middle_ns)) == (5_000_000, 10_000)
+
+
+def test_a_drift_widens_the_bound() -> None:
+    """What was found before and after, joined, holds all offsets in between, and the bound of a
+    correction made before grows by what the clock gained."""
+    before, after = Ahead(-10, 10), Ahead(490, 510)
+    both = before.joined(after)
+    assert (both, both.off_ns(before.middle_ns)) == (Ahead(-10, 510), 510)
+    assert both.off_ns(both.middle_ns) == 260
+    assert all(both.least_ns <= 5 * n <= both.most_ns for n in range(101))
+
+
+def test_two_hosts_far_from_rank_0_add_their_bounds() -> None:
+    """Stamps of two clocks are off against each other by both bounds; rank 0's own has none."""
+    four = [Ahead(0, 0), Ahead(-5, 5), Ahead(90, 110), Ahead(-7, 1)]
+    assert clocks.off_ns(four, [its.middle_ns for its in four]) == 10 + 5
+    assert clocks.off_ns(four[:2], [0, 0]) == 5
+    assert clocks.off_ns(four[:1], [0]) == 0
+
+
+def test_a_corrected_bracket_is_off_by_no_more_than_the_bound() -> None:
+    """Skew, last in and global of stamps from clocks of their own, corrected: within the bound of
+    what one clock says; the time itself is the same to the ns."""
+    names = ("skew_seconds", "last_in_seconds", "global_seconds")
+    for seed in range(50):
+        draw, true = random.Random(seed), some_stamps(4, 9, seed)
+        truths = [0, *(draw.randrange(-(10**12), 10**12) for _ in range(3))]
+        found = [Ahead(0, 0), *(clocks.ahead(exchanges(draw, t, 20)) for t in truths[1:])]
+        shift = np.array([t - its.middle_ns for t, its in zip(truths, found, strict=True)])
+        read = true + shift[:, None, None] * np.array([1, 1, 0])
+        one, other = (stats.summarise(s, 1, common_clock=True) for s in (true, read))
+        off = clocks.off_ns(found, [its.middle_ns for its in found]) * 1e-9
+        assert one.median_seconds == other.median_seconds
+        for name in names:
+            assert abs(getattr(one, name) - getattr(other, name)) <= off * 1.000001
+
+
+# --- where they are compared ----------------------------------------------------------------------
+
+
+def test_ranks_share_a_clock_by_boot_and_time_namespace() -> None:
+    """Both must be the same; where the boot is not known two names of hosts are two clocks."""
+    boots = [("a", 1), ("a", 1), ("b", 1), ("a", 2), ("b", 1)]
+    facts = [{"boot_id": boot, "time_namespace": own, "hostname": "h"} for boot, own in boots]
+    assert clocks.clocks(facts) == [[0, 1], [2, 4], [3]]
+    assert clocks.clocks([{"hostname": "h"}, {"hostname": "i"}, {"hostname": "h"}]) == [[0, 2], [1]]
+
+
+@pytest.mark.parametrize(
+    ("off", "shown"), [(0.0, True), (49e-6, True), (51e-6, False), (None, False)]
+)
+def test_there_is_no_skew_where_the_bound_is_too_wide(off: float | None, shown: bool) -> None:
+    """Of repetitions of 1 ms: with ± 49 µs there is a bracket, with ± 51 µs none; the bound is
+    stored, and the time is there."""
+    stamps = some_stamps(2, 30)
+    stamps[:, :, 1] = stamps[:, :, 0] + 10**6
+    samples = Samples(cold=stamps[:, :1], timed=filled(stamps, 30))
+    result, _ = book.summed(a_result(), samples, off)
+    assert result.summary is not None
+    assert result.clock_off_seconds == off
+    assert result.summary.median_seconds == pytest.approx(1e-3)
+    bracket = (result.summary.skew_seconds, result.summary.global_seconds)
+    assert [value is not None for value in bracket] == [shown, shown]
+
+
+def test_the_header_tells_the_clocks() -> None:
+    """Each clock with its bound, an offset of boots in seconds; why there is none where they could
+    not be compared; and the legend says what a dash for skew means."""
+    ahead = (Offset("node2", (1,), 12.3e-6, 41e-6), Offset("node3", (2,), -86400.5, 7e-6))
+    dash = a_result(summary=a_summary(skew_seconds=None), clock_off_seconds=41e-6)
+    text = formats.table(a_run(dash, launches=(a_launch(offsets=ahead),)))
+    told = (
+        "clocks    ahead of rank 0's: node2 +12.3 µs ± 41.00 µs, node3 -86400.500000 s ± 7.000 µs"
+    )
+    assert told in text.splitlines()
+    assert "-: the hosts' clocks are not known to 5 % of the time" in text
+    why = a_launch(facts={"clocks": "10.0.0.1 cannot be connected to"})
+    text = formats.table(a_run(a_result(), launches=(why,)))
+    assert "clocks    of the hosts not compared, so no skew: 10.0.0.1 cannot be" in text
+    assert "clocks" not in formats.table(a_run(a_result()))
+
+
+def a_group(rank: int) -> Any:
+    """One of two ranks on hosts of their own, without a network."""
+    return SimpleNamespace(
+        rank=rank,
+        timeout=timedelta(seconds=1),
+        watchdog=SimpleNamespace(phase=lambda what: None),
+        who=[SimpleNamespace(host="node1"), SimpleNamespace(host="node2")],
+    )
+
+
+def test_clocks_that_cannot_be_compared_are_left_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that cannot connect to rank 0 says so; nothing is corrected, nothing known, and the
+    run goes on."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setattr(agree, "from_rank_0", lambda group, value: ["127.0.0.1", port])
+    monkeypatch.setattr(agree, "first_objection", lambda group, mine: mine)
+    with offsets.opened(a_group(1), [{"hostname": "node1"}, {"hostname": "node2"}]) as its:
+        assert "127.0.0.1 cannot be connected to" in str(its.objection)
+        assert (its.again(), its.ahead_ns, its.offsets) == (None, 0, ())
+
+
+def test_a_rank_that_is_lost_meanwhile_is_named() -> None:
+    """The other end closes: an error that names the rank and its host, at once."""
+    here, there = socket.socketpair()
+    there.close()
+    with here, pytest.raises(RuntimeError, match=r"rank 1 \(node2\) is lost while the clocks"):
+        offsets._compared(a_group(0), [[0], [1]], {1: here})
+
+
+def test_of_one_clock_nothing_is_asked() -> None:
+    """All ranks in one clock domain: no socket, no message, stamps as they are, off by nothing."""
+    with offsets.opened(a_group(1), [{"hostname": "node1"}] * 2) as its:
+        assert (its.again(), its.ahead_ns, its.offsets, its.peers) == (0.0, 0, (), {})
+
+
+# --- real ranks -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def far(pool: Pool, tmp_path: Path) -> Iterator[Pool]:
+    """Three ranks of the pool; they read the true clock again afterwards."""
+    pool.call(3, tmp_path, "--version")
+    yield pool
+    pool.ask(Path.cwd(), [{"AHEAD_NS": ""}] * 3, "--version")
+
+
+def test_planted_offsets_are_found_and_corrected(far: Pool, tmp_path: Path) -> None:
+    """Three ranks, two with clocks of their own, a day ahead and 2 s behind: each offset is found
+    to within its bound, and in the stored stamps no rank leaves an all_reduce before all are in."""
+    planted = (0, 86_400_000_000_007, -2_000_000_000)
+    environs = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "AHEAD_NS": str(ns) if rank else ""}
+        for rank, ns in enumerate(planted)
+    ]
+    done = far.ask(
+        tmp_path, environs, "collectives", "--import", "apart", "--backend", "gloo", "--op",
+        "all_reduce", "--sizes", "4,4M", "--slice", "0.2", "--limit", "100",
+        "--output", "run", "--init-method", f"file://{tmp_path / 'meeting'}",
+    )  # fmt: skip
+    assert done.returncode == 0, done
+    run = store.read(tmp_path / "run")
+    found = run.launches[0].offsets
+    assert [its.ranks for its in found] == [(1,), (2,)]
+    for its, truth in zip(found, planted[1:], strict=True):
+        assert abs(its.seconds - truth * 1e-9) <= its.bound_seconds + 1e-9
+    assert "+86400.000000 s ± " in done.stdout
+    stamps = store.read_samples(tmp_path / "run")
+    for result in run.results:
+        assert_one_clock(result)
+        own = stamps[stamps["case"] == result.case.key].groupby("repetition")
+        assert result.clock_off_seconds is not None
+        early_ns = own["entry_ns"].max() - own["exit_ns"].min()
+        assert early_ns.max() <= result.clock_off_seconds * 1e9
+
+
+def assert_one_clock(result: Result) -> None:
+    """There is a skew exactly where the bound allows it, and then it is none of days."""
+    assert result.summary is not None
+    seconds = result.summary.median_seconds * result.calls
+    known = clocks.comparable(result.clock_off_seconds, seconds)
+    assert (result.summary.skew_seconds is not None) == known
+    if result.summary.skew_seconds is not None:
+        assert 0 <= result.summary.skew_seconds < 1.0
+
+
+def test_a_batched_case_is_judged_by_its_whole_repetition() -> None:
+    """50 calls of 1 ms in a repetition may be bracketed with a bound of 1 ms."""
+    stamps = some_stamps(2, 30)
+    stamps[:, :, 1] = stamps[:, :, 0] + 50 * 10**6
+    samples = Samples(calls=50, cold=stamps[:, :1], timed=filled(stamps, 30))
+    result, _ = book.summed(a_result(replace(a_case(), nbytes=4)), samples, 1e-3)
+    assert_one_clock(result)
+    assert result.summary is not None
+    assert result.summary.skew_seconds is not None
