@@ -237,9 +237,10 @@ def test_a_planted_slow_link_is_recovered(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_a_slow_rank_is_named(pool: Pool, tmp_path: Path) -> None:
-    """A rank whose forward takes 40 ms more is the slowest, and the one the others wait for."""
+    """A rank whose forward takes 40 ms more is the slowest, and the one the others wait for; that
+    they are ahead of it after an arm without communication lengthens no step of the next."""
     words = ("ddp", "--workload", "linear", "--rounds", "12", "--in-a-row", "1")
-    done = pool.call(2, tmp_path, *words, "--inject", "slow-rank:ms=40,step=1,rank=1")
+    done = pool.call(3, tmp_path, *words, "--inject", "slow-rank:ms=40,step=1,rank=1")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = one(tmp_path).summary
     assert summary is not None
@@ -247,6 +248,8 @@ def test_a_slow_rank_is_named(pool: Pool, tmp_path: Path) -> None:
     assert len(waiting) == 1
     assert 0.030 < waiting[0].figure.value < 0.060
     assert "rank 1 is late" in done.stdout
+    (exposed,) = [part for part in summary.budget if part.name == "exposed communication"]
+    assert exposed.figure.value < 0.020
 
 
 @pytest.mark.parametrize(

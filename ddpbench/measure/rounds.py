@@ -170,7 +170,7 @@ class Rounds:
         marks, wall, taken = Marks(replica.device), 0, 0
         ready = [replica.batches(ahead) for ahead in range(count)]
         self.group.watchdog.rearm()
-        agree.decision(self.group, 0)
+        agree.together()
         self._synchronise()
         began = clock.now_ns()
         for batches in ready:

@@ -42,6 +42,14 @@ def decision(group: Group, value: int) -> int:
     return int(cell.item())
 
 
+def together() -> None:
+    """No rank goes on before all have come. After a decision some may: a rank hears it from one
+    other, and waits for nobody else."""
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
 def at_rank_0(group: Group, mine: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
     """Arrays of one shape from all ranks: int64[world, …] in rank 0, None elsewhere."""
     import numpy as np
