@@ -42,12 +42,12 @@ SMALL = 4096
 OFF = 0.02
 
 
-def measured(bench: Hosts, *words: str) -> Run:
-    """A sweep of collectives with one rank in each host."""
+def measured(bench: Hosts, *words: str, command: str = "collectives") -> Run:
+    """What a command measures with one rank in each host."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         done = bench.torchrun(
-            "-m", "ddpbench.collectives", "--output", str(folder), "--quiet", *words,
+            "-m", f"ddpbench.{command}", "--output", str(folder), "--quiet", *words,
             ranks=[1] * len(bench), cwd=Path(name), seconds=600,
         )  # fmt: skip
         if any(each.returncode for each in done):
