@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -208,7 +209,7 @@ def test_planted_offsets_are_found_and_corrected(far: Pool, tmp_path: Path) -> N
     assert [its.ranks for its in found] == [(1,), (2,)]
     for its, truth in zip(found, planted[1:], strict=True):
         assert abs(its.seconds - truth * 1e-9) <= its.bound_seconds + 1e-9
-    assert "+86400.000000 s ± " in done.stdout
+    assert re.search(r"clocks    ahead of rank 0's: .* \+86\d{3}\.\d{6} s ± ", done.stdout)
     stamps = store.read_samples(tmp_path / "run")
     for result in run.results:
         assert_one_clock(result)
