@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from ddpbench.runtime.teams import Team
+
 
 def barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
     """The backend's own barrier."""
@@ -36,8 +38,8 @@ def p2p_barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], 
     def meet() -> None:
         for distance in distances:
             ops = [
-                dist.P2POp(dist.isend, out, (rank + distance) % size, group),
-                dist.P2POp(dist.irecv, into, (rank - distance) % size, group),
+                dist.P2POp(dist.isend, out, group=group, group_peer=(rank + distance) % size),
+                dist.P2POp(dist.irecv, into, group=group, group_peer=(rank - distance) % size),
             ]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
@@ -50,6 +52,21 @@ def p2p_barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], 
 def none(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
     """No common start: the operations themselves keep the ranks together."""
     return lambda: None
+
+
+def of_team(name: str, team: Team, device: torch.device) -> Callable[[], object]:
+    """The start of STARTS by this name; where there are several teams, of all ranks, so that the
+    teams work at once, and then of each, so that its ranks enter as close as they would alone."""
+    groups = [group for group in (team.everyone, team.group) if group is not None]
+    starts = [STARTS[name](group, device) for group in dict.fromkeys(groups)]
+    if len(starts) == 1:
+        return starts[0]
+
+    def meet() -> None:
+        for start in starts:
+            start()
+
+    return meet
 
 
 STARTS = {"barrier": barrier, "p2p_barrier": p2p_barrier, "none": none}

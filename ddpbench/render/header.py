@@ -196,7 +196,7 @@ def skipped(shown: list[Line]) -> list[str]:
     for line in shown:
         if line.reason is not None:
             case = line.case
-            key = (case.operation, case.backend, case.dtype, case.reduce_op or "", line.reason)
+            key = (case.called, case.backend, case.dtype, case.reduce_op or "", line.reason)
             reasons.setdefault(key, []).append(case.nbytes)
     out = []
     for (operation, backend, dtype, reduce_op, reason), nbytes in reasons.items():
