@@ -55,16 +55,21 @@ def none(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]
 
 
 def of_team(name: str, team: Team, device: torch.device) -> Callable[[], object]:
-    """The start of STARTS by this name; where there are several teams, of all ranks, so that the
-    teams work at once, and then of each, so that its ranks enter as close as they would alone."""
-    groups = [group for group in (team.everyone, team.group) if group is not None]
-    starts = [STARTS[name](group, device) for group in dict.fromkeys(groups)]
-    if len(starts) == 1:
-        return starts[0]
+    """The start of STARTS by this name: of all ranks, so that all teams work at once.
+
+    A team inside a host then starts once more on its own, so that its ranks enter as close as they
+    would alone. Not one between hosts: its messages would wait behind the data of the teams that
+    have begun, and the last would have the link to itself.
+    """
+    together = STARTS[name](team.everyone, device)
+    inside = len(team.split.ranks_per_host) == 1
+    if team.group is None or team.group is team.everyone or not inside:
+        return together
+    alone = STARTS[name](team.group, device)
 
     def meet() -> None:
-        for start in starts:
-            start()
+        together()
+        alone()
 
     return meet
 

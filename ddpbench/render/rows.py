@@ -56,7 +56,7 @@ def at_once(case: Case) -> str:
     """Where the group is of which a row tells, and how many there are; "": it is all ranks."""
     several = f", {case.groups} groups at once" if case.groups > 1 else ""
     words = {"host": "inside each host", "cross": "between hosts", "world": ""}
-    return words[case.group] + several
+    return words.get(case.group, case.group) + several
 
 
 def digits(value: float | int | str | None) -> str:
