@@ -4,6 +4,7 @@ python -m ddpbench collectives --backend gloo,mpi -n 2      starts the ranks its
 torchrun --nproc-per-node 4 -m ddpbench.collectives --op all_reduce --sizes 4:64M:x4
 mpirun -n 4 python -m ddpbench.collectives --backend mpi
 srun -n 4 python -m ddpbench.collectives
+srun -N 2 -n 8 python -m ddpbench.collectives --groups host,cross,world
 """
 
 from __future__ import annotations

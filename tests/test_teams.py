@@ -14,7 +14,7 @@ from ddpbench.analysis import matching, stats
 from ddpbench.analysis.kept import Kept
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.measure.calibrate import Rates
-from ddpbench.records.schema import Case, Plan
+from ddpbench.records.schema import Case, Limit, Plan
 from ddpbench.render import comparison, formats
 from ddpbench.runtime.teams import Team, split
 
@@ -159,7 +159,9 @@ def test_groups_stand_apart_in_names_and_tables() -> None:
     ]
     assert [case.key.split("/")[0] for case in cases] == ["all_reduce", "cross", "host"]
     assert len({comparison.label(case) for case in cases}) == 3
-    shown = formats.table(a_run(*map(a_result, cases)))
+    results = [a_result(case, limit=Limit(1e9, "streams")) for case in cases]
+    shown = formats.table(a_run(*results))
+    assert "% limit on gloo of all_reduce (cross groups): busbw over 1.000 GB/s, streams" in shown
     titles = [line for line in shown.splitlines() if line.startswith("all_reduce")]
     assert [title.split("  ", 4)[4] for title in titles] == [
         "2 ranks  inside each host, 2 groups at once  cpu",
