@@ -3,12 +3,16 @@
 python -m ddpbench ab --a "OMP_NUM_THREADS=1" --b "OMP_NUM_THREADS=2" ddp --workload mlp
 python -m ddpbench ab --a "" --b "--python /new/bin/python" collectives --sizes 4K,1M
 python -m ddpbench ab --a "--bucket-cap-mb 25" --b "--bucket-cap-mb 100" ddp -n 4
+python -m ddpbench ab --a "--backend gloo" --b "--backend mpi" ddp --workload mlp
 
 A variant: NAME=VALUE words for its environment, --python PATH for another Python environment (this
-ddpbench, its torch), and options of its own. Launches come in randomised blocks of one each; after
-6, 12, 24 and 48 blocks the pairs are judged, with intervals of 96.8, 99, 99.5 and 99.75 %, so that
-looking several times costs no more than 5 % false verdicts in all. Stored in results/…-ab-…/a and
-/b, two ordinary runs. Exit codes as those of `compare`, with a as BASE and b as NEW.
+ddpbench, its torch), and options of its own, for how the same thing is done. Variants that do
+another thing (a dtype, a size, a number of ranks) are INCOMPARABLE.
+
+Launches come in randomised blocks of one each; after 6, 12, 24 and 48 blocks the pairs are judged,
+with intervals of 96.8, 99, 99.5 and 99.75 %, so that looking several times costs no more than 5 %
+false verdicts in all. Stored in results/…-ab-…/a and /b, two ordinary runs. Exit codes as those of
+`compare`, with a as BASE and b as NEW.
 """
 
 from __future__ import annotations
@@ -29,6 +33,12 @@ HELP = "two variants (options, environment, Python), by turns, until the verdict
 # After the first only what cannot be compared is seen.
 LOOKS = ((1, 0.95), (6, 0.968), (12, 0.99), (24, 0.995), (48, 0.9975))
 ALWAYS = 6  # blocks
+# How the same thing is done may be varied; not what is done, nor what a time means.
+VARIED = (
+    "backend", "provider", "form", "in_place", "async_op", "buffers",
+    "bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters",
+    "comm_hook", "amp", "threads",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +74,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     left, right = (
         Source(f"{each.name}: {each}", (store.read(folder / each.name),)) for each in variants
     )
-    rule = Rule(namespace.margin / 100, compare.calibrated(right.runs), True, confidence)
+    rule = Rule(namespace.margin / 100, compare.calibrated(right.runs), True, confidence, VARIED)
     found = compare.compared(left, right, rule, namespace.only)
     store.put(folder / "comparison.json", render.as_json(found).encode())
     store.put(folder / "comparison.txt", render.table(found).encode())
@@ -105,5 +115,5 @@ def _settled(sides: Sequence[Side], namespace: argparse.Namespace, confidence: f
     from ddpbench.analysis.verdict import INCONCLUSIVE
 
     left, right = (Source(side.variant.name, (side.run(),)) for side in sides)
-    rule = Rule(namespace.margin / 100, compare.calibrated(right.runs), True, confidence)
+    rule = Rule(namespace.margin / 100, compare.calibrated(right.runs), True, confidence, VARIED)
     return INCONCLUSIVE not in compare.compared(left, right, rule, namespace.only).counts

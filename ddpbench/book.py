@@ -154,7 +154,7 @@ def _columns(result: Result, samples: Samples) -> dict[str, Any]:
     """SAMPLE_COLUMNS of one case: warm-ups (the cold call first) have repetitions below 0."""
     import pyarrow as pa
 
-    cold = Kept()
+    cold = Kept(samples.timed.teams)
     assert samples.cold is not None
     cold.add(samples.cold)
     parts = [cold.rows(), samples.warm_up.rows(), samples.timed.rows()]

@@ -4,6 +4,7 @@ python -m ddpbench collectives --backend gloo,mpi -n 2      starts the ranks its
 torchrun --nproc-per-node 4 -m ddpbench.collectives --op all_reduce --sizes 4:64M:x4
 mpirun -n 4 python -m ddpbench.collectives --backend mpi
 srun -n 4 python -m ddpbench.collectives
+srun -N 2 -n 8 python -m ddpbench.collectives --groups host,cross,world
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from ddpbench.render.rows import COLUMNS
 from ddpbench.runtime import agree, cpu, environment
 from ddpbench.runtime.group import Group
 from ddpbench.runtime.launch import Placement
+from ddpbench.runtime.teams import GROUPS, Split
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +54,7 @@ class Options(session.Options):
     reduce_op: tuple[str, ...]
     form: tuple[str, ...]
     place: tuple[str, ...]
+    groups: tuple[str, ...]
     root: int
     async_op: bool
     issue: str
@@ -126,7 +129,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PLACE,…",
         help="in or out of place, where the operation has both; default: its usual one",
     )
-    add("--root", type=options.whole(0), default=0, help="rank of rooted operations; default 0")
+    add(
+        "--groups",
+        type=options.names("group", GROUPS),
+        default=("world",),
+        metavar="GROUP,…",
+        help="who works together: world, all ranks (default); host, those of each host; cross, one "
+        "of each host; all hosts or all such groups at once",
+    )
+    add(
+        "--root",
+        type=options.whole(0),
+        default=0,
+        help="rank (in its group) of rooted operations; default 0",
+    )
     add("--async", dest="async_op", action="store_true", help="call with async_op=True, then wait")
     options.add_where(parser)
     _add_how(parser)
@@ -198,17 +214,22 @@ def sweep(
     from ddpbench.measure import calibrate, clock, loop, offsets, pace
 
     device = ranks.device(asked.device)
-    with ranks.tested(session.torch_name(ranks, backend)) as tested, ExitStack() as stack:
-        session.connect(ranks, backend, tested)
+    name = session.torch_name(ranks, backend)
+    with ExitStack() as stack:
+        tested = stack.enter_context(ranks.tested(name))
+        teams = stack.enter_context(ranks.teams(name, tested, asked.groups))
+        for group in (tested, *(team.group for team in teams.values())):
+            session.connect(ranks, backend, group)
         began, whole = time.monotonic(), cpu.CpuMeter()
         loop.settle()
-        wanted = list(cases(asked, backend, plan, ranks))
+        splits = [team.split for team in teams.values()]
+        wanted = list(cases(asked, backend, plan, splits))
         random.Random(f"{plan.seed}/{index}").shuffle(wanted)
         times = agree.from_rank_0(ranks, clock.properties())
         ranks.watchdog.phase("the calibration of limits")
         on_cpu = device.type == "cpu" and asked.limit is None
         sizes = {case.nbytes for case, _ in wanted} if on_cpu else set()
-        rates = calibrate.rates(ranks, sizes, streams=on_cpu)
+        rates = calibrate.rates(ranks, sizes, splits if on_cpu else ())
         launch = session.launch_record(
             ranks, backend, asked.device, index, times, {"rates": asdict(rates)}, len(wanted)
         )
@@ -223,16 +244,17 @@ def sweep(
                 break
             operation = OPERATIONS[case.operation]
             ranks.watchdog.phase(
-                f"case {number + 1} of {len(wanted)}: {case.operation} "
+                f"case {number + 1} of {len(wanted)}: {case.called} "
                 f"{readable(case.nbytes)} on {backend.name}"
             )
             started = time.monotonic()
-            objection = _objection(case, operation, plan, ranks, device)
+            team = teams[case.group]
+            objection = team.split.objection or _objection(case, operation, plan, ranks, device)
             samples = pace.measure(
-                case, operation, plan, ranks, tested, device,
+                case, operation, plan, ranks, team, device,
                 clock.shortest_seconds(times), objection, together.ahead_ns,
             )  # fmt: skip
-            off = together.again()
+            off = together.again(team.split.teams)
             resolved = session.others_share(ranks, meter)
             if resolved is not None:  # else the case is too short to tell, and the next adds to it
                 meter, share = cpu.CpuMeter(), resolved
@@ -245,8 +267,8 @@ def sweep(
                 reason=samples.objection,
                 wrong=tuple(pace.everyones_wrong(ranks, samples)),
                 others_share=share,
-                limit=_limit(asked, backend, case, rates, ranks),
-                hard_limit=_hard_limit(asked, rates, ranks),
+                limit=_limit(asked, backend, case, rates),
+                hard_limit=_hard_limit(asked, case, rates),
                 wall_seconds=time.monotonic() - started,
             )
             record.compared(together)
@@ -258,23 +280,25 @@ def sweep(
     return failure
 
 
-def cases(asked: Options, backend: Backend, plan: Plan, ranks: Group) -> Iterator[tuple[Case, int]]:
+def cases(
+    asked: Options, backend: Backend, plan: Plan, splits: Sequence[Split]
+) -> Iterator[tuple[Case, int]]:
     """All cases of a sweep on one backend, each with the size that was asked for."""
     from ddpbench.measure import loop
 
-    n = ranks.world_size
     sizes = asked.sizes or parse(DEFAULT_SIZES[asked.device])
     for name in asked.op:
         operation = OPERATIONS[name]
         seen = set()
-        for form, place, dtype, reduce_op, nbytes in itertools.product(
+        for split, form, place, dtype, reduce_op, nbytes in itertools.product(
+            splits,
             [form for form in asked.form if form in operation.forms] or operation.forms[:1],
             [place for place in asked.place if place in operation.places] or operation.places[:1],
             asked.dtype if operation.sized else ("uint8",),
             asked.reduce_op if operation.reduces else (None,),
             sizes if operation.sized else (0,),
         ):
-            blocks = n if operation.blocks else 1
+            blocks = split.size if operation.blocks else 1
             total, count = whole(nbytes, DTYPES[dtype].nbytes, blocks) if nbytes else (0, 0)
             case = Case(
                 operation=name,
@@ -292,9 +316,11 @@ def cases(asked: Options, backend: Backend, plan: Plan, ranks: Group) -> Iterato
                 issue=plan.issue,
                 start=plan.start,
                 depth=loop.pipeline_depth(total, plan) if plan.issue == "pipelined" else 1,
-                world_size=n,
-                ranks_per_host=tuple(len(host) for host in ranks.hosts.values()),
+                world_size=split.size,
+                ranks_per_host=split.ranks_per_host,
                 clock="device" if asked.device == "cuda" else "host",
+                group=split.name,
+                groups=len(split.teams),
             )
             if case not in seen:
                 seen.add(case)
@@ -329,21 +355,27 @@ def _objection(
     return None
 
 
-def _limit(
-    asked: Options, backend: Backend, case: Case, rates: Rates, ranks: Group
-) -> Limit | None:
+def _limit(asked: Options, backend: Backend, case: Case, rates: Rates) -> Limit | None:
     """What bounds this case's bus bandwidth: the user's figure, else what was measured."""
     if asked.limit is not None:
-        return Limit(asked.limit * 1e9, "--limit")
+        return _nominal(asked, case)
     one_way = OPERATIONS[case.operation].one_way(case.world_size)
-    return rates.limit(backend.transport, case.nbytes, one_way, len(ranks.hosts) == 1)
+    one_host = len(case.ranks_per_host) == 1
+    return rates.limit(backend.transport, case.nbytes, one_way, one_host, case.group)
 
 
-def _hard_limit(asked: Options, rates: Rates, ranks: Group) -> Limit | None:
+def _hard_limit(asked: Options, case: Case, rates: Rates) -> Limit | None:
     """What no operation can pass: the nominal rate if the user gave it, else the fastest copy."""
     if asked.limit is not None:
-        return Limit(asked.limit * 1e9, "--limit")
-    return rates.hard_limit(len(ranks.hosts) == 1)
+        return _nominal(asked, case)
+    return rates.hard_limit(len(case.ranks_per_host) == 1)
+
+
+def _nominal(asked: Options, case: Case) -> Limit | None:
+    """The user's one figure; beside rows between hosts it is not of those inside them."""
+    if asked.limit is None or (case.group == "host" and asked.groups != ("host",)):
+        return None
+    return Limit(asked.limit * 1e9, "--limit")
 
 
 if __name__ == "__main__":

@@ -19,15 +19,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import ddpbench
-from ddpbench import collectives, ddp, options, session
+from ddpbench import options, session
+from ddpbench.measuring import MEASURING, checked
 from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.runtime.launch import Refused
 
-MEASURING: dict[str, ModuleType] = {"collectives": collectives, "ddp": ddp}
 TAKEN = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
@@ -200,6 +199,4 @@ def _check(words: Sequence[str]) -> None:
     for word in words:
         if word.split("=")[0] in TAKEN:
             raise Refused(f"{word} is not to be given here: it is set for both sides")
-    parser = options.Parser(prog=f"ddpbench {name}")
-    MEASURING[name].add_arguments(parser)
-    MEASURING[name].Options.of(parser.parse_args(list(words[1:]))).check()
+    checked(words)

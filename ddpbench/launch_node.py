@@ -24,14 +24,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpbench import collectives, ddp, options
+from ddpbench import options
+from ddpbench.measuring import MEASURING, checked
 from ddpbench.runtime import nodes, processes
 from ddpbench.runtime.launch import Refused
 from ddpbench.runtime.nodes import Nodes
 from ddpbench.runtime.processes import Child
 
 HELP = "start the ranks of one node of several, on which their numbers may differ"
-MEASURING: dict[str, Any] = {"collectives": collectives, "ddp": ddp}
 PORT = 29500
 SSH_FAILED = 255  # ssh's own exit code; any other is that of the command
 # What steers the ranks on other machines too; a launcher's own variables stay here.
@@ -131,9 +131,7 @@ def command(words: Sequence[str]) -> list[str]:
             f"after -- comes what the ranks do, one of {', '.join(MEASURING)}"
             + (f", not {name!r}" if name else "")
         )
-    parser = options.Parser(prog=f"ddpbench {name}")
-    MEASURING[name].add_arguments(parser)
-    given = parser.parse_args(rest)
+    given = checked([name, *rest])
     for option in ("init_method", "master_addr", "master_port"):
         if getattr(given, option) is not None:
             raise Refused(f"--{option.replace('_', '-')} belongs before the -- of launch")

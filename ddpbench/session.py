@@ -186,13 +186,17 @@ def torch_name(ranks: Group, backend: Backend) -> str:
     return name
 
 
-def connect(ranks: Group, backend: Backend, tested: dist.ProcessGroup) -> None:
-    """One barrier, so that connections made at the first call are no part of the first case."""
+def connect(ranks: Group, backend: Backend, tested: dist.ProcessGroup | None) -> None:
+    """One barrier, so that connections made at the first call are no part of the first case.
+
+    All ranks call it; None: this one is not in the group.
+    """
     import torch.distributed as dist
 
     objection = None
     try:
-        dist.barrier(group=tested)
+        if tested is not None:
+            dist.barrier(group=tested)
     except RuntimeError as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or ["no text"]
         objection = f"{backend.name} cannot connect its ranks: {lines[0]} {lines[-1]}"

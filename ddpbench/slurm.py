@@ -23,11 +23,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpbench import collectives, ddp, options
+from ddpbench.measuring import MEASURING, checked
 from ddpbench.runtime.launch import Refused
 
 HELP = "submit a Slurm job that measures"
-MEASURING = {"collectives": collectives.add_arguments, "ddp": ddp.add_arguments}
 RESULTS = Path("results")
 GPUS = r"(?<!\S)(-G|--gpus|--gres[= ]\S*gpu)"
 TASKS = r"(?<!\S)(-n|--ntasks|--gpus-per-task)"
@@ -111,10 +110,8 @@ def wanted(asked: Sequence[str]) -> list[list[str]]:
         raise Refused(f"{asked[0]!r} is not one of {', '.join(MEASURING)}")
     else:
         commands = [[name, *asked] for name in MEASURING]
-    for name, *words in commands:
-        parser = options.Parser(prog=f"ddpbench {name}")
-        MEASURING[name](parser)
-        if parser.parse_args(words).output is not None and len(commands) > 1:
+    for command in commands:
+        if checked(command).output is not None and len(commands) > 1:
             raise Refused("--output is the folder of one run: say -- collectives or -- ddp first")
     return commands
 

@@ -78,7 +78,7 @@ def test_two_hosts_far_from_rank_0_add_their_bounds() -> None:
     four = [Ahead(0, 0), Ahead(-5, 5), Ahead(90, 110), Ahead(-7, 1)]
     assert clocks.off_ns(four, [its.middle_ns for its in four]) == 10 + 5
     assert clocks.off_ns(four[:2], [0, 0]) == 5
-    assert clocks.off_ns(four[:1], [0]) == 0
+    assert [clocks.off_ns([its], [3]) for its in four] == [0] * 4  # stamps of one clock
 
 
 def test_a_corrected_bracket_is_off_by_no_more_than_the_bound() -> None:
@@ -162,7 +162,8 @@ def test_clocks_that_cannot_be_compared_are_left_apart(monkeypatch: pytest.Monke
     monkeypatch.setattr(agree, "first_objection", lambda group, mine: mine)
     with offsets.opened(a_group(1), [{"hostname": "node1"}, {"hostname": "node2"}]) as its:
         assert "127.0.0.1 cannot be connected to" in str(its.objection)
-        assert (its.again(), its.ahead_ns, its.offsets) == (None, 0, ())
+        assert (its.again([[0, 1]]), its.ahead_ns, its.offsets) == (None, 0, ())
+        assert its.again([[0], [1]]) == 0.0  # inside each host
 
 
 def test_a_rank_that_is_lost_meanwhile_is_named() -> None:
@@ -176,7 +177,7 @@ def test_a_rank_that_is_lost_meanwhile_is_named() -> None:
 def test_of_one_clock_nothing_is_asked() -> None:
     """All ranks in one clock domain: no socket, no message, stamps as they are, off by nothing."""
     with offsets.opened(a_group(1), [{"hostname": "node1"}] * 2) as its:
-        assert (its.again(), its.ahead_ns, its.offsets, its.peers) == (0.0, 0, (), {})
+        assert (its.again([[0, 1]]), its.ahead_ns, its.offsets, its.peers) == (0.0, 0, (), {})
 
 
 # --- real ranks -----------------------------------------------------------------------------------

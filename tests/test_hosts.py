@@ -13,6 +13,7 @@ from hosts import PORT, Hosts
 from ranks import Done, Pool, environment
 
 from ddpbench.records import store
+from ddpbench.records.schema import Run
 
 
 @pytest.fixture(scope="module")
@@ -23,26 +24,40 @@ def bench(hosts: Callable[..., Hosts]) -> Hosts:
 
 @pytest.fixture(scope="module")
 def ranks(bench: Hosts) -> Iterator[Pool]:
-    """Two ranks in the first host, one in the second."""
-    pool = bench.pool((2, 1))
+    """Two ranks in each host."""
+    pool = bench.pool((2, 2))
     yield pool
     pool.close()
 
 
 def measure(bench: Hosts, ranks: Pool, cwd: Path, *of_host: str, master: str = "") -> Done:
-    """A small all_reduce over the three ranks; GLOO_SOCKET_IFNAME in each host, "" is unset."""
-    ranks.calls += 1
+    """A small all_reduce over three of the ranks; GLOO_SOCKET_IFNAME in each host, "" is unset."""
     told = of_host or ("", "")
-    places = ((0, told[0]), (1, told[0]), (0, told[1]))
-    environs = [
-        {"RANK": str(rank), "LOCAL_RANK": str(local), "GLOO_SOCKET_IFNAME": name}
-        for rank, (local, name) in enumerate(places)
+    environs = [{"GLOO_SOCKET_IFNAME": name} for name in (told[0], *told)]
+    words = ("--op", "all_reduce", "--slice", "0.1", "--backend", "gloo")
+    return sweep(bench, ranks, cwd, environs, *words, master=master)
+
+
+def sweep(
+    bench: Hosts, ranks: Pool, cwd: Path, environs: list[dict[str, str]], *words: str,
+    master: str = "",
+) -> Done:  # fmt: skip
+    """4 KiB in as many ranks as there are environments, which fill the first host first."""
+    ranks.calls += 1
+    places = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), **its} for rank, its in enumerate(environs)
     ]
     return ranks.ask(
-        cwd, environs, "collectives", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.1",
-        "--backend", "gloo", "--timeout", "20", "--output", str(cwd / str(ranks.calls)),
+        cwd, places, "collectives", "--sizes", "4K", *words, "--timeout", "20",
+        "--output", str(cwd / str(ranks.calls)),
         "--init-method", f"tcp://{master or bench[0].address}:{PORT + ranks.calls}",
     )  # fmt: skip
+
+
+def only_run(cwd: Path) -> Run:
+    """What was stored in one of the folders there."""
+    (run,) = (store.read(path) for path in cwd.iterdir() if path.is_dir())
+    return run
 
 
 def refused(done: Done) -> str:
@@ -107,13 +122,67 @@ def test_ranks_of_two_hosts_measure_and_tell_their_addresses(
     assert "3 ranks: 2 on host1, 1 on host2;" in done.stdout
     assert "host1 10.77.0.1, host2 10.77.0.2\n" in done.stdout
     assert "net       eth0, mtu 1500, " in done.stdout
-    (run,) = (store.read(path) for path in tmp_path.iterdir() if path.is_dir())
+    run = only_run(tmp_path)
     assert [rank["addresses"] for rank in run.launches[0].ranks] == [
         ["10.77.0.1"], ["10.77.0.1"], ["10.77.0.2"],
     ]  # fmt: skip
     assert run.results[0].case.ranks_per_host == (2, 1)
     assert run.results[0].limit is not None
     assert run.results[0].limit.source == "bidirectional TCP streams across hosts"
+
+
+def test_the_groups_of_two_hosts_measure_and_check(
+    bench: Hosts, ranks: Pool, tmp_path: Path
+) -> None:
+    """Inside each host, between them and over all, with a root and with pairs: measured and right
+    in both groups at once. A backend whose results are wrong in rank 3, where that is the second of
+    a group, is found out in its groups inside and between hosts, by its number among all ranks."""
+    environs = [{"FAULT": "element:1:4096" if rank == 3 else "none"} for rank in range(4)]
+    done = sweep(
+        bench, ranks, tmp_path, environs, "--op", "all_reduce,broadcast,all_gather,send_recv",
+        "--root", "1", "--groups", "host,cross,world", "--slice", "0.01", "--limit", "1000",
+        "--import", "faulty", "--backend", "gloo,faulty",
+    )  # fmt: skip
+    assert done.returncode == 4, done
+    run = only_run(tmp_path)
+    gloo = [each for each in run.results if each.case.backend == "gloo"]
+    assert sorted((r.case.operation, r.case.group, bool(r.checks)) for r in gloo) == [
+        (operation, group, True)
+        for operation in ("all_gather", "all_reduce", "broadcast", "send_recv")
+        for group in ("cross", "host", "world")
+    ]
+    sizes = {r.case.group: (r.case.world_size, r.case.ranks_per_host, r.case.groups) for r in gloo}
+    assert sizes == {"host": (2, (2,), 2), "cross": (2, (1, 1), 2), "world": (4, (2, 2), 1)}
+    wrong = {(r.case.backend, r.case.called): w.rank for r in run.results for w in r.wrong}
+    assert wrong == {
+        ("faulty", "all_reduce (host groups)"): 3,
+        ("faulty", "all_reduce (cross groups)"): 3,
+    }
+    assert "all_reduce (host groups) on faulty, 4096 bytes of float32: rank 3 got" in done.stdout
+    assert "2 ranks  inside each host, 2 groups at once" in done.stdout
+
+
+def test_a_rank_in_no_group_waits_and_does_not_count(
+    bench: Hosts, ranks: Pool, tmp_path: Path
+) -> None:
+    """Of hosts with 2 and 1 ranks, the first of each work between hosts, and the samples are
+    theirs; groups inside hosts would be unequal, so these are skipped, with the reason."""
+    done = sweep(
+        bench, ranks, tmp_path, [{}, {}, {}], "--op", "all_reduce", "--groups", "host,cross",
+        "--slice", "0.01", "--backend", "gloo", "--start", "p2p_barrier",
+    )  # fmt: skip
+    assert done.returncode == 0, done
+    assert (
+        "skipped all_reduce (host groups) float32 sum on gloo, 4 KiB: the hosts have 1 to 2 ran"
+        in done.stdout
+    )
+    run = only_run(tmp_path)
+    (cross,) = (each for each in run.results if each.summary)
+    assert (cross.case.world_size, cross.case.groups) == (2, 1)
+    assert cross.limit is not None
+    assert cross.limit.source == "bidirectional TCP streams across hosts"
+    samples = store.read_samples(next(path for path in tmp_path.iterdir() if path.is_dir()))
+    assert set(samples["rank"]) == {0, 2}
 
 
 def test_loopback_between_hosts_is_refused(bench: Hosts, ranks: Pool, tmp_path: Path) -> None:

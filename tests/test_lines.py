@@ -214,7 +214,7 @@ IDENTITY: dict[str, Any] = {
     "async_op": True, "issue": "pipelined", "start": "none", "depth": 2, "world_size": 4,
     "ranks_per_host": (1, 1), "buffers": "pinned", "size_convention": "per rank",
     "time_definition": "x", "clock": "device", "rank_reduction": "mean", "statistic": "mean",
-    "operation": "broadcast",
+    "operation": "broadcast", "group": "host", "groups": 2,
 }  # fmt: skip
 
 

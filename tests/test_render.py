@@ -295,7 +295,9 @@ def test_csv_loads_with_numbers_as_numbers() -> None:
     frame = pd.read_csv(io.StringIO(formats.csv(run)))
     assert list(frame.columns) == list(COLUMNS)
     assert len(frame) == 4
-    texts = {"op", "type", "redop", "form", "place", "backend", "provider", "check", "flags"}
+    texts = {
+        "op", "type", "redop", "form", "place", "group", "backend", "provider", "check", "flags",
+    }  # fmt: skip
     for name in set(COLUMNS) - texts:
         assert pd.api.types.is_numeric_dtype(frame[name]), name
     measured = [line for line in lines.lines(run) if line.seconds is not None]

@@ -49,7 +49,9 @@ def ahead(exchanges: Stamps) -> Ahead:
 
 
 def off_ns(clocks: Sequence[Ahead], corrections_ns: Sequence[int]) -> int:
-    """What two corrected stamps of different clocks may be off by against each other, at most."""
+    """What two corrected stamps of these clocks may be off by against each other, at most."""
+    if len(clocks) == 1:
+        return 0
     return sum(sorted(map(Ahead.off_ns, clocks, corrections_ns))[-2:])
 
 

@@ -38,6 +38,8 @@ class Rule:
     # Launches of the same number are neighbours in time, and are judged in pairs.
     paired: bool = False
     confidence: float = verdict.CONFIDENCE  # of paired intervals
+    # Fields of the identity that may differ: what the user varies, to see what it does.
+    varied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def compare(
     """The verdicts on the wanted cases. Raises ValueError when the runs of a side differ in what
     they measured, so that they are no replicates."""
     sides = matching.found(base, wanted), matching.found(new, wanted)
-    rows = _judged([row for pair in matching.pairs(*sides) for row in _row(*pair)], rule)
+    rows = _judged([row for pair in matching.pairs(*sides) for row in _row(*pair, rule)], rule)
 
     def order(row: Row) -> tuple[int, float, str, int]:
         change = abs(row.shift.estimate) if row.shift else 0.0
@@ -107,7 +109,7 @@ def exit_code(comparison: Comparison, strict: bool) -> int:
     return 2 if strict and seen & {INCONCLUSIVE, ONLY_BASE} else 0
 
 
-def _row(base: Found | None, new: Found | None) -> Iterator[Row]:
+def _row(base: Found | None, new: Found | None, rule: Rule) -> Iterator[Row]:
     """A row for two that belong together, without a verdict where there is one to be found; none
     for what neither side measured."""
     case, *_ = [each.case for each in (base, new) if each is not None]
@@ -125,7 +127,8 @@ def _row(base: Found | None, new: Found | None) -> Iterator[Row]:
         yield Row(ONLY_NEW, new.case, None, right, why=base.reason if base else "")
     elif base is not None and new is not None and left is not None:
         why = matching.differing(base.case, new.case)
-        yield Row(INCOMPARABLE if why else "", case, left, right, why=why)
+        varied = set(matching.fields_differing(base.case, new.case)) <= set(rule.varied)
+        yield Row("" if varied else INCOMPARABLE, case, left, right, why=why)
 
 
 def _judged(rows: list[Row], rule: Rule) -> list[Row]:
@@ -135,7 +138,7 @@ def _judged(rows: list[Row], rule: Rule) -> list[Row]:
     for (place, pair), one in zip(todo, found, strict=True):
         rows[place] = replace(
             rows[place], verdict=one.verdict, margin=pair.margin, shift=one.shift,
-            needed=one.needed, why=one.why,
+            needed=one.needed, why="; ".join(filter(None, [rows[place].why, one.why])),
         )  # fmt: skip
     return rows
 

@@ -47,7 +47,7 @@ def _wrong_results(run: Run) -> Iterator[Finding]:
             yield Finding(
                 "error",
                 "wrong-result",
-                f"{case.operation} on {case.backend}, {case.nbytes} bytes of {case.dtype}: "
+                f"{case.called} on {case.backend}, {case.nbytes} bytes of {case.dtype}: "
                 f"rank {wrong.rank} got {wrong.got} at index {wrong.index} in {when}, "
                 f"expected {wrong.expected}",
                 "do not train on this set-up; run again with one backend and size to narrow it",
@@ -63,7 +63,7 @@ def _invalid(run: Run) -> Iterator[Finding]:
             yield Finding(
                 "error",
                 "impossible-speed",
-                f"{case.operation} on {case.backend}, {case.nbytes} bytes, took "
+                f"{case.called} on {case.backend}, {case.nbytes} bytes, took "
                 f"{seconds * 1e6:.1f} µs: at most {hard.bytes_per_second / 1e9:.1f} "
                 f"GB/s can move here ({hard.source})",
                 "the call returns before it is done: report it to the backend",

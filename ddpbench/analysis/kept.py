@@ -7,6 +7,7 @@ of a `Summary` but the mean over ranks follows from them as from all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,8 +29,12 @@ def fitting(world_size: int) -> int:
 
 @dataclass
 class Kept:
-    """The repetitions of a case's warm-up, or its timed ones; filled in rank 0 only."""
+    """The repetitions of a case's warm-up, or its timed ones; filled in rank 0 only.
 
+    teams: the ranks that work together; those of others are not kept. Empty: all ranks do.
+    """
+
+    teams: Sequence[Sequence[int]] = ()
     over: list[OverRanks] = field(default_factory=list)  # of every repetition, burst by burst
     repetitions: int = 0
     _whole: list[Stamps] = field(default_factory=list)
@@ -38,7 +43,7 @@ class Kept:
     def add(self, stamps: Stamps) -> None:
         """A burst that was gathered: int64[world, repetition, 3]."""
         world, count, _ = stamps.shape
-        self.over.append(stats.over_ranks(stamps))
+        self.over.append(stats.over_ranks(stamps, self.teams))
         room = max(0, KEPT_STAMPS // world - self.repetitions)
         if room:
             self._whole.append(stamps[:, :room].copy())
@@ -49,7 +54,9 @@ class Kept:
     def rows(self) -> Rows:
         """All that is kept; the whole repetitions rank by rank."""
         whole = [_rows(np.concatenate(self._whole, axis=1))] if self._whole else []
-        return np.concatenate([np.empty((0, 5), np.int64), *whole, *self._telling])
+        rows = np.concatenate([np.empty((0, 5), np.int64), *whole, *self._telling])
+        members = [rank for team in self.teams for rank in team]
+        return rows[np.isin(rows[:, 1], members)] if members else rows
 
 
 def _rows(stamps: Stamps) -> Rows:

@@ -47,7 +47,8 @@ def lines(run: Run) -> list[Line]:
     def order(case: Case) -> tuple[object, ...]:
         return (
             names.index(case.operation), case.form, case.in_place, case.dtype,
-            case.reduce_op or "", case.nbytes, backends.index(case.backend),
+            case.reduce_op or "", len(case.ranks_per_host), case.world_size,  # inside a host first
+            case.nbytes, backends.index(case.backend),
         )  # fmt: skip
 
     return [_line(case, by_case[case], run.plan) for case in sorted(by_case, key=order)]

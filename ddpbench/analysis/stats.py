@@ -46,9 +46,19 @@ def spent_ns(stamps: Stamps) -> Stamps:
     return device if (device >= 0).all() else stamps[:, :, 1] - stamps[:, :, 0]
 
 
-def over_ranks(stamps: Stamps) -> OverRanks:
-    """The ranks of each repetition as one."""
-    spent, entry, exits = spent_ns(stamps), stamps[:, :, 0], stamps[:, :, 1]
+def over_ranks(stamps: Stamps, teams: Sequence[Sequence[int]] = ()) -> OverRanks:
+    """The ranks of each repetition as one.
+
+    teams: ranks that work together while others do, as many in each; entries and exits are then
+    those of the team with the slowest rank, and a rank in none does not count. Empty: all ranks do.
+    """
+    spent = spent_ns(stamps)
+    if len(teams):
+        members = np.array(teams)
+        slowest = members[spent[members].max(axis=1).argmax(axis=0)].T  # [rank, repetition]
+        spent = spent[members.ravel()]
+        stamps = np.take_along_axis(stamps, slowest[:, :, None], axis=0)
+    entry, exits = stamps[:, :, 0], stamps[:, :, 1]
     return OverRanks(
         spent.max(axis=0), spent.mean(axis=0), spent.min(axis=0),
         entry.min(axis=0), entry.max(axis=0), exits.max(axis=0),

@@ -69,6 +69,8 @@ class Operation:
     elements   (case, rank) → (elements of the input, of the output); 0 where a rank has none
     bind       (case, buffers, group, rank) → the call to time, ready to be made
     expected   (case, rank) → what must be in the output afterwards
+
+    Ranks and roots are places in `group`, which need not be all ranks.
     """
 
     name: str
@@ -203,12 +205,12 @@ def _all_reduce(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> 
 
 def _broadcast(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
     call, root, later = _dist("broadcast"), case.root, case.async_op
-    return lambda: call(b.output, src=root, group=group, async_op=later)
+    return lambda: call(b.output, group_src=root, group=group, async_op=later)
 
 
 def _reduce(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
     call, op, root, later = _dist("reduce"), _op(case), case.root, case.async_op
-    return lambda: call(b.output, root, op=op, group=group, async_op=later)
+    return lambda: call(b.output, group_dst=root, op=op, group=group, async_op=later)
 
 
 def _all_gather(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
@@ -241,13 +243,13 @@ def _all_to_all(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> 
 def _gather(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
     call, root, later = _dist("gather"), case.root, case.async_op
     outputs = _blocks(b.output, case) if rank == root else None
-    return lambda: call(b.input, outputs, dst=root, group=group, async_op=later)
+    return lambda: call(b.input, outputs, group_dst=root, group=group, async_op=later)
 
 
 def _scatter(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
     call, root, later = _dist("scatter"), case.root, case.async_op
     inputs = _blocks(b.input, case) if rank == root else None
-    return lambda: call(b.output, inputs, src=root, group=group, async_op=later)
+    return lambda: call(b.output, inputs, group_src=root, group=group, async_op=later)
 
 
 def _barrier(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
@@ -261,8 +263,8 @@ def _partner(case: Case, rank: int) -> int | None:
     return partner if partner < case.world_size else None
 
 
-def _idle() -> None:
-    return None
+def idle() -> None:
+    """What a rank does that has no part in an operation."""
 
 
 def _send_recv(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
@@ -270,15 +272,15 @@ def _send_recv(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> C
 
     partner = _partner(case, rank)
     if partner is None:
-        return _idle
+        return idle
 
     def ping() -> None:
-        dist.send(b.input, partner, group=group)
-        dist.recv(b.output, partner, group=group)
+        dist.send(b.input, group_dst=partner, group=group)
+        dist.recv(b.output, group_src=partner, group=group)
 
     def pong() -> None:
-        dist.recv(b.output, partner, group=group)
-        dist.send(b.input, partner, group=group)
+        dist.recv(b.output, group_src=partner, group=group)
+        dist.send(b.input, group_dst=partner, group=group)
 
     return ping if rank < partner else pong
 
@@ -288,13 +290,13 @@ def _bidirectional(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) 
 
     partner = _partner(case, rank)
     if partner is None:
-        return _idle
+        return idle
 
     def both() -> None:
         # A list of two: the lower rank's send is issued first, the higher rank's receive.
         ops = [
-            dist.P2POp(dist.isend, b.input, partner, group),
-            dist.P2POp(dist.irecv, b.output, partner, group),
+            dist.P2POp(dist.isend, b.input, group=group, group_peer=partner),
+            dist.P2POp(dist.irecv, b.output, group=group, group_peer=partner),
         ]
         for work in dist.batch_isend_irecv(ops if rank < partner else ops[::-1]):
             work.wait()

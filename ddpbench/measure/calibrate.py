@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from ddpbench.measure import clock
 from ddpbench.records.schema import Limit
 from ddpbench.runtime import agree
 from ddpbench.runtime.group import Group
+from ddpbench.runtime.teams import Split
 
 COPY_NS, ROUNDS = 8_000_000, 5
 # Between hosts the link is the limit, and a rank that the scheduler wakes 1 ms late reads it wrong.
@@ -35,14 +37,18 @@ class Rates:
     fastest_copy: float | None = None  # of any size and rank
     both_ways: float | None = None  # slowest rank's receiving rate while it sends as well
     one_way: float | None = None  # the same where every second rank only sends
+    # Both of these in the teams of a split, all at once, where they are not all ranks.
+    teams: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
 
-    def limit(self, transport: str, nbytes: int, one_way: bool, one_host: bool) -> Limit | None:
+    def limit(
+        self, transport: str, nbytes: int, one_way: bool, one_host: bool, split: str = "world"
+    ) -> Limit | None:
         """What bounds a case of this total size; None where it is not known."""
         if one_host and transport == "memory":
             copies = self.copies_alone if one_way else self.copies
             source = f"{'one' if one_way else 'concurrent'} memcpy of the same size"
             return Limit(copies[nbytes], source) if nbytes in copies else None
-        rate = self.one_way if one_way else self.both_ways
+        rate = self.teams.get(split, (self.both_ways, self.one_way))[one_way]
         if rate is None or not transport:
             return None
         kind = "one-way" if one_way else "bidirectional"
@@ -55,9 +61,9 @@ class Rates:
         return None
 
 
-def rates(group: Group, sizes: Iterable[int], streams: bool) -> Rates:
-    """Measure on all ranks together: about 30 ms a size, and for the streams half a second,
-    between hosts 2 seconds."""
+def rates(group: Group, sizes: Iterable[int], splits: Iterable[Split]) -> Rates:
+    """Measure on all ranks together: about 30 ms a size, and for the streams of each split half a
+    second, between hosts 2 seconds."""
     copies: dict[int, float] = {}
     alone: dict[int, float] = {}
     fastest = 0.0
@@ -69,8 +75,9 @@ def rates(group: Group, sizes: Iterable[int], streams: bool) -> Rates:
         copies[nbytes] = min(usual for usual, _ in together)
         alone[nbytes] = min(usual for usual, _ in single if usual)
         fastest = max(fastest, *(best for _, best in together + single))
-    both_ways, one_way = _ring_rates(group) if streams and group.world_size > 1 else (None, None)
-    return Rates(copies, alone, fastest or None, both_ways, one_way)
+    rings = {split.name: _ring_rates(group, split) for split in splits if split.size > 1}
+    both_ways, one_way = rings.pop("world", (None, None))
+    return Rates(copies, alone, fastest or None, both_ways, one_way, rings)
 
 
 def _copy_rate(group: Group, nbytes: int, copies_too: bool) -> tuple[float, float]:
@@ -88,17 +95,20 @@ def _copy_rate(group: Group, nbytes: int, copies_too: bool) -> tuple[float, floa
     return nbytes / (float(np.median(spans)) * 1e-9), nbytes / (max(min(spans), 1) * 1e-9)
 
 
-def _ring_rates(group: Group) -> tuple[float | None, float | None]:
-    """The slowest rank's receiving rate while each sends to its next and hears its previous.
+def _ring_rates(group: Group, split: Split) -> tuple[float | None, float | None]:
+    """The slowest rank's receiving rate while each sends to the next of its team and hears the
+    previous one, all teams at once.
 
     Then again while only every second rank sends. None where the ranks cannot open sockets to
     each other.
     """
     deadline = group.timeout.total_seconds()
+    team = split.of(group.rank) or (group.rank,)  # one in no team stands aside
+    at = team.index(group.rank)
     with contextlib.ExitStack() as sockets:
         server = sockets.enter_context(socket.create_server(("", 0), backlog=1))
         addresses = agree.everyones(group, [group.address, server.getsockname()[1]])
-        address = tuple(addresses[(group.rank + 1) % group.world_size])
+        address = tuple(addresses[team[(at + 1) % len(team)]])
         failure = None
         try:
             outward = sockets.enter_context(socket.create_connection(address, CONNECT_SECONDS))
@@ -110,19 +120,23 @@ def _ring_rates(group: Group) -> tuple[float | None, float | None]:
         inward = sockets.enter_context(server.accept()[0])
         outward.settimeout(deadline)
         inward.settimeout(deadline)
-        n = group.world_size
+        everyone = {rank for its in split.teams for rank in its}
+        every_second = {rank for its in split.teams for rank in its[: split.size - 1 : 2]}
+        nanoseconds = STREAM_BETWEEN_HOSTS_NS if len(split.ranks_per_host) > 1 else STREAM_NS
+        ring = partial(_stream, group, outward, inward, team[at - 1], nanoseconds)
         # The best of some, in turn: where the scheduler puts sender and receiver halves a rate, and
         # it stays there until the pattern changes.
         both_ways = one_way = 0.0
         for _ in range(ROUNDS):
-            both_ways = max(both_ways, _stream(group, outward, inward, range(n)))
-            one_way = max(one_way, _stream(group, outward, inward, range(0, n - 1, 2)))
+            both_ways = max(both_ways, ring(everyone))
+            one_way = max(one_way, ring(every_second))
         return both_ways, one_way
 
 
 def _stream(
-    group: Group, outward: socket.socket, inward: socket.socket, senders: Sequence[int]
-) -> float:
+    group: Group, outward: socket.socket, inward: socket.socket, previous: int, stream_ns: int,
+    senders: Container[int],
+) -> float:  # fmt: skip
     """The slowest receiver's bytes a second while the senders send to their next rank.
 
     Every sender closes its stream with one last byte, which is how its receiver knows the end.
@@ -130,14 +144,14 @@ def _stream(
 
     def send() -> None:
         data = memoryview(bytes(CHUNK))
-        until = clock.now_ns() + (STREAM_BETWEEN_HOSTS_NS if len(group.hosts) > 1 else STREAM_NS)
+        until = clock.now_ns() + stream_ns
         while clock.now_ns() < until:
             outward.sendall(data)
         outward.sendall(END)
 
     group.watchdog.rearm()
     sends = group.rank in senders
-    hears = (group.rank - 1) % group.world_size in senders
+    hears = previous in senders
     agree.decision(group, 0)
     sender = threading.Thread(target=send, daemon=True)
     if sends:

@@ -14,15 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpbench.catalog import payload
-from ddpbench.catalog.operations import Buffers, Operation
-from ddpbench.measure import clock
-from ddpbench.measure.start import STARTS
+from ddpbench.catalog.operations import Buffers, Operation, idle
+from ddpbench.measure import clock, start
 from ddpbench.records.schema import Case, Plan, Wrong
 from ddpbench.runtime.group import Group
+from ddpbench.runtime.teams import Team
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
+
+    from ddpbench.catalog.operations import Call
 
 
 def stamped(
@@ -43,20 +44,27 @@ def stamped(
 
 
 class Bench:
-    """One case set up in one rank: buffers filled, call bound, ready to be repeated."""
+    """One case set up in one rank: buffers filled, call bound, ready to be repeated.
+
+    `group` is all ranks, which keep in step; the operation runs in this rank's team.
+    """
 
     def __init__(
-        self, case: Case, operation: Operation, plan: Plan, group: Group,
-        tested: dist.ProcessGroup, device: torch.device,
+        self, case: Case, operation: Operation, plan: Plan, group: Group, team: Team,
+        device: torch.device,
     ) -> None:  # fmt: skip
         """Raises whatever allocation raises; no communication."""
         self.case, self.operation, self.plan, self.group = case, operation, plan, group
-        self.device = device
+        self.team, self.device = team, device
         self._tables: dict[tuple[int | None, int], npt.NDArray[np.float64]] = {}
-        self.buffers = [_allocate(case, operation, group.rank, device) for _ in range(case.depth)]
         self.calls = case.depth * operation.messages
-        self.start = STARTS[case.start](tested, device)
-        self._issues = [operation.bind(case, b, tested, group.rank) for b in self.buffers]
+        self.start = start.of_team(case.start, team, device)
+        self.buffers: list[Buffers] = []
+        self._issues: list[Call] = [idle]
+        if team.group is not None:
+            rank, its = team.rank, team.group
+            self.buffers = [_allocate(case, operation, rank, device) for _ in range(case.depth)]
+            self._issues = [operation.bind(case, b, its, rank) for b in self.buffers]
         self._events: list[tuple[Any, Any]] = []
         self.generation = 0
         self.refill()
@@ -64,11 +72,10 @@ class Bench:
     def refill(self) -> None:
         """New inputs, the same generation in all ranks; poison where a result must come."""
         self.generation += 1
-        rank = self.group.rank
         for buffers in self.buffers:
             if self.operation.sized:
                 payload.poison(buffers.output)
-                payload.fill(buffers.input, self._table(rank))
+                payload.fill(buffers.input, self._table(self.team.rank))
 
     def rest(self) -> None:
         """Values that a reduction in place leaves as they are, for repetitions not checked.
@@ -95,7 +102,7 @@ class Bench:
         """This rank's first wrong element in the outputs that lie in the buffers now."""
         case = self.case
         for buffers in self.buffers:
-            for piece in self.operation.expected(case, self.group.rank):
+            for piece in self.operation.expected(case, self.team.rank):
                 power_of_two = case.world_size & (case.world_size - 1) == 0
                 tolerance = 0.0 if case.reduce_op != "avg" or power_of_two else 2.0**-6
                 found = payload.first_wrong(
@@ -110,10 +117,12 @@ class Bench:
         if key not in self._tables:
             self._tables = {k: v for k, v in self._tables.items() if k[1] == self.generation}
             case, n = self.case, self.case.world_size
+            # Each team has data of its own: what comes from another team is seen to be wrong.
+            own = self.generation * case.groups + self.team.number
             self._tables[key] = (
-                payload.reduced(self.generation, case.dtype, case.reduce_op or "sum", n)
+                payload.reduced(own, case.dtype, case.reduce_op or "sum", n)
                 if rank is None
-                else payload.table(rank, self.generation, case.dtype, case.reduce_op, n)
+                else payload.table(rank, own, case.dtype, case.reduce_op, n)
             )
         return self._tables[key]
 

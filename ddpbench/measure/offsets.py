@@ -59,21 +59,32 @@ class Clocks:
             for ranks, its in zip(self.ranks[1:], self.ever[1:], strict=False)
         )
 
-    def again(self) -> float | None:
+    def again(self, teams: Sequence[Sequence[int]]) -> float | None:
         """Compare once more; all ranks together. What stamps of different ranks since the last
         time, each corrected by the `ahead_ns` of then, may be off against each other: seconds.
 
-        0.0 where all ranks read one clock, None where the clocks cannot be compared.
+        teams: only stamps of one team are held against each other. 0.0 where the ranks of each team
+        read one clock, None where clocks cannot be compared.
         """
-        if len(self.ranks) == 1:
+        before = self.ahead
+        self._compare()
+        number = {rank: clock for clock, ranks in enumerate(self.ranks) for rank in ranks}
+        read = [sorted({number[rank] for rank in team}) for team in teams]
+        if all(len(those) == 1 for those in read):
             return 0.0
         if self.objection is not None:
             return None
-        found = _compared(self.group, self.ranks, self.peers)
-        before, self.ahead = self.ahead or found, found
-        since = list(map(Ahead.joined, before, found))
-        self.ever = list(map(Ahead.joined, self.ever or found, found))
-        return clocks.off_ns(since, [each.middle_ns for each in before]) * 1e-9
+        since = list(map(Ahead.joined, before, self.ahead))
+        off_ns = max(
+            clocks.off_ns([since[i] for i in those], [before[i].middle_ns for i in those])
+            for those in read
+        )
+        return off_ns * 1e-9
+
+    def _compare(self) -> None:
+        if len(self.ranks) > 1 and self.objection is None:
+            self.ahead = _compared(self.group, self.ranks, self.peers)
+            self.ever = list(map(Ahead.joined, self.ever or self.ahead, self.ahead))
 
 
 @contextlib.contextmanager
@@ -88,7 +99,7 @@ def opened(group: Group, facts: Sequence[Mapping[str, Any]]) -> Iterator[Clocks]
         if len(its.ranks) > 1:
             group.watchdog.phase("the comparison of the hosts' clocks")
             its.objection = _connect(group, [each[0] for each in its.ranks[1:]], its.peers, stack)
-        its.again()
+        its._compare()
         yield its
 
 

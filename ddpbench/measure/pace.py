@@ -22,10 +22,10 @@ from ddpbench.measure.loop import Bench
 from ddpbench.records.schema import Case, Plan, Wrong
 from ddpbench.runtime import agree
 from ddpbench.runtime.group import Group
+from ddpbench.runtime.teams import Team
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
 WARM_UP, WINDOW, WARM_UP_MOST = 10, 20, 500
 WARM_UP_SHARE = 0.25  # of the time slice: a long operation is not warmed up for seconds
@@ -56,20 +56,21 @@ class Samples:
 
 
 def measure(
-    case: Case, operation: Operation, plan: Plan, group: Group, tested: dist.ProcessGroup,
+    case: Case, operation: Operation, plan: Plan, group: Group, team: Team,
     device: torch.device, shortest_seconds: float, objection: str | None, ahead_ns: int = 0,
 ) -> Samples:  # fmt: skip
     """Measure one case on all ranks together, or skip it on all ranks together.
 
-    objection: this rank's reason not to, found before. ahead_ns: what its clock is ahead of rank
-    0's, in which all stamps are gathered. Returns what rank 0 gathered; in other
-    ranks only `objection`, `checks` and `stop_reason` mean something.
+    The operation runs in this rank's team. objection: its reason not to, found before. ahead_ns:
+    what its clock is ahead of rank 0's, in which all stamps are gathered. Returns what rank 0
+    gathered; in other ranks only `objection`, `checks` and `stop_reason` mean something.
     """
-    samples = Samples()
+    teams = team.split.teams if team.split.size < group.world_size else ()
+    samples = Samples(warm_up=Kept(teams), timed=Kept(teams))
     bench = None
     if objection is None:
         try:
-            bench = Bench(case, operation, plan, group, tested, device)
+            bench = Bench(case, operation, plan, group, team, device)
         except (MemoryError, RuntimeError, TypeError, AttributeError) as error:
             objection = f"cannot make the buffers: {agree.first_line(error)}"
     samples.objection = agree.first_objection(group, objection)

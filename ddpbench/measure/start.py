@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from ddpbench.runtime.teams import Team
+
 
 def barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
     """The backend's own barrier."""
@@ -36,8 +38,8 @@ def p2p_barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], 
     def meet() -> None:
         for distance in distances:
             ops = [
-                dist.P2POp(dist.isend, out, (rank + distance) % size, group),
-                dist.P2POp(dist.irecv, into, (rank - distance) % size, group),
+                dist.P2POp(dist.isend, out, group=group, group_peer=(rank + distance) % size),
+                dist.P2POp(dist.irecv, into, group=group, group_peer=(rank - distance) % size),
             ]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
@@ -50,6 +52,26 @@ def p2p_barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], 
 def none(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
     """No common start: the operations themselves keep the ranks together."""
     return lambda: None
+
+
+def of_team(name: str, team: Team, device: torch.device) -> Callable[[], object]:
+    """The start of STARTS by this name: of all ranks, so that all teams work at once.
+
+    A team inside a host then starts once more on its own, so that its ranks enter as close as they
+    would alone. Not one between hosts: its messages would wait behind the data of the teams that
+    have begun, and the last would have the link to itself.
+    """
+    together = STARTS[name](team.everyone, device)
+    inside = len(team.split.ranks_per_host) == 1
+    if team.group is None or team.group is team.everyone or not inside:
+        return together
+    alone = STARTS[name](team.group, device)
+
+    def meet() -> None:
+        together()
+        alone()
+
+    return meet
 
 
 STARTS = {"barrier": barrier, "p2p_barrier": p2p_barrier, "none": none}

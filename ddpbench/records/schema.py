@@ -39,11 +39,21 @@ class Case:
     clock: str = "host"
     rank_reduction: str = "max"
     statistic: str = "median"
+    # Who works together: "host", the ranks of each host; "cross", one of each host; "world", all.
+    # What is said above of ranks is of one such group.
+    group: str = "world"
+    groups: int = 1  # that work at once
+
+    @property
+    def called(self) -> str:
+        """The operation, and of whom where it is not of all ranks: "all_reduce (host groups)"."""
+        return self.operation + ("" if self.group == "world" else f" ({self.group} groups)")
 
     @property
     def key(self) -> str:
         """A readable name, unique among the cases of one run."""
         parts = [
+            None if self.group == "world" else self.group,
             self.operation,
             self.form,
             self.backend,

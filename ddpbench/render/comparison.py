@@ -21,7 +21,7 @@ from ddpbench.analysis.stats import half_width
 from ddpbench.analysis.verdict import INCONCLUSIVE, MOST, SAME, Shift
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Interval, StepCase
-from ddpbench.render.rows import digits
+from ddpbench.render.rows import at_once, digits
 from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 
 HEADS = [
@@ -115,6 +115,7 @@ def _parts(case: AnyCase) -> list[str]:
         case.backend,
         device,
         ranks,
+        at_once(case),
     ]
 
 

@@ -118,6 +118,7 @@ def _grouped(shown: list[Line]) -> dict[str, list[Line]]:
             ("in place" if case.in_place else "out of place") if case.nbytes else "",
             "async" if case.async_op else "",
             rows.ranks(case),
+            rows.at_once(case),
             case.device,
         ]
         groups.setdefault("  ".join(part for part in parts if part), []).append(line)

@@ -218,7 +218,7 @@ def skipped(shown: list[Line]) -> list[str]:
     for line in shown:
         if line.reason is not None:
             case = line.case
-            key = (case.operation, case.backend, case.dtype, case.reduce_op or "", line.reason)
+            key = (case.called, case.backend, case.dtype, case.reduce_op or "", line.reason)
             reasons.setdefault(key, []).append(case.nbytes)
     out = []
     for (operation, backend, dtype, reduce_op, reason), nbytes in reasons.items():
@@ -252,19 +252,20 @@ def legend(shown: list[Line], columns: list[str], starred: bool) -> list[str]:
 
 
 def _limits(shown: list[Line]) -> list[str]:
-    """The rates that the column `% limit` refers to, one line a backend and source."""
-    rates: dict[tuple[str, str], list[float]] = {}
-    operations: dict[tuple[str, str], dict[str, None]] = {}
+    """The rates that the column `% limit` refers to, one line a backend, source and group."""
+    rates: dict[tuple[str, str, str], list[float]] = {}
+    operations: dict[tuple[str, str, str], dict[str, None]] = {}
     for line in shown:
         for limit in (result.limit for result in line.results):
             if limit is not None and line.fraction is not None:
-                key = (line.case.backend, limit.source)
+                key = (line.case.backend, limit.source, line.case.group)
                 rates.setdefault(key, []).append(limit.bytes_per_second / 1e9)
-                operations.setdefault(key, {})[line.case.operation] = None
+                operations.setdefault(key, {})[line.case.called] = None
     out = []
-    for (backend, source), values in rates.items():
+    for key, values in rates.items():
+        backend, source, _ = key
         low, high = digits(min(values)), digits(max(values))
         span = low if low == high else f"{low} … {high} (by size)"
-        names = ", ".join(operations[backend, source])
+        names = ", ".join(operations[key])
         out.append(f"% limit on {backend} of {names}: busbw over {span} GB/s, {source}")
     return out

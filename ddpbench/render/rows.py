@@ -52,6 +52,13 @@ def ranks(case: Case | StepCase) -> str:
     return f"{told} on {len(hosts)} hosts ({each})"
 
 
+def at_once(case: Case) -> str:
+    """Where the group is of which a row tells, and how many there are; "": it is all ranks."""
+    several = f", {case.groups} groups at once" if case.groups > 1 else ""
+    words = {"host": "inside each host", "cross": "between hosts", "world": ""}
+    return words.get(case.group, case.group) + several
+
+
 def digits(value: float | int | str | None) -> str:
     """Four digits, no exponent: 12345, 123.4, 1.234, 0.1234, 0.0123; below 0.001 two, 0.00012."""
     if value is None:
@@ -114,6 +121,7 @@ COLUMNS: dict[str, Column[Line]] = {
     "root": Column("root", lambda line: line.case.root, default=False),
     "form": Column("form", lambda line: line.case.form, default=False),
     "place": Column("place", lambda line: "in" if line.case.in_place else "out", default=False),
+    "group": Column("group", lambda line: line.case.group, default=False),
     "backend": Column("backend", lambda line: line.case.backend),
     "provider": Column("provider", lambda line: line.case.provider, default=False),
     "time": Column("time µs", lambda line: _microseconds(line.seconds)),

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from ddpbench.runtime.launch import PASSED_ON
+from ddpbench.runtime.processes import ORDERLY
 
 PRELOADED = ("torch.distributed", "scipy.stats", "pyarrow.parquet", "ddpbench.measure.pace")
 GRACE_SECONDS = 30.0  # for the other ranks, once one has failed
+RUNNING = -1  # in place of an exit code
 
 
 def run(main: Callable[[], int], nproc: int) -> int:
@@ -36,7 +38,7 @@ def run(main: Callable[[], int], nproc: int) -> int:
     import torch.distributed as dist
 
     gate, opener = os.pipe()
-    ranks: dict[int, int] = {}  # pid → exit code, -1 while it runs
+    ranks: dict[int, int] = {}  # pid → exit code
     with _signals(ranks), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads that idle in OpenBLAS
         for rank in range(nproc):
@@ -44,7 +46,7 @@ def run(main: Callable[[], int], nproc: int) -> int:
             if pid == 0:
                 os.close(opener)
                 _become(rank, nproc, gate, main)
-            ranks[pid] = -1
+            ranks[pid] = RUNNING
         os.close(gate)
         # The store's server has a thread: it begins when all ranks are forked.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -89,13 +91,13 @@ def _become(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> NoRetu
 def _await(ranks: dict[int, int]) -> None:
     """Wait for all; note their exit codes."""
     until = None
-    while running := [pid for pid, code in ranks.items() if code < 0]:
+    while running := [pid for pid, code in ranks.items() if code == RUNNING]:
         for pid in running:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 code = os.waitstatus_to_exitcode(status)
                 ranks[pid] = 5 if code < 0 else code
-        if until is None and any(code > 0 for code in ranks.values()):
+        if until is None and any(code not in (RUNNING, *ORDERLY) for code in ranks.values()):
             until = time.monotonic() + GRACE_SECONDS
             _send(ranks, signal.SIGTERM)
         if until is not None and time.monotonic() > until:
@@ -104,7 +106,7 @@ def _await(ranks: dict[int, int]) -> None:
 
 
 def _send(ranks: dict[int, int], number: int) -> None:
-    for pid in [pid for pid, code in ranks.items() if code < 0]:
+    for pid in [pid for pid, code in ranks.items() if code == RUNNING]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 

@@ -14,16 +14,17 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ddpbench.runtime import agree, launch, network, slurm, sockets
+from ddpbench.runtime import agree, launch, network, slurm, sockets, teams
 from ddpbench.runtime.launch import Placement, Refused
 from ddpbench.runtime.network import NetPlace
 from ddpbench.runtime.sockets import Connection
+from ddpbench.runtime.teams import Split, Team
 from ddpbench.runtime.watchdog import (
     HURRIED_SECONDS,
     SIGNAL_SECONDS,
@@ -140,18 +141,50 @@ class Group:
         return device
 
     @contextlib.contextmanager
-    def tested(self, torch_name: str) -> Iterator[dist.ProcessGroup]:
-        """A group of all ranks on the backend that torch knows by this name."""
+    def tested(
+        self, torch_name: str, members: Sequence[int] | None = None
+    ) -> Iterator[dist.ProcessGroup]:
+        """A group of these ranks, None: all, on the backend that torch knows by this name.
+
+        All ranks call it, in the same order; one that is no member gets nothing of use.
+        """
         import torch.distributed as dist
 
         self.watchdog.phase(f"the set-up of the {torch_name} group")
         # Beyond our own deadline, so that the watchdog, which can name ranks, is the first.
-        group = dist.new_group(backend=torch_name, timeout=self.timeout + timedelta(seconds=30))
+        timeout = self.timeout + timedelta(seconds=30)
+        group = dist.new_group(members, backend=torch_name, timeout=timeout)
         try:
             yield group
         finally:
             if sys.exc_info()[0] is None:
                 _destroy(group)
+
+    @contextlib.contextmanager
+    def teams(
+        self, torch_name: str, everyone: dist.ProcessGroup, names: Sequence[str]
+    ) -> Iterator[dict[str, Team]]:
+        """This rank's team in each of these splits, by name; `everyone` is the group of all on the
+        same backend."""
+        with contextlib.ExitStack() as groups:
+            found = {}
+            for name in names:
+                split = teams.split(name, list(self.hosts.values()))
+                found[name] = self._team(split, torch_name, everyone, groups)
+            yield found
+
+    def _team(
+        self, split: Split, torch_name: str, everyone: dist.ProcessGroup,
+        groups: contextlib.ExitStack,
+    ) -> Team:  # fmt: skip
+        mine = Team(split, everyone, None)
+        if split.size == self.world_size:
+            return Team(split, everyone, None if split.objection else everyone, rank=self.rank)
+        for number, members in enumerate(split.teams):
+            group = groups.enter_context(self.tested(torch_name, members))
+            if self.rank in members:
+                mine = Team(split, everyone, group, number, members.index(self.rank))
+        return mine
 
 
 @contextlib.contextmanager

@@ -46,12 +46,12 @@ class Placement:
 # is set wins: a launcher started inside another's allocation is the nearer one.
 _VARIABLES = (
     (
-        "ddpbench",
+        "fork",  # by ddpbench itself
         "DDPBENCH_RANK",
         "DDPBENCH_WORLD_SIZE",
         "DDPBENCH_LOCAL_RANK",
         "DDPBENCH_LOCAL_WORLD_SIZE",
-    ),  # forked
+    ),
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     (
         "mpirun",  # Open MPI

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ddpbench.runtime.launch import PASSED_ON
+
 POLL_SECONDS, LOOK_SECONDS = 0.1, 1.0
 # After one has failed: for the others to end by themselves, then after SIGTERM.
 GRACE_SECONDS = 10.0
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ORDERLY = (0, 130)
 
 

@@ -24,6 +24,7 @@ from ddpbench.catalog.sizes import readable
 from ddpbench.measure.loop import Bench, settle
 from ddpbench.records.schema import Case, Plan
 from ddpbench.runtime import agree, group, launch
+from ddpbench.runtime.teams import Team, split
 
 BOUNDS = {4: 1.05, 2**20: 1.02}
 BLOCKS, BLOCK = 300, 20
@@ -55,8 +56,11 @@ def measured(backend: str) -> list[list[object]]:
                     None, nbytes, nbytes // 4, True, False, "isolated", "barrier", 1,
                     ranks.world_size, (ranks.world_size,),
                 )  # fmt: skip
+                team = Team(
+                    split("world", [range(ranks.world_size)]), tested, tested, 0, ranks.rank
+                )
                 device = torch.device("cpu")
-                bench = Bench(case, OPERATIONS["all_reduce"], Plan(), ranks, tested, device)
+                bench = Bench(case, OPERATIONS["all_reduce"], Plan(), ranks, team, device)
                 bench.rest()
                 tensor = torch.zeros(nbytes // 4)
                 ours, theirs = [], []

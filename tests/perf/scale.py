@@ -42,6 +42,7 @@ from ddpbench.runtime import cpu
 from ddpbench.runtime.group import Group
 from ddpbench.runtime.launch import Placement
 from ddpbench.runtime.network import NetPlace
+from ddpbench.runtime.teams import Team, split
 from ddpbench.runtime.watchdog import Who
 
 WORLDS = (16, 1024, 16384)
@@ -134,8 +135,9 @@ def measured(world: int, folder: Path) -> dict[str, float]:
             1 << number, True, False, "isolated", "barrier", 1, world, (A_HOST,) * hosts,
         )  # fmt: skip
         nothing = cast(Any, None)
+        team = Team(split("world", [range(world)]), nothing, nothing)
         with timed("gather s", CASES):
-            samples = pace.measure(case, operation, PLAN, group, nothing, nothing, 0.0, None)
+            samples = pace.measure(case, operation, PLAN, group, team, nothing, 0.0, None)
         with timed("summary s", CASES):
             session.others_share(group, cpu.CpuMeter())
             result = Result(case, 0, 1.0, 4.0, 4, wrong=tuple(pace.everyones_wrong(group, samples)))

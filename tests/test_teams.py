@@ -1,0 +1,171 @@
+"""Who works together inside hosts and between them, and what follows for data, figures, names."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from test_store import a_case, a_result, a_run
+
+from ddpbench import collectives
+from ddpbench.analysis import matching, stats
+from ddpbench.analysis.kept import Kept
+from ddpbench.catalog.operations import OPERATIONS
+from ddpbench.measure.calibrate import Rates
+from ddpbench.records.schema import Case, Limit, Plan
+from ddpbench.render import comparison, formats
+from ddpbench.runtime.teams import Team, split
+
+TWO = [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "teams", "ranks_per_host"),
+    [
+        ("world", [[0, 1], [2]], ((0, 1, 2),), (2, 1)),
+        ("host", TWO, ((0, 1), (2, 3)), (2,)),
+        ("cross", TWO, ((0, 2), (1, 3)), (1, 1)),
+        ("cross", [[0, 1], [2], [3]], ((0, 2, 3),), (1, 1, 1)),
+        ("cross", [[0, 3], [1, 2]], ((0, 1), (2, 3)), (1, 1)),
+        ("host", [[0, 1]], ((0, 1),), (2,)),
+    ],
+)
+def test_ranks_are_divided(
+    name: str, hosts: list[list[int]], teams: tuple[tuple[int, ...], ...], ranks_per_host: object
+) -> None:
+    """All as one; those of each host; the first of all hosts, the second, as far as every host has
+    one, in ascending order as torch has the ranks of a group."""
+    found = split(name, hosts)
+    assert (found.teams, found.ranks_per_host, found.objection) == (teams, ranks_per_host, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "sentence"),
+    [
+        ("host", [[0, 1], [2], [3]], "the hosts have 1 to 2 ranks, and only groups of one size"),
+        ("host", [[0], [1]], "each host has one rank: there is nothing inside it"),
+        ("cross", [[0, 1]], "all ranks are on one host: there is nothing between hosts"),
+    ],
+)
+def test_what_cannot_be_divided_says_why(name: str, hosts: list[list[int]], sentence: str) -> None:
+    """Unequal hosts, hosts with nothing inside, one host."""
+    assert (split(name, hosts).objection or "").startswith(sentence)
+
+
+def bench(rank: int, case: Case, hosts: list[list[int]] = TWO) -> Any:
+    """What a rank sets up for a case; nothing is sent."""
+    import torch
+
+    from ddpbench.measure.loop import Bench
+
+    its = split(case.group, hosts)
+    nothing = cast(Any, None)
+    team = Team(its, nothing, None)
+    for number, members in enumerate(its.teams):
+        if rank in members:
+            team = Team(its, nothing, cast(Any, "group"), number, members.index(rank))
+    group: Any = SimpleNamespace(rank=rank, world_size=sum(map(len, hosts)))
+    return Bench(case, OPERATIONS[case.operation], Plan(), group, team, torch.device("cpu"))
+
+
+def test_each_group_has_data_of_its_own() -> None:
+    """The first ranks of two groups hold different inputs, and each takes the other's result for
+    wrong and its own for right; what is wrong is named by the rank among all."""
+    from ddpbench.catalog import payload
+
+    case = a_case(operation="all_gather", in_place=False, group="host", groups=2, start="none")
+    ours, theirs = bench(0, case), bench(2, case)
+    assert not (ours.buffers[0].input == theirs.buffers[0].input).all()
+    for each, found in ((theirs, None), (ours, 2)):
+        for place in range(2):
+            part = theirs.buffers[0].output[place * case.count : (place + 1) * case.count]
+            payload.fill(part, each._table(place))
+        wrong = theirs.wrong(0)
+        assert (wrong and wrong.rank) == found
+
+
+def test_a_rank_in_no_group_has_nothing_to_do() -> None:
+    """It holds no buffers, its repetitions pass, and no result of it can be wrong."""
+    case = a_case(group="cross", start="none", ranks_per_host=(1, 1))
+    idle = bench(1, case, [[0, 1], [2]])
+    assert idle.buffers == []
+    assert idle.repeat(3).shape == (3, 3)
+    assert idle.wrong(0) is None
+
+
+def some_stamps() -> stats.Stamps:
+    """Two repetitions of ranks 0+2 and 1+3, and of 4, which is in no group and slower than all."""
+    entry = np.array([[0, 10], [5, 10], [2, 12], [9, 13], [0, 0]])
+    spent = np.array([[10, 30], [20, 20], [12, 28], [16, 25], [99, 99]])
+    return np.stack([entry, entry + spent, np.full_like(entry, -1)], axis=2)
+
+
+def test_of_groups_at_once_the_slowest_tells() -> None:
+    """Its slowest rank is the time of a repetition, its entries and exits the bracket, not those of
+    the other group; means and least are over the ranks of both. Ranks in none do not count."""
+    found = stats.over_ranks(some_stamps(), ((0, 2), (1, 3)))
+    assert found.slowest.tolist() == [20, 30]
+    assert (found.first_in.tolist(), found.last_in.tolist()) == ([5, 10], [9, 12])
+    assert found.last_out.tolist() == [25, 40]
+    assert (found.mean.tolist(), found.fastest.tolist()) == ([14.5, 25.75], [10, 20])
+
+
+def test_samples_of_ranks_in_no_group_are_not_kept() -> None:
+    """The rows are those of the four ranks in groups, under their own numbers."""
+    its = Kept(((0, 2), (1, 3)))
+    its.add(some_stamps())
+    assert its.rows()[:, 1].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert its.over[0].slowest.tolist() == [20, 30]
+
+
+def test_each_kind_of_group_has_its_own_limit() -> None:
+    """Inside a host, over shared memory: copies. Over TCP: the streams that were measured in just
+    these groups, and none where they were not."""
+    rates = Rates({64: 5.0}, {64: 7.0}, 9.0, 1.0, 2.0, {"host": (3.0, 4.0), "cross": (None, None)})
+
+    def rate(*asked: Any) -> float | None:
+        found = rates.limit(*asked)
+        return found.bytes_per_second if found else None
+
+    assert [rate("memory", 64, way, True, "host") for way in (False, True)] == [5.0, 7.0]
+    assert [rate("tcp", 64, way, True, "host") for way in (False, True)] == [3.0, 4.0]
+    assert rate("tcp", 64, False, False, "cross") is None
+    assert rate("tcp", 64, True, False, "world") == 2.0
+
+
+@pytest.mark.parametrize(
+    ("groups", "group", "given"),
+    [
+        (("host", "cross"), "host", False), (("host", "cross"), "cross", True),
+        (("host",), "host", True), (("world",), "world", True),
+    ],
+)  # fmt: skip
+def test_a_nominal_rate_is_of_one_kind(groups: tuple[str, ...], group: str, given: bool) -> None:
+    """--limit is not put on rows inside hosts when there are others too."""
+    asked: Any = SimpleNamespace(limit=1.0, groups=groups)
+    limit = collectives._nominal(asked, a_case(group=group))
+    assert (limit is not None) == given
+
+
+def test_groups_stand_apart_in_names_and_tables() -> None:
+    """The same operation in three groups: keys, labels and tables of their own, inside hosts first;
+    a comparison says that they differ, and never puts them together."""
+    cases = [
+        a_case(world_size=4, ranks_per_host=(2, 2)),
+        a_case(world_size=2, ranks_per_host=(1, 1), group="cross", groups=2),
+        a_case(world_size=2, ranks_per_host=(2,), group="host", groups=2),
+    ]
+    assert [case.key.split("/")[0] for case in cases] == ["all_reduce", "cross", "host"]
+    assert len({comparison.label(case) for case in cases}) == 3
+    results = [a_result(case, limit=Limit(1e9, "streams")) for case in cases]
+    shown = formats.table(a_run(*results))
+    assert "% limit on gloo of all_reduce (cross groups): busbw over 1.000 GB/s, streams" in shown
+    titles = [line for line in shown.splitlines() if line.startswith("all_reduce")]
+    assert [title.split("  ", 4)[4] for title in titles] == [
+        "2 ranks  inside each host, 2 groups at once  cpu",
+        "2 ranks on 2 hosts (1 each)  between hosts, 2 groups at once  cpu",
+        "4 ranks on 2 hosts (2 each)  cpu",
+    ]
+    assert "group host → world, groups 2 → 1" in matching.differing(cases[2], cases[0])
