@@ -214,9 +214,9 @@ def test_a_variant_is_environment_python_and_options() -> None:
 def test_calibrate_measures_identical_sides_and_compare_uses_it(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Six launches a side that vary by 10 %: a margin far above 3 %, under which `compare` then
+    """Six launches a side that vary by 30 %: a margin far above 3 %, under which `compare` then
     finds a change of 10 % to be none; without the calibration it is SLOWER."""
-    noise = np.random.default_rng(1).normal(0, 0.1, 100)
+    noise = np.random.default_rng(1).normal(0, 0.3, 100)
     sides.times = {"a": lambda n: float(1e-3 * np.exp(noise[n])),
                    "b": lambda n: float(1e-3 * np.exp(noise[n + 50]))}  # fmt: skip
     for name, factor in (("base", 1.0), ("new", 1.1)):
@@ -227,8 +227,8 @@ def test_calibrate_measures_identical_sides_and_compare_uses_it(
     assert called("calibrate", "--launches", "6", "--format", "json") == 0
     (case,) = json.loads(capsys.readouterr().out)["cases"]
     assert case["launches"] == 12
-    assert 0.05 < case["spread"] < 0.2
-    assert case["margin_6"] > case["margin_12"] > 0.1
+    assert 0.15 < case["spread"] < 0.6
+    assert case["margin_6"] > case["margin_12"] > 0.12
     assert called("compare", "base", "new") == 0
     out = capsys.readouterr().out
     assert "-calibration-" in out

@@ -33,17 +33,18 @@ def test_the_spread_is_robust() -> None:
     assert noise.spread(times) == pytest.approx(0.05, rel=0.1)
 
 
-def test_identical_launches_are_called_the_same_at_the_margin() -> None:
-    """Of new comparisons of identical launches about 95 % are SAME at the margin of as many
-    launches, and none is called a change."""
+def test_identical_launches_differ_by_less_than_the_margin() -> None:
+    """Of new comparisons of identical launches about 95 % find a smaller change than the margin of
+    as many launches, and none is called one."""
     margin = noise.margin(launches(400, 0.05, seed=1), 8)
-    names = [
-        verdict.judge(verdict.shift(launches(8, 0.05, 2 * n), launches(8, 0.05, 2 * n + 1)), margin)
+    found = [
+        verdict.shift(launches(8, 0.05, 2 * n), launches(8, 0.05, 2 * n + 1))
         for n in range(10, 210)
     ]
-    assert 0.9 <= names.count(verdict.SAME) / len(names) <= 0.99
-    assert verdict.SLOWER not in names
-    assert verdict.FASTER not in names
+    within = [each is not None and abs(each.estimate) < math.log1p(margin) for each in found]
+    assert 0.9 <= sum(within) / len(within) <= 0.99
+    names = {verdict.judge(each, margin) for each in found}
+    assert names <= {verdict.SAME, verdict.INCONCLUSIVE}
 
 
 def test_more_launches_can_claim_less() -> None:
@@ -71,8 +72,8 @@ def test_a_case_is_judged_at_its_own_noise() -> None:
     new = replace(new, results=tuple(
         replace(r, summary=a_summary(r.summary.median_seconds * 1.1)) for r in new.results
         if r.summary))  # fmt: skip
-    noisy = noise.noise("x", [a_calibration(0.15)])
-    other = noise.noise("x", [a_calibration(0.15, dtype="float64")])
+    noisy = noise.noise("x", [a_calibration(0.25)])
+    other = noise.noise("x", [a_calibration(0.25, dtype="float64")])
     sides = Source("a", (base,)), Source("b", (new,))
     for rule, name in [
         (Rule(), "SLOWER"),

@@ -51,8 +51,7 @@ def margin(times: Floats, launches: int) -> float:
     """The least change that `launches` a side can tell from none, as a fraction; 0: not known.
 
     times: float64[launch], seconds, of identical code. Of comparisons between launches drawn from
-    these, both sides alike, 95 % have their whole interval within it: at this margin identical
-    code is called SAME.
+    these, both sides alike, 95 % find a change that is smaller.
     """
     if len(times) < FEWEST or launches < FEWEST:
         return 0.0
@@ -62,13 +61,13 @@ def margin(times: Floats, launches: int) -> float:
 @lru_cache(maxsize=4096)
 def _margin(times: tuple[float, ...], launches: int) -> float:
     draw = np.random.default_rng(0)
-    reach = []
+    changes = []
     for _ in range(COMPARISONS):
         base, new = draw.choice(times, (2, launches))
         found = verdict.shift(base, new)
         assert found is not None
-        reach.append(max(-found.low, found.high))
-    return math.expm1(float(np.percentile(reach, PERCENTILE)))
+        changes.append(abs(found.estimate))
+    return math.expm1(float(np.percentile(changes, PERCENTILE)))
 
 
 def launches_for(times: Floats, wanted: float) -> int | None:

@@ -38,8 +38,8 @@ def table(found: Noise, runs: Sequence[Run], wanted: float) -> str:
         TERMINAL.table(cells, heads),
         "\n".join(_ceilings(runs)),
         "launches vary by: 1.48 × the median distance of launch medians from theirs\n"
-        "margin of R: of comparisons with R launches a side 95 % lie within it, so that identical "
-        "code is called SAME; a smaller change cannot be claimed",
+        "margin of R: 95 % of comparisons of identical code with R launches a side find less; no "
+        "smaller change is claimed",
     ]
     return "\n\n".join(filter(None, blocks)) + "\n"
 

@@ -196,7 +196,8 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
     store = _meet(place, rendezvous, timeout)
     who, net = _introduced(store, place, rendezvous.timeout_seconds)
     second = _second_client(store, place.world_size)
-    patience = HURRIED_SECONDS if place.launcher == "mpirun" else SIGNAL_SECONDS
+    hurried = place.launcher == "mpirun" and launch.PATIENT not in os.environ
+    patience = HURRIED_SECONDS if hurried else SIGNAL_SECONDS
     watchdog = Watchdog(second, place.rank, who, rendezvous.timeout_seconds, _leave, patience)
     try:
         dist.init_process_group(

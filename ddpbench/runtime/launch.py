@@ -198,6 +198,9 @@ def _end_agent(received: int, _: object) -> None:
     raise SignalException(f"got signal {received}", signal.Signals(received))
 
 
+PATIENT = "DDPBENCH_PATIENT"  # tells ranks that mpirun does not kill them soon after a signal
+
+
 def find_mpirun() -> str | None:
     """The mpirun of the wheel in this environment, else the one in PATH."""
     beside = Path(sys.executable).with_name("mpirun")
@@ -227,7 +230,7 @@ def mpirun(arguments: Sequence[str], nproc: int) -> int:
     # Intel's mpirun is a script that takes the first mpiexec.hydra in PATH, be it another MPI's.
     # Open MPI's kills its ranks a second after Ctrl-C: too soon for them to store what they have.
     environ = {
-        "PRTE_MCA_odls_base_sigkill_timeout": "10",
+        "PRTE_MCA_odls_base_sigkill_timeout": "15",
         **os.environ,
         "PATH": f"{Path(command).parent}:{os.environ.get('PATH', '')}",
     }
@@ -242,6 +245,7 @@ def mpirun(arguments: Sequence[str], nproc: int) -> int:
     extra = []
     if "Open MPI" in version or "prte" in version.lower():
         extra = ["--oversubscribe"] + (["--allow-run-as-root"] if os.geteuid() == 0 else [])
+        environ[PATIENT] = "1"
     # In a session of its own: Ctrl-C reaches it once, from here, and this process stays to read
     # what was measured.
     process = subprocess.Popen(
