@@ -162,7 +162,8 @@ everywhere() { # everywhere COMMAND BACKENDS GPU-BACKENDS [arguments]: on the CP
 }
 
 tests() {
-  local argument options=("$checkout/tests")
+  # The whole suite in two processes: much of it is waiting. A file's tests stay together.
+  local argument options=("$checkout/tests" --numprocesses 2 --dist loadfile)
   for argument; do # a test file or folder that is named replaces the whole suite
     [[ $(readlink -f -- "${argument%%::*}") != "$checkout"/tests/* ]] || options=()
   done
