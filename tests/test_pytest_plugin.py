@@ -21,6 +21,13 @@ from ddpbench.records.schema import Case, Run
 
 pytest_plugins = ["pytester"]
 
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sessions within are no workers of this one: pytest-benchmark would measure nothing."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+
+
 THREE_LINES = """\
 def test_all_reduce(collective_benchmark):
     collective_benchmark("all_reduce", "4K", backend="gloo", ranks=2)

@@ -255,13 +255,19 @@ def mpirun(arguments: Sequence[str], nproc: int) -> int:
         env=environ,
     )
 
+    passed_on = []
+
     def pass_on(received: int, _: object) -> None:
+        passed_on.append(received)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, received)
 
     previous = {number: signal.signal(number, pass_on) for number in PASSED_ON}
     try:
-        return process.wait()
+        code = process.wait()
+        # After a signal mpirun's own code depends on which rank left first; the ranks have marked
+        # what else went wrong.
+        return 130 if passed_on and code else code
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
