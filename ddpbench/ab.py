@@ -23,10 +23,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpbench import compare, interleaved, options
-from ddpbench.interleaved import Side, Variant
+from ddpbench.interleaved import Variant
 from ddpbench.records import store
+
+if TYPE_CHECKING:
+    from ddpbench.analysis.comparison import Comparison
 
 HELP = "two variants (options, environment, Python), by turns, until the verdict is settled"
 # Blocks, and the confidence of the look after them: 3.2 + 1 + 0.5 + 0.25 % false verdicts at most.
@@ -67,15 +71,9 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     folder = interleaved.prepared(namespace, variants, Path("results"), "ab")
     code, confidence = _measure(namespace, variants, folder)
 
-    from ddpbench.analysis.comparison import Rule
-    from ddpbench.analysis.matching import Source
     from ddpbench.render import comparison as render
 
-    left, right = (
-        Source(f"{each.name}: {each}", (store.read(folder / each.name),)) for each in variants
-    )
-    rule = Rule(namespace.margin / 100, compare.calibrated(right.runs), True, confidence, VARIED)
-    found = compare.compared(left, right, rule, namespace.only)
+    found = _compared(namespace, variants, folder, confidence)
     store.put(folder / "comparison.json", render.as_json(found).encode())
     store.put(folder / "comparison.txt", render.table(found).encode())
     verdict = compare.show(found, namespace)
@@ -88,6 +86,8 @@ def _measure(
 ) -> tuple[int, float]:
     """Blocks of launches until the verdicts are settled or the budget would be passed; an exit code
     if something went wrong, and the confidence that belongs to so many looks."""
+    from ddpbench.analysis.verdict import INCONCLUSIVE
+
     order, began, done = random.Random(namespace.seed), time.monotonic(), 0
     confidence = LOOKS[0][1]
     try:
@@ -101,19 +101,22 @@ def _measure(
                     if (code := interleaved.block(sides, order)) != 0:
                         return code, confidence
                 done, confidence = blocks, level
-                if _settled(sides, namespace, confidence):
+                if INCONCLUSIVE not in _compared(namespace, variants, folder, confidence).counts:
                     break
     except KeyboardInterrupt:
         return 130, confidence
     return 0, confidence
 
 
-def _settled(sides: Sequence[Side], namespace: argparse.Namespace, confidence: float) -> bool:
-    """Whether no case is left open."""
+def _compared(
+    namespace: argparse.Namespace, variants: Sequence[Variant], folder: Path, confidence: float
+) -> Comparison:
+    """What has been measured so far, judged in pairs."""
     from ddpbench.analysis.comparison import Rule
     from ddpbench.analysis.matching import Source
-    from ddpbench.analysis.verdict import INCONCLUSIVE
 
-    left, right = (Source(side.variant.name, (side.run(),)) for side in sides)
+    left, right = (
+        Source(f"{each.name}: {each}", (store.read(folder / each.name),)) for each in variants
+    )
     rule = Rule(namespace.margin / 100, compare.calibrated(right.runs), True, confidence, VARIED)
-    return INCONCLUSIVE not in compare.compared(left, right, rule, namespace.only).counts
+    return compare.compared(left, right, rule, namespace.only)

@@ -24,7 +24,6 @@ import ddpbench
 from ddpbench import options, session
 from ddpbench.measuring import MEASURING, checked
 from ddpbench.records import store
-from ddpbench.records.schema import Run
 from ddpbench.runtime.launch import Refused
 
 TAKEN = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
@@ -136,10 +135,6 @@ class Side:
         self._errors.seek(0)
         lines = self._errors.read().strip().splitlines() or ["it ended without a word"]
         return lines[-1].removeprefix("ddpbench: ")
-
-    def run(self) -> Run:
-        """What it has measured so far."""
-        return store.read(self.folder)
 
     def interrupt(self) -> None:
         """As Ctrl-C would: it stores what it has."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_compare import results, said, simple, with_facts
+from test_compare import Said, results, said, simple, with_facts
 from test_floors import RUN, python
 from test_store import a_case, a_result, a_run, a_summary, some_samples
 from test_verdict import medians
@@ -18,7 +18,6 @@ from ddpbench.analysis import stats
 from ddpbench.records import store
 from ddpbench.records.schema import Run, Wrong
 
-Said = tuple[int, str, str]
 Call = Callable[..., Said]
 LINE = ("ddpbench", "collectives", "--op", "all_reduce", "--launches=6", "-n", "4", "--output",
         "results/x", "--backend", "gloo")  # fmt: skip
@@ -31,15 +30,7 @@ def call(
     """The command in an empty folder: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
-    def called(*words: str) -> Said:
-        try:
-            code = cli.main(["baseline", *words])
-        except SystemExit as end:
-            code = int(str(end.code))
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return called
+    return lambda *words: said(capsys, *words, command="baseline")
 
 
 def stored(name: str, run: Run) -> Path:

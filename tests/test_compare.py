@@ -55,10 +55,10 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> Said:
-    """What the command answers."""
+def said(capsys: pytest.CaptureFixture[str], *words: str, command: str = "compare") -> Said:
+    """What the command answers: exit code, stdout, stderr."""
     try:
-        code = cli.main(["compare", *words])
+        code = cli.main([command, *words])
     except SystemExit as end:
         code = int(str(end.code))
     out, err = capsys.readouterr()

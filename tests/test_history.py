@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from test_compare import results, with_facts
+from test_compare import Said, results, said, with_facts
 from test_floors import RUN, python
 from test_steps import a_step_case, a_step_result, a_step_run
 from test_store import a_case, a_result, a_run, a_summary
 
-from ddpbench import cli, history
+from ddpbench import history
 from ddpbench.analysis import trend
 from ddpbench.records import store
 from ddpbench.records.schema import Case, Run, Wrong
@@ -26,7 +26,6 @@ from ddpbench.render import history as render
 from ddpbench.render.comparison import label
 
 Floats = npt.NDArray[np.float64]
-Said = tuple[int, str, str]
 Call = Callable[..., Said]
 OLD, NEW = {"torch": "2.12.0"}, {"torch": "2.13.0", "git_revision": "0123456789abcdef"}
 
@@ -38,15 +37,7 @@ def call(
     """The command in an empty folder: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
-    def called(*words: str) -> Said:
-        try:
-            code = cli.main(["history", *words])
-        except SystemExit as end:
-            code = int(str(end.code))
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return called
+    return lambda *words: said(capsys, *words, command="history")
 
 
 def put(day: int, run: Run, folder: str = "results") -> None:
