@@ -113,17 +113,42 @@ def test_ties_do_not_narrow_the_interval() -> None:
 # --- pairs ----------------------------------------------------------------------------------------
 
 
-def test_pairs_are_judged_by_the_exact_interval_of_their_median_difference() -> None:
-    """Against quantile_test; a drift that both of a pair meet does not show."""
+def test_pairs_are_judged_without_the_drift_that_both_of_a_pair_meet() -> None:
+    """SLOWER in pairs, INCONCLUSIVE where the launches of each side are taken as one lot."""
     drift = np.exp(np.linspace(0, 1, 8))
     base, new = medians(8, seed=9) * drift, medians(8, 1.1e-3, seed=10) * drift
-    shift = verdict.paired_shift(base, new)
-    each = np.log(new) - np.log(base)
-    plain = scipy_stats.quantile_test(each, q=float(np.median(each)), p=0.5)
-    interval = plain.confidence_interval(0.95)
-    assert shift == Shift(float(np.median(each)), interval.low, interval.high, 8)
-    assert verdict.judge(shift, 0.03) == SLOWER
+    assert verdict.judge(verdict.paired_shift(base, new), 0.03) == SLOWER
     assert verdict.judge(verdict.shift(base, new), 0.03) == INCONCLUSIVE
+
+
+@pytest.mark.parametrize("pairs", [6, 9, 24])
+@pytest.mark.parametrize("confidence", [0.95, 0.968])
+def test_the_paired_interval_is_scipys_signed_rank_test_inverted(
+    pairs: int, confidence: float
+) -> None:
+    """Shifts within it have p values above 1 - confidence, those outside at most that; the
+    one-sided chances are scipy's own p values."""
+    base, new = medians(pairs, seed=pairs), medians(pairs, 1.1e-3, seed=pairs + 1)
+    shift, each = verdict.paired_shift(base, new, confidence), np.log(new) - np.log(base)
+    assert shift is not None
+    for end, outward in ((shift.low, -1), (shift.high, 1)):
+        inside, outside = (
+            scipy_stats.wilcoxon(each - end - step, method="exact").pvalue
+            for step in (-outward * 1e-9, outward * 1e-9)
+        )
+        assert outside <= 1 - confidence + 1e-12 < inside
+    for margin in (0.0, 0.03, 0.1, 0.2):
+        found, limit = verdict.paired_chance(base, new, margin), math.log1p(margin)
+        slower = scipy_stats.wilcoxon(each - limit, alternative="greater", method="exact")
+        faster = scipy_stats.wilcoxon(each + limit, alternative="less", method="exact")
+        assert found == pytest.approx(Chance(slower.pvalue, faster.pvalue))
+
+
+def test_pairs_that_cannot_reach_a_confidence_have_no_interval_of_it() -> None:
+    """Six pairs reach 96.875 % at most."""
+    base, new = np.ones(6), np.full(6, 2.0)
+    assert verdict.judge(verdict.paired_shift(base, new, 0.968), 0.03) == SLOWER
+    assert verdict.judge(verdict.paired_shift(base, new, 0.97), 0.03) == INCONCLUSIVE
 
 
 @pytest.mark.parametrize(("pairs", "exists"), [(0, False), (1, False), (5, False), (6, True)])
