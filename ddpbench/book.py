@@ -16,13 +16,17 @@ import numpy.typing as npt
 from ddpbench.analysis import clocks, findings, stats, steps
 from ddpbench.analysis.kept import Kept
 from ddpbench.records import store
-from ddpbench.records.schema import Launch, Result, StepResult
+from ddpbench.records.schema import Examination, Launch, Result, StepResult
 from ddpbench.render.formats import FORMATS
 from ddpbench.runtime.group import Group
 
 if TYPE_CHECKING:
     from ddpbench.measure.offsets import Clocks
     from ddpbench.measure.pace import Samples
+
+
+# Where a run keeps each kind of outcome.
+PARTS = {Result: "results", StepResult: "steps", Examination: "examinations"}
 
 
 class Book:
@@ -36,7 +40,7 @@ class Book:
         self._bar: Any = None
         if self.writes:
             self.run = store.read(folder)
-            self.part = len(self.run.outcomes)
+            self.part = sum(len(getattr(self.run, part)) for part in PARTS.values())
             self._write()
 
     def expect(self, cases: int) -> None:
@@ -66,7 +70,9 @@ class Book:
         facts = {**self.launch.facts, **why}
         self.launch = replace(self.launch, offsets=found.offsets, facts=facts)
 
-    def add(self, outcome: Result | StepResult, columns: dict[str, Any] | None) -> None:
+    def add(
+        self, outcome: Result | StepResult | Examination, columns: dict[str, Any] | None = None
+    ) -> None:
         """Store one case, with its raw samples (store.SAMPLE_COLUMNS) where there are any."""
         if not self.writes:
             return
@@ -74,10 +80,9 @@ class Book:
             if columns is not None:
                 store.add_samples(self.folder, self.part, columns)
             run = store.read(self.folder)  # it may bear a mark that another rank has made
-            if isinstance(outcome, Result):
-                self.run = replace(run, results=(*self.run.results, outcome))
-            else:
-                self.run = replace(run, steps=(*self.run.steps, outcome))
+            part = PARTS[type(outcome)]
+            grown: Any = {part: (*getattr(self.run, part), outcome)}
+            self.run = replace(run, **grown)
             self._write()
         except OSError as error:
             self.failure = (
@@ -86,6 +91,12 @@ class Book:
             )
         self.part += 1
         self.advance(1)
+
+    def say(self, what: str) -> None:
+        """Show beside the bar what is done now."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=f"{self.launch.backend}: {what}")
+            self._bar.refresh()
 
     def advance(self, cases: float) -> None:
         """Move the bar."""
@@ -232,7 +243,7 @@ def mark(folder: Path, state: str, reason: str, code: int) -> None:
 def discard(folder: Path) -> bool:
     """Remove a run in which nothing was measured or skipped; whether it was such a one."""
     with contextlib.suppress(OSError, store.InvalidRun):
-        if not store.read(folder).outcomes:
+        if store.read(folder).empty:
             shutil.rmtree(folder)
             return True
     return False
@@ -248,7 +259,8 @@ def finish(
     run = store.read(folder)
     run = replace(run, findings=findings.findings(run))
     if run.state == "running":
-        nothing = all(outcome.summary is None for outcome in run.outcomes)
+        measured = any(outcome.summary is not None for outcome in run.outcomes)
+        nothing = not measured and not run.examinations
         code = findings.exit_code(run)
         end = end or End("complete", None, 2 if nothing and code < 4 else code)
         run = replace(

@@ -2,6 +2,7 @@
 
 python -m ddpbench collectives -n 4 --backend gloo,mpi
 python -m ddpbench ddp -n 4 --workload mlp
+python -m ddpbench doctor -n 4
 python -m ddpbench launch --hosts hosts.txt -- collectives
 python -m ddpbench slurm -N2 -n4
 python -m ddpbench compare BASE NEW
@@ -33,6 +34,7 @@ from ddpbench import (
     collectives,
     compare,
     ddp,
+    doctor,
     history,
     launch_node,
     manifest,
@@ -44,6 +46,7 @@ from ddpbench.catalog import backends
 from ddpbench.interchange import sources
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
+from ddpbench.render.doctor import FINDING_COLUMNS
 from ddpbench.render.formats import FORMATS
 from ddpbench.render.rows import COLUMNS
 from ddpbench.render.steps import STEP_COLUMNS
@@ -224,7 +227,7 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", help="a folder, a name in results/, `last`, or a log of nccl-tests or OSU"
     )
-    options.add_shown(parser, [*COLUMNS, *STEP_COLUMNS])
+    options.add_shown(parser, [*COLUMNS, *STEP_COLUMNS, *FINDING_COLUMNS])
 
 
 def _show(namespace: argparse.Namespace, words: Sequence[str]) -> int:
@@ -279,6 +282,9 @@ COMMANDS: dict[str, Command] = {
         collectives.__doc__,
     ),
     "ddp": Command(ddp.HELP, ddp.add_arguments, _measuring(ddp.Options, ddp.run), ddp.__doc__),
+    "doctor": Command(
+        doctor.HELP, doctor.add_arguments, _measuring(doctor.Options, doctor.run), doctor.__doc__
+    ),
     "launch": Command(
         launch_node.HELP, launch_node.add_arguments, launch_node.run, launch_node.__doc__
     ),

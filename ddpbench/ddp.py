@@ -9,7 +9,6 @@ srun -n 4 python -m ddpbench.ddp --workload mypackage.model:build
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -301,7 +300,7 @@ def sweep(
     from ddpbench.measure import clock
 
     device = ranks.device(asked.device)
-    threads = asked.threads or _threads(ranks)
+    threads = asked.threads or session.threads(ranks)
     torch.set_num_threads(threads)
     with ranks.tested(session.torch_name(ranks, backend)) as tested:
         session.connect(ranks, backend, tested)
@@ -327,20 +326,6 @@ def sweep(
                 break
         record.close(time.monotonic() - began, session.used(ranks, whole))
     return failure
-
-
-def _threads(ranks: Group) -> int:
-    """Compute threads of one rank, the same in all: what the user set, else its share of cores.
-
-    torchrun sets OMP_NUM_THREADS to 1 where the user has not.
-    """
-    said = os.environ.get("OMP_NUM_THREADS", "")
-    cores = sorted(os.sched_getaffinity(0))
-    everyones = agree.everyones(ranks, cores)
-    sharers = sum(everyones[rank] == cores for rank in ranks.neighbours)  # bound ranks share none
-    by_torchrun = said == "1" and "TORCHELASTIC_RUN_ID" in os.environ
-    own = int(said) if said.isdecimal() and int(said) and not by_torchrun else 0
-    return int(min(agree.everyones(ranks, own or max(1, len(cores) // sharers))))
 
 
 def _require_hook(ranks: Group, asked: Options, backend: Backend) -> None:

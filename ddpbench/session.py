@@ -4,6 +4,7 @@ agreement to its end, the facts that are stored with it."""
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -238,6 +239,20 @@ def launch_record(
         started=store.now(),
         cases=cases,
     )
+
+
+def threads(ranks: Group) -> int:
+    """Compute threads of one rank, the same in all: what the user set, else its share of cores.
+
+    torchrun sets OMP_NUM_THREADS to 1 where the user has not.
+    """
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    cores = sorted(os.sched_getaffinity(0))
+    everyones = agree.everyones(ranks, cores)
+    sharers = sum(everyones[rank] == cores for rank in ranks.neighbours)  # bound ranks share none
+    by_torchrun = said == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    own = int(said) if said.isdecimal() and int(said) and not by_torchrun else 0
+    return int(min(agree.everyones(ranks, own or max(1, len(cores) // sharers))))
 
 
 def used(ranks: Group, whole: cpu.CpuMeter) -> list[dict[str, object]]:

@@ -27,17 +27,18 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "interchange": ("version", "records", "runtime", "catalog"),
     "measure": ("version", "records", "analysis", "runtime", "catalog"),
     "replicas": ("version", "records", "analysis", "runtime", "catalog"),
+    "examine": ("version", "records", "analysis", "runtime", "catalog", "measure"),
     "commands": (
         "version", "records", "analysis", "runtime", "catalog", "render", "interchange", "measure",
-        "replicas",
+        "replicas", "examine",
     ),
     "cli": (
         "version", "records", "analysis", "runtime", "catalog", "render", "interchange", "measure",
-        "replicas", "commands",
+        "replicas", "examine", "commands",
     ),
     "pytest_plugin": (
         "version", "records", "analysis", "runtime", "catalog", "render", "interchange", "measure",
-        "replicas", "commands",
+        "replicas", "examine", "commands",
     ),
     "__main__": ("cli",),
 }  # fmt: skip

@@ -8,24 +8,27 @@ from typing import Any
 
 from ddpbench.analysis import limits, lines, step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.records.schema import Finding, Launch, Run, StepResult
+from ddpbench.records.schema import SEVERITIES, Finding, Launch, Run, StepResult
 
 EXPOSED_SHARE = 0.10  # of the step: communication that is worth a remark when backward hides less
 
 
 def findings(run: Run) -> tuple[Finding, ...]:
     """All findings, the worst first."""
-    order = ("error", "warning", "note")
     found = [finding for check in CHECKS for finding in check(run)]
     unique = {(f.code, f.sentence): f for f in found}
-    return tuple(sorted(unique.values(), key=lambda f: order.index(f.severity)))
+    return tuple(sorted(unique.values(), key=lambda f: SEVERITIES.index(f.severity)))
 
 
 def exit_code(run: Run) -> int:
-    """0 clean, 1 a finding of severity error, 4 a wrong result."""
-    if any(result.wrong for result in run.results) or any(map(replicas_bad, run.steps)):
+    """0 clean, 1 a finding as bad as the plan's `fail_on`, 4 a wrong result."""
+    examined = [finding for each in run.examinations for finding in each.findings]
+    wrong = any(result.wrong for result in run.results)
+    wrong |= any(finding.code == "wrong-result" for finding in examined)
+    if wrong or any(map(replicas_bad, run.steps)):
         return 4
-    return 1 if any(finding.severity == "error" for finding in run.findings) else 0
+    bad = SEVERITIES[: SEVERITIES.index(run.plan.fail_on) + 1]
+    return int(any(finding.severity in bad for finding in run.findings))
 
 
 def replicas_bad(result: StepResult) -> bool:
@@ -229,6 +232,11 @@ def _busy(run: Run) -> Iterator[Finding]:
         )
 
 
+def _examined(run: Run) -> Iterator[Finding]:
+    for examination in run.examinations:
+        yield from examination.findings
+
+
 def _ranks(run: Run) -> Iterator[tuple[Launch, dict[str, Any]]]:
     for launch in run.launches:
         for rank in launch.ranks:
@@ -236,6 +244,7 @@ def _ranks(run: Run) -> Iterator[tuple[Launch, dict[str, Any]]]:
 
 
 CHECKS: list[Callable[[Run], Iterator[Finding]]] = [
+    _examined,
     _wrong_results,
     _replicas,
     _invalid,

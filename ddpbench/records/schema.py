@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SCHEMA = 1
+SEVERITIES = ("error", "warning", "note")  # of findings, the worst first
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Plan:
     check: bool = True
     verify: int = 1  # DDP steps from one verification of the replicas to the next; 0: none
     timeout_seconds: float = 60.0  # of one wait
+    fail_on: str = "error"  # the least severity of a finding for which the exit code is 1
     seed: int = 0
 
 
@@ -172,7 +174,7 @@ class Result:
 class Finding:
     """A fact with a severity, a code, a place, one sentence and a next step."""
 
-    severity: str  # "note", "warning" or "error"
+    severity: str  # one of SEVERITIES
     code: str
     sentence: str
     next_step: str = ""
@@ -327,6 +329,20 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class Examination:
+    """What the doctor looked at in one launch, and what came out."""
+
+    name: str  # "preflight", "links", …
+    launch: int
+    backend: str
+    seconds: float
+    told: tuple[str, ...] = ()  # what was looked at, in figures, a line each
+    unchecked: tuple[str, ...] = ()  # what could not be, and why, a sentence each
+    findings: tuple[Finding, ...] = ()
+    figures: dict[str, Any] = field(default_factory=dict)  # JSON; what is in it, its module says
+
+
+@dataclass(frozen=True)
 class Offset:
     """What a clock that is not rank 0's was ahead of it: within ± the bound, all through the
     launch."""
@@ -377,9 +393,15 @@ class Run:
     launches: tuple[Launch, ...] = ()
     results: tuple[Result, ...] = ()
     steps: tuple[StepResult, ...] = ()
+    examinations: tuple[Examination, ...] = ()
     findings: tuple[Finding, ...] = ()
 
     @property
     def outcomes(self) -> tuple[Result | StepResult, ...]:
-        """All that was measured or skipped, of any kind."""
+        """All cases that were measured or skipped, of any kind."""
         return (*self.results, *self.steps)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was measured, skipped or examined."""
+        return not self.outcomes and not self.examinations

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.records import codec
-from ddpbench.records.schema import Run
+from ddpbench.records.schema import Finding, Run
 from ddpbench.render import prometheus, pyperf, rows
+from ddpbench.render.doctor import FINDING_COLUMNS
 from ddpbench.render.steps import STEP_COLUMNS
 from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 
@@ -64,22 +65,29 @@ def _values(run: Run, columns: Columns) -> tuple[list[str], list[list[Any]]]:
     from ddpbench.render import header
 
     known: Mapping[str, rows.Column[Any]] = rows.COLUMNS
-    everything: Sequence[Line | StepLine] = lines.lines(run)
-    if header.of_steps(run):
-        known, everything = STEP_COLUMNS, step_lines.lines(run)
+    shown: Sequence[Line | StepLine | Finding]
+    if header.of_doctor(run):
+        known, shown = FINDING_COLUMNS, run.findings
+    elif header.of_steps(run):
+        known, shown = STEP_COLUMNS, [line for line in step_lines.lines(run) if line.results]
+    else:
+        shown = [line for line in lines.lines(run) if line.results]
     names = rows.chosen(columns, known, every=True)
-    shown = [line for line in everything if line.results]
     return names, [[known[name].value(line) for name in names] for line in shown]
 
 
 def _text(run: Run, columns: Columns, quiet: bool, style: Style) -> str:
-    from ddpbench.render import header, step_tables
+    from ddpbench.render import doctor, header, step_tables
 
     blocks = [] if quiet else [style.gap.join(header.header(run))]
     notes = header.partial(run) + ([] if quiet else header.warnings(run))
     if notes:
         blocks.append(style.gap.join(notes))
-    make = step_tables.blocks if header.of_steps(run) else _collectives
+    make = _collectives
+    if header.of_doctor(run):
+        make = doctor.blocks
+    elif header.of_steps(run):
+        make = step_tables.blocks
     return "\n\n".join([*blocks, *make(run, columns, quiet, style)]) + "\n"
 
 

@@ -41,11 +41,10 @@ def header(run: Run) -> list[str]:
         provider = "" if launch.provider == "native" else f" (provider {launch.provider})"
         shown.append(f"{launch.backend:<9} {launch.library}{provider}, {launch.launcher}")
         shown += [*_net(launch), *_clocks(launch)]
-    shown += [
-        f"how       {_how_steps(run) if of_steps(run) else _how_calls(run)}; seed {plan.seed}",
-        repeats,
-    ]
-    return shown
+    if of_doctor(run):
+        return shown
+    how = _how_steps(run) if of_steps(run) else _how_calls(run)
+    return [*shown, f"how       {how}; seed {plan.seed}", repeats]
 
 
 def _of_another_tool(run: Run, tool: str) -> list[str]:
@@ -67,6 +66,11 @@ def _of_another_tool(run: Run, tool: str) -> list[str]:
 def of_steps(run: Run) -> bool:
     """Whether a run is of DDP steps rather than of collectives."""
     return bool(run.steps) or run.command == "ddp"
+
+
+def of_doctor(run: Run) -> bool:
+    """Whether a run is of the doctor's examinations."""
+    return bool(run.examinations) or run.command == "doctor"
 
 
 def _how_calls(run: Run) -> str:
@@ -181,8 +185,10 @@ def partial(run: Run) -> list[str]:
         for name in run.backends
     }
     done = [outcome.case.backend for outcome in run.outcomes]
+    done += [examination.backend for examination in run.examinations]
+    what = "examinations" if of_doctor(run) else "cases"
     missing = [
-        f"{name} {done.count(name)} of {cases} cases" if cases else f"{name} not begun"
+        f"{name} {done.count(name)} of {cases} {what}" if cases else f"{name} not begun"
         for name, cases in planned.items()
     ]
     told = f"PARTIAL ({run.state}): {run.state_reason}"

@@ -1,0 +1,172 @@
+"""What is wrong with this set-up, and where: on which rank, host or link, and what to do.
+
+python -m ddpbench doctor -n 4                               starts the ranks itself
+torchrun --nnodes 2 --nproc-per-node 8 -m ddpbench.doctor
+mpirun -n 4 python -m ddpbench.doctor --backend mpi
+srun -n 4 python -m ddpbench.doctor --only preflight,links
+
+Exit codes: 0 healthy, 1 a finding as bad as --fail-on (default error), 4 a wrong result, 5 a rank
+died, hung or missed a deadline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpbench import options, session
+from ddpbench.catalog.backends import Backend
+from ddpbench.examine import preflight
+from ddpbench.examine.patient import Outcome, Patient
+from ddpbench.records.schema import SEVERITIES, Examination, Plan
+from ddpbench.render.doctor import FINDING_COLUMNS
+from ddpbench.runtime import agree, cpu
+from ddpbench.runtime.group import Group
+from ddpbench.runtime.launch import Placement
+
+HELP = "what is wrong with this set-up, on which rank, host or link, and what to do"
+
+
+@dataclass(frozen=True)
+class Examiner:
+    """An examination that the doctor makes."""
+
+    name: str
+    help: str
+    examine: Callable[[Patient], Outcome]
+
+
+EXAMINATIONS: dict[str, Examiner] = {
+    each.name: each
+    for each in (
+        Examiner("preflight", "every rank's versions, variables, limits", preflight.examine),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Options(session.Options):
+    """What was asked for."""
+
+    command = "doctor"
+
+    only: tuple[str, ...]
+    seconds: float
+    by: str
+    max_pairs: int
+    fail_on: str
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """The examinations."""
+        return self.only
+
+    def plan(self, seed: int) -> Plan:
+        """The protocol as it is stored with the run."""
+        return Plan(
+            slice_seconds=self.seconds,
+            timeout_seconds=self.timeout,
+            fail_on=self.fail_on,
+            seed=seed,
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this command; imports no torch."""
+    add = parser.add_argument_group("what is examined").add_argument
+    add(
+        "--only",
+        type=options.names("examination", EXAMINATIONS),
+        default=tuple(EXAMINATIONS),
+        metavar="NAME,…",
+        help="; ".join(f"{each.name}: {each.help}" for each in EXAMINATIONS.values()),
+    )
+    add(
+        "--seconds",
+        type=options.positive,
+        default=15.0,
+        help="that one examination may take, about; default 15",
+    )
+    add("--by", choices=("rank", "host"), default="rank", help="between whom links are measured")
+    add(
+        "--max-pairs",
+        type=options.whole(1),
+        default=120,
+        metavar="N",
+        help="links that are measured one by one; of more, groups are halved; default 120",
+    )
+    add(
+        "--fail-on",
+        choices=SEVERITIES,
+        default="error",
+        help="the least severity for which the exit code is 1; default error",
+    )
+    options.add_where(parser)
+    options.add_repeats(parser, "of all orders; default: drawn")
+    options.add_shown(parser, FINDING_COLUMNS)
+    options.add_stored(parser)
+
+
+def run(asked: Options, place: Placement) -> int:
+    """One rank's part over all backends; the exit code."""
+    return session.run(asked, place, sweep)
+
+
+def sweep(
+    ranks: Group, backend: Backend, asked: Options, plan: Plan, folder: Path, index: int
+) -> str | None:
+    """Make all examinations on one backend, each stored as soon as it is done.
+
+    Returns, in every rank, why the results can no longer be stored; None when all went well.
+    """
+    import torch
+
+    from ddpbench import book
+    from ddpbench.measure import clock
+
+    device = ranks.device(asked.device)
+    torch.set_num_threads(session.threads(ranks))
+    with ranks.tested(session.torch_name(ranks, backend)) as tested:
+        session.connect(ranks, backend, tested)
+        began, whole = time.monotonic(), cpu.CpuMeter()
+        times = agree.from_rank_0(ranks, clock.properties())
+        launch = session.launch_record(
+            ranks, backend, asked.device, index, times, {}, len(asked.only)
+        )
+        record = book.Book(ranks, folder, launch)
+        if not asked.quiet and (asked.progress or sys.stderr.isatty()):
+            record.expect(len(asked.only))
+        patient = Patient(
+            ranks, backend, tested, device, launch, plan.seed, asked.seconds, asked.by,
+            asked.max_pairs, asked.modules, asked.timeout, record.say,
+        )  # fmt: skip
+        failure = None
+        for name in asked.only:
+            if agree.first_objection(ranks, ranks.interrupted) is not None:
+                break
+            ranks.watchdog.phase(f"the examination of {name} on {backend.name}")
+            record.say(name)
+            started = time.monotonic()
+            found = EXAMINATIONS[name].examine(patient)
+            record.add(
+                Examination(
+                    name, index, backend.name, time.monotonic() - started,
+                    found.told, found.unchecked, found.findings, found.figures,
+                )
+            )  # fmt: skip
+            failure = agree.from_rank_0(ranks, record.failure)
+            if failure is not None:
+                break
+        record.close(time.monotonic() - began, session.used(ranks, whole))
+    return failure
+
+
+if __name__ == "__main__":
+    # This module a second time, under its own name: what it defines exists once there.
+    from ddpbench.cli import main
+
+    sys.exit(main(["doctor", *sys.argv[1:]]))

@@ -1,0 +1,47 @@
+"""The text of a doctor's run: the verdict, then each examination with its tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from ddpbench.records.schema import Examination, Finding, Run
+from ddpbench.render.rows import Column
+from ddpbench.render.style import Style
+
+FINDING_COLUMNS: dict[str, Column[Finding]] = {
+    "severity": Column("severity", lambda f: f.severity),
+    "code": Column("code", lambda f: f.code),
+    "sentence": Column("sentence", lambda f: f.sentence),
+    "next_step": Column("next step", lambda f: f.next_step),
+    "place": Column("place", lambda f: " ".join(f"{k}={v}" for k, v in f.place.items())),
+}
+
+# What an examination shows besides what it told: name → (examination, style) → blocks of text.
+TABLES: dict[str, Callable[[Examination, Style], list[str]]] = {}
+
+
+def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
+    """The verdict in one line; unless quiet, a block or more for each examination."""
+    shown = [verdict(run)]
+    for each in run.examinations if not quiet else ():
+        lines = [*each.told, *(f"not checked: {sentence}" for sentence in each.unchecked)]
+        title = f"{each.name}  {each.backend}, {each.seconds:.1f} s"
+        shown.append(style.block(title, style.gap.join(lines)))
+        shown += TABLES[each.name](each, style) if each.name in TABLES else []
+    return shown
+
+
+def verdict(run: Run) -> str:
+    """One line: whether anything worse than a note was found."""
+    counts = Counter(finding.severity for finding in run.findings)
+    seconds = sum(each.seconds for each in run.examinations)
+    looked = f"{len(run.examinations)} examinations in {seconds:.0f} s"
+    told = [
+        f"{counts[name]} {name}{'s' if counts[name] > 1 else ''}"
+        for name in ("error", "warning")
+        if counts[name]
+    ]
+    if told:
+        return f"{' and '.join(told).upper()} in {looked}, told above"
+    return f"HEALTHY: nothing found in {looked}"

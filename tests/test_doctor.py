@@ -1,0 +1,72 @@
+"""The doctor: examinations, their order on disk, the verdict, the exit code."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ranks import Pool
+from test_store import a_run
+
+from ddpbench.analysis import findings
+from ddpbench.doctor import EXAMINATIONS
+from ddpbench.records import store
+from ddpbench.records.schema import Examination, Finding, Plan, Run
+from ddpbench.render.formats import FORMATS
+
+
+def examined(*found: Finding, fail_on: str = "error") -> Run:
+    """A doctor's run in which this was found."""
+    each = Examination("preflight", 0, "gloo", 1.0, ("2 ranks",), ("GPUs: none here",), found)
+    run = replace(
+        a_run(), command="doctor", results=(), steps=(), findings=(), examinations=(each,),
+        plan=Plan(fail_on=fail_on),
+    )  # fmt: skip
+    return replace(run, findings=findings.findings(run))
+
+
+@pytest.mark.parametrize(
+    ("severity", "fail_on", "code"),
+    [
+        ("error", "error", 1),
+        ("warning", "error", 0),
+        ("warning", "warning", 1),
+        ("note", "warning", 0),
+        ("note", "note", 1),
+    ],
+)
+def test_the_exit_code_is_1_from_the_severity_asked_for_on(
+    severity: str, fail_on: str, code: int
+) -> None:
+    """--fail-on; a wrong result is 4 whatever was asked."""
+    run = examined(Finding(severity, "slow-link", "it is slow"), fail_on=fail_on)
+    assert findings.exit_code(run) == code
+    wrong = examined(Finding("error", "wrong-result", "it is wrong"), fail_on=fail_on)
+    assert findings.exit_code(wrong) == 4
+
+
+def test_the_verdict_counts_what_is_worse_than_a_note() -> None:
+    """Findings stand above with their next step, what was not checked below."""
+    healthy = FORMATS["table"](examined(Finding("note", "a", "so it is")), None, False)
+    assert "HEALTHY" in healthy
+    assert "NOTE: so it is" in healthy
+    assert "not checked: GPUs: none here" in healthy
+    two = [Finding("error", "a", "bad"), Finding("warning", "b", "odd", "look")]
+    ill = FORMATS["table"](examined(*two), None, False)
+    assert "1 ERROR AND 1 WARNING" in ill
+    assert ill.index("ERROR: bad") < ill.index("WARNING: odd. Next: look")
+    columns = ("severity", "next_step")
+    assert FORMATS["csv"](examined(*two), columns, False).splitlines() == [
+        "severity,next_step", "error,", "warning,look",
+    ]  # fmt: skip
+
+
+def test_two_ranks_are_examined(pool: Pool, tmp_path: Path) -> None:
+    """All examinations are stored, in their order; the run is a doctor's and can be shown again."""
+    done = pool.call(2, tmp_path, "doctor", "--seconds", "2", "--format", "json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [each["name"] for each in json.loads(done.stdout)["examinations"]] == [*EXAMINATIONS]
+    (folder,) = store.runs(tmp_path / "results")
+    run = store.read(folder)
+    assert (run.command, run.state) == ("doctor", "complete")
+    assert "examinations in" in (folder / "table.txt").read_text()
