@@ -116,7 +116,7 @@ def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
     from ddpbench.render.comparison import label
 
     try:
-        found = matching.found(matching.Source(name, runs), lambda case: True)
+        found = matching.found(matching.Source(name, runs))
     except ValueError as error:
         raise InvalidRun(str(error)) from None
     for case, each in found.items():

@@ -103,7 +103,7 @@ def _sentence(said: str) -> str:
 
 def only_case(run: Run) -> Found:
     """The one case of a run. Raises Unmeasured where there are several, or it is not valid."""
-    found = [*matching.found(matching.Source(run.id, (run,)), lambda case: True).values()]
+    found = [*matching.found(matching.Source(run.id, (run,))).values()]
     if len(found) != 1:
         names = ", ".join(each.case.key for each in found) or "none"
         raise Unmeasured(f"one case is measured at a time, not {len(found)} ({names})")

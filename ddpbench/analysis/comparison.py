@@ -74,13 +74,8 @@ class Comparison:
         return {name: counted[name] for name in ORDER if counted[name]}
 
 
-def everything(case: AnyCase) -> bool:
-    """All cases are wanted."""
-    return True
-
-
 def compare(
-    base: Source, new: Source, rule: Rule, wanted: Callable[[AnyCase], bool] = everything
+    base: Source, new: Source, rule: Rule, wanted: Callable[[AnyCase], bool] = matching.everything
 ) -> Comparison:
     """The verdicts on the wanted cases. Raises ValueError when the runs of a side differ in what
     they measured, so that they are no replicates."""

@@ -54,7 +54,12 @@ class Found:
         return self.side is not None or self.fault is not None
 
 
-def found(source: Source, wanted: Callable[[AnyCase], bool]) -> dict[AnyCase, Found]:
+def everything(case: AnyCase) -> bool:
+    """All cases are wanted."""
+    return True
+
+
+def found(source: Source, wanted: Callable[[AnyCase], bool] = everything) -> dict[AnyCase, Found]:
     """The wanted cases of one side over all launches of all its runs."""
     by_case: dict[AnyCase, list[Outcome]] = {}
     by_key: dict[str, AnyCase] = {}

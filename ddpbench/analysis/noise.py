@@ -36,7 +36,7 @@ class Noise:
 
 def noise(name: str, runs: Iterable[Run]) -> Noise:
     """That of all launches of these runs together. Raises ValueError as matching.found."""
-    cases = matching.found(Source(name, tuple(runs)), lambda case: True)
+    cases = matching.found(Source(name, tuple(runs)))
     known = {case: np.array(f.side.medians) for case, f in cases.items() if f.side is not None}
     return Noise(name, known)
 

@@ -22,7 +22,7 @@ def suite(run: Run, columns: tuple[str, ...] | None = None, quiet: bool = False)
     named in its metadata."""
     from ddpbench.analysis import matching
 
-    found = matching.found(matching.Source(run.id, (run,)), lambda case: True)
+    found = matching.found(matching.Source(run.id, (run,)))
     names = _names(list(found))
     benchmarks = [
         _benchmark(names[case], case, [each for each in run.outcomes if each.case == case], run)

@@ -4,8 +4,9 @@
 
 A launch is a median of 200 autocorrelated repetitions (lag 1: 0.3) around a level of its own:
 levels vary by 1.5 %, repetitions by 10 %. Printed: how often the 95 % intervals hold the truth; how
-often identical code is called SLOWER or FASTER, also while the machine drifts; how often a planted
-slowdown is found. Exits with 1 when identical code is called different in more than 5 %.
+often identical code is called SLOWER or FASTER, also while the machine drifts, and by `ab`, which
+looks several times; how often a planted slowdown is found. Exits with 1 when identical code is
+called different in more than 5 %.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from scipy.signal import lfilter
 from scipy.stats import mannwhitneyu
 
+from ddpbench.ab import LOOKS
 from ddpbench.analysis import stats, verdict
 from ddpbench.analysis.verdict import FASTER, INCONCLUSIVE, SLOWER, Shift
 
@@ -28,6 +30,7 @@ REPETITIONS, LAG1, WITHIN, BETWEEN = 200, 0.3, 0.10, 0.015
 MARGIN = verdict.MARGIN
 DRIFT = 0.12  # of all launches of both sides, from the first to the last
 SWEEP = 20
+MOST = LOOKS[-1][0]  # pairs
 
 
 def repetitions(draw: np.random.Generator, launches: int, between: float = BETWEEN) -> Floats:
@@ -149,6 +152,33 @@ def drift(trials: int) -> None:
             print(f"  {wrong:6.1%} {unsure:6.1%}  {name}, {launches} launches a side")
 
 
+def looks(trials: int) -> float:
+    """How often `ab`, which looks several times, settles on a change of identical code, and on
+    SLOWER for a slowdown: printed; the worst of the first."""
+
+    def launches(draw: np.random.Generator, slow: float, by: float = 1.0) -> Floats:
+        base = medians(draw, MOST)
+        return np.where(draw.random(MOST) < slow, 1.5 * base, base) * by
+
+    def settled(draw: np.random.Generator, slow: float, by: float) -> str:
+        base, new = launches(draw, slow), launches(draw, slow, by)
+        for blocks, confidence in LOOKS:
+            found = verdict.paired_shift(base[:blocks], new[:blocks], confidence)
+            if (name := verdict.judge(found, MARGIN)) != INCONCLUSIVE:
+                return name
+        return INCONCLUSIVE
+
+    print(f"\nab, up to {MOST} pairs: identical code is called different, + 10 % SLOWER in")
+    worst = 0.0
+    for slow in (0.0, 0.1):
+        wrong = share(trials, lambda d, s=slow: settled(d, s, 1.0) in (SLOWER, FASTER))
+        right = share(trials, lambda d, s=slow: settled(d, s, 1.1) == SLOWER)
+        told = f"; {slow:.0%} of them half as slow again" if slow else ""
+        print(f"  {wrong:6.1%} {right:6.1%}  launches that vary by {BETWEEN:.1%}{told}")
+        worst = max(worst, wrong)
+    return worst
+
+
 def power(trials: int) -> None:
     """How often a slowdown of 1.5 margins and one spread of the launches is called SLOWER."""
     print("\na slowdown of 1.5 × margin + the launches' variation is found in")
@@ -168,7 +198,7 @@ def power(trials: int) -> None:
 def main(trials: int) -> int:
     """Print all; 1 if identical code is called different too often."""
     coverage(trials)
-    worst = false_verdicts(trials)
+    worst = max(false_verdicts(trials), looks(trials))
     drift(trials)
     power(trials)
     print(f"\nworst share of false verdicts: {worst:.1%} (at most 5 %)")
