@@ -4,15 +4,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddpbench.replicas import Report, Verifier, verify_replicas
+    from ddpbench.runtime.guard import watchdog
 
 __version__ = "0.1.0"
-__all__ = ["Report", "Verifier", "__version__", "verify_replicas"]
+__all__ = ["Report", "Verifier", "__version__", "verify_replicas", "watchdog"]
 
 
 def __getattr__(name: str) -> Any:
     """What a user's training script calls, imported when it is asked for: it needs torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "watchdog":
+        from ddpbench.runtime import guard
+
+        return guard.watchdog
     from ddpbench import replicas
 
     return getattr(replicas, name)

@@ -184,6 +184,13 @@ def add_where(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="deadline of every wait; default 60",
     )
+    add(
+        "--watchdog",
+        choices=("end", "tell", "off"),
+        default="end",
+        help="what a missed deadline brings once the ranks have met: a verdict and the end "
+        "(default), a verdict only, or nothing",
+    )
 
 
 def add_repeats(parser: argparse.ArgumentParser, seed: str) -> None:

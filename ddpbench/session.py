@@ -43,6 +43,7 @@ class Options:
     master_addr: str | None
     master_port: int | None
     timeout: float
+    watchdog: str
     launches: int
     seed: int | None
     format: str
@@ -77,7 +78,7 @@ class Options:
         method = self.init_method
         if method and method.startswith("file://") and self.join is not None:
             method = f"{method}.{self.launch}"
-        return Rendezvous(method, self.master_addr, self.master_port, self.timeout)
+        return Rendezvous(method, self.master_addr, self.master_port, self.timeout, self.watchdog)
 
     def named(self) -> dict[str, object]:
         """What must be the same in all ranks, by the names of the options."""

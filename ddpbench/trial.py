@@ -26,7 +26,7 @@ from ddpbench.records.schema import Epoch, Figure, Plan, Replicas, StepCase, Ste
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import agree, cpu, environment
 from ddpbench.runtime.group import Group
-from ddpbench.runtime.watchdog import place_of
+from ddpbench.runtime.words import place_of
 
 if TYPE_CHECKING:
     from ddpbench.ddp import Options

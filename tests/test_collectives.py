@@ -414,7 +414,8 @@ def test_a_dead_or_stopped_rank_is_named_and_the_rest_is_kept(
     assert time.monotonic() - struck < 4 + 12
     assert process.returncode == 5, stderr
     pattern = (
-        rf"ddpbench: rank {victim} \(.*, pid {ranks[victim].pid}\) {re.escape(verdict)}, while"
+        rf"ddpbench: rank {victim} \(.*, pid {ranks[victim].pid}\) {re.escape(verdict)}, "
+        rf"last seen in \w+ \(\w+\.py:\d+\).*; rank {1 - victim} waits in case "
     )
     assert len(re.findall(pattern, stderr)) == 1, stderr
     assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)

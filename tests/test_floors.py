@@ -21,7 +21,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "version": (),  # ddpbench/__init__.py
     "records": ("version",),
     "analysis": ("version", "records"),
-    "runtime": ("version", "records"),
+    "runtime": ("version", "records", "analysis.hang"),
     "catalog": ("version", "records", "runtime"),
     "render": ("version", "records", "analysis", "catalog.sizes"),
     "interchange": ("version", "records", "runtime", "catalog"),
@@ -54,6 +54,7 @@ def floor(module: str) -> str:
 
 # What a user's script finds in ddpbench, and the module that has it.
 GIVEN = {f"ddpbench.{n}": "ddpbench.replicas" for n in ddpbench.__all__ if n != "__version__"}
+GIVEN["ddpbench.watchdog"] = "ddpbench.runtime.guard"
 
 
 def given_on_demand(node: ast.AST) -> bool:

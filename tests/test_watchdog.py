@@ -1,16 +1,21 @@
-"""What the watchdog sees of a silent rank, and the sentence it makes of it."""
+"""What the watchdog sees of a silent rank, and what it does at a deadline."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
+import torch.distributed as dist
 
+from ddpbench.analysis.hang import ALIVE, DIED, STOPPED
 from ddpbench.runtime import watchdog
-from ddpbench.runtime.watchdog import ALIVE, DIED, STOPPED, Report, Who, state_of, verdict
+from ddpbench.runtime.watchdog import Watchdog
+from ddpbench.runtime.words import Who, state_of, whoami
 
 CUT_OFF = "did not answer (stopped, dead or cut off)"
 
@@ -68,59 +73,49 @@ def test_a_process_of_another_namespace_cannot_be_seen(child: subprocess.Popen[b
     assert state_of(Who(3, "node", child.pid, "boot", processes="other"), HERE) == CUT_OFF
 
 
-LATE = Report("case 3 of 9: all_reduce", "missed the deadline of 5 s", True, "loop.py:7")
-FAILED = Report("case 3 of 9: all_reduce", "RuntimeError: closed by peer", False, "loop.py:7")
-ONE, TWO, THREE = (Who(rank, f"node{rank}", 100 + rank, "boot") for rank in (1, 2, 3))
+def a_watchdog(mode: str, left: list[int]) -> Watchdog:
+    """Of the only rank, with a deadline of 0.2 s."""
+
+    def leave(code: int) -> NoReturn:
+        left.append(code)
+        sys.exit()  # the watchdog's thread
+
+    return Watchdog(dist.HashStore(), 0, [whoami(0)], 0.2, leave, mode=mode)
 
 
-def test_a_silent_rank_is_blamed_and_those_that_waited_are_named() -> None:
-    """Rank, host, pid and state of each silent rank; then who waited, and in what."""
-    assert verdict([(ONE, STOPPED)], {0: LATE, 2: LATE}, 0) == (
-        "rank 1 (node1, pid 101) is stopped (SIGSTOP), while ranks 0, 2 waited in "
-        "case 3 of 9: all_reduce"
+@pytest.mark.parametrize(("mode", "told"), [("tell", 2), ("off", 0)])
+def test_a_deadline_may_only_be_told_or_be_off(
+    capfd: pytest.CaptureFixture[str], mode: str, told: int
+) -> None:
+    """--watchdog tell: one sentence a missed deadline, and the rank goes on; off: none."""
+    left: list[int] = []
+    dog = a_watchdog(mode, left)
+    for _ in range(2):
+        dog.phase("a long phase")
+        time.sleep(0.7)
+    dog.close()
+    err = capfd.readouterr().err
+    assert err.count("ddpbench: rank 0: missed the deadline of 0.2 s (--timeout), at ") == told
+    assert err.count("(in a long phase)") == told
+    assert left == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_missed_deadline_ends_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    """As by default: one sentence with the line of the main thread, and exit code 5."""
+    left: list[int] = []
+    dog = a_watchdog("end", left)
+    dog.on_end = lambda *end: left.append(0)
+    dog.phase("a long phase")
+    until = time.monotonic() + 20
+    while 5 not in left and time.monotonic() < until:
+        time.sleep(0.05)
+    dog.close()
+    assert left[:2] == [0, 5]
+    here = r"at test_a_missed_deadline_ends_the_rank \(test_watchdog\.py:\d+\)"
+    assert re.search(
+        rf"rank 0: missed the deadline of 0\.2 s \(--timeout\), {here}", capfd.readouterr().err
     )
-    assert verdict([(ONE, DIED), (TWO, CUT_OFF)], {3: LATE}, 3) == (
-        "rank 1 (node1, pid 101) has died; rank 2 (node2, pid 102) did not answer (stopped, dead "
-        "or cut off), while rank 3 waited in case 3 of 9: all_reduce"
-    )
-
-
-def test_a_dead_rank_is_blamed_whatever_the_others_say() -> None:
-    """The others' errors are consequences: only the rank that died is named as the cause."""
-    sentence = verdict([(ONE, DIED)], {0: FAILED, 2: LATE}, 0)
-    assert sentence.startswith("rank 1 (node1, pid 101) has died, while ranks 0, 2 waited in ")
-    assert "RuntimeError" not in sentence
-
-
-def test_a_silent_rank_that_lives_is_blamed_only_once_the_deadline_is_over() -> None:
-    """After a missed deadline it should have spoken; after an error elsewhere it may not yet have
-    noticed, and the rank that failed is the one to name."""
-    late = verdict([(ONE, ALIVE)], {0: LATE, 2: LATE}, 0)
-    assert late.startswith("rank 1 (node1, pid 101) is alive but did not answer, while ranks 0, 2 ")
-    failed = verdict([(ONE, ALIVE)], {0: FAILED}, 0)
-    assert failed == (
-        "rank 0: RuntimeError: closed by peer, at loop.py:7 (in case 3 of 9: all_reduce)"
-    )
-    both = verdict([(ONE, ALIVE), (THREE, DIED)], {0: FAILED}, 0)
-    assert both.startswith("rank 3 (node3, pid 103) has died, while rank 0 waited in ")
-
-
-def test_without_a_silent_rank_every_report_is_told_the_same_ones_together() -> None:
-    """Ranks with the same cause, place and phase share a sentence, in order of rank."""
-    other = Report("start", "ValueError: x", False, "group.py:1")
-    assert verdict([], {2: LATE, 0: LATE, 1: other, 3: LATE}, 0) == (
-        "ranks 0, 2, 3: missed the deadline of 5 s, at loop.py:7 (in case 3 of 9: all_reduce); "
-        "rank 1: ValueError: x, at group.py:1 (in start)"
-    )
-
-
-def test_every_verdict_is_one_line() -> None:
-    """Whatever is silent and whoever reports, the verdict is one sentence on one line."""
-    for state in (DIED, STOPPED, ALIVE, CUT_OFF):
-        for report in (LATE, FAILED):
-            sentence = verdict([(ONE, state)], {0: report}, 0)
-            assert sentence
-            assert "\n" not in sentence
 
 
 def test_signals_give_the_ranks_time_but_never_for_ever() -> None:

@@ -10,28 +10,21 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from ddpbench.runtime import agree, launch, network, slurm, sockets, teams
+from ddpbench.runtime import agree, board, launch, network, slurm, sockets, teams
 from ddpbench.runtime.launch import Placement, Refused
 from ddpbench.runtime.network import NetPlace
 from ddpbench.runtime.sockets import Connection
 from ddpbench.runtime.teams import Split, Team
-from ddpbench.runtime.watchdog import (
-    HURRIED_SECONDS,
-    SIGNAL_SECONDS,
-    Watchdog,
-    Who,
-    place_of,
-)
+from ddpbench.runtime.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, Watchdog
+from ddpbench.runtime.words import Who, place_of, whoami
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +41,14 @@ class Rendezvous:
     master_addr: str | None = None
     master_port: int | None = None
     timeout_seconds: float = 60.0
+    watchdog: str = "end"  # what a missed deadline brings: "end", "tell" or "off"
+
+    @property
+    def patience(self) -> timedelta:
+        """How long torch's own groups wait: longer than the watchdog, which can name ranks."""
+        if self.watchdog != "end":
+            return timedelta(days=20)  # more would overflow 32 bits of milliseconds
+        return timedelta(seconds=self.timeout_seconds + 30)
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,7 @@ class Group:
         import torch.distributed as dist
 
         self.watchdog.phase(f"the set-up of the {torch_name} group")
-        # Beyond our own deadline, so that the watchdog, which can name ranks, is the first.
-        timeout = self.timeout + timedelta(seconds=30)
-        group = dist.new_group(members, backend=torch_name, timeout=timeout)
+        group = dist.new_group(members, backend=torch_name, timeout=self.timeout)
         try:
             yield group
         finally:
@@ -195,20 +194,23 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
     timeout = timedelta(seconds=rendezvous.timeout_seconds)
     store = _meet(place, rendezvous, timeout)
     who, net = _introduced(store, place, rendezvous.timeout_seconds)
-    second = _second_client(store, place.world_size)
+    second = board.client(store, place.world_size)
     hurried = place.launcher == "mpirun" and launch.PATIENT not in os.environ
     patience = HURRIED_SECONDS if hurried else SIGNAL_SECONDS
-    watchdog = Watchdog(second, place.rank, who, rendezvous.timeout_seconds, _leave, patience)
+    watchdog = Watchdog(
+        second, place.rank, who, rendezvous.timeout_seconds, board.leave, patience,
+        rendezvous.watchdog,
+    )  # fmt: skip
     try:
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore("ddpbench/control", store),
             rank=place.rank,
             world_size=place.world_size,
-            timeout=timeout + timedelta(seconds=30),
+            timeout=rendezvous.patience,
         )
         control = sockets.connections()
-        group = Group(place, who, net, watchdog, timeout, share_gpu, control=control)
+        group = Group(place, who, net, watchdog, rendezvous.patience, share_gpu, control=control)
         yield group
         # The ranks leave together: the store lives in one of them.
         watchdog.phase("the end of the run")
@@ -314,10 +316,8 @@ def _introduced(
 
     Raises Refused in all together where it cannot, or naming those that do not come in time.
     """
-    boot, net = _boot_id(), _namespace("net")
-    me = Who(place.rank, socket.gethostname(), os.getpid(), boot, net, _namespace("pid"))
-    said = os.environ.get(network.GLOO)
-    with network.standing(place.rank, f"{boot}/{net}", said) as mine:
+    me, said = whoami(place.rank), os.environ.get(network.GLOO)
+    with network.standing(place.rank, f"{me.boot_id}/{me.network}", said) as mine:
         told = _exchanged(store, place, seconds, "here", [asdict(me), asdict(mine)])
         who = tuple(Who(**each) for each, _ in told)
         places = tuple(NetPlace(**each) for _, each in told)
@@ -365,33 +365,6 @@ def _await_all(store: dist.Store, place: Placement, seconds: float, what: str) -
         )
 
 
-def _second_client(store: dist.Store, world_size: int) -> dist.Store:
-    """A connection of its own to the same store, for the watchdog's thread."""
-    import torch.distributed as dist
-
-    base = _underlying(store)
-    if isinstance(base, dist.TCPStore):
-        return dist.TCPStore(
-            base.host,
-            base.port,
-            is_master=False,
-            timeout=timedelta(seconds=5),
-            wait_for_workers=False,
-        )
-    if isinstance(base, dist.FileStore):
-        path: str = base.path  # type: ignore[attr-defined]
-        return dist.FileStore(path, world_size)
-    return base
-
-
-def _underlying(store: dist.Store) -> dist.Store:
-    import torch.distributed as dist
-
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
 def _told(error: Exception) -> tuple[str, str]:
     """An error as a cause and a place; one that no backend raised is a defect, shown whole."""
     if not isinstance(error, RuntimeError):
@@ -399,30 +372,3 @@ def _told(error: Exception) -> tuple[str, str]:
     first = (str(error).strip() or "no text").splitlines()[0][:300]
     frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     return f"{type(error).__name__}: {first}", place_of(frame)
-
-
-def _boot_id() -> str:
-    """Names this machine and its clock: two network namespaces of it share one."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
-
-
-def _namespace(kind: str) -> str:
-    """Names this process's namespace of a kind: "net", "pid"."""
-    try:
-        return str(Path(f"/proc/self/ns/{kind}").stat().st_ino)
-    except OSError:
-        return ""
-
-
-def _leave(code: int) -> NoReturn:
-    """End this process now, whatever its other threads wait for."""
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    if "mpi4py.MPI" in sys.modules:
-        from ddpbench.runtime import mpi_library
-
-        mpi_library.abort(code)  # takes the ranks along that hang inside MPI
-    os._exit(code)

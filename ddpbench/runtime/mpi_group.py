@@ -136,15 +136,6 @@ def _finish(outputs: Sequence[Tensor], flats: Sequence[Tensor], divisor: int) ->
             output.detach().copy_(flat.view(output.shape))
 
 
-def _own(kind: Any, opts: Any) -> Any:
-    """Options of its own for one of several calls: by them the lane tells calls apart."""
-    own = kind()
-    for name in ("reduceOp", "asyncOp"):
-        if hasattr(opts, name):
-            setattr(own, name, getattr(opts, name))
-    return own
-
-
 def _after_stream(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """The call, held until the GPU has done what its stream now has; what it starts there ends."""
     ready = torch.cuda.current_stream(device).record_event()
@@ -159,7 +150,7 @@ def _after_stream(call: Callable[[], None], device: torch.device) -> Callable[[]
 
 
 # Newer torch does not ask a synchronous call for a work; older torch calls its wait().
-_ENDED = Call("a call that has ended", -1, [], int, None)  # type: ignore[arg-type]
+_ENDED = Call((0, "a call that has ended", None, 0), -1, [], int, None)  # type: ignore[arg-type]
 _ENDED.run()
 _SYNCED: Any = None if hasattr(dist.AllreduceOptions(), "asyncOp") else _ENDED
 _ProcessGroup: Any = dist.ProcessGroup  # its overloads of every method would all be in the way
@@ -190,6 +181,7 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
         self._threaded = thread_level() == "MULTIPLE"
         # For the plain cases of the commonest calls, where each look-up counts.
         self._queued, self._taken = lane.calls, lane.turn.locked
+        self._count, self._keep = lane.count, lane.past.append
         self._in_place, self._memory, self._byte = (
             mpi().IN_PLACE,
             mpi().buffer.fromaddress,
@@ -235,11 +227,13 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
         outputs: Sequence[Tensor] = (),
         flats: Sequence[Tensor] = (),
         mean: bool = False,
+        noted: Tensor | None = None,
     ) -> Any:
         """Make an MPI call or, where the caller does not wait or others wait already, queue it.
 
         run makes the call and keeps alive what MPI knows by address only; `flats` are its results;
-        `like` tells the device of the user's tensors.
+        `like` tells the device of the user's tensors; `noted`, by default `like`, the dtype and the
+        size by which ranks compare their calls.
         """
         divisor = self._size if mean else 0
 
@@ -251,8 +245,9 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
             call = _after_stream(call, like.device)
 
         lane = self._lane
+        this = lane.note(name, like if noted is None else noted)
         if self._free(opts):
-            lane.inside = [name]
+            lane.inside = this
             try:
                 call()
             except Exception as error:
@@ -260,11 +255,11 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
             finally:
                 lane.inside = None
             return _SYNCED
-        work = Call(name, self._rank, list(outputs), call, lane)
+        work = Call(this, self._rank, list(outputs), call, lane)
         if self._threaded:
             lane.submit(work)
         else:
-            lane.inside = [name]
+            lane.inside = this
             try:
                 work.run()
             finally:
@@ -317,10 +312,11 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
         # What follows, written out for the plain case, here and in the other calls that trainers
         # wait for: at 4 bytes it saves half of what this group adds to torch and MPI.
         if self._free(opts) and _plain(tensor):
-            found = self._sums.get(tensor.dtype)
+            found = self._sums.get(dtype := tensor.dtype)
             found = found and found.get(hash(opts.reduceOp))
             if found and (nbytes := tensor.nbytes) <= mpi_types.most:
-                lane.inside = opts
+                lane.inside = this = (self._count(), name, dtype, nbytes)
+                self._keep(this)
                 try:
                     message = self._memory(tensor.data_ptr(), nbytes), found[0]
                     self._comm.Allreduce(self._in_place, message, found[1])
@@ -391,7 +387,7 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
             else:
                 self._comm.Reduce_scatter_block(*sides, op)
 
-        return self._issue(name, opts, run, output, (output,), (target,), mean)
+        return self._issue(name, opts, run, output, (output,), (target,), mean, whole)
 
     # --- from one rank to all and back
 
@@ -399,7 +395,8 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
         """tensors[0] of every rank becomes the root's."""
         name, lane, tensor = "broadcast", self._lane, self._single("broadcast", tensors)
         if self._free(opts) and _plain(tensor) and (nbytes := tensor.nbytes) <= mpi_types.most:
-            lane.inside = opts
+            lane.inside = this = (self._count(), name, tensor.dtype, nbytes)
+            self._keep(this)
             try:
                 message = self._memory(tensor.data_ptr(), nbytes), self._byte
                 self._comm.Bcast(message, opts.rootRank)
@@ -468,7 +465,8 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
             start, given = output.data_ptr(), source.data_ptr()
             fits = total == nbytes * self._size <= mpi_types.most and output.dtype == source.dtype
             if fits and (given >= start + total or given + nbytes <= start):
-                lane.inside = opts
+                lane.inside = this = (self._count(), name, source.dtype, total)
+                self._keep(this)
                 try:
                     self._comm.Allgather(
                         (self._memory(given, nbytes), self._byte),
@@ -523,7 +521,7 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
                 for root, row in enumerate(rows):
                     self._bcast(row, root)
 
-        return self._issue(name, opts, run, source, outputs, parts or (whole,))
+        return self._issue(name, opts, run, source, outputs, parts or (whole,), noted=whole)
 
     def all_to_all_single(
         self, output: Tensor, source: Tensor, to: list[int], of: list[int], opts: Any = None
@@ -592,6 +590,7 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
     def _post(self, name: str, tensors: _Tensors, start: Any, peer: int, tag: int) -> Request:
         tensor = self._single(name, tensors)
         flat = (_room if name == "recv" else _flat)(name, tensor)
+        self._lane.posted += 1
         if not tensor.is_cpu:
             torch.cuda.current_stream(tensor.device).synchronize()
         try:
@@ -631,8 +630,7 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> Any:
         """allreduce of each tensor."""
-        kind = dist.AllreduceOptions
-        works = [self.allreduce([tensor], _own(kind, opts)) for tensor in tensors]
+        works = [self.allreduce([tensor], opts) for tensor in tensors]
         return self._together("all_reduce_coalesced", works)
 
     def allgather_coalesced(self, outputs: _Lists, inputs: _Tensors, opts: Any = None) -> Any:
@@ -646,7 +644,7 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """all_gather_single of each pair."""
         pairs = zip(outputs, inputs, strict=True)
-        works = [self.all_gather_single(*pair, _own(type(opts), opts)) for pair in pairs]
+        works = [self.all_gather_single(*pair, opts) for pair in pairs]
         return self._together("all_gather_coalesced", works)
 
     def reduce_scatter_single_coalesced(
@@ -700,8 +698,8 @@ def _create(given: Any, _: Any) -> dist.ProcessGroup:
             "threads of autograd will call it: leave mpi4py.rc.thread_level at its default, or "
             "use another MPI"
         )
-    lane = Lane(given.group_rank, given.timeout)
-    lane.inside = ["new_group"]
+    lane = Lane(given.group_rank, given.timeout, str(given.group_id))
+    lane.inside = (0, "new_group", None, 0)
     try:
         comm = _communicator(ranks, str(given.group_id))
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import threading
 import time
 import weakref
@@ -26,6 +27,10 @@ from ddpbench.runtime.mpi_library import mpi
 
 LOOK_SECONDS = 2e-4  # between an awake worker's looks at the queue
 AWAKE_SECONDS = 5e-3  # after the last call that was queued
+
+# A call as a lane counts it: its number from 1 on, its name, dtype and bytes.
+Noted = tuple[int, str, torch.dtype | None, int]
+KEPT = 64  # of the latest
 
 _LANES: weakref.WeakKeyDictionary[Lane, None] = weakref.WeakKeyDictionary()
 _DROPPED: list[Request] = []
@@ -82,12 +87,13 @@ class Work(dist.Work):
 
 
 class Call(Work):
-    """A collective on its way through a lane."""
+    """A collective on its way through a lane; noted: as the lane has counted it."""
 
     def __init__(
-        self, name: str, rank: int, outputs: list[Tensor], run: Callable[[], Any], lane: Lane
+        self, noted: Noted, rank: int, outputs: list[Tensor], run: Callable[[], Any], lane: Lane
     ) -> None:
-        super().__init__(name, rank, outputs)
+        super().__init__(noted[1], rank, outputs)
+        self.noted = noted
         self._run: Callable[[], Any] | None = run  # keeps alive what MPI knows by address only
         self._lane = lane
         self._futures: tuple[torch.futures.Future[Any], torch.futures.Future[Any]] | None = None
@@ -248,17 +254,20 @@ class Lane:
     Who has the turn sets _holder, _running and _doing, and takes calls from the queue; callers add
     to it. The deadline thread only looks, and where it finds a call too late, breaks the lane.
 
-    inside: while a synchronous call runs on its caller's own thread, an object that is new with
-    each call and holds no tensor: a list with its name, or its options.
+    inside: while a synchronous call runs on its caller's own thread, that call as it was counted,
+    a tuple that is new with each. count() and past.append(), the commonest calls do by themselves.
     """
 
-    def __init__(self, rank: int, timeout: timedelta) -> None:
+    def __init__(self, rank: int, timeout: timedelta, group: str) -> None:
         self.calls: deque[Call] = deque()
         self.turn = threading.Lock()
-        self.inside: Any = None
-        self.timeout = timeout
+        self.inside: Noted | None = None
+        self.timeout, self.group = timeout, group
+        self.count = itertools.count(1).__next__
+        self.past: deque[Noted] = deque(maxlen=KEPT)
+        self.posted = 0  # sends and receives
         self._running: Call | None = None
-        self._doing: list[str] | None = None  # the running call, as `inside`
+        self._doing: Noted | None = None  # the running call, as `inside`
         self._rank = rank
         self._holder: int | None = None  # the thread that has the turn
         self._wake: SimpleQueue[bool] = SimpleQueue()
@@ -266,10 +275,28 @@ class Lane:
         self._awake = False  # the worker looks at the queue by itself
         self._submitted = 0
         self._broken: Exception | None = None
-        self._seen: Any = None
+        self._seen: Noted | None = None
         self._since = 0.0
         _LANES[self] = None
         _start_watch()
+
+    def note(self, name: str, like: Tensor | None) -> Noted:
+        """Count a call on such a tensor."""
+        noted: Noted = (self.count(), name, None, 0)
+        if like is not None:
+            noted = (*noted[:2], like.dtype, like.nbytes)
+        self.past.append(noted)
+        return noted
+
+    def recorded(self) -> tuple[int, int, list[Noted], int]:
+        """Numbers of the last call that was made and of the last that has ended; the latest; how
+        many there were with sends and receives."""
+        past = list(self.past)
+        started = past[-1][0] if past else 0
+        queued = next(iter(tuple(self.calls)), None)
+        open_ = [self.inside, self._doing, queued.noted if queued else None]
+        first = min((noted[0] for noted in open_ if noted), default=started + 1)
+        return started, max(0, first - 1), past, started + self.posted
 
     def submit(self, call: Call) -> None:
         """Queue a call; in a callback of one of the lane's own calls, make it now."""
@@ -312,7 +339,7 @@ class Lane:
         try:
             while self._broken is None and self.calls and not (last is not None and last.ended):
                 self._running = call = self.calls.popleft()
-                self._doing = [call.name]
+                self._doing = call.noted
                 call.run()
                 del call
         finally:
@@ -366,17 +393,13 @@ class Lane:
                 self.calls.append(running)
 
 
-# The operations that leave their options in Lane.inside: a list would cost them 1 % at 4 bytes.
-NAMES = {
-    "AllreduceOptions": "all_reduce",
-    "BroadcastOptions": "broadcast",
-    "AllgatherOptions": "all_gather",
-}
+def _name(doing: Noted | None) -> str:
+    return doing[1] if doing else "a call"
 
 
-def _name(doing: Any) -> str:
-    kind = type(doing).__name__
-    return str(doing[0]) if isinstance(doing, list) else NAMES.get(kind, kind)
+def recorded() -> list[tuple[str, int, int, list[Noted], int]]:
+    """For each group its name, and what its lane has recorded."""
+    return [(lane.group, *lane.recorded()) for lane in _lanes()]
 
 
 def _lanes() -> list[Lane]:

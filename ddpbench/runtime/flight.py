@@ -1,0 +1,242 @@
+"""What this rank has called of each group, as others have recorded it: torch's Flight Recorder, the
+mpi4py group's own count, else the group's sequence number. It adds nothing to a collective.
+
+Private names of torch are probed for: where one is missing, less is known. The recorder's full dump
+takes milliseconds and the interpreter; its status, of which heartbeats are made, microseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ddpbench.analysis.hang import Call, Log
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# What a recorder of another shape raises, or a group that ends meanwhile.
+UNKNOWN = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+RECENT = 64  # calls of a group that are told
+NATIVE = ("gloo", "nccl", "xccl", "mpi4py")  # need not be asked for by name
+P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")  # of which ranks make unequally many
+DTYPES = {
+    "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16",
+    "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
+    "ComplexFloat": "complex64", "ComplexDouble": "complex128",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of this rank: torch's name of it, a phrase for it, its ranks, its backends."""
+
+    name: str
+    phrase: str
+    members: tuple[int, ...]
+    backends: tuple[str, ...]
+    sequence: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is kept of a group on a backend; the fields are those of Log."""
+
+    started: int
+    finished: int
+    calls: tuple[Call, ...] = ()
+    exact: bool = True
+    moves: int = -1
+
+
+Key = tuple[str, str]  # a group's name, a backend
+Kept = dict[Key, Record]
+
+
+class Flight:
+    """Reads the records. It remembers which group a recorder's number stands for."""
+
+    def __init__(self, fresh: bool = False) -> None:
+        """fresh: what is recorded by now is of groups that are gone."""
+        self._keys: dict[tuple[str, int], Key | None] = {}  # None: not of interest
+        self._groups: list[Group] = []
+        self._known: frozenset[tuple[int, str]] = frozenset()
+        for recorder, dump in _dumps(()).items() if fresh else ():
+            with contextlib.suppress(*UNKNOWN):
+                self._keys |= {(recorder, number): None for number in _status(dump)}
+
+    def logs(self, inside: str, whole: bool) -> tuple[Log, ...]:
+        """One a group and backend; whole: with the latest calls, else numbers only.
+
+        inside: what of torch.distributed the main thread has called, for groups without a record.
+        """
+        groups: list[Group] = []
+        with contextlib.suppress(*UNKNOWN):
+            groups = self._current()
+        kept: Kept = {}
+        dumps = _dumps({backend for group in groups for backend in group.backends})
+        for recorder, dump in dumps.items():
+            with contextlib.suppress(*UNKNOWN):
+                kept |= self._brief(recorder, dump)
+                kept |= self._full(recorder, dump) if whole else {}
+        kept |= _over_mpi()
+        return tuple(log for group in groups for log in _logs(group, kept, inside, whole))
+
+    def _current(self) -> list[Group]:
+        from torch.distributed import distributed_c10d
+
+        names = dict(distributed_c10d._world.pg_names)
+        known = frozenset((id(group), str(name)) for group, name in names.items())
+        if known != self._known:
+            self._groups, self._known = _groups(), known
+        return self._groups
+
+    def _brief(self, recorder: str, dump: Callable[..., bytes]) -> Kept:
+        numbers = _status(dump)
+        if any((recorder, number) not in self._keys for number in numbers):
+            self._full(recorder, dump)
+            for number in numbers:  # one whose entries are gone already is never asked for again
+                self._keys.setdefault((recorder, number), None)
+        kept: Kept = {}
+        for number, each in sorted(numbers.items()):  # of one name the newest is the one in use
+            if (key := self._keys[recorder, number]) is not None:
+                started = max(0, int(each["last_enqueued_collective"]))
+                finished = max(0, int(each["last_completed_collective"]))
+                kept[key] = Record(started, min(started, finished))
+        return kept
+
+    def _full(self, recorder: str, dump: Callable[..., bytes]) -> Kept:
+        data = json.loads(dump())
+        by_number: dict[int, list[dict[str, Any]]] = {}
+        for entry in data.get("entries") or ():
+            if not entry["is_p2p"] and self._keys.get((recorder, entry["pg_id"]), ()) is not None:
+                by_number.setdefault(entry["pg_id"], []).append(entry)
+        kept: Kept = {}
+        for number, entries in sorted(by_number.items()):
+            key = entries[-1]["process_group"][0], _backend(entries[-1])
+            self._keys[recorder, number] = key
+            kept[key] = _read(entries, data["pg_status"].get(str(number)) or {})
+        return kept
+
+
+def _groups() -> list[Group]:
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    found = []
+    for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
+        name = str(distributed_c10d._world.pg_names.get(group, ""))
+        config = dist.get_backend_config(group)
+        backends = {part.rpartition(":")[2] for part in config.split(",")}
+        phrase = "" if group is dist.group.WORLD else _phrase(group, name)
+        sequence = partial(_sequence, weakref.ref(group))  # a group ends with its last owner
+        found.append(Group(name, phrase, tuple(sorted(ranks)), tuple(sorted(backends)), sequence))
+    return found
+
+
+def _phrase(group: dist.ProcessGroup, name: str) -> str:
+    said = getattr(group, "group_desc", "")
+    return f"of group {name[:12]}" if said in ("", "undefined") else f"of group {said!r}"
+
+
+def _sequence(group: weakref.ref[Any]) -> int:
+    """How many collectives the group has been asked for, 0 where it does not say."""
+    with contextlib.suppress(RuntimeError, AttributeError):
+        live: Any = group()
+        return int(live._get_sequence_number_for_group())
+    return 0
+
+
+def _logs(group: Group, kept: Kept, inside: str, whole: bool) -> Iterable[Log]:
+    sequence = group.sequence() if len(group.backends) == 1 else 0
+    for backend in group.backends:
+        found = kept.get((group.name, backend))
+        if found is None:  # a number is all there is, and only of a group on one backend
+            waits = bool(inside and sequence and not inside.startswith(P2P))
+            calls = (Call(sequence, inside),) if whole and waits else ()
+            found = Record(sequence, sequence - waits, calls, exact=False)
+        phrase = group.phrase if len(group.backends) == 1 else f"{group.phrase} on {backend}"
+        # gloo's sequence counts what is sent from rank to rank too.
+        moves = sequence if backend == "gloo" and sequence else found.moves
+        yield Log(
+            phrase.strip(), group.members, found.started, found.finished, found.calls, found.exact,
+            moves,
+        )  # fmt: skip
+
+
+def _dumps(backends: Iterable[str]) -> dict[str, Callable[..., bytes]]:
+    """The recorders that this torch has; newer ones have one for each backend."""
+    from torch._C import _distributed_c10d as c10d
+
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    found = {name: getattr(c10d, name) for name in names if hasattr(c10d, name)}
+    general = found.get("_dump_fr_trace_json")
+    if general is not None and "backend" in (general.__doc__ or ""):
+        others = {backend for backend in backends if backend not in NATIVE}
+        # "nccl" may be another implementation, which does not record by itself.
+        for backend in others | ({"nccl", "nccl2"} if "nccl" in backends else set()):
+            found[backend] = partial(general, backend=backend)
+    return found
+
+
+def _status(dump: Callable[..., bytes]) -> dict[int, dict[str, str]]:
+    """Of each group by the recorder's number of it, the numbers of its last collectives."""
+    status = json.loads(dump(includeCollectives=False)).get("pg_status") or {}
+    return {int(number): each for number, each in status.items()}
+
+
+def _backend(entry: dict[str, Any]) -> str:
+    name: str = entry["profiling_name"].partition(":")[0]
+    return "nccl" if name.startswith("nccl") else name
+
+
+def _read(entries: list[dict[str, Any]], status: dict[str, str]) -> Record:
+    """What a group's entries say; its status also counts what is sent from rank to rank."""
+    calls = {entry["collective_seq_id"]: entry for entry in entries}
+    started = max(calls)
+    exact = int(status.get("last_enqueued_collective", started)) == started
+    over = int(status.get("last_completed_collective", 0)) if exact else 0
+    open_ = [
+        number
+        for number, entry in calls.items()
+        if number > over and not entry["retired"] and entry["state"] != "completed"
+    ]
+    finished = min(open_) - 1 if open_ else started
+    recent = [_call(number, calls[number]) for number in sorted(calls)[-RECENT:]]
+    return Record(started, finished, tuple(recent), exact)
+
+
+def _call(number: int, entry: dict[str, Any]) -> Call:
+    name = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+    name = name.removeprefix("_").removesuffix("_base")
+    # What the root scatters is its input only.
+    side = "output" if name == "scatter" or not entry["input_sizes"] else "input"
+    tensors = zip(entry[f"{side}_dtypes"], entry[f"{side}_sizes"], strict=False)
+    shapes = [f"{DTYPES.get(d, d.lower())}[{','.join(map(str, s))}]" for d, s in tensors]
+    more = f" and {len(shapes) - 2} more" if len(shapes) > 2 else ""
+    return Call(number, name, ", ".join(shapes[:2]) + more)
+
+
+def _over_mpi() -> Kept:
+    """The groups over mpi4py, which count for themselves."""
+    work = sys.modules.get("ddpbench.runtime.mpi_work")
+    if work is None:
+        return {}
+    kept: Kept = {}
+    for name, started, finished, past, moves in work.recorded():
+        calls = [Call(n, op, _shape(dtype, nbytes)) for n, op, dtype, nbytes in past[-RECENT:]]
+        kept[name, "mpi4py"] = Record(started, finished, tuple(calls), moves=moves)
+    return kept
+
+
+def _shape(dtype: Any, nbytes: int) -> str:
+    """Elements in all: a group over mpi4py notes no more."""
+    return (
+        "" if dtype is None else f"{str(dtype).removeprefix('torch.')}[{nbytes // dtype.itemsize}]"
+    )

@@ -1,0 +1,295 @@
+"""A watchdog for any script that trains with torch.distributed:
+
+    torch.distributed.init_process_group(…)
+    ddpbench.watchdog(timeout=300)
+
+From then on a thread leaves this rank's heartbeat in the store about twice a second: where its main
+thread is, which collectives it has called. When a collective of a rank has not ended within the
+time-out, or an exception ends a rank, all that live publish their last words, one of them judges,
+and each prints the verdict.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Hashable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ddpbench.analysis import hang
+from ddpbench.analysis.hang import STOPPED, Words
+from ddpbench.records import codec
+from ddpbench.runtime import board, words
+from ddpbench.runtime.board import Board
+from ddpbench.runtime.flight import Flight
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from typing_extensions import Self
+
+BEAT_SECONDS = 0.5
+GRACE_SECONDS = (
+    3.0  # for the other ranks' last words; the verdict comes within the time-out and 5 s
+)
+LEAVE_SECONDS = 1.0  # for the others to have told the verdict too
+CLOSE_SECONDS = 1.0
+
+_on: Guard | None = None
+_times = 0  # that one was switched on: all ranks do so equally often
+
+
+def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
+    """Watch this process's ranks from now on; all of them call it, after init_process_group.
+
+    timeout: seconds within which every collective must end; end: leave with exit code 5 after the
+    verdict, otherwise tell it and go on. What is returned can be closed, or used with `with`.
+    Raises ValueError for a time-out that is none, RuntimeError without a process group or where a
+    watchdog is on already.
+    """
+    global _on, _times
+    import torch.distributed as dist
+
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"ddpbench.watchdog: timeout is {timeout!r}: give seconds above 0")
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "ddpbench.watchdog: there is no process group yet: call it after "
+            "torch.distributed.init_process_group"
+        )
+    if _on is not None:
+        raise RuntimeError("ddpbench.watchdog: one is on already: close it first")
+    from torch.distributed import distributed_c10d
+
+    store = board.client(distributed_c10d._get_default_store(), dist.get_world_size())
+    _times += 1
+    # torchrun's store outlives the ranks that it starts again.
+    name = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_times}"
+    _heed_terminate()
+    _on = Guard(store, dist.get_rank(), dist.get_world_size(), timeout, end, name)
+    return _on
+
+
+@cache
+def _heed_terminate() -> object:
+    """From now on, where C++ gives up, the verdict comes before its own message and end.
+
+    gloo does so when sizes differ, in a thread of its own. Returns what must be kept for it.
+    """
+    kind = ctypes.CFUNCTYPE(None)
+    try:
+        change = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+    except (OSError, AttributeError):
+        return None
+    change.argtypes, change.restype = [ctypes.c_void_p], ctypes.c_void_p
+
+    def given_up() -> None:
+        if _on is not None:
+            _on.ending("C++ gives up")
+        if before:
+            kind(before)()
+
+    handler = kind(given_up)
+    before = change(ctypes.cast(handler, ctypes.c_void_p))
+    return handler
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one rank has found for all; heard: who had a part in it; stacks: of these, for one of
+    them to print; together: whether the store answers."""
+
+    sentence: str
+    heard: tuple[int, ...]
+    stopped: tuple[int, ...]
+    stacks: str
+    together: bool
+
+
+class Guard:
+    """The watchdog of one rank."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: float, end: bool, name: str
+    ) -> None:
+        """store: a client of its own; name: the same in all ranks, of no other watchdog."""
+        self._board = Board(store, f"ddpbench/guard/{name}", rank, [None] * size)
+        self._rank, self._timeout, self._end = rank, timeout, end
+        self._flight, self._pid = Flight(), os.getpid()
+        self._since: dict[Hashable, float] = {}
+        self._told: set[Hashable] = set()
+        self._round, self._leaving = 0, False
+        self._judging = threading.RLock()
+        self._closed = threading.Event()
+        self._board.introduce(words.whoami(rank))
+        self._last = words.heartbeat(self._flight)
+        self._board.beat(self._last)
+        self._hooked = sys.excepthook
+        sys.excepthook = self._raised
+        atexit.register(self.close)
+        self._thread = threading.Thread(target=self._watch, name="ddpbench-watchdog", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # What nobody catches comes to sys.excepthook next, where it is judged.
+        if kind is None or not issubclass(kind, Exception):
+            self.close()
+
+    def close(self) -> None:
+        """Watch no longer; the other ranks see that this one has left."""
+        global _on
+        if self._closed.is_set() or os.getpid() != self._pid:  # a child by os.fork has no thread
+            return
+        self._closed.set()
+        self._thread.join(CLOSE_SECONDS)
+        if sys.excepthook == self._raised:
+            sys.excepthook = self._hooked
+        atexit.unregister(self.close)
+        last = words.last_words(self._flight, at=self._last.place)  # at exit no line is left
+        self._board.beat(replace(last, left=True), CLOSE_SECONDS)
+        self._board.line.close()
+        _on = None
+
+    def _watch(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS):
+            self._last = beat = words.heartbeat(self._flight)
+            reached = self._board.beat(beat)
+            if None in self._board.who:
+                self._board.introduce(self._board.me)
+            if reached and self._alarmed():
+                self._alarm()
+            elif self._stands_still(beat):
+                self._alarm(f"has waited longer than {self._timeout:g} s", late=True)
+
+    def _alarmed(self) -> bool:
+        key = self._board.key("alarm", self._round)
+        return self._board.line.ask(board.ANSWER_SECONDS, lambda store: store.check([key])) or False
+
+    def _stands_still(self, beat: Words) -> bool:
+        """Whether this rank has waited in something for too long, and has not told so yet."""
+        now, before = time.monotonic(), self._since
+        self._since = {what: before.get(what, now) for what in _waits(beat)}
+        late = {what for what, since in self._since.items() if now - since >= self._timeout}
+        late -= self._told
+        if not late:
+            return False
+        # gloo's threads may count ends out of order, and so leave a number behind; what is noted of
+        # each call is right.
+        true = late & set(_waits(words.last_words(self._flight)))
+        self._since |= dict.fromkeys(late - true, now)
+        return bool(true)
+
+    def _raised(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """In place of sys.excepthook: the traceback first, then the verdict."""
+        self._await_end()  # where the verdict is told, this error comes of another rank's end
+        self._hooked(kind, error, trace)
+        if isinstance(error, Exception) and trace is not None:
+            first = (str(error).strip() or "no text").splitlines()[0][:300]
+            self._alarm(f"{kind.__name__}: {first}", place=words.place_of_error(trace))
+            self._await_end()
+
+    def _await_end(self) -> None:
+        while self._leaving:
+            time.sleep(1.0)
+
+    def ending(self, cause: str) -> None:
+        """This rank ends by itself as soon as the verdict is told."""
+        self._alarm(cause, leave=False)
+
+    def _alarm(
+        self, cause: str = "", late: bool = False, place: str = "", leave: bool = True
+    ) -> None:
+        """Say the last words, have one rank judge, print its verdict; then end, or go on.
+
+        cause: why this rank raises the alarm, "" where another has; place: where an error was.
+        """
+        with self._judging:
+            if self._closed.is_set() or self._leaving or os.getpid() != self._pid:
+                return
+            mine = words.last_words(self._flight, "", cause, late, place)
+            alarm = self._board.key("alarm", self._round)
+            count = self._board.line.ask(board.ANSWER_SECONDS, lambda store: store.add(alarm, 1))
+            verdict = None if count in (None, 1) else self._verdict_of_another(mine)
+            verdict = verdict or self._judge(mine)
+            if self._rank == min(verdict.heard) or not verdict.together:
+                board.say(f"ddpbench: {verdict.sentence}\n{verdict.stacks}")
+            else:
+                board.say(f"ddpbench: {verdict.sentence}\n")
+            self._leaving = self._end or not leave
+            if self._leaving:
+                self._await_told(verdict)
+            if self._end and leave:
+                self._board.kill(verdict.stopped)
+                board.leave(5)
+            self._told |= set(_waits(words.heartbeat(self._flight)))
+            self._round += 1
+
+    def _judge(self, mine: Words) -> Verdict:
+        """The verdict from all that answer, left for the others."""
+        heard, together = self._board.collect(f"words/{self._round}", mine, GRACE_SECONDS)
+        silent = self._board.silent(heard, together)
+        found = Verdict(
+            hang.verdict(silent, heard, together),
+            tuple(heard),
+            tuple(each.rank for each in silent if each.state == STOPPED),
+            "".join(f"rank {rank}:\n{each.stack}" for rank, each in sorted(heard.items())),
+            together,
+        )
+        key, text = self._board.key("verdict", self._round), json.dumps(asdict(found))
+        if together:
+            self._board.line.ask(board.ANSWER_SECONDS, lambda store: store.set(key, text))
+        return found
+
+    def _verdict_of_another(self, mine: Words) -> Verdict | None:
+        """That of the rank that was the first to raise the alarm; None where it does not come."""
+        key, own = self._board.key("verdict", self._round), json.dumps(asdict(mine))
+        name = self._board.key("words", self._round, self._rank)
+        until = time.monotonic() + GRACE_SECONDS + 1.0
+
+        def ask(store: dist.Store) -> bytes:
+            store.set(name, own)
+            while not store.check([key]) and time.monotonic() < until:
+                time.sleep(board.LOOK_SECONDS)
+            return store.get(key) if store.check([key]) else b""
+
+        text = self._board.line.ask(GRACE_SECONDS + 1.0, ask)
+        return codec.decode(Verdict, json.loads(text)) if text else None
+
+    def _await_told(self, verdict: Verdict) -> None:
+        """Let all tell the verdict before this process ends: a launcher ends all with the first."""
+        keys = [self._board.key("told", self._round, rank) for rank in verdict.heard]
+        until = time.monotonic() + LEAVE_SECONDS
+
+        def ask(store: dist.Store) -> None:
+            store.set(self._board.key("told", self._round, self._rank), "1")
+            while not store.check(keys) and time.monotonic() < until:
+                time.sleep(board.LOOK_SECONDS)
+
+        if verdict.together:
+            self._board.line.ask(LEAVE_SECONDS, ask)
+        if self._rank == 0:  # the store mostly lives here
+            time.sleep(LEAVE_SECONDS / 4)
+
+
+def _waits(beat: Words) -> list[Hashable]:
+    """What a rank waits in; the same as long as nothing moves."""
+    waits: list[Hashable] = [
+        (log.group, log.started) for log in beat.logs if log.started > log.finished
+    ]
+    moves = [log.moves for log in beat.logs]
+    if beat.inside and min(moves, default=-1) >= 0:  # a receive in a loop looks the same but moves
+        waits.append((beat.inside, beat.place, *moves))
+    return waits

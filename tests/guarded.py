@@ -1,0 +1,172 @@
+"""Users' scripts under ddpbench's watchdog: `python guarded.py FOLDER PLAY…`, each play in two
+ranks that it forks, all at once; under mpirun in the rank that it is then. Rank 1, or the one that
+the play names, does not do its part. A play leaves PLAY.err and PLAY.codes in the folder.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import ddpbench
+
+RANKS = 2
+
+
+def step(count: int = 1024) -> None:
+    """One collective."""
+    dist.all_reduce(torch.zeros(count))
+
+
+def load_batch(how: str) -> None:
+    """What keeps a rank from the next collective; heartbeats have seen it here before."""
+    if how == "sleep":
+        time.sleep(4.0)
+        return
+    time.sleep(1.2)
+    if how == "raise":
+        raise ValueError("bad batch")
+    if how == "pause":
+        subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def play_talk(rank: int) -> None:
+    """The verdict is told and the job goes on."""
+    ddpbench.watchdog(timeout=2.0, end=False)
+    for _ in range(3):
+        step()
+    if rank == 1:
+        load_batch("sleep")
+    step()
+    if rank == 1:
+        load_batch("pause")
+    step()
+
+
+def play_order(rank: int) -> None:
+    """Rank 1 has skipped a collective."""
+    ddpbench.watchdog(timeout=1.0)
+    for number in range(7):
+        if rank == 0 or number != 4:
+            step()
+        dist.broadcast(torch.zeros(5), 0)
+        dist.barrier()
+
+
+def play_shape(rank: int) -> None:
+    """Rank 1 calls another size, at which gloo gives up."""
+    ddpbench.watchdog(timeout=20.0)
+    step()
+    time.sleep(0.3 * rank)
+    step(1024 + rank)
+
+
+def play_inside(rank: int) -> None:
+    """Rank 1 stops in a collective."""
+    ddpbench.watchdog(timeout=2.0)
+    for _ in range(3):
+        step()
+    if rank == 1:
+        threading.Timer(1.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    else:
+        time.sleep(1.8)
+    step()
+
+
+def play_store(rank: int) -> None:
+    """Rank 0, in which the store lives, stops."""
+    ddpbench.watchdog(timeout=2.0)
+    step()
+    if rank == 0:
+        load_batch("stop")
+    step()
+
+
+def play_raise(rank: int) -> None:
+    """Rank 1 fails in its own code, while rank 0 waits for it."""
+    with ddpbench.watchdog(timeout=30.0):
+        step()
+        if rank == 1:
+            load_batch("raise")
+        step()
+
+
+def play_receive(rank: int) -> None:
+    """Rank 1 is in a receive, again and again, for longer than the time-out; then for ever."""
+    ddpbench.watchdog(timeout=1.0)
+    one = torch.zeros(1)
+    for _ in range(20):
+        if rank == 0:
+            time.sleep(0.1)
+            dist.send(one, 1)
+        else:
+            dist.recv(one, 0)
+    if rank == 0:
+        time.sleep(30)
+    dist.recv(one, 0)
+
+
+def play_quiet(rank: int) -> None:
+    """Nothing is wrong; the ranks leave one after the other, the first with a child of its own."""
+    with contextlib.suppress(ValueError):
+        ddpbench.watchdog(timeout=0)
+    guard = ddpbench.watchdog(timeout=1.0)
+    with contextlib.suppress(RuntimeError):
+        ddpbench.watchdog()
+    for _ in range(3):
+        step()
+        time.sleep(0.6 * rank)
+    guard.close()
+    with ddpbench.watchdog(timeout=1.0):
+        step()
+        if os.fork() == 0:
+            sys.exit(0)
+    time.sleep(0.2 * rank)
+
+
+def main(play: str) -> None:
+    """One rank."""
+    mpi = "OMPI_COMM_WORLD_RANK" in os.environ
+    if mpi:
+        import_module("ddpbench.runtime.mpi")
+    torch.set_num_threads(1)
+    dist.init_process_group("mpi4py" if mpi else "gloo")
+    globals()[f"play_{play}"](dist.get_rank())
+    dist.destroy_process_group()
+
+
+def forked(folder: Path, plays: list[str]) -> str:
+    """In a rank its play; "" once all ranks are over."""
+    ranks: dict[str, list[int]] = {}
+    for play in plays:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in range(RANKS):
+            if (child := os.fork()) == 0:
+                here = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
+                os.environ.update({k: str(v) for k, v in here.items()}, MASTER_ADDR="127.0.0.1")
+                file = os.open(folder / f"{play}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(file, 2)
+                return play
+            ranks.setdefault(play, []).append(child)
+    for play, children in ranks.items():
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        (folder / f"{play}.codes").write_text(" ".join(map(str, codes)))
+    return ""
+
+
+if __name__ == "__main__":
+    mine = sys.argv[2]
+    if "OMPI_COMM_WORLD_RANK" in os.environ or (mine := forked(Path(sys.argv[1]), sys.argv[2:])):
+        main(mine)

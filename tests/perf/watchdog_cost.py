@@ -1,0 +1,136 @@
+"""What the watchdog costs: a collective, a DDP step, one heartbeat, one call over mpi4py.
+
+    ./run_bench.sh python tests/perf/watchdog_cost.py [BLOCKS]
+
+Two ranks on gloo. Blocks with and without `ddpbench.watchdog` take turns in one launch; the figure
+is the median over pairs of neighbouring blocks, with its interval. Aims: no more than 1 µs a
+collective. The heartbeat's own time is measured too: it is what a command of ddpbench spends about
+once a second between timed spans, and a user's rank twice a second in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+import timeit
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from scipy import stats
+from tabulate import tabulate
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpbench
+from ddpbench.runtime.flight import Flight
+from ddpbench.runtime.words import heartbeat
+
+CALLS, STEPS, WARM = 4000, 40, 2
+
+
+def block(call: Callable[[], object], times: int) -> float:
+    """Seconds of one call, the slowest rank's, in a block that all start together."""
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    took = torch.tensor((time.perf_counter() - began) / times, dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)
+
+
+def pairs(call: Callable[[], object], times: int, blocks: int) -> tuple[list[float], list[float]]:
+    """Seconds without and with the watchdog, block by block; which comes first takes turns."""
+    without: list[float] = []
+    watched: list[float] = []
+    for number in range(WARM + blocks):
+        for on in (number % 2 == 0, number % 2 == 1):
+            if on:
+                with ddpbench.watchdog(timeout=60):
+                    dist.barrier()
+                    watched.append(block(call, times))
+                    dist.barrier()
+            else:
+                without.append(block(call, times))
+    return without[WARM:], watched[WARM:]
+
+
+def row(name: str, without: list[float], watched: list[float], unit: float) -> list[object]:
+    """Both medians, and the median of the differences with its 95 % interval, absolute and in %."""
+    differences = [b - a for a, b in zip(without, watched, strict=True)]
+    ratios = [100 * (b / a - 1) for a, b in zip(without, watched, strict=True)]
+    cells: list[object] = [
+        name,
+        statistics.median(without) * unit,
+        statistics.median(watched) * unit,
+    ]
+    for values, scale in ((differences, unit), (ratios, 1.0)):
+        low, high = stats.quantile_test(values).confidence_interval()
+        cells.append(
+            f"{statistics.median(values) * scale:.2f} [{low * scale:.2f}, {high * scale:.2f}]"
+        )
+    return cells
+
+
+def noted() -> float:
+    """Seconds that the count of a call over mpi4py takes: its three statements, alone."""
+    lane = type("Lane", (), {})()
+    past: deque[object] = deque(maxlen=64)
+    names = {"lane": lane, "count": count(1).__next__, "keep": past.append, "kind": torch.float32}
+    many = 1_000_000
+    new = "lane.inside = this = (count(), 'all_reduce', kind, 4)\nkeep(this)"
+    with_it, before = (
+        min(timeit.repeat(code, globals=names, number=many, repeat=5))
+        for code in (new, "lane.inside = kind")
+    )
+    return (with_it - before) / many
+
+
+def main(rank: int, size: int, blocks: int, store: str) -> None:
+    """In every rank."""
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=120)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit
+    )
+    one = torch.zeros(1)
+    layers = (nn.Linear(1024, 1024) for _ in range(4))
+    replica = DistributedDataParallel(nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(replica.parameters(), lr=1e-4)
+    batch = torch.randn(64, 1024)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        replica(batch).square().mean().backward()
+        optimizer.step()
+
+    rows = [
+        row("all_reduce of 4 B, µs", *pairs(lambda: dist.all_reduce(one), CALLS, blocks), 1e6),
+        row("DDP step, 4 × Linear(1024), ms", *pairs(step, STEPS, blocks), 1e3),
+    ]
+    flight, beats = Flight(), []
+    for _ in range(200):
+        began = time.perf_counter()
+        heartbeat(flight)
+        beats.append(time.perf_counter() - began)
+    if rank == 0:
+        head = ["", "without", "with", "difference", "%"]
+        print(tabulate(rows, head, floatfmt=".2f"))
+        print(f"the words of a heartbeat: {statistics.median(beats) * 1e6:.0f} µs")
+        print(f"the count of a call over mpi4py: {noted() * 1e9:.0f} ns", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    blocks = int(sys.argv[1]) if sys.argv[1:] else 24
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        torch.multiprocessing.spawn(main, (2, blocks, store), 2)  # type: ignore[no-untyped-call]

@@ -1,0 +1,121 @@
+"""What is read of a rank's collectives: from torch's recorder, and where there is none."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpbench.analysis.hang import Call
+from ddpbench.runtime import flight
+from ddpbench.runtime.flight import Flight
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A gloo group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def settled(source: Flight) -> Any:
+    """The logs once all has ended: the recorder hears of it a moment after who waits."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        logs = source.logs("", whole=True)
+        if all(log.started == log.finished for log in logs):
+            return logs
+        time.sleep(0.01)
+    raise AssertionError(f"still open: {logs}")
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_recorder_of_this_torch_is_understood() -> None:
+    """Numbers of the default group and of another, each call's name, dtype and shape; a second
+    default group in the same process starts from 0 again."""
+    source = Flight()
+    dist.all_reduce(torch.zeros(2, 3))
+    dist.broadcast(torch.zeros(5, dtype=torch.int64), 0)
+    dist.barrier()
+    other = dist.new_group([0])
+    dist.all_reduce(torch.zeros(4, dtype=torch.bfloat16), group=other)
+    default, second = source.logs("", whole=False)
+    assert (default.group, default.members, default.started, default.calls) == ("", (0,), 3, ())
+    assert second.group.startswith("of group ")
+    assert second.started == 1
+    if hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
+        default, second = settled(source)
+        assert [str(call).strip() for call in default.calls] == [
+            "#1 all_reduce float32[2,3]", "#2 broadcast int64[5]", "#3 barrier",
+        ]  # fmt: skip
+        assert second.calls == (Call(1, "all_reduce", "bfloat16[4]"),)
+        assert default.exact
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    (again,) = Flight(fresh=True).logs("", whole=True)
+    assert (again.started, again.finished) == (0, 0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_a_recorder_the_sequence_number_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group's own count, and the name of what the main thread is in."""
+    monkeypatch.setattr(flight, "_dumps", lambda _: {})
+    dist.all_reduce(torch.zeros(2))
+    dist.all_reduce(torch.zeros(2))
+    (log,) = Flight().logs("all_reduce", whole=True)
+    assert (log.started, log.finished, log.exact) == (2, 1, False)
+    assert log.calls == (Call(2, "all_reduce"),)
+
+
+def an_entry(number: int, **others: Any) -> dict[str, Any]:
+    """As the recorder dumps it."""
+    return {
+        "pg_id": 3, "process_group": ["0", "default_pg"], "collective_seq_id": number,
+        "profiling_name": "nccl:_all_gather_base", "input_sizes": [[4], [4], [4]],
+        "input_dtypes": ["Half", "Half", "Half"], "output_sizes": [[8]], "output_dtypes": ["Half"],
+        "state": "scheduled", "retired": False, "is_p2p": False, **others,
+    }  # fmt: skip
+
+
+def a_dump(*entries: dict[str, Any], enqueued: int, completed: int) -> Any:
+    """A recorder with one group."""
+    numbers = {"last_enqueued_collective": enqueued, "last_completed_collective": completed}
+    status = {"3": {name: str(number) for name, number in numbers.items()}}
+
+    def dump(includeCollectives: bool = True) -> bytes:  # noqa: N803
+        data = {"pg_status": status, "entries": list(entries) if includeCollectives else []}
+        return json.dumps(data).encode()
+
+    return dump
+
+
+def test_what_is_open_is_found_by_state_retirement_and_status() -> None:
+    """An entry has ended when it says so in any of three ways; the first open one counts."""
+    entries = [an_entry(1), an_entry(2, retired=True), an_entry(3, state="completed"), an_entry(4)]
+    dump = a_dump(*entries, an_entry(9, is_p2p=True), enqueued=4, completed=1)
+    ((key, record),) = Flight()._full("fr", dump).items()
+    assert key == ("0", "nccl")
+    assert (record.started, record.finished, record.exact) == (4, 3, True)
+    assert record.calls[0] == Call(1, "all_gather", "float16[4], float16[4] and 1 more")
+
+
+def test_a_status_that_counts_more_is_not_exact() -> None:
+    """gloo's status counts what is sent from rank to rank too."""
+    dump = a_dump(an_entry(1, retired=True), an_entry(2), enqueued=7, completed=6)
+    (record,) = Flight()._full("fr", dump).values()
+    assert (record.started, record.finished, record.exact) == (2, 1, False)
+
+
+def test_what_the_root_alone_gives_is_not_compared() -> None:
+    """A scatter is told by what each rank gets."""
+    entry = an_entry(1, profiling_name="gloo:scatter", output_dtypes=["Char"])
+    assert flight._call(1, entry) == Call(1, "scatter", "int8[8]")
