@@ -256,7 +256,7 @@ def test_the_block_folds_what_is_the_same() -> None:
     assert "ranks       3 on 2 hosts, gloo, cpu, started by torchrun" in text
     assert "host        a (ranks 0-1); b (rank 2)" in text
     assert "versions    ddpbench 0.1.0, torch 2.13.0, python 3.11.9\n" in text
-    assert "1 threads on cores 0-7 of NUMA node 0 (ranks 0-1); " in text
+    assert "threads 1, on cores 0-7 of NUMA node 0 (ranks 0-1); " in text
     assert "cpu         CPU X, 8 cores\n" in text
     assert "variables   NCCL_ALGO=Ring\n" in text
     assert "SLURM" not in text

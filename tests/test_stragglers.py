@@ -70,15 +70,16 @@ def test_a_slow_rank_is_named_with_figures() -> None:
     (finding,) = found(ranks, a_setup(*[a_rank("n1"), a_rank("n1"), a_rank("n2"), a_rank("n2")]))
     assert (finding.severity, finding.code) == ("warning", "slow-rank")
     assert finding.sentence.startswith(
-        "rank 2 (n2) is slow: matmul alone 50 GFLOP/s, the others 95.2 to 100; it is slow by nature"
+        "rank 2 (n2) is slow: matmul alone at best 50.5 GFLOP/s, the others 96.2 to 101; it is "
+        "slow by nature"
     )
     assert finding.place == {"rank": 2, "host": "n2", "cause": "nature"}
     assert finding.next_step
 
 
 def test_only_what_every_pass_shows_is_told() -> None:
-    """A rank slow in two of three passes, or another one in each, is noise; so is one whose rounds
-    overlap with the others'."""
+    """A rank slow in two of three passes, or another one in each, is noise; so is one that is as
+    fast as the others in its best round."""
     slow, fine = [shown(), shown(alone=2.0)], [shown(), shown()]
     setup = a_setup(a_rank(), a_rank())
     assert stragglers.findings([slow, slow, fine], LOADS, setup, WORK) == ()
@@ -117,8 +118,10 @@ def test_ranks_of_one_host_and_cause_are_one_finding() -> None:
     hosts = [a_rank(host) for host in "aabbccdd"]
     ranks = [slow if its["hostname"] == "c" else shown() for its in hosts]
     (finding,) = found(ranks, a_setup(*hosts))
-    assert finding.sentence.startswith("ranks 4-5 (c) are slow: matmul alone 33.3 GFLOP/s, ")
-    assert "copy alone 3.33 GB/s, the others 10" in finding.sentence
+    assert finding.sentence.startswith(
+        "ranks 4-5 (c) are slow: matmul alone at best 33.7 GFLOP/s, "
+    )
+    assert "copy alone at best 3.37 GB/s, the others 10.1" in finding.sentence
     assert finding.place == {"rank": 4, "host": "c", "ranks": [4, 5], "cause": "throttled"}
 
 
@@ -141,7 +144,11 @@ CAUSES: dict[str, tuple[Shown, Shown, str, str]] = {
     ),
     "clock": (shown(alone=2, hertz=1.2e9), shown(hertz=3e9), "frequency", "1.2 GHz"),
     "heat": (shown(alone=2, hertz=1.2e9, thermal=4), shown(hertz=3e9), "throttled", "slowed 4"),
-    "mates": (shown(at_once=2), shown(), "neighbour", "while all ranks work 50 GFLOP/s"),
+    "mates": (shown(at_once=2), shown(), "neighbour", "while all ranks work, at best 50.5"),
+    "process on a busy host": (
+        shown(alone=2, kept={**FREE, "queued": 0.82}), shown(kept={**FREE, "queued": 0.66}),
+        "neighbour", "for 82 % of the time",
+    ),
     "unknown": (
         shown(alone=2, kept={"throttled": None, "stolen": None, "queued": None}), shown(),
         "nature", "by nature",
@@ -229,7 +236,7 @@ def test_a_row_for_each_rank() -> None:
     text, legend = rendered.blocks(each, TERMINAL)
     assert text.splitlines()[1].split("  ")[-1] == "no core %"
     assert text.splitlines()[-1].split() == ["1", "a", "100.0", "50.00", "1.00", "25"]
-    assert "alone" in legend
+    assert "best round" in legend
     slow = {**its, "seconds": {"alone": {"matmul": 0.1}, "together": {"matmul": 0.1}}}
     each = replace(each, figures={**figures, "ranks": [*[its] * 20, slow]})
     text, _ = rendered.blocks(each, TERMINAL)
@@ -324,7 +331,7 @@ def test_equal_real_ranks_are_left_in_peace(pool: Pool, tmp_path: Path) -> None:
         assert all(seconds > 0 for seconds in its["seconds"][ALONE].values())
     assert "speed of each rank" in done.stdout
     if len(os.sched_getaffinity(0)) >= 2:
-        assert "each rank all at once: matmul" in done.stdout
+        assert "each rank all at once, at best: matmul" in done.stdout
         assert min(its["wait_seconds"] for its in examined.figures["ranks"]) >= 0
 
 
@@ -336,6 +343,9 @@ def test_a_rank_beside_busy_processes_is_named(pool: Pool, tmp_path: Path) -> No
         done = pool.call(2, tmp_path, *WORDS)
     assert done.returncode == 0, done
     run = store.read(tmp_path / "run")
+    free = run.examinations[0].figures["ranks"][0]
+    if (free["kept"][ALONE]["queued"] or 0.0) > 0.3:
+        pytest.skip("this host is busy: rank 0, which is free, waits for a core as well")
     slow = [f for f in run.findings if f.code == "slow-rank"]
     assert [f.place["rank"] for f in slow] == [1], done.stdout
     if cpu.queued_seconds() is not None:
@@ -365,4 +375,4 @@ def test_one_rank_has_nobody_to_be_slower_than(pool: Pool, tmp_path: Path) -> No
     done = pool.call(1, tmp_path, *WORDS)
     assert done.returncode == 0, done
     assert "not checked: who is slower than the others: there is one rank" in done.stdout
-    assert "each rank alone: matmul" in done.stdout
+    assert "each rank alone, at best: matmul" in done.stdout

@@ -12,7 +12,10 @@ from typing import Any
 
 from ddpbench.analysis.setup import Setup, folded
 
-EVIDENT_SHARE = 0.1  # of the time, and more than twice what the others have
+# A share of its time explains a rank's slowness when it is that, and makes it slower by that ratio
+# than the others' share makes them.
+EVIDENT_SHARE, EVIDENT_RATIO = 0.1, 1.2
+MOST_SHARE = 0.99
 CLOCK_SHARE = 0.85  # of the others' clock: a core or GPU that runs slower than that
 
 ALONE, TOGETHER = "alone", "together"
@@ -82,8 +85,10 @@ class Suspect:
         """The share of its time for which it was kept from running so, where that is evident."""
         share = self.own.kept.get(self.when, {}).get(kind)
         others = [its.kept.get(self.when, {}).get(kind) or 0.0 for its in self.others]
-        evident = share is not None and share >= max(EVIDENT_SHARE, 2 * statistics.median(others))
-        return min(share or 0.0, 1.0) if evident else None
+        if share is None or share < EVIDENT_SHARE:
+            return None
+        share, usual = min(share, MOST_SHARE), min(statistics.median(others), MOST_SHARE)
+        return share if (1 - usual) / (1 - share) >= EVIDENT_RATIO else None
 
 
 def cause(rank: int, when: str, device: str, shown: Pass, setup: Setup) -> Cause:

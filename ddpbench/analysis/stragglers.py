@@ -1,7 +1,7 @@
 """Which rank is slow, and why, from what each rank showed alone, with the others, and in waiting.
 
-A rank is slow when it takes RATIO of the others' time, clear of their spread, in every pass: noise
-that hits one rank for a moment does not come back to the same rank with the next pass.
+A rank is judged by its best round: noise makes rounds slow, and none fast. It is slow when even
+that takes RATIO of the others' best, in every pass, so in all of many rounds spread over seconds.
 """
 
 from __future__ import annotations
@@ -92,23 +92,19 @@ def span(values: Sequence[float]) -> str:
 
 def rates(passes: Sequence[Pass], load: Load, when: str) -> list[float]:
     """Each rank's, in the unit of the load."""
-    return [load.rate(usual(passes, rank, when, load.name)) for rank in range(len(passes[0]))]
+    return [load.rate(best(passes, rank, when, load.name)) for rank in range(len(passes[0]))]
 
 
-def usual(passes: Sequence[Pass], rank: int, when: str, load: str) -> float:
-    """Seconds of a repetition, the median over all rounds."""
-    return statistics.median(s for one in passes for s in one[rank].seconds[when][load])
+def best(passes: Sequence[Pass], rank: int, when: str, load: str) -> float:
+    """Seconds of a repetition in the best of all rounds."""
+    return min(s for one in passes for s in one[rank].seconds[when][load])
 
 
 def _slow(shown: Pass, rank: int, when: str, load: str) -> bool:
     each = [its.seconds.get(when, {}).get(load) or [] for its in shown]
-    others = [values for other, values in enumerate(each) if other != rank and values]
-    if not others or not each[rank]:
-        return False
-    typical = statistics.median(map(statistics.median, others))
-    slowest = statistics.median(float(np.percentile(values, 75)) for values in others)
-    fastest = float(np.percentile(each[rank], 25))
-    return statistics.median(each[rank]) >= RATIO * typical and fastest > slowest
+    others = [min(values) for other, values in enumerate(each) if other != rank and values]
+    known = others and each[rank]
+    return bool(known) and min(each[rank]) >= RATIO * statistics.median(others)
 
 
 def _late(shown: Pass, work_seconds: float) -> int | None:
@@ -135,11 +131,11 @@ def _told(
         load = loads[each.load]
         others = [rank for rank in range(len(passes[0])) if each not in slow.get(rank, ())]
         own, theirs = (
-            span([load.rate(usual(passes, rank, each.when, each.load)) for rank in those])
+            span([load.rate(best(passes, rank, each.when, each.load)) for rank in those])
             for those in (ranks, others)
         )
-        words = "alone" if each.when == ALONE else "while all ranks work"
-        figures.append(f"{load.name} {words} {own} {load.unit}, the others {theirs}")
+        words = "alone" if each.when == ALONE else "while all ranks work,"
+        figures.append(f"{load.name} {words} at best {own} {load.unit}, the others {theirs}")
     late_too = waited_for in ranks and (waiting := _others_wait(passes, waited_for))
     return Finding(
         "warning",

@@ -5,7 +5,7 @@ Alone: the ranks of a machine in turn, while the others of it rest; all machines
 suspected is measured again, until PASSES agree, before it is told.
 
 figures: {"loads": {name: {"amount", "unit"}}, "work_seconds": of equal work, "passes": how many,
-"ranks": [{"host", "seconds": {when: {load: of a repetition, the median over all passes}}, and, of
+"ranks": [{"host", "seconds": {when: {load: of a repetition, in the best round}}, and, of
 the last pass, "kept": {when: {why: share of the time}}, "wait_seconds", "hertz" of its cores,
 "neighbours": processes on these}, …]}. When is "alone" or "together", why as in
 analysis/slowness.py; None is what is not known.
@@ -26,6 +26,7 @@ from ddpbench.measure import effort, turns
 from ddpbench.runtime import agree, environment
 
 SLICE_SECONDS = 0.02, 0.1  # of a turn at one load: at least, and at most
+PERIOD_SECONDS = 0.12  # at least where a quota may stop a rank: beyond the kernel's period of 0.1 s
 ALONE_SHARE = 0.25  # of the time that the examination may take, for the first pass
 WORK_SECONDS = 5e-3  # before each all_reduce
 MEMORY_SHARE = 1 / 16  # of what is free, for one of two buffers of all ranks of a machine
@@ -58,9 +59,11 @@ def examine(patient: Patient) -> Outcome:
 def _passes(patient: Patient, efforts: turns.Efforts, company: bool) -> tuple[list[Pass], float]:
     """What all ranks showed, in all of them; and the seconds of a usual rank's equal work."""
     group = patient.ranks
+    least, most = SLICE_SECONDS
     mates = max(map(len, group.machines.values()))
     share = ALONE_SHARE * patient.seconds / (turns.ROUNDS * mates * len(efforts))
-    slice_seconds = min(max(share, SLICE_SECONDS[0]), SLICE_SECONDS[1])
+    limited = any(its.get("cgroup_cpu_quota_cores") for its in patient.launch.ranks)
+    slice_seconds = PERIOD_SECONDS if limited else min(max(share, least), most)
     work = next(e for e in efforts.values() if e.load.device == patient.device.type)
     passes: list[Pass] = []
     times, work_seconds = 0, 0.0
@@ -100,7 +103,7 @@ def _told(passes: Sequence[Pass], loads: Mapping[str, Load], work_seconds: float
             f"{name} {stragglers.span(stragglers.rates(passes, load, when))} {load.unit}"
             for name, load in loads.items()
         ]
-        yield f"each rank {words[when]}: {', '.join(each)}"
+        yield f"each rank {words[when]}, at best: {', '.join(each)}"
     known = [wait for one in passes for wait in stragglers.wait_seconds(one) if wait is not None]
     if known:
         yield (
@@ -133,7 +136,7 @@ def _ranks(passes: Sequence[Pass], setup: Setup) -> Iterator[dict[str, Any]]:
         yield {
             "host": setup.host(rank),
             "seconds": {
-                when: {load: stragglers.usual(passes, rank, when, load) for load in those}
+                when: {load: stragglers.best(passes, rank, when, load) for load in those}
                 for when, those in last.seconds.items()
             },
             "kept": last.kept,

@@ -84,7 +84,7 @@ def _cores(its: Facts) -> str:
     quota = its.get("cgroup_cpu_quota_cores")
     nodes = its.get("numa_nodes")
     return (
-        f"{its.get('threads')} threads on cores {its.get('cpuset')}"
+        f"threads {its.get('threads')}, on cores {its.get('cpuset')}"
         + (f" of NUMA node {nodes}" if nodes else "")
         + (f", quota {quota:g} cores" if quota else "")
     )

@@ -11,8 +11,9 @@ from ddpbench.render.style import Style
 MOST_ROWS = 16
 KEPT = {"queued": "no core %", "throttled": "throttled %", "stolen": "stolen %"}
 LEGEND = (
-    "alone: while the other ranks of the machine rest; at once: while all compute; wait: for the "
-    "last rank in an all_reduce after equal work; no core, throttled, stolen: of its time alone"
+    "rates are those of the best round: while the other ranks of the machine rest, and at once, "
+    "while all compute; wait: for the last rank in an all_reduce after equal work; no core, "
+    "throttled, stolen: of its time alone"
 )
 
 
@@ -30,7 +31,7 @@ def blocks(examination: Examination, style: Style) -> list[str]:
         title += f", the {MOST_ROWS} of {len(figures['ranks'])} that are slowest in {first} alone"
     heads = ["rank", "host"]
     heads += [
-        f"{name} {'alone' if when == 'alone' else 'at once'} {load['unit']}"
+        f"{name} {load['unit'] if when == 'alone' else 'at once'}"
         for name, load in loads.items()
         for when in whens
     ]
