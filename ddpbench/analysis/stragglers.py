@@ -2,6 +2,7 @@
 
 A rank is judged by its best round: noise makes rounds slow, and none fast. It is slow when even
 that takes RATIO of the others' best, in every pass, so in all of many rounds spread over seconds.
+Where the others wait for cores too, the host is busy, and nobody is judged.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import numpy as np
 
 from ddpbench.analysis import steps
 from ddpbench.analysis.setup import Setup
-from ddpbench.analysis.slowness import ALONE, Cause, Load, Pass, cause
+from ddpbench.analysis.slowness import ALONE, TOGETHER, Cause, Load, Pass, cause
 from ddpbench.records.schema import Finding
 
 RATIO = 1.4
 PASSES = 3  # that must agree
 LATE_SHARE = 0.75  # of the repetitions in which the others wait for the same rank
+BUSY_SHARE = 0.2  # of their time that usual ranks may wait for a core
 NOTABLE_SHARE = 0.1  # of all ranks' time, stolen or throttled: worth a note
 
 
@@ -53,6 +55,16 @@ def late(passes: Sequence[Pass], work_seconds: float) -> int | None:
 def suspected(passes: Sequence[Pass], work_seconds: float) -> bool:
     """Whether any rank still is, so that it must be measured again."""
     return bool(suspects(passes)) or late(passes, work_seconds) is not None
+
+
+def unjudged(passes: Sequence[Pass]) -> dict[str, float]:
+    """When no rank could be judged because all wait for cores, and for which share of the time."""
+    shown = passes[-1]
+    return {
+        when: statistics.median(its.kept[when].get("queued") or 0.0 for its in shown)
+        for when in shown[0].seconds
+        if all(_busy(shown, rank, when) for rank in range(len(shown)))
+    }
 
 
 def wait_seconds(shown: Pass) -> list[float | None]:
@@ -103,8 +115,15 @@ def best(passes: Sequence[Pass], rank: int, when: str, load: str) -> float:
 def _slow(shown: Pass, rank: int, when: str, load: str) -> bool:
     each = [its.seconds.get(when, {}).get(load) or [] for its in shown]
     others = [min(values) for other, values in enumerate(each) if other != rank and values]
-    known = others and each[rank]
+    known = others and each[rank] and not _busy(shown, rank, when)
     return bool(known) and min(each[rank]) >= RATIO * statistics.median(others)
+
+
+def _busy(shown: Pass, rank: int, when: str) -> bool:
+    """Whether the ranks but this one usually waited for a core."""
+    others = [its.kept.get(when, {}).get("queued") or 0.0 for its in shown]
+    del others[rank]
+    return bool(others) and statistics.median(others) > BUSY_SHARE
 
 
 def _late(shown: Pass, work_seconds: float) -> int | None:
@@ -115,7 +134,8 @@ def _late(shown: Pass, work_seconds: float) -> int | None:
         each.astype(np.float64) * 1e-9, 1 - 0.05 / len(each), (RATIO - 1) * work_seconds
     )
     often = 0.0 if rank is None else float((each.argmin(axis=0) == rank).mean())
-    return rank if often >= LATE_SHARE else None
+    judged = rank is not None and often >= LATE_SHARE and not _busy(shown, rank, TOGETHER)
+    return rank if judged else None
 
 
 def _waits(shown: Pass) -> steps.Ints:

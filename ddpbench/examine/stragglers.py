@@ -29,6 +29,7 @@ SLICE_SECONDS = 0.02, 0.1  # of a turn at one load: at least, and at most
 PERIOD_SECONDS = 0.12  # at least where a quota may stop a rank: beyond the kernel's period of 0.1 s
 ALONE_SHARE = 0.25  # of the time that the examination may take, for the first pass
 WORK_SECONDS = 5e-3  # before each all_reduce
+WORDS = {ALONE: "alone", TOGETHER: "all at once"}
 MEMORY_SHARE = 1 / 16  # of what is free, for one of two buffers of all ranks of a machine
 
 
@@ -97,13 +98,12 @@ def _copy_nbytes(patient: Patient) -> int:
 
 
 def _told(passes: Sequence[Pass], loads: Mapping[str, Load], work_seconds: float) -> Iterator[str]:
-    words = {ALONE: "alone", TOGETHER: "all at once"}
     for when in passes[0][0].seconds:
         each = [
             f"{name} {stragglers.span(stragglers.rates(passes, load, when))} {load.unit}"
             for name, load in loads.items()
         ]
-        yield f"each rank {words[when]}, at best: {', '.join(each)}"
+        yield f"each rank {WORDS[when]}, at best: {', '.join(each)}"
     known = [wait for one in passes for wait in stragglers.wait_seconds(one) if wait is not None]
     if known:
         yield (
@@ -121,6 +121,11 @@ def _unchecked(
         yield (
             f"all ranks at once, and who is late: on {', '.join(full[:4])} they have more threads "
             "than cores, and would show who got a core"
+        )
+    for when, share in stragglers.unjudged(passes).items():
+        yield (
+            f"who is slow {WORDS[when]}: the host is busy, and ranks wait for a core for "
+            f"{min(share, 1.0) * 100:.0f} % of the time"
         )
     if effort.COPY not in loads:
         yield "memory copy: too little memory is free"
