@@ -284,6 +284,23 @@ def test_no_name_home_or_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> Non
     assert '"NCCL_TOPO_FILE": "~/topo.xml"' in told
 
 
+def test_the_cores_that_a_control_group_allows(tmp_path: Path) -> None:
+    """The innermost group that tells, v2 or v1; None where none does."""
+    assert environment.allowed_cpus(tmp_path) is None
+    for name, text in {
+        "proc/self/cgroup": "4:cpuset:/job\n0::/job/step\n",
+        "sys/fs/cgroup/cpuset/cpuset.effective_cpus": "0-7\n",
+        "sys/fs/cgroup/cpuset/job/cpuset.effective_cpus": "0-3\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert environment.allowed_cpus(tmp_path) == "0-3"
+    (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")
+    (tmp_path / "sys/fs/cgroup/job").mkdir()
+    (tmp_path / "sys/fs/cgroup/job/cpuset.cpus.effective").write_text("2-5\n")
+    assert environment.allowed_cpus(tmp_path) == "2-5"
+
+
 # --- names and folds ------------------------------------------------------------------------------
 
 

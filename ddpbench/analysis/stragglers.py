@@ -11,9 +11,6 @@ import statistics
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from ddpbench.analysis import steps
 from ddpbench.analysis.setup import Setup
 from ddpbench.analysis.slowness import ALONE, TOGETHER, Cause, Load, Pass, cause
 from ddpbench.records.schema import Finding
@@ -70,10 +67,13 @@ def unjudged(passes: Sequence[Pass]) -> dict[str, float]:
 def wait_seconds(shown: Pass) -> list[float | None]:
     """What each rank waits for the last to come to an all_reduce, the median: its time there less
     the least of all ranks, which needs no common clock."""
-    each = _waits(shown)
-    if not each.size:
+    least = [min(those) for those in zip(*(its.waited_ns for its in shown), strict=True)]
+    if not least:
         return [None] * len(shown)
-    return [float(np.median(its)) * 1e-9 for its in each - each.min(axis=0)]
+    return [
+        statistics.median(ns - first for ns, first in zip(its.waited_ns, least, strict=True)) * 1e-9
+        for its in shown
+    ]
 
 
 def findings(
@@ -127,19 +127,17 @@ def _busy(shown: Pass, rank: int, when: str) -> bool:
 
 
 def _late(shown: Pass, work_seconds: float) -> int | None:
-    each = _waits(shown)
-    if len(each) < 2 or not each.size:
+    if len(shown) < 2 or not shown[0].waited_ns:
         return None
-    rank = steps.late_rank(
-        each.astype(np.float64) * 1e-9, 1 - 0.05 / len(each), (RATIO - 1) * work_seconds
-    )
+    import numpy as np
+
+    from ddpbench.analysis import steps  # not for a help text
+
+    each = np.array([its.waited_ns for its in shown], dtype=np.float64) * 1e-9
+    rank = steps.late_rank(each, 1 - 0.05 / len(each), (RATIO - 1) * work_seconds)
     often = 0.0 if rank is None else float((each.argmin(axis=0) == rank).mean())
     judged = rank is not None and often >= LATE_SHARE and not _busy(shown, rank, TOGETHER)
     return rank if judged else None
-
-
-def _waits(shown: Pass) -> steps.Ints:
-    return np.array([its.waited_ns for its in shown], dtype=np.int64)
 
 
 def _told(

@@ -20,7 +20,7 @@ from typing import Any
 from ddpbench.analysis import preflight
 from ddpbench.analysis.setup import Setup
 from ddpbench.examine.patient import Outcome, Patient
-from ddpbench.measure import clock, offsets
+from ddpbench.measure import clock
 from ddpbench.runtime import agree, environment
 
 # What the record of a launch has for a purpose of its own.
@@ -64,6 +64,8 @@ def examine(patient: Patient) -> Outcome:
 
 def _clocks_ahead(patient: Patient) -> tuple[list[float | None], str | None]:
     """What each rank's time of day is ahead of rank 0's, in seconds; why that is not known."""
+    from ddpbench.measure import offsets
+
     with offsets.opened(patient.ranks, patient.launch.ranks) as clocks:
         # The time of day less the clock of stamps does not change; that clock is compared.
         since = time.time_ns() - clock.now_ns() + clocks.ahead_ns

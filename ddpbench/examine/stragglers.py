@@ -36,7 +36,7 @@ MEMORY_SHARE = 1 / 16  # of what is free, for one of two buffers of all ranks of
 def examine(patient: Patient) -> Outcome:
     """All ranks call it."""
     group, kind = patient.ranks, patient.device.type
-    full = [crowd.host for crowd in crowded(patient.launch.ranks)]
+    full = _full_machines(patient)
     efforts = effort.prepared(patient.device, _copy_nbytes(patient))
     loads = {name: each.load for name, each in efforts.items()}
     passes, work_seconds = _passes(patient, efforts, company=group.world_size > 1 and not full)
@@ -89,6 +89,17 @@ def _passes(patient: Patient, efforts: turns.Efforts, company: bool) -> tuple[li
         if not agree.decision(group, int(stragglers.suspected(passes, work_seconds))):
             break
     return passes, work_seconds
+
+
+def _full_machines(patient: Patient) -> list[str]:
+    """Those with more threads than cores, by the name of one of their hosts: containers of one
+    machine share its cores."""
+    found = []
+    for members in patient.ranks.machines.values():
+        ranks = [patient.launch.ranks[rank] for rank in members]
+        name = ranks[0].get("hostname")
+        found += [crowd.host for crowd in crowded([{**its, "hostname": name} for its in ranks])]
+    return found
 
 
 def _copy_nbytes(patient: Patient) -> int:

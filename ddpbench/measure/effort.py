@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.analysis.slowness import Load
-from ddpbench.measure import clock, loop
+from ddpbench.measure import clock
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +100,8 @@ def slice_of(effort: Effort, seconds: float) -> float:
 
 
 def _stamps(call: Callable[[], object]) -> Callable[[], float]:
+    from ddpbench.measure import loop
+
     def once() -> float:
         entry, exits = loop.stamped(1, _nothing, call)
         return (exits[0] - entry[0]) * 1e-9

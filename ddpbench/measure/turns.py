@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ddpbench.measure import effort, loop, start
+from ddpbench.measure import effort, start
 from ddpbench.measure.effort import Effort
 from ddpbench.runtime import agree, cpu, environment
 from ddpbench.runtime.group import Group
@@ -146,6 +146,8 @@ def waits(
     the same work, so often repeated."""
     import torch
     import torch.distributed as dist
+
+    from ddpbench.measure import loop
 
     meet = start.STARTS["barrier"](tested, device)
     cell = torch.zeros(1, device=device)
