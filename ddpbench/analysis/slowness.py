@@ -41,8 +41,8 @@ class Shown:
     or TOGETHER with all; that is left out where it would mean nothing."""
 
     seconds: dict[str, dict[str, list[float]]]  # when → load → of a repetition, a value a round
-    # when → "throttled", "stolen", "queued" → the share of the time in which its threads did not
-    # run for that reason; None: not known
+    # when → "throttled", "stolen", "queued" → the share of the time in which it did not run for
+    # that reason; None: not known
     kept: dict[str, dict[str, float | None]]
     waited_ns: list[int] = field(default_factory=list)  # in each all_reduce after equal work
     hertz: float | None = None  # of its cores

@@ -29,9 +29,8 @@ Efforts = Mapping[str, Effort]
 
 @dataclass
 class Kept:
-    """How long this rank's threads were kept from running, added up over spans of work."""
+    """How long this rank was kept from running, added up over spans of work."""
 
-    threads: int
     busy_threads: int  # on this machine at once
     wall_seconds: float = 0.0
     seconds: dict[str, float | None] = field(default_factory=dict)
@@ -47,7 +46,7 @@ class Kept:
         spent = {
             "throttled": used.throttled_seconds,
             "stolen": _part(used.steal_seconds, self.busy_threads),
-            "queued": _part(waited, self.threads),
+            "queued": waited,
         }
         for kind, seconds in spent.items():
             before = self.seconds.get(kind, 0.0)
@@ -83,8 +82,8 @@ def alone(group: Group, efforts: Efforts, slice_seconds: float, look_around: boo
     """
     import torch
 
-    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
-    mine = Turns(Kept(threads, threads), {name: [] for name in efforts})
+    cores = os.sched_getaffinity(0)
+    mine = Turns(Kept(torch.get_num_threads()), {name: [] for name in efforts})
     mates = max(map(len, group.machines.values()))
     own = group.neighbours.index(group.rank)
     before, heat = cpu.process_seconds(cores) if look_around else {}, cpu.thermal_events(cores)
@@ -108,9 +107,8 @@ def together(group: Group, efforts: Efforts, slice_seconds: float) -> Turns:
     """All ranks at once."""
     import torch
 
-    threads = torch.get_num_threads()
-    busy = threads * len(group.neighbours)
-    mine = Turns(Kept(threads, busy), {name: [] for name in efforts})
+    busy = torch.get_num_threads() * len(group.neighbours)
+    mine = Turns(Kept(busy), {name: [] for name in efforts})
     for _ in range(ROUNDS):
         group.watchdog.rearm()
         for name, each in efforts.items():

@@ -75,11 +75,10 @@ def others_share(
 
 
 def queued_seconds() -> float | None:
-    """Seconds that this process's living threads have been ready to run without having a core, so
-    far: only differences mean something. None where the kernel does not tell."""
-    told = [read(path) for path in Path("/proc/self/task").glob("*/schedstat")]
-    waits = [int(text.split()[1]) for text in told if text]
-    return sum(waits) / 1e9 if waits else None
+    """Seconds that this process's main thread has been ready to run without having a core, so far:
+    only differences mean something. None where the kernel does not tell."""
+    told = (read("/proc/self/schedstat") or "").split()
+    return int(told[1]) / 1e9 if len(told) > 1 else None
 
 
 def core_hertz(cores: Iterable[int]) -> float | None:
