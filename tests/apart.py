@@ -1,17 +1,25 @@
-"""`--import apart`: a rank with AHEAD_NS in its environment has a clock of its own, that far on."""
+"""`--import apart`: a rank with AHEAD_NS in its environment has a clock of its own, that far on;
+with DAY_AHEAD_NS its time of day is ahead."""
 
 import os
+import time
 from typing import Any
 
 from ddpbench.measure import clock
 from ddpbench.runtime import environment
 
 true_now_ns, true_facts = clock.now_ns, environment.rank_facts
+true_time_ns = time.time_ns
 
 
 def now_ns() -> int:
     """What the rank takes for its clock."""
     return true_now_ns() + int(os.environ.get("AHEAD_NS") or 0)
+
+
+def time_ns() -> int:
+    """What the rank takes for the time of day."""
+    return true_time_ns() + int(os.environ.get("DAY_AHEAD_NS") or 0)
 
 
 def rank_facts() -> dict[str, Any]:
@@ -20,4 +28,4 @@ def rank_facts() -> dict[str, Any]:
     return {**true_facts(), **({"time_namespace": -1 - int(ahead)} if ahead else {})}
 
 
-clock.now_ns, environment.rank_facts = now_ns, rank_facts
+clock.now_ns, environment.rank_facts, time.time_ns = now_ns, rank_facts, time_ns

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddpbench.analysis import limits, lines, step_lines, steps
+from ddpbench.analysis.setup import crowded
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import SEVERITIES, Finding, Launch, Run, StepResult
 
@@ -172,35 +173,23 @@ def _debug(run: Run) -> Iterator[Finding]:
 
 
 def _oversubscribed(run: Run) -> Iterator[Finding]:
+    examined = [finding for each in run.examinations for finding in each.findings]
+    bound = {each.place.get("host") for each in examined if each.code == "shared-cores"}
     for launch in run.launches:
-        hosts: dict[str, list[dict[str, Any]]] = {}
-        for rank in launch.ranks:
-            hosts.setdefault(str(rank.get("hostname")), []).append(rank)
-        for host, ranks in hosts.items():
-            cores = _cores(ranks)
-            threads = sum(rank.get("threads") or 1 for rank in ranks)
-            if cores and threads > cores:
-                few = len(ranks) <= cores
+        for its in crowded(launch.ranks):
+            if its.host not in bound:  # there, some ranks have cores to themselves: told with them
+                few = its.ranks <= its.cores
                 yield Finding(
                     "warning",
                     "oversubscribed",
-                    f"{host}: {len(ranks)} ranks with {threads} compute threads in all share "
-                    f"{cores} cores: times contain waiting for a core",
-                    f"use -n {cores} or fewer"
-                    + (f", or OMP_NUM_THREADS={cores // len(ranks)}" if few else ""),
-                    {"host": host},
-                )
-
-
-def _cores(ranks: list[dict[str, Any]]) -> int | None:
-    """The cores that these ranks of one host may use, from "0-3,8" and a cgroup's quota."""
-    usable: set[int] = set()
-    for rank in ranks:
-        for span in filter(None, str(rank.get("cpuset") or "").split(",")):
-            first, _, last = span.partition("-")
-            usable.update(range(int(first), int(last or first) + 1))
-    quota = ranks[0].get("cgroup_cpu_quota_cores")
-    return max(1, int(min(len(usable), quota or len(usable)))) if usable else None
+                    f"{its.host}: {its.ranks} ranks with {its.threads} compute threads in all "
+                    f"share {its.cores} cores: times contain waiting for a core",
+                    f"use -n {its.cores} or fewer"
+                    + (f", or OMP_NUM_THREADS={its.cores // its.ranks}" if few else "")
+                    + (f"; or bind them to more cores: {its.spare} others are allowed here"
+                       if its.spare else ""),
+                    {"host": its.host},
+                )  # fmt: skip
 
 
 def _mixed_versions(run: Run) -> Iterator[Finding]:

@@ -276,14 +276,14 @@ def _buckets(samples: Samples, step: float) -> Iterator[Bucket]:
         assert wire is not None
         assert wait is not None
         confidence = 1 - 0.05 / samples.world / len(samples.buckets)
-        late = _late_rank(mine, confidence, LATE_SHARE * step)
+        late = late_rank(mine, confidence, LATE_SHARE * step)
         yield Bucket(
             info.index, info.nbytes, info.parameters, info.first, info.last,
             float(handed[number]), wire, wait, late,
         )  # fmt: skip
 
 
-def _late_rank(each: Floats, confidence: float, least: float) -> int | None:
+def late_rank(each: Floats, confidence: float, least: float) -> int | None:
     """The rank that waited least most often, if it waits less than the others beyond the noise, by
     more than `least` seconds.
 

@@ -6,7 +6,7 @@ import os
 import re
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,6 +72,38 @@ def others_share(
         return None
     others = host_busy_seconds - sum(own_seconds_of_local_ranks)
     return min(1.0, max(0.0, others / (wall_seconds * cores)))
+
+
+def queued_seconds() -> float | None:
+    """Seconds that this process's main thread has been ready to run without having a core, so far:
+    only differences mean something. None where the kernel does not tell."""
+    told = (read("/proc/self/schedstat") or "").split()
+    return int(told[1]) / 1e9 if len(told) > 1 else None
+
+
+def core_hertz(cores: Iterable[int]) -> float | None:
+    """What these cores run at just now, the mean; None where the kernel does not tell."""
+    told = [read(f"/sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq") for core in cores]
+    known = [int(text) * 1e3 for text in told if text]
+    return sum(known) / len(known) if known else None
+
+
+def thermal_events(cores: Iterable[int]) -> int | None:
+    """How often these cores have been slowed for their heat so far; None: it is not told."""
+    folder = "/sys/devices/system/cpu/cpu{}/thermal_throttle/core_throttle_count"
+    known = [int(text) for core in cores if (text := read(folder.format(core)))]
+    return sum(known) if known else None
+
+
+def process_seconds(cores: Container[int]) -> dict[str, float]:
+    """CPU seconds so far of the processes that were seen on one of these cores last, those of other
+    users and containers as far as they can be seen: "python3 (pid 7)" → seconds."""
+    found = {}
+    for each in psutil.process_iter(["pid", "name", "cpu_num", "cpu_times"]):
+        its = each.info
+        if its["cpu_times"] is not None and its["cpu_num"] in cores:
+            found[f"{its['name']} (pid {its['pid']})"] = sum(its["cpu_times"][:2])
+    return found
 
 
 def _host(wall: float) -> tuple[float | None, float | None, float | None]:

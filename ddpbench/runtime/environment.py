@@ -3,6 +3,7 @@
 What the machine withholds is None, never an exception; so is a limit that does not exist.
 """
 
+import getpass
 import os
 import platform
 import re
@@ -27,10 +28,16 @@ from ddpbench.runtime.cpu import ROOT, cgroup_levels, found, or_none, quota_core
 CPUS = Path("/sys/devices/system/cpu")
 CHECKOUT = Path(__file__).parents[2]  # named to git, which would else take any folder around it
 GIT = ("git", f"--git-dir={CHECKOUT}/.git", f"--work-tree={CHECKOUT}", "--no-optional-locks")
-ALLOWED = re.compile(r"(NCCL|GLOO|TORCH|OMP|MKL|OMPI|UCX|MPICH|SLURM)_|CUDA_VISIBLE_DEVICES$")
+ALLOWED = re.compile(
+    r"(NCCL|GLOO|TORCH|PYTORCH|OMP|GOMP|KMP|MKL|OMPI|UCX|UCC|FI|MPICH|SLURM)_|"
+    r"(CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|LAUNCH_BLOCKING)|PYTHON(DEVMODE|MALLOC|TRACEMALLOC))$"
+)
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|PASSPHRASE|KEY|CREDENTIAL|JWT|AUTH|COOKIE", re.IGNORECASE)
 # Open MPI tells its ranks much; a user sets OMPI_MCA_*.
 NOISE = re.compile(r"OMPI_(?!MCA_)|OMPI_MCA_(orte|prte|pmix|ess|initial|PREFIXES|cpu_|num_)")
+HOMES = re.compile(r"/(home|Users)/[^/\s:,;]+")
+ASSIGNED = re.compile(r"((?:token|secret|passw\w*|key)=)[^\s,;&]+", re.IGNORECASE)
+IPC_LOCK = 14  # the number of the capability without which RLIMIT_MEMLOCK binds
 COMMAND_DEADLINE_SECONDS = 5.0
 MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity.d": "apptainer"}
 REASON = "nvmlClocksThrottleReason"
@@ -38,12 +45,9 @@ REASON = "nvmlClocksThrottleReason"
 
 def run_facts() -> dict[str, object]:
     """What holds for the whole run, as rank 0 sees it; may take some 50 ms."""
-    torch, cpu_info = _module("torch"), read("/proc/cpuinfo")
+    torch = _module("torch")
     changes = _output(*GIT, "status", "--short", ":/ddpbench")
     builds = {kind: getattr(torch and torch.version, kind, None) for kind in ("cuda", "hip")}
-    hypervisor = found(r"^flags\s*:.*\b(hypervisor)\b", cpu_info)
-    governors = filter(None, map(read, CPUS.glob("cpufreq/policy*/scaling_governor")))
-    huge_pages = read("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
         **_versions(),
         "git_revision": _output(*GIT, "rev-parse", "HEAD"),
@@ -52,6 +56,19 @@ def run_facts() -> dict[str, object]:
         "cuda": builds["cuda"],
         "nccl": or_none(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
         "mpi": or_none(mpi_library.library) if "mpi4py.MPI" in sys.modules else None,
+        **host_facts(),
+        "loopback": _interface("lo"),
+        "default_interface": _interface(found(r"^(\S+)\s+00000000\s", read("/proc/net/route"))),
+    }
+
+
+def host_facts() -> dict[str, object]:
+    """What holds for this host; may take some 20 ms."""
+    cpu_info = read("/proc/cpuinfo")
+    hypervisor = found(r"^flags\s*:.*\b(hypervisor)\b", cpu_info)
+    governors = filter(None, map(read, CPUS.glob("cpufreq/policy*/scaling_governor")))
+    huge_pages = read("/sys/kernel/mm/transparent_hugepage/enabled")
+    return {
         "driver": read("/sys/module/nvidia/version"),
         "kernel": platform.release(),
         "os": or_none(lambda: platform.freedesktop_os_release()["PRETTY_NAME"]),
@@ -59,7 +76,7 @@ def run_facts() -> dict[str, object]:
         or next((name for mark, name in MARKS.items() if Path(mark).exists()), None),
         "virtual_machine": _output("systemd-detect-virt", "--vm")
         or (hypervisor and (read("/sys/class/dmi/id/sys_vendor") or "unknown")),
-        "cpu_model": found(r"^model name\s*:(.+)", cpu_info) or platform.machine(),
+        "cpu_model": _cpu_model(cpu_info),
         "cores_logical": psutil.cpu_count(),
         "cores_physical": psutil.cpu_count(logical=False),
         "smt": {"0": False, "1": True}.get(read(CPUS / "smt/active") or ""),
@@ -67,8 +84,6 @@ def run_facts() -> dict[str, object]:
         "memory_nbytes": or_none(lambda: int(psutil.virtual_memory().total)),
         "transparent_huge_pages": found(r"\[(\w+)\]", huge_pages),
         "numa_nodes": len(list(CPUS.parent.glob("node/node[0-9]*"))) or None,
-        "loopback": _interface("lo"),
-        "default_interface": _interface(found(r"^(\S+)\s+00000000\s", read("/proc/net/route"))),
     }
 
 
@@ -76,7 +91,8 @@ def rank_facts() -> dict[str, object]:
     """What holds for this rank; call it after the rank has chosen its GPU and its threads.
 
     Two ranks share a clock where boot_id and time_namespace are known and equal. NUMA nodes are
-    those of the cpuset. The ulimits are the soft ones; -1 is no limit.
+    those of the cpuset, which may be a part of the cores that the control group allows. The ulimits
+    are the soft ones; -1 is no limit.
     """
     cpus = os.sched_getaffinity(0)
     nodes = (int(path.name[4:]) for cpu in cpus for path in CPUS.glob(f"cpu{cpu}/node[0-9]*"))
@@ -87,7 +103,9 @@ def rank_facts() -> dict[str, object]:
         "boot_id": read("/proc/sys/kernel/random/boot_id"),
         "time_namespace": or_none(lambda: Path("/proc/self/ns/time").stat().st_ino),
         "cpuset": compact(cpus),
+        "allowed_cpus": allowed_cpus(),
         "numa_nodes": compact(nodes) or None,
+        "cpu_model": _cpu_model(read("/proc/cpuinfo")),
         "threads": or_none(lambda: int(_module("torch").get_num_threads())),
         **_gpu(),
         "variables": allowed_variables(os.environ),
@@ -98,6 +116,49 @@ def rank_facts() -> dict[str, object]:
         "ulimit_memlock_nbytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "ulimit_open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }
+
+
+def setup_facts() -> dict[str, object]:
+    """What only the doctor asks of this rank, beyond `rank_facts`; variables as they may be shown
+    to strangers. Call it after the rank has chosen its GPU.
+
+    `resolved` is the address of the host's own name.
+    """
+    torch = _module("torch")
+    capabilities = found(r"^CapEff:\s*(\w+)", read("/proc/self/status"))
+    debug = {"Python": hasattr(sys, "gettotalrefcount"), "torch": _debug_build(torch)}
+    return {
+        "resolved": or_none(lambda: socket.gethostbyname(socket.gethostname())),
+        "variables": {
+            name: discreet(value) for name, value in allowed_variables(os.environ).items()
+        },
+        "may_lock_memory": bool(int(capabilities or "0", 16) >> IPC_LOCK & 1),
+        "rdma_devices": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
+        "shm_nbytes": or_none(lambda: shutil.disk_usage("/dev/shm").total),
+        "debug_builds": [name for name, built_so in debug.items() if built_so],
+        **_gpu_place(torch),
+    }
+
+
+def discreet(text: str) -> str:
+    """A text without the user's name, anyone's home folder, and what looks like a secret."""
+    names = {os.environ.get("USER"), os.environ.get("LOGNAME"), or_none(getpass.getuser)}
+    home = os.environ.get("HOME") or ""
+    if len(home) > 1:
+        text = re.sub(rf"{re.escape(home.rstrip('/'))}(?![\w.-])", "~", text)
+    text = ASSIGNED.sub(r"\1***", HOMES.sub("~", text))
+    for name in names - {None, "", "root"}:
+        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(str(name))}(?![A-Za-z0-9])", "USER", text)
+    return text
+
+
+def allowed_cpus(root: Path = ROOT) -> str | None:
+    """The cores that this process's control group allows, as the kernel writes a cpuset."""
+    for level in reversed(cgroup_levels("cpuset", root)):
+        for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
+            if text := read(level / name):
+                return text
+    return None
 
 
 def compact(numbers: Iterable[int]) -> str:
@@ -192,6 +253,28 @@ def _gpu() -> dict[str, object]:
     its = None if index is None else or_none(lambda: cuda.get_device_properties(index))
     uuid = its and f"GPU-{its.uuid}"  # as NVML and nvidia-smi write it
     return {"gpu_index": index, "gpu_name": its and its.name, "gpu_uuid": uuid}
+
+
+def _gpu_place(torch: Any) -> dict[str, object]:
+    """The NUMA node of this rank's GPU, and the GPU's memory: all of it, and what is free."""
+    index = _gpu()["gpu_index"]
+    its: Any = None if index is None else or_none(lambda: torch.cuda.get_device_properties(index))
+    memory = None if its is None else or_none(lambda: torch.cuda.mem_get_info(index))
+    bus = or_none(lambda: f"{its.pci_domain_id:04x}:{its.pci_bus_id:02x}:{its.pci_device_id:02x}.0")
+    node = or_none(lambda: int(read(f"/sys/bus/pci/devices/{bus}/numa_node") or "-1"))
+    return {
+        "gpu_numa_node": None if node is None or node < 0 else node,
+        "gpu_free_nbytes": memory and memory[0],
+        "gpu_nbytes": memory and memory[1],
+    }
+
+
+def _cpu_model(cpu_info: str | None) -> str:
+    return found(r"^model name\s*:(.+)", cpu_info) or platform.machine()
+
+
+def _debug_build(torch: Any) -> bool:
+    return bool(getattr(torch and torch.version, "debug", False))
 
 
 def _versions() -> dict[str, object]:

@@ -1,0 +1,278 @@
+"""What costs time or may fail, as a rank's own facts tell: settings, cores, GPUs, limits, memory.
+
+One entry of SETTINGS adds a setting that costs.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpbench.analysis.setup import Setup, cpus, crowded, folded
+from ddpbench.records.schema import Finding
+
+MIB, GIB = 2**20, 2**30
+LEAST_MEMORY_NBYTES = 256 * MIB  # free, for each rank
+MUCH_LESS = 0.25  # of the memory that hosts usually have free
+LEAST_SHM_NBYTES = 128 * MIB  # free, for each rank
+LEAST_LOCKED_NBYTES = GIB
+# Of a rank: Python's own and its libraries', and to each other rank two groups and the store.
+FILES, FILES_A_RANK = 100, 4
+IN_USE_SHARE = 0.2  # of a GPU's memory before anything is measured
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting that costs time, mostly left over from looking for a fault."""
+
+    variable: str
+    values: str  # a regular expression of those that cost
+    severity: str
+    cost: str
+    device: str | None = None  # where it costs; None: everywhere
+
+    def costs(self, device: str, value: str | None) -> bool:
+        """Whether that value does, on that device."""
+        here = self.device in (None, device)
+        return here and value is not None and re.fullmatch(self.values, value, re.I) is not None
+
+
+YES = "1|true|yes|on"
+SETTINGS = (
+    Setting("CUDA_LAUNCH_BLOCKING", YES, "warning", "each kernel is waited for", "cuda"),
+    Setting("PYTORCH_NO_CUDA_MEMORY_CACHING", "[^0].*", "warning",
+            "each tensor is allocated by the driver, which waits for the GPU", "cuda"),
+    Setting("TORCH_NCCL_BLOCKING_WAIT", YES, "warning",
+            "each collective is waited for by the CPU, so that nothing hides it", "cuda"),
+    Setting("NCCL_DEBUG", "trace", "warning", "NCCL writes a line for each call", "cuda"),
+    Setting("NCCL_CHECK_POINTERS", "1", "warning", "NCCL checks the buffers of each call", "cuda"),
+    Setting("NCCL_P2P_DISABLE", "1", "note",
+            "GPUs of a host send to each other through the host's memory", "cuda"),
+    Setting("NCCL_SHM_DISABLE", "1", "note",
+            "ranks of a host may send to each other through the network", "cuda"),
+    Setting("NCCL_IB_DISABLE", "1", "note", "hosts send to each other over TCP", "cuda"),
+    Setting("OMP_WAIT_POLICY", "active", "note",
+            "threads that wait keep their cores busy, which the backend's threads may need"),
+    Setting("PYTHONDEVMODE", ".+", "note", "Python checks its own work"),
+    Setting("PYTHONMALLOC", ".*debug", "note", "Python checks its memory"),
+    Setting("PYTHONTRACEMALLOC", "[^0].*", "note", "Python remembers where memory was asked for"),
+)  # fmt: skip
+
+
+def costly_settings(setup: Setup) -> Iterator[Finding]:
+    """Settings that cost, where they are set."""
+    every = [its.get("variables") or {} for its in setup.ranks]
+    for each in SETTINGS:
+        values = [its.get(each.variable) for its in every]
+        ranks = [rank for rank, value in enumerate(values) if each.costs(setup.device, value)]
+        if ranks:
+            yield Finding(
+                each.severity,
+                "debug-setting",
+                f"{each.variable}={values[ranks[0]]} is set on {setup.who(ranks)}: {each.cost}",
+                f"unset {each.variable} unless it is needed",
+                {**setup.place(ranks), "variable": each.variable},
+            )
+
+
+def debug_builds(setup: Setup) -> Iterator[Finding]:
+    """Python, or torch, that was built to find faults."""
+    for kinds, ranks in folded(setup.values("debug_builds")):
+        if not kinds:
+            continue
+        yield Finding(
+            "warning",
+            "debug-build",
+            f"{' and '.join(kinds)} on {setup.who(ranks)} is built for debugging, and slow",
+            "install the release build",
+            setup.place(ranks),
+        )
+
+
+# --- cores ----------------------------------------------------------------------------------------
+
+
+def bound_cores(setup: Setup) -> Iterator[Finding]:
+    """Ranks bound to the same cores while others, which they may use, are bound to nobody; not all
+    ranks of a host to the same: that is a crowd, which may be meant."""
+    for host, ranks, _ in setup.of_hosts():
+        sets = {rank: cpus(setup.ranks[rank].get("cpuset")) for rank in ranks}
+        allowed = cpus(setup.ranks[ranks[0]].get("allowed_cpus"))
+        free = sorted(allowed.difference(*sets.values()))
+        groups: dict[frozenset[int], list[int]] = {}
+        for rank in ranks:
+            groups.setdefault(sets[rank], []).append(rank)
+        for cores, mates in groups.items():
+            threads = sum(setup.ranks[rank].get("threads") or 1 for rank in mates)
+            if free and cores and 1 < len(mates) < len(ranks) and threads > len(cores):
+                yield Finding(
+                    "warning",
+                    "shared-cores",
+                    f"{setup.who(mates)}, with {threads} compute threads in all, are bound to the "
+                    f"same {_cores(cores)}, while {_cores(free)} of {host} "
+                    f"{'are' if len(free) > 1 else 'is'} bound to no rank",
+                    "give each rank cores of its own (mpirun --bind-to core, srun "
+                    "--cpu-bind=cores, taskset), or bind none",
+                    setup.place(mates),
+                )
+
+
+def _cores(cores: Sequence[int] | frozenset[int]) -> str:
+    found = sorted(cores)
+    runs = f"{found[0]}-{found[-1]}" if found[-1] - found[0] == len(found) - 1 else None
+    shown = ", ".join(map(str, found[:8])) + (", …" if len(found) > 8 else "")
+    return f"core {found[0]}" if len(found) == 1 else f"cores {runs or shown}"
+
+
+def narrow_affinity(setup: Setup) -> Iterator[Finding]:
+    """A rank that may use fewer cores than it has threads, while its host has cores enough."""
+    full = {crowd.host for crowd in crowded(setup.ranks)}  # told as oversubscribed
+    for host, ranks, _ in setup.of_hosts():
+        sets = {rank: cpus(setup.ranks[rank].get("cpuset")) for rank in ranks}
+        threads = {rank: setup.ranks[rank].get("threads") or 1 for rank in ranks}
+        narrow = [rank for rank in ranks if sets[rank] and threads[rank] > len(sets[rank])]
+        if narrow and host not in full:
+            first = narrow[0]
+            yield Finding(
+                "warning",
+                "narrow-affinity",
+                f"{setup.who(narrow)} may use {_cores(sets[first])} only, for {threads[first]} "
+                "compute threads",
+                f"bind it to as many cores as it has threads, or set "
+                f"OMP_NUM_THREADS={len(sets[first])}",
+                setup.place(narrow),
+            )
+
+
+# --- GPUs -----------------------------------------------------------------------------------------
+
+
+def far_gpu(setup: Setup) -> Iterator[Finding]:
+    """Ranks bound to another NUMA node than that of their GPU."""
+    for rank, its in enumerate(setup.ranks):
+        node, own = its.get("gpu_numa_node"), cpus(its.get("numa_nodes"))
+        if node is not None and own and node not in own:
+            yield Finding(
+                "warning",
+                "far-gpu",
+                f"{setup.who([rank])} is bound to cores of NUMA node {its.get('numa_nodes')}, its "
+                f"GPU {its.get('gpu_index')} is at node {node}: what it copies crosses the sockets",
+                f"bind it to cores of node {node} (numactl --cpunodebind={node}), or give it a GPU "
+                "near its cores",
+                setup.place([rank]),
+            )
+
+
+def gpu_in_use(setup: Setup) -> Iterator[Finding]:
+    """GPUs of which others use the memory, and those of several ranks."""
+    for uuid, ranks in folded(setup.values("gpu_uuid")):
+        whole, free = (setup.ranks[ranks[0]].get(f"gpu_{n}") for n in ("nbytes", "free_nbytes"))
+        if uuid is None or whole is None or free is None:
+            continue
+        if len(ranks) > 1:
+            yield Finding(
+                "note",
+                "shared-gpu",
+                f"{setup.who(ranks)} share one GPU, as --share-gpu allows: times contain waiting",
+                "start one rank a GPU to measure",
+                setup.place(ranks),
+            )
+        elif whole - free > IN_USE_SHARE * whole:
+            yield Finding(
+                "warning",
+                "gpu-in-use",
+                f"{(whole - free) / GIB:.1f} of {whole / GIB:.1f} GiB of the GPU of "
+                f"{setup.who(ranks)} are taken before anything is measured",
+                "see with nvidia-smi who uses it, and end that",
+                setup.place(ranks),
+            )
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+def locked_memory(setup: Setup) -> Iterator[Finding]:
+    """RDMA registers its buffers, which locks them; gloo's TCP needs none of it."""
+
+    def low(its: Any) -> bool:
+        limit = its.get("ulimit_memlock_nbytes")
+        known = limit is not None and bool(its.get("rdma_devices"))
+        return known and 0 <= limit < LEAST_LOCKED_NBYTES and not its.get("may_lock_memory")
+
+    ranks = setup.where(low) if setup.backend != "gloo" else []
+    if ranks:
+        limit = setup.ranks[ranks[0]]["ulimit_memlock_nbytes"]
+        yield Finding(
+            "warning",
+            "memlock",
+            f"{setup.who(ranks)} may lock {limit // 1024} KiB of memory, and RDMA "
+            f"({', '.join(setup.ranks[ranks[0]]['rdma_devices'][:2])}) locks its buffers",
+            "ulimit -l unlimited (containers: --ulimit memlock=-1; Slurm: LimitMEMLOCK=infinity "
+            "for slurmd)",
+            setup.place(ranks),
+        )
+
+
+def open_files(setup: Setup) -> Iterator[Finding]:
+    """Ranks that may open fewer files than a world of that size needs."""
+    needed = FILES + FILES_A_RANK * len(setup.ranks)
+    ranks = setup.where(lambda its: 0 <= its.get("ulimit_open_files", -1) < needed)
+    if ranks:
+        yield Finding(
+            "warning",
+            "open-files",
+            f"{setup.who(ranks)} may open {setup.ranks[ranks[0]]['ulimit_open_files']} files, and "
+            f"connections between {len(setup.ranks)} ranks alone can need about {needed}",
+            "raise it with ulimit -n, for data loaders as well: 65536 is usual",
+            setup.place(ranks),
+        )
+
+
+def shared_memory(setup: Setup) -> Iterator[Finding]:
+    """Hosts with little room in /dev/shm."""
+    for host, ranks, _ in setup.of_hosts():
+        free = setup.ranks[ranks[0]].get("shm_free_nbytes")
+        if free is not None and free < LEAST_SHM_NBYTES * len(ranks):
+            yield Finding(
+                "warning" if setup.device == "cuda" else "note",
+                "small-shm",
+                f"/dev/shm of {host} has {free / MIB:.0f} MiB free for {len(ranks)} ranks: NCCL "
+                "and the workers of data loaders exchange data there, and fail when it is full",
+                "give the container more (docker run --shm-size=8g, --ipc=host), or remove what "
+                "lies there",
+                setup.place(ranks),
+            )
+
+
+def free_memory(setup: Setup) -> Iterator[Finding]:
+    """Hosts with little memory free, or much less than usual."""
+    free = {
+        ranks[0]: setup.ranks[ranks[0]].get("free_memory_nbytes")
+        for _, ranks, _ in setup.of_hosts()
+    }
+    known = [nbytes for nbytes in free.values() if nbytes is not None]
+    usual = statistics.median(known) if known else 0
+    for host, ranks, _ in setup.of_hosts():
+        nbytes = free[ranks[0]]
+        if nbytes is None:
+            continue
+        told = f"{host} has {nbytes / GIB:.1f} GiB of memory free for {len(ranks)} ranks"
+        if nbytes < LEAST_MEMORY_NBYTES * len(ranks):
+            yield Finding(
+                "warning",
+                "low-memory",
+                f"{told}: the kernel may kill one of them",
+                "see with top -o RES what uses it; a control group's limit counts too",
+                setup.place(ranks),
+            )
+        elif nbytes < MUCH_LESS * usual:
+            yield Finding(
+                "note",
+                "low-memory",
+                f"{told}, hosts usually {usual / GIB:.1f} GiB",
+                "see with top -o RES whether an earlier job has left something there",
+                setup.place(ranks),
+            )

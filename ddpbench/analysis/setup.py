@@ -1,0 +1,124 @@
+"""A set-up: the facts of all ranks on their hosts, and how ranks are named in a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Facts = Mapping[str, Any]
+FEW = 4  # hosts, or values, that a sentence names
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the ranks tell of themselves.
+
+    Each rank's facts are `rank_facts` and `setup_facts` of runtime/environment.py with what
+    examine/preflight.py adds; under "host" the first rank of each host has `host_facts`.
+    """
+
+    ranks: Sequence[Facts]
+    hosts: Sequence[Sequence[int]]  # the ranks of each, first ranks in order
+    backend: str = "gloo"
+    device: str = "cpu"
+    launcher: str = "torchrun"
+
+    def of_hosts(self) -> Iterator[tuple[str, Sequence[int], Facts]]:
+        """Name, ranks, and facts of each host."""
+        for ranks in self.hosts:
+            facts = self.ranks[ranks[0]]
+            yield str(facts.get("hostname")), ranks, facts.get("host") or {}
+
+    def values(self, fact: str) -> list[Any]:
+        """A fact in each rank; one of the host, in all of its ranks."""
+        found = [its.get(fact) for its in self.ranks]
+        for _, ranks, facts in self.of_hosts():
+            for rank in ranks if fact in facts else ():
+                found[rank] = facts[fact]
+        return found
+
+    def host(self, rank: int) -> str:
+        """The name of a rank's host."""
+        return str(self.ranks[rank].get("hostname"))
+
+    def who(self, ranks: Sequence[int]) -> str:
+        """ "rank 2 (node7)", "ranks 0-7 (node1)"; no more than a few hosts."""
+        names = list(dict.fromkeys(map(self.host, ranks)))
+        more = f", and {len(names) - FEW} more" if len(names) > FEW else ""
+        return f"{named(ranks)} ({', '.join(names[:FEW])}{more})"
+
+    def place(self, ranks: Sequence[int]) -> dict[str, Any]:
+        """For a finding: the first of the ranks and its host, all ranks where there are several."""
+        place = {"rank": ranks[0], "host": self.host(ranks[0])}
+        return place if len(ranks) == 1 else {**place, "ranks": list(ranks)}
+
+    def where(self, holds: Callable[[Facts], bool]) -> list[int]:
+        """The ranks of whose facts it holds."""
+        return [rank for rank, its in enumerate(self.ranks) if holds(its)]
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """0, 1, 2, 5 as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0-2, 5"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
+
+
+def folded(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:
+    """Each value with the ranks that have it, in order of the first of them."""
+    groups: dict[str, tuple[Any, list[int]]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(json.dumps(value, sort_keys=True), (value, []))[1].append(rank)
+    return list(groups.values())
+
+
+def odd(groups: Sequence[tuple[object, list[int]]]) -> list[int]:
+    """The ranks to look at, where values differ: those with the rarest, of equals the last."""
+    _, ranks = min(reversed(groups), key=lambda group: len(group[1]))
+    return ranks
+
+
+def cpus(text: object) -> frozenset[int]:
+    """The cores of "0-3,8"; none where there is no text."""
+    found: set[int] = set()
+    for span in filter(None, str(text or "").split(",")):
+        first, _, last = span.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """The ranks of a host that has more compute threads than cores for them."""
+
+    host: str
+    ranks: int
+    threads: int
+    cores: int  # that they may use, by their cpusets and a control group's quota
+    spare: int  # that their control group allows besides, but their cpusets do not
+
+
+def crowded(ranks: Sequence[Facts]) -> Iterator[Crowd]:
+    """The hosts where ranks are crowded; one whose cores are unknown is not accused."""
+    hosts: dict[str, list[Facts]] = {}
+    for rank in ranks:
+        hosts.setdefault(str(rank.get("hostname")), []).append(rank)
+    for host, those in hosts.items():
+        bound = frozenset().union(*(cpus(rank.get("cpuset")) for rank in those))
+        quota = those[0].get("cgroup_cpu_quota_cores") or len(bound)
+        cores = max(1, int(min(len(bound), quota)))
+        threads = sum(rank.get("threads") or 1 for rank in those)
+        spare = max(0, len(cpus(those[0].get("allowed_cpus")) - bound))
+        if bound and threads > cores:
+            yield Crowd(host, len(those), threads, cores, 0 if quota < len(bound) else spare)

@@ -1,0 +1,361 @@
+"""Preflight: each difference and danger is found and named, a healthy set-up is left in peace, and
+the block for an issue tells no secret."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Pool
+from test_store import a_launch, a_run
+
+from ddpbench.analysis import findings, preflight
+from ddpbench.analysis.setup import Setup, folded, named
+from ddpbench.records import store
+from ddpbench.records.schema import Examination, Finding
+from ddpbench.render import preflight as rendered
+from ddpbench.render.style import TERMINAL
+from ddpbench.runtime import environment
+
+GIB = 2**30
+
+
+def a_rank(name: str = "a", **other: Any) -> dict[str, Any]:
+    """One that has all it needs, on a host with eight cores."""
+    known: dict[str, Any] = {
+        "hostname": name, "ddpbench": "0.1.0", "torch": "2.13.0", "python": "3.11.9",
+        "library": "gloo of torch 2.13.0", "cpuset": "0-7", "allowed_cpus": "0-7",
+        "numa_nodes": "0", "threads": 1, "variables": {}, "free_memory_nbytes": 64 * GIB,
+        "shm_nbytes": 32 * GIB, "shm_free_nbytes": 32 * GIB, "ulimit_memlock_nbytes": 65536,
+        "ulimit_open_files": 1024, "rdma_devices": [], "resolved": "10.0.0.1", "addresses": [],
+        "interface": {"name": "lo", "mtu_nbytes": 65536, "nominal_bytes_per_second": None},
+        "clock_ahead_seconds": 0.0, "gpu_uuid": None, "debug_builds": [], "host": None,
+    }  # fmt: skip
+    return {**known, **other}
+
+
+def a_host(**other: Any) -> dict[str, Any]:
+    """The facts that its first rank tells of it."""
+    return {"kernel": "6.1.0", "cpu_model": "CPU X", "cores_logical": 8, "driver": None, **other}
+
+
+def a_setup(*ranks: dict[str, Any], backend: str = "gloo", device: str = "cpu") -> Setup:
+    """These ranks, those of a name on one host."""
+    hosts: dict[str, list[int]] = {}
+    for rank, its in enumerate(ranks):
+        hosts.setdefault(its["hostname"], []).append(rank)
+    for those in hosts.values():
+        ranks[those[0]]["host"] = ranks[those[0]]["host"] or a_host()
+    return Setup(ranks, list(hosts.values()), backend, device)
+
+
+def net(speed: float | None = 1.25e9, mtu: int = 1500) -> dict[str, Any]:
+    """An interface over which a rank reaches other hosts."""
+    used = {"name": "eth0", "mtu_nbytes": mtu, "nominal_bytes_per_second": speed}
+    return {"interface": used, "addresses": ["10.0.0.1"]}
+
+
+def test_a_healthy_set_up_is_left_in_peace() -> None:
+    """Alike ranks on one host, on two, with GPUs; devices, cores and log files of their own, and a
+    variable of one rank alone that steers nothing, are no differences."""
+    assert preflight.findings(a_setup(a_rank())) == ()
+    assert preflight.findings(a_setup(*[a_rank() for _ in range(8)])) == ()
+    two = [a_rank(host, **net(), variables={"NCCL_ALGO": "Ring"}) for host in "aabb"]
+    assert preflight.findings(a_setup(*two)) == ()
+    gpus = [
+        a_rank(
+            cpuset=str(n), gpu_uuid=f"GPU-{n}", gpu_name="H", gpu_numa_node=0, gpu_index=n,
+            gpu_nbytes=80 * GIB, gpu_free_nbytes=79 * GIB,
+            variables={"CUDA_VISIBLE_DEVICES": str(n), "NCCL_IB_HCA": f"mlx5_{n}",
+                       "SLURM_PROCID": str(n), "NCCL_DEBUG_FILE": f"log.{n}"},
+        )
+        for n in range(4)
+    ]  # fmt: skip
+    assert preflight.findings(a_setup(*gpus, backend="nccl", device="cuda")) == ()
+
+
+# What is wrong → (ranks, backend, severity, code, what the sentence has, what the place has)
+WRONG: dict[str, tuple[list[dict[str, Any]], str, str, str, str, dict[str, Any]]] = {
+    "library": (
+        [a_rank(library="NCCL 2.27.3"), a_rank(), a_rank()], "nccl", "warning", "mixed-versions",
+        "NCCL 2.27.3 on rank 0 (a), gloo of torch 2.13.0 on ranks 1-2 (a)", {"rank": 0},
+    ),
+    "driver": (
+        [a_rank(h, host=a_host(driver=d)) for h, d in (("a", "550"), ("b", "550"), ("c", "535"))],
+        "nccl", "warning", "mixed-versions", "550 on ranks 0-1 (a, b), 535 on rank 2 (c)",
+        {"host": "c"},
+    ),
+    "kernel": (
+        [a_rank("a"), a_rank("b", host=a_host(kernel="5.4"))], "gloo", "note", "mixed-systems",
+        "Linux 6.1.0 on rank 0 (a), 5.4 on rank 1 (b)", {"host": "b"},
+    ),
+    "smt": (
+        [a_rank("a", host=a_host(smt=True)), a_rank("b", host=a_host(smt=False))], "gloo", "note",
+        "mixed-hardware", "on on rank 0 (a), off on rank 1 (b)", {"host": "b"},
+    ),
+    "variable": (
+        [a_rank(), a_rank(), a_rank(variables={"OMP_NUM_THREADS": "4"})], "gloo", "warning",
+        "variable-differs", "OMP_NUM_THREADS is not set on ranks 0-1 (a), 4 on rank 2 (a)",
+        {"rank": 2, "variable": "OMP_NUM_THREADS"},
+    ),
+    "algorithm": (
+        [a_rank(variables={"NCCL_ALGO": each}) for each in ("Ring", "Ring", "Tree")], "nccl",
+        "error", "variable-differs", "Ring on ranks 0-1 (a), Tree on rank 2 (a)", {"rank": 2},
+    ),
+    "debugging": (
+        [a_rank(variables={"PYTHONDEVMODE": "1"})] * 2, "gloo", "note", "debug-setting",
+        "PYTHONDEVMODE=1 is set on ranks 0-1 (a)", {"variable": "PYTHONDEVMODE"},
+    ),
+    "debug build": (
+        [a_rank(), a_rank(debug_builds=["torch"])], "gloo", "warning", "debug-build",
+        "torch on rank 1 (a)", {"rank": 1},
+    ),
+    "same core": (
+        [a_rank(cpuset="2"), a_rank(cpuset="2"), a_rank(cpuset="3")], "gloo", "warning",
+        "shared-cores", "ranks 0-1 (a), with 2 compute threads in all, are bound to the same core "
+        "2, while cores 0, 1, 4, 5, 6, 7 of a", {"ranks": [0, 1]},
+    ),
+    "narrow": (
+        [a_rank(cpuset="0-3"), a_rank(cpuset="4", threads=2)], "gloo", "warning",
+        "narrow-affinity", "rank 1 (a) may use core 4 only, for 2 compute threads", {"rank": 1},
+    ),
+    "far GPU": (
+        [a_rank(), a_rank(gpu_numa_node=1, gpu_index=5)], "gloo", "warning", "far-gpu",
+        "rank 1 (a) is bound to cores of NUMA node 0, its GPU 5 is at node 1", {"rank": 1},
+    ),
+    "used GPU": (
+        [a_rank(gpu_uuid="x", gpu_nbytes=80 * GIB, gpu_free_nbytes=20 * GIB)], "nccl", "warning",
+        "gpu-in-use", "60.0 of 80.0 GiB of the GPU of rank 0 (a)", {"rank": 0},
+    ),
+    "shared GPU": (
+        [a_rank(gpu_uuid="x", gpu_nbytes=80 * GIB, gpu_free_nbytes=20 * GIB)] * 2, "nccl", "note",
+        "shared-gpu", "ranks 0-1 (a) share one GPU", {"ranks": [0, 1]},
+    ),
+    "locked memory": (
+        [a_rank(), a_rank(rdma_devices=["mlx5_0"])], "nccl", "warning", "memlock",
+        "rank 1 (a) may lock 64 KiB", {"rank": 1},
+    ),
+    "files": (
+        [a_rank(ulimit_open_files=-1), a_rank(ulimit_open_files=64)], "gloo", "warning",
+        "open-files", "rank 1 (a) may open 64 files", {"rank": 1},
+    ),
+    "shm": (
+        [a_rank(shm_free_nbytes=64 * 2**20)], "gloo", "note", "small-shm", "64 MiB free", {},
+    ),
+    "memory": (
+        [a_rank("a"), a_rank("b", free_memory_nbytes=2**27)], "gloo", "warning", "low-memory",
+        "b has 0.1 GiB of memory free", {"host": "b"},
+    ),
+    "less memory": (
+        [a_rank(host, free_memory_nbytes=n * GIB) for host, n in (("a", 60), ("b", 64), ("c", 9))],
+        "gloo", "note", "low-memory", "c has 9.0 GiB of memory free for 1 ranks", {"host": "c"},
+    ),
+    "MTU": (
+        [a_rank("a", **net(mtu=9000)), a_rank("b", **net(mtu=9000)), a_rank("c", **net())],
+        "gloo", "warning", "interface-differs",
+        "the MTU is 9000 bytes on a (eth0), b (eth0), 1500 bytes on c (eth0)", {"host": "c"},
+    ),
+    "speed": (
+        [a_rank("a", **net(1.25e9)), a_rank("b", **net(1.25e8))], "gloo", "warning",
+        "interface-differs", "10 Gbit/s on a (eth0), 1 Gbit/s on b (eth0)", {"host": "b"},
+    ),
+    "own name": (
+        [a_rank("a"), a_rank("b", resolved="127.0.1.1")], "gloo", "note", "own-name",
+        "b resolves its own name to 127.0.1.1", {"host": "b"},
+    ),
+    "clock": (
+        [a_rank("a"), a_rank("b", clock_ahead_seconds=-3600.0)], "gloo", "warning",
+        "clocks-apart", "b's -3600.0 s", {"host": "b"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_found_and_named(name: str) -> None:
+    """One finding of this severity and code, that says where, and what to do."""
+    ranks, backend, severity, code, words, place = WRONG[name]
+    (found,) = preflight.findings(a_setup(*map(dict, ranks), backend=backend))
+    assert (found.severity, found.code) == (severity, code)
+    assert words in found.sentence
+    assert found.place | place == found.place
+    assert found.next_step
+
+
+@pytest.mark.parametrize("value", ["1", "ON", "true"])
+def test_leftover_settings_cost_where_they_act(value: str) -> None:
+    """CUDA_LAUNCH_BLOCKING costs on a GPU, whatever spells yes; not on a CPU, and 0 is not yes."""
+    ranks = [a_rank(variables={"CUDA_LAUNCH_BLOCKING": value})]
+    assert [f.code for f in preflight.findings(a_setup(*ranks, device="cuda"))] == ["debug-setting"]
+    assert preflight.findings(a_setup(*ranks)) == ()
+    off = a_rank(variables={"CUDA_LAUNCH_BLOCKING": "0"})
+    assert preflight.findings(a_setup(off, device="cuda")) == ()
+
+
+def test_nothing_is_told_twice() -> None:
+    """Of mixed versions of torch the library follows; a host with more threads than cores is told
+    by the check of all runs, and where cores are free instead, not as crowded as well."""
+    mixed = a_setup(a_rank(), a_rank(torch="2.7.0", library="gloo of torch 2.7.0"))
+    assert preflight.findings(mixed) == ()
+    crowded = [a_rank(cpuset="0", allowed_cpus="0", threads=2)]
+    assert preflight.findings(a_setup(*crowded)) == ()
+    bound = [a_rank(cpuset="2", host=a_host()), a_rank(cpuset="2"), a_rank(cpuset="3")]
+    each = Examination("preflight", 0, "gloo", 1.0, findings=preflight.findings(a_setup(*bound)))
+    launch = a_launch(ranks=tuple(bound))
+    run = replace(a_run(), command="doctor", launches=(launch,), examinations=(each,))
+    assert [f.code for f in findings.findings(run)] == ["shared-cores"]
+    (finding,) = findings.findings(replace(run, examinations=()))
+    assert finding.code == "oversubscribed"
+    assert finding.next_step == (
+        "use -n 2 or fewer; or bind them to more cores: 6 others are allowed here"
+    )
+    same = a_setup(*[a_rank(cpuset="0-1", threads=2) for _ in range(2)])
+    assert preflight.findings(same) == ()  # all as one: crowded, which may be meant
+
+
+def test_what_a_launcher_sets_is_nobodys_difference() -> None:
+    """torchrun sets OMP_NUM_THREADS=1 on hosts with several ranks only; empty is not set."""
+    ranks = [a_rank("a", variables={"OMP_NUM_THREADS": "1", "NCCL_ALGO": ""}), a_rank("b")]
+    setup = a_setup(*ranks)
+    assert preflight.findings(setup) == ()
+    assert [f.code for f in preflight.findings(replace(setup, launcher="srun"))] == [
+        "variable-differs"
+    ]
+
+
+def test_a_check_that_is_added_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One function in CHECKS adds a check."""
+    mine = Finding("note", "mine", "seen")
+    monkeypatch.setattr(preflight, "CHECKS", (lambda setup: iter([mine]),))
+    assert preflight.findings(a_setup(a_rank())) == (mine,)
+
+
+# --- the block for an issue -----------------------------------------------------------------------
+
+
+def the_block(*ranks: dict[str, Any]) -> str:
+    """What is shown of these ranks."""
+    setup = a_setup(*ranks)
+    figures = {
+        "backend": "gloo", "device": "cpu", "launcher": "torchrun", "hosts": setup.hosts,
+        "ranks": list(setup.ranks),
+    }  # fmt: skip
+    (text,) = rendered.blocks(Examination("preflight", 0, "gloo", 1.0, figures=figures), TERMINAL)
+    return text
+
+
+def test_the_block_folds_what_is_the_same() -> None:
+    """What all ranks share stands there once, what differs with its ranks; it is fenced; what a
+    host told of itself holds for all its ranks, and Slurm's many variables are left out."""
+    one = {"NCCL_ALGO": "Ring", "SLURM_JOB_ID": "7"}
+    text = the_block(
+        a_rank(variables=one), a_rank(variables=one), a_rank("b", cpuset="0-3", variables=one)
+    )
+    assert text.splitlines()[1] == "```" == text.splitlines()[-1]
+    assert "ranks       3 on 2 hosts, gloo, cpu, started by torchrun" in text
+    assert "host        a (ranks 0-1); b (rank 2)" in text
+    assert "versions    ddpbench 0.1.0, torch 2.13.0, python 3.11.9\n" in text
+    assert "threads 1, on cores 0-7 of NUMA node 0 (ranks 0-1); " in text
+    assert "cpu         CPU X, 8 cores\n" in text
+    assert "variables   NCCL_ALGO=Ring\n" in text
+    assert "SLURM" not in text
+    assert rendered.blocks(Examination("preflight", 0, "gloo", 1.0), TERMINAL) == []
+
+
+def test_no_name_home_or_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's name, any home folder and what is assigned to a token are gone; the rest stays."""
+    monkeypatch.setenv("USER", "alice")
+    monkeypatch.setenv("HOME", "/scratch/people/alice")
+    for text, shown in (
+        ("/scratch/people/alice/topo.xml", "~/topo.xml"),
+        ("/home/bob/x,/Users/carol", "~/x,~"),
+        ("job-of-alice", "job-of-USER"),
+        ("malice aliceX", "malice aliceX"),
+        ("x?token=hunter2&y=1", "x?token=***&y=1"),
+        ("eth0,ib0", "eth0,ib0"),
+    ):
+        assert environment.discreet(text) == shown
+    monkeypatch.setenv("NCCL_TOPO_FILE", "/scratch/people/alice/topo.xml")
+    monkeypatch.setenv("NCCL_SECRET_THING", "hunter2")
+    told = json.dumps(environment.setup_facts())
+    assert "alice" not in told
+    assert "hunter2" not in told
+    assert '"NCCL_TOPO_FILE": "~/topo.xml"' in told
+
+
+def test_the_cores_that_a_control_group_allows(tmp_path: Path) -> None:
+    """The innermost group that tells, v2 or v1; None where none does."""
+    assert environment.allowed_cpus(tmp_path) is None
+    for name, text in {
+        "proc/self/cgroup": "4:cpuset:/job\n0::/job/step\n",
+        "sys/fs/cgroup/cpuset/cpuset.effective_cpus": "0-7\n",
+        "sys/fs/cgroup/cpuset/job/cpuset.effective_cpus": "0-3\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert environment.allowed_cpus(tmp_path) == "0-3"
+    (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")
+    (tmp_path / "sys/fs/cgroup/job").mkdir()
+    (tmp_path / "sys/fs/cgroup/job/cpuset.cpus.effective").write_text("2-5\n")
+    assert environment.allowed_cpus(tmp_path) == "2-5"
+
+
+# --- names and folds ------------------------------------------------------------------------------
+
+
+def test_ranks_are_named_in_spans() -> None:
+    """Neighbours are a span; values that are equal, lists too, are one group."""
+    assert named([3]) == "rank 3"
+    assert named([0, 1, 2, 5]) == "ranks 0-2, 5"
+    assert folded([[1], [2], [1], None]) == [([1], [0, 2]), ([2], [1]), (None, [3])]
+    many = Setup([a_rank(str(n)) for n in range(9)], [[n] for n in range(9)])
+    assert many.who(range(9)) == "ranks 0-8 (0, 1, 2, 3, and 5 more)"
+
+
+# --- real ranks -----------------------------------------------------------------------------------
+
+
+def test_real_ranks_are_compared(pool: Pool, tmp_path: Path) -> None:
+    """Two ranks here: a planted difference is named with its rank; nothing else is above a note;
+    the block holds this machine, and no rank's secret."""
+    planted = [{"UCX_TLS": "tcp", "NCCL_API_KEY": "hunter2"}, {"UCX_TLS": "shm"}]
+    environs = [
+        {**its, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank, its in enumerate(planted)
+    ]
+    words = ("doctor", "--only", "preflight", "--output", "run", "--init-method")
+    pool.call(2, tmp_path, "--version")
+    try:
+        done = pool.ask(tmp_path, environs, *words, f"file://{tmp_path / 'meeting'}")
+    finally:
+        pool.ask(Path.cwd(), [{"UCX_TLS": "", "NCCL_API_KEY": ""}] * 2, "--version")
+    assert done.returncode == 0, done
+    run = store.read(tmp_path / "run")
+    (found,) = [f for f in run.findings if f.severity != "note"]
+    assert "UCX_TLS is tcp on rank 0" in found.sentence
+    assert f"cores {environment.compact(os.sched_getaffinity(0))}" in done.stdout
+    assert "```" in done.stdout
+    assert "UCX_TLS=tcp (rank 0); shm (rank 1)" in done.stdout
+    assert "hunter2" not in done.stdout + (tmp_path / "run/run.json").read_text()
+
+
+def test_a_time_of_day_that_is_off_is_found(pool: Pool, tmp_path: Path) -> None:
+    """Rank 1 reads a clock of its own, which started a day before, and a time of day that is 90 s
+    ahead: the 90 s are found."""
+    environs = [
+        {"RANK": "0", "LOCAL_RANK": "0", "AHEAD_NS": "", "DAY_AHEAD_NS": ""},
+        {"RANK": "1", "LOCAL_RANK": "1", "AHEAD_NS": str(86_400 * 10**9),
+         "DAY_AHEAD_NS": str(90 * 10**9)},
+    ]  # fmt: skip
+    words = ("doctor", "--only", "preflight", "--import", "apart", "--output", "run")
+    pool.call(2, tmp_path, "--version")
+    try:
+        done = pool.ask(
+            tmp_path, environs, *words, "--init-method", f"file://{tmp_path / 'meeting'}"
+        )
+    finally:
+        pool.ask(Path.cwd(), [{"AHEAD_NS": "", "DAY_AHEAD_NS": ""}] * 2, "--version")
+    assert done.returncode == 0, done
+    (examined,) = store.read(tmp_path / "run").examinations
+    ahead = [its["clock_ahead_seconds"] for its in examined.figures["ranks"]]
+    assert ahead == [0.0, pytest.approx(90.0, abs=0.5)]

@@ -1,0 +1,391 @@
+"""Stragglers: a slow rank is named with its cause; noise accuses nobody."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import Pool
+from test_preflight import a_rank, a_setup
+
+from ddpbench.analysis import slowness, stragglers
+from ddpbench.analysis.setup import Setup
+from ddpbench.analysis.slowness import ALONE, TOGETHER, Load, Pass, Shown
+from ddpbench.measure import turns
+from ddpbench.records import store
+from ddpbench.records.schema import Examination, Finding
+from ddpbench.render import stragglers as rendered
+from ddpbench.render.style import TERMINAL
+from ddpbench.runtime import cpu
+
+LOADS = {"matmul": Load("matmul", 1e9, "GFLOP/s"), "copy": Load("copy", 1e8, "GB/s")}
+WORK = 5e-3
+ROUND = (1.0, 1.01, 0.99, 1.02, 1.0)  # what a repetition takes in each, to the usual
+FREE = {"throttled": 0.0, "stolen": 0.0, "queued": 0.01}
+
+
+def shown(
+    alone: float = 1.0, at_once: float = 1.0, copy: float = 1.0, ms: float = 10.0,
+    kept: dict[str, float | None] | None = None, waited: Sequence[float] = (), **other: Any,
+) -> Shown:  # fmt: skip
+    """What a rank shows that takes so many times the usual; waited in ms."""
+    seconds = {
+        when: {
+            "matmul": [ms * 1e-3 * f * r for r in ROUND],
+            "copy": [1e-2 * copy * r for r in ROUND],
+        }
+        for when, f in ((ALONE, alone), (TOGETHER, alone * at_once))
+    }
+    shares = {ALONE: kept or FREE, TOGETHER: kept or FREE}
+    return Shown(seconds, shares, [round(each * 1e6) for each in waited], **other)
+
+
+def found(ranks: Pass, setup: Setup | None = None, times: int = 3) -> tuple[Finding, ...]:
+    """The findings of so many passes in which the ranks show this."""
+    setup = setup or a_setup(*[a_rank() for _ in ranks])
+    return stragglers.findings([ranks] * times, LOADS, setup, WORK)
+
+
+# --- who is slow ----------------------------------------------------------------------------------
+
+
+def test_equal_ranks_are_left_in_peace() -> None:
+    """Equal ranks, one rank, ranks of which one takes 1.3 times as long: none is slow."""
+    assert found([shown()] * 4) == ()
+    assert found([shown()]) == ()
+    assert found([shown(), shown(alone=1.3, copy=1.3)]) == ()
+    assert not stragglers.suspected([[shown()] * 4], WORK)
+
+
+def test_a_slow_rank_is_named_with_figures() -> None:
+    """At twice the time, alone: rank, host, its rate and the others' range, cause, next step; the
+    same slowness together is not told again."""
+    ranks = [shown(), shown(ms=10.5), shown(alone=2.0), shown()]
+    (finding,) = found(ranks, a_setup(*[a_rank("n1"), a_rank("n1"), a_rank("n2"), a_rank("n2")]))
+    assert (finding.severity, finding.code) == ("warning", "slow-rank")
+    assert finding.sentence.startswith(
+        "rank 2 (n2) is slow: matmul alone at best 50.5 GFLOP/s, the others 96.2 to 101; it is "
+        "slow by nature"
+    )
+    assert finding.place == {"rank": 2, "host": "n2", "cause": "nature"}
+    assert finding.next_step
+
+
+def test_only_what_every_pass_shows_is_told() -> None:
+    """A rank slow in two of three passes, or another one in each, is noise; so is one that is as
+    fast as the others in its best round."""
+    slow, fine = [shown(), shown(alone=2.0)], [shown(), shown()]
+    setup = a_setup(a_rank(), a_rank())
+    assert stragglers.findings([slow, slow, fine], LOADS, setup, WORK) == ()
+    assert stragglers.findings([slow, slow[::-1], slow], LOADS, setup, WORK) == ()
+    assert stragglers.findings([slow], LOADS, setup, WORK) == ()  # not yet confirmed
+    assert stragglers.suspected([slow], WORK)
+    wild = {ALONE: {"matmul": [0.01, 0.01, 0.02, 0.02, 0.02]}}
+    assert found([shown(), replace(shown(), seconds=wild)]) == ()
+
+
+def test_noise_accuses_nobody() -> None:
+    """A hundred runs of two and of eight equal ranks whose rounds scatter, some hit by bursts
+    ten times as long: not one finding."""
+    draw = np.random.default_rng(1)
+    for run in range(100):
+        size = (2, 8)[run % 2]
+        setup = a_setup(*[a_rank() for _ in range(size)])
+        noise = np.exp(draw.normal(0, 0.3, (3, size, 5)))
+        noise[draw.random(noise.shape) < 0.1] *= 10
+        waits = draw.exponential(4, (3, size, 40))
+        passes = [
+            [
+                Shown(
+                    {ALONE: {"matmul": list(noise[i, r])}}, {}, [int(w * 1e6) for w in waits[i, r]]
+                )
+                for r in range(size)
+            ]
+            for i in range(3)
+        ]
+        assert stragglers.findings(passes, LOADS, setup, WORK) == ()
+
+
+def test_on_a_busy_host_nobody_is_judged() -> None:
+    """Where the other ranks wait for a core as well, a slow one is not accused, and that is said;
+    where they do not, it is."""
+    crowd = {**FREE, "queued": 0.5}
+    ranks = [shown(kept=crowd), shown(alone=3, kept=crowd)]
+    assert found(ranks) == ()
+    assert stragglers.unjudged([ranks]) == {ALONE: 0.5, TOGETHER: 0.5}
+    ranks = [shown(), shown(alone=3, kept=crowd)]
+    assert [f.place["rank"] for f in found(ranks)] == [1]
+    assert stragglers.unjudged([ranks]) == {}
+
+
+def test_ranks_of_one_host_and_cause_are_one_finding() -> None:
+    """Two throttled ranks of four hosts' eight: one warning for both."""
+    slow = shown(alone=3.0, copy=3.0, kept={**FREE, "throttled": 0.6})
+    hosts = [a_rank(host) for host in "aabbccdd"]
+    ranks = [slow if its["hostname"] == "c" else shown() for its in hosts]
+    (finding,) = found(ranks, a_setup(*hosts))
+    assert finding.sentence.startswith(
+        "ranks 4-5 (c) are slow: matmul alone at best 33.7 GFLOP/s, "
+    )
+    assert "copy alone at best 3.37 GB/s, the others 10.1" in finding.sentence
+    assert finding.place == {"rank": 4, "host": "c", "ranks": [4, 5], "cause": "throttled"}
+
+
+# --- why ------------------------------------------------------------------------------------------
+
+GPU: dict[str, Any] = {"sm_clock_hertz": 1.98e9, "temperature_celsius": 60,
+                       "throttle_reasons": ["SwPowerCap"]}  # fmt: skip
+HOT = {**GPU, "sm_clock_hertz": 6e8, "temperature_celsius": 91,
+       "throttle_reasons": ["SwPowerCap", "HwThermalSlowdown"]}  # fmt: skip
+CAUSES: dict[str, tuple[Shown, Shown, str, str]] = {
+    "quota": (shown(alone=2, kept={**FREE, "throttled": 0.4}), shown(), "throttled", "for 40 %"),
+    "hypervisor": (shown(alone=2, kept={**FREE, "stolen": 0.5}), shown(), "stolen", "for 50 %"),
+    "process": (
+        shown(alone=2, kept={**FREE, "queued": 0.45}, neighbours=["stress (pid 7)"]), shown(),
+        "neighbour", "for 45 % of the time: others use its cores 0-7, most of all stress (pid 7)",
+    ),
+    "all the same": (
+        shown(alone=2, kept={**FREE, "stolen": 0.3}), shown(kept={**FREE, "stolen": 0.25}),
+        "nature", "by nature",
+    ),
+    "clock": (shown(alone=2, hertz=1.2e9), shown(hertz=3e9), "frequency", "1.2 GHz"),
+    "heat": (shown(alone=2, hertz=1.2e9, thermal=4), shown(hertz=3e9), "throttled", "slowed 4"),
+    "mates": (shown(at_once=2), shown(), "neighbour", "while all ranks work, at best 50.5"),
+    "process beside a few": (
+        shown(alone=2, kept={**FREE, "queued": 0.4}), shown(kept={**FREE, "queued": 0.19}),
+        "neighbour", "for 40 % of the time",
+    ),
+    "unknown": (
+        shown(alone=2, kept={"throttled": None, "stolen": None, "queued": None}), shown(),
+        "nature", "by nature",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_cause_is_what_was_counted(name: str) -> None:
+    """A quota, the hypervisor, a process on the same cores, clock and heat are told with what was
+    counted; what all ranks have alike explains nothing."""
+    slow, fine, cause, words = CAUSES[name]
+    findings = [f for f in found([fine, fine, slow, fine]) if f.severity != "note"]
+    assert [f.place for f in findings] == [{"rank": 2, "host": "a", "cause": cause}]
+    assert words in findings[0].sentence
+
+
+def test_unlike_hardware_is_a_cause() -> None:
+    """Of two CPU models the slow rank's is told beside the others'."""
+    ranks = [a_rank(cpu_model="fast"), a_rank(cpu_model="fast"), a_rank(cpu_model="old")]
+    setup = Setup(ranks, [[0, 1, 2]])
+    (finding,) = found([shown(), shown(), shown(alone=2)], setup)
+    assert finding.place["cause"] == "hardware"
+    assert "another CPU, old, the others on fast" in finding.sentence
+
+
+def test_a_gpu_that_slows_down_says_why() -> None:
+    """A reason that the other GPUs do not give, with clock and temperature; one that all give, as
+    for power, is none."""
+    ranks = [shown(gpu=GPU), shown(alone=2, gpu=HOT), shown(gpu=GPU)]
+    setup = a_setup(*[a_rank() for _ in ranks], device="cuda")
+    why = slowness.cause(1, ALONE, "cuda", ranks, setup)
+    assert why.name == "throttled"
+    assert why.told == "its GPU slows down (HwThermalSlowdown) to 600 MHz at 91 °C"
+    cool = [shown(gpu=GPU)] * 3
+    assert slowness.cause(1, ALONE, "cuda", cool, setup).name == "nature"
+
+
+def test_what_holds_all_up_is_a_note() -> None:
+    """Time that is stolen from all ranks makes none slow; it is worth knowing."""
+    findings = found([shown(kept={**FREE, "stolen": 0.3})] * 2, times=1)
+    assert [(f.severity, f.code) for f in findings] == [("note", "stolen-time")]
+    assert "30 %" in findings[0].sentence
+
+
+# --- who is late ----------------------------------------------------------------------------------
+
+
+def test_a_late_rank_is_told_without_a_common_clock() -> None:
+    """Three ranks wait 4 ms longer than the fourth: it is late, though it computes as fast; a rank
+    that is slow too is told once, with what the others wait."""
+    early, last = shown(waited=[4.1] * 40), shown(waited=[0.1] * 40)
+    (finding,) = found([early, early, last, early])
+    assert (finding.severity, finding.code) == ("warning", "late-rank")
+    assert finding.sentence.startswith("rank 2 (a) is late: after 5 ms of equal work the others ")
+    assert "wait 4 ms for it" in finding.sentence
+    assert finding.place == {"rank": 2, "host": "a"}
+    (finding,) = found([early, early, replace(shown(alone=2), waited_ns=last.waited_ns), early])
+    assert finding.code == "slow-rank"
+    assert "the others wait 4 ms for it in an all_reduce" in finding.sentence
+    assert stragglers.wait_seconds([early, last]) == [pytest.approx(4e-3), 0.0]
+
+
+def test_waiting_that_changes_sides_accuses_nobody() -> None:
+    """Each rank is last in half of the repetitions: nobody is late."""
+    turns_ = [4.1, 0.1] * 20
+    assert found([shown(waited=turns_), shown(waited=turns_[::-1])]) == ()
+    brief = [shown(waited=[1.0] * 40), shown(waited=[0.1] * 40)]
+    assert found(brief) == ()
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+def test_a_row_for_each_rank() -> None:
+    """Rates alone and at once, what a rank waits, why it did not run; unknown columns are left
+    out, and of many ranks the slowest are shown."""
+    its = {
+        "host": "a", "seconds": {"alone": {"matmul": 0.01}, "together": {"matmul": 0.02}},
+        "kept": {"alone": {"queued": 0.25, "throttled": None}}, "wait_seconds": 1e-3,
+        "hertz": None, "neighbours": [],
+    }  # fmt: skip
+    figures = {"loads": {"matmul": {"amount": 1e9, "unit": "GFLOP/s"}}, "ranks": [its, its]}
+    each = Examination("stragglers", 0, "gloo", 1.0, figures=figures)
+    text, legend = rendered.blocks(each, TERMINAL)
+    assert text.splitlines()[1].split("  ")[-1] == "no core %"
+    assert text.splitlines()[-1].split() == ["1", "a", "100.0", "50.00", "1.00", "25"]
+    assert "best round" in legend
+    slow = {**its, "seconds": {"alone": {"matmul": 0.1}, "together": {"matmul": 0.1}}}
+    each = replace(each, figures={**figures, "ranks": [*[its] * 20, slow]})
+    text, _ = rendered.blocks(each, TERMINAL)
+    assert "the 16 of 21" in text
+    assert text.splitlines()[3].split()[:3] == ["20", "a", "10.00"]
+    assert rendered.blocks(replace(each, figures={**figures, "ranks": [its]}), TERMINAL) == []
+
+
+def test_what_a_rank_shows_goes_through_json() -> None:
+    """A pass comes back from the other ranks as it was sent."""
+    import json
+
+    mine = shown(waited=[1.0], gpu=GPU, kept={"queued": None})
+    assert Shown(**json.loads(json.dumps(asdict(mine)))) == mine
+
+
+# --- how it is measured ---------------------------------------------------------------------------
+
+
+def test_shares_add_up_over_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time stolen is that of all busy threads, time in the queue that of one; what is unknown once
+    stays unknown."""
+    use = cpu.CpuUse(2.0, 2.0, 0, 0, None, None, 1.0, None)
+    queue = iter([0.0, 0.5, 0.5, 2.0])
+    monkeypatch.setattr(cpu, "CpuMeter", lambda: type("M", (), {"stop": lambda self: use})())
+    monkeypatch.setattr(cpu, "queued_seconds", lambda: next(queue))
+    kept = turns.Kept(busy_threads=4)
+    kept.during(lambda: None)
+    kept.during(lambda: None)
+    assert kept.shares == {"throttled": None, "stolen": 0.125, "queued": 0.5}
+
+
+def test_equal_work_is_a_usual_ranks() -> None:
+    """How often, by the median of the ranks' medians: one slow rank does not shorten it."""
+    assert turns.often([[1e-3] * 5, [1e-3] * 5, [1e-2] * 5], 5e-3) == (5, pytest.approx(5e-3))
+    assert turns.often([[1.0]], 5e-3) == (1, 1.0)
+
+
+def test_waiting_for_a_core_is_counted() -> None:
+    """Two busy processes on one core: each waits about half of the time."""
+    program = (
+        "import os, signal, time; from ddpbench.runtime import cpu\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "def spin(seconds):\n  while time.process_time() < seconds: pass\n"
+        "child = os.fork()\nif not child: spin(9)\n"
+        "before = cpu.queued_seconds(); spin(time.process_time() + 0.4)\n"
+        "after = cpu.queued_seconds(); os.kill(child, signal.SIGKILL); os.waitpid(child, 0)\n"
+        "print(None if after is None else after - before)"
+    )
+    said = subprocess.check_output([sys.executable, "-c", program], text=True).strip()
+    if said == "None":
+        pytest.skip("this kernel has no schedstat")
+    assert float(said) > 0.15
+
+
+# --- real ranks -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def pinned(pool: Pool, rank: int, core: int) -> Iterator[None]:
+    """A rank of the pool with all its threads on one core, beside three busy processes."""
+    spin = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+    busy = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(3)]
+    pid, free = pool.processes[rank].pid, os.sched_getaffinity(pool.processes[rank].pid)
+
+    def bind(cores: set[int]) -> None:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(task.name), cores)
+
+    try:
+        bind({core})
+        yield
+    finally:
+        bind(free)
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+WORDS = ("doctor", "--only", "stragglers", "--seconds", "1", "--output", "run")
+
+
+def test_equal_real_ranks_are_left_in_peace(pool: Pool, tmp_path: Path) -> None:
+    """Two ranks here: alone and at once each load has a rate in each rank, what they wait is known,
+    and nothing is found above a note."""
+    done = pool.call(2, tmp_path, *WORDS)
+    assert done.returncode == 0, done
+    run = store.read(tmp_path / "run")
+    (examined,) = run.examinations
+    assert {f.code for f in run.findings if f.severity != "note"} <= {"oversubscribed"}
+    for its in examined.figures["ranks"]:
+        assert set(its["seconds"][ALONE]) == {"matmul", "memory copy"}
+        assert all(seconds > 0 for seconds in its["seconds"][ALONE].values())
+    assert "speed of each rank" in done.stdout
+    if len(os.sched_getaffinity(0)) >= 2:
+        assert "each rank all at once, at best: matmul" in done.stdout
+        assert min(its["wait_seconds"] for its in examined.figures["ranks"]) >= 0
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a rank needs a core of its own")
+def test_a_rank_beside_busy_processes_is_named(pool: Pool, tmp_path: Path) -> None:
+    """Rank 1 is bound to a core that three processes keep busy: it is slow, by its neighbours."""
+    pool.call(2, tmp_path, "--version")
+    with pinned(pool, 1, max(os.sched_getaffinity(0))):
+        done = pool.call(2, tmp_path, *WORDS)
+    assert done.returncode == 0, done
+    run = store.read(tmp_path / "run")
+    free = run.examinations[0].figures["ranks"][0]
+    if (free["kept"][ALONE]["queued"] or 0.0) > stragglers.BUSY_SHARE / 2:
+        pytest.skip("this host is busy: rank 0, which is free, waits for a core as well")
+    slow = [f for f in run.findings if f.code == "slow-rank"]
+    assert [f.place["rank"] for f in slow] == [1], done.stdout
+    if cpu.queued_seconds() is not None:
+        assert slow[0].place["cause"] == "neighbour", slow
+        assert "waited for a core" in slow[0].sentence
+
+
+def test_crowded_ranks_are_looked_at_alone(pool: Pool, tmp_path: Path) -> None:
+    """More threads than cores: what all show at once would mean nothing and is not looked at, which
+    is said; the only finding is that they are too many."""
+    many = str(len(os.sched_getaffinity(0)) + 1)
+    environs = [{"RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": many} for r in range(2)]
+    pool.call(2, tmp_path, "--version")
+    try:
+        done = pool.ask(tmp_path, environs, *WORDS, "--init-method", f"file://{tmp_path / 'meet'}")
+    finally:
+        pool.ask(Path.cwd(), [{"OMP_NUM_THREADS": "1"}] * 2, "--version")
+    assert done.returncode == 0, done
+    run = store.read(tmp_path / "run")
+    assert {f.code for f in run.findings if f.severity != "note"} == {"oversubscribed"}
+    assert set(run.examinations[0].figures["ranks"][0]["seconds"]) == {ALONE}
+    assert "they have more threads than cores" in done.stdout
+
+
+def test_one_rank_has_nobody_to_be_slower_than(pool: Pool, tmp_path: Path) -> None:
+    """It is measured, and what cannot be said of it is named."""
+    done = pool.call(1, tmp_path, *WORDS)
+    assert done.returncode == 0, done
+    assert "not checked: who is slower than the others: there is one rank" in done.stdout
+    assert "each rank alone, at best: matmul" in done.stdout
