@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ddpbench import options, session
 from ddpbench.catalog.backends import Backend
-from ddpbench.examine import preflight, stragglers
+from ddpbench.examine import capabilities, preflight, stragglers
 from ddpbench.examine.patient import Outcome, Patient
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
 from ddpbench.render.doctor import FINDING_COLUMNS
@@ -45,6 +45,7 @@ EXAMINATIONS: dict[str, Examiner] = {
     for each in (
         Examiner("preflight", "every rank's versions, variables, limits", preflight.examine),
         Examiner("stragglers", "which rank is slow, and why", stragglers.examine),
+        Examiner("capabilities", "what the backend can do, really tried", capabilities.examine),
     )
 }
 

@@ -19,13 +19,14 @@ from test_collectives import MPI, environment
 
 from ddpbench.catalog import hooks
 from ddpbench.catalog.hooks import HOOKS
-from ddpbench.measure import hook_probe
+from ddpbench.measure import hook_probe, throwaway
 from ddpbench.runtime import launch
 from ddpbench.runtime.launch import Refused
 
 # Planted with modules=("planted",): what each does in rank 1 when its third step reduces.
 PLANTED = """
 import ctypes, os
+import torch.distributed as dist
 from ddpbench.catalog import hooks
 from ddpbench.catalog.hooks import HOOKS, Hook
 
@@ -34,7 +35,7 @@ def planted(fault):
     def hook(state, bucket):
         nonlocal steps
         steps += bucket.is_last()
-        if os.environ["RANK"] == "1" and steps == 3:
+        if dist.get_rank() == 1 and steps == 3:
             fault()
         return hooks.noop(state, bucket)
     return hook
@@ -82,7 +83,7 @@ def alone(tmp_path: Path) -> Iterator[Any]:
 
 
 def a_request(hook: str, **options: Any) -> hook_probe.Request:
-    return hook_probe.Request(hook, "gloo", "cpu", 10, options, (), 3, "torchrun", 1)
+    return hook_probe.Request("gloo", "cpu", 10, (), "torchrun", 1, hook, options, 3)
 
 
 # PowerSGD's callbacks wait for each other in gloo's threads, or end their group there: it can hang
@@ -198,15 +199,16 @@ def test_an_error_that_came_through_futures_is_told_without_them() -> None:
     """What torch puts before an error in a callback, once for every callback, is left out."""
     before = "Got the following error when running the callback: "
     error = RuntimeError(f"{before}RuntimeError: {before}ValueError: bad\nAt:\n  a.py(1): f")
-    assert hook_probe._sentence(error) == "ValueError: bad"
-    assert hook_probe._sentence(RuntimeError("bad\nmore")) == "RuntimeError: bad"
-    assert hook_probe._sentence(Refused("it is bad")) == "it is bad"
+    assert throwaway.sentence(error) == "ValueError: bad"
+    assert throwaway.sentence(RuntimeError("bad\nmore")) == "RuntimeError: bad"
+    assert throwaway.sentence(Refused("it is bad")) == "it is bad"
 
 
 def test_the_trial_is_nobody_s_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torchrun, three MPIs and Slurm tell their ranks does not reach the trial; a user's
     settings do, those of Open MPI too."""
     told = [
+        *("DDPBENCH_RANK", "DDPBENCH_WORLD_SIZE", "DDPBENCH_LOCAL_RANK"),
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME"),
         *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_UNIVERSE_SIZE", "PMIX_RANK"),
@@ -217,7 +219,7 @@ def test_the_trial_is_nobody_s_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = ["OMPI_MCA_btl", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "RANKS"]
     for name in told + kept:
         monkeypatch.setenv(name, "1")
-    environ = hook_probe._environment()
+    environ = throwaway.environment()
     assert not environ.keys() & set(told)
     assert environ.keys() >= set(kept)
     assert launch.placement(environ) is None

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ddpbench.records.schema import Examination, Finding, Run
-from ddpbench.render import preflight, stragglers
+from ddpbench.render import capabilities, preflight, stragglers
 from ddpbench.render.rows import Column
 from ddpbench.render.style import Style
 
@@ -22,6 +22,7 @@ FINDING_COLUMNS: dict[str, Column[Finding]] = {
 TABLES: dict[str, Callable[[Examination, Style], list[str]]] = {
     "preflight": preflight.blocks,
     "stragglers": stragglers.blocks,
+    "capabilities": capabilities.blocks,
 }
 
 

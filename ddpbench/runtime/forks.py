@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -27,13 +27,13 @@ GRACE_SECONDS = 30.0  # for the other ranks, once one has failed
 RUNNING = -1  # in place of an exit code
 
 
-def run(main: Callable[[], int], nproc: int) -> int:
+def run(main: Callable[[], int], nproc: int, preloaded: Sequence[str] = PRELOADED) -> int:
     """Call main in nproc forked ranks of this host, placed as launch.placement reads it.
 
-    Returns the highest exit code; 5 where a rank was killed. When one fails the others are told
-    to end, and killed where they do not.
+    preloaded: modules that all ranks need, imported once. Returns the highest exit code; 5 where a
+    rank was killed. When one fails the others are told to end, and killed where they do not.
     """
-    for name in PRELOADED:
+    for name in preloaded:
         import_module(name)
     import torch.distributed as dist
 

@@ -1,0 +1,82 @@
+"""What the backend can do here: every operation, reduce op and dtype really tried and checked.
+
+By ranks to throw away, of rank 0's host, while the others wait: measure/capability_trials.py.
+
+figures: {
+    "ranks": of the group that tried, "elements": [of a block, each combination with all of them],
+    "wanted": how many combinations there are,
+    "verdicts": [{"operation", "form", "reduce_op" (null: none), "dtype" (null: no data),
+                  "outcome": "ok", "unsupported", "wrong", "crash" or "hang", "why": ""}, …]
+}
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+
+from ddpbench.analysis import capabilities
+from ddpbench.analysis.capabilities import CRASH, HANG, OK, UNSUPPORTED, WRONG
+from ddpbench.examine.patient import Outcome, Patient
+from ddpbench.measure import capability_probe, capability_trials
+from ddpbench.measure.capability_probe import Request
+from ddpbench.measure.capability_trials import Trials
+from ddpbench.runtime import agree
+
+MOST = 3  # times the seconds of an examination: what hangs, twice, and fresh ranks take their time
+WORDS = {
+    OK: "work", UNSUPPORTED: "are not supported", WRONG: "give a wrong result", CRASH: "crash",
+    HANG: "hang",
+}  # fmt: skip
+
+
+def examine(patient: Patient) -> Outcome:
+    """All ranks call it; what rank 0 returns counts."""
+    ranks = patient.ranks
+    asked = capability_probe.request(patient.backend.name, patient.device.type, patient.modules)
+    trials = Trials(asked.wanted)
+    with contextlib.ExitStack() as stack:
+        going: Generator[None, None, None] | None = None
+        if ranks.rank == 0:
+            going = capability_trials.trying(asked, trials, MOST * patient.seconds)
+            stack.callback(going.close)
+        while agree.first_objection(ranks, ranks.interrupted or _over(going)) is None:
+            ranks.watchdog.rearm()
+    return _outcome(patient, asked, trials) if ranks.rank == 0 else Outcome()
+
+
+def _over(going: Generator[None, None, None] | None) -> str | None:
+    """A moment of rank 0's trials; a reason to stop once they are over."""
+    return None if going is None else next(going, "over")
+
+
+def _outcome(patient: Patient, asked: Request, trials: Trials) -> Outcome:
+    tried = trials.tried
+    verdicts = [verdict for _, verdict in tried]
+    counts = capabilities.counts(verdicts)
+    outcomes = ", ".join(f"{n} {WORDS[name]}" for name, n in counts.items() if n or name == OK)
+    told = [
+        f"{len(tried)} combinations of operation, reduce op and dtype tried, each with "
+        f"{' and '.join(map(str, capability_probe.ELEMENTS))} elements a block, in throw-away "
+        f"groups of {asked.ranks} rank{'s' if asked.ranks > 1 else ''}: {outcomes}"
+    ]
+    if asked.ranks == 1:
+        told.append("one GPU is visible to rank 0: nothing was sent between ranks")
+    if len(patient.ranks.hosts) > 1:
+        told.append(f"tried on {patient.launch.ranks[0]['hostname']} only, rank 0's host")
+    unchecked = []
+    left = len(asked.wanted) - len(tried)
+    if left:
+        why = trials.given_up or "it was interrupted"
+        unchecked.append(f"{left} of {len(asked.wanted)} combinations were not tried: {why}")
+    return Outcome(
+        tuple(told),
+        tuple(unchecked),
+        capabilities.findings(patient.backend.name, tried),
+        {
+            "ranks": asked.ranks,
+            "elements": list(capability_probe.ELEMENTS),
+            "wanted": len(asked.wanted),
+            "verdicts": capabilities.rows(tried),
+        },
+    )

@@ -1,0 +1,199 @@
+"""What a backend can do here: every operation, reduce op and dtype really tried, with exact checks.
+
+One rank's part, in a process to throw away; who starts it is capability_trials.py. The ranks try
+one combination after the other and agree on each over the control group. After each refusal
+something that works is tried again, so that a group that one combination has broken is not blamed
+on the next.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpbench.analysis import capabilities
+from ddpbench.analysis.capabilities import OK, UNSUPPORTED, WRONG, Combination, Verdict
+from ddpbench.catalog import backends
+from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
+from ddpbench.catalog.operations import OPERATIONS
+from ddpbench.measure import throwaway
+from ddpbench.measure.throwaway import Tell
+from ddpbench.records.schema import Case, Plan
+from ddpbench.runtime import agree, teams
+from ddpbench.runtime.group import Group
+from ddpbench.runtime.teams import Team
+
+if TYPE_CHECKING:
+    import torch
+
+MODULE = "ddpbench.measure.capability_probe"
+ELEMENTS = (64, 13)  # of one block: each combination is tried with both
+WAIT_SECONDS = 60.0  # of the ranks for each other: whoever started them is to judge before
+PLAN = Plan(start="none")
+
+
+@dataclass(frozen=True)
+class Request(throwaway.Request):
+    """What the ranks are to try: from `first` on, all that is wanted."""
+
+    wanted: Sequence[Combination]
+    first: int = 0
+    known: Combination | None = None  # to work
+
+
+def request(
+    backend: str, device: str, modules: Sequence[str], wanted: Sequence[Combination] | None = None
+) -> Request:
+    """For those wanted, or all combinations, on this backend."""
+    ranks = throwaway.ranks_for(backend)
+    return Request(
+        backend, device, WAIT_SECONDS, list(modules), backends.get(backend).launcher, ranks,
+        combinations(ranks) if wanted is None else wanted,
+    )  # fmt: skip
+
+
+def combinations(ranks: int) -> list[Combination]:
+    """All that can be tried with so many ranks, what matters most first: sums before the other
+    reduce ops, and one-byte floats, which few backends carry, after all others."""
+    found = [
+        Combination(name, form, reduce_op, dtype)
+        for name, operation in OPERATIONS.items()
+        if ranks > 1 or not operation.paired
+        for form in operation.forms
+        for reduce_op in (REDUCE_OPS if operation.reduces else (None,))
+        for dtype in (DTYPES if operation.sized else (None,))
+    ]
+    order = {dtype: place for place, dtype in enumerate(DTYPES)}
+
+    def urgency(each: Combination) -> tuple[bool, bool, int]:
+        kind = DTYPES.get(each.dtype or "")
+        tiny = kind is not None and kind.floating and kind.nbytes == 1
+        return tiny, each.reduce_op not in (None, "sum"), order.get(each.dtype or "", 0)
+
+    return sorted(found, key=urgency)
+
+
+def main(folder: Path) -> int:
+    """Start the ranks; in one of them, try the combinations."""
+    given = json.loads((folder / "request").read_text())
+    known = given["known"] and Combination(**given["known"])
+    wanted = [Combination(**each) for each in given["wanted"]]
+    request = Request(**{**given, "wanted": wanted, "known": known})
+    verdicts = folder / "verdicts"
+
+    def attempt(ranks: Group, tell: Tell) -> None:
+        tell("doing", "the set-up of the group")
+        import torch.distributed as dist
+
+        import_module("ddpbench.measure.loop")  # slow: not in the time of a combination
+        with throwaway.tested(request, ranks) as (tested, device), verdicts.open("a", 1) as file:
+
+            def note(number: int, verdict: Verdict) -> None:
+                if ranks.rank == 0:
+                    file.write(json.dumps([number, asdict(verdict)]) + "\n")
+
+            everyone = teams.split("world", list(ranks.hosts.values()))
+            team = Team(everyone, tested, tested, rank=ranks.rank)
+            dist.barrier(group=tested)  # nor are connections made in it
+            walk(request, ranks, team, device, tell, note)
+
+    return throwaway.run(MODULE, folder, request, attempt)
+
+
+def walk(
+    request: Request, ranks: Group, team: Team, device: torch.device, tell: Tell,
+    note: Callable[[int, Verdict], None],
+) -> None:  # fmt: skip
+    """Try one combination after the other, until the ranks or their group are out of step."""
+    known = request.known
+    for number in range(request.first, len(request.wanted)):
+        each = request.wanted[number]
+        ranks.watchdog.rearm()
+        tell("doing", str(number))
+        mine = attempted(request, each, ranks, team, device)
+        if mine.outcome == UNSUPPORTED:
+            tell("refused", f"{number} {mine.why}")  # while others may wait for ever
+        else:
+            tell("tried", str(number))
+        verdict, apart = capabilities.agreed(_everyones(ranks, mine))
+        note(number, verdict)
+        if verdict.outcome == OK:
+            known = known or each
+        elif known is not None and not apart:
+            tell("checking", str(number))
+            again, _ = capabilities.agreed(
+                _everyones(ranks, attempted(request, known, ranks, team, device))
+            )
+            if again.outcome != OK:
+                apart = True
+                note(number, capabilities.breaking(verdict))
+        if apart:
+            return
+    tell("works", str(len(request.wanted)))
+
+
+def _everyones(ranks: Group, mine: Verdict) -> list[Verdict]:
+    return [Verdict(**each) for each in agree.everyones(ranks, asdict(mine))]
+
+
+def attempted(
+    request: Request, each: Combination, ranks: Group, team: Team, device: torch.device
+) -> Verdict:
+    """This rank's own verdict: the result is right, or wrong, or the call was refused."""
+    from ddpbench.measure.loop import Bench
+
+    operation = OPERATIONS[each.operation]
+    found = Verdict(OK)
+    for elements in ELEMENTS:  # all of them, whatever comes out: the ranks stay in step
+        try:
+            case = _case(request, each, elements, team)
+            bench = Bench(case, operation, PLAN, ranks, team, device)
+            bench.repeat(1)
+            wrong = bench.wrong(-1) if operation.sized else None
+        except Exception as error:  # whatever a backend raises: it is its way to refuse
+            return Verdict(UNSUPPORTED, throwaway.sentence(error))
+        if wrong is not None and found.outcome == OK:
+            found = Verdict(
+                WRONG,
+                f"rank {wrong.rank} got {wrong.got} at index {wrong.index}, {elements} elements a "
+                f"block, expected {wrong.expected}",
+                {
+                    "rank": wrong.rank, "index": wrong.index, "elements": elements,
+                    "expected": wrong.expected, "got": wrong.got,
+                },
+            )  # fmt: skip
+    return found
+
+
+def _case(request: Request, each: Combination, elements: int, team: Team) -> Case:
+    operation, size = OPERATIONS[each.operation], team.split.size
+    dtype = each.dtype or "uint8"
+    count = elements if operation.sized else 0
+    return Case(
+        operation=each.operation,
+        form=each.form,
+        backend=request.backend,
+        provider="",
+        device=request.device,
+        dtype=dtype,
+        reduce_op=each.reduce_op,
+        root=0 if operation.rooted else None,
+        nbytes=count * DTYPES[dtype].nbytes * (size if operation.blocks else 1),
+        count=count,
+        in_place=operation.places[0] == "in",
+        async_op=False,
+        issue="isolated",
+        start=PLAN.start,
+        depth=1,
+        world_size=size,
+        ranks_per_host=team.split.ranks_per_host,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,126 @@
+"""What a backend can do here, tried by ranks to throw away, as what is not supported may crash its
+process, or never end.
+
+One set of ranks tries all there is (capability_probe.py). What ends the set, or hangs, is tried
+once more by a fresh one before it is said to do so: a machine may have had a bad moment. Fresh
+ranks then go on with the next.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ddpbench.analysis import capabilities
+from ddpbench.analysis.capabilities import CRASH, HANG, OK, UNSUPPORTED, Combination, Verdict
+from ddpbench.measure import capability_probe, throwaway
+from ddpbench.measure.capability_probe import Request
+from ddpbench.measure.throwaway import Trial
+
+HANG_SECONDS = 5.0  # for one combination: a few ms of work
+POLL_SECONDS = 0.1
+
+
+@dataclass
+class Trials:
+    """What has been heard so far."""
+
+    wanted: Sequence[Combination]
+    verdicts: list[Verdict] = field(default_factory=list)  # of the first of them
+    given_up: str | None = None  # why the others were not tried, a clause
+
+    @property
+    def tried(self) -> list[tuple[Combination, Verdict]]:
+        """Each with its verdict."""
+        return list(zip(self.wanted, self.verdicts, strict=False))
+
+
+def trying(request: Request, trials: Trials, seconds: float) -> Generator[None, None, None]:
+    """Try all that is wanted, in at most about so many seconds; what is heard goes into `trials`.
+
+    Yields about every POLL_SECONDS until it is over; closed before, it leaves nothing running.
+    """
+    try:
+        yield from _sets(request, trials, time.monotonic() + seconds)
+    except OSError as error:
+        trials.given_up = f"no ranks could be started ({error.strerror or error})"
+    else:
+        if len(trials.verdicts) < len(trials.wanted) and trials.given_up is None:
+            trials.given_up = f"the {seconds:g} s for it were over; --seconds gives it more"
+
+
+def _sets(request: Request, trials: Trials, until: float) -> Generator[None, None, None]:
+    """One set of ranks after the other, until all is tried or the time is over."""
+    suspect = -1
+    while len(trials.verdicts) < len(trials.wanted) and time.monotonic() < until:
+        first = len(trials.verdicts)
+        known = next((each for each, verdict in trials.tried if verdict.outcome == OK), None)
+        this = replace(request, first=first, known=known)
+        with throwaway.started(capability_probe.MODULE, this) as trial:
+            hung = yield from _watched(trial, until)
+            code = trial.end()
+            trials.verdicts += _heard(trial.folder, first)
+            at = len(trials.verdicts)
+            if any(state[1:3] == ("checking", str(at - 1)) for state in trial.states()):
+                trials.verdicts[-1] = capabilities.breaking(trials.verdicts[-1])
+            blamed = _blamed(trial, at, hung, code)
+            if time.monotonic() > until or at == len(trials.wanted):
+                return
+            if blamed is None and at == first:
+                said = throwaway.death(throwaway.output(trial.folder)) or _last_words(trial)
+                trials.given_up = f"its ranks could not start (exit code {code}): {said}"
+                return
+        if blamed is not None:
+            if suspect == at or blamed.outcome == UNSUPPORTED:
+                trials.verdicts.append(blamed)
+            suspect = at
+
+
+def _watched(trial: Trial, until: float) -> Generator[None, None, bool]:
+    """Until the ranks have ended, or the time is over; whether one of them hangs."""
+    while trial.process.poll() is None and time.monotonic() < until:
+        for state in trial.states():
+            if state.text.isdecimal() and time.time() - state.since > HANG_SECONDS:
+                return True
+        yield
+        time.sleep(POLL_SECONDS)
+    return False
+
+
+def _heard(folder: Path, first: int) -> list[Verdict]:
+    """What rank 0 has noted, from combination `first` on; of two about one, the later."""
+    path = folder / "verdicts"
+    if not path.exists():
+        return []
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    found = {number: Verdict(**verdict) for number, verdict in map(json.loads, lines)}
+    return [found[number] for number in range(first, first + len(found))]
+
+
+def _blamed(trial: Trial, number: int, hung: bool, code: int) -> Verdict | None:
+    """What this combination, of which the ranks have agreed on no verdict, did to them; None: no
+    rank came to it."""
+    here = [state for state in trial.states() if state.text.split(" ")[0] == str(number)]
+    if not here:
+        return None
+    died = throwaway.death(throwaway.output(trial.folder))
+    if died is not None:
+        return Verdict(CRASH, f"a rank {died}")
+    if not hung:
+        return Verdict(CRASH, f"its ranks ended with exit code {code}: {_last_words(trial)}")
+    refused = [state for state in here if state.kind == "refused"]
+    if refused:
+        why = refused[0].text.partition(" ")[2]
+        by = [state.rank for state in refused]
+        return Verdict(UNSUPPORTED, capabilities.refused_by(by, why))
+    busy = [str(state.rank) for state in here if state.kind == "doing"]
+    return Verdict(HANG, f"rank {', '.join(busy)} did not return within {HANG_SECONDS:g} s")
+
+
+def _last_words(trial: Trial) -> str:
+    failed = [state.text for state in trial.states() if state.kind == "failed"]
+    said = failed[:1] or throwaway.last_words(throwaway.output(trial.folder))
+    return throwaway.short(": ".join(said) or "without a word")

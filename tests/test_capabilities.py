@@ -1,0 +1,398 @@
+"""What a backend can do: each combination really tried, by ranks to throw away."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Pool
+from test_hooks import left_running
+
+from ddpbench.analysis import capabilities
+from ddpbench.analysis.capabilities import (
+    CRASH,
+    HANG,
+    OK,
+    UNSUPPORTED,
+    WRONG,
+    Combination,
+    Verdict,
+)
+from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
+from ddpbench.catalog.operations import OPERATIONS
+from ddpbench.measure import capability_probe, capability_trials, throwaway
+from ddpbench.measure.capability_trials import Trials
+from ddpbench.records import store
+from ddpbench.records.schema import Examination
+from ddpbench.render import capabilities as table
+from ddpbench.render.style import TERMINAL
+from ddpbench.runtime import agree, teams
+from ddpbench.runtime.teams import Team
+
+SUM = Combination("all_reduce", "tensor", "sum", "float32")
+MAX8 = Combination("all_reduce", "tensor", "max", "int8")
+LIST = Combination("all_gather", "list", None, "float16")
+BARRIER = Combination("barrier", "tensor", None, None)
+NO = Verdict(UNSUPPORTED, "RuntimeError: no")
+BAD = Verdict(WRONG, "rank 1 got 2 at index 3", {"rank": 1, "index": 3})
+
+
+# --- what is tried --------------------------------------------------------------------------------
+
+
+def test_every_combination_is_tried_once_the_important_ones_first() -> None:
+    """All operations in all forms, with all reduce ops where they reduce and all dtypes where they
+    move data: sums first, one-byte floats last; of one rank nothing that needs a partner."""
+    found = capability_probe.combinations(2)
+    assert found[0] == SUM
+    assert len(set(found)) == len(found)
+    forms = {(each.operation, each.form) for each in found}
+    assert forms == {(name, form) for name, each in OPERATIONS.items() for form in each.forms}
+    assert {each.reduce_op for each in found if each.operation == "all_reduce"} == {*REDUCE_OPS}
+    assert {each.dtype for each in found if each.operation == "reduce"} == {*DTYPES}
+    assert [each for each in found if each.dtype is None] == [BARRIER]
+    tiny = ["float8" in (each.dtype or "") for each in found]
+    assert tiny == sorted(tiny)
+    alone = capability_probe.combinations(1)
+    assert {each.operation for each in found if each not in alone} == {"send_recv", "bidirectional"}
+
+
+# --- what is made of it ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("everyones", "verdict", "apart"),
+    [
+        ([Verdict(OK), Verdict(OK)], Verdict(OK), False),
+        ([NO, replace(NO, why="other")], NO, False),
+        ([Verdict(OK), NO], Verdict(UNSUPPORTED, "in rank 1 only: RuntimeError: no"), True),
+        ([BAD, NO], Verdict(UNSUPPORTED, "in rank 1 only: RuntimeError: no"), True),
+        ([Verdict(OK), BAD], BAD, False),
+    ],
+)
+def test_the_ranks_agree(everyones: list[Verdict], verdict: Verdict, apart: bool) -> None:
+    """What some ranks only refuse leaves them out of step, and no result of it counts; a result
+    that is wrong in one rank is wrong."""
+    assert capabilities.agreed(everyones) == (verdict, apart)
+
+
+def test_a_refusal_is_no_finding() -> None:
+    """Wrong results are errors, crashes and hangs warnings, the worst first; many of one operation
+    are one finding; what a backend refuses is none."""
+    double = replace(MAX8, dtype="float64")
+    tried = [
+        (SUM, Verdict(OK)), (LIST, NO), (BARRIER, Verdict(HANG, "rank 0 did not return")),
+        (MAX8, BAD), (double, BAD), (replace(LIST, dtype="int8"), Verdict(CRASH, "SIGABRT")),
+    ]  # fmt: skip
+    found = capabilities.findings("gloo", tried)
+    assert [(each.severity, each.code) for each in found] == [
+        ("error", "wrong-result"), ("warning", "operation-crashes"), ("warning", "operation-hangs"),
+    ]  # fmt: skip
+    assert found[0].sentence == (
+        "all_reduce max of int8 on gloo gives a wrong result (rank 1 got 2 at index 3); "
+        "likewise max float64"
+    )
+    assert found[0].place == {"backend": "gloo", **asdict(MAX8), "rank": 1, "index": 3}
+    assert "all_gather (list) of int8 on gloo crashes" in found[1].sentence
+    assert "barrier on gloo hangs" in found[2].sentence
+    assert capabilities.findings("gloo", tried[:2]) == ()
+    many = capabilities.findings("gloo", [(double, BAD)] * 6)
+    assert many[0].sentence.endswith("max float64 and 2 more of its combinations")
+
+
+def test_the_table_has_a_row_for_reduce_ops_that_are_alike() -> None:
+    """Dtypes are columns; what was not tried is a question mark; reasons stand below, one for all
+    that differ in the names of dtypes and ops only."""
+    kinds = ("float32", "bfloat16")
+    tried = [
+        *((replace(SUM, dtype=kind, reduce_op=op), Verdict(OK))
+          for op in ("sum", "max") for kind in kinds),
+        *((replace(SUM, dtype=kind, reduce_op="avg"), Verdict(UNSUPPORTED, f"AVG needs no {name}"))
+          for kind, name in (("bfloat16", "BFloat16"), ("float32", "float"))),
+        (BARRIER, Verdict(OK)),
+        (replace(LIST, dtype="float32"), Verdict(CRASH, "a rank was aborted")),
+    ]  # fmt: skip
+    figures = {"verdicts": capabilities.rows(tried)}
+    shown, reasons = table.blocks(Examination("capabilities", 0, "gloo", 1.0, (), (), (), figures),
+                                  TERMINAL)  # fmt: skip
+    rows = [line.split() for line in shown.splitlines()]
+    assert rows[0] == ["what", "gloo", "can", "do"]
+    assert rows[1] == ["operation", "reduce", "op", "f32", "bf16"]
+    assert rows[3:] == [
+        ["all_reduce", "sum", "max", "ok", "ok"],
+        ["avg", "–", "–"],
+        ["barrier", "ok", "ok"],
+        ["all_gather", "(list)", "CRASH", "?"],
+    ]
+    assert reasons.splitlines() == [
+        "– all_reduce (avg): AVG needs no BFloat16",
+        "CRASH float32 all_gather (list): a rank was aborted",
+    ]
+    assert table.blocks(Examination("capabilities", 0, "gloo", 1.0), TERMINAL) == []
+
+
+# --- one rank's part, in a group of this process alone --------------------------------------------
+
+
+@pytest.fixture
+def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Tries these combinations here; the verdicts by number, and what was told."""
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
+    )
+    world = dist.group.WORLD
+    assert world is not None
+    monkeypatch.setattr(agree, "everyones", lambda group, mine: [mine])
+    ranks: Any = SimpleNamespace(rank=0, watchdog=SimpleNamespace(rearm=lambda: None))
+    team = Team(teams.split("world", [[0]]), world, world)
+
+    def walked(wanted: Sequence[Combination]) -> tuple[dict[int, Verdict], list[str]]:
+        notes: dict[int, Verdict] = {}
+        told: list[str] = []
+        capability_probe.walk(
+            capability_probe.request("gloo", "cpu", (), wanted), ranks, team, torch.device("cpu"),
+            lambda kind, text: told.append(f"{kind} {text}"),
+            lambda number, verdict: notes.update({number: verdict}),
+        )  # fmt: skip
+        return notes, told
+
+    try:
+        yield walked
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gloo_alone_is_never_wrong(walk: Callable[..., Any]) -> None:
+    """All combinations end; each is right or refused with a reason; float32 sums work."""
+    wanted = capability_probe.combinations(1)
+    notes, told = walk(wanted)
+    assert sorted(notes) == [*range(len(wanted))]
+    assert {verdict.outcome for verdict in notes.values()} == {OK, UNSUPPORTED}
+    assert all(verdict.why for verdict in notes.values() if verdict.outcome == UNSUPPORTED)
+    assert notes[0] == Verdict(OK)
+    assert told[-1] == f"works {len(wanted)}"
+
+
+def test_a_call_that_does_nothing_is_wrong(
+    walk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output is poisoned before: what is not written is seen, with its place."""
+    lazy = replace(OPERATIONS["all_gather"], bind=lambda case, b, group, rank: lambda: None)
+    monkeypatch.setitem(OPERATIONS, "all_gather", lazy)
+    notes, _ = walk([LIST, SUM])
+    assert notes[0].outcome == WRONG
+    assert notes[0].wrong == {
+        "rank": 0, "index": 0, "elements": 64, "expected": notes[0].wrong["expected"], "got": "nan",
+    }  # fmt: skip
+    assert notes[0].why.startswith("rank 0 got nan at index 0, 64 elements a block, expected ")
+    assert notes[1] == Verdict(OK)
+
+
+def test_a_group_that_a_refusal_breaks_is_not_used_again(
+    walk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a refusal something known to work is tried; when that fails too, the refused one is
+    told to have broken the group, and the rest is left to fresh ranks."""
+    tried = []
+
+    def attempted(request: Any, each: Combination, *_: Any) -> Verdict:
+        tried.append(each)
+        return Verdict(OK) if LIST not in tried else NO
+
+    monkeypatch.setattr(capability_probe, "attempted", attempted)
+    notes, told = walk([SUM, LIST, MAX8])
+    assert tried == [SUM, LIST, SUM]
+    assert notes[1] == Verdict(UNSUPPORTED, "RuntimeError: no; then its group is unusable")
+    assert 2 not in notes
+    assert told[-2:] == ["refused 1 RuntimeError: no", "checking 1"]
+
+
+# --- one set of ranks after the other, scripted ---------------------------------------------------
+
+ABORTED = "Fatal Python error: Aborted\n"
+
+
+class Set:
+    """A set of ranks that has noted verdicts and told states, and ended with a code, or hangs."""
+
+    def __init__(
+        self, first: int, outcomes: str = "", states: Sequence[str] = (), code: int | None = 0,
+        output: str = "",
+    ) -> None:  # fmt: skip
+        self.first, self.states, self.output, self.code = first, states, output, code
+        names = {"o": OK, "u": UNSUPPORTED}
+        notes = [[first + i, asdict(Verdict(names[o]))] for i, o in enumerate(outcomes)]
+        self.notes = "".join(json.dumps(note) + "\n" for note in notes)
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def wait(self) -> int:
+        return -9 if self.code is None else self.code
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "verdicts").write_text(self.notes + '[99, {"outco')  # killed in mid-line
+        (folder / "output").write_text(self.output)
+        for rank, text in enumerate(self.states):
+            path = folder / f"rank-{rank}"
+            path.write_text(f"doing its start\n{text}\n")
+            os.utime(path, (0, 0))  # a long time ago
+
+
+def tried(
+    sets: Sequence[Set], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int = 3
+) -> Trials:
+    """What is heard of `count` combinations from these sets of ranks, all of which are used."""
+    left = list(sets)
+
+    @contextlib.contextmanager
+    def started(module: str, request: capability_probe.Request) -> Iterator[Any]:
+        this = left.pop(0)
+        assert request.first == this.first
+        folder = tmp_path / str(len(left))
+        this.write(folder)
+        trial = throwaway.Trial(folder, this)  # type: ignore[arg-type]
+        yield SimpleNamespace(folder=folder, process=this, states=trial.states, end=this.wait)
+
+    monkeypatch.setattr(throwaway, "started", started)
+    wanted = capability_probe.combinations(2)[:count]
+    trials = Trials(wanted)
+    for _ in capability_trials.trying(
+        capability_probe.request("gloo", "cpu", (), wanted), trials, 20.0
+    ):
+        pass
+    assert left == []
+    return trials
+
+
+@pytest.mark.parametrize(
+    ("end", "verdict"),
+    [
+        ((["failed x", "doing 1"], 5, ABORTED), Verdict(CRASH, "a rank was aborted (SIGABRT)")),
+        ((["failed x", "doing 1"], 5, "a\nb\n"),
+         Verdict(CRASH, "its ranks ended with exit code 5: x")),
+        ((["tried 1", "doing 1"], None, ""),
+         Verdict(HANG, "rank 1 did not return within 5 s")),
+    ],
+)  # fmt: skip
+def test_what_ends_its_ranks_twice_is_told_and_the_rest_is_tried(
+    end: tuple[Any, ...], verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash or a hang is confirmed by fresh ranks, which begin with the suspect; where they can
+    do it, it was a bad moment."""
+    twice = [Set(0, "o", *end), Set(1, "", *end), Set(2, "o", ["works 3"])]
+    assert tried(twice, tmp_path, monkeypatch).verdicts == [Verdict(OK), verdict, Verdict(OK)]
+    once = [Set(0, "o", *end), Set(1, "oo", ["works 3"])]
+    (tmp_path / "again").mkdir()
+    assert tried(once, tmp_path / "again", monkeypatch).verdicts == [Verdict(OK)] * 3
+
+
+def test_who_waits_for_a_rank_that_refused_does_not_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank raises, the other never returns: an error is what a user sees, so that it is not
+    supported, and by whom; fresh ranks go on behind it."""
+    sets = [Set(0, "", ["doing 0", "refused 0 TypeError: no"], None), Set(1, "ou", ["works 3"])]
+    assert [(v.outcome, v.why) for v in tried(sets, tmp_path, monkeypatch).verdicts] == [
+        (UNSUPPORTED, "in rank 1 only: TypeError: no"), (OK, ""), (UNSUPPORTED, ""),
+    ]  # fmt: skip
+
+
+def test_a_group_that_broke_after_a_verdict_costs_no_other_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that leave, hang or die after they have agreed: fresh ones go on with the next, and
+    what broke the group is told."""
+    sets = [
+        Set(0, "u", ["checking 0", "doing 0"], None), Set(1, "u", ["refused 1 x"], 0),
+        Set(2, "o", ["works 3"], 5, ABORTED),
+    ]  # fmt: skip
+    verdicts = tried(sets, tmp_path, monkeypatch).verdicts
+    broken = Verdict(UNSUPPORTED, "; then its group is unusable")
+    assert verdicts == [broken, Verdict(UNSUPPORTED), Verdict(OK)]
+
+
+def test_ranks_that_cannot_start_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is blamed on a combination; the reason is told."""
+    trials = tried([Set(0, "", ["failed no GPU"], 5)], tmp_path, monkeypatch)
+    assert trials.verdicts == []
+    assert trials.given_up == "its ranks could not start (exit code 5): no GPU"
+
+
+# --- real trials ----------------------------------------------------------------------------------
+
+# An all_gather that aborts rank 1.
+PLANTED = """
+import os
+from dataclasses import replace
+from ddpbench.catalog.operations import OPERATIONS
+
+honest = OPERATIONS["all_gather"]
+
+def bind(case, b, group, rank):
+    return os.abort if rank == 1 else honest.bind(case, b, group, rank)
+
+OPERATIONS["all_gather"] = replace(honest, bind=bind)
+"""
+
+
+def test_a_crash_is_found_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In real ranks: what aborts one is told to crash, and what comes after is tried; nothing is
+    printed, no process and no file stays."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    wanted = [BARRIER, LIST, SUM]
+    trials = Trials(wanted)
+    request = capability_probe.request("gloo", "cpu", ("planted",), wanted)
+    for _ in capability_trials.trying(request, trials, 90.0):
+        pass
+    assert trials.given_up is None
+    assert [verdict.outcome for verdict in trials.verdicts] == [OK, CRASH, OK]
+    assert trials.verdicts[1].why.startswith("a rank was aborted (SIGABRT)")
+    assert capfd.readouterr() == ("", "")
+    assert left_running(tmp_path) == []
+    assert [*tmp_path.glob("ddpbench-*")] == []
+
+
+def test_no_time_is_told() -> None:
+    """Where nothing could be tried in the time there was, that is said."""
+    trials = Trials([SUM])
+    request = capability_probe.request("gloo", "cpu", (), [SUM])
+    assert [*capability_trials.trying(request, trials, 0.0)] == []
+    assert trials.verdicts == []
+    assert trials.given_up == "the 0 s for it were over; --seconds gives it more"
+
+
+def test_two_ranks_have_their_backend_tried(pool: Pool, tmp_path: Path) -> None:
+    """The examination stores a verdict for each combination, and finds nothing wrong with gloo; the
+    table stands in what is printed."""
+    done = pool.call(2, tmp_path, "doctor", "--only", "capabilities", "--seconds", "40")
+    (folder,) = store.runs(tmp_path / "results")
+    (found,) = store.read(folder).examinations
+    # In torch 2.7 gloo's reduce_scatter adds up, whatever it is asked for.
+    bad = {(each.code, each.place["operation"]) for each in found.findings}
+    assert bad <= {("wrong-result", "reduce_scatter")}
+    assert done.returncode == (4 if bad else 0), done.stdout + done.stderr
+    assert not bad or torch.__version__ < "2.9"
+    assert "what gloo can do" in done.stdout
+    assert found.unchecked == ()
+    verdicts = found.figures["verdicts"]
+    assert len(verdicts) == found.figures["wanted"] == len(capability_probe.combinations(2))
+    works = {(v["operation"], v["dtype"]) for v in verdicts if v["outcome"] == OK}
+    assert works >= {(name, "float32") for name in ("all_reduce", "broadcast", "all_gather")}
