@@ -8,6 +8,7 @@ from dataclasses import dataclass
 WORDS = (
     "backend", "flags", "check", "part of a step", "parameters", "replicas",
     "case", "test", "saved in", "verdict", "why", "date", "run", "of the longest", "changed to",
+    "fault", "planted", "found", "named", "said",
 )  # fmt: skip
 
 
