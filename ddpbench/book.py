@@ -41,7 +41,8 @@ class Book:
         if self.writes:
             self.run = store.read(folder)
             self.part = sum(len(getattr(self.run, part)) for part in PARTS.values())
-            self._write()
+            with contextlib.suppress(OSError):  # a full disk is told with the first outcome
+                self._write()
 
     def expect(self, cases: int) -> None:
         """Show progress and time left on stderr."""

@@ -52,6 +52,7 @@ from ddpbench.render.rows import COLUMNS
 from ddpbench.render.steps import STEP_COLUMNS
 from ddpbench.runtime import forks, launch
 from ddpbench.runtime.launch import Placement, Refused
+from ddpbench.selftest import command as selftest
 
 T = TypeVar("T", bound=session.Options)
 
@@ -270,6 +271,14 @@ def _list(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
+def _doctor(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    if namespace.selftest is not None:
+        return selftest.run(namespace, words)
+    if namespace.healthy is not None:
+        raise Refused("--healthy is for --selftest: python -m ddpbench doctor --selftest")
+    return _measuring(doctor.Options, doctor.run)(namespace, words)
+
+
 def _baseline(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     return baseline.run(namespace, words, main)
 
@@ -282,9 +291,7 @@ COMMANDS: dict[str, Command] = {
         collectives.__doc__,
     ),
     "ddp": Command(ddp.HELP, ddp.add_arguments, _measuring(ddp.Options, ddp.run), ddp.__doc__),
-    "doctor": Command(
-        doctor.HELP, doctor.add_arguments, _measuring(doctor.Options, doctor.run), doctor.__doc__
-    ),
+    "doctor": Command(doctor.HELP, doctor.add_arguments, _doctor, doctor.__doc__),
     "launch": Command(
         launch_node.HELP, launch_node.add_arguments, launch_node.run, launch_node.__doc__
     ),

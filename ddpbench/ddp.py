@@ -235,7 +235,6 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
         default="stop",
         help="what to do when replicas differ; default stop",
     )
-    known = "; ".join(f"{fault.name}: {fault.help}" for fault in faults.FAULTS.values())
     add(
         "--inject",
         type=_fault,
@@ -243,7 +242,7 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="FAULT[:setting=value,…]",
         help=f"plant a fault, to see it found, from step {faults.STEP} on in the last rank, or "
-        f":step=7,rank=0. {known}",
+        f":step=7,rank=0. {faults.listed(faults.IN_STEP)}",
     )
 
 

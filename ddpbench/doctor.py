@@ -4,6 +4,7 @@ python -m ddpbench doctor -n 4                               starts the ranks it
 torchrun --nnodes 2 --nproc-per-node 8 -m ddpbench.doctor
 mpirun -n 4 python -m ddpbench.doctor --backend mpi
 srun -n 4 python -m ddpbench.doctor --only preflight,links
+python -m ddpbench doctor --selftest                         plants faults here, and sees them found
 
 Exit codes: 0 healthy, 1 a finding as bad as --fail-on (default error), 4 a wrong result, 5 a rank
 died, hung or missed a deadline.
@@ -12,6 +13,7 @@ died, hung or missed a deadline.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpbench import options, session
+from ddpbench.catalog import faults
 from ddpbench.catalog.backends import Backend
 from ddpbench.examine import capabilities, preflight, stragglers
 from ddpbench.examine.patient import Outcome, Patient
@@ -27,6 +30,7 @@ from ddpbench.render.doctor import FINDING_COLUMNS
 from ddpbench.runtime import agree, cpu
 from ddpbench.runtime.group import Group
 from ddpbench.runtime.launch import Placement
+from ddpbench.selftest import trials
 
 HELP = "what is wrong with this set-up, on which rank, host or link, and what to do"
 
@@ -61,6 +65,7 @@ class Options(session.Options):
     by: str
     max_pairs: int
     fail_on: str
+    inject: tuple[str, ...]
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -107,15 +112,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="error",
         help="the least severity for which the exit code is 1; default error",
     )
+    _add_planted(parser.add_argument_group("what is planted, to see it found"))
     options.add_where(parser)
     options.add_repeats(parser, "of all orders; default: drawn")
     options.add_shown(parser, FINDING_COLUMNS)
     options.add_stored(parser)
 
 
+def _add_planted(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--inject",
+        type=_fault,
+        action="append",
+        default=[],
+        metavar="FAULT[:setting=value,…]",
+        help="plant a fault in the last rank, or :rank=0, before it meets the others. "
+        + faults.listed(faults.IN_SET_UP),
+    )
+    add(
+        "--selftest",
+        type=options.names("fault", trials.NAMES),
+        nargs="?",
+        const=trials.NAMES,
+        metavar="FAULT,…",
+        help="instead of examining: plant faults one by one in ranks of this machine, tell of each "
+        f"whether it was found and named rightly. By default all: {', '.join(trials.NAMES)}",
+    )
+    add(
+        "--healthy",
+        type=options.whole(0),
+        metavar="N",
+        help="runs without a fault in the self-test, in which nothing may be found; default 1",
+    )
+
+
+def _fault(text: str) -> str:
+    """The type of `--inject`."""
+    try:
+        faults.parse(text, faults.IN_SET_UP)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def run(asked: Options, place: Placement) -> int:
     """One rank's part over all backends; the exit code."""
-    return session.run(asked, place, sweep)
+    with contextlib.ExitStack() as planted:
+        for text in asked.inject:
+            planted.enter_context(faults.parse(text, faults.IN_SET_UP).around(place))
+        return session.run(asked, place, sweep)
 
 
 def sweep(

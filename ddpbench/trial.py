@@ -156,6 +156,7 @@ class Trial:
         except (RuntimeError, ValueError, TypeError) as error:
             objection = f"DDP refuses it: {agree.first_line(error, 300)}"
         sentence = agree.first_objection(self.ranks, objection)
+        self.ranks.watchdog.rearm()  # building may take long, and so may the first step
         return case, made if sentence is None else None, sentence
 
     def _unlike(self, task: workloads.Task | None) -> str | None:

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ddpbench import cli, options
+from ddpbench.selftest.ranks import Done
+
+__all__ = ["HERE", "ROOT", "Done", "Pool", "environment", "stay"]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -29,15 +32,6 @@ def environment(**extra: str) -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     path = f"{ROOT}{os.pathsep}{HERE}"
     return {**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a command line ended with: the highest exit code, all that was printed."""
-
-    returncode: int
-    stdout: str
-    stderr: str
 
 
 def stay(prefix: Sequence[str] = ()) -> subprocess.Popen[str]:

@@ -169,6 +169,7 @@ FOUND: dict[str, tuple[tuple[str, ...], str, str]] = {
     "nan:step=6,rank=0": ((), "parameter", "not finite"),
     "optimizer-state:step=9,rank=1": (("--optimizer", "adam"), "optimizer", "state alone"),
     "learning-rate:step=6,rank=1": ((), "optimizer", "learning rates"),
+    "corrupted-result:step=6,rank=1": ((), "gradient", "the result of a collective was corrupted"),
     "bypass:step=1": ((), "parameter", "bypassed DDP"),
     "no-sync:step=6": (("--accumulate", "2"), "parameter", "no_sync"),
 }
@@ -458,6 +459,22 @@ def test_a_fault_acts_in_its_rank_at_its_step() -> None:
             planted.act(replica, 0, 2, before)
             planted.act(replica, 1, 2, not before)
         assert seen == steps
+
+
+def test_the_other_ranks_do_their_part_of_a_fault() -> None:
+    """Where one rank calls a collective otherwise, the others call it as they should."""
+
+    class Replica:
+        steps = 4
+
+    seen: list[str] = []
+    fault = faults.Fault(
+        "odd", "", lambda *_: seen.append("odd"), before=True,
+        others=lambda *_: seen.append("even"),
+    )  # fmt: skip
+    for rank in range(3):
+        faults.Planted(fault, {"step": 4.0, "rank": 1.0}).act(Replica(), rank, 3, True)
+    assert seen == ["even", "odd", "even"]
 
 
 def test_the_ledger_keeps_the_first_bad_report() -> None:

@@ -28,17 +28,18 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "measure": ("version", "records", "analysis", "runtime", "catalog"),
     "replicas": ("version", "records", "analysis", "runtime", "catalog"),
     "examine": ("version", "records", "analysis", "runtime", "catalog", "measure"),
+    "selftest": ("version", "records", "analysis", "runtime", "catalog", "render"),
     "commands": (
         "version", "records", "analysis", "runtime", "catalog", "render", "interchange", "measure",
-        "replicas", "examine",
+        "replicas", "examine", "selftest",
     ),
     "cli": (
         "version", "records", "analysis", "runtime", "catalog", "render", "interchange", "measure",
-        "replicas", "examine", "commands",
+        "replicas", "examine", "selftest", "commands",
     ),
     "pytest_plugin": (
         "version", "records", "analysis", "runtime", "catalog", "render", "interchange", "measure",
-        "replicas", "examine", "commands",
+        "replicas", "examine", "selftest", "commands",
     ),
     "__main__": ("cli",),
 }  # fmt: skip
@@ -193,11 +194,11 @@ def python(program: str, *words: str, forbidden: tuple[str, ...] = ("torch",)) -
 
 
 def test_without_torch_all_its_free_floors_can_be_imported() -> None:
-    """analysis, records, render, catalog, interchange, options and cli import where importing torch
-    fails; the hook that makes it fail does so."""
+    """analysis, records, render, catalog, interchange, selftest, options and cli import where
+    importing torch fails; the hook that makes it fail does so."""
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for folder in ("analysis", "records", "render", "catalog", "interchange")
+        for folder in ("analysis", "records", "render", "catalog", "interchange", "selftest")
         for path in (ROOT / "ddpbench" / folder).glob("*.py")
     ]
     modules += [

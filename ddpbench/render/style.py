@@ -9,6 +9,7 @@ WORDS = (
     "backend", "flags", "check", "part of a step", "parameters", "replicas",
     "case", "test", "saved in", "verdict", "why", "date", "run", "of the longest", "changed to",
     "operation", "reduce op",
+    "fault", "planted", "found", "named", "said",
 )  # fmt: skip
 
 

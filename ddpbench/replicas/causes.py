@@ -65,8 +65,19 @@ class Cause:
 
 
 def _one_bit(facts: Facts) -> bool:
-    one = facts.one
-    if one is None or "float" not in one.dtype or len(one.details) != 1:
+    return facts.one is not None and _flipped(facts.one)
+
+
+def _one_bit_of_a_gradient(facts: Facts) -> bool:
+    """And no parameter differs but the one that was stepped by it."""
+    those = facts.of("gradient")
+    stepped = {each.name for each in facts.of("parameter")}
+    return len(those) == 1 and _flipped(those[0]) and stepped == {those[0].name}
+
+
+def _flipped(one: Difference) -> bool:
+    """One bit of one of its elements."""
+    if "float" not in one.dtype or len(one.details) != 1:
         return False
     detail = one.details[0]
     # Of a single number, such as a step count, that one element alone differs tells nothing; and
@@ -129,6 +140,15 @@ CAUSES = (
         "that element by -1 or a power of two, or rounding it otherwise, does the same",
         "restore from a checkpoint; if it comes again on one host, test or replace its memory or "
         "GPU (EDAC or `nvidia-smi -q -d ECC` counts errors)",
+    ),
+    Cause(
+        "corrupted-result",
+        _one_bit_of_a_gradient,
+        "one bit of one reduced gradient differs, and its parameter with it: the result of a "
+        "collective was corrupted on its way into those ranks or in their memory, or something "
+        "edited that gradient after backward",
+        "restore from a checkpoint; if it comes again on one host, read the error counters of its "
+        "network adapter and its GPU or memory, and replace what counts",
     ),
     Cause(
         "permuted",

@@ -96,6 +96,8 @@ def _await(ranks: dict[int, int]) -> None:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 code = os.waitstatus_to_exitcode(status)
+                if until is not None and code == -signal.SIGTERM:
+                    code = 0  # told to end from here: the one that failed says why
                 ranks[pid] = 5 if code < 0 else code
         if until is None and any(code not in (RUNNING, *ORDERLY) for code in ranks.values()):
             until = time.monotonic() + GRACE_SECONDS

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import psutil
+
 from ddpbench.runtime.launch import PASSED_ON
 
 POLL_SECONDS, LOOK_SECONDS = 0.1, 1.0
@@ -86,3 +88,16 @@ def _kill(child: Child) -> None:
     with contextlib.suppress(OSError):
         os.killpg(child.process.pid, signal.SIGKILL)
     child.process.wait()
+
+
+def end_family(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its descendants, whatever groups and sessions these have made."""
+    if process.poll() is None:
+        with contextlib.suppress(psutil.Error):
+            family = psutil.Process(process.pid).children(recursive=True)
+            for each in family:
+                with contextlib.suppress(psutil.Error):
+                    each.kill()
+            psutil.wait_procs(family, 5.0)
+        process.kill()
+        process.wait()

@@ -1,0 +1,211 @@
+"""The trials of the self-test, in their order: one entry of TRIALS adds one."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ddpbench.analysis.selftest import Expected
+from ddpbench.selftest import hosts
+
+# A deadline that ranks of a busy machine meet, and that need not be waited for too long.
+TIMEOUT_SECONDS = 10
+TINY_NBYTES = 4096  # of a disk: room for the first record of a run, and for no second
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A fault, how it is planted, and what must come of it.
+
+    fault    its name, which several trials may share
+    planted  what is done, in a few words
+    words    the command line of ddpbench
+    needs    () → one sentence: why it cannot be planted here; None where it can
+    seconds  by which the command must have ended
+    tiny     whether results go to a very small disk
+    rates    of the links, in bits a second, of as many hosts as the ranks are on; (): on this one
+    pairs    of these hosts between which the rate is less
+    """
+
+    fault: str
+    planted: str
+    words: tuple[str, ...]
+    expected: Expected
+    needs: Callable[[], str | None] = lambda: None
+    seconds: float = 90.0
+    tiny: bool = False
+    rates: tuple[float, ...] = ()
+    pairs: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+
+def _step(fault: str, *how: str, ranks: int = 3) -> tuple[str, ...]:
+    """DDP steps of a small model, in so many ranks that the one with the fault is the odd one."""
+    return (
+        "ddp", "-n", str(ranks), "--backend", "gloo", "--device", "cpu", "--workload", "mlp",
+        "--width", "64", "--depth", "2", "--threads", "1", "--in-a-row", "1",
+        "--timeout", str(TIMEOUT_SECONDS), *(how or ("--rounds", "4", "--no-budget")),
+        "--inject", fault,
+    )  # fmt: skip
+
+
+def _doctor(examination: str, *more: str) -> tuple[str, ...]:
+    """One examination; a warning is an exit code of its own."""
+    return (
+        "doctor", "--backend", "gloo", "--device", "cpu", "--only", examination,
+        "--fail-on", "warning", "--seconds", "8", *more,
+    )  # fmt: skip
+
+
+def _planted(fault: str, examination: str = "preflight") -> tuple[str, ...]:
+    """One examination of two ranks of which the set-up has a fault."""
+    return _doctor(examination, "-n", "2", "--timeout", "30", "--inject", fault)
+
+
+def _replica(cause: str, place: str) -> Expected:
+    """Replicas differ."""
+    return Expected((4,), cause, rf"after step 6: {place}")
+
+
+def _ended(found: str, named: str) -> Expected:
+    """A deadline, an error or a death has ended the run."""
+    return Expected((5,), found, named)
+
+
+def _mismatch(one: str, others: str) -> Expected:
+    """Rank 1 calls another collective than the others. gloo may abort its neighbour for that."""
+    named = rf"rank 1 calls #\d+ {one}( of group \S+)? where ranks? [\d, ]+ calls? {others}"
+    return _ended(r"calls #\d+ .* where ranks? ", named)
+
+
+@functools.cache
+def no_hosts() -> str | None:
+    """Why there can be no links of a known rate here."""
+    return hosts.missing()
+
+
+@functools.cache
+def no_mount() -> str | None:
+    """Why there can be no disk of a known size here."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return "mounting a small disk needs root and unshare (Debian: util-linux)"
+    done = subprocess.run(
+        on_tiny_disk("/mnt", ["true"]), capture_output=True, text=True, check=False, timeout=20
+    )
+    return None if done.returncode == 0 else f"no small disk can be mounted: {done.stderr.strip()}"
+
+
+def on_tiny_disk(folder: str, words: list[str]) -> list[str]:
+    """These words where a disk of its own is mounted on a folder: no other process sees it, and it
+    goes with the last that does."""
+    mount = f'mount -t tmpfs -o size={TINY_NBYTES} tmpfs "$0" && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", mount, folder, *words]
+
+
+WEIGHT = r"parameter 0\.weight .* differs\. Rank 1: "
+SUM, GATHER = r"all_reduce float32\[1024\]", r"all_gather float32\[1024\]"
+TRIALS = (
+    Trial(
+        "slow-rank", "rank 1 shares its core with 3 busy processes",
+        _planted("slow-rank:rank=1", "stragglers"),
+        Expected((1,), r"slow-rank: ", r"slow-rank: rank 1\b"),
+    ),
+    Trial(
+        "slow-rank", "rank 1's forward takes 40 ms longer",
+        _step("slow-rank:rank=1,ms=40,step=1", "--rounds", "12"),
+        Expected((0,), r"late-rank: ", r"late-rank: .*rank 1 is late"),
+    ),
+    Trial(
+        "stop", "rank 1 is stopped in step 6", _step("stop:rank=1,step=6"),
+        _ended(r"is stopped \(SIGSTOP\)", r"rank 1 \(\S+, pid \d+\) is stopped"),
+    ),
+    Trial(
+        "kill", "rank 1 is killed in step 6", _step("kill:rank=1,step=6"),
+        _ended(r"has died", r"rank 1 \(\S+, pid \d+\) has died"),
+    ),
+    Trial(
+        "hang", "rank 1 sleeps in its own code", _step("hang:rank=1,step=6"),
+        _ended(r"never joined|missed the deadline", r"rank 1\b.*\bhang \(step_faults\.py:\d+\)"),
+    ),
+    Trial(
+        "slow-link", "host1-host2 at 100 Mbit/s, others at 1 Gbit/s",
+        _doctor("links", "--by", "host"),
+        Expected((1,), r"slow-link: ", r"slow-link: .*host1\b.*host2\b"),
+        no_hosts, rates=(1e9,) * 4, pairs={(0, 1): 1e8},
+    ),
+    Trial(
+        "slow-host", "host3's link at 100 Mbit/s, others at 1 Gbit/s",
+        _doctor("links", "--by", "host"),
+        Expected((1,), r"slow-host: ", r"slow-host: .*host3\b"),
+        no_hosts, rates=(1e9, 1e9, 1e8, 1e9),
+    ),
+    Trial(
+        "wrong-shape", "rank 1 sums float32[2048], others [1024]",
+        _step("wrong-shape:rank=1,step=6", ranks=4),
+        _mismatch(r"all_reduce float32\[2048\]", SUM),
+    ),
+    Trial(
+        "wrong-dtype", "rank 1 sums float64[1024], others float32",
+        _step("wrong-dtype:rank=1,step=6", ranks=4),
+        _mismatch(r"all_reduce float64\[1024\]", SUM),
+    ),
+    Trial(
+        "wrong-order", "rank 1 gathers before it sums", _step("wrong-order:rank=1,step=6"),
+        _mismatch(GATHER, SUM),
+    ),
+    Trial(
+        "skipped", "rank 1 leaves out an all_gather", _step("skipped:rank=1,step=6"),
+        _mismatch(r"all_reduce .*", GATHER),
+    ),
+    Trial(
+        "corrupted-result", "a bit of rank 1's reduced gradient flips",
+        _step("corrupted-result:rank=1,step=6"),
+        _replica(r"corrupted-result: ", r"gradient 0\.weight .* differs\. Rank 1: .* bit 20 "),
+    ),
+    Trial(
+        "bit-flip", "a bit of rank 1's replica flips", _step("bit-flip:rank=1,step=6"),
+        _replica(r"bit-flip: ", rf"{WEIGHT}.* bit 12 "),
+    ),
+    Trial(
+        "learning-rate", "rank 1 steps with another learning rate",
+        _step("learning-rate:rank=1,step=6"),
+        _replica(r"different-options: ", r"optimizer \S+lr .* differs\. Rank 1: 0\.05 "),
+    ),
+    Trial(
+        "nan", "an element of rank 1's replica becomes NaN", _step("nan:rank=1,step=6"),
+        _replica(r"non-finite", r"parameter 0\.weight: 1 element NaN or infinite in rank 1\b"),
+    ),
+    Trial(
+        "wrong-interface", "rank 1's GLOO_SOCKET_IFNAME is nonesuch0",
+        _planted("wrong-interface:rank=1"),
+        Expected((2,), r"there is no interface nonesuch0",
+                 r"\(rank 1\) has GLOO_SOCKET_IFNAME=nonesuch0"),
+    ),
+    Trial(
+        "mixed-versions", "rank 1 tells of torch 1.0.0", _planted("mixed-versions:rank=1"),
+        Expected((1,), r"mixed-versions: ", r"rank 1 runs torch 1\.0\.0, rank 0 "),
+    ),
+    Trial(
+        "oversubscribed", "OMP_NUM_THREADS is twice the cores, in 2 ranks",
+        _planted("oversubscribed"),
+        Expected((1,), r"oversubscribed: ", r"2 ranks with \d+ compute threads .*OMP_NUM_THREADS="),
+    ),
+    Trial(
+        "full-disk", "results go to a disk of 4 KiB", _doctor("preflight", "-n", "2"),
+        _ended(r"results cannot be written", r"/run any more \(No space left on device\)"),
+        no_mount, tiny=True,
+    ),
+    Trial(
+        "full-disk", "no file may grow beyond 4 KiB", _planted("full-disk"),
+        _ended(r"results cannot be written", r"/run any more \(File too large\)"),
+    ),
+    Trial(
+        "out-of-memory", "rank 1 asks for 1 GiB more than it can get",
+        _step("out-of-memory:rank=1,step=6"),
+        _ended(r"can't allocate memory|out of memory", r"rank 1\b.*\b1073741824 bytes"),
+    ),
+)  # fmt: skip
+NAMES = tuple(dict.fromkeys(trial.fault for trial in TRIALS))

@@ -1,0 +1,140 @@
+"""Planted faults: how they are named, what they change and that they leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from ranks import Pool, environment
+
+from ddpbench.catalog import faults, setup_faults, step_faults
+from ddpbench.catalog.faults import IN_SET_UP, IN_STEP
+from ddpbench.runtime.environment import rank_facts
+from ddpbench.runtime.launch import Placement, Refused
+
+
+def test_a_fault_is_known_by_its_name_and_kind() -> None:
+    """One name may be planted in a step and in a set-up; the settings are those of each, and the
+    step is one of those in a step alone."""
+    step, set_up = faults.parse("slow-rank:rank=0"), faults.parse("slow-rank:rank=0", IN_SET_UP)
+    assert dict(step.settings) == {"step": 5.0, "rank": 0.0, "ms": 30.0}
+    assert dict(set_up.settings) == {"rank": 0.0, "busy": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "told"),
+    [
+        ("wrong-interface", IN_STEP, "say doctor --inject wrong-interface"),
+        ("bit-flip", IN_SET_UP, "say ddp --inject bit-flip"),
+        ("mixed-version", IN_SET_UP, "did you mean mixed-versions"),
+        ("full-disk:rank=1", IN_SET_UP, "its settings are nbytes=4096 "),
+    ],
+)
+def test_what_cannot_be_planted_is_told_with_what_can(text: str, kind: str, told: str) -> None:
+    """The fault of another command, a typo, a setting that a fault has not."""
+    with pytest.raises(ValueError, match=told):
+        faults.parse(text, kind)
+
+
+def place(rank: int, world_size: int = 2) -> Placement:
+    """Of a rank that ddpbench has started."""
+    return Placement("fork", rank, world_size, rank, world_size)
+
+
+def test_a_fault_of_a_set_up_is_in_its_rank_and_ends_with_it() -> None:
+    """The last rank by default, all ranks where it has none; afterwards all is as before. A rank
+    that is not there is refused."""
+    interface = faults.parse("wrong-interface", IN_SET_UP)
+    before = dict(os.environ)
+    with interface.around(place(0)):
+        assert dict(os.environ) == before
+    with interface.around(place(1)), faults.parse("oversubscribed", IN_SET_UP).around(place(0)):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "nonesuch0"
+        assert int(os.environ["OMP_NUM_THREADS"]) == 2 * len(os.sched_getaffinity(0))
+    assert dict(os.environ) == before
+    with faults.parse("mixed-versions:rank=0", IN_SET_UP).around(place(0)):
+        assert rank_facts()["torch"] == "1.0.0"
+    assert rank_facts()["torch"] == str(torch.__version__)
+    with pytest.raises(Refused, match="wrong-interface is for rank 2, and there are 2"):
+        faults.parse("wrong-interface:rank=2", IN_SET_UP).around(place(1))
+
+
+def test_no_file_may_grow_on_a_full_disk(tmp_path: Path) -> None:
+    """Up to the size it may, one byte more is an OSError; afterwards it may again."""
+    before, file = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "file"
+    with setup_faults.full_disk(None, {"nbytes": 100.0}):
+        file.write_bytes(b"x" * 100)
+        with pytest.raises(OSError, match="File too large"):
+            file.write_bytes(b"x" * 101)
+    file.write_bytes(b"x" * 101)
+    assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
+
+
+def test_a_slow_rank_really_shares_its_core() -> None:
+    """All its threads are on one core, and so is a busy process, which ends with the context."""
+    before, me = os.sched_getaffinity(0), psutil.Process()
+    with setup_faults.slow_rank(None, {"busy": 1.0}):
+        (core,) = os.sched_getaffinity(0)
+        threads = [os.sched_getaffinity(thread.id) for thread in me.threads()]
+        (busy,) = [child for child in me.children() if setup_faults.BUSY in child.cmdline()]
+        assert threads == [{core}] * len(threads)
+        assert busy.cpu_affinity() == [core]
+    assert os.sched_getaffinity(0) == before
+    assert not busy.is_running()
+
+
+def test_busy_processes_end_with_a_rank_that_is_killed() -> None:
+    """However the rank ends: here it leaves without undoing anything."""
+    program = (
+        "import os, psutil\nfrom ddpbench.catalog import setup_faults\n"
+        "context = setup_faults.slow_rank(None, {'busy': 2.0})\ncontext.__enter__()\n"
+        "print(*[child.pid for child in psutil.Process().children()], flush=True)\nos._exit(9)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+    until = time.monotonic() + 20
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_an_allocation_really_fails() -> None:
+    """The error is torch's own, and says how much was asked for; then memory can be had again."""
+    replica = SimpleNamespace(device=torch.device("cpu"))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(RuntimeError, match="1073741824 bytes"):
+        step_faults.out_of_memory(replica, {"mb": 1024.0})
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert torch.empty(2**20).numel() == 2**20
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "told"),
+    [
+        ("wrong-interface:rank=1", 2, r"(rank 1) has GLOO_SOCKET_IFNAME=nonesuch0, and there is"),
+        ("mixed-versions:rank=0", 1, "rank 1 runs torch "),
+        ("oversubscribed:per_core=3", 1, "compute threads in all share"),
+    ],
+)
+def test_the_doctor_finds_what_is_planted_in_a_set_up(
+    pool: Pool, tmp_path: Path, fault: str, code: int, told: str
+) -> None:
+    """With the rank and the variable; and in the same ranks without the fault no longer."""
+    words = ("doctor", "--only", "preflight", "--seconds", "1", "--fail-on", "warning")
+    done = pool.call(2, tmp_path, *words, "--backend", "gloo", "--inject", fault)
+    assert done.returncode == code, done
+    assert told in done.stdout + done.stderr
+    healthy = pool.call(2, tmp_path, *words, "--backend", "gloo")
+    assert told not in healthy.stdout + healthy.stderr
