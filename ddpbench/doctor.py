@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ddpbench import options, session
 from ddpbench.catalog.backends import Backend
-from ddpbench.examine import preflight
+from ddpbench.examine import links, preflight
 from ddpbench.examine.patient import Outcome, Patient
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
 from ddpbench.render.doctor import FINDING_COLUMNS
@@ -44,6 +44,7 @@ EXAMINATIONS: dict[str, Examiner] = {
     each.name: each
     for each in (
         Examiner("preflight", "every rank's versions, variables, limits", preflight.examine),
+        Examiner("links", "what each pair carries, which link or host is slow", links.examine),
     )
 }
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ddpbench.records.schema import Examination, Finding, Run
+from ddpbench.render import links
 from ddpbench.render.rows import Column
 from ddpbench.render.style import Style
 
@@ -18,7 +19,7 @@ FINDING_COLUMNS: dict[str, Column[Finding]] = {
 }
 
 # What an examination shows besides what it told: name → (examination, style) → blocks of text.
-TABLES: dict[str, Callable[[Examination, Style], list[str]]] = {}
+TABLES: dict[str, Callable[[Examination, Style], list[str]]] = {"links": links.tables}
 
 
 def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
