@@ -128,13 +128,14 @@ def test_one_way_may_be_slow() -> None:
 
 
 def test_rates_that_vary_are_suspicious_only_far_outside() -> None:
-    """Loopback on few cores varies by 2 to 3 ×: of 200 such matrices hardly one has a suspect. What
-    single bursts vary by counts too."""
+    """Loopback on few cores varies by 2 to 3 ×: few such matrices have a suspect, which is cleared
+    when it is measured again. What single bursts vary by counts too."""
     found = [blamed(net(count, noise=0.4, seed=s)) for count in (3, 4, 8) for s in range(200)]
-    assert sum(map(bool, found)) <= 12
+    assert sum(map(bool, found)) <= 90
     pair = {(0, 1): FAST / 2, (1, 0): FAST / 2}
     assert blamed(net(4, {}, pair), 0.05) == [(0, 1)]
     assert blamed(net(4, {}, pair), 0.3) == []
+    assert blamed(net(4, {3: SLOW}), 0.9) == [(3,)]
 
 
 def test_ranks_are_judged_within_their_hosts() -> None:
@@ -167,7 +168,7 @@ def test_a_suspicion_is_measured_again_beside_healthy_links() -> None:
     host, link = found = links.suspects(rates)
     slow, healthy = links.again(link, rates, found)
     assert sorted(slow) == [(0, 1), (1, 0)]
-    assert len(healthy) == links.MOST_CELLS
+    assert len(healthy) == links.MOST_BESIDE
     assert {0, 1} <= {end for cell in healthy for end in cell}
     assert not {cell for cell in healthy if 4 in cell or set(cell) == {0, 1}}
     slow, healthy = links.again(host, rates, found)
@@ -176,19 +177,35 @@ def test_a_suspicion_is_measured_again_beside_healthy_links() -> None:
     two = {(0, 1): FAST, (1, 0): SLOW}
     (only,) = found = links.suspects(two)
     assert links.again(only, two, found) == ([(1, 0)], [(0, 1)])
-    assert links.again(Suspect((0,), (), ((0, 1),), 0.1), {(0, 1): SLOW}, ()) == ([(0, 1)], [])
+    alone = Suspect((0,), (), ((0, 1),), 0.1)
+    assert links.again(alone, {(0, 1): SLOW}, [alone]) == ([(0, 1)], [])
 
 
 def test_only_what_is_slow_each_time_is_confirmed() -> None:
-    """Its best cell against the usual healthy one; the rates told are the medians of all."""
+    """Five times, its best cell against the best healthy one; a time at which the healthy are slow
+    too says nothing, and ten times are enough."""
     suspect = Suspect((0,), (1,), ((0, 1), (1, 0)), 0.1)
-    times = ((SLOW, 1.1 * SLOW),) * 5
-    seen = Again(suspect, times, ((FAST, 0.9 * FAST, FAST),) * 5)
-    assert seen.confirmed
-    assert seen.bytes_per_second == pytest.approx(1.05 * SLOW)
-    assert seen.others_bytes_per_second == FAST
-    once = ((SLOW, FAST), *times[1:])
-    assert not Again(suspect, once, seen.others).confirmed
+
+    def again(*times: tuple[float, float]) -> Again:
+        seen = Again(suspect, FAST)
+        for slow, others in times:
+            seen = seen.and_again([0.9 * slow, slow], [0.8 * others, others])
+        return seen
+
+    true, loaded = (SLOW, FAST), (SLOW, FAST / 2)
+    seen = again(*[true] * 5)
+    assert (seen.confirmed, seen.cleared, seen.decided) == (True, False, True)
+    assert (seen.bytes_per_second, seen.others_bytes_per_second) == true
+    assert not again(*[true] * 4).decided
+    assert again(true, (FAST, FAST)).cleared
+    assert again(true, (FAST, FAST / 2)).cleared
+    assert not again(true, (FAST / 2, FAST / 2)).cleared
+    seen = again(*[true] * 4, *[loaded] * 5)
+    assert not seen.decided
+    assert seen.and_again(*[[rate] for rate in true]).confirmed
+    given_up = seen.and_again(*[[rate] for rate in loaded])
+    assert (given_up.decided, given_up.confirmed, given_up.cleared) == (True, False, False)
+    assert again(loaded).bytes_per_second == 0.0
 
 
 # --- what is told ---------------------------------------------------------------------------------
@@ -200,7 +217,7 @@ def told(
     kind: str, one: int, *other: int, cells: tuple[Cell, ...] = ((0, 1), (1, 0)), two: bool = False
 ) -> Finding:
     """The finding of a suspicion that was confirmed five times."""
-    seen = Again(Suspect((one,), other, cells, 0.1), ((SLOW,),) * 5, ((FAST,),) * 5)
+    seen = Again(Suspect((one,), other, cells, 0.1), FAST, (SLOW,) * 5, (FAST,) * 5)
     return link_findings.finding(seen, kind, PLACES, two)
 
 
@@ -271,9 +288,8 @@ def test_few_links_are_shown_as_a_matrix_many_by_their_slowest() -> None:
     """Rows send to columns; where nothing was measured nothing is shown."""
     carried, waits = rendered.tables(examined(3, lambda rank: f"h{rank}"), TERMINAL)
     assert carried.splitlines()[0] == "MB/s alone / all at once; each row sends to the columns"
-    assert [line.split() for line in carried.splitlines() if line.strip().startswith("h1")] == [
-        "h1 1 / 50 - 100 / 50".split()
-    ]
+    (row,) = (line.split() for line in carried.splitlines() if line.startswith("h1"))
+    assert " ".join(row) == "h1 1 / 50 - 100 / 50"
     assert waits.count("100") == 6
     (alone, _) = rendered.tables(examined(2, lambda _: "h", None), TERMINAL)
     assert alone.startswith("MB/s alone;")
@@ -345,21 +361,21 @@ def ranks(bench: Hosts) -> Iterator[Pool]:
 
 
 def test_a_slow_link_and_a_slow_host_are_found(bench: Hosts, ranks: Pool, tmp_path: Path) -> None:
-    """The link by both its hosts, the host by its name, nothing else; the rates of both and of the
-    healthy are within 5 % of the planted ones."""
+    """The link by both its hosts, the host by its name, nothing else; their rates are within
+    5 % of the planted ones, and that of the healthy links is about theirs."""
     places = [{"RANK": str(rank), "LOCAL_RANK": "0"} for rank in range(4)]
     done = ranks.ask(
         tmp_path, places, "doctor", "--only", "links", "--by", "host", "--seconds", "2",
         "--backend", "gloo", "--timeout", "30", "--output", "run", "--fail-on", "warning",
         "--init-method", f"tcp://{bench[0].address}:{PORT}",
     )  # fmt: skip
-    assert done.returncode == 1, done
+    assert done.returncode == 1, done.stdout + done.stderr
     (its,) = store.read(tmp_path / "run").examinations
     found = {f.code: f.place["hosts"] for f in its.findings if f.severity == "warning"}
     assert found == {"slow-link": ["host1", "host2"], "slow-host": ["host4"]}
     for again in its.figures["again"]:
         assert again["confirmed"]
         assert again["line_bits_per_second"] == pytest.approx(1e8, rel=0.05)
-        assert again["others_line_bits_per_second"] == pytest.approx(1e9, rel=0.05)
+        assert again["others_line_bits_per_second"] == pytest.approx(1e9, rel=0.15)
     assert "host4" in done.stdout
     assert "each row sends to the columns" in done.stdout

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median, median_high
+from dataclasses import dataclass, replace
+from statistics import median, median_high, median_low
 
 from ddpbench.analysis import pairing
 from ddpbench.analysis.pairing import Halves
@@ -22,10 +22,12 @@ Cell = tuple[int, int]  # sender, receiver
 Rates = Mapping[Cell, float]
 
 SUSPICIOUS = 0.70  # of what is expected; less is measured again
-FAR = 5.0  # and so many times the spread of all the others away
+FAR = 5.0  # and so many times the spread of all the others away,
+WORTH = 0.25  # unless so little is left that it is worth it however they vary
 LEAST_SPREAD = 0.03  # relative; few links may agree by chance
-CONFIRMED = 0.75  # of what healthy links carry beside it, each time it is measured again
-MOST_CELLS = 4  # that are measured again of one suspicion, and as many healthy ones
+CONFIRMED = 0.75  # of what healthy links carry beside it, each time it is measured again:
+TIMES, MOST_TIMES = 5, 10  # so often, and with those that say nothing
+MOST_AGAIN, MOST_BESIDE = 4, 2  # cells of one suspicion that are measured again; healthy ones
 DEVIATION = 1.4826  # standard deviations in a median absolute deviation
 
 
@@ -51,29 +53,48 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Again:
-    """A suspicion measured again, each time beside healthy links."""
+    """A suspicion measured again and again, each time beside healthy links.
+
+    Of a time the best rates count: what else a host does makes a link slower, never faster. When
+    the healthy links are slow themselves, a time says nothing.
+    """
 
     suspect: Suspect
-    slow: tuple[tuple[float, ...], ...] = ()  # each time: what its cells carried
-    others: tuple[tuple[float, ...], ...] = ()  # and what healthy ones did
+    usual: float  # what the healthy links carried before
+    slow: tuple[float, ...] = ()  # the best of its cells, each time
+    others: tuple[float, ...] = ()  # the best of the healthy ones
 
-    def and_again(self, slow: Sequence[float], others: Sequence[float]) -> Again:
+    def and_again(self, slow: Iterable[float], others: Iterable[float]) -> Again:
         """With one time more."""
-        return Again(self.suspect, (*self.slow, tuple(slow)), (*self.others, tuple(others)))
+        return replace(self, slow=(*self.slow, max(slow)), others=(*self.others, max(others)))
+
+    @property
+    def times(self) -> list[tuple[float, float]]:
+        """(slow, others) of each time that says something."""
+        both = zip(self.slow, self.others, strict=True)
+        return [each for each in both if max(each) >= CONFIRMED * self.usual]
+
+    @property
+    def cleared(self) -> bool:
+        """Whether it was once about as fast as the others."""
+        return any(slow >= CONFIRMED * others for slow, others in self.times)
 
     @property
     def confirmed(self) -> bool:
-        """Whether each time the best of the suspected cells was clearly below the usual healthy."""
-        times = zip(self.slow, self.others, strict=True)
-        return all(max(slow) < CONFIRMED * median(others) for slow, others in times)
+        return len(self.times) >= TIMES and not self.cleared
+
+    @property
+    def decided(self) -> bool:
+        """Whether there is nothing left to measure."""
+        return self.cleared or self.confirmed or len(self.slow) >= MOST_TIMES
 
     @property
     def bytes_per_second(self) -> float:
-        return median(rate for each in self.slow for rate in each)
+        return median(slow for slow, _ in self.times or [(0.0, 0.0)])
 
     @property
     def others_bytes_per_second(self) -> float:
-        return median(rate for each in self.others for rate in each)
+        return median(others for _, others in self.times or [(0.0, 0.0)])
 
 
 def upper(values: Iterable[float]) -> float:
@@ -94,7 +115,8 @@ def suspects(rates: Rates, spread: float = 0.0) -> list[Suspect]:
         return _one_way(rates, spread)
     usual = median_high(levels)
     expected = {(a, b): min(sends.get(a, usual), receives.get(b, usual)) for a, b in rates}
-    noise = max(LEAST_SPREAD, spread, _deviation([rates[cell] / expected[cell] for cell in rates]))
+    residual = _deviation([rates[cell] / expected[cell] for cell in rates])
+    noise = max(LEAST_SPREAD, spread, residual, _of_both_ways(rates))
     # Of the levels only those above: as many as half may be slow.
     above = DEVIATION * median(math.log(level / usual) for level in levels if level >= usual)
     least = _least(max(noise, above)) * usual
@@ -171,16 +193,13 @@ def again(
     if not healthy and suspect.other:  # of two hosts: the way back
         healthy = [cell[::-1] for cell in suspect.cells if cell[::-1] not in accused]
     others = {end for each in found if each is not suspect for end in each.ends}
-    its = sorted(suspect.cells, key=lambda cell: bool(others & set(cell) - set(suspect.ends)))
-    chosen = _few(its, [])
-    return chosen, _few(healthy, [end for cell in chosen for end in cell])
-
-
-def _few(cells: Sequence[Cell], ends: Sequence[int]) -> list[Cell]:
-    """At most MOST_CELLS, one with each of the ends first, both ways of a pair together."""
-    near = [next((cell for cell in cells if end in cell), None) for end in dict.fromkeys(ends)]
-    ordered = [each for cell in [*near, *cells] if cell for each in (cell, cell[::-1])]
-    return [cell for cell in dict.fromkeys(ordered) if cell in set(cells)][:MOST_CELLS]
+    clear = sorted(suspect.cells, key=lambda cell: bool(others & set(cell) - set(suspect.ends)))
+    both = [way for cell in clear for way in (cell, cell[::-1]) if way in suspect.cells]
+    chosen = [*dict.fromkeys(both)][:MOST_AGAIN]
+    ends = dict.fromkeys(end for cell in chosen for end in cell)
+    near = [next((cell for cell in healthy if end in cell), None) for end in ends]
+    beside = [cell for cell in dict.fromkeys([*near, *healthy]) if cell is not None]
+    return chosen, beside[:MOST_BESIDE]
 
 
 def _levels(rates: Rates, side: int) -> dict[int, float]:
@@ -203,13 +222,19 @@ def _one_way(rates: Rates, spread: float) -> list[Suspect]:
 
 def _least(noise: float) -> float:
     """The share of what is expected below which a cell is suspicious."""
-    return min(SUSPICIOUS, math.exp(-FAR * noise))
+    return min(SUSPICIOUS, max(WORTH, math.exp(-FAR * noise)))
 
 
 def _deviation(ratios: Sequence[float]) -> float:
     logs = [math.log(ratio) for ratio in ratios]
     middle = median(logs)
     return DEVIATION * median(abs(each - middle) for each in logs)
+
+
+def _of_both_ways(rates: Rates) -> float:
+    """What the two ways of a pair differ by, which slow ends and links leave alike."""
+    ratios = [abs(math.log(rates[a, b] / rates[b, a])) for a, b in rates if (b, a) in rates]
+    return DEVIATION * median_low(ratios) / math.sqrt(2) if ratios else 0.0
 
 
 def _share(suspect: Suspect) -> float:

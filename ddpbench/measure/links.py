@@ -1,7 +1,8 @@
 """What one rank's links carry: round trips and bursts, timed on the sender's clock alone.
 
 The sender leads: it pings, then says how long a burst will be, sends it, and stops its clock when
-the receiver has answered that it is there. What that takes beyond a round trip is the bytes'.
+the receiver has answered that it is there. What that takes beyond the shortest round trip is the
+bytes'; subtracting a usual one would make links faster than they are on a busy host.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddpbench.analysis.links import DEVIATION, Cell
+from ddpbench.analysis.links import DEVIATION, Cell, upper
 from ddpbench.measure import clock
 from ddpbench.runtime import agree
 from ddpbench.runtime.group import Group
@@ -33,7 +34,7 @@ BURSTS, FEWEST = 4, 3  # in the time given, about; and at the least
 class Reading:
     """What came out of one way between two ranks."""
 
-    bytes_per_second: float  # median of the bursts
+    bytes_per_second: float  # of the bursts, upper quartile: other processes only delay them
     latency_seconds: float  # half of a round trip, median
     spread: float  # of the bursts, relative: as of a standard deviation
 
@@ -53,19 +54,19 @@ class Wire:
         """Measure what this rank sends to one that follows; takes about so long, on a slow link as
         long as the fewest bursts take."""
         until = clock.now_ns() + round(seconds * 1e9)
-        round_trip = median(self._timed(self._trip, peer) for _ in range(PINGS))
+        trips = [self._timed(self._trip, peer) for _ in range(PINGS)]
         nbytes, rates = FIRST_NBYTES, list[float]()
         self._timed(self._burst, peer, nbytes)  # its connection may have been idle
         while len(rates) < FEWEST or clock.now_ns() < until:
             took = self._timed(self._burst, peer, nbytes)
-            rates.append(nbytes / max(took - round_trip, took / 2))
+            rates.append(nbytes / max(took - min(trips), took / 2))
             wanted = min(rates[-1] * seconds / BURSTS, GROWTH * nbytes, MOST_NBYTES)
             if wanted >= 2 * nbytes and clock.now_ns() < until:
                 nbytes, rates = int(wanted), []
         self._say(peer, 0, 0)
         low, high = np.quantile(rates, (0.25, 0.75))
-        middle = float(median(rates))
-        return Reading(middle, round_trip / 2, DEVIATION / 2 * float(high - low) / middle)
+        spread = DEVIATION / 2 * float(high - low) / median(rates)
+        return Reading(upper(rates), median(trips) / 2, spread)
 
     def follow(self, peer: int) -> None:
         """The other rank's part in what a leading one measures."""

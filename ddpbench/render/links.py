@@ -62,7 +62,7 @@ def _names(figures: dict[str, Any]) -> dict[int, str]:
     """What stands for each end: its host, its rank, or both."""
     hosts = {host for _, host in figures["ends"]}
     if figures["kind"] == "hosts" and len(hosts) == len(figures["ends"]):
-        return {rank: host for rank, host in figures["ends"]}
+        return dict(figures["ends"])
     if len(hosts) == 1:
         return {rank: f"rank {rank}" for rank, _ in figures["ends"]}
     return {rank: f"{rank} {host}" for rank, host in figures["ends"]}
