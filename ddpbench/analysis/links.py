@@ -55,24 +55,24 @@ class Suspect:
 class Again:
     """A suspicion measured again and again, each time beside healthy links.
 
-    Of a time the best rates count: what else a host does makes a link slower, never faster. When
-    the healthy links are slow themselves, a time says nothing.
+    It is judged by the best rates of each time: what else a host does makes a link slower, never
+    faster. When the healthy links are slow themselves, a time says nothing.
     """
 
     suspect: Suspect
     usual: float  # what the healthy links carried before
-    slow: tuple[float, ...] = ()  # the best of its cells, each time
-    others: tuple[float, ...] = ()  # the best of the healthy ones
+    slow: tuple[tuple[float, ...], ...] = ()  # each time: what its cells carried
+    others: tuple[tuple[float, ...], ...] = ()  # and what healthy ones did
 
     def and_again(self, slow: Iterable[float], others: Iterable[float]) -> Again:
         """With one time more."""
-        return replace(self, slow=(*self.slow, max(slow)), others=(*self.others, max(others)))
+        return replace(self, slow=(*self.slow, tuple(slow)), others=(*self.others, tuple(others)))
 
     @property
     def times(self) -> list[tuple[float, float]]:
-        """(slow, others) of each time that says something."""
-        both = zip(self.slow, self.others, strict=True)
-        return [each for each in both if max(each) >= CONFIRMED * self.usual]
+        """The best (of its cells, of the healthy) of each time that says something."""
+        best = zip(map(max, self.slow), map(max, self.others), strict=True)
+        return [each for each in best if max(each) >= CONFIRMED * self.usual]
 
     @property
     def cleared(self) -> bool:
@@ -90,11 +90,11 @@ class Again:
 
     @property
     def bytes_per_second(self) -> float:
-        return median(slow for slow, _ in self.times or [(0.0, 0.0)])
+        return median(rate for each in self.slow for rate in each)
 
     @property
     def others_bytes_per_second(self) -> float:
-        return median(others for _, others in self.times or [(0.0, 0.0)])
+        return median(rate for each in self.others for rate in each)
 
 
 def upper(values: Iterable[float]) -> float:
