@@ -163,7 +163,8 @@ def test_pairs_that_are_slow_across_a_cut_become_one() -> None:
 
 
 def test_a_suspicion_is_measured_again_beside_healthy_links() -> None:
-    """Of the same hosts first, and never beside another suspicion."""
+    """Of the same hosts first, and never beside another suspicion; the link of a slow host beside
+    that host's others."""
     rates = net(5, {4: SLOW}, {(0, 1): SLOW, (1, 0): SLOW})
     host, link = found = links.suspects(rates)
     slow, healthy = links.again(link, rates, found)
@@ -174,6 +175,9 @@ def test_a_suspicion_is_measured_again_beside_healthy_links() -> None:
     slow, healthy = links.again(host, rates, found)
     assert all(4 in cell for cell in slow)
     assert all(rates[cell] == FAST for cell in healthy)
+    rates = net(4, {0: SLOW}, {(0, 1): SLOW / 4})
+    _, link = found = links.suspects(rates)
+    assert links.again(link, rates, found) == ([(0, 1)], [(0, 2), (0, 3)])
     two = {(0, 1): FAST, (1, 0): SLOW}
     (only,) = found = links.suspects(two)
     assert links.again(only, two, found) == ([(1, 0)], [(0, 1)])

@@ -179,19 +179,23 @@ def again(
     suspect: Suspect, rates: Rates, found: Sequence[Suspect]
 ) -> tuple[list[Cell], list[Cell]]:
     """Which cells to measure again, and which healthy ones beside them: those of the same ends
-    first. No healthy ones: nothing is left that it could be held against.
+    first. A link of a slow end is held against that end's other links. No healthy ones: nothing is
+    left that it could be held against.
 
     found: all suspects, this one among them.
     """
     ill = {end for each in found if not each.other for end in each.one}
-    accused = {cell for each in found for cell in each.cells}
+    mine = ill & set(suspect.ends) if suspect.other else set[int]()
+    accused = {frozenset(cell) for each in found if each.other for cell in each.cells}
     healthy = [
         cell
         for cell in rates
-        if cell not in accused and cell[::-1] not in accused and not ill & set(cell)
+        if frozenset(cell) not in accused
+        and ill & set(cell) <= mine
+        and bool(ill & set(cell)) == bool(mine)
     ]
     if not healthy and suspect.other:  # of two hosts: the way back
-        healthy = [cell[::-1] for cell in suspect.cells if cell[::-1] not in accused]
+        healthy = [cell[::-1] for cell in suspect.cells if cell[::-1] not in suspect.cells]
     others = {end for each in found if each is not suspect for end in each.ends}
     clear = sorted(suspect.cells, key=lambda cell: bool(others & set(cell) - set(suspect.ends)))
     both = [way for cell in clear for way in (cell, cell[::-1]) if way in suspect.cells]

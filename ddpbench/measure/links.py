@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from statistics import median
+from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ddpbench.analysis.links import DEVIATION, Cell, upper
 from ddpbench.measure import clock
@@ -64,8 +62,8 @@ class Wire:
             if wanted >= 2 * nbytes and clock.now_ns() < until:
                 nbytes, rates = int(wanted), []
         self._say(peer, 0, 0)
-        low, high = np.quantile(rates, (0.25, 0.75))
-        spread = DEVIATION / 2 * float(high - low) / median(rates)
+        low, middle, high = quantiles(rates, n=4, method="inclusive")
+        spread = DEVIATION / 2 * (high - low) / middle
         return Reading(upper(rates), median(trips) / 2, spread)
 
     def follow(self, peer: int) -> None:
