@@ -90,11 +90,11 @@ class Again:
 
     @property
     def bytes_per_second(self) -> float:
-        return median(rate for each in self.slow for rate in each)
+        return upper(rate for each in self.slow for rate in each)
 
     @property
     def others_bytes_per_second(self) -> float:
-        return median(rate for each in self.others for rate in each)
+        return upper(rate for each in self.others for rate in each)
 
 
 def upper(values: Iterable[float]) -> float:
