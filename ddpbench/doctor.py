@@ -23,7 +23,7 @@ from pathlib import Path
 from ddpbench import options, session
 from ddpbench.catalog import faults
 from ddpbench.catalog.backends import Backend
-from ddpbench.examine import capabilities, preflight, stragglers
+from ddpbench.examine import capabilities, links, preflight, stragglers
 from ddpbench.examine.patient import Outcome, Patient
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
 from ddpbench.render.doctor import FINDING_COLUMNS
@@ -50,6 +50,7 @@ EXAMINATIONS: dict[str, Examiner] = {
         Examiner("preflight", "every rank's versions, variables, limits", preflight.examine),
         Examiner("stragglers", "which rank is slow, and why", stragglers.examine),
         Examiner("capabilities", "what the backend can do, really tried", capabilities.examine),
+        Examiner("links", "what each pair carries, which link or host is slow", links.examine),
     )
 }
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ddpbench.records.schema import Examination, Finding, Run
-from ddpbench.render import capabilities, preflight, stragglers
+from ddpbench.render import capabilities, links, preflight, stragglers
 from ddpbench.render.rows import Column
 from ddpbench.render.style import Style
 
@@ -24,6 +24,7 @@ TABLES: dict[str, Callable[[Examination, Style], list[str]]] = {
     "stragglers": stragglers.blocks,
     "capabilities": capabilities.blocks,
 }
+TABLES: dict[str, Callable[[Examination, Style], list[str]]] = {"links": links.tables}
 
 
 def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:

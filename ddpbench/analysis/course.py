@@ -1,0 +1,113 @@
+"""Between whom links are measured, in which order, and what that costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddpbench.analysis import pairing
+from ddpbench.analysis.links import Cell
+from ddpbench.analysis.pairing import Halves, Pair
+
+SHARE = 0.7  # of the time given; the rest is for what is measured again
+LEAST_SECONDS, MOST_SECONDS = 0.02, 0.2  # of one way of a pair
+FEW = 4  # of fewer ends each round has one pair, and all at once is alone
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is measured between whom."""
+
+    ends: tuple[int, ...]
+    host: dict[int, int]  # of each end: the first rank of its host
+    rounds: tuple[tuple[Pair, ...], ...]  # disjoint pairs in each
+    cuts: tuple[Halves, ...]  # empty: every pair is measured, all at once and alone
+    seconds: float  # of one way of a pair
+    unchecked: tuple[str, ...] = ()
+
+    @property
+    def hosts(self) -> list[int]:
+        """Of each host its first rank."""
+        return sorted(set(self.host.values()))
+
+    @property
+    def kind(self) -> str:
+        """What the ends stand for: "hosts" or "ranks"."""
+        return "hosts" if 1 < len(self.hosts) == len(self.ends) else "ranks"
+
+    @property
+    def pairs(self) -> int:
+        return sum(map(len, self.rounds))
+
+    def connecting(self) -> list[list[Cell]]:
+        """Each pair once, one way."""
+        return [list(its) for its in self.rounds]
+
+    def at_once(self) -> list[list[Cell]]:
+        """The pairs of each round together, one way, then the other."""
+        if len(self.ends) < FEW and not self.cuts:
+            return []
+        return [way for its in self.rounds for way in (list(its), [(b, a) for a, b in its])]
+
+    def alone(self, seed: int) -> list[list[Cell]]:
+        """One way of one pair after another; shuffled, so that what drifts is of no one end."""
+        if self.cuts:
+            return []
+        steps = [[way] for its in self.rounds for a, b in its for way in ((a, b), (b, a))]
+        random.Random(seed).shuffle(steps)
+        return steps
+
+    @property
+    def cost(self) -> str:
+        """What it takes, in a sentence."""
+        how = [f"all at once in {len(self.rounds)} rounds"] if self.at_once() else []
+        how += [] if self.cuts else ["one by one"]
+        seconds = (len(self.at_once()) + len(self.alone(0))) * self.seconds * 1.2 + 0.5
+        return (
+            f"{len(self.ends)} {self.kind}, {self.pairs} links, {' and '.join(how)}, both ways, "
+            f"{self.seconds * 1e3:.0f} ms each: about {max(1.0, seconds):.0f} s"
+        )
+
+
+def planned(
+    hosts: Sequence[Sequence[int]], by: str, max_pairs: int, seconds: float, most_seconds: float
+) -> Course:
+    """Between all ranks of these hosts, or with by "host" the first of each.
+
+    Of more pairs than max_pairs: between hosts only; if these are still more, across the cuts of
+    their halves. seconds: of everything, about; most_seconds: of one way of a pair.
+    """
+    ends = tuple(rank for its in hosts for rank in its)
+    unchecked = []
+    if by == "host":
+        ends = tuple(its[0] for its in hosts)
+    elif 1 < len(hosts) < len(ends) and _pairs(ends) > max_pairs:
+        unchecked.append(
+            f"only one rank of each host was measured: {len(ends)} ranks have {_pairs(ends)} "
+            f"links, more than --max-pairs {max_pairs}"
+        )
+        ends = tuple(its[0] for its in hosts)
+    depths = pairing.halved(ends) if _pairs(ends) > max_pairs else []
+    rounds = [[pair for cut in cuts for pair in pairing.across(cut)] for cuts in depths]
+    rounds = rounds or pairing.circle(ends)
+    pairs = sum(map(len, rounds))
+    if pairs < _pairs(ends):
+        unchecked.append(
+            f"{_pairs(ends) - pairs} of {_pairs(ends)} links were not measured, and a slow one "
+            f"among them would not be seen (--max-pairs {_pairs(ends)} measures all)"
+        )
+    steps = 2 * (len(rounds) + (0 if depths else pairs))
+    each = max(LEAST_SECONDS, min(SHARE * seconds / max(1, steps), most_seconds))
+    return Course(
+        ends,
+        {rank: its[0] for its in hosts for rank in its if rank in set(ends)},
+        tuple(map(tuple, rounds)),
+        tuple(cut for cuts in depths for cut in cuts),
+        each,
+        tuple(unchecked),
+    )
+
+
+def _pairs(ends: Sequence[int]) -> int:
+    return len(ends) * (len(ends) - 1) // 2

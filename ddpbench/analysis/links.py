@@ -1,0 +1,245 @@
+"""Which end, or which link between two, is slow: from what each pair carried.
+
+Rates are bytes a second by (sender, receiver), in the ranks' numbers. What bounds a stream is the
+least of what its sender sends, its receiver receives and the link between them carries. So each end
+has two levels, the upper quartiles of its row and of its column; an end is held against the levels
+of all, a link against the lesser one of its two ends. A sum of effects, as a median polish has it,
+would expect too little between two slow ends, and of four hosts takes a slow one for three links.
+Whether a suspicion is true must be measured again: `again`, `Again`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, median_high, median_low
+
+from ddpbench.analysis import pairing
+from ddpbench.analysis.pairing import Halves
+
+Cell = tuple[int, int]  # sender, receiver
+Rates = Mapping[Cell, float]
+
+SUSPICIOUS = 0.70  # of what is expected; less is measured again
+FAR = 5.0  # and so many times the spread of all the others away,
+WORTH = 0.25  # unless so little is left that it is worth it however they vary
+LEAST_SPREAD = 0.03  # relative; few links may agree by chance
+CONFIRMED = 0.75  # of what healthy links carry beside it, each time it is measured again:
+TIMES, MOST_TIMES = 5, 10  # so often, and with those that say nothing
+MOST_AGAIN, MOST_BESIDE = 4, 2  # cells of one suspicion that are measured again; healthy ones
+DEVIATION = 1.4826  # standard deviations in a median absolute deviation
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """What may be slow: all links of one end, or those between `one` and `other`."""
+
+    one: tuple[int, ...]
+    other: tuple[int, ...]  # empty: all others
+    cells: tuple[Cell, ...]  # that are slow
+    share: float  # of what is expected of them, median
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return (*self.one, *self.other)
+
+    @property
+    def ways(self) -> str:
+        """What is slow as seen from `one`: "sends", "receives" or "both"."""
+        sends = {cell[0] in self.one for cell in self.cells}
+        return "both" if len(sends) == 2 else "sends" if sends == {True} else "receives"
+
+
+@dataclass(frozen=True)
+class Again:
+    """A suspicion measured again and again, each time beside healthy links.
+
+    It is judged by the best rates of each time: what else a host does makes a link slower, never
+    faster. When the healthy links are slow themselves, a time says nothing.
+    """
+
+    suspect: Suspect
+    usual: float  # what the healthy links carried before
+    slow: tuple[tuple[float, ...], ...] = ()  # each time: what its cells carried
+    others: tuple[tuple[float, ...], ...] = ()  # and what healthy ones did
+
+    def and_again(self, slow: Iterable[float], others: Iterable[float]) -> Again:
+        """With one time more."""
+        return replace(self, slow=(*self.slow, tuple(slow)), others=(*self.others, tuple(others)))
+
+    @property
+    def times(self) -> list[tuple[float, float]]:
+        """The best (of its cells, of the healthy) of each time that says something."""
+        best = zip(map(max, self.slow), map(max, self.others), strict=True)
+        return [each for each in best if max(each) >= CONFIRMED * self.usual]
+
+    @property
+    def cleared(self) -> bool:
+        """Whether it was once about as fast as the others."""
+        return any(slow >= CONFIRMED * others for slow, others in self.times)
+
+    @property
+    def confirmed(self) -> bool:
+        return len(self.times) >= TIMES and not self.cleared
+
+    @property
+    def decided(self) -> bool:
+        """Whether there is nothing left to measure."""
+        return self.cleared or self.confirmed or len(self.slow) >= MOST_TIMES
+
+    @property
+    def bytes_per_second(self) -> float:
+        return upper(rate for each in self.slow for rate in each)
+
+    @property
+    def others_bytes_per_second(self) -> float:
+        return upper(rate for each in self.others for rate in each)
+
+
+def upper(values: Iterable[float]) -> float:
+    """The upper quartile, one of the values: of two or three the largest."""
+    ordered = sorted(values)
+    return ordered[math.ceil(0.75 * len(ordered)) - 1]
+
+
+def suspects(rates: Rates, spread: float = 0.0) -> list[Suspect]:
+    """The ends that are slow, then the links that are beside them, each the slowest first.
+
+    spread: relative, of repeated measurements of one cell. Of two ends only the one way can be held
+    against the other.
+    """
+    sends, receives = _levels(rates, 0), _levels(rates, 1)
+    levels = [*sends.values(), *receives.values()]
+    if not levels:
+        return _one_way(rates, spread)
+    usual = median_high(levels)
+    expected = {(a, b): min(sends.get(a, usual), receives.get(b, usual)) for a, b in rates}
+    residual = _deviation([rates[cell] / expected[cell] for cell in rates])
+    noise = max(LEAST_SPREAD, spread, residual, _of_both_ways(rates))
+    # Of the levels only those above: as many as half may be slow.
+    above = DEVIATION * median(math.log(level / usual) for level in levels if level >= usual)
+    least = _least(max(noise, above)) * usual
+    ends = []
+    for end in dict.fromkeys([*sends, *receives]):
+        slow = [side for side, its in enumerate((sends, receives)) if its.get(end, usual) < least]
+        cells = tuple(cell for cell in rates if any(cell[side] == end for side in slow))
+        if slow:
+            ends.append(Suspect((end,), (), cells, median(rates[c] for c in cells) / usual))
+    return sorted(ends, key=_share) + _slow_links(rates, expected, _least(noise))
+
+
+def _slow_links(rates: Rates, expected: Rates, least: float) -> list[Suspect]:
+    slow: dict[frozenset[int], list[Cell]] = {}
+    for cell, rate in rates.items():
+        if rate < least * expected[cell]:
+            slow.setdefault(frozenset(cell), []).append(cell)
+    found = []
+    for pair, cells in slow.items():
+        share = median(rates[cell] / expected[cell] for cell in cells)
+        found.append(Suspect((min(pair),), (max(pair),), tuple(cells), share))
+    return sorted(found, key=_share)
+
+
+def between(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
+    """The rates between hosts, each named by one rank of it: the upper median over its ranks, so
+    that one slow rank of two is no slow host. host: of each rank."""
+    grouped: dict[Cell, list[float]] = {}
+    for (a, b), rate in rates.items():
+        if host[a] != host[b]:
+            grouped.setdefault((host[a], host[b]), []).append(rate)
+    return {cell: median_high(its) for cell, its in grouped.items()}
+
+
+def shares(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
+    """What ranks of different hosts carry of what their hosts do: 1 is as much."""
+    hosts = between(rates, host)
+    return {
+        (a, b): rate / hosts[host[a], host[b]]
+        for (a, b), rate in rates.items()
+        if host[a] != host[b]
+    }
+
+
+def merged(found: Sequence[Suspect], cuts: Iterable[Halves]) -> list[Suspect]:
+    """Suspects of which those that are all pairs across a cut have become one: all between its
+    halves is slow."""
+    left = {frozenset(each.ends): each for each in found if each.other}
+    whole = []
+    for halves in cuts:
+        pairs = [frozenset(pair) for pair in pairing.across(halves)]
+        if len(pairs) > 1 and all(pair in left for pair in pairs):
+            its = [left.pop(pair) for pair in pairs]
+            cells = tuple(cell for each in its for cell in each.cells)
+            whole.append(Suspect(*halves, cells, median(map(_share, its))))
+    return [each for each in found if not each.other] + whole + list(left.values())
+
+
+def again(
+    suspect: Suspect, rates: Rates, found: Sequence[Suspect]
+) -> tuple[list[Cell], list[Cell]]:
+    """Which cells to measure again, and which healthy ones beside them: those of the same ends
+    first. A link of a slow end is held against that end's other links. No healthy ones: nothing is
+    left that it could be held against.
+
+    found: all suspects, this one among them.
+    """
+    ill = {end for each in found if not each.other for end in each.one}
+    mine = ill & set(suspect.ends) if suspect.other else set[int]()
+    accused = {frozenset(cell) for each in found if each.other for cell in each.cells}
+    healthy = [
+        cell
+        for cell in rates
+        if frozenset(cell) not in accused
+        and ill & set(cell) <= mine
+        and bool(ill & set(cell)) == bool(mine)
+    ]
+    if not healthy and suspect.other:  # of two hosts: the way back
+        healthy = [cell[::-1] for cell in suspect.cells if cell[::-1] not in suspect.cells]
+    others = {end for each in found if each is not suspect for end in each.ends}
+    clear = sorted(suspect.cells, key=lambda cell: bool(others & set(cell) - set(suspect.ends)))
+    both = [way for cell in clear for way in (cell, cell[::-1]) if way in suspect.cells]
+    chosen = [*dict.fromkeys(both)][:MOST_AGAIN]
+    ends = dict.fromkeys(end for cell in chosen for end in cell)
+    near = [next((cell for cell in healthy if end in cell), None) for end in ends]
+    beside = [cell for cell in dict.fromkeys([*near, *healthy]) if cell is not None]
+    return chosen, beside[:MOST_BESIDE]
+
+
+def _levels(rates: Rates, side: int) -> dict[int, float]:
+    """The upper quartile of each end's rates as sender (0) or receiver (1); of ends with two
+    partners at least, for with one the end and the link cannot be told apart."""
+    grouped: dict[int, list[float]] = {}
+    for cell, rate in rates.items():
+        grouped.setdefault(cell[side], []).append(rate)
+    return {end: upper(its) for end, its in grouped.items() if len(its) > 1}
+
+
+def _one_way(rates: Rates, spread: float) -> list[Suspect]:
+    least = _least(max(LEAST_SPREAD, spread))
+    return [
+        Suspect((a,), (b,), ((a, b),), rate / rates[b, a])
+        for (a, b), rate in rates.items()
+        if rate < least * rates.get((b, a), 0.0)
+    ]
+
+
+def _least(noise: float) -> float:
+    """The share of what is expected below which a cell is suspicious."""
+    return min(SUSPICIOUS, max(WORTH, math.exp(-FAR * noise)))
+
+
+def _deviation(ratios: Sequence[float]) -> float:
+    logs = [math.log(ratio) for ratio in ratios]
+    middle = median(logs)
+    return DEVIATION * median(abs(each - middle) for each in logs)
+
+
+def _of_both_ways(rates: Rates) -> float:
+    """What the two ways of a pair differ by, which slow ends and links leave alike."""
+    ratios = [abs(math.log(rates[a, b] / rates[b, a])) for a, b in rates if (b, a) in rates]
+    return DEVIATION * median_low(ratios) / math.sqrt(2) if ratios else 0.0
+
+
+def _share(suspect: Suspect) -> float:
+    return suspect.share

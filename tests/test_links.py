@@ -1,0 +1,384 @@
+"""Links: who meets whom, what is slow and what it is told as, and what ranks measure."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hosts import PORT, Hosts, payload
+from ranks import Pool
+
+from ddpbench.analysis import link_findings, links, pairing
+from ddpbench.analysis.course import planned
+from ddpbench.analysis.link_findings import Carried, Places
+from ddpbench.analysis.links import Again, Cell, Suspect
+from ddpbench.records import store
+from ddpbench.records.schema import Examination, Finding
+from ddpbench.render import links as rendered
+from ddpbench.render.style import TERMINAL
+
+FAST, SLOW = 117.7e6, 11.77e6
+
+
+def net(
+    count: int,
+    ends: Mapping[int, float] | None = None,
+    pairs: Mapping[tuple[int, int], float] | None = None,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> dict[Cell, float]:
+    """What ends carry of which some are slow, and some links, one way each; log-normal noise."""
+    drawn, slow = np.random.default_rng(seed), ends or {}
+    return {
+        cell: min(*(slow.get(end, FAST) for end in cell), (pairs or {}).get(cell, FAST))
+        * float(np.exp(drawn.normal(0, noise)))
+        for cell in itertools.permutations(range(count), 2)
+    }
+
+
+def blamed(rates: Mapping[Cell, float], spread: float = 0.0) -> list[tuple[int, ...]]:
+    """The ends of each suspect."""
+    return [each.ends for each in links.suspects(rates, spread)]
+
+
+# --- who meets whom -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8, 17])
+def test_in_a_circle_each_meets_each_once_and_one_at_a_time(count: int) -> None:
+    """n - 1 rounds of an even number of ends, n of an odd one, and no end twice in one."""
+    rounds = pairing.circle(range(count))
+    assert len(rounds) == count - 1 + count % 2
+    assert all(len({end for pair in its for end in pair}) == 2 * len(its) for its in rounds)
+    met = sorted(tuple(sorted(pair)) for its in rounds for pair in its)
+    assert met == list(itertools.combinations(range(count), 2))
+
+
+@pytest.mark.parametrize("count", [2, 5, 16, 17, 100])
+def test_halves_meet_across_their_cut(count: int) -> None:
+    """In as many rounds as the ends can be halved, no end twice in one; from 16 ends on each meets
+    three at least, among which a slow link does not make it a slow end."""
+    depths = pairing.halved(range(count))
+    rounds = [[pair for cut in cuts for pair in pairing.across(cut)] for cuts in depths]
+    assert len(rounds) == int(np.ceil(np.log2(count)))
+    assert all(len({end for pair in its for end in pair}) == 2 * len(its) for its in rounds)
+    partners = [sum(end in pair for its in rounds for pair in its) for end in range(count)]
+    assert min(partners) >= (3 if count >= 16 else 1)
+
+
+def test_a_course_measures_hosts_where_ranks_are_too_many() -> None:
+    """All ranks where their pairs are few enough; else a rank of each host; else halves: with what
+    is left out, and the cost of the rest."""
+    hosts = [range(first, first + 4) for first in range(0, 80, 4)]
+    ranks = planned(hosts, "rank", 3160, 15, 0.2)
+    assert (len(ranks.ends), ranks.pairs, ranks.kind, ranks.unchecked) == (80, 3160, "ranks", ())
+    between = planned(hosts, "rank", 190, 15, 0.2)
+    assert (between.ends[:3], between.pairs, between.kind) == ((0, 4, 8), 190, "hosts")
+    assert "80 ranks have 3160 links, more than --max-pairs 190" in between.unchecked[0]
+    halved = planned(hosts, "host", 100, 15, 0.2)
+    assert (len(halved.rounds), halved.alone(0), len(halved.at_once())) == (5, [], 10)
+    (left_out,) = halved.unchecked
+    assert f"{190 - halved.pairs} of 190 links were not measured" in left_out
+    assert "about 3 s" in halved.cost
+    four = planned([[0], [1], [2], [3]], "rank", 120, 15, 0.2)
+    assert sorted(cell for (cell,) in four.alone(7)) == [*itertools.permutations(range(4), 2)]
+    assert four.cost == (
+        "4 hosts, 6 links, all at once in 3 rounds and one by one, both ways, 200 ms each: "
+        "about 5 s"
+    )
+
+
+# --- what is slow ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 8, 20])
+def test_a_slow_host_is_told_from_a_slow_link(count: int) -> None:
+    """One of three hosts already; nothing where all are alike."""
+    assert blamed(net(count, noise=0.05)) == []
+    assert blamed(net(count, {count - 1: SLOW}, noise=0.03)) == [(count - 1,)]
+    pair = {(0, 1): SLOW, (1, 0): SLOW}
+    assert blamed(net(count, {}, pair, noise=0.03)) == [(0, 1)]
+
+
+def test_several_slow_ones_are_all_found() -> None:
+    """A slow host beside a slow link; two slow hosts of four; a slow link to a slow host is no more
+    than that; a link that is slower than its slow host is."""
+    pair = {(0, 1): SLOW, (1, 0): SLOW}
+    assert blamed(net(4, {3: SLOW}, pair)) == [(3,), (0, 1)]
+    assert blamed(net(4, {2: SLOW, 3: SLOW})) == [(2,), (3,)]
+    assert blamed(net(4, {0: SLOW}, pair)) == [(0,)]
+    assert blamed(net(4, {0: SLOW}, {(0, 1): SLOW / 4})) == [(0,), (0, 1)]
+
+
+def test_one_way_may_be_slow() -> None:
+    """Of a host its sending, of a link the way there; of two hosts only that can be seen."""
+    sends = {(3, other): SLOW for other in range(3)}
+    (host,) = links.suspects(net(4, {}, sends))
+    assert (host.ends, host.ways, set(host.cells)) == ((3,), "sends", set(sends))
+    (link,) = links.suspects(net(4, {}, {(2, 1): SLOW}))
+    assert (link.ends, link.ways) == ((1, 2), "receives")
+    (of_two,) = links.suspects({(0, 1): FAST, (1, 0): SLOW})
+    assert (of_two.one, of_two.ways) == ((1,), "sends")
+    assert links.suspects({(0, 1): FAST, (1, 0): FAST * 0.9}) == []
+
+
+def test_rates_that_vary_are_suspicious_only_far_outside() -> None:
+    """Loopback on few cores varies by 2 to 3 ×: few such matrices have a suspect, which is cleared
+    when it is measured again. What single bursts vary by counts too."""
+    found = [blamed(net(count, noise=0.4, seed=s)) for count in (3, 4, 8) for s in range(200)]
+    assert sum(map(bool, found)) <= 90
+    pair = {(0, 1): FAST / 2, (1, 0): FAST / 2}
+    assert blamed(net(4, {}, pair), 0.05) == [(0, 1)]
+    assert blamed(net(4, {}, pair), 0.3) == []
+    assert blamed(net(4, {3: SLOW}), 0.9) == [(3,)]
+
+
+def test_ranks_are_judged_within_their_hosts() -> None:
+    """A slow rank of two makes no slow host, and a slow host no slow ranks."""
+    host = {rank: rank - rank % 2 for rank in range(8)}
+    rates = net(8, {3: SLOW})
+    assert blamed(links.between(rates, host)) == []
+    assert blamed(links.shares(rates, host)) == [(3,)]
+    rates = net(8, {2: SLOW, 3: SLOW})
+    assert blamed(links.between(rates, host)) == [(2,)]
+    assert blamed(links.shares(rates, host)) == []
+
+
+def test_pairs_that_are_slow_across_a_cut_become_one() -> None:
+    """All between two halves; where one of them is healthy, each stays what it is."""
+    cuts = [cut for depth in pairing.halved(range(8)) for cut in depth]
+    cells = [way for cut in cuts for a, b in pairing.across(cut) for way in ((a, b), (b, a))]
+    slow = {way for a, b in pairing.across(cuts[0]) for way in ((a, b), (b, a))}
+    rates = {cell: SLOW if cell in slow else FAST for cell in cells}
+    (whole,) = links.merged(links.suspects(rates), cuts)
+    assert (whole.one, whole.other) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    rates[0, 7] = rates[7, 0] = FAST
+    single = links.merged(links.suspects(rates), cuts)
+    assert sorted(each.ends for each in single) == [(1, 6), (2, 5), (3, 4)]
+
+
+def test_a_suspicion_is_measured_again_beside_healthy_links() -> None:
+    """Of the same hosts first, and never beside another suspicion; the link of a slow host beside
+    that host's others."""
+    rates = net(5, {4: SLOW}, {(0, 1): SLOW, (1, 0): SLOW})
+    host, link = found = links.suspects(rates)
+    slow, healthy = links.again(link, rates, found)
+    assert sorted(slow) == [(0, 1), (1, 0)]
+    assert len(healthy) == links.MOST_BESIDE
+    assert {0, 1} <= {end for cell in healthy for end in cell}
+    assert not {cell for cell in healthy if 4 in cell or set(cell) == {0, 1}}
+    slow, healthy = links.again(host, rates, found)
+    assert all(4 in cell for cell in slow)
+    assert all(rates[cell] == FAST for cell in healthy)
+    rates = net(4, {0: SLOW}, {(0, 1): SLOW / 4})
+    _, link = found = links.suspects(rates)
+    assert links.again(link, rates, found) == ([(0, 1)], [(0, 2), (0, 3)])
+    two = {(0, 1): FAST, (1, 0): SLOW}
+    (only,) = found = links.suspects(two)
+    assert links.again(only, two, found) == ([(1, 0)], [(0, 1)])
+    alone = Suspect((0,), (), ((0, 1),), 0.1)
+    assert links.again(alone, {(0, 1): SLOW}, [alone]) == ([(0, 1)], [])
+
+
+def test_only_what_is_slow_each_time_is_confirmed() -> None:
+    """Five times, its best cell against the best healthy one; a time at which the healthy are slow
+    too says nothing, and ten times are enough."""
+    suspect = Suspect((0,), (1,), ((0, 1), (1, 0)), 0.1)
+
+    def again(*times: tuple[float, float]) -> Again:
+        seen = Again(suspect, FAST)
+        for slow, others in times:
+            seen = seen.and_again([0.9 * slow, slow], [0.8 * others, others])
+        return seen
+
+    true, loaded = (SLOW, FAST), (SLOW, FAST / 2)
+    seen = again(*[true] * 5)
+    assert (seen.confirmed, seen.cleared, seen.decided) == (True, False, True)
+    assert seen.bytes_per_second == SLOW
+    assert seen.others_bytes_per_second == FAST
+    assert not again(*[true] * 4).decided
+    assert again(true, (FAST, FAST)).cleared
+    assert again(true, (FAST, FAST / 2)).cleared
+    assert not again(true, (FAST / 2, FAST / 2)).cleared
+    seen = again(*[true] * 4, *[loaded] * 5)
+    assert not seen.decided
+    assert seen.and_again(*[[rate] for rate in true]).confirmed
+    given_up = seen.and_again(*[[rate] for rate in loaded])
+    assert (given_up.decided, given_up.confirmed, given_up.cleared) == (True, False, False)
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+PLACES = Places({0: "a", 1: "b", 2: "c", 3: "d"}, ethernet=True, nominal={0: 125e6, 1: 125e6})
+
+
+def told(
+    kind: str, one: int, *other: int, cells: tuple[Cell, ...] = ((0, 1), (1, 0)), two: bool = False
+) -> Finding:
+    """The finding of a suspicion that was confirmed five times."""
+    seen = Again(Suspect((one,), other, cells, 0.1), FAST, ((SLOW,),) * 5, ((FAST,),) * 5)
+    return link_findings.finding(seen, kind, PLACES, two)
+
+
+def test_a_slow_link_names_both_hosts_a_slow_host_one() -> None:
+    """With the rate, that of the others, and of which Ethernet it is all."""
+    link = told("host", 0, 1)
+    assert (link.severity, link.code) == ("warning", "slow-link")
+    assert link.sentence == (
+        "slow link: the link between a and b carries 11.8 MB/s, as an Ethernet of 100 Mbit/s does; "
+        "other links carry 118 MB/s, as an Ethernet of 1 Gbit/s does (in each of 5 measurements "
+        "beside them)"
+    )
+    assert link.place == {"hosts": ["a", "b"], "ranks": [0, 1]}
+    one_way = told("host", 0, 1, cells=((1, 0),), two=True)
+    assert "the link from b to a carries" in one_way.sentence
+    assert "third host" in one_way.next_step
+    host = told("host", 3)
+    assert (host.code, host.place) == ("slow-host", {"hosts": ["d"], "ranks": [3]})
+    assert host.next_step.startswith("on d: ")
+    rank = told("rank", 3)
+    assert (rank.code, rank.place) == ("slow-rank-link", {"ranks": [3]})
+    assert "rank 3 (d)" in rank.sentence
+    assert [told("neighbour", 0, 1).severity, told("neighbour", 0).severity] == ["note", "warning"]
+
+
+def test_a_rate_is_that_of_an_ethernet() -> None:
+    """TCP over full frames of 1500 bytes carries 1448 of 1538; jumbo frames carry more."""
+    for bits in (1e8, 1e9, 2.5e9):
+        assert link_findings.line_rate(payload(bits)) == pytest.approx(bits)
+    assert link_findings.line_rate(payload(1e9), 9000) < 0.96e9
+
+
+def test_links_below_half_of_the_nominal_speed_are_a_note() -> None:
+    """Where that of all interfaces is known, and no link reaches it."""
+    (note,) = link_findings.below_nominal({(0, 1): 50e6, (1, 0): 60e6}, PLACES)
+    assert (note.severity, note.place) == ("note", {"ranks": [1, 0]})
+    assert "60 MB/s of 125 MB/s nominal" in note.sentence
+    assert link_findings.below_nominal({(0, 1): 50e6, (1, 0): 63e6}, PLACES) == []
+    assert link_findings.below_nominal({(0, 1): 50e6, (0, 2): 50e6}, PLACES) == []
+    assert link_findings.below_nominal({}, PLACES) == []
+
+
+def test_a_line_tells_what_a_class_of_links_carries() -> None:
+    """Median, least and most; a class that is not there has no line."""
+    cells = {(0, 1): Carried(100e6, 50e6, 1e-4), (1, 0): Carried(200e6, 80e6, 3e-4)}
+    assert link_findings.told("between hosts", cells) == [
+        "between hosts: 150 (100 … 200) MB/s alone, 45 % of that all at once, "
+        "latency 200 (100 … 300) µs"
+    ]
+    (line,) = link_findings.told("within", {(0, 1): Carried(None, 50e6, 1e-4)})
+    assert "50 (50 … 50) MB/s all at once" in line
+    assert link_findings.told("within", {}) == []
+
+
+def examined(count: int, host: Callable[[int], str], at_once: float | None = 50e6) -> Examination:
+    """An examination of which rank 1 to 0 was the slowest way."""
+    cells = [
+        [a, b, 1e6 if (a, b) == (1, 0) else 100e6, at_once, 1e-4]
+        for a, b in itertools.permutations(range(count), 2)
+    ]
+    kind = "hosts" if len({host(rank) for rank in range(count)}) == count else "ranks"
+    ends = [[rank, host(rank)] for rank in range(count)]
+    figures = {"ends": ends, "kind": kind, "halved": False, "cells": cells}
+    return Examination("links", 0, "gloo", 1.0, figures=figures)
+
+
+def test_few_links_are_shown_as_a_matrix_many_by_their_slowest() -> None:
+    """Rows send to columns; where nothing was measured nothing is shown."""
+    carried, waits = rendered.tables(examined(3, lambda rank: f"h{rank}"), TERMINAL)
+    assert carried.splitlines()[0] == "MB/s alone / all at once; each row sends to the columns"
+    (row,) = (line.split() for line in carried.splitlines() if line.startswith("h1"))
+    assert " ".join(row) == "h1 1 / 50 - 100 / 50"
+    assert waits.count("100") == 6
+    (alone, _) = rendered.tables(examined(2, lambda _: "h", None), TERMINAL)
+    assert alone.startswith("MB/s alone;")
+    assert "rank 1" in alone
+    (slowest,) = rendered.tables(examined(12, lambda rank: f"h{rank // 2}"), TERMINAL)
+    assert slowest.splitlines()[0] == "the slowest 10 of 132 ways between ranks"
+    assert slowest.splitlines()[3].split() == ["1", "h0", "0", "h0", "1", "50", "100"]
+    assert rendered.tables(Examination("links", 0, "gloo", 1.0), TERMINAL) == []
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def measured(pool: Pool, world_size: int, cwd: Path, *words: str) -> dict[str, Any]:
+    """The examination of links that these ranks make, as it is stored."""
+    done = pool.call(
+        world_size, cwd, "doctor", "--only", "links", "--backend", "gloo", "--seconds", "1",
+        "--format", "json", *words,
+    )  # fmt: skip
+    assert done.returncode == 0, done
+    (examination,) = json.loads(done.stdout)["examinations"]
+    return dict(examination)
+
+
+def test_four_ranks_measure_all_their_links(pool: Pool, tmp_path: Path) -> None:
+    """Every way alone and all at once; within a host nothing is judged."""
+    its = measured(pool, 4, tmp_path)
+    cells = its["figures"]["cells"]
+    assert [cell[:2] for cell in cells] == [list(c) for c in itertools.permutations(range(4), 2)]
+    assert all(min(cell[2:]) > 0 for cell in cells)
+    assert its["findings"] == []
+    assert [line.split(":")[0].split(",")[0] for line in its["told"]] == ["4 ranks", "within hosts"]
+    assert "shown, not judged" in its["unchecked"][0]
+
+
+def test_more_links_than_max_pairs_are_halved(pool: Pool, tmp_path: Path) -> None:
+    """Only across the cuts, all at once; how many were left out is told."""
+    its = measured(pool, 4, tmp_path, "--max-pairs", "5")
+    assert {tuple(cell[:2]) for cell in its["figures"]["cells"] if cell[0] < cell[1]} == {
+        (0, 3), (1, 2), (0, 1), (2, 3),
+    }  # fmt: skip
+    assert {cell[2] for cell in its["figures"]["cells"]} == {None}
+    assert its["unchecked"][0].startswith("2 of 6 links were not measured")
+
+
+def test_where_there_is_no_link_nothing_is_measured(pool: Pool, tmp_path: Path) -> None:
+    """One rank; --by host on one host."""
+    assert measured(pool, 1, tmp_path)["unchecked"] == ["one rank: there is no link"]
+    (why,) = measured(pool, 2, tmp_path, "--by", "host")["unchecked"]
+    assert why.startswith("one host: there is no link between hosts")
+
+
+# --- hosts ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench(hosts: Callable[..., Hosts]) -> Hosts:
+    """Four hosts at 1 Gbit/s, of which the fourth, and the first two to each other, have a tenth of
+    that."""
+    return hosts(4, rate=[1e9, 1e9, 1e9, 1e8], pairs={(0, 1): 1e8})
+
+
+@pytest.fixture(scope="module")
+def ranks(bench: Hosts) -> Iterator[Pool]:
+    """A rank in each host."""
+    pool = bench.pool((1, 1, 1, 1))
+    yield pool
+    pool.close()
+
+
+def test_a_slow_link_and_a_slow_host_are_found(bench: Hosts, ranks: Pool, tmp_path: Path) -> None:
+    """The link by both its hosts, the host by its name, nothing else; with rates that are
+    about the planted ones (how close, tests/perf/slow_links.py tells)."""
+    places = [{"RANK": str(rank), "LOCAL_RANK": "0"} for rank in range(4)]
+    done = ranks.ask(
+        tmp_path, places, "doctor", "--only", "links", "--by", "host", "--seconds", "4",
+        "--backend", "gloo", "--timeout", "30", "--output", "run", "--fail-on", "warning",
+        "--init-method", f"tcp://{bench[0].address}:{PORT}",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    (its,) = store.read(tmp_path / "run").examinations
+    found = {f.code: f.place["hosts"] for f in its.findings if f.severity == "warning"}
+    assert found == {"slow-link": ["host1", "host2"], "slow-host": ["host4"]}
+    for again in (each for each in its.figures["again"] if each["confirmed"]):
+        assert 0.5e8 < again["line_bits_per_second"] < 2e8
+        assert 3e8 < again["others_line_bits_per_second"] < 2e9
+    assert "host4" in done.stdout
+    assert "each row sends to the columns" in done.stdout
