@@ -49,8 +49,8 @@ EXAMINATIONS: dict[str, Examiner] = {
     for each in (
         Examiner("preflight", "every rank's versions, variables, limits", preflight.examine),
         Examiner("stragglers", "which rank is slow, and why", stragglers.examine),
-        Examiner("capabilities", "what the backend can do, really tried", capabilities.examine),
         Examiner("links", "what each pair carries, which link or host is slow", links.examine),
+        Examiner("capabilities", "what the backend can do, really tried", capabilities.examine),
     )
 }
 

@@ -22,9 +22,9 @@ FINDING_COLUMNS: dict[str, Column[Finding]] = {
 TABLES: dict[str, Callable[[Examination, Style], list[str]]] = {
     "preflight": preflight.blocks,
     "stragglers": stragglers.blocks,
+    "links": links.blocks,
     "capabilities": capabilities.blocks,
 }
-TABLES: dict[str, Callable[[Examination, Style], list[str]]] = {"links": links.tables}
 
 
 def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:

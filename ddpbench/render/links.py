@@ -11,7 +11,7 @@ MOST_ENDS = 10  # in a matrix
 SLOWEST = 10  # in a list
 
 
-def tables(examination: Examination, style: Style) -> list[str]:
+def blocks(examination: Examination, style: Style) -> list[str]:
     """Blocks of text; none where nothing was measured."""
     figures = examination.figures
     if not figures.get("cells"):
