@@ -290,18 +290,18 @@ def examined(count: int, host: Callable[[int], str], at_once: float | None = 50e
 
 def test_few_links_are_shown_as_a_matrix_many_by_their_slowest() -> None:
     """Rows send to columns; where nothing was measured nothing is shown."""
-    carried, waits = rendered.tables(examined(3, lambda rank: f"h{rank}"), TERMINAL)
+    carried, waits = rendered.blocks(examined(3, lambda rank: f"h{rank}"), TERMINAL)
     assert carried.splitlines()[0] == "MB/s alone / all at once; each row sends to the columns"
     (row,) = (line.split() for line in carried.splitlines() if line.startswith("h1"))
     assert " ".join(row) == "h1 1 / 50 - 100 / 50"
     assert waits.count("100") == 6
-    (alone, _) = rendered.tables(examined(2, lambda _: "h", None), TERMINAL)
+    (alone, _) = rendered.blocks(examined(2, lambda _: "h", None), TERMINAL)
     assert alone.startswith("MB/s alone;")
     assert "rank 1" in alone
-    (slowest,) = rendered.tables(examined(12, lambda rank: f"h{rank // 2}"), TERMINAL)
+    (slowest,) = rendered.blocks(examined(12, lambda rank: f"h{rank // 2}"), TERMINAL)
     assert slowest.splitlines()[0] == "the slowest 10 of 132 ways between ranks"
     assert slowest.splitlines()[3].split() == ["1", "h0", "0", "h0", "1", "50", "100"]
-    assert rendered.tables(Examination("links", 0, "gloo", 1.0), TERMINAL) == []
+    assert rendered.blocks(Examination("links", 0, "gloo", 1.0), TERMINAL) == []
 
 
 # --- ranks ----------------------------------------------------------------------------------------
