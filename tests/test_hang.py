@@ -241,6 +241,14 @@ def test_a_rank_that_is_one_ahead_or_behind_is_told_so(
     assert said.endswith(f": rank 1 {told}" if told else "call all_reduce float32[1024]")
 
 
+def test_what_may_be_either_is_not_told_as_one() -> None:
+    """Others that wait in a gather, a rank that has gone on to the reduction which stands on both
+    sides of it: what they call next is not known."""
+    gather = ("all_gather", "float32[8]")
+    said = verdict([], {0: words(REDUCE, gather, ended=1), 1: words(REDUCE, REDUCE, ended=1)})
+    assert said.endswith(": rank 1 has skipped or doubled a collective")
+
+
 def test_uneven_exchanges_and_unknown_sizes_are_no_mismatch() -> None:
     """all_to_all may deal differently, and a size that is not known agrees with every one."""
     pairs = [("all_to_all", "float32[3]"), ("barrier", "")], [("all_to_all", "float32[5]"), REDUCE]

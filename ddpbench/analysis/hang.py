@@ -237,7 +237,10 @@ def _shift(mine: Mapping[int, Call], most: Mapping[int, Call], number: int) -> s
         both = [(call, other) for call, other in pairs if other is not None]
         return number + by in known and all(call.agrees(other) for call, other in both)
 
-    return " or ".join(how for how, by in (("skipped", 1), ("doubled", -1)) if fits(by))
+    hows = [how for how, by in (("skipped", 1), ("doubled", -1)) if fits(by)]
+    if hows == ["doubled"] and number + 1 not in most:  # the others wait: their next is a guess
+        hows = ["skipped", "doubled"]
+    return " or ".join(hows)
 
 
 def _silence(silent: Silent, found: Sequence[Hang]) -> str:
