@@ -46,7 +46,7 @@ def test_the_exit_code_is_1_from_the_severity_asked_for_on(
 
 
 def test_the_verdict_counts_what_is_worse_than_a_note() -> None:
-    """Findings stand above with their next step, what was not checked below."""
+    """Findings stand at the end with their next step, or in a table of the columns asked for."""
     healthy = FORMATS["table"](examined(Finding("note", "a", "so it is")), None, False)
     assert "HEALTHY" in healthy
     assert "NOTE: so it is" in healthy
@@ -55,7 +55,9 @@ def test_the_verdict_counts_what_is_worse_than_a_note() -> None:
     ill = FORMATS["table"](examined(*two), None, False)
     assert "1 ERROR AND 1 WARNING" in ill
     assert ill.index("ERROR: bad") < ill.index("WARNING: odd. Next: look")
+    assert ill.index("not checked") < ill.index("ERROR: bad") < ill.index("1 ERROR AND")
     columns = ("severity", "next_step")
+    assert "warning     look" in FORMATS["table"](examined(*two), columns, False)
     assert FORMATS["csv"](examined(*two), columns, False).splitlines() == [
         "severity,next_step", "error,", "warning,look",
     ]  # fmt: skip

@@ -61,12 +61,12 @@ class Course:
     @property
     def cost(self) -> str:
         """What it takes, in a sentence."""
-        how = [f"all at once in {len(self.rounds)} rounds"] if self.at_once() else []
+        how = [f"all at once in {_counted(len(self.rounds), 'round')}"] if self.at_once() else []
         how += [] if self.cuts else ["one by one"]
         seconds = (len(self.at_once()) + len(self.alone(0))) * self.seconds * 1.2 + 0.5
         return (
-            f"{len(self.ends)} {self.kind}, {self.pairs} links, {' and '.join(how)}, both ways, "
-            f"{self.seconds * 1e3:.0f} ms each: about {max(1.0, seconds):.0f} s"
+            f"{len(self.ends)} {self.kind}, {_counted(self.pairs, 'link')}, {' and '.join(how)}, "
+            f"both ways, {self.seconds * 1e3:.0f} ms each: about {max(1.0, seconds):.0f} s"
         )
 
 
@@ -107,6 +107,10 @@ def planned(
         each,
         tuple(unchecked),
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _pairs(ends: Sequence[int]) -> int:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ddpbench.records.schema import Examination, Finding, Run
-from ddpbench.render import capabilities, links, preflight, stragglers
+from ddpbench.render import capabilities, links, preflight, rows, stragglers
 from ddpbench.render.rows import Column
 from ddpbench.render.style import Style
 
@@ -28,14 +28,24 @@ TABLES: dict[str, Callable[[Examination, Style], list[str]]] = {
 
 
 def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
-    """The verdict in one line; unless quiet, a block or more for each examination."""
-    shown = [verdict(run)]
+    """Unless quiet, a block or more for each examination; at the end, where a terminal stops, the
+    findings, as sentences or with these columns, and the verdict in one line."""
+    from ddpbench.render import header  # loads numpy
+
+    shown = []
     for each in run.examinations if not quiet else ():
         lines = [*each.told, *(f"not checked: {sentence}" for sentence in each.unchecked)]
         title = f"{each.name}  {each.backend}, {each.seconds:.1f} s"
         shown.append(style.block(title, style.gap.join(lines)))
-        shown += TABLES[each.name](each, style) if each.name in TABLES else []
-    return shown
+        shown += TABLES[each.name](each, style)
+    found = header.partial(run) + (header.warnings(run) if columns is None else [])
+    if found:
+        shown.append(style.gap.join(found))
+    if columns is not None:
+        names = rows.chosen(columns, FINDING_COLUMNS)
+        cells = [[str(FINDING_COLUMNS[n].value(each)) for n in names] for each in run.findings]
+        shown.append(style.table(cells, [FINDING_COLUMNS[n].head for n in names]))
+    return [*shown, verdict(run)]
 
 
 def verdict(run: Run) -> str:
@@ -49,5 +59,5 @@ def verdict(run: Run) -> str:
         if counts[name]
     ]
     if told:
-        return f"{' and '.join(told).upper()} in {looked}, told above"
+        return f"{' and '.join(told).upper()} in {looked}"
     return f"HEALTHY: nothing found in {looked}"

@@ -80,14 +80,12 @@ def _text(run: Run, columns: Columns, quiet: bool, style: Style) -> str:
     from ddpbench.render import doctor, header, step_tables
 
     blocks = [] if quiet else [style.gap.join(header.header(run))]
+    if header.of_doctor(run):
+        return "\n\n".join([*blocks, *doctor.blocks(run, columns, quiet, style)]) + "\n"
     notes = header.partial(run) + ([] if quiet else header.warnings(run))
     if notes:
         blocks.append(style.gap.join(notes))
-    make = _collectives
-    if header.of_doctor(run):
-        make = doctor.blocks
-    elif header.of_steps(run):
-        make = step_tables.blocks
+    make = step_tables.blocks if header.of_steps(run) else _collectives
     return "\n\n".join([*blocks, *make(run, columns, quiet, style)]) + "\n"
 
 

@@ -10,6 +10,7 @@ WORDS = (
     "case", "test", "saved in", "verdict", "why", "date", "run", "of the longest", "changed to",
     "operation", "reduce op",
     "fault", "planted", "found", "named", "said",
+    "severity", "code", "sentence", "next step", "place",
 )  # fmt: skip
 
 
