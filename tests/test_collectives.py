@@ -384,7 +384,8 @@ def wait_for_a_result(cwd: Path) -> None:
         if folders and any(outcome.summary for outcome in store.read(folders[0]).outcomes):
             return
         time.sleep(0.05)
-    raise AssertionError("nothing was measured")
+    ends = [(run.state, run.state_reason) for run in map(store.read, folders)]
+    raise AssertionError(f"nothing was measured: {ends}")
 
 
 @pytest.mark.parametrize(
@@ -404,7 +405,7 @@ def test_a_dead_or_stopped_rank_is_named_and_the_rest_is_kept(
 ) -> None:
     """The others end within the deadline, name the rank once, and `show` prints what there is."""
     words = ["--backend", backend, "-n", "2", "--op", "all_reduce", "--sizes", "4:1M:x2"]
-    run_it = command("collectives", *words, "--slice", "1", "--timeout", "4")
+    run_it = command("collectives", *words, "--slice", "1", "--timeout", "6")
     with running(run_it, tmp_path) as process:
         ranks = ranks_of(process, 2)
         wait_for_a_result(tmp_path)
