@@ -147,8 +147,8 @@ def _outcome(
     if seen:
         confirmed = sum(each.confirmed for _, each in seen)
         told.append(
-            f"{len(seen)} looked slow and were measured again beside healthy links: "
-            f"{confirmed} slow each of {links.TIMES} times"
+            f"measured again beside healthy links, since they looked slow: {len(seen)}; slow each "
+            f"of {links.TIMES} times: {confirmed}"
         )
     places, two = _places(patient), len(course.hosts) == 2
     found = [
