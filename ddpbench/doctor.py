@@ -6,8 +6,8 @@ mpirun -n 4 python -m ddpbench.doctor --backend mpi
 srun -n 4 python -m ddpbench.doctor --only preflight,links
 python -m ddpbench doctor --selftest                         plants faults here, and sees them found
 
-Exit codes: 0 healthy, 1 a finding as bad as --fail-on (default error), 4 a wrong result, 5 a rank
-died, hung or missed a deadline.
+Exit codes: 0 nothing as bad as --fail-on (default error: slow ranks and links are warnings), 1 such
+a finding, 2 the ranks cannot meet, 4 a wrong result, 5 a rank died, hung or missed a deadline.
 """
 
 from __future__ import annotations

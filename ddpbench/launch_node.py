@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpbench import options
-from ddpbench.measuring import MEASURING, checked
+from ddpbench.measuring import IN_RANKS, checked
 from ddpbench.runtime import nodes, processes
 from ddpbench.runtime.launch import Refused
 from ddpbench.runtime.nodes import Nodes
@@ -96,7 +96,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
         "command",
         nargs=argparse.REMAINDER,
         metavar="-- COMMAND",
-        help=f"what the ranks do, one of {', '.join(MEASURING)}, and its options",
+        help=f"what the ranks do, one of {', '.join(IN_RANKS)}, and its options",
     )
 
 
@@ -126,9 +126,9 @@ def run(asked: argparse.Namespace, words: Sequence[str]) -> int:
 def command(words: Sequence[str]) -> list[str]:
     """What the ranks are to do, its options checked here: a typo is told once, at once."""
     name, *rest = words[1:] if words[:1] == ["--"] else words or [""]
-    if name not in MEASURING:
+    if name not in IN_RANKS:
         raise Refused(
-            f"after -- comes what the ranks do, one of {', '.join(MEASURING)}"
+            f"after -- comes what the ranks do, one of {', '.join(IN_RANKS)}"
             + (f", not {name!r}" if name else "")
         )
     given = checked([name, *rest])

@@ -1,4 +1,4 @@
-"""The commands that measure, for those that have them run: by turns, on other nodes, in a job."""
+"""The commands that run in ranks, for those that have them run: by turns, on nodes, in a job."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import argparse
 from collections.abc import Sequence
 from types import ModuleType
 
-from ddpbench import collectives, ddp, options
+from ddpbench import collectives, ddp, doctor, options
 
 MEASURING: dict[str, ModuleType] = {"collectives": collectives, "ddp": ddp}
+IN_RANKS: dict[str, ModuleType] = {**MEASURING, "doctor": doctor}
 
 
 def checked(words: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line that begins with one of MEASURING: a typo is told at once.
+    """The options of a command line that begins with one of IN_RANKS: a typo is told at once.
 
     Raises Refused for options that do not go together; ends with exit code 2 for others.
     """
     name, *rest = words
     parser = options.Parser(prog=f"ddpbench {name}")
-    MEASURING[name].add_arguments(parser)
+    IN_RANKS[name].add_arguments(parser)
     given = parser.parse_args(rest)
-    MEASURING[name].Options.of(given).check()
+    IN_RANKS[name].Options.of(given).check()
     return given

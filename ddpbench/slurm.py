@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpbench.measuring import MEASURING, checked
+from ddpbench.measuring import IN_RANKS, MEASURING, checked
 from ddpbench.runtime.launch import Refused
 
 HELP = "submit a Slurm job that measures"
@@ -92,7 +92,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     given = list(words)
     asked = given[given.index("--") + 1 :] if "--" in given else []
     given = given[: given.index("--")] if "--" in given else given
-    for name in MEASURING:
+    for name in IN_RANKS:
         if name in given:
             raise Refused(
                 f"{name} and its options stand behind --, before it sbatch's: "
@@ -104,10 +104,10 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def wanted(asked: Sequence[str]) -> list[list[str]]:
     """The commands of the job, each a name and its options, which are checked here already: the
     job may have to wait for days. Ends with exit code 2 and one sentence for what is wrong."""
-    if asked and asked[0] in MEASURING:
+    if asked and asked[0] in IN_RANKS:
         commands = [list(asked)]
     elif asked and not asked[0].startswith("-"):
-        raise Refused(f"{asked[0]!r} is not one of {', '.join(MEASURING)}")
+        raise Refused(f"{asked[0]!r} is not one of {', '.join(IN_RANKS)}")
     else:
         commands = [[name, *asked] for name in MEASURING]
     for command in commands:

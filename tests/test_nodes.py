@@ -202,8 +202,8 @@ def test_signals_reach_all_children_and_they_may_end_by_themselves() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], r"after -- comes what the ranks do, one of collectives, ddp$"),
-        (["--", "compare"], r"one of collectives, ddp, not 'compare'"),
+        ([], r"after -- comes what the ranks do, one of collectives, ddp, doctor$"),
+        (["--", "compare"], r"one of collectives, ddp, doctor, not 'compare'"),
         (["--", "ddp", "--workloat", "mlp"], r"unknown option --workloat"),
         (["--", "ddp"], r"--ranks-per-node 4,4,2,2 or --hosts FILE"),
         (["--ranks-per-node", "2,x", "--", "ddp"], r"'2,x' is no list of numbers from 1 on"),

@@ -205,7 +205,7 @@ def test_the_script_is_bash_and_keeps_words_whole(
     ("words", "sentence"),
     [
         (["-N2", "ddp"], "ddp and its options stand behind --, before it sbatch's: "),
-        (["--", "dpd"], "'dpd' is not one of collectives, ddp"),
+        (["--", "dpd"], "'dpd' is not one of collectives, ddp, doctor"),
         (["--", "ddp", "--sice", "1"], "unknown option --sice; did you mean "),
         (["--", "collectives", "--sizes", "4;8"], "--sizes: "),
         (["--", "--slice", "1"], "unknown option --slice"),
