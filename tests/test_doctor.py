@@ -47,7 +47,10 @@ def test_the_exit_code_is_1_from_the_severity_asked_for_on(
 
 def test_the_verdict_counts_what_is_worse_than_a_note() -> None:
     """Findings stand at the end with their next step, or in a table of the columns asked for."""
-    healthy = FORMATS["table"](examined(Finding("note", "a", "so it is")), None, False)
+    run = examined(Finding("note", "a", "so it is"))
+    partial = FORMATS["table"](replace(run, state="interrupted"), None, False)
+    assert "UNDECIDED: nothing found in 1 examination " in partial
+    healthy = FORMATS["table"](replace(run, state="complete"), None, False)
     assert "HEALTHY" in healthy
     assert "NOTE: so it is" in healthy
     assert "not checked: GPUs: none here" in healthy

@@ -52,12 +52,14 @@ def verdict(run: Run) -> str:
     """One line: whether anything worse than a note was found."""
     counts = Counter(finding.severity for finding in run.findings)
     seconds = sum(each.seconds for each in run.examinations)
-    looked = f"{len(run.examinations)} examinations in {seconds:.0f} s"
-    told = [
-        f"{counts[name]} {name}{'s' if counts[name] > 1 else ''}"
-        for name in ("error", "warning")
-        if counts[name]
-    ]
+    looked = f"{_counted(len(run.examinations), 'examination')} in {seconds:.0f} s"
+    told = [_counted(counts[name], name).upper() for name in ("error", "warning") if counts[name]]
     if told:
-        return f"{' and '.join(told).upper()} in {looked}"
+        return f"{' AND '.join(told)} in {looked}"
+    if run.state != "complete":
+        return f"UNDECIDED: nothing found in {looked}, which is not all"
     return f"HEALTHY: nothing found in {looked}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
