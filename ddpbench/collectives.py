@@ -235,7 +235,7 @@ def sweep(
         )
         together = stack.enter_context(offsets.opened(ranks, launch.ranks))
         record = book.Book(ranks, folder, launch)
-        if not asked.quiet and (asked.progress or sys.stderr.isatty()):
+        if asked.shows_progress:
             record.expect(len(wanted))
         failure = share = None
         meter = cpu.CpuMeter()

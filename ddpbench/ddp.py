@@ -237,7 +237,7 @@ def _add_how(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--inject",
-        type=_fault,
+        type=options.fault(faults.IN_STEP),
         action="append",
         default=[],
         metavar="FAULT[:setting=value,…]",
@@ -272,15 +272,6 @@ def _every(text: str) -> int:
     return int(text)
 
 
-def _fault(text: str) -> str:
-    """The type of `--inject`."""
-    try:
-        faults.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
 def run(asked: Options, place: Placement) -> int:
     """One rank's part over all backends and workloads; the exit code."""
     return session.run(asked, place, sweep)
@@ -310,7 +301,7 @@ def sweep(
             ranks, backend, asked.device, index, times, {"threads": threads}, len(asked.subjects)
         )
         record = book.Book(ranks, folder, launch)
-        if not asked.quiet and (asked.progress or sys.stderr.isatty()):
+        if asked.shows_progress:
             record.expect(len(asked.subjects))
         failure = None
         for name in asked.subjects:

@@ -124,7 +124,7 @@ def _add_planted(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--inject",
-        type=_fault,
+        type=options.fault(faults.IN_SET_UP),
         action="append",
         default=[],
         metavar="FAULT[:setting=value,…]",
@@ -146,15 +146,6 @@ def _add_planted(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="runs without a fault in the self-test, in which nothing may be found; default 1",
     )
-
-
-def _fault(text: str) -> str:
-    """The type of `--inject`."""
-    try:
-        faults.parse(text, faults.IN_SET_UP)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 def run(asked: Options, place: Placement) -> int:
@@ -187,7 +178,7 @@ def sweep(
             ranks, backend, asked.device, index, times, {}, len(asked.only)
         )
         record = book.Book(ranks, folder, launch)
-        if not asked.quiet and (asked.progress or sys.stderr.isatty()):
+        if asked.shows_progress:
             record.expect(len(asked.only))
         patient = Patient(
             ranks, backend, tested, device, launch, plan.seed, asked.seconds, asked.by,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from ddpbench.catalog import backends, sizes
+from ddpbench.catalog import backends, faults, sizes
 from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
 from ddpbench.runtime import launch
 from ddpbench.runtime.launch import Placement
@@ -129,6 +129,19 @@ def positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def fault(kind: str) -> Callable[[str], str]:
+    """The type of `--inject`, of faults of one kind."""
+
+    def parse(text: str) -> str:
+        try:
+            faults.parse(text, kind)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return parse
 
 
 def init_method(text: str) -> str:

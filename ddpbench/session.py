@@ -73,6 +73,11 @@ class Options:
     def check(self) -> None:
         """Raises Refused, with one sentence, for options that do not go together."""
 
+    @property
+    def shows_progress(self) -> bool:
+        """Whether a terminal is there for it: here, or where ddpbench started the ranks."""
+        return not self.quiet and (self.progress or sys.stderr.isatty())
+
     def rendezvous(self) -> Rendezvous:
         """How the ranks meet; a file serves one launch only."""
         method = self.init_method

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ddpbench.analysis import pairing
 from ddpbench.analysis.links import Cell
 from ddpbench.analysis.pairing import Halves, Pair
+from ddpbench.analysis.setup import counted
 
 SHARE = 0.7  # of the time given; the rest is for what is measured again
 LEAST_SECONDS, MOST_SECONDS = 0.02, 0.2  # of one way of a pair
@@ -61,11 +62,11 @@ class Course:
     @property
     def cost(self) -> str:
         """What it takes, in a sentence."""
-        how = [f"all at once in {_counted(len(self.rounds), 'round')}"] if self.at_once() else []
+        how = [f"all at once in {counted(len(self.rounds), 'round')}"] if self.at_once() else []
         how += [] if self.cuts else ["one by one"]
         seconds = (len(self.at_once()) + len(self.alone(0))) * self.seconds * 1.2 + 0.5
         return (
-            f"{len(self.ends)} {self.kind}, {_counted(self.pairs, 'link')}, {' and '.join(how)}, "
+            f"{len(self.ends)} {self.kind}, {counted(self.pairs, 'link')}, {' and '.join(how)}, "
             f"both ways, {self.seconds * 1e3:.0f} ms each: about {max(1.0, seconds):.0f} s"
         )
 
@@ -107,10 +108,6 @@ def planned(
         each,
         tuple(unchecked),
     )
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _pairs(ends: Sequence[int]) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ddpbench.analysis.setup import spans
+
 DIED, STOPPED, ALIVE = "has died", "is stopped (SIGSTOP)", "is alive but did not answer"
 LEFT = "has left"  # its script has ended
 
@@ -316,10 +318,4 @@ def _ranks(ranks: Sequence[int]) -> str:
     """ "rank 1", "ranks 0, 2, 3", of more than six "ranks 0–6, 8"."""
     if len(ranks) <= 6:
         return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return "ranks " + ", ".join("–".join(map(str, run)) for run in runs)
+    return f"ranks {spans(ranks).replace('-', '–')}"

@@ -75,6 +75,11 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 link", "3 links"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def folded(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:
     """Each value with the ranks that have it, in order of the first of them."""
     groups: dict[str, tuple[Any, list[int]]] = {}

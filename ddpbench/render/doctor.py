@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from ddpbench.analysis.setup import counted
 from ddpbench.records.schema import Examination, Finding, Run
 from ddpbench.render import capabilities, links, preflight, rows, stragglers
 from ddpbench.render.rows import Column
@@ -52,14 +53,10 @@ def verdict(run: Run) -> str:
     """One line: whether anything worse than a note was found."""
     counts = Counter(finding.severity for finding in run.findings)
     seconds = sum(each.seconds for each in run.examinations)
-    looked = f"{_counted(len(run.examinations), 'examination')} in {seconds:.0f} s"
-    told = [_counted(counts[name], name).upper() for name in ("error", "warning") if counts[name]]
+    looked = f"{counted(len(run.examinations), 'examination')} in {seconds:.0f} s"
+    told = [counted(counts[name], name).upper() for name in ("error", "warning") if counts[name]]
     if told:
         return f"{' AND '.join(told)} in {looked}"
     if run.state != "complete":
         return f"UNDECIDED: nothing found in {looked}, which is not all"
     return f"HEALTHY: nothing found in {looked}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 BEAT_SECONDS = 0.5
-GRACE_SECONDS = (
-    3.0  # for the other ranks' last words; the verdict comes within the time-out and 5 s
-)
+# For the other ranks' last words; the verdict comes within the time-out and 5 s.
+GRACE_SECONDS = 3.0
 LEAVE_SECONDS = 1.0  # for the others to have told the verdict too
 CLOSE_SECONDS = 1.0
 
