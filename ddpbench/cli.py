@@ -44,6 +44,7 @@ from ddpbench import (
 )
 from ddpbench.catalog import backends
 from ddpbench.interchange import sources
+from ddpbench.interchange.log import Hints
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
 from ddpbench.render.doctor import FINDING_COLUMNS
@@ -226,14 +227,16 @@ def _launch(
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", help="a folder, a name in results/, `last`, or a log of nccl-tests or OSU"
+        "run",
+        help="a folder, a name in results/, `last`, or a log of nccl-tests, rccl-tests or OSU",
     )
+    options.add_logs(parser)
     options.add_shown(parser, [*COLUMNS, *STEP_COLUMNS, *FINDING_COLUMNS])
 
 
 def _show(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     options.require_columns(namespace.format, namespace.columns)
-    run = sources.read(sources.find(namespace.run))
+    run = sources.read(sources.find(namespace.run), Hints(namespace.op, namespace.ranks))
     try:
         text = FORMATS[namespace.format](run, namespace.columns, namespace.quiet)
     except ValueError as error:  # columns that this kind of run does not have

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from ddpbench import options
 from ddpbench.interchange import sources
+from ddpbench.interchange.log import NO_HINTS, Hints
 from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
@@ -42,8 +43,11 @@ WHERE = "a folder, a name in results/, a baseline's, `last`, or a folder of runs
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this command; imports no torch."""
-    parser.add_argument("base", metavar="BASE", help=f"{WHERE}; or a log of nccl-tests or OSU")
+    parser.add_argument(
+        "base", metavar="BASE", help=f"{WHERE}; or a log of nccl-tests, rccl-tests or OSU"
+    )
     parser.add_argument("new", metavar="NEW", help="likewise")
+    options.add_logs(parser)
     add_judging(parser)
 
 
@@ -76,7 +80,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     Raises Refused for a request that is wrong, InvalidRun for stored data that are.
     """
     names = [namespace.base.rstrip("/"), namespace.new.rstrip("/")]
-    return judge(names, [read(sources.find_all(name)) for name in names], namespace)
+    hints = Hints(namespace.op, namespace.ranks)
+    return judge(names, [read(sources.find_all(name), hints) for name in names], namespace)
 
 
 def judge(
@@ -150,9 +155,9 @@ def calibrated(runs: Sequence[Run]) -> Noise | None:
     return None
 
 
-def read(folders: Sequence[Path]) -> tuple[Run, ...]:
+def read(folders: Sequence[Path], hints: Hints = NO_HINTS) -> tuple[Run, ...]:
     """The runs in these folders or logs. Raises InvalidRun where one cannot be read or is empty."""
-    runs = tuple(sources.read(folder) for folder in folders)
+    runs = tuple(sources.read(folder, hints) for folder in folders)
     for folder, each in zip(folders, runs, strict=True):
         if not each.outcomes:
             raise InvalidRun(f"{folder} holds no result: nothing was measured")

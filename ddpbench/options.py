@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from ddpbench.catalog import backends, faults, sizes
+from ddpbench.interchange import sources
 from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
 from ddpbench.runtime import launch
 from ddpbench.runtime.launch import Placement
@@ -231,6 +232,24 @@ def add_shown(parser: argparse.ArgumentParser, columns: Iterable[str]) -> None:
         help="of: " + ", ".join(columns),
     )
     add("--quiet", action="store_true", help="the tables only: no header, no legend, no progress")
+
+
+def add_logs(parser: argparse.ArgumentParser) -> None:
+    """What other tools' logs may not tell."""
+    add = parser.add_argument_group("logs of other tools").add_argument
+    add(
+        "--op",
+        choices=sources.OPERATIONS,
+        metavar="NAME",
+        help="operation of tests that the log does not name (default: from the command above them, "
+        f"the file's name or busbw / algbw): {', '.join(sources.OPERATIONS)}",
+    )
+    add(
+        "--ranks",
+        type=whole(1, 2**20),
+        metavar="N",
+        help="number of ranks of tests that do not print it (default: likewise)",
+    )
 
 
 def require_columns(form: str, columns: Iterable[str] | None) -> None:

@@ -23,6 +23,7 @@ from ddpbench.analysis.verdict import (
     SLOWER,
     Shift,
 )
+from ddpbench.records.schema import LEFT_OUT
 
 ONLY_BASE, ONLY_NEW = "ONLY BASE", "ONLY NEW"
 # What matters first.
@@ -157,6 +158,9 @@ def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[s
         for run in source.runs:
             if run.state != "complete":
                 yield f"{name} is PARTIAL: {run.id} is {run.state}"
+            for finding in run.findings:
+                if finding.code == LEFT_OUT:
+                    yield f"{name} is not all of {run.id}: {finding.sentence}"
         measured = [o for run in source.runs for o in run.outcomes if o.summary is not None]
         busy = sum((o.others_share or 0) > BUSY_SHARE for o in measured)
         if busy:

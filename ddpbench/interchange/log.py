@@ -13,6 +13,7 @@ from typing import Any
 
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.records.schema import (
+    LEFT_OUT,
     Case,
     Finding,
     Launch,
@@ -24,6 +25,17 @@ from ddpbench.records.schema import (
 )
 
 INSTANT = "the log says 0: less than it can print"
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the user says of logs that do not print it."""
+
+    operation: str | None = None
+    ranks: int | None = None
+
+
+NO_HINTS = Hints()
 
 
 @dataclass(frozen=True)
@@ -48,11 +60,12 @@ class Section:
     facts: dict[str, Any] = field(default_factory=dict)
     started: str = ""
     notes: tuple[str, ...] = ()  # what had to be assumed or converted
+    left_out: tuple[str, ...] = ()  # what of the log is missing or not read
 
 
-def as_run(name: str, tool: str, sections: Sequence[Section]) -> Run:
+def as_run(name: str, tool: str, sections: Sequence[Section], left_out: Sequence[str] = ()) -> Run:
     """The run in a log of this name. Sections that measured the same case are different launches,
-    sections of different cases may be one."""
+    sections of different cases may be one. left_out: what of the log no section is of."""
     numbers = _numbers(sections)
     firsts = dict(reversed([*zip(numbers, sections, strict=True)]))
     results = [
@@ -62,6 +75,7 @@ def as_run(name: str, tool: str, sections: Sequence[Section]) -> Run:
     ]
     first = results[0].case
     notes = dict.fromkeys(note for section in sections for note in section.notes)
+    left_out = [*left_out, *(text for section in sections for text in section.left_out)]
     return Run(
         id=name,
         command=tool,
@@ -78,7 +92,11 @@ def as_run(name: str, tool: str, sections: Sequence[Section]) -> Run:
         backends=(first.backend,),
         launches=tuple(_launch(number, firsts[number]) for number in sorted(firsts)),
         results=tuple(results),
-        findings=(*_wrong(results), *(Finding("note", "another-tool", note) for note in notes)),
+        findings=(
+            *_wrong(results),
+            *(Finding("note", LEFT_OUT, text) for text in dict.fromkeys(left_out)),
+            *(Finding("note", "another-tool", note) for note in notes),
+        ),
     )
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ddpbench.interchange.log import Section
+from ddpbench.interchange.log import Hints, Section
 from ddpbench.interchange.nccl_tests import AVERAGES, ISSUES, Setup, dotted, figure, program
 from ddpbench.records import codec
 from ddpbench.runtime.environment import allowed_variables
+
+START = re.compile(r"^\{", re.MULTILINE)  # Markdown may stand above
+AMD = re.compile(r"\bAMD\b|\bRadeon\b")
+MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True)
@@ -59,14 +64,18 @@ class _File:
     env: tuple[str, ...] = ()
 
 
-def is_one(text: str) -> bool:
+def is_one(lines: Sequence[str]) -> bool:
     """Whether this is what a test writes with -J."""
-    return text.lstrip().startswith("{") and '"args"' in text and "_perf" in text
+    text = "\n".join(lines)
+    return START.search(text) is not None and '"args"' in text and "_perf" in text
 
 
-def read(path: Path, text: str) -> tuple[str, list[Section]]:
+def read(path: Path, lines: Sequence[str], hints: Hints) -> tuple[str, list[Section]]:
     """The tool and its one section. Raises ValueError with one sentence."""
-    data = codec.decode(_File, json.loads(text))
+    text = "\n".join(lines)
+    start = START.search(text)
+    value, _ = json.JSONDecoder().raw_decode(text, start.start() if start else 0)
+    data = codec.decode(_File, value)
     setup = _setup_of(data)
     rows = []
     for result in data.results:
@@ -90,6 +99,8 @@ def _setup_of(data: _File) -> Setup:
     variables = allowed_variables(dict(each.partition("=")[::2] for each in data.env))
     mine = [d for d in config.devices if d.group == config.devices[0].group]
     each = config.nthreads * config.ngpus
+    if not 0 < each <= MOST_RANKS:
+        raise ValueError(f"$.config has {each} GPUs for each process")
     ranks = tuple(
         {"hostname": d.hostname, "gpu_name": d.device_info, "variables": variables}
         for d in mine
@@ -97,7 +108,7 @@ def _setup_of(data: _File) -> Setup:
     )
     return Setup(
         program=program(args[0]),
-        tool="nccl-tests",
+        tool="rccl-tests" if AMD.search(mine[0].device_info) else "nccl-tests",
         version=None,
         library=dotted(data.nccl_version) if data.nccl_version else None,
         iterations=config.iterations,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.interchange.log import Row, Section
 from ddpbench.records.schema import Case
 
@@ -58,7 +59,7 @@ class Setup:
     tool: str  # "nccl-tests" or "rccl-tests"
     version: str | None
     library: str | None  # its version
-    iterations: int
+    iterations: int  # 0: not told
     aggregated: int
     graph: int  # launches of a CUDA graph; 0: none
     blocking: int
@@ -71,7 +72,9 @@ class Setup:
     def case(
         self, dtype: str, reduce_op: str | None, root: int, nbytes: int, count: int, place: str
     ) -> Case:
-        """The identity of one figure. place: "in" or "out"."""
+        """The identity of one figure. place: "in" or "out". Raises ValueError for no size."""
+        if not 0 < nbytes < 2**63:
+            raise ValueError("has a size that is not from 1 to 2**63 bytes")
         issue, start, timed = ISSUES[self.blocking]
         timed += f", in {self.graph} launches of a CUDA graph" if self.graph else ""
         hosts = Counter(str(rank.get("hostname")) for rank in self.ranks)
@@ -100,7 +103,9 @@ class Setup:
         )
 
     def section(self, rows: Sequence[Row], **other: Any) -> Section:
-        """What this call of the test printed. Raises ValueError when it has no rows."""
+        """What this call of the test printed. Raises ValueError without rows or ranks."""
+        if self.world_size < 1:
+            raise ValueError(f"is of {self.world_size} ranks")
         if not rows:
             raise ValueError(f"{self.program}_perf printed no row of results")
         name = self.tool.removesuffix("-tests").upper()
@@ -123,6 +128,12 @@ def figure(setup: Setup, case: Case, seconds: float, checked: bool, wrong: float
     said = f"{wrong:g} wrong elements" if wrong else None
     calls = setup.iterations * setup.aggregated * max(setup.graph, 1)
     return Row(case, seconds, calls, checked=checked, wrong=said)
+
+
+def factor(name: str, ranks: int) -> float:
+    """busbw / algbw of a test on this many ranks."""
+    operation = OPERATIONS.get(PROGRAMS[name])
+    return operation.bus_factor(ranks) if operation else 1.0
 
 
 def program(name: str) -> str:

@@ -1,169 +1,313 @@
-"""What nccl-tests and rccl-tests print, of all releases since 2.0: columns came, none moved."""
+"""Read what nccl-tests and rccl-tests print, of all releases since 2.0.
+
+The rows tell nearly all: a table without its head, or the end of a log, is read too.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ddpbench.interchange.log import Row, Section
-from ddpbench.interchange.nccl_tests import PROGRAMS, Setup, dotted, figure, program
+from ddpbench.interchange.command import LAUNCHER, commands, ranks_in_name, ranks_of
+from ddpbench.interchange.log import Hints, Row, Section
+from ddpbench.interchange.nccl_table import HEADS, ROW, Figures, bounds, figures, layout_of, rows
+from ddpbench.interchange.nccl_tests import PROGRAMS, Setup, dotted, factor, program
 
-MARK = re.compile(r"^\s*# (?:nThread|Collective test starting|[nr]ccl-tests version)", re.MULTILINE)
+# A web page takes the # of these lines for a heading and drops it.
+VERSION = re.compile(
+    r"#?\s*(?P<tool>nccl|rccl)-tests:? [Vv]ersion (?P<version>\S+)(?:.*-library=(?P<code>\d+))?"
+)
+STARTING = re.compile(r"#?\s*Collective test starting: (\S+)")
 SETUP = re.compile(
-    r"# nThread:? (?P<threads>\d+) nGpus:? (?P<gpus>\d+) .*?"
-    r"warmup ?[iI]ters: \d+ iters: (?P<iterations>\d+)(?: agg iters: (?P<aggregated>\d+))?"
-    r"(?: validation: (?P<validation>\d+))?(?: graph: (?P<graph>\d+))?"
-    r"(?: unalign: (?P<unalign>\d+))?"
+    r"#?\s*nThread:? (?P<threads>\d+) nGpus:? (?P<gpus>\d+)(?: nRanks:? (?P<each>\d+))? .*?"
+    r"warmup ?[iI]ters: \d+\s+iters: (?P<iterations>\d+)(?: agg iters: (?P<aggregated>\d+))?"
+    r"(?: validation: \d+)?(?: graph: (?P<graph>\d+))?(?: unalign: (?P<unalign>\d+))?"
 )
+DEVICES = re.compile(r"#?\s*Using devices")
 DEVICE = re.compile(
-    r"#\s+Rank\s+\d+\s+(?:Group\s+(?P<group>\d+)\s+)?Pid\s+\d+\s+on\s+(?P<hostname>\S+)\s+"
-    r"device\s+\d+\s+\[[^\]]*\]\s*(?P<gpu_name>.*)"
+    r"#?\s*Rank\s+(?P<rank>\d+)\s+(?:Group\s+(?P<group>\d+)\s+)?Pid\s+\d+\s+on\s+(?P<hostname>\S+)"
+    r"\s+device\s+\d+\s+\[[^\]]*\]\s*(?P<gpu_name>.*)"
 )
-VERSION = re.compile(r"# (?P<tool>nccl|rccl)-tests version (?P<version>\S+)(.*-library=(\d+))?")
+CHECKED = re.compile(r"#?\s*Out of bounds values\s*:")
+FAILED = re.compile(r"#?\s*Out of bounds values\s*: (\d+) FAILED")
+END = re.compile(r"#?\s*Avg bus bandwidth\s*:")
+CONCLUDED = re.compile(r"#?\s*Collective test concluded: (\S+)")
+OPENINGS = (VERSION, STARTING, SETUP, DEVICES, HEADS)
+PRINTED = (DEVICE, CHECKED, END, CONCLUDED)
+MARKS = "|".join(e.pattern for e in (*OPENINGS, *PRINTED, ROW))
+BLOCKING = re.compile(r"#?\s*Blocking Enabled")
 LIBRARY = re.compile(r"\b[NR]CCL version ?:? ?(\d+\.\d+\.\d+)")
-STARTING = re.compile(r"# Collective test starting: (\S+)")
-OUT_OF_BOUNDS = re.compile(r"# Out of bounds values\s*: (\d+) FAILED")
-END = re.compile(r"# Avg bus bandwidth\s*:")
+AMD = re.compile(r"\bRCCL version|\bAMD |\bRadeon |^# Errors with asterisks", re.MULTILINE)
+COMMAND = re.compile(r"(?<![\w.-])([a-z_]+_perf)(?:_mpi)?(?=\s+-)")
+EACH = {"gpus": re.compile(r"(?<!\S)(?:-g|--ngpus)[ =]*(\d+)"),
+        "threads": re.compile(r"(?<!\S)(?:-t|--nthreads)[ =]*(\d+)")}  # fmt: skip
+MOST_RANKS = 4096  # printed rates do not tell larger numbers apart
 
 
-def is_one(text: str) -> bool:
+@dataclass(frozen=True)
+class Part:
+    """One start of a test. first: the number of its first line, above the test's own."""
+
+    first: int
+    lines: Sequence[str]
+
+    def find(self, expression: re.Pattern[str]) -> re.Match[str] | None:
+        """Return the first line that begins so."""
+        return next((m for line in self.lines if (m := expression.match(line))), None)
+
+
+def is_one(lines: Sequence[str]) -> bool:
     """Whether this is what a test prints."""
-    return bool(MARK.search(text))
+    known = re.compile(f"{MARKS}|# nThread")
+    return any(known.match(line) for line in lines)
 
 
-def read(path: Path, text: str) -> tuple[str, list[Section]]:
+def read(path: Path, lines: Sequence[str], hints: Hints) -> tuple[str, list[Section]]:
     """The tool and its sections. Raises ValueError with one sentence."""
-    lines = [line.strip() for line in text.splitlines()]
-    starts = [i for i, line in enumerate(lines) if SETUP.match(line)]
-    if not starts:
-        raise ValueError("ends before the line '# nThread …' of nccl-tests, or that is damaged")
-    sections = []
-    for start, before, end in zip(starts, [0, *starts], [*starts[1:], len(lines)], strict=False):
-        setup = _setup(path.name, lines[before:start], lines[start:end])
-        body = lines[start:end]
-        if not any(END.match(line) for line in body):
-            raise ValueError(
-                f"ends within {setup.program}_perf: the line '# Avg bus bandwidth' of a whole test "
-                "is not there"
-            )
-        rows = [*_rows(setup, body, start + 1)]
-        sections.append(setup.section(_marked(rows, body), notes=(_assumed(setup),)))
-    return setup.tool, sections
+    sections: list[Section] = []
+    errors: list[str] = []
+    for part in _parts(lines):
+        _refuse_mixed(part)
+        try:
+            sections.append(_section(path, part, hints))
+        except ValueError as error:
+            errors.append(str(error))
+    if not sections:
+        raise ValueError(errors[-1])
+    left_out = tuple(f"a test is left out, for it {error}" for error in errors)
+    sections[0] = replace(sections[0], left_out=(*left_out, *sections[0].left_out))
+    return sections[0].rows[0].case.provider, sections
 
 
-def _assumed(setup: Setup) -> str:
-    return (
-        f"{setup.tool} prints no -a: its default, the mean over ranks, is assumed; what -J writes "
-        "has the whole command line"
+def _refuse_mixed(part: Part) -> None:
+    found = [m for line in part.lines if (m := DEVICE.match(line))]
+    if len({(m["rank"], m["group"]) for m in found}) < len(found):
+        raise ValueError(
+            "lists a rank twice: several tests wrote into it at once, as nccl-tests does under "
+            "mpirun when built without MPI=1; give each test a log of its own"
+        )
+
+
+def _parts(lines: Sequence[str]) -> Iterator[Part]:
+    """The lines of each start. A start ends with the last line that the test printed, so that the
+    next one has the command above it."""
+    start, end, seen, filled = 0, 0, set[int](), False
+    for i, line in enumerate(lines):
+        kind = next((k for k, each in enumerate(OPENINGS) if each.match(line)), None)
+        if kind is not None and (filled or kind in seen):
+            yield Part(start + 1, lines[start:end])
+            start, seen, filled = end, set(), False
+        if kind is not None:
+            seen.add(kind)
+        row = kind is None and ROW.match(line) is not None
+        filled |= row
+        if row or kind is not None or any(each.match(line) for each in PRINTED):
+            end = i + 1
+    yield Part(start + 1, lines[start:])
+
+
+def _section(path: Path, part: Part, hints: Hints) -> Section:
+    """Raises ValueError with what the test does, in words that follow "it"."""
+    told = part.find(STARTING) or part.find(CONCLUDED)
+    name = program(told[1]) if told else None
+    layout, damaged = layout_of(part.lines), list[int]()
+    table = [*figures(part.lines, layout, damaged)]
+    left_out = []
+    if damaged:
+        first = part.first + damaged[0]
+        left_out.append(f"line {first} is damaged: {part.lines[damaged[0]][:80]!r}")
+        if len(damaged) > 1:
+            left_out[0] += f"; so are {len(damaged) - 1} other rows"
+    if not table:
+        tested = f"{name}_perf" if name else f"the test at line {part.first}"
+        raise ValueError(*left_out or [f"has no row of results of {tested}"])
+    setup, notes = _setup(path, part, hints, name, table)
+    setup = replace(setup, cpu_time=layout.cpu_time)
+    if part.find(END) is None:
+        left_out.append(
+            f"the line '# Avg bus bandwidth' of {setup.program}_perf is missing, and so may be "
+            "results above it"
+        )
+    read_rows = [row for each in table for row in rows(setup, layout, each)]
+    return setup.section(_marked(read_rows, part), notes=tuple(notes), left_out=tuple(left_out))
+
+
+def _marked(rows: Sequence[Row], part: Part) -> list[Row]:
+    """All wrong, where the end tells of values out of bounds and no row says which."""
+    failed = part.find(FAILED)
+    if failed is None or any(row.wrong for row in rows):
+        return list(rows)
+    return [replace(row, wrong=f"{failed[1]} checks out of bounds, not of which") for row in rows]
+
+
+# --- what was run ---------------------------------------------------------------------------------
+
+
+def _setup(
+    path: Path, part: Part, hints: Hints, name: str | None, table: Sequence[Figures]
+) -> tuple[Setup, list[str]]:
+    """How the test was called, and what had to be assumed. name: as the test prints it."""
+    found, version = part.find(SETUP), part.find(VERSION)
+    given = {k: int(v) for k, v in (found.groupdict() if found else {}).items() if v is not None}
+    each = given.get("threads", 1) * given.get("gpus", 1) * given.get("each", 1)
+    world_size, ranks = _devices(part, each)
+    text = "\n".join(part.lines)
+    tool = f"{version['tool']}-tests" if version else "rccl-tests" if AMD.search(text) else (
+        "nccl-tests")  # fmt: skip
+    notes = [] if found else [
+        f"the line '# nThread …' of {tool} is missing: the number of iterations is not known, and "
+        "none of the options -m, -z, -G and -u is assumed"
+    ]  # fmt: skip
+    if not (name and world_size):
+        name, world_size, more = _inferred(path, part, hints, name, world_size, table)
+        notes += more
+    notes.append(
+        f"{tool} prints no -a: its default, the mean over ranks, is assumed; what -J writes has "
+        "the whole command line"
     )
-
-
-def _setup(filename: str, head: Sequence[str], body: Sequence[str]) -> Setup:
-    """head: the lines since the test before; body: from '# nThread …' on."""
-    found = SETUP.match(body[0])
-    assert found is not None
-    number = {name: int(value) for name, value in found.groupdict().items() if value is not None}
-    version = next((m for line in reversed(head) if (m := VERSION.search(line))), None)
-    text = "\n".join([*head, *body])
     library = LIBRARY.search(text)
-    code = version[4] if version else None
-    blocking = next((line for line in body if line.startswith("# Blocking Enabled")), "")
-    world_size, ranks = _devices(body, number["threads"] * number["gpus"])
-    return Setup(
-        program=_program(filename, head),
-        tool=f"{version['tool']}-tests" if version else "nccl-tests",
+    code = version["code"] if version else None
+    setup = Setup(
+        program=name,
+        tool=tool,
         version=version["version"] if version else None,
         library=dotted(int(code)) if code else library[1] if library else None,
-        iterations=number["iterations"],
-        aggregated=number.get("aggregated", 1),
-        graph=number.get("graph", 0),
-        blocking=_blocking(blocking),
+        iterations=given.get("iterations", 0),
+        aggregated=given.get("aggregated", 1),
+        graph=given.get("graph", 0),
+        blocking=_blocking(part),
         average=1,
-        unalign=number.get("unalign", 0),
+        unalign=given.get("unalign", 0),
         world_size=world_size,
         ranks=ranks,
-        cpu_time=any(line.startswith("#") and "cputime" in line.split() for line in body),
     )
+    return setup, notes
 
 
-def _blocking(line: str) -> int:
+def _blocking(part: Part) -> int:
     """-z, from the line that tells of it."""
+    line = next((line for line in part.lines if BLOCKING.match(line)), "")
     if "outer iteration" in line:
         return 3
     return 2 if "no barrier" in line else int(bool(line))
 
 
-def _program(filename: str, head: Sequence[str]) -> str:
-    """The test's name. Old releases print none: then it must stand in the file's."""
-    said = next((m[1] for line in reversed(head) if (m := STARTING.search(line))), None)
-    named = sorted(PROGRAMS, key=len, reverse=True)
-    name = said or next((f"{n}_perf" for n in named if f"{n}_perf" in filename), None)
-    if name is None:
-        raise ValueError(
-            "does not say which test it is of, as older nccl-tests do not: put the test's name "
-            "into the file's, as all_reduce_perf.log"
-        )
-    return program(name)
+def _devices(part: Part, each: int) -> tuple[int, tuple[dict[str, Any], ...]]:
+    """The number of ranks, 0 where it is not known, and what is known of them.
 
-
-def _devices(body: Sequence[str], each: int) -> tuple[int, tuple[dict[str, Any], ...]]:
-    """The number of ranks and what is known of them; each: GPUs of one process."""
-    found = [m for line in body if (m := DEVICE.match(line))]
+    each: GPUs of one process.
+    """
+    found = [m for line in part.lines if (m := DEVICE.match(line))]
+    numbers = [int(m["rank"]) for m in found]
     groups = Counter(m["group"] for m in found)
-    if not found or len(set(groups.values())) > 1 or len(found) % each:
-        raise ValueError(
-            "the list '# Using devices' is not whole: the number of ranks is not known"
-        )
+    if not found or len(set(groups.values())) > 1:
+        return 0, ()
+    if numbers[0] and len(groups) == 1 and numbers == [*range(numbers[0], numbers[-1] + 1)]:
+        return numbers[-1] + 1, ()  # the end of the list
+    if numbers != [*range(len(found))] or len(found) % each:
+        return 0, ()
     one = [m for m in found if m["group"] == found[0]["group"]]
     return len(one), tuple({"hostname": m["hostname"], "gpu_name": m["gpu_name"]} for m in one)
 
 
-def _rows(setup: Setup, body: Sequence[str], first: int) -> Iterator[Row]:
-    """first: the number of the body's first line in the file."""
-    columns: list[str] = []
-    for number, line in enumerate(body, first):
-        words = line.split()
-        if words[:4] == ["#", "size", "count", "type"]:
-            columns = words[1:]
-        elif columns and len(words) > 2 and words[0].isdigit() and words[1].isdigit():
-            try:
-                yield from _row(setup, columns, words)
-            except (ValueError, IndexError):
-                raise ValueError(f"line {number} is damaged: {line[:80]!r}") from None
+def _inferred(
+    path: Path, part: Part, hints: Hints, name: str | None, ranks: int, table: Sequence[Figures]
+) -> tuple[str, int, list[str]]:
+    """The test and the number of ranks where the log does not print both, and where they are from.
+
+    Both must agree with busbw / algbw, and that ratio may be all there is.
+    """
+    above = commands([*takewhile(lambda line: not ROW.match(line), part.lines)])
+    command = next((x for x in above if COMMAND.search(x) and not x.startswith("#")), "")
+    called = COMMAND.search(command)
+    in_name = (p for p in sorted(PROGRAMS, key=len, reverse=True) if f"{p}_perf" in path.name)
+    asked = next((p for p, op in PROGRAMS.items() if op == hints.operation), None)
+    if hints.operation and asked is None:
+        raise ValueError(f"is of nccl-tests, which has no test of {hints.operation}: change --op")
+    rates = "busbw / algbw"
+    names = {
+        "the log": name,
+        "--op": asked,
+        "the command above": called and program(called[1]),
+        "the file's name": next(in_name, None),
+    }
+    counts = {
+        "the log": ranks,
+        "--ranks": hints.ranks,
+        "the command above": _started(command),
+        "the file's name": ranks_in_name(path),
+    }
+    name_from, name = next(((k, v) for k, v in names.items() if v), (rates, None))
+    ranks_from, known = next(((k, v) for k, v in counts.items() if v), (rates, None))
+    name, ranks = _agreeing(name, known, table)
+    notes = []
+    if name_from != "the log":
+        notes.append(f"the log does not name its test: {name}_perf is from {name_from}")
+    if ranks_from != "the log":
+        notes.append(f"the log does not list all devices: {ranks} ranks is from {ranks_from}")
+    return name, ranks, notes
 
 
-def _row(setup: Setup, columns: Sequence[str], words: Sequence[str]) -> Iterator[Row]:
-    """Out of place and in place. Old releases leave redop blank where there is none, and have no
-    column root where there is none."""
-    heads = [i for i, name in enumerate(columns) if name in ("time", "cputime")]
-    width, stamp = heads[1] - heads[0], 2 * ("timestamp" in columns)
-    between = words[3 : len(words) - 2 * width - stamp]
-    if len(between) > heads[0] - 3:
-        raise ValueError
-    if not int(words[0]):
-        return  # asked for less than a block a rank: nothing was sent
-    numbers = [int(word) for word in between if re.fullmatch(r"-?\d+", word)]
-    names = [word for word in between if not re.fullmatch(r"-?\d+", word)]
-    values = words[3 + len(between) :]
-    for place, at in (("out", 0), ("in", width)):
-        case = setup.case(
-            words[2], names[0] if names else None, numbers[0] if numbers else -1,
-            int(words[0]), int(words[1]), place,
-        )  # fmt: skip
-        wrong = values[at + 3]
-        counted = None if wrong == "N/A" else float(wrong)
-        # In the place of the count, old releases have the largest error, which is not 0 when right.
-        told = counted if columns[heads[0] + 3] == "#wrong" else 0
-        yield figure(setup, case, float(values[at]) * 1e-6, counted is not None, told)
+def _agreeing(name: str | None, ranks: int | None, table: Sequence[Figures]) -> tuple[str, int]:
+    """The only test and number of ranks that have these rates. Raises ValueError."""
+    low, high = _ratio(table)
+    if low > high:
+        raise ValueError(
+            "has a table whose rows differ in busbw / algbw, so they are of several tests or "
+            "numbers of ranks: give each a file"
+        )
+    fitting = [
+        (p, n)
+        for p in ([name] if name else [p for p in PROGRAMS if _fits(p, table[0])])
+        for n in ([ranks] if ranks else range(1, MOST_RANKS + 1))
+        if low <= factor(p, n) <= high
+    ]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not fitting:
+        tested = f"{name or 'any test'} on {ranks or 'any number of'} ranks"
+        raise ValueError(
+            f"has rates that do not fit {tested} (busbw / algbw is {low:.4g}): name the test with "
+            "--op and the number of ranks with --ranks"
+        )
+    tests = [*dict.fromkeys(PROGRAMS[p] for p, _ in fitting)]
+    if len(tests) > 1:
+        raise ValueError(
+            f"does not name its test, which may be {', '.join(tests)}: add --op, as --op {tests[0]}"
+        )
+    raise ValueError(f"does not tell the number of ranks of {tests[0]}: add --ranks, as --ranks 8")
 
 
-def _marked(rows: Sequence[Row], body: Sequence[str]) -> list[Row]:
-    """All wrong, where the end tells of values out of bounds and no row says which."""
-    failed = next((m for line in body if (m := OUT_OF_BOUNDS.match(line))), None)
-    if failed is None or any(row.wrong for row in rows):
-        return list(rows)
-    return [replace(row, wrong=f"{failed[1]} checks out of bounds, not of which") for row in rows]
+def _started(command: str) -> int | None:
+    """How many ranks this command starts: its processes, with the GPUs of each."""
+    processes = ranks_of(command, "_perf") if LAUNCHER.search(command) else int(bool(command))
+    if not processes:
+        return None
+    for option in EACH.values():
+        given = option.search(command)
+        processes *= int(given[1]) if given else 1
+    return processes
+
+
+def _ratio(table: Sequence[Figures]) -> tuple[float, float]:
+    """The bounds of busbw / algbw that all rows agree on, for both are rounded."""
+    low, high = 0.0, float("inf")
+    for _, algbw, busbw, _ in (side for each in table for side in each.sides):
+        (least, most), (slowest, fastest) = bounds(algbw), bounds(busbw)
+        low = max(low, slowest / most)
+        high = min(high, fastest / least if least else high)
+    return low, high
+
+
+def _fits(name: str, row: Figures) -> bool:
+    """Whether a test of this name prints these columns."""
+    reduces = name in ("all_reduce", "reduce_scatter", "reduce", "sendrecv")
+    rooted = name in ("broadcast", "reduce", "gather", "scatter")
+    return (reduces, rooted) == (
+        row.reduce_op not in (None, "none"), row.root is not None and row.root >= 0
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 OSU times each call in each rank, a barrier before it, and prints the mean over calls and ranks. Its
 size is one rank's block where ddpbench's is the total buffer: those are multiplied. It prints no
-number of ranks.
+number of ranks: that is in the command above, an option or the file's name.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddpbench.catalog.dtypes import DTYPES
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.interchange.log import Row, Section
+from ddpbench.interchange.command import LAUNCHER, commands, ranks_in_name, ranks_of
+from ddpbench.interchange.log import Hints, Row, Section
 from ddpbench.records.schema import Case
 
 EXIT_ENTRY = "exit-entry"
@@ -27,6 +28,7 @@ class Test:
     """A benchmark of OSU's. `blocks`: its size is that of one rank's block."""
 
     operation: str
+    program: str  # less `osu_`
     blocks: bool = False
     timed: str = EXIT_ENTRY
     ranks: int | None = None  # None: as many as it was started with
@@ -35,18 +37,18 @@ class Test:
 
 # The title in the first line, less `OSU MPI`, `Test` and the version.
 TESTS = {
-    "Allreduce Latency": Test("all_reduce"),
-    "Allgather Latency": Test("all_gather", blocks=True),
-    "Broadcast Latency": Test("broadcast"),
-    "Reduce Latency": Test("reduce"),
-    "Reduce_scatter Latency": Test("reduce_scatter"),
-    "All-to-All Personalized Exchange Latency": Test("all_to_all", blocks=True),
-    "Gather Latency": Test("gather", blocks=True),
-    "Scatter Latency": Test("scatter", blocks=True),
-    "Barrier Latency": Test("barrier"),
-    "Latency": Test("send_recv", timed="half the round trip", ranks=2),
-    "Bandwidth": Test("send_recv", timed=WINDOW, ranks=2, ways=1),
-    "Bi-Directional Bandwidth": Test("bidirectional", timed=WINDOW, ranks=2, ways=2),
+    "Allreduce Latency": Test("all_reduce", "allreduce"),
+    "Allgather Latency": Test("all_gather", "allgather", blocks=True),
+    "Broadcast Latency": Test("broadcast", "bcast"),
+    "Reduce Latency": Test("reduce", "reduce"),
+    "Reduce_scatter Latency": Test("reduce_scatter", "reduce_scatter"),
+    "All-to-All Personalized Exchange Latency": Test("all_to_all", "alltoall", blocks=True),
+    "Gather Latency": Test("gather", "gather", blocks=True),
+    "Scatter Latency": Test("scatter", "scatter", blocks=True),
+    "Barrier Latency": Test("barrier", "barrier"),
+    "Latency": Test("send_recv", "latency", timed="half the round trip", ranks=2),
+    "Bandwidth": Test("send_recv", "bw", timed=WINDOW, ranks=2, ways=1),
+    "Bi-Directional Bandwidth": Test("bidirectional", "bibw", timed=WINDOW, ranks=2, ways=2),
 }
 TYPES = {
     "MPI_CHAR": "int8",
@@ -54,16 +56,25 @@ TYPES = {
     "MPI_FLOAT": "float32",
     "MPI_DOUBLE": "float64",
 }
-TITLE = re.compile(r"# OSU (?P<title>.+?)(?: Test)?(?: v(?P<version>\d\S*))?$")
+TITLE = re.compile(
+    r"(?:#\s*|(?=OSU MPI))OSU (?P<title>\S.*?) Test"
+    r"(?: \(?[Vv](?:ersion )?(?P<version>\d[^)\s]*)\)?)?$"
+)
 MPI = re.compile(r"MPI(?P<accelerator>-\w+(?: MANAGED)?)? (?P<title>.+)")
-DATATYPE = re.compile(r"# Datatype: (\w+)\.?$")
-HEADS = re.compile(r"# (Size|Avg Latency)\b")
+DATATYPE = re.compile(r"#?\s*Datatype: (\w+)\.?$")
+BUFFERS = re.compile(r"#?\s*Send Buffer on (\w+).* Receive Buffer on (\w+)")
+HEADS = re.compile(
+    r"#?\s*(?:Size\s+(?:Transmit Size\s+)?)?(?:(?:Avg )?Latency ?\(us\)|Bandwidth \(MB/s\))"
+)
+MARKS = "|".join(each.pattern for each in (TITLE, DATATYPE, HEADS, BUFFERS))
 # A head may be one space away from the next.
 HEAD = re.compile(
     r"(?:Avg |Min |Max )?Latency ?\(us\)|Bandwidth \(MB/s\)|P\d+ Tail \w+\(\S+?\)|Transmit Size|\w+"
 )
-RANKS = re.compile(r"(?<![A-Za-z0-9])(?:np|n|w)([1-9]\d*)(?![A-Za-z0-9])")
-NUMBER = re.compile(r"\d+(\.\d+)?$")
+PROGRAM = re.compile(r"(?<![\w-])osu_(\w+)")
+NUMBER = re.compile(r"\d+(\.\d+)?")
+CELL = re.compile(r"\d+(\.\d+)?|Pass|Fail")
+WHOLE = re.compile(r"(\.\d\d|Pass|Fail)$")  # a last line that was not cut
 
 
 @dataclass(frozen=True)
@@ -74,58 +85,89 @@ class Setup:
     version: str | None
     device: str
     world_size: int
+    buffers: str = "osu"
 
 
-def is_one(text: str) -> bool:
+@dataclass(frozen=True)
+class Part:
+    """The lines [start, end) of one start. title: None where it is missing."""
+
+    start: int
+    end: int
+    title: re.Match[str] | None
+
+
+def is_one(lines: Sequence[str]) -> bool:
     """Whether this is what a benchmark prints."""
-    return bool(re.search(r"^\s*# OSU ", text, re.MULTILINE))
+    return any(TITLE.match(line) or HEADS.match(line) for line in lines)
 
 
-def read(path: Path, text: str) -> tuple[str, list[Section]]:
+def read(path: Path, lines: Sequence[str], hints: Hints) -> tuple[str, list[Section]]:
     """The tool and its sections. Raises ValueError with one sentence."""
-    lines = [line.strip() for line in text.splitlines()]
-    starts = [(i, m) for i, line in enumerate(lines) if (m := TITLE.match(line))]
-    if not starts:
-        raise ValueError("has no whole line '# OSU MPI … Test'")
-    if NUMBER.match(lines[-1].split()[0] if lines[-1] else "") and not text.endswith("\n"):
-        raise ValueError(f"ends within line {len(lines)}: the file is not whole")
-    sections = []
-    for (start, title), end in zip(starts, [*(i for i, _ in starts[1:]), len(lines)], strict=True):
-        setup, notes = _setup(path, title)
-        rows = [*_rows(setup, lines[start:end], start + 1)]
-        sized = OPERATIONS[setup.test.operation].sized
-        if sized and not any(DATATYPE.match(line) for line in lines[start:end]):
-            notes.append(f"this release prints no datatype: {_default(setup)}, its own, is assumed")
-        if not rows:
-            raise ValueError(f"has no row of results below line {start + 1}: the test did not end")
-        tool = f"OSU {setup.version or 'of unknown version'}"
-        library = "MPI of unknown version"
-        sections.append(Section(library, tuple(rows), facts={"tool": tool}, notes=tuple(notes)))
+    sections: list[Section] = []
+    errors: list[str] = []
+    parts = [*_parts(lines)]
+    for part in parts:
+        try:
+            sections.append(_section(path, part, lines, hints))
+        except ValueError as error:
+            errors.append(str(error))
+    if not sections:
+        raise ValueError(errors[0])
+    left_out = [f"a test is left out, for it {error}" for error in errors]
+    if any(len(line.split()) > 1 and _is_row(line) for line in lines[: parts[0].start]):
+        left_out.append(f"rows above line {parts[0].start + 1} are left out: their head is missing")
+    sections[0] = replace(sections[0], left_out=(*left_out, *sections[0].left_out))
     return "osu", sections
 
 
-def _setup(path: Path, title: re.Match[str]) -> tuple[Setup, list[str]]:
+def _parts(lines: Sequence[str]) -> Iterator[Part]:
+    """Each title, and each table that has none above it, begins one."""
+    starts: list[tuple[int, re.Match[str] | None]] = []
+    headed = True
+    for i, line in enumerate(lines):
+        title = TITLE.match(line)
+        if title or (HEADS.match(line) and headed):
+            starts.append((i, title))
+            headed = title is None
+        elif HEADS.match(line):
+            headed = True
+    ends = [*(i for i, _ in starts[1:]), len(lines)]
+    for (start, title), end in zip(starts, ends, strict=True):
+        yield Part(start, end, title)
+
+
+def _section(path: Path, part: Part, lines: Sequence[str], hints: Hints) -> Section:
+    """Raises ValueError with what the test does, in words that follow "it"."""
+    setup, notes = _setup(path, part, lines, hints)
+    sized = OPERATIONS[setup.test.operation].sized
+    if sized and not any(DATATYPE.match(line) for line in lines[part.start : part.end]):
+        notes.append(f"this release prints no datatype: {_default(setup)}, its own, is assumed")
+    damaged: list[int] = []
+    rows = tuple(_rows(setup, lines, part, damaged))
+    harm = [f"line {i + 1} is damaged: {lines[i][:80]!r}" for i in damaged]
+    if not rows:
+        missing = f"has no row of results below line {part.start + 1}: the test did not end"
+        raise ValueError((harm or [missing])[0])
+    return Section(
+        "MPI of unknown version",
+        rows,
+        facts={"tool": f"OSU {setup.version or 'of unknown version'}"},
+        notes=tuple(notes),
+        left_out=tuple(harm),
+    )
+
+
+def _setup(path: Path, part: Part, lines: Sequence[str], hints: Hints) -> tuple[Setup, list[str]]:
     """What is measured, and what had to be assumed for it."""
-    of_mpi = MPI.match(title["title"])
-    test = TESTS.get(of_mpi["title"]) if of_mpi else None
-    if of_mpi is None or test is None:
-        raise ValueError(
-            f"is of {title['title']!r}, which ddpbench does not read (it reads of OSU MPI: "
-            f"{', '.join(TESTS)})"
-        )
+    of_mpi = MPI.match(part.title["title"]) if part.title else None
+    command = _command(lines[: part.start])
+    test = _test(part, lines[part.start], of_mpi, command, hints)
     notes = []
     ranks = test.ranks
     if ranks is None:
-        names = [
-            m for name in (path.name, path.absolute().parent.name) if (m := RANKS.search(name))
-        ]
-        if not names:
-            raise ValueError(
-                "has no number of ranks, for OSU prints none: put it into the name of the file or "
-                f"of its folder, as {path.stem}-n8{path.suffix}"
-            )
-        ranks = int(names[0][1])
-        notes.append(f"OSU prints no number of ranks: {ranks} is from the name {path}")
+        ranks, origin = _ranks(path, test, command, hints)
+        notes.append(f"OSU prints no number of ranks: {ranks} is from {origin}")
         notes.append("OSU prints no place and no root: its own, out of place and 0, are assumed")
     if test.blocks:
         notes.append(
@@ -137,29 +179,84 @@ def _setup(path: Path, title: re.Match[str]) -> tuple[Setup, list[str]]:
             f"OSU prints a rate for {test.operation}: the time is of one message in its window, "
             f"size{' × 2' if test.ways > 1 else ''} / rate"
         )
-    device = "cuda" if of_mpi["accelerator"] else "cpu"
-    return Setup(test, title["version"], device, ranks), notes
+    version = part.title["version"] if part.title else None
+    device = "cuda" if of_mpi and of_mpi["accelerator"] else "cpu"
+    buffers = next((m for x in lines[part.start : part.end] if (m := BUFFERS.match(x))), None)
+    if buffers is None or buffers[1] == buffers[2]:
+        on_host = buffers is not None and buffers[1] == "HOST"
+        return Setup(test, version, "cpu" if on_host else device, ranks), notes
+    ways = f"osu, {buffers[1].lower()} to {buffers[2].lower()}"
+    return Setup(test, version, device, ranks, ways), notes
 
 
-def _rows(setup: Setup, lines: Sequence[str], first: int) -> Iterator[Row]:
-    """first: the number of the first line in the file."""
+def _test(part: Part, first: str, of_mpi: re.Match[str] | None, command: str, hints: Hints) -> Test:
+    """The benchmark, from its title, else the user's word, else the command above."""
+    if part.title:
+        test = TESTS.get(of_mpi["title"]) if of_mpi else None
+        if test is None:
+            raise ValueError(
+                f"is of {part.title['title']!r}, which ddpbench does not read (it reads of OSU "
+                f"MPI: {', '.join(TESTS)})"
+            )
+        return test
+    rates, pair_only = "Bandwidth" in first, "Avg" not in first
+    named = PROGRAM.findall(command)
+    for test in TESTS.values():
+        asked = test.operation == hints.operation if hints.operation else test.program in named
+        if asked and bool(test.ways) == rates and (test.ranks or not pair_only):
+            return test
+    raise ValueError(
+        f"has a table at line {part.start + 1} without its line '# OSU MPI … Test': name its test "
+        "with --op, as --op all_reduce"
+    )
+
+
+def _command(above: Sequence[str]) -> str:
+    """The nearest line above that starts processes, "" where there is none."""
+    started = (line for line in commands(above) if LAUNCHER.search(line))
+    return next((x for x in started if PROGRAM.search(x) or ranks_of(x, "")), "")
+
+
+def _ranks(path: Path, test: Test, command: str, hints: Hints) -> tuple[int, str]:
+    """The number of ranks, and where it is from."""
+    programs = {each.program for each in TESTS.values()} & {*PROGRAM.findall(command)}
+    started = ranks_of(command, "osu_") if programs <= {test.program} else None
+    if hints.ranks:
+        return hints.ranks, "--ranks"
+    if started:
+        return started, "the command above"
+    if in_name := ranks_in_name(path):
+        return in_name, f"the name {path}"
+    raise ValueError(
+        "has no number of ranks, for OSU prints none: add --ranks, as --ranks 8, or put it into "
+        f"the name of the file or of its folder, as {path.stem}-n8{path.suffix}"
+    )
+
+
+def _rows(setup: Setup, lines: Sequence[str], part: Part, damaged: list[int]) -> Iterator[Row]:
+    """damaged: gets the index of each row that cannot be read."""
     columns: list[str] = []
     dtype = _default(setup)
-    for number, line in enumerate(lines, first):
-        words = line.split()
+    for i in range(part.start, part.end):
+        line, words = lines[i], lines[i].split()
         if found := DATATYPE.match(line):
             dtype = TYPES.get(found[1], found[1].lower())
         elif HEADS.match(line):
             columns = HEAD.findall(line)
-        elif columns and words and NUMBER.match(words[0]):
-            if len(words) != len(columns):
-                raise ValueError(
-                    f"line {number} is damaged: {line[:80]!r} is not of {len(columns)} columns"
-                )
+        elif columns and (_is_row(line) or (NUMBER.match(line) and len(words) == len(columns))):
             try:
+                # The last line may have been cut: only a line break shows that it was not.
+                if len(words) != len(columns) or (i + 1 == len(lines) and not WHOLE.search(line)):
+                    raise ValueError
                 yield _row(setup, dtype, dict(zip(columns, words, strict=True)))
-            except (ValueError, ZeroDivisionError):
-                raise ValueError(f"line {number} is damaged: {line[:80]!r}") from None
+            except (ValueError, KeyError, ZeroDivisionError):
+                damaged.append(i)
+
+
+def _is_row(line: str) -> bool:
+    """Whether it is all numbers."""
+    words = line.split()
+    return bool(words and NUMBER.match(line) and all(CELL.fullmatch(word) for word in words))
 
 
 def _default(setup: Setup) -> str:
@@ -176,7 +273,7 @@ def _row(setup: Setup, dtype: str, cells: dict[str, str]) -> Row:
     else:
         known = (figures[name] for name in ("Avg Latency", "Latency") if name in figures)
         seconds = float(next(known, "none")) * 1e-6
-    if not 0 <= seconds < math.inf:
+    if not (0 <= seconds < math.inf and 0 <= size < 2**53):
         raise ValueError
     fastest = figures.get("Min Latency")
     checked = figures.get("Validation")
@@ -217,7 +314,7 @@ def _case(setup: Setup, dtype: str, size: int, derived: bool) -> Case:
         depth=0 if pipelined else 1,
         world_size=n,
         ranks_per_host=(),
-        buffers="osu, derived datatype" if derived else "osu",
+        buffers=setup.buffers + (", derived datatype" if derived else ""),
         time_definition=test.timed,
         rank_reduction="rank 0" if operation.paired else "mean",
         statistic="mean",

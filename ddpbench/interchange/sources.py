@@ -6,16 +6,18 @@ One entry of READERS adds a tool.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpbench.interchange import log, nccl_json, nccl_text, osu
+from ddpbench.interchange import log, nccl_json, nccl_text, osu, rccl_json
+from ddpbench.interchange.clean import clean, decode
+from ddpbench.interchange.log import NO_HINTS, Hints
+from ddpbench.interchange.nccl_tests import PROGRAMS
 from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
 
-TAG = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>: ?", re.MULTILINE)  # of mpirun --tag-output
 SUFFIXES = (".log", ".txt", ".out", ".json")  # of logs in a folder; a file that is named may be any
 
 
@@ -23,21 +25,32 @@ SUFFIXES = (".log", ".txt", ".out", ".json")  # of logs in a folder; a file that
 class Reader:
     """A kind of log.
 
-    is_one  text → whether it is of this kind, from a mark in it
-    read    (path, text) → the tool's name and one section for each of its starts, at least one;
-            ValueError with what the file does, in words that follow its name: "ends within …"
+    is_one  cleaned lines → whether they are of this kind, from a mark in them
+    read    (path, cleaned lines, hints) → the tool's name and one section for each of its starts,
+            at least one; ValueError with what the file does, in words that follow its name: "ends
+            within …"
+    marks   an expression for what a line of the tool's is known by, wherever it starts
     """
 
     help: str
-    is_one: Callable[[str], bool]
-    read: Callable[[Path, str], tuple[str, list[log.Section]]]
+    is_one: Callable[[Sequence[str]], bool]
+    read: Callable[[Path, Sequence[str], Hints], tuple[str, list[log.Section]]]
+    marks: str = ""
 
 
 READERS: dict[str, Reader] = {
     "nccl-json": Reader("JSON of nccl-tests (-J)", nccl_json.is_one, nccl_json.read),
-    "nccl-tests": Reader("text of nccl-tests", nccl_text.is_one, nccl_text.read),
-    "osu": Reader("text of the OSU Micro-Benchmarks", osu.is_one, osu.read),
+    "rccl-json": Reader("JSON of rccl-tests (-x)", rccl_json.is_one, rccl_json.read),
+    "nccl-tests": Reader(
+        "text of nccl-tests or rccl-tests", nccl_text.is_one, nccl_text.read, nccl_text.MARKS
+    ),
+    "osu": Reader("text of the OSU Micro-Benchmarks", osu.is_one, osu.read, osu.MARKS),
 }
+# Two tools may give a group the same name.
+MARKS = re.compile(re.sub(r"\?P<\w+>", "", "|".join(r.marks for r in READERS.values() if r.marks)))
+OPERATIONS = tuple(
+    dict.fromkeys([*PROGRAMS.values(), *(test.operation for test in osu.TESTS.values())])
+)
 
 
 def find(name: str) -> Path:
@@ -62,22 +75,24 @@ def find_all(name: str) -> list[Path]:
         raise
 
 
-def read(path: Path) -> Run:
+def read(path: Path, hints: Hints = NO_HINTS) -> Run:
     """The run in a folder or a log. Raises InvalidRun with one sentence when it cannot be read."""
     if path.is_dir():
         return store.read(path)
     try:
-        text = TAG.sub("", path.read_bytes().decode(errors="replace"))
+        text = decode(path.read_bytes())
     except OSError as error:
         raise InvalidRun(f"{path} cannot be read: {error.strerror}") from None
     if not text.strip():
         raise InvalidRun(f"{path} is empty")
-    reader = next((each for each in READERS.values() if each.is_one(text)), None)
-    if reader is None:
+    lines = clean(text, MARKS)
+    readers = [each for each in READERS.values() if each.is_one(lines)]
+    if not readers:
         known = ", ".join(each.help for each in READERS.values())
         raise InvalidRun(f"{path} is no log that ddpbench reads ({known}), and no folder of a run")
     try:
-        tool, sections = reader.read(path, text)
-        return log.as_run(str(path), tool, sections)
+        tool, sections = readers[0].read(path, lines, hints)
+        left_out = [f"{other.help} is left out: give it a file" for other in readers[1:]]
+        return log.as_run(str(path), tool, sections, left_out)
     except ValueError as error:
         raise InvalidRun(f"{path} {error}") from None

@@ -170,6 +170,9 @@ class Result:
     clock_off_seconds: float | None = None
 
 
+LEFT_OUT = "left-out"  # the code of a finding: what of a log is missing or not read
+
+
 @dataclass(frozen=True)
 class Finding:
     """A fact with a severity, a code, a place, one sentence and a next step."""
