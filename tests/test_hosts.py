@@ -3,8 +3,10 @@ hang."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -129,6 +131,42 @@ def test_ranks_of_two_hosts_measure_and_tell_their_addresses(
     assert run.results[0].case.ranks_per_host == (2, 1)
     assert run.results[0].limit is not None
     assert run.results[0].limit.source == "bidirectional TCP streams across hosts"
+
+
+def listened_on(pid: int) -> set[str]:
+    """The addresses on which anything listens in the host of this process; IPv6 as the kernel
+    writes it."""
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address = bytes.fromhex(local.partition(":")[0])
+            if state == "0A":
+                found.add(socket.inet_ntoa(address[::-1]) if name == "tcp" else address.hex())
+    return found
+
+
+def test_between_hosts_sockets_listen_on_the_address_in_use(
+    bench: Hosts, ranks: Pool, tmp_path: Path
+) -> None:
+    """The store, gloo and the streams listen on the host's one address in the ranks' network while
+    they measure, and nowhere else."""
+    seen: set[str] = set()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.02):
+            seen.update(*(listened_on(each.pid) for each in ranks.processes))
+
+    looks = threading.Thread(target=look)
+    looks.start()
+    try:
+        done = measure(bench, ranks, tmp_path)
+    finally:
+        over.set()
+        looks.join()
+    assert done.returncode == 0, done
+    assert seen == {"10.77.0.1", "10.77.0.2"}
 
 
 def test_the_groups_of_two_hosts_measure_and_check(

@@ -19,6 +19,7 @@ from ddpbench.measure import clock
 from ddpbench.records.schema import Limit
 from ddpbench.runtime import agree
 from ddpbench.runtime.group import Group
+from ddpbench.runtime.sockets import family
 from ddpbench.runtime.teams import Split
 
 COPY_NS, ROUNDS = 8_000_000, 5
@@ -106,7 +107,10 @@ def _ring_rates(group: Group, split: Split) -> tuple[float | None, float | None]
     team = split.of(group.rank) or (group.rank,)  # one in no team stands aside
     at = team.index(group.rank)
     with contextlib.ExitStack() as sockets:
-        server = sockets.enter_context(socket.create_server(("", 0), backlog=1))
+        place = (group.address, 0)
+        server = sockets.enter_context(
+            socket.create_server(place, family=family(group.address), backlog=1)
+        )
         addresses = agree.everyones(group, [group.address, server.getsockname()[1]])
         address = tuple(addresses[team[(at + 1) % len(team)]])
         failure = None

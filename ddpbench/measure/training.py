@@ -201,17 +201,17 @@ def _resume(ranks: Group, path: Path | None, state: _State, epochs: int) -> None
     if path is None:
         raise ValueError("nothing to resume from: name the checkpoint")
     ranks.watchdog.phase("the reading of the checkpoint")
-    found: list[Any] = [None, None]  # the bytes, or why there are none
+    content, objection = b"", None
     if ranks.rank == 0:
         try:
-            found[0] = path.read_bytes()
+            content = path.read_bytes()
         except OSError as error:
-            found[1] = f"the checkpoint {path} cannot be read ({error.strerror}): start without it"
-    dist.broadcast_object_list(found, src=0)
-    content, objection = found
-    objection = objection or _taken(content, path, state, epochs)
-    if (sentence := agree.first_objection(ranks, objection)) is not None:
-        raise Refused(sentence)
+            objection = f"the checkpoint {path} cannot be read ({error.strerror}): start without it"
+    if (objection := agree.from_rank_0(ranks, objection)) is None:
+        content = agree.bytes_from_rank_0(ranks, content)
+        objection = agree.first_objection(ranks, _taken(content, path, state, epochs))
+    if objection is not None:
+        raise Refused(objection)
 
 
 def _taken(content: bytes, path: Path, state: _State, epochs: int) -> str | None:

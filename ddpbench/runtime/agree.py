@@ -16,20 +16,41 @@ if TYPE_CHECKING:
 
 def everyones(group: Group, mine: Any) -> list[Any]:
     """Every rank's JSON-able value, in order of rank, in every rank."""
+    import torch
     import torch.distributed as dist
 
-    values: list[Any] = [None] * group.world_size
-    dist.all_gather_object(values, json.dumps(mine))
-    return [json.loads(value) for value in values]
+    content = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+    length = torch.tensor([content.numel()])
+    lengths = [torch.empty_like(length) for _ in range(group.world_size)]
+    dist.all_gather(lengths, length)
+    room = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
+    room[: content.numel()] = content
+    rows = [torch.empty_like(room) for _ in range(group.world_size)]
+    dist.all_gather(rows, room)
+    return [
+        json.loads(row[: int(size)].numpy().tobytes())
+        for row, size in zip(rows, lengths, strict=True)
+    ]
 
 
 def from_rank_0(group: Group, value: Any) -> Any:
     """Rank 0's JSON-able value, in every rank."""
+    content = json.dumps(value).encode() if group.rank == 0 else b""
+    return json.loads(bytes_from_rank_0(group, content))
+
+
+def bytes_from_rank_0(group: Group, content: bytes) -> bytes:
+    """Rank 0's bytes, in every rank."""
+    import torch
     import torch.distributed as dist
 
-    values = [json.dumps(value) if group.rank == 0 else None]
-    dist.broadcast_object_list(values, src=0)
-    return json.loads(values[0] or "null")
+    length = decision(group, len(content))
+    tensor = torch.empty(length, dtype=torch.uint8)
+    if group.rank == 0 and length:
+        tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    if length:
+        dist.broadcast(tensor, src=0)
+    return tensor.numpy().tobytes()
 
 
 def decision(group: Group, value: int) -> int:

@@ -15,10 +15,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from ddpbench.runtime import rendezvous
 from ddpbench.runtime.launch import PASSED_ON
 from ddpbench.runtime.processes import ORDERLY
 
@@ -35,8 +37,6 @@ def run(main: Callable[[], int], nproc: int, preloaded: Sequence[str] = PRELOADE
     """
     for name in preloaded:
         import_module(name)
-    import torch.distributed as dist
-
     gate, opener = os.pipe()
     ranks: dict[int, int] = {}  # pid → exit code
     with _signals(ranks), warnings.catch_warnings():
@@ -49,7 +49,7 @@ def run(main: Callable[[], int], nproc: int, preloaded: Sequence[str] = PRELOADE
             ranks[pid] = RUNNING
         os.close(gate)
         # The store's server has a thread: it begins when all ranks are forked.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = rendezvous.serve("127.0.0.1", 0, timedelta(minutes=5))
         os.write(opener, store.port.to_bytes(4, "big") * nproc)
         os.close(opener)
         _await(ranks)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ddpbench.runtime import agree, board, launch, network, slurm, sockets, teams
 from ddpbench.runtime.launch import Placement, Refused
 from ddpbench.runtime.network import NetPlace
+from ddpbench.runtime.rendezvous import serve
 from ddpbench.runtime.sockets import Connection
 from ddpbench.runtime.teams import Split, Team
 from ddpbench.runtime.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, Watchdog
@@ -202,13 +203,14 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
         rendezvous.watchdog,
     )  # fmt: skip
     try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore("ddpbench/control", store),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=rendezvous.patience,
-        )
+        with network.kept_on_loopback(net):
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore("ddpbench/control", store),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=rendezvous.patience,
+            )
         control = sockets.connections()
         group = Group(place, who, net, watchdog, rendezvous.patience, share_gpu, control=control)
         yield group
@@ -251,14 +253,9 @@ def _meet(place: Placement, rendezvous: Rendezvous, timeout: timedelta) -> dist.
             raise Refused(why, speaker=place.rank - place.local_rank)
         if place.rank == 0:
             launch.require_free(int(port))
-        # Not waiting for the others: who is absent is to be found out, and named.
-        return dist.TCPStore(
-            host,
-            int(port),
-            is_master=place.rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
+            one_host = place.local_world_size == place.world_size
+            return serve(host, int(port), timeout, one_host)
+        return dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0][:200]
         raise Refused(

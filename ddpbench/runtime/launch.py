@@ -125,6 +125,8 @@ def slurm_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Where rank 0 of this job step listens: the first node, a port from job and step id."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
     job, step = (int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    if environ.get("SLURM_STEP_NUM_NODES") == "1":
+        nodes = "127.0.0.1"  # the step's tasks share a host: others need not reach it
     return first_host(nodes), 20_000 + (job * 31 + step) % 12_000
 
 
@@ -162,8 +164,12 @@ def torchrun(arguments: Sequence[str], nproc: int) -> int:
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from ddpbench.runtime import rendezvous
+
+    rendezvous_handler_registry.register(rendezvous.TORCHRUN_BACKEND, rendezvous.torchrun_handler)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="ddpbench-") as logs:  # torchrun leaves its own behind
         config = LaunchConfig(
@@ -171,7 +177,7 @@ def torchrun(arguments: Sequence[str], nproc: int) -> int:
             max_nodes=1,
             nproc_per_node=nproc,
             run_id=f"ddpbench-{os.getpid()}",
-            rdzv_backend="c10d",
+            rdzv_backend=rendezvous.TORCHRUN_BACKEND,  # torch's own would listen on all interfaces
             rdzv_endpoint="127.0.0.1:0",
             max_restarts=0,
             local_addr="127.0.0.1",

@@ -73,6 +73,22 @@ def standing(rank: int, network: str, said: str | None) -> Iterator[NetPlace]:
         yield NetPlace(rank, host, network, why, listening, interfaces, absent)
 
 
+@contextlib.contextmanager
+def kept_on_loopback(places: Sequence[NetPlace]) -> Iterator[None]:
+    """A gloo group made meanwhile listens on loopback, where these ranks share a host and nobody
+    has chosen an interface."""
+    has = places[0].interfaces
+    loopback = next((name for name, address in has.items() if sockets.is_loopback(address)), None)
+    if loopback is None or GLOO in os.environ or len({place.network for place in places}) > 1:
+        yield
+        return
+    os.environ[GLOO] = loopback
+    try:
+        yield
+    finally:
+        del os.environ[GLOO]
+
+
 def objection(places: Sequence[NetPlace]) -> str | None:
     """Why gloo cannot connect these ranks, known without trying; None where it may."""
     for place in places:

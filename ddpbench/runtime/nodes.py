@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ddpbench.runtime import launch
+from ddpbench.runtime import launch, rendezvous
 from ddpbench.runtime.launch import Refused
 
 if TYPE_CHECKING:
@@ -204,13 +204,11 @@ def meet(nodes: Nodes, index: int, address: str, port: int, seconds: float) -> M
         _require_own(address)
         launch.require_free(port)
     try:
-        store = dist.TCPStore(
-            address,
-            port,
-            is_master=index == 0,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-        )
+        patience = timedelta(seconds=seconds)
+        if index:
+            store = dist.TCPStore(address, port, timeout=patience, wait_for_workers=False)
+        else:
+            store = rendezvous.serve(address, port, patience, one_host=len(nodes.ranks) == 1)
         host = nodes.names[index] if nodes.names else socket.gethostname()
         mine = Said(index, host, os.getpid(), nodes.ranks, nodes.names)
         ticket = store.add(f"{KEYS}/tickets", 1)

@@ -1,0 +1,174 @@
+"""Where the ranks' store listens, and that nothing read from others can run code."""
+
+from __future__ import annotations
+
+import ast
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ranks import ROOT, environment
+
+from ddpbench.runtime import launch, rendezvous
+
+EVERYWHERE = {"0.0.0.0", "::"}
+SWEEP = ("collectives", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.2", "--launches", "1")
+TORCHRUN = "import sys; from ddpbench.runtime import launch; sys.exit(launch.torchrun({}, 2))"
+
+
+def listening(process: psutil.Process) -> set[tuple[str, int]]:
+    """Address and port of each listening socket of a process and its children."""
+    found = set()
+    for each in (process, *process.children(recursive=True)):
+        try:
+            connections = each.net_connections("tcp")
+        except psutil.Error:
+            continue
+        found |= {(c.laddr.ip, c.laddr.port) for c in connections if c.status == "LISTEN"}
+    return found
+
+
+def seen_listening(words: list[str], cwd: Path) -> set[tuple[str, int]]:
+    """All that a command and its ranks listened on until their end, which must be a good one."""
+    seen: set[tuple[str, int]] = set()
+    with subprocess.Popen(
+        [sys.executable, *words], cwd=cwd, env=environment(), stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        until = time.monotonic() + 90
+        while process.poll() is None and time.monotonic() < until:
+            try:
+                seen |= listening(psutil.Process(process.pid))
+            except psutil.Error:
+                break
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(30) == 0, process.stderr and process.stderr.read()
+    return seen
+
+
+@pytest.mark.parametrize("starter", ["fork", "torchrun"])
+def test_on_one_host_nothing_listens_beyond_it(starter: str, tmp_path: Path) -> None:
+    """Of the launcher and its ranks every socket that ever listened was on loopback: the store, the
+    control group, the streams that calibrate. (The tested gloo listens where gloo does in any job,
+    which is told to be loopback here.)"""
+    words = ["-m", "ddpbench", *SWEEP, "--backend", "gloo", "-n", "2"]
+    if starter == "torchrun":
+        own = ["-m", "ddpbench", *SWEEP, "--backend", "gloo"]
+        words = ["-c", TORCHRUN.format(own)]
+    seen = seen_listening(words, tmp_path)
+    assert {address for address, _ in seen} == {"127.0.0.1"}
+
+
+def test_under_mpirun_the_store_listens_on_loopback(tmp_path: Path) -> None:
+    """MPI has sockets of its own, wherever it likes; the ranks' store has one, on the port given,
+    and that is on loopback."""
+    if launch.find_mpirun() is None:
+        pytest.skip(launch.NO_MPIRUN)
+    port = launch.free_port()
+    words = ["-m", "ddpbench", *SWEEP, "--backend", "mpi", "-n", "2", "--master-port", str(port)]
+    seen = seen_listening(words, tmp_path)
+    assert {address for address, number in seen if number == port} == {"127.0.0.1"}
+
+
+@pytest.fixture
+def named_like_loopback(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A name that means loopback here, as Debian's /etc/hosts makes of a host's own."""
+    real = socket.getaddrinfo
+
+    def look_up(name: str, *rest: Any, **options: Any) -> Any:
+        return real("127.0.1.1" if name == "node7" else name, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return "node7"
+
+
+def test_a_store_listens_where_its_clients_look(named_like_loopback: str) -> None:
+    """On the one address that is given; on all only where clients may use another that this host
+    cannot tell: a forwarded address, and its own name where that means loopback just here."""
+
+    def where(address: str, one_host: bool) -> str:
+        with rendezvous.listen(address, 0, one_host) as server:
+            return str(server.getsockname()[0])
+
+    assert where("127.0.0.1", False) == where("localhost", False) == "127.0.0.1"
+    assert where(named_like_loopback, True) == "127.0.1.1"
+    assert where(named_like_loopback, False) in EVERYWHERE
+    assert where("192.0.2.1", False) in EVERYWHERE  # a forwarder's
+    own = [e.address for each in psutil.net_if_addrs().values() for e in each if e.family == 2]
+    assert [where(address, False) for address in own] == own
+
+
+def test_a_store_is_served_and_lets_go_of_its_port() -> None:
+    """Clients of the same torch reach it by name and by address, and its end closes the socket."""
+    import torch.distributed as dist
+
+    patience = timedelta(seconds=10)
+    store = rendezvous.serve("localhost", 0, patience)
+    client = dist.TCPStore("127.0.0.1", store.port, timeout=patience, wait_for_workers=False)
+    client.set("key", "value")
+    assert store.get("key") == b"value"
+    port = store.port
+    del client, store
+    time.sleep(0.2)
+    launch.require_free(port)
+
+
+# --- nothing that runs what it reads --------------------------------------------------------------
+
+PICKLING = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+
+
+def unsafe(node: ast.AST) -> str | None:
+    """What about a node of a program could run code that somebody else has written."""
+    if isinstance(node, ast.Import):
+        return next((a.name for a in node.names if a.name.split(".")[0] in PICKLING), None)
+    if isinstance(node, ast.ImportFrom):
+        return node.module if (node.module or "").split(".")[0] in PICKLING else None
+    if not isinstance(node, ast.Call):
+        return None
+    name = ast.unparse(node.func)
+    options = {word.arg: ast.unparse(word.value) for word in node.keywords}
+    last = name.rpartition(".")[2]
+    if last.endswith(("_object", "_object_list", "_pickle")) or name in ("eval", "exec"):
+        return name
+    if last == "load" and name.split(".")[0] in ("torch", "np", "numpy", "yaml"):
+        safe = options.get("weights_only") == "True" or (
+            name.startswith("n") and "allow_pickle" not in options
+        )
+        return None if safe else name
+    if options.get("shell") == "True" or name in ("os.system", "os.popen"):
+        return name
+    return None
+
+
+def test_the_package_runs_nothing_that_it_reads() -> None:
+    """No pickle, no collective of objects (torch pickles them), no torch.load of more than
+    tensors, no eval, no shell. What torch does inside DDP or FSDP is torch's."""
+    found = [
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: {what}"
+        for path in sorted((ROOT / "ddpbench").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (what := unsafe(node)) is not None
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle", "from pickle import loads", "dist.all_gather_object(a, b)",
+        "dist.broadcast_object_list(a)", "torch.load(f)", "torch.load(f, weights_only=False)",
+        "np.load(f, allow_pickle=True)", "yaml.load(f)", "eval(x)", "frame.to_pickle(f)",
+        "subprocess.run(x, shell=True)",
+    ],
+)  # fmt: skip
+def test_what_is_unsafe_is_recognised(text: str) -> None:
+    """Each of these would be found in the package."""
+    assert any(unsafe(node) for node in ast.walk(ast.parse(text)))
