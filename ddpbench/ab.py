@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from ddpbench import compare, interleaved, options
 from ddpbench.interleaved import Variant
-from ddpbench.records import store
+from ddpbench.records import redact, store
 
 if TYPE_CHECKING:
     from ddpbench.analysis.comparison import Comparison
@@ -77,7 +77,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     store.put(folder / "comparison.json", render.as_json(found).encode())
     store.put(folder / "comparison.txt", render.table(found).encode())
     verdict = compare.show(found, namespace)
-    sys.stderr.write(f"ddpbench: stored in {folder}\n")
+    sys.stderr.write(f"ddpbench: stored in {redact.text(str(folder))}\n")
     return code or verdict
 
 
@@ -116,7 +116,8 @@ def _compared(
     from ddpbench.analysis.matching import Source
 
     left, right = (
-        Source(f"{each.name}: {each}", (store.read(folder / each.name),)) for each in variants
+        Source(f"{each.name}: {each.shown(other)}", (store.read(folder / each.name),))
+        for each, other in zip(variants, reversed(variants), strict=True)
     )
     rule = Rule(namespace.margin / 100, compare.calibrated(right.runs), True, confidence, VARIED)
     return compare.compared(left, right, rule, namespace.only)

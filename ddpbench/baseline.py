@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from ddpbench import compare, options, session
 from ddpbench.analysis.differences import differences, other_machine
-from ddpbench.records import store
+from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import BASELINES, InvalidRun
 from ddpbench.runtime import launch
@@ -85,7 +86,7 @@ def _save(namespace: argparse.Namespace) -> int:
                       "or give another name")  # fmt: skip
     folders = store.find_all(namespace.run)
     runs = compare.read(folders)
-    name = runs[0].id if len(runs) == 1 else namespace.run
+    name = runs[0].id if len(runs) == 1 else redact.text(namespace.run)
     fewest = _require_sound(name, runs)
     if fewest < FEWEST:
         sys.stderr.write(
@@ -142,13 +143,24 @@ def _copy(folders: Sequence[Path], target: Path, names: Sequence[str]) -> int:
             place.mkdir(parents=True)
             for name in names:
                 if (folder / name).exists():
-                    nbytes += Path(shutil.copyfile(folder / name, place / name)).stat().st_size
+                    nbytes += _copy_file(folder / name, place / name)
         if target.exists():
             shutil.rmtree(target)
         fresh.rename(target)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return nbytes
+
+
+def _copy_file(source: Path, target: Path) -> int:
+    """Copy a file of a run, which an older ddpbench may have stored with secrets; its bytes."""
+    if source.name == SAMPLES:
+        shutil.copyfile(source, target)
+    elif source.suffix == ".json":
+        target.write_bytes(codec.encode(redact.record(json.loads(source.read_bytes()))))
+    else:
+        target.write_text(redact.text(source.read_text(encoding="utf-8")), encoding="utf-8")
+    return target.stat().st_size
 
 
 # --- list -----------------------------------------------------------------------------------------
@@ -170,7 +182,7 @@ def _listed(folder: Path) -> Iterator[list[str]]:
     try:
         runs = [store.read(each) for each in store.find_all(str(folder))]
     except InvalidRun as error:
-        sys.stderr.write(f"ddpbench: {error}\n")
+        sys.stderr.write(f"ddpbench: {redact.text(str(error))}\n")
         return
     first, launches = runs[0], [launch for run in runs for launch in run.launches]
     facts = launches[0].facts if launches else {}
@@ -215,7 +227,7 @@ def _check(namespace: argparse.Namespace, measure: Measure) -> int:
     new = compare.read(store.find_all(name))
     notes = tuple(_other_machine(namespace.name, base, new))
     if namespace.format == "csv":  # which has no place for them
-        sys.stderr.writelines(f"ddpbench: {note}\n" for note in notes)
+        sys.stderr.writelines(f"ddpbench: {redact.text(note)}\n" for note in notes)
     return compare.judge([f"baseline {namespace.name}", name], [base, new], namespace, notes)
 
 
@@ -245,8 +257,14 @@ def _again(runs: Sequence[Run], launches: int) -> list[str]:
             f"{run.id} was measured on {len(hosts)} hosts ({', '.join(sorted(hosts))}), to be "
             "started by their launcher: do so again, then compare with that run by its name"
         )
+    if redact.HIDDEN in " ".join(run.command_line):
+        raise Refused(
+            f"{run.id} was measured with a secret in its command line, which is not stored: do it "
+            "as it was done, then compare with that run by its name"
+        )
     kept, rest = [], iter(run.command_line[1:])
     for word in rest:
+        word = re.sub(r"(^|[=,])~(?=/)", lambda at: at[1] + str(Path.home()), word)
         option, equals, _ = word.partition("=")
         if option in RESET:
             if not equals:
@@ -285,7 +303,7 @@ def _other_machine(name: str, base: Sequence[Run], new: Sequence[Run]) -> Iterat
 
 
 def _typed(words: Sequence[str]) -> str:
-    return shlex.join(["python", "-m", "ddpbench", *words])
+    return shlex.join(["python", "-m", "ddpbench", *redact.words(words)])
 
 
 def _many(count: int, word: str, plural: str = "s") -> str:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ddpbench.analysis import clocks, findings, stats, steps
 from ddpbench.analysis.kept import Kept
-from ddpbench.records import store
+from ddpbench.records import redact, store
 from ddpbench.records.schema import Examination, Launch, Result, StepResult
 from ddpbench.render.formats import FORMATS
 from ddpbench.runtime.group import Group
@@ -278,5 +278,5 @@ def finish(
     sys.stdout.write(FORMATS[form](run, columns, quiet))
     sys.stdout.flush()
     if not quiet or run.state != "complete":
-        sys.stderr.write(f"ddpbench: {stored}\n")
+        sys.stderr.write(f"ddpbench: {redact.text(stored)}\n")
     return 5 if run.exit_code is None else run.exit_code

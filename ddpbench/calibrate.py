@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ddpbench import compare, interleaved, options
 from ddpbench.interleaved import Variant
-from ddpbench.records import store
+from ddpbench.records import redact, store
 from ddpbench.records.store import InvalidRun
 
 HELP = "this machine's noise: the margin below which nothing can be claimed"
@@ -78,5 +78,5 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     if not found.medians:
         raise InvalidRun(f"{folder} holds no case that was measured")
     sys.stdout.write(render.FORMATS[namespace.format](found, runs, namespace.margin / 100))
-    sys.stderr.write(f"ddpbench: stored in {folder}\n")
+    sys.stderr.write(f"ddpbench: stored in {redact.text(str(folder))}\n")
     return code

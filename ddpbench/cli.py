@@ -45,7 +45,7 @@ from ddpbench import (
 from ddpbench.catalog import backends
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
-from ddpbench.records import store
+from ddpbench.records import redact, store
 from ddpbench.records.store import InvalidRun
 from ddpbench.render.doctor import FINDING_COLUMNS
 from ddpbench.render.formats import FORMATS
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.speak(str(error), launch.placement(), error.speaker)
         return 2
     except InvalidRun as error:
-        sys.stderr.write(f"ddpbench: {error}\n")
+        sys.stderr.write(f"ddpbench: {redact.text(str(error))}\n")
         return 3
     except BrokenPipeError:
         # The reader of stdout has gone (`| head`): what was measured is on disk.
@@ -257,7 +257,7 @@ def _list(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         try:
             run = store.read(folder)
         except InvalidRun as error:
-            sys.stderr.write(f"ddpbench: {error}\n")
+            sys.stderr.write(f"ddpbench: {redact.text(str(error))}\n")
             continue
         backend = ",".join(dict.fromkeys(launch.backend for launch in run.launches))
         world = run.launches[0].world_size if run.launches else None

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from ddpbench import options
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import NO_HINTS, Hints
-from ddpbench.records import store
+from ddpbench.records import redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
 from ddpbench.runtime.launch import Refused
@@ -102,7 +102,7 @@ def judge(
     from ddpbench.analysis.matching import Source
 
     left, right = (
-        Source(side[0].id if len(side) == 1 else name, side)
+        Source(side[0].id if len(side) == 1 else redact.text(name), side)
         for name, side in zip(names, runs, strict=True)
     )
     rule = Rule(namespace.margin / 100, calibrated(right.runs))

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpbench import options
-from ddpbench.records import store
+from ddpbench.records import redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
 from ddpbench.runtime.launch import Refused
@@ -88,7 +88,7 @@ def _stored(folder: Path) -> list[Run]:
             try:
                 run = store.read(each)
             except InvalidRun as error:
-                sys.stderr.write(f"ddpbench: {error}\n")
+                sys.stderr.write(f"ddpbench: {redact.text(str(error))}\n")
                 continue
             if run.outcomes:
                 runs.setdefault((run.id, run.started), run)

@@ -23,7 +23,7 @@ from pathlib import Path
 import ddpbench
 from ddpbench import options, session
 from ddpbench.measuring import MEASURING, checked
-from ddpbench.records import store
+from ddpbench.records import redact, store
 from ddpbench.runtime.launch import Refused
 
 TAKEN = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
@@ -40,9 +40,19 @@ class Variant:
     words: tuple[str, ...]
 
     def __str__(self) -> str:
+        return self.shown(self)
+
+    def shown(self, other: Variant) -> str:
+        """In words, without secrets: of these whether they are the other variant's too."""
         own = [] if self.python == sys.executable else ["--python", self.python]
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environ.items()]
-        return " ".join([*variables, shlex.join([*own, *self.words])]).strip()
+        variables = []
+        for name, value in self.environ.items():
+            text = shlex.quote(redact.text(value))
+            if redact.secret_name(name) or redact.HIDDEN in text:
+                same = other.environ.get(name, value) == value
+                text = "(hidden)" if same else "(hidden, differs)"
+            variables.append(f"{name}={text}")
+        return " ".join([*variables, shlex.join(redact.words([*own, *self.words]))]).strip()
 
 
 def add_measured(parser: argparse.ArgumentParser, results: str) -> None:
@@ -146,6 +156,11 @@ class Side:
             self._process.communicate(timeout=120)
         self._process.kill()
         self._process.wait()
+        self._errors.seek(0)
+        kept = redact.text(self._errors.read())
+        self._errors.seek(0)
+        self._errors.truncate()
+        self._errors.write(kept)
         self._errors.close()
 
 

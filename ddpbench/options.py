@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from ddpbench.catalog import backends, faults, sizes
 from ddpbench.interchange import sources
+from ddpbench.records import redact
 from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
 from ddpbench.runtime import launch
 from ddpbench.runtime.launch import Placement
@@ -62,7 +63,7 @@ def speak(sentence: str, place: Placement | None, speaker: int) -> None:
     A launcher ends all ranks as soon as one has left, the speaker too.
     """
     if place is None or place.rank == speaker:
-        sys.stderr.write(f"ddpbench: {sentence}\n")
+        sys.stderr.write(f"ddpbench: {redact.text(sentence)}\n")
         sys.stderr.flush()
     else:
         time.sleep(WAIT_FOR_SPEAKER_SECONDS)
@@ -147,6 +148,10 @@ def fault(kind: str) -> Callable[[str], str]:
 
 def init_method(text: str) -> str:
     """The type of `--init-method`."""
+    if re.match(r"\w+://[^/]*@|tcp://.*@", text):
+        raise argparse.ArgumentTypeError(
+            "it holds a user name or password, which no rendezvous asks for: write tcp://HOST:PORT"
+        )
     if text == "env://" or re.fullmatch(r"tcp://[^/]+:\d+|file:///.+", text):
         return text
     raise argparse.ArgumentTypeError(

@@ -21,6 +21,7 @@ from ddpbench.analysis import preflight
 from ddpbench.analysis.setup import Setup
 from ddpbench.examine.patient import Outcome, Patient
 from ddpbench.measure import clock
+from ddpbench.records import redact
 from ddpbench.runtime import agree, environment
 
 # What the record of a launch has for a purpose of its own.
@@ -37,7 +38,7 @@ def examine(patient: Patient) -> Outcome:
         **environment.setup_facts(),
         "library": patient.backend.library(),
         "address": next(iter(place.listening), None),
-        "why_there": environment.discreet(place.why),
+        "why_there": redact.text(place.why),
         "host": environment.host_facts() if first else None,
     }
     ahead, objection = _clocks_ahead(patient)

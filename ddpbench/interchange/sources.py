@@ -14,7 +14,7 @@ from ddpbench.interchange import log, nccl_json, nccl_text, osu, rccl_json
 from ddpbench.interchange.clean import clean, decode
 from ddpbench.interchange.log import NO_HINTS, Hints
 from ddpbench.interchange.nccl_tests import PROGRAMS
-from ddpbench.records import store
+from ddpbench.records import redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
 
@@ -93,6 +93,6 @@ def read(path: Path, hints: Hints = NO_HINTS) -> Run:
     try:
         tool, sections = readers[0].read(path, lines, hints)
         left_out = [f"{other.help} is left out: give it a file" for other in readers[1:]]
-        return log.as_run(str(path), tool, sections, left_out)
+        return log.as_run(redact.text(str(path)), tool, sections, left_out)
     except ValueError as error:
         raise InvalidRun(f"{path} {error}") from None

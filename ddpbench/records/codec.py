@@ -14,8 +14,9 @@ hints_of = cache(typing.get_type_hints)  # it compiles every annotation: most of
 
 
 def encode(record: Any) -> bytes:
-    """A dataclass as indented JSON. Raises ValueError for a NaN or an infinity."""
-    return json.dumps(asdict(record), indent=1, ensure_ascii=False, allow_nan=False).encode()
+    """A dataclass, or its asdict, as indented JSON. Raises ValueError for a NaN or an infinity."""
+    data = record if isinstance(record, dict) else asdict(record)
+    return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False).encode()
 
 
 def decode(kind: type[T], data: Any, where: str = "$") -> T:

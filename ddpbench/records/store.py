@@ -15,12 +15,12 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.records import codec
+from ddpbench.records import codec, redact
 from ddpbench.records.schema import SCHEMA, Run
 
 if TYPE_CHECKING:
@@ -96,8 +96,9 @@ def new_folder(label: str, results: Path = Path("results")) -> Path:
 
 
 def write(folder: Path, run: Run) -> None:
-    """Store run.json in one step: a reader sees the old or the new one, never a half."""
-    put(folder / "run.json", codec.encode(run))
+    """Store run.json in one step: a reader sees the old or the new one, never a half; and nobody
+    sees a secret."""
+    put(folder / "run.json", codec.encode(redact.record(asdict(run))))
 
 
 def put(path: Path, data: bytes) -> None:
@@ -127,7 +128,7 @@ def read(folder: Path) -> Run:
                 f"{path} has schema {schema}, this ddpbench reads up to {SCHEMA}: "
                 "read it with the ddpbench that wrote it, or a newer one"
             )
-        return codec.decode(Run, raw)
+        return codec.decode(Run, redact.record(raw))  # older ones were stored as they came
     except InvalidRun:
         raise
     except ValueError as error:

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from ddpbench.analysis.hang import DIED, LEFT, STOPPED, Silent, Words
-from ddpbench.records import codec
+from ddpbench.records import codec, redact
 from ddpbench.runtime.words import Who, state_of
 
 if TYPE_CHECKING:
@@ -205,6 +205,7 @@ def client(store: dist.Store, world_size: int) -> dist.Store:
 
 def say(text: str) -> None:
     """Write to stderr; what does not take it within a moment goes without."""
+    text = redact.text(text)
 
     def write() -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -3,7 +3,6 @@
 What the machine withholds is None, never an exception; so is a limit that does not exist.
 """
 
-import getpass
 import os
 import platform
 import re
@@ -22,6 +21,7 @@ from typing import Any
 import psutil
 
 from ddpbench import __version__
+from ddpbench.records import redact
 from ddpbench.runtime import mpi_library
 from ddpbench.runtime.cpu import ROOT, cgroup_levels, found, or_none, quota_cores, read
 
@@ -32,11 +32,8 @@ ALLOWED = re.compile(
     r"(NCCL|GLOO|TORCH|PYTORCH|OMP|GOMP|KMP|MKL|OMPI|UCX|UCC|FI|MPICH|SLURM)_|"
     r"(CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|LAUNCH_BLOCKING)|PYTHON(DEVMODE|MALLOC|TRACEMALLOC))$"
 )
-SECRET = re.compile(r"TOKEN|SECRET|PASSW|PASSPHRASE|KEY|CREDENTIAL|JWT|AUTH|COOKIE", re.IGNORECASE)
 # Open MPI tells its ranks much; a user sets OMPI_MCA_*.
 NOISE = re.compile(r"OMPI_(?!MCA_)|OMPI_MCA_(orte|prte|pmix|ess|initial|PREFIXES|cpu_|num_)")
-HOMES = re.compile(r"/(home|Users)/[^/\s:,;]+")
-ASSIGNED = re.compile(r"((?:token|secret|passw\w*|key)=)[^\s,;&]+", re.IGNORECASE)
 IPC_LOCK = 14  # the number of the capability without which RLIMIT_MEMLOCK binds
 COMMAND_DEADLINE_SECONDS = 5.0
 MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity.d": "apptainer"}
@@ -129,27 +126,13 @@ def setup_facts() -> dict[str, object]:
     debug = {"Python": hasattr(sys, "gettotalrefcount"), "torch": _debug_build(torch)}
     return {
         "resolved": or_none(lambda: socket.gethostbyname(socket.gethostname())),
-        "variables": {
-            name: discreet(value) for name, value in allowed_variables(os.environ).items()
-        },
+        "variables": allowed_variables(os.environ),
         "may_lock_memory": bool(int(capabilities or "0", 16) >> IPC_LOCK & 1),
         "rdma_devices": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
         "shm_nbytes": or_none(lambda: shutil.disk_usage("/dev/shm").total),
         "debug_builds": [name for name, built_so in debug.items() if built_so],
         **_gpu_place(torch),
     }
-
-
-def discreet(text: str) -> str:
-    """A text without the user's name, anyone's home folder, and what looks like a secret."""
-    names = {os.environ.get("USER"), os.environ.get("LOGNAME"), or_none(getpass.getuser)}
-    home = os.environ.get("HOME") or ""
-    if len(home) > 1:
-        text = re.sub(rf"{re.escape(home.rstrip('/'))}(?![\w.-])", "~", text)
-    text = ASSIGNED.sub(r"\1***", HOMES.sub("~", text))
-    for name in names - {None, "", "root"}:
-        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(str(name))}(?![A-Za-z0-9])", "USER", text)
-    return text
 
 
 def allowed_cpus(root: Path = ROOT) -> str | None:
@@ -171,9 +154,9 @@ def compact(numbers: Iterable[int]) -> str:
 def allowed_variables(variables: Mapping[str, str], length: int = 200) -> dict[str, str]:
     """The variables that steer a collective, without secrets and without the launcher's noise."""
     return {
-        name: re.sub(r"://[^/@\s]+@", "://***@", value)[:length]
+        name: redact.text(value)[:length]
         for name, value in sorted(variables.items())
-        if ALLOWED.match(name) and not SECRET.search(name) and not NOISE.match(name)
+        if ALLOWED.match(name) and not redact.secret_name(name) and not NOISE.match(name)
     }
 
 
