@@ -14,6 +14,8 @@ from importlib import resources
 from string import Template
 
 from ddpbench import launch_node, options
+from ddpbench.records import redact
+from ddpbench.runtime.launch import Refused
 
 HELP = "a Kubernetes manifest (Kubeflow PyTorchJob or TrainJob); not tested on a cluster"
 KINDS = ("pytorchjob", "trainjob")
@@ -41,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(asked: argparse.Namespace, words: Sequence[str]) -> int:
     """Print it."""
     name, *rest = launch_node.command(asked.command or ["collectives"])
+    if redact.HIDDEN in " ".join(redact.words([asked.image, *rest])):
+        raise Refused(
+            "a manifest is for everybody who may read it, and these options hold a secret: give it "
+            "to the pods as a Kubernetes Secret"
+        )
     # The folder it starts in may not be writable; results leave the pod by its log.
     inside = ["torchrun", "-m", f"ddpbench.{name}", "--output", "/tmp/ddpbench", *rest]
     file = resources.files("ddpbench") / "manifests" / f"{asked.kind}.yaml"

@@ -18,7 +18,7 @@ import numpy as np
 from ddpbench.analysis import bandwidth, matching, stats
 from ddpbench.analysis.matching import AnyCase, Found
 from ddpbench.analysis.regression import Measured
-from ddpbench.records import codec, store
+from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Case, Run, StepCase
 
 PATIENCE_SECONDS = 15.0  # between asking to end and killing
@@ -127,7 +127,7 @@ def to_json(run: Run, found: Found, margin: float | None, folder: Path) -> dict[
         "versions": {name: launch.facts.get(name) for name in ("ddpbench", "torch", "python")},
         "library": launch.library,
         "warnings": [each.sentence for each in run.findings if each.severity == "warning"],
-        "run": str(folder),
+        "run": redact.text(str(folder)),
     }
     if isinstance(case, Case):
         factor = run.results[0].bus_factor

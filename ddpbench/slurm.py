@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpbench.measuring import IN_RANKS, MEASURING, checked
+from ddpbench.records import redact
 from ddpbench.runtime.launch import Refused
 
 HELP = "submit a Slurm job that measures"
@@ -124,8 +125,8 @@ def script(words: Sequence[str], given: Sequence[str], commands: Sequence[Sequen
     default = "--ntasks-per-gpu=1" if gpus else "--ntasks-per-node=2"
     paths = os.environ.get("PYTHONPATH")
     return SCRIPT.format(
-        words=shlex.join(words).replace("\n", " "),  # stays a comment
-        given=shlex.join(given).replace("\n", " "),
+        words=shlex.join(redact.words(words)).replace("\n", " "),  # stays a comment
+        given=shlex.join(redact.words(given)).replace("\n", " "),
         tasks="" if tasks else f"#SBATCH {default}\n",
         environment=f"export PYTHONPATH={shlex.quote(paths)}" if paths else "",
         srun=" --gpu-bind=none" if gpus else "",  # ranks of a node reach each other's GPUs
@@ -149,7 +150,9 @@ def submit(text: str, given: Sequence[str], names: Sequence[str]) -> int:
     job = sbatch.stdout.readline().strip().partition(";")[0]
     if not job:  # it has told why; or it was --test-only
         return 2 if sbatch.wait() else 0
-    (RESULTS / f"slurm-{job}.sh").write_text(text)
+    kept = RESULTS / f"slurm-{job}.sh"
+    kept.touch(mode=0o600)  # it runs as it stands: what is secret in the options is in it
+    kept.write_text(text)
     output = RESULTS / f"slurm-{job}.out"
     sys.stdout.write(
         f"job {job}: {', then '.join(names)}\n"

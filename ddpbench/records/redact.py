@@ -34,12 +34,12 @@ VALUES = re.compile(
 )
 ASSIGNED = re.compile(r"(?<![\w.%-])([-\w.%]+)(=)(\"[^\"]*\"|'[^']*'|[^\s,;&\"']+)")
 TOLD = re.compile(
-    r"(\b(?:password|passwd|secret|token)[\"']?:\s*[\"']?|\bauthorization:\s*(?:\w+\s+)?|"
+    r"(\b(?:password|passwd|secret|token)[\"']?:\s*[\"']?|\bauthorization:\s*\w+\s+|"
     r"\bbearer\s+)[^\s\"',}]{6,}",
     re.IGNORECASE,
 )
 USERINFO = re.compile(r"(?<=://)[^/\s\"'@]+(/[^/\s\"'@]+)?@")
-HOMES = re.compile(r"((?<![\w/.~-])(/[\w.-]+){1,2})?/(home|Users)/[^/\s:,;'\"()]+")
+HOMES = re.compile(r"((?<![/.~])(/[\w.-]+){1,2})?/(home|Users)/[^/\s:,;'\"()]+")
 # These name no person; some are words that every run contains.
 NOBODY = frozenset((
     "root", "user", "admin", "nobody", "daemon", "test", "tests", "build", "builder", "runner",

@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from ddpbench.records import redact
 from ddpbench.runtime import rendezvous
 from ddpbench.runtime.launch import PASSED_ON
 from ddpbench.runtime.processes import ORDERLY
@@ -80,7 +81,7 @@ def _become(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> NoRetu
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:
-        traceback.print_exc()
+        sys.stderr.write(redact.text(traceback.format_exc()))
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ddpbench.records import redact
 from ddpbench.runtime import agree, board, launch, network, slurm, sockets, teams
 from ddpbench.runtime.launch import Placement, Refused
 from ddpbench.runtime.network import NetPlace
@@ -365,7 +366,7 @@ def _await_all(store: dist.Store, place: Placement, seconds: float, what: str) -
 def _told(error: Exception) -> tuple[str, str]:
     """An error as a cause and a place; one that no backend raised is a defect, shown whole."""
     if not isinstance(error, RuntimeError):
-        traceback.print_exception(error)
+        sys.stderr.write(redact.text("".join(traceback.format_exception(error))))
     first = (str(error).strip() or "no text").splitlines()[0][:300]
     frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     return f"{type(error).__name__}: {first}", place_of(frame)

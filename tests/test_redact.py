@@ -1,0 +1,201 @@
+"""What is hidden wherever something is stored or printed, and what must stay readable."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from ranks import environment
+
+from ddpbench import interleaved, options
+from ddpbench.records import redact, store
+from ddpbench.records.redact import Owner
+from ddpbench.records.schema import Launch, Plan, Run
+
+ALICE = Owner.of(
+    {
+        "USER": "alicewonder", "HOME": "/scratch/people/alicewonder", "MY_API_KEY": "pl4nted-value",
+        "MAX_TOKENS": "1048576", "AUTH_MODE": "disabled", "XAUTHORITY": "/run/user/1/auth9",
+    },
+    host="alicewonder-laptop",
+)  # fmt: skip
+
+SECRETS = {
+    "AWS_SECRET_ACCESS_KEY=abc": "AWS_SECRET_ACCESS_KEY=***",
+    "PGPASSWORD='a b' x": "PGPASSWORD=*** x",
+    "--api-key=abc --a=HF_TOKEN=xyz": "--api-key=*** --a=HF_TOKEN=***",
+    "key AKIAIOSFODNN7EXAMPLE.": "key ***.",
+    "ghp_16C7e42F292c6912E7710c838347Ae178B4a": "***",
+    "hf_abcd1234efgh5678 sk-abcd-1234-efgh": "*** ***",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.dBjft": "***",
+    "https://bob:hunter2@proxy:3128/x": "https://***@proxy:3128/x",
+    "tcp://bob:hun/ter2@host1:29500": "tcp://***@host1:29500",
+    "s3://b/k?X-Amz-Signature=ab12&X-Amz-Credential=AK/1&x=1": (
+        "s3://b/k?X-Amz-Signature=***&X-Amz-Credential=***&x=1"
+    ),
+    "https://a.blob/c?sv=1&sig=aB%2F1&se=2": "https://a.blob/c?sv=1&sig=***&se=2",
+    "x?token=hunter2&y=1": "x?token=***&y=1",
+    "Authorization: Bearer abc.def-123": "Authorization: Bearer ***",
+    "it said pl4nted-value": "it said ***",
+    "/scratch/people/alicewonder/topo.xml": "~/topo.xml",
+    "/home/bob/x:/usr/bin:/Users/carol/bin": "~/x:/usr/bin:~/bin",
+    "-I/nfs/home/bob/include file:///home/bob/meet": "-I~/include file://~/meet",
+    "job-of-alicewonder on alicewonder-laptop": "job-of-USER on alicewonder-laptop",
+}
+
+
+@pytest.mark.parametrize(("text", "shown"), SECRETS.items())
+def test_secrets_names_and_homes_are_hidden(text: str, shown: str) -> None:
+    """By the name of what is assigned, by the look of the value, or because a secret variable of
+    this process has it; and what is hidden once stays as it is."""
+    assert redact.text(text, ALICE) == shown
+    assert redact.text(shown, ALICE) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker,lo MASTER_ADDR=10.0.0.1", "--key-averages=3",
+        "tokenizer=fast max_tokens=4096 monkey=1 author=x keyboard=us", "--bucket-cap-mb=25",
+        "9b2c3f0e1d9b2c3f0e1d9b2c3f0e1d9b2c3f0e1d", "GPU-3f0e1d9b-2c3f-4e1d-9b2c-3f0e1d9b2c3f",
+        "1048576 bytes, disabled", "task-1-disk-22-x", "/homework/x /var/home", "malicewonderX",
+        "tcp://10.0.0.1:29500 file:///tmp/meet", "all_reduce/tensor/gloo/cpu/float32/sum/4096/out",
+        "ssh must work without a password: give another user", "0-3,8 10.77.0.1/24 signal=9",
+        "results/20261122T050750Z-collectives-gloo-w2-host1",
+    ],
+)  # fmt: skip
+def test_what_is_no_secret_stays(text: str) -> None:
+    """Settings, sizes, revisions, identities, addresses and ordinary words."""
+    assert redact.text(text, ALICE) == text
+
+
+def test_a_user_called_like_a_word_hides_no_word() -> None:
+    """Service accounts and short names name nobody; their home folders still go."""
+    for name in ("root", "mpiuser", "gloo", "lo", "test"):
+        owner = Owner.of({"USER": name, "HOME": f"/home/{name}"})
+        assert redact.text(f"--backend {name} /home/{name}/x", owner) == f"--backend {name} ~/x"
+
+
+def test_the_next_word_may_be_the_secret() -> None:
+    """`--api-key VALUE` in two words of a command line, but no option that follows."""
+    line = ["ddp", "--api-key", "abc", "--token", "--quiet", "--key-averages", "3"]
+    shown = ["ddp", "--api-key", "***", "--token", "--quiet", "--key-averages", "3"]
+    assert redact.words(line, ALICE) == shown
+
+
+def test_a_run_stored_before_is_clean_when_read_and_matches(tmp_path: Path) -> None:
+    """A file of an older ddpbench: what is read hides what it has, keeps hosts and identities, and
+    equals what is stored now."""
+    variables = {"NCCL_TOPO_FILE": "/home/bob/topo.xml", "NCCL_DEBUG": "INFO"}
+    run = Run(
+        id="20260101T000000Z-x-alicewonder-laptop", command="collectives",
+        command_line=("ddpbench", "collectives", "--init-method", "tcp://u:hunter2@h:1"),
+        plan=Plan(), started="2026-01-01T00:00:00Z", operations=("all_reduce",),
+        launches=(
+            Launch(0, "gloo", "native", "torch", "fork", 1,
+                   ranks=({"hostname": "home-of-bob", "variables": variables},)),
+        ),
+    )  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(asdict(run)))
+    read = store.read(tmp_path)
+    assert read.command_line[-1] == "tcp://***@h:1"
+    assert read.launches[0].ranks[0] == {
+        "hostname": "home-of-bob",
+        "variables": {"NCCL_TOPO_FILE": "~/topo.xml", "NCCL_DEBUG": "INFO"},
+    }
+    store.write(tmp_path, run)
+    assert store.read(tmp_path) == read
+    assert "hunter2" not in (tmp_path / "run.json").read_text()
+
+
+def test_the_sides_of_an_ab_are_told_apart_without_their_secrets() -> None:
+    """What is hidden says whether the other side has the same."""
+    one = interleaved.variant("a", "HF_TOKEN=abc1 OMP_NUM_THREADS=1 --api-key x1")
+    two = interleaved.variant("b", "HF_TOKEN=abc2 OMP_NUM_THREADS=2")
+    assert one.shown(two) == "HF_TOKEN=(hidden, differs) OMP_NUM_THREADS=1 --api-key '***'"
+    assert str(one).startswith("HF_TOKEN=(hidden) OMP_NUM_THREADS=1")
+
+
+@pytest.mark.parametrize(
+    "url", ["tcp://bob:hunter2@host1:29500", "tcp://hunter2@h:1", "tcp://bob:hun/ter2@h:1",
+            "tcp://h:1?token=hunter2", "https://bob:hunter2@h/x"],
+)  # fmt: skip
+def test_an_init_method_with_a_password_is_refused_unseen(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2 and a sentence that says what to write, without the password."""
+    parser = options.Parser(prog="ddpbench collectives")
+    options.add_where(parser)
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--init-method", url])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "write" in told
+    assert "hunter2" not in told
+    assert "ter2" not in told
+
+
+# --- a whole run ----------------------------------------------------------------------------------
+
+PLANTED = {
+    "name": "qwertzuser", "token": "pl4ntedtoken", "password": "pl4ntedpass",
+    "signature": "pl4ntedsig", "ab": "pl4ntedside", "key": "AKIAPL4NTEDKEY12345",
+}  # fmt: skip
+
+
+def leaks(text: str) -> list[str]:
+    """What was planted and is there."""
+    return [name for name, value in PLANTED.items() if value in text]
+
+
+def test_nothing_that_was_planted_is_found_again(tmp_path: Path) -> None:
+    """User, home folder, secret variables, a URL with a password, a signed one and a key: none is
+    in a file of the runs, nor in what any command prints of them; NCCL's settings and the host
+    are."""
+    home = tmp_path / "home" / PLANTED["name"]
+    home.mkdir(parents=True)
+    environ = environment(
+        HOME=str(home), USER=PLANTED["name"], LOGNAME=PLANTED["name"],
+        HF_TOKEN=PLANTED["token"], NCCL_NET_TOKEN=PLANTED["token"], NCCL_DEBUG="WARN",
+        NCCL_TOPO_FILE=f"{home}/topo.xml", GLOO_PROXY=f"http://u:{PLANTED['password']}@proxy:1",
+        TORCH_HUB_URL=f"https://b/k?x=1&X-Amz-Signature={PLANTED['signature']}",
+        NCCL_COMMENT=f"{PLANTED['token']} {PLANTED['key']} of {PLANTED['name']}",
+    )  # fmt: skip
+    printed = []
+
+    def ddpbench(*words: str, code: int | None = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "ddpbench", *words], cwd=home, env=environ, text=True,
+            capture_output=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert code is None or done.returncode == code, done
+        printed.append(done.stdout + done.stderr)
+        return printed[-1]
+
+    small = ("--op", "all_reduce", "--sizes", "4K", "--slice", "0.05", "--backend", "gloo",
+             "-n", "2", "--launches", "1", "--limit", "1000")  # fmt: skip
+    own = f"file://{home}/meeting"
+    ddpbench("collectives", *small, "--output", f"{home}/one", "--init-method", own)
+    ddpbench("doctor", "preflight", "-n", "2", "--backend", "gloo", code=None)
+    for form in ("table", "json", "csv", "prometheus", "pyperf"):
+        ddpbench("show", f"{home}/one", "--format", form, code=None)
+    ddpbench("list", str(home), code=None)
+    ddpbench("compare", f"{home}/one", f"{home}/none", code=3)
+    ddpbench("manifest", "--", "collectives", "--import", PLANTED["key"], code=2)
+    ddpbench("collectives", f"--api-key={PLANTED['token']}", code=2)
+    files = sorted(path for path in home.rglob("*") if path.is_file())
+    printed += [path.read_bytes().decode(errors="replace") for path in files]
+    assert [leaks(text) for text in printed if leaks(text)] == []
+    run = store.read(home / "one")
+    variables = run.launches[0].ranks[0]["variables"]
+    assert variables["NCCL_DEBUG"] == "WARN"
+    assert variables["NCCL_TOPO_FILE"] == "~/topo.xml"
+    assert variables["NCCL_COMMENT"] == "*** *** of USER"
+    assert run.launches[0].ranks[0]["hostname"] == os.uname().nodename
+    assert re.search(r"file://~/meeting", " ".join(run.command_line))
