@@ -28,6 +28,7 @@ ALICE = Owner.of(
 
 SECRETS = {
     "AWS_SECRET_ACCESS_KEY=abc": "AWS_SECRET_ACCESS_KEY=***",
+    "SSH_KEY_B64=abc DAOS_AUTHKEY=abc": "SSH_KEY_B64=*** DAOS_AUTHKEY=***",
     "PGPASSWORD='a b' x": "PGPASSWORD=*** x",
     "--api-key=abc --a=HF_TOKEN=xyz": "--api-key=*** --a=HF_TOKEN=***",
     "key AKIAIOSFODNN7EXAMPLE.": "key ***.",
@@ -61,7 +62,8 @@ def test_secrets_names_and_homes_are_hidden(text: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker,lo MASTER_ADDR=10.0.0.1", "--key-averages=3",
+        "NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=^docker,lo MASTER_ADDR=10.0.0.1",
+        "--key-averages=3 NCCL_IB_PKEY=0",
         "tokenizer=fast max_tokens=4096 monkey=1 author=x keyboard=us", "--bucket-cap-mb=25",
         "9b2c3f0e1d9b2c3f0e1d9b2c3f0e1d9b2c3f0e1d", "GPU-3f0e1d9b-2c3f-4e1d-9b2c-3f0e1d9b2c3f",
         "1048576 bytes, disabled", "task-1-disk-22-x", "/homework/x /var/home", "malicewonderX",

@@ -22,7 +22,8 @@ HIDDEN = "***"
 NAMES = re.compile(
     r"passw(or)?d|passphrase|secret|credential|api_?key|"
     r"(?<![a-z])(pwd|passwd|jwt|cookies?|auth|authorization|sig|signature)(?![a-z])|"
-    r"token(?![a-z])|(?<![a-z])(access|private|signing)?keys?([-_]?id)?$",
+    r"token(?![a-z])|auth_?key|(?<![a-z])(access|private|signing)?keys?([-_]?id)?$|"
+    r"(?-i:(?<![A-Z])KEYS?(?![A-Z]))",
     re.IGNORECASE,
 )
 # Of a value, whatever its name is. A digit is asked for where words of a language would fit.
@@ -48,7 +49,7 @@ NOBODY = frozenset((
     "mpiuser", "openmpi", "mpich", "slurm", "ddpbench", "bench", "collectives", "doctor",
     "workspace", "train", "model", "data", "results", "home", "host", "rank", "ranks",
 ))  # fmt: skip
-SHORTEST_NAME, SHORTEST_SECRET = 4, 8
+SHORTEST_NAME, SHORTEST_SECRET, LONGEST_WORD = 4, 8, 15
 # What a record has under these keys is its identity, or names a host: it stays as it is.
 KEPT = frozenset((
     "id", "case", "plan", "operations", "backends", "backend", "provider", "launcher", "library",
@@ -71,7 +72,7 @@ class Owner:
     def of(cls, variables: Mapping[str, str], user: str = "", host: str = "") -> Owner:
         """As a process's environment tells it."""
         home = variables.get("HOME", "").rstrip("/")
-        names = {user, Path(home).name}
+        names = {user, Path(home).name if HOMES.fullmatch(home) else ""}
         names |= {variables.get(each, "") for each in ("USER", "LOGNAME", "SUDO_USER")}
         users = {name for name in names if len(name) >= SHORTEST_NAME and name not in NOBODY}
         values = {value for name, value in variables.items() if _is_secret(name, value)}
@@ -162,13 +163,11 @@ def _hosts(data: dict[str, Any]) -> tuple[str, ...]:
 def _is_secret(name: str, value: str) -> bool:
     """Whether the value of a variable is to be hidden wherever it occurs: not what may be a word, a
     number or a path."""
-    return (
-        secret_name(name)
-        and len(value) >= SHORTEST_SECRET
-        and re.search(r"\d", value) is not None
-        and re.search(r"[A-Za-z]", value) is not None
-        and not value.startswith("/")
-    )
+    word = len(value) <= LONGEST_WORD and re.search(r"\d", value) is None
+    number = re.search(r"[A-Za-z]", value) is None
+    if word or number or value.startswith("/"):
+        return False
+    return len(value) >= SHORTEST_SECRET and secret_name(name)
 
 
 def _assigned(found: re.Match[str]) -> str:
