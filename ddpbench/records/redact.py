@@ -39,7 +39,9 @@ TOLD = re.compile(
     r"\bbearer\s+)[^\s\"',}]{6,}",
     re.IGNORECASE,
 )
-USERINFO = re.compile(r"(?<=://)[^/\s\"'@]+(/[^/\s\"'@]+)?@")
+USERINFO = re.compile(
+    r"(?<=://)[^/\s\"'@]+(/[^/\s\"'@]+)?@|(?<![^\s=,'\"])[^\s:/@=]+:[^\s:/@]+@(?=\w)"
+)
 HOMES = re.compile(r"((?<![/.~])(/[\w.-]+){1,2})?/(home|Users)/[^/\s:,;'\"()]+")
 # These name no person; some are words that every run contains.
 NOBODY = frozenset((
