@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ranks import environment
 
-from ddpbench import interleaved, options
+from ddpbench import interleaved, options, slurm
 from ddpbench.records import redact, store
 from ddpbench.records.redact import Owner
 from ddpbench.records.schema import Launch, Plan, Run
@@ -40,6 +40,7 @@ SECRETS = {
     "s3://b/k?X-Amz-Signature=ab12&X-Amz-Credential=AK/1&x=1": (
         "s3://b/k?X-Amz-Signature=***&X-Amz-Credential=***&x=1"
     ),
+    "cannot resolve bob:hunter2@host1, where": "cannot resolve ***@host1, where",
     "https://a.blob/c?sv=1&sig=aB%2F1&se=2": "https://a.blob/c?sv=1&sig=***&se=2",
     "x?token=hunter2&y=1": "x?token=***&y=1",
     "Authorization: Bearer abc.def-123": "Authorization: Bearer ***",
@@ -122,6 +123,14 @@ def test_the_sides_of_an_ab_are_told_apart_without_their_secrets() -> None:
     two = interleaved.variant("b", "HF_TOKEN=abc2 OMP_NUM_THREADS=2")
     assert one.shown(two) == "HF_TOKEN=(hidden, differs) OMP_NUM_THREADS=1 --api-key '***'"
     assert str(one).startswith("HF_TOKEN=(hidden) OMP_NUM_THREADS=1")
+
+
+def test_a_batch_script_tells_no_secret_of_its_making() -> None:
+    """What was typed stands in its comments, without the values of secret variables."""
+    given = ["-N2", "--export=ALL,HF_TOKEN=hunter2"]
+    text = slurm.script([*given, "--", "ddp"], given, [["ddp"]])
+    assert "hunter2" not in text
+    assert "--export=ALL,HF_TOKEN=" in text
 
 
 @pytest.mark.parametrize(
