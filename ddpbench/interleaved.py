@@ -118,7 +118,7 @@ class Side:
         self.variant, self.folder = variant, folder
         package = str(Path(ddpbench.__file__).parents[1])  # where its Python has none, this one
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-        self._errors = (folder.parent / f"{folder.name}.stderr").open("w+")
+        self._errors = (folder.parent / f"{folder.name}.stderr").open("w+", errors="replace")
         self._process = subprocess.Popen(
             [variant.python, "-m", "ddpbench", *words, *variant.words, "--paced", "--quiet",
              "--output", str(folder)],

@@ -117,6 +117,14 @@ def test_a_run_stored_before_is_clean_when_read_and_matches(tmp_path: Path) -> N
     assert "hunter2" not in (tmp_path / "run.json").read_text()
 
 
+def test_a_record_nested_too_deeply_is_damaged(tmp_path: Path) -> None:
+    """As any other damage: one sentence."""
+    deep = "[" * 600 + "]" * 600
+    (tmp_path / "run.json").write_text(f'{{"schema": 1, "launches": {deep}}}')
+    with pytest.raises(store.InvalidRun, match="is damaged: its values are nested too deeply"):
+        store.read(tmp_path)
+
+
 def test_the_sides_of_an_ab_are_told_apart_without_their_secrets() -> None:
     """What is hidden says whether the other side has the same."""
     one = interleaved.variant("a", "HF_TOKEN=abc1 OMP_NUM_THREADS=1 --api-key x1")
