@@ -145,11 +145,13 @@ def test_the_meeting_point_is_the_same_for_all_tasks_of_a_step() -> None:
 
 
 def test_the_step_s_own_nodes_come_before_the_job_s() -> None:
-    """A step on part of the allocation meets on its own first node; without any list, here."""
+    """A step on part of the allocation meets on its own first node; without any list, here; and on
+    loopback where it has no other node."""
     step = {**SRUN, "SLURM_STEP_NODELIST": "gpu04"}
     assert launch.slurm_address(step)[0] == "gpu04"
     assert launch.slurm_address(SRUN)[0] == "gpu03"
     assert launch.slurm_address({})[0] == "127.0.0.1"
+    assert launch.slurm_address({**step, "SLURM_STEP_NUM_NODES": "1"})[0] == "127.0.0.1"
 
 
 # --- ports and programs ---------------------------------------------------------------------------
