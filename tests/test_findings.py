@@ -257,10 +257,44 @@ def test_exposed_communication_is_noted_above_ten_percent() -> None:
     assert codes(a_step_run(a_step_result(summary=a_step_summary(exposed=6)))) == []
     (finding,) = findings.findings(a_step_run(a_step_result(summary=a_step_summary(exposed=20))))
     assert (finding.severity, finding.code) == ("note", "exposed-communication")
-    assert finding.sentence.startswith("mlp on gloo: 20 ms (25 %) of each step are communication")
-    assert finding.next_step
+    assert finding.sentence.startswith(
+        "mlp on gloo: 20 ms (25 %) of each step is exposed communication: backward does not hide it"
+    )
     few = a_step_summary(exposed=20, rounds=5)
     assert codes(a_step_run(a_step_result(summary=few))) == []
+
+
+TRANSFER = {"exposed": 20, "wire": 18.0}
+OWN = {"workload": "mine:build"}
+
+
+@pytest.mark.parametrize(
+    ("samples", "case", "advice"),
+    [
+        (TRANSFER, {}, "send fewer bytes (--comm-hook), or communicate less often (--accumulate, "
+         "a larger --batch), or try another --bucket-cap-mb"),
+        ({**TRANSFER, "buckets": 1}, {"comm_hook": "fp16"},
+         "communicate less often (--accumulate, a larger --batch)"),
+        ({**TRANSFER, "buckets": 1}, {"bucket_cap_mb": 100.0, "comm_hook": "fp16"},
+         "communicate less often (--accumulate, a larger --batch), or leave out --bucket-cap-mb: "
+         "what is sent in one bucket cannot be hidden"),
+        (TRANSFER, {"parameter_nbytes": 2 * 8_396_800, "static_graph": True, **OWN},
+         "communicate less often (a larger batch in its own code), or try another --bucket-cap-mb"),
+        ({"exposed": 20, "wire": 2.0}, {"accumulate": 4},
+         "sending fewer bytes will hardly help: communicate less often (a larger --accumulate, "
+         "a larger --batch)"),
+        ({"exposed": 20, "wire": 2.0}, {"parameter_nbytes": 40_000, "parameters": 10_000},
+         "sending fewer bytes will hardly help: communicate less often (--accumulate, a larger "
+         "--batch), or in fewer buckets (a larger --bucket-cap-mb)"),
+    ],
+)  # fmt: skip
+def test_advice_fits_the_case(samples: dict[str, Any], case: dict[str, Any], advice: str) -> None:
+    """No other bucket size where there is one bucket, no hook where there is one or where the
+    gradients have two bytes already, no --accumulate with a static graph, no --batch for one's own
+    model; fewer bytes only where bytes are what takes the time."""
+    result = a_step_result(a_step_case(**case), summary=a_step_summary(**samples))
+    (finding,) = findings.findings(a_step_run(result))
+    assert finding.next_step == advice
 
 
 def test_steps_count_for_a_busy_host() -> None:

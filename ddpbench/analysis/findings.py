@@ -9,9 +9,10 @@ from typing import Any
 from ddpbench.analysis import limits, lines, step_lines, steps
 from ddpbench.analysis.setup import crowded
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.records.schema import SEVERITIES, Finding, Launch, Run, StepResult
+from ddpbench.records.schema import SEVERITIES, Finding, Launch, Run, StepCase, StepResult
 
 EXPOSED_SHARE = 0.10  # of the step: communication that is worth a remark when backward hides less
+FIRST_BUCKET = 2**20  # bytes of DDP's first bucket, at most, where no other size is asked for
 
 
 def findings(run: Run) -> tuple[Finding, ...]:
@@ -126,24 +127,47 @@ def _exposed(run: Run) -> Iterator[Finding]:
     for line in step_lines.lines(run):
         part, case = line.part(steps.EXPOSED), line.case
         if part is not None and part.resolved and (part.share or 0) > EXPOSED_SHARE:
-            wire = line.part(steps.COMMUNICATION)
-            bytes_tell = wire is None or wire.figure.value > part.figure.value / 2
-            hook = "--comm-hook, " if case.comm_hook == "none" else ""
+            overhead = line.part(steps.OVERHEAD)
+            bytes_count = overhead is None or overhead.figure.value < part.figure.value / 2
+            rest = "" if bytes_count else ", and most of it is overhead, not transfer"
             yield Finding(
                 "note",
                 "exposed-communication",
                 f"{case.workload} on {case.backend}: {part.figure.value * 1e3:.3g} ms "
-                f"({(part.share or 0) * 100:.0f} %) of each step are communication that backward "
-                f"does not hide{'' if bytes_tell else ', most of it not for bytes on their way'}",
-                (
-                    f"send less ({hook}a smaller model) or less often"
-                    if bytes_tell
-                    else "sending less will hardly help: communicate less often"
-                )
-                + " (--accumulate, a larger --batch)"
-                + (", or try another --bucket-cap-mb" if bytes_tell else ""),
+                f"({(part.share or 0) * 100:.0f} %) of each step is exposed communication: "
+                f"backward does not hide it{rest}",
+                _send_less(line) if bytes_count else _send_less_often(line),
                 {"workload": case.workload, "backend": case.backend},
             )
+
+
+def _send_less(line: StepLine) -> str:
+    """What shortens a transfer, or hides more of it, in this case."""
+    case, buckets = line.case, line.summary.buckets if line.summary else ()
+    ways = []
+    if case.comm_hook == "none" and case.parameter_nbytes > 2 * case.parameters:
+        ways.append("send fewer bytes (--comm-hook)")
+    ways.append(_less_often(case))
+    if len(buckets) > 1:
+        ways.append("try another --bucket-cap-mb")
+    elif buckets and case.bucket_cap_mb is not None and buckets[0].nbytes > FIRST_BUCKET:
+        ways.append("leave out --bucket-cap-mb: what is sent in one bucket cannot be hidden")
+    return ", or ".join(ways)
+
+
+def _send_less_often(line: StepLine) -> str:
+    """What spares the cost of a communication that the bytes do not make."""
+    case, buckets = line.case, line.summary.buckets if line.summary else ()
+    small = len(buckets) > 1 and case.parameter_nbytes < FIRST_BUCKET * len(buckets)
+    fewer = ", or in fewer buckets (a larger --bucket-cap-mb)" if small else ""
+    return f"sending fewer bytes will hardly help: {_less_often(case)}{fewer}"
+
+
+def _less_often(case: StepCase) -> str:
+    """With the options that this case can take."""
+    batch = "a larger batch in its own code" if ":" in case.workload else "a larger --batch"
+    more = "a larger --accumulate" if case.accumulate > 1 else "--accumulate"
+    return f"communicate less often ({batch if case.static_graph else f'{more}, {batch}'})"
 
 
 def _one_rank(run: Run) -> Iterator[Finding]:

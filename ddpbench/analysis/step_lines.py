@@ -94,10 +94,27 @@ def _line(case: StepCase, results: list[StepResult]) -> StepLine:
     known = tuple(r for r in results if r.summary or r.replicas or r.epochs)
     if not known:
         return StepLine(case, (), results[0].reason or "nothing was measured", None)
-    summaries = [r.summary for r in known if r.summary is not None]
+    summaries = [_upgraded(r.summary) for r in known if r.summary is not None]
     line = StepLine(case, known, None, _over_launches(summaries) if summaries else None)
     flags = tuple(name for name, (_, raised) in FLAGS.items() if raised(line))
     return replace(line, flags=flags)
+
+
+def _upgraded(summary: StepSummary) -> StepSummary:
+    """As it is stored today. Runs without OVERHEAD took it off HIDDEN, which could fall below 0."""
+    if any(part.name == steps.OVERHEAD for part in summary.budget):
+        return summary
+    return replace(summary, budget=tuple(map(_not_below_zero, summary.budget)))
+
+
+def _not_below_zero(part: Part) -> Part:
+    if part.name != steps.HIDDEN:
+        return part
+    value, interval = max(0.0, part.figure.value), part.figure.interval
+    if interval is not None:
+        interval = replace(interval, low=max(0.0, interval.low), high=max(0.0, interval.high))
+    share = None if part.share is None else max(0.0, part.share)
+    return replace(part, figure=Figure(value, interval), share=share)
 
 
 def _imprecise(line: StepLine) -> bool:
@@ -122,7 +139,8 @@ FLAGS: dict[str, tuple[str, Callable[[StepLine], bool]]] = {
         ),
     ),
     "imprecise": (
-        f"the step is not known to ±{PRECISION * 100:g} %: give it more --seconds, a quiet host",
+        f"the step is not known to ±{PRECISION * 100:g} %: give it more --seconds or --rounds, or "
+        "a quiet host",
         _imprecise,
     ),
     "busy": (
@@ -191,13 +209,18 @@ def _phase(same: Sequence[Phase]) -> Phase:
 def _parts(budgets: Sequence[tuple[Part, ...]]) -> Iterator[Part]:
     """The parts that all launches have; below six launches, which give no interval, one that is
     resolved in each of them is."""
+    values = _adding_up(budgets)
+    whole = sum(values.get(name, 0.0) for name in steps.CHAINS[0])
     for part in budgets[0]:
         same = [each for budget in budgets for each in budget if each.name == part.name]
         if len(same) < len(budgets):
             continue
         found = _middle([each.figure for each in same])
+        found = steps.holding(values.get(part.name, found.value), found.interval)
         shares = [each.share for each in same if each.share is not None]
         share = float(np.median(shares)) if shares else None
+        if part.name in values and whole:
+            share = values[part.name] / whole
         if found.interval is None:
             resolved = all(each.resolved for each in same)
         else:
@@ -205,6 +228,23 @@ def _parts(budgets: Sequence[tuple[Part, ...]]) -> Iterator[Part]:
             step = found.value / share if share else 0.0
             resolved = found.interval.low > least * step
         yield Part(part.name, found, share, resolved, part.rank)
+
+
+def _adding_up(budgets: Sequence[tuple[Part, ...]]) -> dict[str, float]:
+    """Medians over launches of the parts that make others, such that they add up here too: of what
+    a part ends, less that of what it begins."""
+    launches = [{part.name: part.figure.value for part in budget} for budget in budgets]
+    common = set.intersection(*(set(launch) for launch in launches))
+    values: dict[str, float] = {}
+    for chain in steps.CHAINS:
+        names, before = [name for name in chain if name in common], 0.0
+        for end, name in enumerate(names, 1):
+            after = float(np.median([sum(map(each.__getitem__, names[:end])) for each in launches]))
+            values[name], before = after - before, after
+    if {steps.EXPOSED, steps.TRANSFER} <= common:
+        values[steps.OVERHEAD] = values[steps.EXPOSED] - values[steps.TRANSFER]
+        values[steps.COMMUNICATION] = values[steps.TRANSFER] + values[steps.HIDDEN]
+    return values
 
 
 def _buckets(found: Sequence[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:

@@ -3,7 +3,7 @@
 A case is measured in rounds. In each round each arm takes `in_a_row` steps: "ddp" is the real one,
 "noop" communicates nothing, "no_sync" does not copy into buckets either, "timed" stamps each
 bucket. What the arms differ by is taken round by round, so that drift of the machine cancels.
-The time of an arm in a round is the mean over its steps of the slowest rank's (end - begin).
+The time of an arm in a round is that of its steps together, in the slowest rank, over their number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ PHASES = {"forward": (0, 1), "backward": (1, 2), "optimizer": (2, 3), "step": (0
 # The parts of the budget. The first three, or EITHER and the third, make the step.
 COMPUTE, COPIES, EXPOSED = "compute", "bucket copies", "exposed communication"
 EITHER = "compute and copies"  # where there is no arm that would tell them apart
-COMMUNICATION, HIDDEN, WAITING = "communication", "hidden communication", "waiting for rank"
+TRANSFER, OVERHEAD = "exposed transfer", "communication overhead"  # make EXPOSED
+HIDDEN, COMMUNICATION = "hidden communication", "communication"  # TRANSFER and HIDDEN make the last
+WAITING = "waiting for rank"
+CHAINS = ((COMPUTE, EITHER, COPIES, EXPOSED), (TRANSFER, HIDDEN))  # make the step, COMMUNICATION
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Samples:
     """The raw times of one case, in rank 0. Stamps of different ranks are not comparable."""
 
     stamps: dict[str, Ints]  # arm → ns[world, round, K, 4]: begin, end of forward, backward, step
-    walls: Ints  # ns[world, round]: the K steps of "ddp", synchronised at both ends, unverified
+    walls: dict[str, Ints]  # arm → ns[world, round]: K steps, synchronised at both ends, unverified
     timers: dict[str, Floats]  # DDP's own: name → seconds[world, round]; may be empty
     buckets: list[BucketInfo]
     # ns[world, round, bucket, 2] of the last step of "timed": from the start of backward until the
@@ -56,12 +59,12 @@ class Samples:
     @property
     def world(self) -> int:
         """The number of ranks."""
-        return len(self.walls)
+        return len(self.walls["ddp"])
 
     @property
     def rounds(self) -> int:
         """Rounds that every arm took part in; a run that is stopped ends within one."""
-        return int(min(each.shape[1] for each in (self.walls, *self.stamps.values())))
+        return int(min(each.shape[1] for each in (*self.walls.values(), *self.stamps.values())))
 
     def arm(self, name: str) -> Ints | None:
         """ns[world, round, K, 4] of the whole rounds of an arm; None: it was not measured."""
@@ -77,10 +80,10 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
     ddp = samples.arm("ddp")
     assert ddp is not None
     in_a_row = ddp.shape[2]
-    step = figure(samples.walls[:, : samples.rounds].max(axis=0) * 1e-9 / in_a_row)
-    assert step is not None
     timed, arm = _time(samples, "timed"), _time(samples, "ddp")
-    seconds = float(np.median(arm))  # of the same stamps as what it is held against
+    step = figure(arm)
+    assert step is not None
+    seconds = step.value
     factor = None
     if samples.world > 1:
         free = "no_sync" if "no_sync" in samples.stamps else "noop"
@@ -140,7 +143,8 @@ def _time(samples: Samples, name: str) -> Floats:
     stamps = samples.arm(name)
     if stamps is None:
         return np.full(samples.rounds, np.nan)
-    return _slowest(stamps, *PHASES["step"])
+    slowest = samples.walls[name][:, : samples.rounds].max(axis=0)
+    return np.asarray(slowest * 1e-9 / stamps.shape[2], dtype=np.float64)
 
 
 def _slowest(stamps: Ints, begin: int, end: int) -> Floats:
@@ -180,38 +184,66 @@ def _part(
 def _budget(samples: Samples, ddp: Floats, step: float) -> Iterator[Part]:
     """The parts that can be known from the arms that were measured.
 
-    communication  the time in which any bucket is on its way, in the rank that waits least
-    exposed        what the step is longer by than without: what backward does not hide
+    exposed communication   ddp - noop: what the step is longer by than without communication
+    communication           the time in which any bucket is on its way, in the rank that waits least
+    exposed transfer        what of it comes after the last bucket is handed over, when backward has
+                            nothing left to compute
+    hidden communication    communication - exposed transfer, so never below 0, and 0 for one bucket
+    communication overhead  exposed communication - exposed transfer: threads that wake up,
+                            bookkeeping, ranks out of step, backward slowed by what it hides
     """
     noop, no_sync = _time(samples, "noop"), _time(samples, "no_sync")
-    parts = {COMPUTE: no_sync}
+    parts: dict[str, tuple[Floats, ...]] = {COMPUTE: (no_sync,)}
     if samples.world > 1:
-        exposed, spans = ddp - noop, _communication(samples)
         if "no_sync" not in samples.stamps:
-            parts = {EITHER: noop}
-        parts |= {
-            COPIES: noop - no_sync,
-            EXPOSED: exposed,
-            COMMUNICATION: spans,
-            HIDDEN: spans - exposed,
-        }
-    found = [_part(name, values, step) for name, values in parts.items()]
+            parts = {EITHER: (noop,)}
+        parts |= {COPIES: (noop, no_sync), EXPOSED: (ddp, noop)}
+        if (stamps := _bucket_stamps(samples)) is not None:
+            whole, after = _communication(stamps)
+            parts |= {
+                TRANSFER: (after,),
+                OVERHEAD: (ddp, noop, after),
+                HIDDEN: (whole, after),
+                COMMUNICATION: (whole,),
+            }
+    found = [_difference(name, step, *values) for name, values in parts.items()]
     yield from (part for part in [*found, _waiting(samples, step)] if part is not None)
 
 
-def _communication(samples: Samples) -> Floats:
-    """Seconds[round] in which a bucket was on its way; NaN where that is not known.
+def _difference(name: str, step: float, first: Floats, *less: Floats) -> Part | None:
+    """The median of the first less the medians of the others, so that parts add up as these do.
+
+    The interval is that of the median of the differences, paired by round. These two medians may
+    part a little.
+    """
+    paired = figure(first - sum(less))
+    if paired is None:
+        return None
+    value = float(np.median(first) - sum(np.median(each) for each in less))
+    found = holding(value, paired.interval)
+    resolved = found.interval is not None and found.interval.low > 0
+    return Part(name, found, value / step, resolved)
+
+
+def holding(value: float, interval: Interval | None) -> Figure:
+    """The value with its interval, which is widened where it does not hold the value."""
+    if interval is not None:
+        low, high = min(interval.low, value), max(interval.high, value)
+        interval = replace(interval, low=low, high=high)
+    return Figure(value, interval)
+
+
+def _communication(stamps: Ints) -> tuple[Floats, Floats]:
+    """Seconds[round] in which any bucket was on its way: all of them, and those after the last
+    bucket was handed over.
 
     In the rank where it took least: the last to come waits for nobody, while in the others waiting
-    for it looks like communication that is hidden. By the buckets' stamps, else by DDP's own timer,
-    a span in which the gaps between buckets count too.
+    for it looks like communication that is hidden.
     """
-    stamps, timer = _bucket_stamps(samples), samples.timers.get("communication")
-    if stamps is not None:
-        return np.asarray(_busy(stamps).min(axis=0) * 1e-9, dtype=np.float64)
-    if timer is not None and (timer > 0).all():
-        return np.asarray(timer[:, : samples.rounds].min(axis=0), dtype=np.float64)
-    return np.full(samples.rounds, np.nan)
+    last = stamps[..., 0].max(axis=2)[:, :, None, None]
+    whole, after = _busy(stamps), _busy(np.maximum(stamps, last))
+    least = whole.argmin(axis=0)[None]
+    return tuple(np.take_along_axis(each, least, axis=0)[0] * 1e-9 for each in (whole, after))
 
 
 def _busy(stamps: Ints) -> Ints:

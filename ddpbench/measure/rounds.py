@@ -76,7 +76,7 @@ class Rounds:
     verify_ns: list[int] = field(default_factory=list)
     stopped: bool = False  # by a verification
     _stamps: dict[str, list[Any]] = field(default_factory=dict)
-    _walls: list[int] = field(default_factory=list)
+    _walls: dict[str, list[int]] = field(default_factory=dict)
     _timers: list[dict[str, float]] = field(default_factory=list)
     _buckets: list[list[tuple[int, int]]] = field(default_factory=list)
 
@@ -96,7 +96,7 @@ class Rounds:
                 gc.enable()
         if self.stopped:
             measured.stop_reason = "replicas differ"
-        if self._walls:
+        if self._rounds:
             measured.samples = self._gather()
         return measured
 
@@ -129,17 +129,22 @@ class Rounds:
             for arm in arms:
                 if not self.stopped:
                     self._round(arm, count)
-            done = len(self._walls)
+            done = self._rounds
             share = done / self.pace.rounds if self.pace.rounds else 0.0
             if not self.pace.rounds and until > began:
                 share = min(done / FEWEST, (time.monotonic() - began) / (until - began))
             self.progress(min(1.0, share))
 
+    @property
+    def _rounds(self) -> int:
+        """Rounds in which DDP as it is was measured."""
+        return len(self._walls.get("ddp", ()))
+
     def _over(self, until: float) -> int:
         """Rank 0's reason to stop as an index of STOPS; 0: go on."""
         if self.group.watchdog.signal is not None:
             return STOPS.index("interrupted")
-        done = len(self._walls)
+        done = self._rounds
         if self.pace.rounds is not None:
             return STOPS.index("rounds") if done >= self.pace.rounds else 0
         late = done >= FEWEST and time.monotonic() > until
@@ -151,8 +156,8 @@ class Rounds:
         if arm == "ddp":
             if self.stopped:  # cut short
                 return
-            self._walls.append(wall)
             self._timers.append(own_timers(self.main.ddp))
+        self._walls.setdefault(arm, []).append(wall)
         self._stamps.setdefault(arm, []).append(stamps)
         if arm == "timed":
             self._buckets.append(self._bucket_stamps())
@@ -225,9 +230,9 @@ class Rounds:
 
     def _gather(self) -> Samples | None:
         """All ranks' samples in rank 0. The ranks hold the same number of each."""
-        rounds = len(self._walls)  # of the last, others may have a stretch more
+        rounds = self._rounds  # of the last, others may have a stretch more
         stamps = {arm: self._all(each[:rounds]) for arm, each in sorted(self._stamps.items())}
-        walls = self._all(self._walls)
+        walls = {arm: self._all(each[:rounds]) for arm, each in sorted(self._walls.items())}
         verify = self._all(self.verify_ns) if self.verify_ns else None
         names = sorted(set.intersection(*(set(each) for each in self._timers)))
         agreed = agree.everyones(self.group, names)
@@ -236,13 +241,13 @@ class Rounds:
             name: self._all([round(each[name] * 1e9) for each in self._timers]) for name in common
         }
         buckets = self._all(self._buckets[:rounds]) if self._buckets else None
-        if self.group.rank or walls is None:
+        if self.group.rank:
             return None
         hook = self.probe.hook if self.probe else None
         infos = [hook.infos[i] for i in sorted(hook.infos)] if hook else []
         return Samples(
             stamps={arm: each for arm, each in stamps.items() if each is not None},
-            walls=walls,
+            walls={arm: each for arm, each in walls.items() if each is not None},
             timers={
                 name: np.multiply(each, 1e-9, dtype=np.float64)
                 for name, each in timers.items()

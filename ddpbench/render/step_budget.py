@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ddpbench.analysis import steps
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Bucket, Part, Run
-from ddpbench.render.steps import bounded, ms, named, percent
+from ddpbench.render.steps import bounded, ms, named, percent, span, uncertain
 from ddpbench.render.style import Style
 
 BUCKETS, ENDS = 12, 5  # so many buckets are shown, else so many of either end
@@ -18,10 +19,7 @@ def budget(group: list[StepLine], run: Run, style: Style) -> str:
     """What the step is made of, and what could be gained; empty where it is not known."""
     measured = [line for line in group if line.summary and line.summary.budget]
     told = [line for line in measured if any(_known(part) for part in _parts(line))]
-    cells = [
-        row for line in told
-        for row in named(line, [_part_row(part, line.seconds) for part in _parts(line)])
-    ]  # fmt: skip
+    cells = [row for line in told for row in named(line, list(_rows(line)))]
     body = [style.table(cells, ["backend", "part of a step", "ms", "95 %", "% of step"])]
     body = [*body, *_gain(told)] if told else []
     if few := [line.case.backend for line in measured if line not in told]:
@@ -38,21 +36,18 @@ def _known(part: Part) -> bool:
     return part.resolved or part.figure.interval is not None
 
 
-def _part_row(part: Part, step: float | None) -> list[str]:
-    """What is not resolved shows the bound that it lies below, and accuses no rank."""
-    name = part.name
-    if part.rank is not None and not part.resolved:
-        name = "waiting for any one rank"
-    return [name, *bounded(part, step), _share(part)]
-
-
-def _share(part: Part) -> str:
-    interval = part.figure.interval
-    if part.resolved:
-        return percent(part.share)
-    if interval is None or part.share is None or not part.figure.value or interval.high <= 0:
-        return "-"
-    return f"< {percent(interval.high * part.share / part.figure.value)}"
+def _rows(line: StepLine) -> Iterator[list[str]]:
+    """A row a part, and the step below those that make it."""
+    total = 0.0
+    for part in _parts(line):
+        # What is not resolved accuses no rank.
+        noise = part.rank is not None and not part.resolved
+        name = "waiting for any one rank" if noise else part.name
+        share = uncertain(part, percent(part.share))
+        yield [name, *bounded(part, line.seconds), share]
+        total += part.figure.value
+        if part.name == steps.EXPOSED and math.isclose(total, line.seconds or 0.0, rel_tol=1e-6):
+            yield ["= step", ms(total, total), span(line.interval, total), "100.0"]
 
 
 def _gain(measured: list[StepLine]) -> Iterator[str]:
@@ -136,5 +131,5 @@ def _short(name: str) -> str:
 def _observer(line: StepLine) -> Iterator[str]:
     part = line.summary.observer if line.summary else None
     if part is not None and _known(part):
-        value, span = bounded(part, line.seconds)
-        yield f"{value} {span}" if value == "none" else f"{value} ms {span}"
+        value, interval = bounded(part, line.seconds)
+        yield f"{value} ms {interval}"

@@ -97,8 +97,7 @@ def _legend(shown: list[StepLine], names: list[str], starred: bool, tables: bool
     holds = {
         "step": "step_ms" in names and any(line.summary for line in shown),
         "slowest": "slowest_rank" in names and several,
-        **{part: tables and any(line.part(part) for line in shown)
-           for part in (steps.EXPOSED, steps.HIDDEN, steps.WAITING)},
+        **{part: tables and any(line.part(part) for line in shown) for part in PARTS},
         **dict.fromkeys(("handed", "wait"), tables and buckets),
         "star": starred,
     }  # fmt: skip
@@ -107,17 +106,22 @@ def _legend(shown: list[StepLine], names: list[str], starred: bool, tables: bool
     return [LEGEND[name] for name, held in holds.items() if held] + flags
 
 
+PARTS = (steps.EXPOSED, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, steps.WAITING)
 LEGEND = {
     "step": "step ms: K steps together / K, median over rounds; 95 %: half-width of its interval; "
     "forward with zero_grad",
     "slowest": "slowest rank: in the forward (later the ranks wait for each other) most often, "
     "in which share of the steps",
-    steps.EXPOSED: "compute, bucket copies and exposed communication make the step: medians of "
-    "differences of arms, paired by round",
+    steps.EXPOSED: "step = compute + bucket copies + exposed communication; (x): noise, not "
+    "clearly above 0",
+    steps.TRANSFER: "exposed communication = exposed transfer + communication overhead; "
+    "communication = exposed transfer + hidden",
+    steps.OVERHEAD: "communication overhead: threads that wake up, bookkeeping, ranks out of step, "
+    "backward slowed by what it hides",
     steps.HIDDEN: "communication: while any bucket is on its way, in the rank that waits least; "
-    "hidden: what of it backward covers",
+    "hidden: while backward computes",
     steps.WAITING: "waiting: what the slowest rank alone takes longer than the others, a part of "
-    "compute; < x: below noise, at most x",
+    "compute",
     "handed": "handed over: by the last rank, from the start of backward; wire: from then until "
     "reduced, behind earlier buckets too",
     "wait": "wait: what the first rank waited for the last; late rank: who was last, beyond noise",

@@ -13,7 +13,7 @@ from ddpbench.render.rows import Column
 
 if TYPE_CHECKING:
     from ddpbench.analysis.step_lines import StepLine
-    from ddpbench.records.schema import Figure, Part
+    from ddpbench.records.schema import Figure, Interval, Part
 
 Value = Callable[["StepLine"], float | int | str | None]
 
@@ -37,14 +37,23 @@ def percent(share: float | None) -> str:
 
 
 def bounded(part: Part, step: float | None) -> tuple[str, str]:
-    """Value and interval; of what is not resolved the bound that it lies below, for it may be 0."""
-    interval = part.figure.interval
-    value = ms(part.figure.value, step) if part.resolved else "-"
+    """Value and interval; what is noise, for it may be 0, stands in parentheses."""
+    value = ms(part.figure.value, step)
+    return uncertain(part, value), span(part.figure.interval, step)
+
+
+def span(interval: Interval | None, step: float | None) -> str:
+    """An interval in milliseconds, with the places of the step."""
     if interval is None:
-        return value, "-"
-    if not part.resolved:
-        value = f"< {ms(interval.high, step)}" if interval.high > 0 else "none"
-    return value, f"[{ms(interval.low, step)} … {ms(interval.high, step)}]"
+        return "-"
+    return f"[{ms(interval.low, step)} … {ms(interval.high, step)}]"
+
+
+def uncertain(part: Part, text: str) -> str:
+    """What is shown of a part, in parentheses where it is noise."""
+    interval = part.figure.interval
+    exact = interval is not None and interval.low == interval.high
+    return text if part.resolved or exact else f"({text})"
 
 
 def named(line: StepLine, rows: list[list[str]]) -> list[list[str]]:
@@ -224,8 +233,10 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = {
     **_part("compute", "compute"),
     **_part("copies", "bucket copies"),
     **_part("exposed", "exposed communication"),
-    **_part("communication", "communication"),
+    **_part("transfer", "exposed transfer"),
+    **_part("overhead", "communication overhead"),
     **_part("hidden", "hidden communication"),
+    **_part("communication", "communication"),
     **_part("waiting", "waiting for rank"),
     "late_rank": Column("late rank", _late_rank, default=False),
     "speed_up": Column("speed-up", _speed_up("value"), default=False),
