@@ -12,7 +12,7 @@ another thing (a dtype, a size, a number of ranks) are INCOMPARABLE.
 Launches come in randomised blocks of one each; after 6, 12, 24 and 48 blocks the pairs are judged,
 with intervals of 96.8, 99, 99.5 and 99.75 %, so that looking several times costs no more than 5 %
 false verdicts in all. Stored in results/…-ab-…/a and /b, two ordinary runs. Exit codes as those of
-`compare`, with a as BASE and b as NEW.
+`compare`, with a as BASE and b as NEW; where a side fails, 5, or its own 2, 4 or 130.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpbench import compare, interleaved, options
-from ddpbench.interleaved import Variant
+from ddpbench.interleaved import End, Failed, Variant
 from ddpbench.records import redact, store
+from ddpbench.records.store import InvalidRun
+from ddpbench.runtime.launch import Refused
 
 if TYPE_CHECKING:
     from ddpbench.analysis.comparison import Comparison
@@ -64,27 +66,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """Measure both, print the comparison, answer with its exit code.
 
-    Raises Refused for a request that is wrong, InvalidRun where nothing was measured.
+    Where a side fails: print what was measured, then why it failed, and answer with 5, or with its
+    own 2, 4 or 130. Raises Refused for a request that is wrong.
     """
-    namespace.words = namespace.words or ["collectives"]
+    namespace.words = interleaved.measured_words(namespace, ["collectives"])
     variants = [interleaved.variant(name, getattr(namespace, name)) for name in ("a", "b")]
     folder = interleaved.prepared(namespace, variants, Path("results"), "ab")
-    code, confidence = _measure(namespace, variants, folder)
+    end, confidence = _measure(namespace, variants, folder)
+    try:
+        verdict = _judge(namespace, variants, folder, confidence)
+    except (InvalidRun, Refused):
+        if end is None:
+            raise
+        verdict = end.code  # a side that failed may leave nothing to compare
+    if end is not None and end.sentence:
+        sys.stderr.write(f"ddpbench: {redact.text(end.sentence)}\n")
+    sys.stderr.write(f"ddpbench: stored in {redact.text(str(folder))}\n")
+    return verdict if end is None else end.code
 
+
+def _judge(
+    namespace: argparse.Namespace, variants: Sequence[Variant], folder: Path, confidence: float
+) -> int:
+    """Compare what was measured, store and print it; the exit code."""
     from ddpbench.render import comparison as render
 
     found = _compared(namespace, variants, folder, confidence)
     store.put(folder / "comparison.json", render.as_json(found).encode())
     store.put(folder / "comparison.txt", render.table(found).encode())
-    verdict = compare.show(found, namespace)
-    sys.stderr.write(f"ddpbench: stored in {redact.text(str(folder))}\n")
-    return code or verdict
+    return compare.show(found, namespace)
 
 
 def _measure(
     namespace: argparse.Namespace, variants: Sequence[Variant], folder: Path
-) -> tuple[int, float]:
-    """Blocks of launches until the verdicts are settled or the budget would be passed; an exit code
+) -> tuple[End | None, float]:
+    """Blocks of launches until the verdicts are settled or the budget would be passed; how it ended
     if something went wrong, and the confidence that belongs to so many looks."""
     from ddpbench.analysis.verdict import INCONCLUSIVE
 
@@ -98,14 +114,15 @@ def _measure(
                     break
                 for number in range(done, blocks):
                     interleaved.tell(f"block {number + 1}, judged after {blocks}")
-                    if (code := interleaved.block(sides, order)) != 0:
-                        return code, confidence
+                    interleaved.block(sides, order)
                 done, confidence = blocks, level
                 if INCONCLUSIVE not in _compared(namespace, variants, folder, confidence).counts:
                     break
     except KeyboardInterrupt:
-        return 130, confidence
-    return 0, confidence
+        return End(130), confidence
+    except Failed as error:
+        return End(error.code, str(error)), confidence
+    return interleaved.wrong(sides), confidence
 
 
 def _compared(

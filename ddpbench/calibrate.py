@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpbench import compare, interleaved, options
-from ddpbench.interleaved import Variant
+from ddpbench.interleaved import End, Failed, Variant
 from ddpbench.records import redact, store
 from ddpbench.records.store import InvalidRun
 
@@ -55,21 +55,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """Measure, store, print.
 
-    Raises Refused for a request that is wrong, InvalidRun where nothing was measured.
+    Where a launch fails: print what was measured, then why it failed, and answer with 5, or with
+    the launch's own 2, 4 or 130. Raises Refused for a request that is wrong.
     """
-    namespace.words = namespace.words or list(USUAL)
+    namespace.words = interleaved.measured_words(namespace, USUAL)
     alike = [Variant(name, sys.executable, {}, ()) for name in ("a", "b")]
     folder = interleaved.prepared(namespace, alike, Path("results/calibrations"), "calibration")
-    order, code = random.Random(namespace.seed), 0
+    end = _measure(namespace, alike, folder)
+    try:
+        _show(namespace, alike, folder)
+    except InvalidRun:
+        if end is None:
+            raise  # else a launch that failed left nothing to show
+    if end is not None and end.sentence:
+        sys.stderr.write(f"ddpbench: {redact.text(end.sentence)}\n")
+    sys.stderr.write(f"ddpbench: stored in {redact.text(str(folder))}\n")
+    return 0 if end is None else end.code
+
+
+def _measure(namespace: argparse.Namespace, alike: Sequence[Variant], folder: Path) -> End | None:
+    """All blocks of launches; how it ended if something went wrong."""
+    order = random.Random(namespace.seed)
     try:
         with interleaved.sides(alike, namespace, folder, namespace.launches) as sides:
             for number in range(namespace.launches):
                 interleaved.tell(f"block {number + 1} of {namespace.launches}")
-                if (code := interleaved.block(sides, order)) != 0:
-                    break
+                interleaved.block(sides, order)
     except KeyboardInterrupt:
-        code = 130
+        return End(130)
+    except Failed as error:
+        return End(error.code, str(error))
+    return interleaved.wrong(sides)
 
+
+def _show(namespace: argparse.Namespace, alike: Sequence[Variant], folder: Path) -> None:
+    """Print the noise of what was measured. Raises InvalidRun where nothing was."""
     from ddpbench.analysis import noise
     from ddpbench.render import calibration as render
 
@@ -78,5 +98,3 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     if not found.medians:
         raise InvalidRun(f"{folder} holds no case that was measured")
     sys.stdout.write(render.FORMATS[namespace.format](found, runs, namespace.margin / 100))
-    sys.stderr.write(f"ddpbench: stored in {redact.text(str(folder))}\n")
-    return code

@@ -280,6 +280,15 @@ def sweep(
     return failure
 
 
+def planned(asked: Options, backend: Backend) -> list[Case] | None:
+    """All cases of a sweep on one backend, on this host alone; None: not known before it is."""
+    if asked.groups != ("world",):
+        return None
+    size = asked.nproc or 1
+    world = Split("world", (tuple(range(size)),), (size,))
+    return [case for case, _ in cases(asked, backend, asked.plan(0), [world])]
+
+
 def cases(
     asked: Options, backend: Backend, plan: Plan, splits: Sequence[Split]
 ) -> Iterator[tuple[Case, int]]:

@@ -22,7 +22,7 @@ from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.hooks import HOOKS
 from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.workloads import WORKLOADS
-from ddpbench.records.schema import Plan
+from ddpbench.records.schema import Plan, StepCase
 from ddpbench.render.steps import STEP_COLUMNS
 from ddpbench.runtime import agree, cpu
 from ddpbench.runtime.group import Group
@@ -270,6 +270,27 @@ def _every(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not every, off or a whole number from 1 on")
     return int(text)
+
+
+def planned(asked: Options, backend: Backend) -> list[StepCase] | None:
+    """The cases of a sweep on one backend, without what the models add; None: not known before."""
+    found = []
+    for name in asked.subjects:
+        workload = workloads.get(name)
+        batch = asked.batch or workload.batch.get(asked.device)
+        if not batch:
+            return None  # the user's own: as its batches are
+        settings = {each: values[asked.device] for each, values in workload.settings.items()}
+        settings |= {each: n for each, n in asked.settings if each in settings}
+        found.append(StepCase(
+            workload=name, settings=tuple(f"{each}={n}" for each, n in settings.items()),
+            parameters=0, parameter_nbytes=0, backend=backend.name, provider="",
+            device=asked.device, batch=batch, accumulate=asked.accumulate,
+            optimizer=asked.optimizer or workload.optimizer, amp=asked.amp,
+            comm_hook=asked.comm_hook, threads=0, world_size=asked.nproc or 1,
+            ranks_per_host=(asked.nproc or 1,), **asked.ddp_options(),
+        ))  # fmt: skip
+    return found
 
 
 def run(asked: Options, place: Placement) -> int:

@@ -22,11 +22,13 @@ from pathlib import Path
 
 import ddpbench
 from ddpbench import options, session
-from ddpbench.measuring import MEASURING, checked
+from ddpbench.measuring import MEASURING, checked, own_sentence, planned
 from ddpbench.records import redact, store
 from ddpbench.runtime.launch import Refused
 
 TAKEN = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
+PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
+CHECK_SECONDS = 120.0  # for another Python to import torch and ddpbench
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
@@ -55,6 +57,22 @@ class Variant:
         return " ".join([*variables, shlex.join(redact.words([*own, *self.words]))]).strip()
 
 
+class Failed(Exception):
+    """One side could not be measured; the sentence names the side, its reason and its command."""
+
+    def __init__(self, side: Side, reason: str, code: int) -> None:
+        super().__init__(f"side {side.variant.name}: {reason}. Its command: {side.command}")
+        self.code = code if code in PASSED_ON else 5
+
+
+@dataclass(frozen=True)
+class End:
+    """Why measuring by turns ended before its time, and the exit code."""
+
+    code: int
+    sentence: str = ""
+
+
 def add_measured(parser: argparse.ArgumentParser, results: str) -> None:
     """What is measured, by turns, and where it is stored."""
     parser.add_argument(
@@ -67,6 +85,12 @@ def add_measured(parser: argparse.ArgumentParser, results: str) -> None:
     parser.add_argument("--output", metavar="FOLDER", help=f"default: a new one in {results}")
 
 
+def measured_words(namespace: argparse.Namespace, usual: Sequence[str]) -> list[str]:
+    """The command that is measured, without a `--` before it; where none was given, the usual."""
+    words = list(namespace.words)
+    return words[words[:1] == ["--"] :] or list(usual)
+
+
 def prepared(
     namespace: argparse.Namespace, variants: Sequence[Variant], results: Path, label: str
 ) -> Path:
@@ -76,6 +100,10 @@ def prepared(
     """
     for each in variants:
         _check([*namespace.words, *each.words])
+    for each in variants:
+        _check_python(each)
+    if getattr(namespace, "only", None):  # calibrate has none
+        _check_only(namespace, variants)
     if namespace.seed is None:
         namespace.seed = random.SystemRandom().randrange(2**31)
     try:
@@ -102,7 +130,7 @@ def variant(name: str, text: str) -> Variant:
     if "--python" in words:
         at = words.index("--python")
         python = next(iter(words[at + 1 : at + 2]), "")
-        if not os.access(python, os.X_OK):
+        if not (Path(python).is_file() and os.access(python, os.X_OK)):
             raise Refused(
                 f"--{name} {text!r}: --python needs the path of a Python interpreter, "
                 f"not {python!r}"
@@ -114,37 +142,44 @@ def variant(name: str, text: str) -> Variant:
 class Side:
     """A variant's process while it measures, one launch a turn; its run grows in `folder`."""
 
-    def __init__(self, variant: Variant, words: Sequence[str], folder: Path) -> None:
+    def __init__(
+        self, variant: Variant, words: Sequence[str], folder: Path, settings: Sequence[str] = ()
+    ) -> None:
         self.variant, self.folder = variant, folder
-        package = str(Path(ddpbench.__file__).parents[1])  # where its Python has none, this one
-        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
+        self._words = [*words, *variant.words]
         self._errors = (folder.parent / f"{folder.name}.stderr").open("w+", errors="replace")
         self._process = subprocess.Popen(
-            [variant.python, "-m", "ddpbench", *words, *variant.words, "--paced", "--quiet",
+            [variant.python, "-m", "ddpbench", *self._words, *settings, "--paced", "--quiet",
              "--output", str(folder)],
-            env={**os.environ, "PYTHONPATH": path, **variant.environ},
+            env=_environ(variant),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
             start_new_session=True,  # Ctrl-C reaches it once, from here
         )  # fmt: skip
 
-    def turn(self) -> int:
-        """One launch; its exit code. Raises Refused with its own sentence where it refuses."""
+    @property
+    def command(self) -> str:
+        """What measures this side alone, as one types it."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.variant.environ.items()]
+        return " ".join([*variables, shlex.join([self.variant.python, "-m", "ddpbench",
+                                                 *self._words])])  # fmt: skip
+
+    def turn(self) -> None:
+        """One launch. Raises Failed with the side's own sentence where it is refused or ends."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._errors.seek(0, os.SEEK_END)
+        told = self._errors.tell()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
-        said = self._process.stdout.readline().strip()
-        code = int(said) if said.isdigit() else self._process.wait(60)
-        if code == 2:
-            raise Refused(f"--{self.variant.name} {str(self.variant)!r}: {self.last_words()}")
-        return code
-
-    def last_words(self) -> str:
-        """The last line that it wrote to stderr."""
-        self._errors.seek(0)
-        lines = self._errors.read().strip().splitlines() or ["it ended without a word"]
-        return lines[-1].removeprefix("ddpbench: ")
+        # What a module of the user's prints is passed over.
+        code = next((int(line) for line in self._process.stdout if line.strip().isdigit()), None)
+        if code == 0:
+            return
+        if code is None:  # it has ended, perhaps before its turn
+            code, told = self._process.wait(60), 0
+        self._errors.seek(told)
+        raise Failed(self, own_sentence(self._errors.read()), code)
 
     def interrupt(self) -> None:
         """As Ctrl-C would: it stores what it has."""
@@ -173,7 +208,7 @@ def sides(
     settings = ["--launches", str(launches), "--seed", str(namespace.seed)]
     try:
         for each in variants:
-            side = Side(each, [*namespace.words, *settings], folder / each.name)
+            side = Side(each, namespace.words, folder / each.name, settings)
             started.append(side)  # at once: it is to be ended even where the next cannot begin
         yield started
     except KeyboardInterrupt:
@@ -186,12 +221,21 @@ def sides(
         tell("")
 
 
-def block(started: Sequence[Side], order: random.Random) -> int:
-    """One launch of each, in random order; the first exit code that is not 0."""
+def block(started: Sequence[Side], order: random.Random) -> None:
+    """One launch of each, in random order. Raises Failed where one fails."""
     for side in order.sample(started, len(started)):
-        if (code := side.turn()) != 0:
-            return code
-    return 0
+        side.turn()
+
+
+def wrong(started: Sequence[Side]) -> End | None:
+    """How it ended where a side that has been closed found its results wrong."""
+    for side in started:
+        run = store.read(side.folder)
+        if run.exit_code == 4:
+            errors = [each.sentence for each in run.findings if each.severity == "error"]
+            failed = Failed(side, next(iter(errors), "a result was wrong"), 4)
+            return End(failed.code, str(failed))
+    return None
 
 
 def tell(progress: str) -> None:
@@ -199,6 +243,54 @@ def tell(progress: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[Kddpbench: {progress}")
         sys.stderr.flush()
+
+
+def _environ(variant: Variant) -> dict[str, str]:
+    """What a variant's process runs with; where its Python has no ddpbench, it takes this one."""
+    package = str(Path(ddpbench.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, **variant.environ}
+
+
+def _check_python(variant: Variant) -> None:
+    """Raises Refused where another Python cannot import what a measurement needs."""
+    if variant.python == sys.executable:
+        return
+    word = "ddpbench can run"
+    try:
+        done = subprocess.run(
+            [variant.python, "-c", f"import torch, ddpbench.cli; print({word!r})"],
+            env=_environ(variant), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            errors="replace", timeout=CHECK_SECONDS, check=False,
+        )  # fmt: skip
+        lines = done.stderr.strip().splitlines() or ["it is no Python interpreter"]
+        reason = None if word in done.stdout else lines[-1]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    if reason is not None:
+        raise Refused(
+            f"--{variant.name} {str(variant)!r}: {variant.python} cannot run ddpbench: {reason}; "
+            "choose the python of an environment in which torch is installed"
+        )
+
+
+def _check_only(namespace: argparse.Namespace, variants: Sequence[Variant]) -> None:
+    """Raises Refused where no case that will be measured has one of the texts in its name."""
+    from ddpbench.render.comparison import label  # loads numpy
+
+    names: list[str] = []
+    for each in variants:
+        cases = None
+        if each.python == sys.executable:
+            cases = planned([*namespace.words, *each.words])
+        if cases is None:
+            return  # known once it is measured
+        names += map(label, cases)
+    if not any(text.lower() in name.lower() for text in namespace.only for name in names):
+        raise Refused(
+            f"--only {','.join(namespace.only)}: no case that would be measured has that in its "
+            f"name, as in {names[0]!r}"
+        )
 
 
 def _check(words: Sequence[str]) -> None:

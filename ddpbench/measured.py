@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ddpbench import measuring
 from ddpbench.analysis import bandwidth, matching, stats
 from ddpbench.analysis.matching import AnyCase, Found
 from ddpbench.analysis.regression import Measured
@@ -72,9 +73,9 @@ def measure(command: str, asked: Sequence[str], folder: Path, deadline_seconds: 
     try:
         run = store.read(folder)
     except store.InvalidRun:
-        raise Unmeasured(_sentence(said)) from None
+        raise Unmeasured(measuring.own_sentence(said)) from None
     if run.state != "complete" or (process.returncode not in TOLD and _any_measured(run)):
-        raise Unmeasured(_sentence(said))
+        raise Unmeasured(measuring.own_sentence(said))
     for finding in run.findings:
         if finding.severity == "error":
             raise Unmeasured(f"{finding.sentence}. Next: {finding.next_step}")
@@ -92,13 +93,6 @@ def _end(process: subprocess.Popen[str]) -> None:
             os.killpg(process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=PATIENCE_SECONDS)
-
-
-def _sentence(said: str) -> str:
-    """The last that ddpbench said, other than where it stored what there is."""
-    lines = [line for line in said.splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith("ddpbench: ") and ": stored in " not in line]
-    return (own or lines or ["ddpbench ended without a word"])[-1].removeprefix("ddpbench: ")
 
 
 def only_case(run: Run) -> Found:

@@ -4,12 +4,47 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
 from ddpbench import collectives, ddp, doctor, options
+from ddpbench.catalog import backends
+from ddpbench.records.schema import Case, StepCase
 
 MEASURING: dict[str, ModuleType] = {"collectives": collectives, "ddp": ddp}
 IN_RANKS: dict[str, ModuleType] = {**MEASURING, "doctor": doctor}
+
+
+def planned(words: Sequence[str]) -> list[Case | StepCase] | None:
+    """The cases that a command line of MEASURING asks for; None: only its ranks can know them.
+
+    Raises Refused where this host does not have the device or a backend.
+    """
+    module, given = MEASURING[words[0]], checked(words)
+    asked = module.Options.of(given)
+    if asked.modules:  # they may add cases
+        return None
+    device = backends.choose_device(asked.backend, asked.device)
+    if device != "cpu" and asked.nproc is None:
+        return None  # a rank a GPU
+    asked = replace(asked, device=device, nproc=asked.nproc or 2)
+    found: list[Case | StepCase] = []
+    for name in backends.choose(asked.backend, device, None):
+        cases = module.planned(asked, backends.get(name))
+        if cases is None:
+            return None
+        found += cases
+    return found
+
+
+def own_sentence(said: str) -> str:
+    """The last sentence of a ddpbench's stderr, other than where it stored what there is."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith("ddpbench: ") and ": stored in " not in line]
+    errors = [line for line in lines if "rror" in line]
+    return (own or errors or lines or ["ddpbench ended without a message"])[-1].removeprefix(
+        "ddpbench: "
+    )
 
 
 def checked(words: Sequence[str]) -> argparse.Namespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +18,9 @@ from ranks import environment
 from test_store import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench import ab, cli, interleaved
-from ddpbench.interleaved import Variant, variant
+from ddpbench.interleaved import Failed, Variant, variant
 from ddpbench.records import store
-from ddpbench.records.schema import Run
+from ddpbench.records.schema import Finding, Run
 from ddpbench.runtime.launch import Refused
 
 Times = dict[str, Callable[[int], float]]  # side → launch → seconds
@@ -33,12 +34,15 @@ class FakeSide:
     codes: list[int]
     case: dict[str, dict[str, Any]]
 
-    def __init__(self, variant: Variant, words: list[str], folder: Path) -> None:
+    def __init__(
+        self, variant: Variant, words: list[str], folder: Path, settings: list[str]
+    ) -> None:
         self.variant, self.words, self.folder = variant, words, folder
+        self.command = "python -m ddpbench collectives"
         folder.mkdir(parents=True)
         self._store(a_run())
 
-    def turn(self) -> int:
+    def turn(self) -> None:
         name = self.variant.name
         self.turns.append(name)
         run, number = self.run(), self.turns.count(name) - 1
@@ -48,7 +52,8 @@ class FakeSide:
         self._store(replace(
             run, results=(*run.results, result), launches=(*run.launches, a_launch(number))
         ))  # fmt: skip
-        return self.codes.pop(0) if self.codes else 0
+        if code := self.codes.pop(0) if self.codes else 0:
+            raise Failed(self, "rank 1 has died", code)  # type: ignore[arg-type]
 
     def _store(self, run: Run) -> None:
         store.write(self.folder, replace(run, id=self.variant.name))
@@ -175,12 +180,127 @@ def test_a_launch_that_fails_ends_it_with_its_code(
     assert "INCONCLUSIVE" in capsys.readouterr().out
 
 
+FAULTY = """
+import os
+import torch.distributed as dist
+plain, calls = dist.all_reduce, []
+def all_reduce(tensor, *arguments, **named):
+    calls.append(1)
+    if "KILLED" in os.environ and len(calls) == 20 and dist.get_rank() == 1:
+        os.kill(os.getpid(), 9)
+    return plain(tensor, *arguments, **named)
+dist.all_reduce = all_reduce
+"""
+ONE = (
+    "collectives", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.05",
+    "--limit", "100", "--import", "faulty_side", "-n", "2", "--timeout", "5",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (("ab", "--a", "", "--b", "KILLED=1"), 5, r"side b: rank 1 .* has died, .*"),
+        (("ab", "--a", "PYTHONHOME=/nowhere", "--b", ""), 5, r"side a: .*Error: .*encodings"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, tuple) else "",
+)
+def test_a_side_that_fails_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...], code: int, sentence: str,
+) -> None:  # fmt: skip
+    """Real ranks, of which one is killed on one side, or a side that does not even start: its own
+    sentence, the side, its command, and exit code 5."""
+    (tmp_path / "faulty_side.py").write_text(FAULTY)
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+    assert called(*words, "--output", "out", "--", *ONE) == code
+    said = capsys.readouterr().err.splitlines()
+    assert re.search(sentence, said[0]), said
+    variables = r"(KILLED=\w+ |PYTHONHOME=\S+ )?"
+    assert re.search(rf"\. Its command: {variables}\S+ -m ddpbench {' '.join(ONE)}$", said[0])
+    assert said[1:] == ["ddpbench: stored in out"]
+
+
+@pytest.mark.parametrize("command", [("ab", "--a", "", "--b", "X=1"), ("calibrate",)])
+@pytest.mark.parametrize(("code", "own"), [(2, 2), (4, 4), (130, 130), (1, 5), (5, 5), (-9, 5)])
+def test_a_failure_keeps_its_exit_code_and_what_was_measured(
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str], command: tuple[str, ...], code: int,
+    own: int,
+) -> None:  # fmt: skip
+    """2, 4 and 130 are passed on, all else means that the side died. What was measured before is
+    shown and stays."""
+    sides.codes = [0, 0, 0, 0, 0, code]
+    assert called(*command, "--output", "out") == own
+    out, err = capsys.readouterr()
+    assert re.search(r"^ddpbench: side [ab]: rank 1 has died\. Its command: python", err, re.M)
+    assert "all_reduce" in out
+    assert len(store.read(Path("out/a")).results) == len(store.read(Path("out/b")).results) == 3
+
+
+@pytest.mark.parametrize("command", [("ab", "--a", "", "--b", "X=1"), ("calibrate",)])
+def test_a_side_whose_results_are_wrong_is_named(
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    """Its launches end as they should, and its run with 4: so do ab and calibrate."""
+    finding = Finding("error", "wrong-result", "rank 1 got 4, expected 3")
+
+    def close(self: FakeSide) -> None:
+        if self.variant.name == "b":
+            store.write(self.folder, replace(self.run(), exit_code=4, findings=(finding,)))
+
+    sides.close = close  # type: ignore[method-assign]
+    assert called(*command) == 4
+    assert "ddpbench: side b: rank 1 got 4, expected 3. Its" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("only", ["all_gather", "nonsense,8 KiB"])
+def test_cases_that_will_not_be_measured_are_refused_before_anything_is(
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str], only: str
+) -> None:
+    """--only is looked for in the names of the cases that the command line asks for."""
+    words = ("collectives", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4K")
+    assert called("ab", "--a", "", "--b", "", "--only", only, *words) == 2
+    err = capsys.readouterr().err
+    assert err == (
+        f"ddpbench: --only {only}: no case that would be measured has that in its name, as in "
+        "'all_reduce 4 KiB float32 sum in place gloo 2 ranks'\n"
+    )
+    assert sides.turns == []
+    assert not Path("results").exists()
+    assert called("ab", "--a", "", "--b", "", "--only", "nonsense,4 KIB", "--", *words) == 0
+    step = ("ddp", "--backend", "gloo", "--workload", "mlp", "-n", "3")
+    assert called("ab", "--a", "", "--b", "--width 64", "--only", "width=128", *step) == 2
+    assert "mlp width=1024 depth=8 batch 256 sgd gloo 3 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("python", ["/bin/true", "without_torch"])
+def test_another_python_is_tried_before_anything_is_measured(
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str], python: str
+) -> None:
+    """One that is no Python, or cannot import torch: one sentence, exit code 2, and no folder."""
+    if python == "without_torch":
+        Path(python).write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+        Path(python).chmod(0o755)
+        python = str(Path(python).resolve())
+    assert called("ab", "--a", "", "--b", f"--python {python}", "collectives") == 2
+    err = capsys.readouterr().err
+    assert f"{python} cannot run ddpbench: " in err
+    assert err.count("\n") == 1
+    assert sides.turns == []
+    assert not Path("results").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["--a", ""], "the following arguments are required: --b"),
         (["--a", "", "--b", "'"], '--b "\'" cannot be split into words'),
         (["--a", "", "--b", "--python /none"], "--python needs the path of a Python"),
+        (["--a", "", "--b", "--python /bin"], "--python needs the path of a Python"),
+        (["--a", "", "--b", "", "--", "collectives", "--oops"], "unknown option --oops"),
         (["--a", "", "--b", "--oops 3"], "unknown option --oops"),
         (["--a", "", "--b", "", "colectives"], "'colectives' measures nothing"),
         (["--a", "", "--b", "", "collectives", "--sizes", "4Q"], "4Q"),
@@ -294,11 +414,10 @@ def test_blocks_are_drawn() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def turn(self) -> int:
+        def turn(self) -> None:
             turns.append(self.name)
-            return 0
 
     order = random.Random(1)
     for _ in range(20):
-        assert interleaved.block([Turn("a"), Turn("b")], order) == 0  # type: ignore[list-item]
+        interleaved.block([Turn("a"), Turn("b")], order)  # type: ignore[list-item]
     assert {"".join(turns[i : i + 2]) for i in range(0, 40, 2)} == {"ab", "ba"}

@@ -70,7 +70,7 @@ ERROR = Finding("error", "wrong-result", "rank 1 got 4, expected 3", "do not tra
     [
         (None, 2, "noise\nddpbench: --op: unknown operation 'x'\n", "--op: unknown operation 'x'"),
         (None, 1, "Traceback\nOSError: no\n", "OSError: no"),
-        (None, 5, "", "ddpbench ended without a word"),
+        (None, 5, "", "ddpbench ended without a message"),
         (replace(a_run(), state="failed"), 5, DEAD, "rank 1 (vm, pid 7) has died, while rank 0 "
          "waited"),
         (a_run(a_result(), findings=(ERROR,)), 4, "", "rank 1 got 4, expected 3. Next: do not "
