@@ -1,5 +1,6 @@
 """What a run says beyond its rows: each check finds what it is for, and nothing in a clean run."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,12 @@ from test_steps import (
 )
 from test_store import a_case, a_launch, a_result, a_run, a_summary
 
-from ddpbench.analysis import findings
-from ddpbench.records.schema import Finding, Launch, Limit, Result, Run, Wrong
+from ddpbench.analysis import findings, step_lines
+from ddpbench.records import codec
+from ddpbench.records.schema import Finding, Launch, Limit, Replicas, Result, Run, Wrong
+from ddpbench.render import step_replicas
+from ddpbench.render.steps import STEP_COLUMNS
+from ddpbench.render.style import TERMINAL
 
 
 def codes(run: Run) -> list[str]:
@@ -219,6 +224,31 @@ def test_replicas_that_differ_are_told_with_workload_backend_and_step(equal: boo
     }  # fmt: skip
     assert findings.exit_code(run) == 4
     assert findings.exit_code(replace(run, findings=found)) == 4
+
+
+def test_replicas_that_were_not_all_compared_are_a_warning() -> None:
+    """Neither proved nor refuted: exit code 0, or 1 with --fail-on warning, and never "yes"."""
+    told = Finding("warning", "not-compared", "not compared: 1 parameter (a DTensor): w", "x")
+    partly = some_replicas(ok=False, not_compared=("parameter w",), findings=(told,))
+    result = a_step_result(summary=QUIET, replicas=partly)
+    run = a_step_run(result)
+    found = findings.findings(run)
+    assert [(f.severity, f.code) for f in found] == [("warning", "not-compared")]
+    assert not findings.replicas_bad(result)
+    run = replace(run, findings=found)
+    assert findings.exit_code(run) == 0
+    assert findings.exit_code(replace(run, plan=replace(run.plan, fail_on="warning"))) == 1
+    (line,) = step_lines.lines(run)
+    assert not {"DIFFER", "NONFINITE"} & set(line.flags)
+    column = STEP_COLUMNS["replicas_equal"]
+    assert column.value(line) is None
+    assert column.shown is not None
+    assert column.shown(line) == "unknown"
+    assert "NOT ALL COMPARED" in step_replicas.replicas([line], run, TERMINAL)
+    stored = json.loads(codec.encode(partly))
+    assert codec.decode(Replicas, stored) == partly
+    del stored["not_compared"]  # as a run of before has it
+    assert codec.decode(Replicas, stored).failed
 
 
 def test_a_training_whose_replicas_differ_names_the_first_epoch() -> None:

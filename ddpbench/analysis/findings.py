@@ -36,7 +36,7 @@ def exit_code(run: Run) -> int:
 def replicas_bad(result: StepResult) -> bool:
     """Whether a verification found replicas that differ, or are not finite."""
     found = result.replicas
-    return (found is not None and not found.ok) or _bad_epoch(result) is not None
+    return (found is not None and found.failed) or _bad_epoch(result) is not None
 
 
 def _bad_epoch(result: StepResult) -> int | None:

@@ -54,7 +54,9 @@ class StepLine:
     def replicas(self) -> Replicas | None:
         """Of the launch where they were worst; None: verified in none."""
         known = [r.replicas for r in self.results if r.replicas is not None]
-        return min(known, key=lambda each: (each.equal, each.ok)) if known else None
+        return (
+            min(known, key=lambda each: (each.equal, not each.failed, each.ok)) if known else None
+        )
 
     def part(self, name: str) -> Part | None:
         """A part of the budget by its name, without the rank where one is to blame."""
@@ -135,7 +137,7 @@ FLAGS: dict[str, tuple[str, Callable[[StepLine], bool]]] = {
     "NONFINITE": (
         "parameters or optimizer state hold NaN or infinities",
         lambda line: any(
-            r.replicas is not None and r.replicas.equal and not r.replicas.ok for r in line.results
+            r.replicas is not None and r.replicas.equal and r.replicas.failed for r in line.results
         ),
     ),
     "imprecise": (

@@ -269,8 +269,8 @@ class Replicas:
 
     verified: int  # steps
     last_step: int  # the number of the last of them; steps count from 1, warm-up first
-    equal: bool
-    ok: bool  # and all is finite
+    equal: bool  # what was compared
+    ok: bool  # and all is finite, and all was compared
     compared: dict[str, int]  # kind → how many tensors and numbers
     nbytes: int  # of them, in one rank
     cost: Figure | None  # of one verification, the slowest rank's
@@ -283,6 +283,13 @@ class Replicas:
     ranks: tuple[int, ...] = ()  # the minority; empty where no side is the larger
     findings: tuple[Finding, ...] = ()
     text: str = ""  # of that report; of the last where all was equal
+    not_compared: tuple[str, ...] = ()  # "parameter 0.weight": those that are sharded, …
+
+    @property
+    def failed(self) -> bool:
+        """Whether something that was compared differs or is not finite."""
+        wrong = any(finding.severity == "error" for finding in self.findings)
+        return not self.equal or wrong or not (self.ok or self.not_compared)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,10 @@ def _bad(line: Line | StepLine) -> float:
 
 
 def _replicas_equal(line: StepLine) -> float | None:
-    return None if line.replicas is None else float(line.replicas.equal)
+    found = line.replicas
+    if found is None or (found.not_compared and not found.failed):
+        return None
+    return float(found.equal)
 
 
 def _exposed(line: StepLine) -> float | None:

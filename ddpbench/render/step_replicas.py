@@ -34,10 +34,14 @@ def _replicas_of(line: StepLine, every: int) -> Iterator[str]:
             yield "not verified"
     elif line.case.world_size == 1:
         yield "one rank: there is no other replica to be equal to"
-    elif found.ok:
+    elif not found.failed:
         verified = sum(r.replicas.verified for r in line.results if r.replicas)
         when = _when(verified, every, len(line.results))
-        yield f"replicas equal {when}, bit for bit: {_compared(found)}"
+        if found.not_compared:
+            yield "NOT ALL COMPARED"
+            yield from (f"  {each}" for each in found.text.splitlines())
+        else:
+            yield f"replicas equal {when}, bit for bit: {_compared(found)}"
         if found.buffers:
             of = found.compared.get("buffer", 0)
             yield (

@@ -161,12 +161,17 @@ def _verified(line: StepLine) -> int:
 
 
 def _equal(line: StepLine) -> bool | None:
-    return None if line.replicas is None else line.replicas.equal
+    found = line.replicas
+    return None if found is None or (found.not_compared and not found.failed) else found.equal
 
 
 def _equal_shown(line: StepLine) -> str:
     found = line.replicas
-    return "-" if found is None else "yes" if found.ok else "NaN" if found.equal else "NO"
+    if found is None:
+        return "-"
+    if found.failed:
+        return "NaN" if found.equal else "NO"
+    return "yes" if found.ok else "unknown"
 
 
 def _cost(line: StepLine) -> float | None:
