@@ -235,7 +235,7 @@ class Trial:
 
         def verify(ddp: Any, optimizer: Any) -> Any:
             verifier = Verifier(ddp, optimizer, dist.group.WORLD)
-            return lambda number: verifier.check(number).ok
+            return lambda number: not verifier.check(number).failed
 
         return training.train(
             self.ranks,
@@ -276,12 +276,12 @@ class Ledger:
         assert self.verifier is not None
         report = self.verifier.check(step)
         self.verified, self.last_step, self.last = self.verified + 1, step, report
-        self.differing += not report.ok
-        if not report.ok and self.bad is None:
+        self.differing += report.failed
+        if report.failed and self.bad is None:
             self.bad = report
         if self.bad is None:
             self.equal_until = step
-        return self.goes_on or report.ok
+        return self.goes_on or not report.failed
 
     def told(self, cost: Figure | None, share: float | None) -> Replicas | None:
         """For the record; None where nothing was verified."""
@@ -293,7 +293,7 @@ class Ledger:
             differing=self.differing,
             buffers=sum(each.kind == "buffer" for each in report.differences),
             last_step=self.last_step,
-            equal=report.equal,
+            equal=not report.differs,
             ok=report.ok,
             compared=report.compared,
             nbytes=report.nbytes,
@@ -302,6 +302,7 @@ class Ledger:
             equal_until=self.equal_until,
             first_bad=None if self.bad is None else self.bad.step,
             tensors=report.faults,
+            not_compared=tuple(f"{each.kind} {each.name}" for each in report.not_compared),
             ranks=report.minority,
             findings=report.findings,
             text=str(report),

@@ -190,7 +190,7 @@ def test_wrappers_leave_no_mark_on_names() -> None:
     """A module that torch.compile wraps has the names of the bare one."""
     module = nn.Sequential(nn.Linear(2, 2))
     compiled: Any = torch.compile(module)
-    found = [state.collect(each, None, True).entries["parameter"] for each in (module, compiled)]
+    found = [state.collect(each, (), True).entries["parameter"] for each in (module, compiled)]
     assert [entry.name for entry in found[1]] == ["0.weight", "0.bias"]
     assert found[0] == found[1]
 
@@ -207,11 +207,12 @@ class Odd(nn.Module):
 
 
 def test_what_cannot_be_read_is_named() -> None:
-    """Lazy, sparse and meta tensors are skipped with a reason, and the rest is compared."""
+    """Lazy, sparse and meta tensors are named with a reason, and the rest is compared: the answer
+    is neither `ok` nor `failed`."""
     report = ddpbench.verify_replicas(Odd())
-    assert report.ok
+    assert (report.ok, report.failed, report.equal, report.differs) == (False,) * 4
     assert report.compared["parameter"] == 2
-    assert report.skipped == {
+    assert {f"{n.kind} {n.name}": n.reason for n in report.not_compared} == {
         "parameter lazy.weight": "not initialised yet",
         "parameter lazy.bias": "not initialised yet",
         "buffer sparse": "its layout is torch.sparse_coo",
@@ -225,7 +226,7 @@ def test_names_of_optimizer_state(kind: str) -> None:
     module = nn.Linear(2, 1)
     optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.1)
     before = len(optimizer.state)
-    state.collect(module, optimizer, True)
+    state.collect(module, (optimizer,), True)
     assert len(optimizer.state) == before
 
     def closure() -> Tensor:
@@ -235,13 +236,13 @@ def test_names_of_optimizer_state(kind: str) -> None:
         return loss  # type: ignore[no-any-return]
 
     optimizer.step(closure)
-    found = state.collect(nn.Sequential(module), optimizer, True)
+    found = state.collect(nn.Sequential(module), (optimizer,), True)
     names = [entry.name for entry in found.entries["optimizer"]]
     assert "param_groups[0].lr" in names
     assert len(names) == len(set(names))
     wanted = {"Adam": "0.weight.exp_avg", "LBFGS": "0.weight.prev_flat_grad"}
     assert wanted.get(kind, "param_groups[0].lr") in names
-    assert not found.skipped
+    assert not found.not_compared
 
 
 @pytest.mark.parametrize(
@@ -250,7 +251,8 @@ def test_names_of_optimizer_state(kind: str) -> None:
         ({"module": [nn.Linear(1, 1)]}, "module must be a torch.nn.Module, not of type list"),
         (
             {"optimizer": list(nn.Linear(1, 1).parameters())},
-            "optimizer must be a torch.optim.Optimizer or None, not of type list",
+            "optimizer must be a torch.optim.Optimizer, a list of them or None, not a list with a "
+            "Parameter",
         ),
         ({"group": "gloo"}, "group must be a process group or None, not of type str"),
         ({"gradients": 1}, "gradients must be True, False or None, not of type int"),
@@ -565,6 +567,19 @@ def play_memory(group: Any) -> Any:
     assert play.verifier.first_report is not None
     assert play.verifier.first_report.step == 3
     assert [bool(d.details) for d in report.differences] == [False, True]
+    assert not report.repeated
+    still, grown = report.findings
+    assert still.sentence.startswith("as in step 3, see its report (one-tensor): 1 of its tensors")
+    assert grown.sentence.startswith("parameter out.bias (float32 3) differs")
+    again = play.verifier.check(5)
+    assert again.repeated
+    (only,) = again.findings
+    assert only.sentence.startswith("as in step 3, see its report (one-tensor): 2 of its tensors")
+    assert again.headline.endswith(", as in step 3")
+    summary = play.verifier.summary()
+    assert "5 verifications, of steps 1 to 5: 3 failed, first in step 3\n" in summary
+    assert "  from step 4 on: parameter out.bias\n" in summary
+    assert str(play.verifier.first_report) in summary
     return report
 
 
@@ -736,9 +751,9 @@ def train(group: Any, planted: Planted, sgd: bool) -> Any:
             if step > found and not report.equal and not reports[found].equal:
                 before = reports[found].cause
                 assert report.cause.code == before.code
-                assert f"first differed at step {found}, see that report" in str(report)
-                assert report.cause.place["since"] == found
-                assert before.sentence in str(report)
+                assert f"error: as in step {found}, see its report ({before.code}): " in str(report)
+                assert report.cause.place["since"] == report.since == found
+                assert before.sentence not in str(report)
     if not reports[found].equal:
         assert play.verifier.first_report is reports[found]
     return reports[found]
@@ -767,6 +782,12 @@ def play_mended(group: Any) -> Any:
     assert report.cause.code == "permuted"
     assert report.equal_until == 4
     assert play.verifier.first_bad == {("parameter", "fc.weight"): 3}
+    dist.broadcast(weight, 0, group)
+    if play.last:
+        play.net.out.bias.data[1] += 1
+    report = play.verifier.check(6)  # what was wrong is right, and something else is wrong
+    assert report.cause.code == "one-tensor"
+    assert (report.since, report.repeated) == (6, False)
 
 
 def play_control(group: Any) -> Any:
@@ -794,16 +815,15 @@ def play_sharded(group: Any) -> Any:
     for parameter in both.parameters():
         nn.init.ones_(parameter)
     fully_shard(both[0], mesh=mesh)
-    told = "not compared: 2 parameters (sharded: each rank holds a part of its own): 0.weight, "
+    told = "not compared: 2 parameters (a DTensor: its placements say which ranks hold what): 0.w"
     report = ddpbench.verify_replicas(both, group=group)
-    assert report.ok
-    assert told + "0.bias" in str(report)
-    assert "replicas equal in" in report.headline
-    assert "compared: 2 parameters" in report.headline
+    assert (report.ok, report.failed) == (False, False)
+    assert told + "eight, 0.bias" in str(report)
+    assert "replicas NOT ALL COMPARED in" in report.headline
+    assert "compared: 2 parameters; not compared: 2 parameters" in report.headline
     fully_shard(both[1], mesh=mesh)
     report = ddpbench.verify_replicas(both, torch.optim.SGD(both.parameters(), 0.1), group)
-    assert not report.ok
-    assert report.equal  # no difference was found either
+    assert (report.ok, report.failed) == (False, False)
     return report
 
 
@@ -839,6 +859,7 @@ def seen(report: Any) -> dict[str, Any]:
         **dataclasses.asdict(report),
         "equal": report.equal,
         "ok": report.ok,
+        "failed": report.failed,
         "cause": report.cause.code if report.cause else None,
         "severity": report.cause.severity if report.cause else None,
         "minorities": [d.minority for d in report.differences],
@@ -1092,7 +1113,11 @@ def test_state_in_some_ranks_only(outcomes: Outcomes, group: str) -> None:
     assert report["mismatches"][1] == {
         "kind": "optimizer", "name": "fc.weight.exp_avg", "forms": forms
     }  # fmt: skip
-    assert "also out.weight.exp_avg_sq, out.bias.step" in report["text"]
+    told = "12 values of the optimizer's options and state not in all ranks alike: fc.weight.step, "
+    assert (
+        told + "fc.weight.exp_avg and 10 more. For example optimizer fc.weight.step: "
+        in (report["text"])
+    )
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -1137,6 +1162,7 @@ def test_each_rank_another_value(outcomes: Outcomes, group: str) -> None:
     assert [d["value"] for d in only["details"]] == [f"{rank}.0" for rank in range(1, size)]
     sides = " and ".join(", ".join(f"rank {r}" for r in range(size)).rsplit(", ", 1))
     assert f"differs between {sides}. Rank 1: " in report["text"]
+    assert report["cause"] == "different-initialisation"
     assert "nobody can say which is right" in report["text"]
 
 

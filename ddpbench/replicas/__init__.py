@@ -1,6 +1,15 @@
 """The proof that replicas are equal, for any training loop: `ddpbench.verify_replicas`."""
 
-from ddpbench.replicas.report import Detail, Difference, Mismatch, NonFinite, Report
+from ddpbench.replicas.report import (
+    Detail,
+    Difference,
+    Mismatch,
+    NonFinite,
+    NotCompared,
+    Origin,
+    Report,
+    WithoutGradient,
+)
 from ddpbench.replicas.verify import Verifier, verify_replicas
 
 __all__ = [
@@ -8,7 +17,10 @@ __all__ = [
     "Difference",
     "Mismatch",
     "NonFinite",
+    "NotCompared",
+    "Origin",
     "Report",
     "Verifier",
+    "WithoutGradient",
     "verify_replicas",
 ]

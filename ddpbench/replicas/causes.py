@@ -5,23 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ddpbench.replicas.report import Difference, Mismatch, NonFinite
+from ddpbench.replicas.report import Difference, Mismatch, NonFinite, WithoutGradient
+from ddpbench.replicas.state import is_option
+from ddpbench.replicas.usage import FROZEN, Agreeing
 
 
 @dataclass(frozen=True)
 class Facts:
     """The pattern, the same in every rank."""
 
+    world_size: int
     differences: tuple[Difference, ...]
     mismatches: tuple[Mismatch, ...]
     nonfinite: tuple[NonFinite, ...]
+    without_gradient: tuple[WithoutGradient, ...]
     parameters: int  # how many there are
     gradients: int  # how many were compared; 0: none were there, or none were asked for
+    agreeing: Agreeing
+    frozen: frozenset[str]  # parameters with requires_grad=False
     earlier: bool  # a verification before this one found all parameters equal
-    wrapped: bool  # DDP was given, not a bare module
     unsynced: bool  # in some rank DDP's last forward was under no_sync (or no_grad)
-    unused: bool  # in every rank some parameter that could have a gradient has none
+    finds_unused: bool  # DDP looks for unused parameters itself
     rebroadcast: bool  # DDP sends rank 0's buffers before each forward
+    optimizers: bool  # some were given
+    stepped: bool  # in some rank an optimizer has state
+    stateless: bool  # in some rank an optimizer keeps no state, so its steps leave no trace
+    steps: int  # how many step counts the optimizers keep
 
     def of(self, kind: str) -> list[Difference]:
         """The differences of a kind."""
@@ -30,7 +39,7 @@ class Facts:
     @property
     def options(self) -> list[Difference]:
         """Differing options of the optimizer's groups, such as lr."""
-        return [d for d in self.of("optimizer") if d.name.startswith("param_groups[")]
+        return [d for d in self.of("optimizer") if is_option(d.name)]
 
     @property
     def kinds(self) -> set[str]:
@@ -45,13 +54,25 @@ class Facts:
 
     @property
     def all_parameters(self) -> bool:
-        """Whether every parameter differs, of several."""
-        return 1 < self.parameters == len(self.of("parameter"))
+        """Whether every parameter differs, of several, but for constants."""
+        return len(self.of("parameter")) > 1 and not self.agreeing.parameters
 
     @property
     def all_gradients(self) -> bool:
-        """Whether every gradient differs, of several."""
-        return 1 < self.gradients == len(self.of("gradient"))
+        """Whether every gradient differs, of several, but for zeros."""
+        return len(self.of("gradient")) > 1 and not self.agreeing.gradients
+
+    @property
+    def reduced(self) -> bool:
+        """Whether gradients were compared and are equal in all ranks."""
+        unlike = any(each.kind == "gradient" for each in self.mismatches)
+        return self.gradients > 0 and not (unlike or self.of("gradient"))
+
+    @property
+    def redrawn(self) -> bool:
+        """Whether most elements of each parameter that differs do: drawn anew, or loaded."""
+        details = [detail for each in self.of("parameter") for detail in each.details]
+        return bool(details) and all(2 * d.differing > d.elements for d in details)
 
 
 @dataclass(frozen=True)
@@ -62,6 +83,14 @@ class Cause:
     applies: Callable[[Facts], bool]
     sentence: str
     next_step: str
+    # What to show of all that differs; None: the first parameter, else the first of all.
+    evidence: Callable[[Facts], list[Difference]] | None = None
+    unlike: tuple[str, ...] = ()  # the kinds of which what is not in all ranks alike is the example
+
+    def shown(self, facts: Facts) -> Difference | None:
+        """The difference to show as the example; None where there is none."""
+        chosen = self.evidence(facts) if self.evidence else facts.of("parameter")
+        return next(iter(chosen or facts.differences), None)
 
 
 def _one_bit(facts: Facts) -> bool:
@@ -101,37 +130,119 @@ def _nonfinite_in_some(facts: Facts) -> bool:
     return bool(differing) and all(key in found and found[key] < everywhere for key in differing)
 
 
+def _unused(facts: Facts) -> bool:
+    # Under no_sync nothing is reduced either way; with find_unused_parameters nothing waits.
+    excused = facts.unsynced or facts.finds_unused
+    local = facts.gradients > 0 and not facts.reduced
+    return bool(facts.without_gradient) and local and not excused
+
+
+def _structure(facts: Facts) -> bool:
+    return any(
+        each.kind in ("parameter", "buffer") or is_option(each.name) for each in facts.mismatches
+    )
+
+
+def _frozen(facts: Facts) -> bool:
+    return any(form == FROZEN for each in facts.mismatches for form, _ in each.forms)
+
+
+def _missing_state(facts: Facts) -> bool:
+    # Gradients that were not reduced explain state that is not there, too.
+    local = facts.gradients > 0 and not facts.reduced
+    return any(each.kind == "optimizer" for each in facts.mismatches) and not local
+
+
+def _step_counts(facts: Facts) -> list[Difference]:
+    return [d for d in facts.of("optimizer") if d.name.endswith(".step")]
+
+
+def _uneven_steps(facts: Facts) -> bool:
+    if "parameter" not in facts.kinds or any(m.kind == "optimizer" for m in facts.mismatches):
+        return False
+    return 0 < facts.steps == len(_step_counts(facts))
+
+
+def _initialised(facts: Facts) -> bool:
+    """Parameters differ as if drawn anew, and no step can have made them differ."""
+    if facts.earlier or facts.kinds != {"parameter"} or not facts.redrawn:
+        return False
+    if facts.reduced:  # the same gradients, and as far as can be seen the same step
+        return facts.agreeing.trained > 0 or (facts.stepped and not facts.stateless)
+    if facts.gradients:
+        return False
+    unstepped = facts.optimizers and not (facts.stepped or facts.stateless)
+    return unstepped or (facts.agreeing.trainable > 0 and not facts.stepped)
+
+
+def _untrained(facts: Facts) -> bool:
+    untrained = all(each.name in facts.frozen for each in facts.of("parameter"))
+    return facts.kinds == {"parameter"} and untrained and facts.redrawn
+
+
 def _bypassed(facts: Facts) -> bool:
     # Adam's first step goes by the gradients' signs: a parameter can stay equal by luck.
-    local = facts.all_gradients if facts.gradients else facts.all_parameters
-    return local and "parameter" in facts.kinds and not (facts.earlier or facts.unsynced)
+    local = facts.all_gradients and "parameter" in facts.kinds
+    return local and not (facts.earlier or facts.unsynced)
+
+
+def _changed_outside(facts: Facts) -> bool:
+    same_step = facts.reduced and facts.stepped and not facts.stateless
+    return facts.kinds == {"parameter"} and facts.all_parameters and same_step
 
 
 # To add a cause: one entry. The first that applies is told.
 CAUSES = (
     Cause(
+        "frozen-in-some",
+        _frozen,
+        "some ranks freeze parameters that other ranks train",
+        "set requires_grad the same way in every rank, before DDP wraps the module",
+        unlike=("parameter",),
+    ),
+    Cause(
         "different-structure",
-        lambda facts: any(
-            m.kind in ("parameter", "buffer") or m.name.startswith("param_groups[")
-            for m in facts.mismatches
-        ),
+        _structure,
         "the ranks have built different models or optimizers",
-        "build both from the same arguments in every rank; look for `if rank == 0` around layers, "
-        "requires_grad, param_groups or load_state_dict",
+        "build both from the same arguments in every rank; look for `if rank == 0` around "
+        "layers, param_groups or load_state_dict",
+        unlike=("parameter", "buffer", "optimizer"),
+    ),
+    Cause(
+        "unused-parameters",
+        _unused,
+        "the gradients were not reduced, because some ranks have no gradient for some "
+        "parameters: DDP reduces a bucket once all its parameters have their gradients, so a "
+        "parameter that a rank's loss does not use (an expert without tokens) holds up the "
+        "others",
+        "give DDP find_unused_parameters=True (--find-unused-parameters here), or let every "
+        "rank's loss use every parameter, for example by adding 0 * the sum of the unused "
+        "outputs",
+        unlike=("gradient",),
     ),
     Cause(
         "missing-state",
-        lambda facts: any(m.kind == "optimizer" for m in facts.mismatches),
+        _missing_state,
         "some ranks' optimizers hold state that others do not: it was loaded, or stepped, in some "
         "ranks only",
         "load the optimizer's checkpoint in every rank, and let every rank take every step",
+        unlike=("optimizer",),
     ),
     Cause(
         "different-options",
         lambda facts: bool(facts.options),
-        "the ranks' optimizers have different options, such as learning rates",
-        "set them from what all ranks share (a scheduler stepped in one rank only, a learning rate "
-        "computed from the rank or from its own loss?)",
+        "the ranks' optimizers have different options, such as learning rates or weight decay",
+        "set them from what all ranks share (a scheduler stepped in one rank only, a learning "
+        "rate computed from the rank or from its own loss?)",
+        lambda facts: facts.options,
+    ),
+    Cause(
+        "uneven-steps",
+        _uneven_steps,
+        "the optimizers have not taken the same number of steps",
+        "let every rank take every step; look for a step that some ranks skip (after a NaN "
+        "check or an exception, in a GradScaler of its own, behind `if rank`)",
+        _step_counts,
     ),
     Cause(
         "bit-flip",
@@ -149,6 +260,7 @@ CAUSES = (
         "edited that gradient after backward",
         "restore from a checkpoint; if it comes again on one host, read the error counters of its "
         "network adapter and its GPU or memory, and replace what counts",
+        lambda facts: facts.of("gradient"),
     ),
     Cause(
         "permuted",
@@ -166,19 +278,28 @@ CAUSES = (
         "of .grad; with none of these, suspect the device",
     ),
     Cause(
-        "unused-parameters",
-        lambda facts: facts.wrapped and facts.unused and bool(facts.of("gradient")),
-        "gradients differ, and some parameters have none at all: DDP reduces a bucket once all its "
-        "parameters have their gradients, so one that the loss does not use keeps the others from "
-        "being reduced",
-        "give DDP find_unused_parameters=True (--find-unused-parameters here), or leave out what "
-        "the loss does not use",
+        "untrained-parameters",
+        _untrained,
+        "only parameters that no gradient trains differ (requires_grad=False), one of: each "
+        "rank initialised or loaded them by itself; some ranks alone update them (an average "
+        "of the weights, a teacher)",
+        "load them, and update them, in every rank",
+    ),
+    Cause(
+        "different-initialisation",
+        _initialised,
+        "the ranks started from different weights: each rank initialised them with random "
+        "numbers of its own, or some ranks alone loaded a checkpoint",
+        "set the same seed in every rank before you build the model, or wrap it in DDP after "
+        "the last initialisation and load (without init_sync=False): DDP then sends rank 0's "
+        "weights to all",
     ),
     Cause(
         "never-synchronised",
         _bypassed,
-        "parameters differ everywhere from the first verification on: the forward bypassed DDP (it "
-        "called `ddp.module(...)` or the bare module), or the replicas were never synchronised",
+        "gradients and parameters differ from the first verification on, one of: the forward "
+        "bypassed DDP (it called `ddp.module(...)` or the bare module); the replicas were "
+        "never synchronised",
         "call the DDP object itself in the training step, and wrap the module before the first "
         "step, with the same weights in every rank",
     ),
@@ -187,19 +308,27 @@ CAUSES = (
         lambda facts: bool(
             facts.of("gradient") or any(m.kind == "gradient" for m in facts.mismatches)
         ),
-        "gradients differ: a backward went without reduction (the last micro-batch ran under "
-        "no_sync, or its forward bypassed DDP by `ddp.module(...)`), or some ranks changed them "
-        "after it",
-        "call the DDP object itself, leave no_sync before the last micro-batch's forward (not only "
-        "its backward), and do not change .grad by rank after backward",
+        "gradients differ, one of: the last micro-batch ran under no_sync; its forward "
+        "bypassed DDP by `ddp.module(...)`; some ranks changed gradients after backward",
+        "call the DDP object itself, leave no_sync before the last micro-batch's forward (not "
+        "only its backward), and do not change .grad by rank after backward",
+    ),
+    Cause(
+        "changed-outside",
+        _changed_outside,
+        "parameters differ, and the gradients, the optimizer's options and its state are "
+        "equal: some ranks changed the parameters outside the optimizer",
+        "look for what only some ranks do: load_state_dict, averaging or clamping weights, "
+        "initialising again",
     ),
     Cause(
         "different-updates",
         lambda facts: facts.all_parameters and facts.gradients > 0,
-        "all parameters differ, and the gradients of this step are equal: learning rates or "
-        "optimizers differ, or the replicas were not equal before the step",
-        "give the optimizer to the verification too, and verify after every step, once before the "
-        "first",
+        "parameters differ, and the gradients of this step are equal, one of: the replicas "
+        "differed before this step; their learning rates or optimizers differ; some ranks "
+        "skipped the step",
+        "verify after every step, once before the first, with every optimizer: `Verifier(ddp, "
+        "optimizer)`",
     ),
     Cause(
         "one-tensor",
@@ -234,16 +363,19 @@ CAUSES = (
     Cause(
         "no-gradients-seen",
         lambda facts: facts.all_parameters,
-        "all parameters differ, and there were no gradients left to tell why",
-        "verify after optimizer.step() and before zero_grad()",
+        "all parameters differ, and no gradients are left to tell why, one of: each rank "
+        "initialised or loaded weights of its own; gradients were not reduced; the ranks took "
+        "different steps",
+        "verify with the optimizer, once before the first step, then after each "
+        "optimizer.step() and before zero_grad()",
     ),
     Cause(
         "some-parameters",
         lambda facts: "parameter" in facts.kinds,
-        "some parameters differ and others do not: they were changed outside DDP and the "
-        "optimizer, or are trained in some ranks only",
-        "look at what the tensors named have in common: a layer that some ranks freeze, skip, "
-        "load or re-initialise",
+        "some parameters differ and others do not, one of: some ranks changed them outside DDP "
+        "and the optimizer; only some ranks train them",
+        "look at what the tensors named have in common: a layer that some ranks skip, load or "
+        "initialise again",
     ),
 )  # fmt: skip
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ddpbench.records.schema import Finding
 from ddpbench.replicas import locate
 from ddpbench.replicas.channel import Channel, Int64
 from ddpbench.replicas.digest import Counts, Digests, of_bytes, read
@@ -25,8 +24,8 @@ class Options:
     locate: int
     step: int | None
     equal_until: int | None = None  # the step of the last verification that found all equal
-    first: Finding | None = None  # the cause told when they first differed, if they still do
     known: Container[tuple[str, str]] = ()  # not to be located again
+    traced: bool = False  # whether each rank watches where a NaN comes from
 
 
 @dataclass
@@ -50,8 +49,9 @@ def compare(
 ) -> list[tuple[int, int]]:
     """Add to `found` what differs in these kinds; the least and the greatest of each extra."""
     contents: dict[str, tuple[Digests, Counts]] = {}
-    head = [of_bytes(repr((options.gradients, options.finite, options.locate, options.step,
-                           options.equal_until, list(kinds))).encode()) >> 1]  # fmt: skip
+    asked = (options.gradients, options.finite, options.locate, options.step,
+             options.equal_until, options.traced, list(kinds))  # fmt: skip
+    head = [of_bytes(repr(asked).encode()) >> 1]
     for kind in kinds:
         form = structure(kind, state.entries[kind])
         digests, counts = read([entry.value for entry in state.entries[kind]], options.finite)

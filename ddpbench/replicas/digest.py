@@ -102,7 +102,7 @@ def weighted(tensor: Tensor) -> Tensor:
 # --- values that are no numbers
 
 
-def _sums(tensor: Tensor) -> Tensor:
+def total(tensor: Tensor) -> Tensor:
     """A float, no dimensions: not finite if an element is not finite, or else if it overflows."""
     tensor = tensor.detach()
     if tensor.is_complex():
@@ -120,6 +120,14 @@ def count_nonfinite(tensor: Tensor) -> int:
         wide = block.float() if block.itemsize == 1 else block  # float8 has no isfinite
         total += wide.numel() - int(wide.isfinite().sum())
     return total
+
+
+def constant(tensor: Tensor, value: float | None = None) -> bool:
+    """Whether all elements are equal to each other, or to this value."""
+    flat = plain(tensor).reshape(-1)
+    if flat.is_floating_point() and flat.itemsize == 1:
+        flat = flat.float()  # float8 cannot be compared
+    return flat.numel() == 0 or bool((flat == (flat[0] if value is None else value)).all())
 
 
 # --- many tensors
@@ -156,7 +164,7 @@ def _may_be_nonfinite(value: Tensor) -> bool:
     # Summing is forty times faster than torch.isfinite, and whatever is not finite stays in a sum.
     if not (value.is_floating_point() or value.is_complex()):
         return False
-    return not math.isfinite(_sums(value).item())
+    return not math.isfinite(total(value).item())
 
 
 def _read_on_device(tensors: list[Tensor], finite: bool) -> tuple[list[int], list[bool]]:
@@ -165,7 +173,7 @@ def _read_on_device(tensors: list[Tensor], finite: bool) -> tuple[list[int], lis
     floats = [i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
     suspects = [False] * len(tensors)
     if finite and floats:
-        sums = [_sums(tensors[i]).float() for i in floats]
+        sums = [total(tensors[i]).float() for i in floats]
         for i, fine in zip(floats, torch.stack(sums).isfinite().tolist(), strict=True):
             suspects[i] = not fine
     return digests.tolist(), suspects

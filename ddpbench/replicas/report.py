@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ddpbench.records.schema import Finding
 
@@ -66,8 +66,40 @@ class NonFinite:
 
 
 @dataclass(frozen=True)
+class NotCompared:
+    """A tensor or value that could not be compared."""
+
+    kind: str
+    name: str
+    reason: str  # "sharded: each rank holds a part of its own"
+
+
+@dataclass(frozen=True)
+class WithoutGradient:
+    """A trained parameter whose gradient is None in some ranks, while others have theirs."""
+
+    name: str
+    ranks: tuple[int, ...]
+    zeros: bool = False  # it is not None but zero throughout, unlike other ranks'
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a rank first saw a NaN or an infinity of its own, before gradients were reduced."""
+
+    rank: int
+    steps_ago: int  # optimizer steps between that and the verification
+    place: str  # "the output of forward", or "the gradient of fc.weight"
+
+
+@dataclass(frozen=True)
 class Report:
-    """What one verification found. Ranks are global ranks."""
+    """The result of one verification, the same in every rank. Ranks are global ranks.
+
+    There are three answers. `ok`: everything was compared, is equal and finite. `failed`: something
+    differs or is not finite. Neither: what was compared is equal, and `not_compared` has the rest.
+    A loop that stops on a fault asks for `failed`; one that wants a proof asks for `ok`.
+    """
 
     ranks: tuple[int, ...]  # that were compared
     step: int | None
@@ -76,22 +108,37 @@ class Report:
     differences: tuple[Difference, ...] = ()
     mismatches: tuple[Mismatch, ...] = ()
     nonfinite: tuple[NonFinite, ...] = ()
+    without_gradient: tuple[WithoutGradient, ...] = ()
+    origins: tuple[Origin, ...] = ()  # of `nonfinite`, where a Verifier traces it
+    not_compared: tuple[NotCompared, ...] = ()
     rng_equal: bool = True
-    skipped: dict[str, str] = field(default_factory=dict)  # in this rank: "kind name" → reason
     findings: tuple[Finding, ...] = ()  # all of the above in words, the worst first
     equal_until: int | None = None  # the last step after which a Verifier had found all equal
-
-    @property
-    def equal(self) -> bool:
-        """Whether all ranks have the same bits in all that was compared, but for buffers, which
-        are a note or a warning."""
-        return not self.faults
+    since: int | None = None  # the step of the Verifier's first report of what is wrong
+    repeated: bool = False  # a report before this one, of the same Verifier, has all that is wrong
 
     @property
     def ok(self) -> bool:
-        """Equal, with some parameters compared if there are any, and these and the optimizer's
-        state finite."""
-        return not any(f.severity == "error" for f in self.findings)
+        """Whether everything was compared, is equal in all ranks (but for buffers), and the
+        parameters and the optimizer's state are finite."""
+        return not (self.failed or self.not_compared)
+
+    @property
+    def failed(self) -> bool:
+        """Whether something that was compared differs (but for buffers), or a parameter or the
+        optimizer's state is not finite."""
+        return any(f.severity == "error" for f in self.findings)
+
+    @property
+    def differs(self) -> bool:
+        """Whether something that was compared differs between ranks, but for buffers, which are a
+        note or a warning."""
+        return bool(self._faulty)
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything was compared and has the same bits in all ranks, but for buffers."""
+        return not (self.differs or self.not_compared)
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -117,32 +164,46 @@ class Report:
         """The verdict in one line, and what it is on."""
         when = "" if self.step is None else f"step {self.step}: "
         who = ranks_text(self.ranks)
-        bad = Counter(f.code for f in self.findings if f.severity == "error")
+        if self.differs:
+            return f"{when}replicas {self._different(who)}"
         differing = Counter(each.kind for each in self.differences)
         some = [f"{n} of {counted(kind, self.compared[kind])}" for kind, n in differing.items()]
-        if not self.equal:
-            until = "" if self.equal_until is None else f" (equal after step {self.equal_until})"
-            unlike = Counter(each.kind for each in self.mismatches)
-            some += [f"{counted(kind, n)} not in all ranks alike" for kind, n in unlike.items()]
-            same = {kind: n for kind, n in self.compared.items() if n and kind not in differing}
-            equal = f"; equal: {_listed(same)}" if same else ""
-            return f"{when}replicas DIFFERENT in {who}{until}: {', '.join(some)}{equal}"
-        if bad["nothing-compared"] or not any(self.compared.values()):
-            verdict = "replicas NOT COMPARED"
+        verdict = f"replicas equal{' but for ' if some else ''}{', '.join(some)}"
+        if self.not_compared:
+            model = self.compared["parameter"] > 0 or all(
+                each.kind != "parameter" for each in self.not_compared
+            )
+            verdict = f"replicas NOT {'ALL ' if model else ''}COMPARED"
         elif len(self.ranks) == 1:
             verdict = "one replica, equal to itself"
-        else:
-            verdict = f"replicas equal{' but for ' if some else ''}{', '.join(some)}"
-        if bad["non-finite"]:
+        if self.failed:
             verdict += ", but NOT FINITE,"
-        return f"{when}{verdict} in {who}; compared: {_listed(self.compared)}"
+        text = f"{when}{verdict} in {who}; compared: {_listed(self.compared)}"
+        if self.not_compared:
+            absent = Counter(each.kind for each in self.not_compared)
+            text += f"; not compared: {_listed(absent)}"
+        return text
+
+    def _different(self, who: str) -> str:
+        if self.repeated:
+            return f"still DIFFERENT in {who}, as in step {self.since}"
+        differing = Counter(each.kind for each in self.differences)
+        some = [f"{n} of {counted(kind, self.compared[kind])}" for kind, n in differing.items()]
+        unlike = Counter(each.kind for each in self.mismatches)
+        some += [f"{counted(kind, n)} not in all ranks alike" for kind, n in unlike.items()]
+        until = "" if self.equal_until is None else f" (equal after step {self.equal_until})"
+        same = {kind: n for kind, n in self.compared.items() if n and kind not in differing}
+        equal = f"; equal: {_listed(same)}" if same else ""
+        absent = Counter(each.kind for each in self.not_compared)
+        rest = f"; not compared: {_listed(absent)}" if absent else ""
+        return f"DIFFERENT in {who}{until}: {', '.join(some)}{equal}{rest}"
 
     def __str__(self) -> str:
         lines = [self.headline]
         for finding in self.findings:
             lines.append(f"{finding.severity}: {finding.sentence}")
             if finding.next_step:
-                lines.append(f"    next: {finding.next_step}")
+                lines.append(f"    Next: {finding.next_step}")
         return "\n".join(lines)
 
 
@@ -166,8 +227,10 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def few(names: Sequence[str]) -> str:
-    """The first of the names."""
-    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+    """All of up to three names, or the first two and how many more there are."""
+    if len(names) > 3:
+        return f"{', '.join(names[:2])} and {len(names) - 2} more"
+    return ", ".join(names)
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

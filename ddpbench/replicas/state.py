@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,9 +16,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.replicas.digest import Digests, number_type, of_bytes
+from ddpbench.replicas.report import NotCompared
 
 KINDS = ("parameter", "gradient", "optimizer", "buffer")
 IGNORED = "DDP was told to ignore it"
+SHARDED = "sharded: each rank holds a part of its own"
+DTENSOR = "a DTensor: its placements say which ranks hold what"
 
 
 class Entry(NamedTuple):
@@ -31,10 +36,10 @@ class Entry(NamedTuple):
 
 @dataclass
 class State:
-    """The entries by kind, and why something is not among them."""
+    """The entries by kind, and what is not among them."""
 
     entries: dict[str, list[Entry]]
-    skipped: dict[str, str]  # "kind name" → why
+    not_compared: list[NotCompared]
 
 
 @dataclass(frozen=True)
@@ -68,47 +73,84 @@ def wrapper(module: torch.nn.Module) -> DistributedDataParallel | None:
 
 def collect(
     module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     gradients: bool,
 ) -> State:
     """All that can be compared of this rank's replica."""
-    state = State({kind: [] for kind in KINDS}, {})
+    state = State({kind: [] for kind in KINDS}, [])
     outer, inner = wrapper(module), unwrap(module)
     ignored: set[str] = getattr(outer, "parameters_to_ignore", set())
+    sharded = _sharded(inner)
     names: dict[Tensor, str] = {}
     for name, parameter in inner.named_parameters():
         names[parameter] = name
-        if name in ignored:
-            state.skipped[f"parameter {name}"] = IGNORED
-            continue
-        _add(state, "parameter", name, parameter)
+        reason = IGNORED if name in ignored else SHARDED if parameter in sharded else ""
+        _add(state, "parameter", name, parameter, reason)
         if gradients and parameter.grad is not None:
-            _add(state, "gradient", name, parameter.grad)
+            _add(state, "gradient", name, parameter.grad, reason)
     for name, buffer in inner.named_buffers():
-        if name in ignored:
-            state.skipped[f"buffer {name}"] = IGNORED
-        else:
-            _add(state, "buffer", name, buffer)
-    if optimizer is not None:
-        for name, value in _optimizer(optimizer, names):
-            _add(state, "optimizer", name, value)
+        _add(state, "buffer", name, buffer, IGNORED if name in ignored else "")
+    for number, optimizer in enumerate(optimizers):
+        prefix = f"optimizers[{number}]." if len(optimizers) > 1 else ""
+        for name, value in _options(optimizer):
+            _add(state, "optimizer", prefix + name, value)
+        if shards_state(optimizer):
+            state.not_compared.append(NotCompared("optimizer", f"{prefix}state", SHARDED))
+            continue
+        for owner, name, value in _states(optimizer, names):
+            _add(state, "optimizer", prefix + name, value, SHARDED if owner in sharded else "")
     return state
 
 
-def _optimizer(
-    optimizer: torch.optim.Optimizer, names: dict[Tensor, str]
-) -> Iterator[tuple[str, Any]]:
-    """Options of the groups, then the state of each parameter, by the parameter's name."""
+def _sharded(module: torch.nn.Module) -> set[Tensor]:
+    """The parameters of which FullyShardedDataParallel leaves each rank a part, as plain tensors.
+
+    fully_shard's are DTensors, which show it themselves.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported: no module is one
+    if fsdp is None:
+        return set()
+    kept = fsdp.ShardingStrategy.NO_SHARD
+    return {
+        parameter
+        for part in module.modules()
+        if isinstance(part, fsdp.FullyShardedDataParallel) and part.sharding_strategy != kept
+        for parameter in part.parameters()
+    }
+
+
+def shards_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each rank holds the state of a part of the parameters only."""
+    optim: Any = sys.modules.get("torch.distributed.optim")
+    kind = getattr(optim, "ZeroRedundancyOptimizer", ())
+    return isinstance(optimizer, kind)
+
+
+def is_option(name: str) -> bool:
+    """Whether a name of kind "optimizer" is of an option, such as lr, rather than of a state."""
+    return re.match(r"(optimizers\[\d+\]\.)?param_groups\[\d+\]\.(?!params\[)", name) is not None
+
+
+def _options(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """The options of the groups, such as lr."""
     for g, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key not in ("params", "param_names"):
                 yield from _within(f"param_groups[{g}].{key}", value)
+
+
+def _states(
+    optimizer: torch.optim.Optimizer, names: dict[Tensor, str]
+) -> Iterator[tuple[Tensor, str, Any]]:
+    """The state of each parameter, by the parameter's name."""
+    for g, group in enumerate(optimizer.param_groups):
         for p, parameter in enumerate(group["params"]):
             # `optimizer.state[parameter]` would make an empty entry.
             values = optimizer.state.get(parameter, None)
             if values:
                 name = names.get(parameter, f"param_groups[{g}].params[{p}]")
-                yield from _within(name, values)
+                for each, value in _within(name, values):
+                    yield parameter, each, value
 
 
 def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -127,27 +169,28 @@ def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 _NUMBERS = (bool, int, float, complex)
 
 
-def _add(state: State, kind: str, name: str, value: Any) -> None:
+def _add(state: State, kind: str, name: str, value: Any, reason: str = "") -> None:
+    """Add an entry; with a reason, or where there is nothing to read, as not compared."""
     if isinstance(value, Tensor):
-        reason = _unreadable(value)
-        if reason:
-            state.skipped[f"{kind} {name}"] = reason
-        else:
-            entry = Entry(name, value, value.dtype, value.shape, value.device.type)
-            state.entries[kind].append(entry)
+        reason = reason or _unreadable(value)
+    elif not (value is None or isinstance(value, (str, *_NUMBERS))):
+        reason = reason or f"a {type(value).__name__} is no tensor and no number"
+    if reason:
+        state.not_compared.append(NotCompared(kind, name, reason))
+    elif isinstance(value, Tensor):
+        entry = Entry(name, value, value.dtype, value.shape, value.device.type)
+        state.entries[kind].append(entry)
     elif isinstance(value, _NUMBERS):
         state.entries[kind].append(Entry(name, value, number_type(value), (), ""))
-    elif value is None or isinstance(value, str):
-        state.entries[kind].append(Entry(name, None, repr(value), (), ""))
     else:
-        state.skipped[f"{kind} {name}"] = f"a {type(value).__name__} is no tensor and no number"
+        state.entries[kind].append(Entry(name, None, repr(value), (), ""))
 
 
 def _unreadable(tensor: Tensor) -> str:
     """Why a tensor's elements cannot be read or are not meant to be equal; "" if they can."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         if hasattr(tensor, "to_local"):
-            return "sharded: each rank holds a part of its own"
+            return DTENSOR
         if torch.nn.parameter.is_lazy(tensor):
             return "not initialised yet"
         if hasattr(type(tensor), "__tensor_flatten__"):

@@ -1,0 +1,675 @@
+"""Replicas in the shape of real models: a fault is named by its own cause, a healthy one passes.
+
+One job of two ranks plays all of them and leaves the reports in files, as in test_replicas.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_mpi
+import torch
+import torch.distributed as dist
+from test_replicas import seen
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpbench
+from ddpbench.replicas import state
+
+SIZE = 2
+WIDTH, VOCABULARY = 8, 16
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a LayerNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = self.attention(self.before(hidden)).chunk(3, -1)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.project(mixed)
+        return hidden + self.down(functional.gelu(self.up(self.between(hidden))))  # type: ignore[no-any-return]
+
+
+class Language(nn.Module):
+    """A small language model with tied weights, normal weights, zero biases; forward: the loss."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.last = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.tokens(words)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.last(hidden))
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), words[:, 1:].flatten())
+
+
+class Experts(nn.Module):
+    """A mixture of experts, of which a batch goes to the ones it names; forward: the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.outer = nn.Linear(8, 1)
+
+    def forward(self, batch: Tensor, *chosen: int) -> Tensor:
+        hidden = self.inner(batch)
+        mixed = torch.stack([self.experts[expert](hidden) for expert in chosen]).sum(0)
+        return self.outer(mixed).square().mean()  # type: ignore[no-any-return]
+
+
+class Adapter(nn.Module):
+    """A frozen layer with a low-rank update: one factor random, the other zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(6, 2))
+        self.down_again = nn.Parameter(torch.randn(6, 2))
+        self.up = nn.Parameter(torch.zeros(2, 6))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        low = batch @ (self.down + self.down_again) @ self.up
+        return (self.base(batch) + low).square().mean()  # type: ignore[no-any-return]
+
+
+class Normed(nn.Module):
+    """BatchNorm and dropout; forward: the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 1)
+        )
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.layers(batch).square().mean()  # type: ignore[no-any-return]
+
+
+def words() -> Tensor:
+    """This rank's own batch of a language model."""
+    return torch.randint(VOCABULARY, (2, 8))
+
+
+def batch() -> Tensor:
+    return torch.randn(4, 6)
+
+
+def alike(make: Callable[[], nn.Module], **ddp: Any) -> Any:
+    """DDP around a model that all ranks have initialised alike; then each rank draws its own."""
+    torch.manual_seed(0)
+    wrapped = DistributedDataParallel(make(), **ddp)
+    torch.manual_seed(dist.get_rank())
+    return wrapped
+
+
+def adam(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), **{"lr": 1e-3, **options})
+
+
+def average(module: nn.Module) -> None:
+    """What a loop without DDP does between backward and step."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def step(model: Callable[..., Tensor], optimizer: torch.optim.Optimizer, *inputs: Any) -> None:
+    optimizer.zero_grad()
+    model(*inputs).backward()
+    optimizer.step()
+
+
+LAST = SIZE - 1
+
+
+# --- faults: name, the likely cause, what the text says
+
+
+def different_seeds() -> Any:
+    """Before DDP wraps it; LayerNorm's ones and the zero biases agree."""
+    torch.manual_seed(dist.get_rank())
+    return ddpbench.verify_replicas(Language())
+
+
+def different_seeds_averaged() -> Any:
+    """A loop that averages gradients by itself, after a step."""
+    torch.manual_seed(dist.get_rank())
+    model = Language()
+    optimizer = adam(model)
+    model(words()).backward()
+    average(model)
+    optimizer.step()
+    return ddpbench.verify_replicas(model, optimizer)
+
+
+def initialised_after_wrapping() -> Any:
+    """The weights are drawn again behind DDP's back, and trained."""
+    ddp = alike(Language)
+    for block in ddp.module.blocks:
+        nn.init.normal_(block.up.weight)
+        nn.init.normal_(block.down.weight)
+    optimizer = adam(ddp)
+    step(ddp, optimizer, words())
+    return ddpbench.verify_replicas(ddp, optimizer)
+
+
+def loaded_in_one_rank() -> Any:
+    """A checkpoint that rank 0 alone loads after DDP has wrapped."""
+    ddp = alike(Language)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                parameter += torch.randn_like(parameter)
+    optimizer = adam(ddp)
+    step(ddp, optimizer, words())
+    return ddpbench.verify_replicas(ddp, optimizer)
+
+
+def loaded_later() -> Any:
+    """The same between two verifications."""
+    ddp = alike(Language)
+    optimizer = adam(ddp)
+    verifier = ddpbench.Verifier(ddp, optimizer)
+    step(ddp, optimizer, words())
+    assert verifier.check(1).ok
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)
+    step(ddp, optimizer, words())
+    return verifier.check(2)
+
+
+def different_adapters() -> Any:
+    """The base is frozen and agrees, one factor is drawn by rank."""
+    torch.manual_seed(0)
+    model = Adapter()
+    torch.manual_seed(dist.get_rank())
+    nn.init.normal_(model.down)
+    nn.init.normal_(model.down_again)
+    return ddpbench.verify_replicas(model)
+
+
+def unused_experts() -> Any:
+    """Each rank's tokens go to an expert of its own."""
+    ddp = alike(Experts)
+    optimizer = adam(ddp)
+    verifier = ddpbench.Verifier(ddp, optimizer)
+    assert verifier.check(0).ok
+    step(ddp, optimizer, batch(), dist.get_rank())
+    return verifier.check(1)
+
+
+def unused_experts_with_sgd() -> Any:
+    """The same, looked at once, with an optimizer that has no state."""
+    ddp = alike(Experts)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    step(ddp, optimizer, batch(), dist.get_rank())
+    return ddpbench.verify_replicas(ddp, optimizer)
+
+
+def unused_experts_of_zeros() -> Any:
+    """The same after a step that uses all, with gradients that are zeroed and stay."""
+    ddp = alike(Experts)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    verifier = ddpbench.Verifier(ddp, optimizer)
+    step(ddp, optimizer, batch(), 0, 1, 2, 3)
+    assert verifier.check(1).ok
+    optimizer.zero_grad(set_to_none=False)
+    ddp(batch(), dist.get_rank(), 2, 3).backward()
+    optimizer.step()
+    return verifier.check(2)
+
+
+def unused_experts_bypassed() -> Any:
+    """DDP finds unused parameters, and the forward goes by it."""
+    ddp = alike(Experts, find_unused_parameters=True)
+    optimizer = adam(ddp)
+    step(ddp.module, optimizer, batch(), dist.get_rank())
+    return ddpbench.verify_replicas(ddp, optimizer)
+
+
+def adapters_bypassed() -> Any:
+    """A zero factor makes the gradient of the other one zero, in every rank alike."""
+    ddp = alike(Adapter)
+    optimizer = adam(ddp)
+    with torch.no_grad():
+        ddp.module.up[0] = 1
+    step(ddp.module, optimizer, batch())
+    return ddpbench.verify_replicas(ddp, optimizer)
+
+
+def skipped_step() -> Any:
+    """One rank leaves out a step, as after a NaN check of its own loss."""
+    ddp = alike(Language)
+    optimizer = adam(ddp)
+    verifier = ddpbench.Verifier(ddp, optimizer)
+    for number in (1, 2):
+        optimizer.zero_grad()
+        ddp(words()).backward()
+        if (number, dist.get_rank()) != (2, LAST):
+            optimizer.step()
+        report = verifier.check(number)
+    return report
+
+
+def frozen_in_one_rank() -> Any:
+    """requires_grad differs and nothing else does."""
+    torch.manual_seed(0)
+    model = Language()
+    if dist.get_rank() == LAST:
+        model.last.requires_grad_(False)
+    return ddpbench.verify_replicas(model)
+
+
+def averaged_in_one_rank() -> Any:
+    """A moving average of the weights that rank 0 alone updates."""
+    model = alike(Language).module
+    average = copy.deepcopy(model).requires_grad_(False)
+    if dist.get_rank() == 0:
+        for parameter in average.parameters():
+            parameter.mul_(0.9)
+    return ddpbench.verify_replicas(average)
+
+
+def teacher_in_one_rank() -> Any:
+    """The same within the model that is trained."""
+    student = Adapter()
+    ddp = alike(lambda: nn.ModuleDict({"student": student, "teacher": copy.deepcopy(student)}))
+    ddp.module["teacher"].requires_grad_(False)
+    optimizer = torch.optim.AdamW(student.parameters())
+    student(batch()).backward()
+    average(student)
+    optimizer.step()
+    if dist.get_rank() == 0:
+        for parameter in ddp.module["teacher"].parameters():
+            parameter.add_(1)
+    return ddpbench.verify_replicas(ddp, optimizer)
+
+
+def weight_decay() -> Any:
+    ddp = alike(Language)
+    optimizer = adam(ddp, weight_decay=0.1 * (1 + dist.get_rank()))
+    step(ddp, optimizer, words())
+    return ddpbench.verify_replicas(ddp, optimizer)
+
+
+def scheduler_in_one_rank() -> Any:
+    """The learning rate differs from the second step on."""
+    ddp = alike(Language)
+    optimizer = adam(ddp)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for _ in range(2):
+        step(ddp, optimizer, words())
+        if dist.get_rank() == LAST:
+            scheduler.step()
+    return ddpbench.verify_replicas(ddp, optimizer)
+
+
+def copies_outside_the_module() -> Any:
+    """State of parameters that are not the module's is no option of the optimizer."""
+    model = alike(lambda: nn.Linear(6, 6)).module
+    copies = [nn.Parameter(p.detach().double()) for p in model.parameters()]
+    optimizer = torch.optim.Adam(copies)
+    for each in copies:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    if dist.get_rank() == LAST:
+        optimizer.state[copies[0]]["exp_avg"][0, 0] = 5
+    return ddpbench.verify_replicas(model, optimizer)
+
+
+def two_optimizers() -> Any:
+    """The state of each is named by its place; the second one's learning rate differs."""
+    ddp = alike(Experts)
+    both = [
+        torch.optim.Adam(ddp.module.experts.parameters()),
+        torch.optim.SGD(ddp.module.outer.parameters(), 0.1 * (1 + dist.get_rank()), 0.9),
+    ]
+    verifier = ddpbench.Verifier(ddp, both)
+    names = [entry.name for entry in state.collect(ddp, both, True).entries["optimizer"]]
+    assert len(names) == len(set(names))
+    return verifier.check(1)
+
+
+FAULTS: dict[Callable[[], Any], tuple[str, str]] = {
+    different_seeds: (
+        "different-initialisation", "9 of 27 parameters differ between rank 0 and rank 1: tokens."
+    ),
+    different_seeds_averaged: ("different-initialisation", "Next: set the same seed in every rank"),
+    initialised_after_wrapping: ("different-initialisation", "4 of 27 parameters differ"),
+    loaded_in_one_rank: ("different-initialisation", "some ranks alone loaded a checkpoint"),
+    loaded_later: ("changed-outside", "27 of 27 parameters differ between rank 0 and rank 1, "),
+    different_adapters: ("different-initialisation", "2 of 5 parameters differ"),
+    unused_experts: (
+        "unused-parameters",
+        "error: 2 parameters without a gradient in rank 1, with one in others: experts.0.weight, ",
+    ),
+    unused_experts_with_sgd: ("unused-parameters", "Next: give DDP find_unused_parameters=True"),
+    unused_experts_of_zeros: ("unused-parameters", "with a gradient of zeros in rank 0: "),
+    unused_experts_bypassed: ("never-synchronised", "the forward bypassed DDP"),
+    adapters_bypassed: ("never-synchronised", "the forward bypassed DDP"),
+    skipped_step: ("uneven-steps", ".step (float32): Rank 1: 1.0 against 2.0 in rank 0"),
+    frozen_in_one_rank: (
+        "frozen-in-some",
+        "last.weight: requires_grad=False in rank 1, requires_grad=True in rank 0",
+    ),
+    averaged_in_one_rank: ("untrained-parameters", "some ranks alone update them"),
+    teacher_in_one_rank: ("untrained-parameters", "some ranks alone update them"),
+    weight_decay: ("different-options", "param_groups[0].weight_decay (float64): Rank 1: 0.2 "),
+    scheduler_in_one_rank: ("different-options", "param_groups[0].lr (float64): Rank 1: 0.00025 "),
+    copies_outside_the_module: ("optimizer-state", "param_groups[0].params[0].exp_avg (float64 "),
+    two_optimizers: ("different-options", "optimizer optimizers[1].param_groups[0].lr (float64) "),
+}  # fmt: skip
+
+
+# --- not finite
+
+
+def traced(where: str) -> Any:
+    """The last rank has a NaN in the third of five steps, and all verify after the fifth."""
+    ddp = alike(Language)
+    optimizer = adam(ddp)
+    verifier = ddpbench.Verifier(ddp, optimizer, trace_nonfinite=True)
+    for number in range(1, 6):
+        optimizer.zero_grad()
+        bad = (number, dist.get_rank()) == (3, LAST)
+        if bad and where == "output":
+            with torch.no_grad():
+                ddp.module.last.bias[0] = math.nan
+        loss = ddp(words())
+        (loss * math.nan if bad and where == "loss" else loss).backward()
+        optimizer.step()
+        if number == 1:
+            assert verifier.check(number).ok
+    report = verifier.check(5)
+    verifier.close()
+    assert not ddp._forward_hooks
+    return report
+
+
+def nan_of_a_loss() -> Any:
+    return traced("loss")
+
+
+def nan_of_an_output() -> Any:
+    return traced("output")
+
+
+def nan_untraced() -> Any:
+    ddp = alike(Language)
+    optimizer = adam(ddp)
+    optimizer.zero_grad()
+    (ddp(words()) * (math.nan if dist.get_rank() == LAST else 1)).backward()
+    optimizer.step()
+    return ddpbench.verify_replicas(ddp, optimizer)
+
+
+# --- what is healthy
+
+
+def healthy(name: str) -> Any:
+    """Some steps of each, verified after each step, with gradients: nothing is wrong."""
+    kinds: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
+        "language": (Language, {}, {}),
+        "fused": (Language, {}, {"fused": True}),
+        "foreach": (Language, {"gradient_as_bucket_view": True}, {"foreach": True}),
+        "experts": (Experts, {"find_unused_parameters": True}, {}),
+        "adapter": (Adapter, {}, {}),
+        "normed": (Normed, {}, {}),
+        "compiled": (lambda: torch.compile(Language(), backend="eager"), {}, {}),  # type: ignore[dict-item]
+        "scaled": (Normed, {}, {}),
+    }
+    make, options, settings = kinds[name]
+    ddp = alike(make, **options)
+    trained = [p for p in ddp.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, 1e-3, **settings)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, enabled=name == "scaled")
+    verifier = ddpbench.Verifier(ddp, optimizer, gradients=True, trace_nonfinite=name == "scaled")
+    for number in range(1, 5):
+        optimizer.zero_grad()
+        for micro in range(2):
+            with ddp.no_sync() if micro == 0 and name == "normed" else nullcontext():
+                if name == "experts":
+                    loss = ddp(batch(), (dist.get_rank() + number) % 3)
+                else:
+                    loss = ddp(words() if "token" in str(ddp) else batch())
+                scaler.scale(loss * 1e3).backward()
+                if name != "normed":
+                    break
+        scaler.step(optimizer)
+        scaler.update()
+        report = verifier.check(number)
+        assert report.ok, str(report)
+        assert not report.failed
+    verifier.close()
+    return report
+
+
+HEALTHY = ["language", "fused", "foreach", "experts", "adapter", "normed", "compiled", "scaled"]
+
+
+# --- what is not compared
+
+
+def tensor_parallel() -> Any:
+    """A replicated bias that differs is not compared, and nothing says that it is equal."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = init_device_mesh("cpu", (SIZE,))
+    local = torch.full((4,), float(dist.get_rank()))
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(model.weight)
+    model.bias = nn.Parameter(DTensor.from_local(local, mesh, [Replicate()], run_check=False))
+    return ddpbench.verify_replicas(model)
+
+
+def fully_sharded(original: bool) -> Any:
+    """A loop that goes on until something `failed`."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.manual_seed(0)
+    device = torch.device("cpu")
+    model = FullyShardedDataParallel(Language(), use_orig_params=original, device_id=device)
+    optimizer = adam(model)
+    verifier = ddpbench.Verifier(model, optimizer)
+    for number in (1, 2, 3):
+        step(model, optimizer, words())
+        report = verifier.check(number)
+        if report.failed:
+            break
+    assert report.step == 3, str(report)
+    return report
+
+
+def sharded_flat() -> Any:
+    return fully_sharded(original=False)
+
+
+def sharded_as_they_were() -> Any:
+    return fully_sharded(original=True)
+
+
+def sharded_state() -> Any:
+    """An optimizer of which each rank keeps the state of a part of the parameters."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = alike(Language)
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=1e-3)
+    step(ddp, optimizer, words())
+    return ddpbench.verify_replicas(ddp, optimizer)
+
+
+NOT_COMPARED = [tensor_parallel, sharded_flat, sharded_as_they_were, sharded_state]
+OTHERS = [nan_of_a_loss, nan_of_an_output, nan_untraced]
+PLAYS: dict[str, Callable[[], Any]] = {
+    **{play.__name__: play for play in (*FAULTS, *OTHERS, *NOT_COMPARED)},
+    **{name: lambda name=name: healthy(name) for name in HEALTHY},  # type: ignore[misc]
+}
+
+
+def job(folder: Path, rank: int) -> None:
+    """All plays, one after the other; outcomes in a file."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), SIZE)
+    limit = timedelta(seconds=30)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=limit)
+    outcomes: dict[str, Any] = {}
+    for name, play in PLAYS.items():
+        try:
+            outcomes[name] = seen(play())
+        except Exception:
+            outcomes[name] = {"error": traceback.format_exc()}
+            break  # the ranks may no longer be together
+    (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """The report of a play, which all ranks have alike."""
+    folder = tmp_path_factory.mktemp("models")
+    line = [sys.executable, __file__, str(folder)]
+    ranks = [
+        subprocess.Popen(
+            [*line, str(rank)], stderr=subprocess.PIPE, text=True, env=test_mpi.ENVIRONMENT
+        )
+        for rank in range(SIZE)
+    ]
+    try:
+        said = "".join(rank.communicate(timeout=150)[1] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    paths = [folder / f"{rank}.json" for rank in range(SIZE)]
+    assert all(path.exists() for path in paths), said
+    outcomes = [json.loads(path.read_text()) for path in paths]
+
+    def of(name: str) -> Any:
+        found = [each.get(name, {"error": "did not run"}) for each in outcomes]
+        for report in found:
+            assert "error" not in report, report["error"]
+        assert found[0] == found[1]
+        return found[0]
+
+    return of
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_of_a_real_model(reports: Callable[[str], Any], fault: Any) -> None:
+    """It is told by its own cause, in one finding with the number of tensors, and a next step."""
+    report, (cause, words) = reports(fault.__name__), FAULTS[fault]
+    assert report["cause"] == cause, report["text"]
+    assert words in report["text"]
+    assert report["failed"]
+    assert not report["ok"]
+    first = report["findings"][0]
+    assert first["code"] == cause
+    assert first["next_step"]
+    assert len(report["findings"]) <= 9, report["text"]
+
+
+def test_tensors_that_differ_alike_are_one_finding(reports: Callable[[str], Any]) -> None:
+    """Parameters and optimizer state of a skipped step are told once, with the step."""
+    report = reports("skipped_step")
+    (only,) = [f for f in report["findings"] if f["severity"] == "error"]
+    assert only["sentence"].startswith(
+        "27 of 27 parameters and 81 of 93 values of the optimizer's options and state differ "
+        "between rank 0 and rank 1, first seen in step 2: "
+    )
+    assert len(only["place"]["tensors"]) == 27 + 81
+
+
+def test_parameters_without_a_gradient_are_named(reports: Callable[[str], Any]) -> None:
+    """Of some ranks and of all, in a faulty and in a healthy mixture of experts."""
+    report = reports("unused_experts")
+    found = {each["name"]: each["ranks"] for each in report["without_gradient"]}
+    assert found["experts.0.weight"] == [1]
+    assert found["experts.1.weight"] == [0]
+    assert found["experts.3.bias"] == [0, 1]
+    report = reports("experts")
+    assert len(report["without_gradient"]) == 4
+    assert "parameters without a gradient in any rank: experts." in report["text"]
+    assert reports("language")["without_gradient"] == []
+
+
+def test_the_rank_that_had_a_nan_first_is_named(reports: Callable[[str], Any]) -> None:
+    """By its loss (whose gradient is the first that is not finite) and by its output, two steps
+    before the verification; untraced, the report says how to find it."""
+    report = reports("nan_of_a_loss")
+    (origin,) = report["origins"]
+    assert origin["rank"] == LAST
+    assert origin["steps_ago"] == 2
+    told = "First, before gradients were reduced: rank 1 in its loss, or the gradient of "
+    assert told in report["text"]
+    assert ", 2 steps before this one" in report["text"]
+    assert "Next: look at the batch and the loss of rank 1 in that step" in report["text"]
+    (origin,) = reports("nan_of_an_output")["origins"]
+    assert origin == {"rank": LAST, "steps_ago": 2, "place": "the output of forward"}
+    report = reports("nan_untraced")
+    assert report["origins"] == []
+    assert "27 parameters with NaN or infinite elements in ranks 0, 1: " in report["text"]
+    assert report["text"].count("Verifier(..., trace_nonfinite=True)") == 1
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_model_passes(reports: Callable[[str], Any], name: str) -> None:
+    """Own data in each rank, dropout, accumulation, skipped steps of a GradScaler, experts that
+    DDP finds, a compiled model: `ok`, and at most notes."""
+    report = reports(name)
+    assert report["ok"]
+    assert {each["severity"] for each in report["findings"]} <= {"note"}
+
+
+@pytest.mark.parametrize("play", NOT_COMPARED, ids=lambda play: play.__name__)
+def test_what_is_not_compared_is_neither_ok_nor_failed(
+    reports: Callable[[str], Any], play: Any
+) -> None:
+    """DTensors, both forms of FullyShardedDataParallel, an optimizer of sharded state: the tensors
+    are in the report, with the reason, and in its text."""
+    report = reports(play.__name__)
+    assert (report["ok"], report["failed"], report["equal"]) == (False, False, False)
+    assert report["not_compared"]
+    reason = state.DTENSOR if play is tensor_parallel else state.SHARDED
+    assert {each["reason"] for each in report["not_compared"]} == {reason}
+    assert report["without_gradient"] == []
+    assert "COMPARED in ranks 0, 1; compared: " in report["headline"]
+    assert "; not compared: " in report["headline"]
+    assert "warning: not compared: " in report["text"]
+
+
+if __name__ == "__main__":
+    job(Path(sys.argv[1]), int(sys.argv[2]))
