@@ -10,6 +10,7 @@ from ddpbench.analysis import hang
 from ddpbench.analysis.hang import (
     ALIVE,
     DIED,
+    ENDED,
     LEFT,
     STOPPED,
     Call,
@@ -64,23 +65,90 @@ def test_ranks_at_one_place_are_told_together() -> None:
     )
 
 
-def test_two_groups_in_different_order_are_told_as_what_they_are() -> None:
-    """Rank 0 waits in one group and rank 1 in another: each is said to have never joined the
-    other's collective, and where it is instead."""
-
-    def both(first: bool) -> Words:
-        logs = tuple(
-            Log(group, (0, 1), int(mine), 0, calls(REDUCE) if mine else ())
-            for group, mine in (("of group 1", first), ("of group 2", not first))
-        )
-        return Words(f"f{int(first)} (x.py:1)", "all_reduce", logs, late=True)
-
-    assert verdict([], {0: both(True), 1: both(False)}) == (
-        "rank 1 never joined #1 all_reduce float32[1024] of group 1; it is in "
-        "#1 all_reduce float32[1024] of group 2, called from f0 (x.py:1); rank 0 waits; "
-        "rank 0 never joined #1 all_reduce float32[1024] of group 2; it is in "
-        "#1 all_reduce float32[1024] of group 1, called from f1 (x.py:1); rank 1 waits"
+def in_groups(place: str, size: int, **started: int) -> Words:
+    """Of a rank that waits in the first call of the groups that have started one."""
+    logs = tuple(
+        Log(f"of group {name}", tuple(range(size)), count, 0, calls(*[REDUCE] * count))
+        for name, count in started.items()
     )
+    return Words(place, "all_reduce", logs, late=True)
+
+
+def test_two_groups_in_different_order_are_told_as_a_deadlock() -> None:
+    """Rank 0 waits in one group for rank 1, which waits in the other for rank 0."""
+    ranks = {0: in_groups("f0 (x.py:1)", 2, a=1, b=0), 1: in_groups("f1 (x.py:2)", 2, a=0, b=1)}
+    assert verdict([], ranks) == (
+        "rank 0 waits in #1 all_reduce float32[1024] of group a at f0 (x.py:1) for rank 1; "
+        "rank 1 waits in #1 all_reduce float32[1024] of group b at f1 (x.py:2) for rank 0: "
+        "a deadlock"
+    )
+
+
+def test_groups_of_one_name_are_told_apart_by_their_ranks() -> None:
+    """The rows of a mesh: ranks 0 and 1 are through, ranks 2 and 3 are not; rank 1 owes nothing."""
+
+    def row(rank: int, started: int, **others: object) -> Words:
+        log = Log("of group 'tp'", (rank // 2 * 2, rank // 2 * 2 + 1), started, 2, calls(REDUCE))
+        return replace(Words(f"f{rank} (x.py:1)", logs=(log,)), **others)  # type: ignore[arg-type]
+
+    waits, left = row(2, 3, inside="all_reduce", late=True), replace(ONE, state=LEFT)
+    silent = [replace(left, seen=row(1, 2)), replace(left, rank=3, name="rank 3", seen=row(3, 2))]
+    assert verdict(silent, {0: row(0, 2), 2: waits}) == (
+        "rank 3 has left before #3 collective of group 'tp' (ranks 2, 3), after #1 all_reduce "
+        "float32[1024] of group 'tp' (ranks 2, 3); ranks 0, 2 waited for it"
+    )
+
+
+def test_a_circle_over_messages_and_collectives_is_a_deadlock() -> None:
+    """Rank 0 receives from rank 2, which is in a collective that it has not called; rank 3, which
+    waits as well, is no part of the circle."""
+    receives = replace(LOADS, inside="recv", source=2, place="recv_x (p.py:3)")
+    assert verdict([], {0: receives, 2: WAITS, 3: WAITS}) == (
+        "rank 0 waits in recv at recv_x (p.py:3) for rank 2; rank 2 waits in #4 all_reduce "
+        "float32[1024] at train (t.py:9) for rank 0: a deadlock; rank 3 waits"
+    )
+
+
+def test_a_rank_that_computes_is_in_no_circle() -> None:
+    """Rank 1 has begun a collective, does not wait for it and is in its own code."""
+    ranks = {0: in_groups("f0 (x.py:1)", 2, a=1, b=0), 1: in_groups("f1 (x.py:2)", 2, a=0, b=1)}
+    ranks[1] = replace(ranks[1], inside="", late=False)
+    assert verdict([], ranks).startswith("rank 1 never joined #1 all_reduce float32[1024] of group")
+
+
+@pytest.mark.parametrize(("end", "told"), [("source", "recv"), ("destination", "send")])
+def test_messages_in_a_ring_are_told_as_one(end: str, told: str) -> None:
+    """Each waits for its neighbour."""
+    ranks = {
+        rank: Words("turn (r.py:5)", told, late=True, **{end: (rank - 1) % 3}) for rank in range(3)
+    }
+    word = {"recv": "from", "send": "to"}[told]
+    assert verdict([], ranks) == (
+        f"ranks 0, 1, 2 wait in {told} at turn (r.py:5) in a ring: 0 {word} 2, 1 {word} 0, "
+        f"2 {word} 1"
+    )
+
+
+def test_the_rank_whose_message_is_missing_is_told_first() -> None:
+    """A pipeline whose middle stage is busy: where that one is, then who waits for it."""
+    last = Words("step (p.py:7)", "wait", late=True, source=1, cause="has waited longer than 4 s")
+    busy = Words("forward (m.py:2)")
+    assert verdict([], {0: replace(last, place="step (p.py:6)"), 1: busy, 2: last}) == (
+        "rank 1: in forward (m.py:2); rank 0 waits in recv from rank 1 at step (p.py:6); "
+        "rank 2 waits in recv from rank 1 at step (p.py:7)"
+    )
+
+
+def test_ranks_that_only_stand_still_are_told_and_nobody_is_blamed() -> None:
+    """It may be a long computation: the places of all, and that the job goes on."""
+    still = Words("evaluate (e.py:4)", cause="no progress for 8 s", still=True)
+    ranks = {0: still, 1: replace(still, cause="", still=False), 2: LOADS}
+    assert hang.is_notice(ranks)
+    assert verdict([], ranks) == (
+        "no progress for 8 s: ranks 0, 1: in evaluate (e.py:4); rank 2: in load_batch "
+        "(data.py:22); the job goes on"
+    )
+    assert not hang.is_notice({**ranks, 3: replace(WAITS, cause="has waited longer than 4 s")})
 
 
 @pytest.mark.parametrize(("started", "where"), [(3, "before #4"), (4, "in #4")])
@@ -143,10 +211,46 @@ def test_an_error_is_told_with_who_waits_for_that_rank() -> None:
 
 
 def test_a_rank_that_has_left_is_blamed_where_nothing_else_is_wrong() -> None:
-    """Its script has ended while others wait; but not where one of those has failed."""
+    """Its script has ended while others wait, or lose their connections; but not where one of
+    those has failed by itself."""
     left = replace(ONE, state=LEFT)
     assert verdict([left], {0: WAITS}).startswith("rank 1 (node1, pid 7) has left, last seen in ")
-    assert verdict([left], {0: FAILED}).startswith("rank 0: RuntimeError: closed by peer")
+    assert verdict([left], {0: FAILED}).startswith("rank 1 (node1, pid 7) has left, last seen in ")
+    failed = replace(FAILED, cause="ValueError: bad batch")
+    assert verdict([left], {0: failed}).startswith("rank 0: ValueError: bad batch")
+
+
+CLOSED = replace(WAITS, cause="RuntimeError: Connection closed by peer", late=False)
+
+
+def test_a_rank_that_left_early_is_blamed_and_not_its_victims() -> None:
+    """Their connections were closed: which call it owes, and the last that it made."""
+    seen = words(*[REDUCE] * 3, left=True)
+    call = replace(seen.logs[0].calls[-1], place="train (t.py:8)")
+    seen = replace(seen, logs=(replace(seen.logs[0], calls=(call,)),))
+    left = replace(ONE, state=LEFT, seen=seen)
+    assert verdict([left], {0: CLOSED, 2: CLOSED}) == (
+        "rank 1 (node1, pid 7) has left before #4 all_reduce float32[1024], after #3 all_reduce "
+        "float32[1024] at train (t.py:8); ranks 0, 2 waited for it"
+    )
+
+
+def test_a_rank_that_has_ended_its_groups_but_lives_is_blamed() -> None:
+    """It has no error of its own, the others have; they ended their groups as well."""
+    lives = replace(LOADS, destroyed=True, place="save (s.py:3)")
+    closed = replace(CLOSED, destroyed=True)
+    assert verdict([], {0: closed, 1: lives, 2: closed}) == (
+        "rank 1 has called destroy_process_group before #4 all_reduce float32[1024]; it is in "
+        "save (s.py:3), after #3 all_reduce float32[1024]; ranks 0, 2 waited for it"
+    )
+
+
+def test_an_error_that_follows_from_another_is_not_the_cause() -> None:
+    """Rank 1 failed in its own code; the others lost their connections to it."""
+    failed = replace(LOADS, cause="ValueError: bad batch", destroyed=True)
+    said = verdict([], {0: CLOSED, 1: failed, 2: CLOSED})
+    assert said.startswith("rank 1: ValueError: bad batch, at load_batch (data.py:22)")
+    assert said.endswith("; ranks 0, 2 wait")
 
 
 def test_ranks_that_say_the_same_are_told_together() -> None:
@@ -185,6 +289,17 @@ def test_a_mismatch_names_the_rank_and_both_calls(mine: tuple[str, str], told: s
     other = words(*[REDUCE] * 3, mine, ended=3)
     assert verdict([], {0: usual, 1: other, 2: usual, 3: usual}) == (
         f"rank 1 calls #4 {told} where ranks 0, 2, 3 call all_reduce float32[1024]"
+    )
+
+
+def test_a_mismatch_shows_the_lines_of_both() -> None:
+    """The line that made the call is what is recorded, else where a rank waits in it."""
+    one, most = words(*[REDUCE] * 3, ("barrier", "")), words(*[REDUCE] * 4, ended=3)
+    call = replace(one.logs[0].calls[-1], place="evaluate (eval.py:30)")
+    one = replace(one, logs=(replace(one.logs[0], calls=(call,)),))
+    assert verdict([], {0: replace(most, inside="all_reduce"), 1: one}) == (
+        "rank 1 calls #4 barrier at evaluate (eval.py:30) where rank 0 calls all_reduce "
+        "float32[1024] at train (t.py:9)"
     )
 
 
@@ -283,6 +398,15 @@ def test_without_a_store_and_nobody_seen_the_rank_of_the_store_is_blamed() -> No
     away = [Silent(rank, f"rank {rank} (h{rank}, pid 1)", CUT_OFF) for rank in (0, 2)]
     said = verdict(away, {1: WAITS}, together=False)
     assert said.startswith(f"rank 0 (h0, pid 1) {CUT_OFF}; rank 1 waits; the ranks' store ")
+
+
+def test_where_the_store_has_been_ended_its_rank_is_blamed() -> None:
+    """Rank 0 destroyed its process group; that another has gone since is a consequence."""
+    silent = [replace(ONE, rank=0, state=ENDED), Silent(2, "rank 2 (h, pid 3)", DIED)]
+    assert verdict(silent, {1: CLOSED}, together=False).startswith(
+        "rank 1 (node1, pid 7) has ended its process group, last seen in load_batch (data.py:22), "
+        "before #4 all_reduce float32[1024]; rank 1 waited for it; the ranks' store does not answer"
+    )
 
 
 def test_every_verdict_is_one_line() -> None:

@@ -6,25 +6,36 @@ heartbeat, which has numbers only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddpbench.analysis.setup import spans
 
 DIED, STOPPED, ALIVE = "has died", "is stopped (SIGSTOP)", "is alive but did not answer"
 LEFT = "has left"  # its script has ended
+# Of rank 0, where its store has gone: it has destroyed its process group, or its process is over.
+ENDED, OVER = "has ended its process group", "has ended or died"
 
 # What ranks may rightly call with different sizes.
 UNEVEN = ("all_to_all", "alltoall")
 
+# What gloo, NCCL and MPI say where another rank has gone: that one is the cause.
+LOST = re.compile(
+    r"(closed|reset) by peer|broken pipe|remote process|socket closed|connection (closed|lost)",
+    re.IGNORECASE,
+)
+
 
 @dataclass(frozen=True)
 class Call:
-    """A collective of a group, counted from 1 there; what: "float32[1024]", "" if not known."""
+    """A collective of a group, counted from 1 there; what: "float32[1024]"; place: the line that
+    has called it, "f (data.py:22)"; both "" if not known."""
 
     number: int
     name: str
     what: str = ""
+    place: str = ""
 
     def __str__(self) -> str:
         return f"#{self.number} {self.text}"
@@ -66,9 +77,11 @@ class Words:
     """What a rank says of itself.
 
     place: the innermost line of the program's own code in its main thread, "f (data.py:22)";
-    inside: what of torch.distributed that line has called, "" nothing; phase: what ddpbench does
-    there; cause: why this rank ends, where it does by itself; late: because of a deadline; left:
-    its script has ended; stack: of its main thread.
+    inside: what of torch.distributed that line has called, "" nothing; source, destination: the
+    rank of which it waits to receive, to which it waits to send, -1 none; phase: what ddpbench does
+    there; cause: why this rank speaks first, where it does; late: because it has waited too long;
+    still: because nothing has moved for long, which may be right; left: its script has ended;
+    destroyed: it has ended its process groups; stack: of its main thread.
     """
 
     place: str
@@ -79,6 +92,17 @@ class Words:
     late: bool = False
     left: bool = False
     stack: str = ""
+    source: int = -1
+    destination: int = -1
+    still: bool = False
+    destroyed: bool = False
+
+    @property
+    def waits_in(self) -> str:
+        """ "all_reduce", "recv from rank 1", "" where it waits in nothing of torch.distributed."""
+        if self.source >= 0:
+            return f"recv from rank {self.source}"
+        return f"send to rank {self.destination}" if self.destination >= 0 else self.inside
 
 
 @dataclass(frozen=True)
@@ -113,21 +137,36 @@ def verdict(silent: Sequence[Silent], words: Mapping[int, Words], together: bool
     they did. A silent rank that lives is to blame only where a deadline is over: it should have
     spoken.
     """
+    words, silent = _named_apart(words, silent)
+    if is_notice(words):
+        return _notice(silent, words)
     found = hangs(words)
     blamed = _blamed(silent, together, any(each.late for each in words.values()))
     failed = {rank: each for rank, each in words.items() if each.cause and not each.late}
+    failed = {r: each for r, each in failed.items() if not LOST.search(each.cause)} or failed
     # Of those that have left, the last word may still tell that they have called other things.
-    parts = mismatches({**{s.rank: s.seen for s in silent if s.seen}, **words})
-    blamed = [s for s in blamed if s.state != LEFT or not (parts or failed) or _owes(s, words)]
+    seen = {**{s.rank: s.seen for s in silent if s.seen}, **words}
+    parts = mismatches(seen)
+    excuse = parts or any(not LOST.search(each.cause) for each in failed.values())
+    owing = {s.rank for s in blamed if _owed(s.rank, s.seen, words)}
+    blamed = [s for s in blamed if s.state != LEFT or s.rank in owing or not (owing or excuse)]
+    early = [] if blamed or excuse else _early(words, failed)
     if blamed:
-        parts.append("; ".join(_silence(each, found) for each in blamed) + _wait(words, words))
+        texts = [_silence(each, found, words) for each in blamed]
+        waited = all(each.state in (LEFT, ENDED, OVER) for each in blamed)
+        parts.append("; ".join(texts) + _wait(words, words, waited))
+    elif early:
+        others = [rank for rank in words if rank not in early]
+        texts = [_destroyed(rank, words) for rank in early]
+        parts.append("; ".join(texts) + _wait(others, words, True))
     elif failed:
         waiting = {rank for hang in found for rank in hang.waiting}
-        others = [r for r, each in words.items() if each.late or (r in waiting and r not in failed)]
-        parts.append(_alike(failed, found) + _wait(others, words))
+        waiting |= {rank for rank, each in words.items() if each.late or each.cause}
+        parts.append(_alike(failed, found) + _wait(waiting - set(failed), words))
     elif not parts and together:
-        parts = [sentence for hang in found for sentence in _absence(hang, words)]
-        parts = parts or [_stuck(hang, words) for hang in found]
+        parts = [sentence] if (sentence := _deadlock(found, words)) else []
+        parts = parts or [sentence for hang in found for sentence in _absence(hang, words)]
+        parts = parts or [_stuck(hang, words) for hang in found] or _messages(words)
     sentence = "; ".join(parts) or _alike(words, found)
     if not together:
         sentence += (
@@ -136,19 +175,85 @@ def verdict(silent: Sequence[Silent], words: Mapping[int, Words], together: bool
     return sentence
 
 
+def _named_apart(
+    words: Mapping[int, Words], silent: Sequence[Silent]
+) -> tuple[dict[int, Words], list[Silent]]:
+    """The same with the ranks of a group in its name where groups of other ranks have that name
+    too, as the rows of a mesh have."""
+    seen = [*words.values(), *(each.seen for each in silent if each.seen)]
+    members: dict[str, set[tuple[int, ...]]] = {}
+    for log in [log for each in seen for log in each.logs]:
+        members.setdefault(log.group, set()).add(log.members)
+
+    def rename(log: Log) -> Log:
+        alone = len(members[log.group]) == 1 or not log.group
+        return log if alone else replace(log, group=f"{log.group} ({_ranks(log.members)})")
+
+    def told(words: Words) -> Words:
+        return replace(words, logs=tuple(rename(log) for log in words.logs))
+
+    apart = [replace(each, seen=told(each.seen)) if each.seen else each for each in silent]
+    return {rank: told(each) for rank, each in words.items()}, apart
+
+
+def is_notice(words: Mapping[int, Words]) -> bool:
+    """Whether all that is known is that nothing moves: no reason to end the job."""
+    causes = [each for each in words.values() if each.cause]
+    return bool(causes) and all(each.still for each in causes)
+
+
+def _notice(silent: Sequence[Silent], words: Mapping[int, Words]) -> str:
+    cause = next(each.cause for each in words.values() if each.still)
+    parts = [_silence(each, (), words) for each in silent]
+    parts.append(_alike({rank: replace(each, cause="") for rank, each in words.items()}, ()))
+    return f"{cause}: {'; '.join(parts)}; the job goes on"
+
+
 def _blamed(silent: Sequence[Silent], together: bool, late: bool) -> list[Silent]:
     if together:
         return [each for each in silent if each.state != ALIVE or late]
     # Nobody can answer: those that are seen to be gone, else the rank where the store mostly lives.
+    # Where that one has ended its store, all others end soon after.
+    first = [each for each in silent if each.state in (ENDED, OVER)]
     gone = [each for each in silent if each.state in (DIED, STOPPED, LEFT)]
-    return gone or [each for each in silent if each.rank == 0]
+    return first or gone or [each for each in silent if each.rank == 0]
 
 
-def _owes(silent: Silent, words: Mapping[int, Words]) -> bool:
-    """Whether a rank that has left was to call more, as the others have."""
-    mine = {log.group: log.started for log in silent.seen.logs} if silent.seen else {}
-    theirs = _by_group(words)
-    return any(log.started > mine.get(g, 0) for g, logs in theirs.items() for log in logs.values())
+def _owed(rank: int, mine: Words | None, words: Mapping[int, Words]) -> str:
+    """The first call that others have made and this rank, of the same group, has not, "" none."""
+    started = {log.group: log.started for log in mine.logs} if mine else {}
+    for group, logs in _by_group(words).items():
+        if group not in started:  # it has called none there, or its last word came before
+            continue
+        number = started[group] + 1
+        others = [log for each, log in logs.items() if each != rank and rank in log.members]
+        if any(log.started >= number for log in others):
+            return f"{_named(number, others)} {group}".rstrip()
+    return ""
+
+
+def _early(words: Mapping[int, Words], failed: Mapping[int, Words]) -> list[int]:
+    """The ranks that have ended their process groups by themselves while others wait or fail."""
+    left = [rank for rank, each in words.items() if each.destroyed and not each.cause]
+    owing = [rank for rank in left if _owed(rank, words[rank], words)]
+    return owing or (left if failed else [])
+
+
+def _destroyed(rank: int, words: Mapping[int, Words]) -> str:
+    call = _owed(rank, words[rank], words)
+    before = f" before {call}" if call else ""
+    return (
+        f"rank {rank} has called destroy_process_group{before}; it is in {words[rank].place}"
+        f"{_last_call(words[rank])}"
+    )
+
+
+def _last_call(words: Words) -> str:
+    calls = [(log.calls[-1], log.group) for log in words.logs if log.calls]
+    if not calls:
+        return ""
+    call, group = max(calls, key=lambda each: (not each[1], each[0].number))
+    return f", after {f'{call} {group}'.rstrip()}{_at([call.place])}"
 
 
 def hangs(words: Mapping[int, Words]) -> list[Hang]:
@@ -178,7 +283,8 @@ def mismatches(words: Mapping[int, Words]) -> list[str]:
             here = {rank: each[number] for rank, each in calls.items() if number in each}
             kinds = _kinds(here)
             if len(kinds) > 1:
-                sentences.append(_mismatch(number, group, kinds, calls))
+                lines = {rank: _line(number, here[rank], words[rank], group) for rank in here}
+                sentences.append(_mismatch(number, group, kinds, calls, lines))
                 break
     return sentences
 
@@ -208,8 +314,26 @@ def _kinds(here: Mapping[int, Call]) -> list[tuple[Call, list[int]]]:
     return sorted(kinds, key=lambda kind: -len(kind[1]))
 
 
+def _line(number: int, call: Call, words: Words, group: str) -> str:
+    """The line that has made a call: as recorded, else that of a rank which waits in it."""
+    waits = any(log.group == group and log.finished + 1 == number for log in words.logs)
+    return call.place or (words.place if waits and words.inside else "")
+
+
+def _at(lines: Iterable[str]) -> str:
+    """ " at f (x.py:3)", of more than two lines the first."""
+    known = sorted({line for line in lines if line})
+    if not known:
+        return ""
+    return f" at {' and '.join(known) if len(known) < 3 else f'{known[0]} and elsewhere'}"
+
+
 def _mismatch(
-    number: int, group: str, kinds: list[tuple[Call, list[int]]], calls: dict[int, dict[int, Call]]
+    number: int,
+    group: str,
+    kinds: list[tuple[Call, list[int]]],
+    calls: dict[int, dict[int, Call]],
+    lines: Mapping[int, str],
 ) -> str:
     (usual, most), *others = kinds
     first = True
@@ -217,8 +341,10 @@ def _mismatch(
     for call, ranks in others:
         verb = "calls" if len(ranks) == 1 else "call"
         text = f"{_ranks(ranks)} {verb} {f'{call} {group}'.rstrip() if first else call.text}"
+        text += _at(lines[rank] for rank in ranks)
         if first:
             text += f" where {_ranks(most)} {'calls' if len(most) == 1 else 'call'} {usual.text}"
+            text += _at(lines[rank] for rank in most)
         if how := _shift(calls[ranks[0]], calls[most[0]], number):
             text += f": {_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {how} a collective"
         parts.append(text)
@@ -245,17 +371,100 @@ def _shift(mine: Mapping[int, Call], most: Mapping[int, Call], number: int) -> s
     return " or ".join(hows)
 
 
-def _silence(silent: Silent, found: Sequence[Hang]) -> str:
+def _silence(silent: Silent, found: Sequence[Hang], words: Mapping[int, Words]) -> str:
     """ "rank 1 (host, pid 7) is stopped (SIGSTOP), last seen in f (x.py:3), before #4 …"."""
     text = f"{silent.name} {silent.state}"
     if silent.seen is None:
         return text
+    call = _owed(silent.rank, silent.seen, words) if silent.state == LEFT else ""
+    if call and (last := _last_call(silent.seen)):
+        return f"{text} before {call}{last}"
     text += f", last seen in {silent.seen.place}"
+    if call:
+        return f"{text}, before {call}"
     started = {log.group: log.started for log in silent.seen.logs}
     for hang in found:
         if hang.group in started and hang.exact:
             return f"{text}, {'in' if started[hang.group] >= hang.call.number else 'before'} {hang}"
     return text
+
+
+# --- ranks that wait for each other ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits in, and for which others; message: a receive or a send, no collective."""
+
+    what: str
+    ranks: tuple[int, ...]
+    message: bool
+
+
+def _waiting(found: Sequence[Hang], words: Mapping[int, Words]) -> dict[int, Wait]:
+    """Of each rank whose main thread waits for others that are known."""
+    waits: dict[int, Wait] = {}
+    for rank, each in words.items():
+        if (other := max(each.source, each.destination)) >= 0:
+            waits[rank] = Wait(each.waits_in.partition(" ")[0], (other,), True)
+            continue
+        mine = [hang for hang in found if rank in hang.waiting and hang.absent and each.inside]
+        if len(mine) > 1:  # others may have been called with async_op: where is it now?
+            calls = {(log.group, c.number): c.place for log in each.logs for c in log.calls}
+            mine = [h for h in mine if calls.get((h.group, h.call.number)) == each.place]
+        if mine:
+            waits[rank] = Wait(str(mine[0]), mine[0].absent, False)
+    return waits
+
+
+def _deadlock(found: Sequence[Hang], words: Mapping[int, Words]) -> str:
+    """Ranks that wait for each other in a circle, "" none."""
+    waits = _waiting(found, words)
+    circle = next((c for rank in sorted(waits) if (c := _circle(rank, waits))), [])
+    if not circle:
+        return ""
+    kinds = {waits[rank].what for rank in circle}
+    others = _wait([rank for rank in words if rank not in circle and rank in waits], words)
+    at = _at(words[rank].place for rank in circle)
+    if all(waits[rank].message for rank in circle) and len(kinds) == 1:
+        word = "to" if kinds == {"send"} else "from"
+        pairs = ", ".join(f"{rank} {word} {waits[rank].ranks[0]}" for rank in sorted(circle))
+        told = f"{_ranks(sorted(circle))} wait in {kinds.pop()}{at} in a ring: {pairs}"
+    else:
+        parts = []
+        for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True):
+            where = f"{waits[rank].what}{_at([words[rank].place])}"
+            parts.append(f"rank {rank} waits in {where} for rank {following}")
+        told = f"{'; '.join(parts)}: a deadlock"
+    return told + others
+
+
+def _circle(start: int, waits: Mapping[int, Wait]) -> list[int]:
+    """The shortest way from a rank over those for which it waits back to itself, [] none."""
+    paths, seen = [[start]], {start}
+    for path in paths:
+        for rank in waits[path[-1]].ranks:
+            if rank == start:
+                return path
+            if rank in waits and rank not in seen:
+                seen.add(rank)
+                paths.append([*path, rank])
+    return []
+
+
+def _messages(words: Mapping[int, Words]) -> list[str]:
+    """Where those are for whose messages others wait, then who waits."""
+    waits = _waiting((), words)
+    awaited = {rank for wait in waits.values() for rank in wait.ranks}
+    first = {rank: words[rank] for rank in awaited - set(waits) if rank in words}
+    alike: dict[str, list[int]] = {}
+    for rank in waits:
+        alike.setdefault(f"{words[rank].waits_in}{_at([words[rank].place])}", []).append(rank)
+    told = [f"{_ranks(r)} wait{'s' if len(r) == 1 else ''} in {what}" for what, r in alike.items()]
+    return [_alike({r: replace(w, cause="") for r, w in first.items()}, ()), *told] if first else []
+
+
+# --- sentences ------------------------------------------------------------------------------------
 
 
 def _absence(hang: Hang, words: Mapping[int, Words]) -> list[str]:
@@ -285,7 +494,7 @@ def _where(words: Words, group: str) -> str:
         if log.started > log.finished and log.group != group:
             call = f"{_named(log.finished + 1, [log])} {log.group}".rstrip()
             return f"{call}, called from {words.place}"
-    return f"{words.inside}, called from {words.place}" if words.inside else words.place
+    return f"{words.waits_in}, called from {words.place}" if words.waits_in else words.place
 
 
 def _alike(words: Mapping[int, Words], found: Sequence[Hang]) -> str:
@@ -293,7 +502,7 @@ def _alike(words: Mapping[int, Words], found: Sequence[Hang]) -> str:
     alike: dict[str, list[int]] = {}
     for rank, each in sorted(words.items()):
         text = f"{each.cause}, at {each.place}" if each.cause else f"in {_where(each, '-')}"
-        text += f", in {each.inside}" if each.cause and each.inside else ""
+        text += f", in {each.waits_in}" if each.cause and each.waits_in else ""
         before = [hang for hang in found if rank in hang.absent]
         text += f", before {before[0]}" if before else ""
         text += f" (in {each.phase})" if each.phase else ""
@@ -301,11 +510,12 @@ def _alike(words: Mapping[int, Words], found: Sequence[Hang]) -> str:
     return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in alike.items())
 
 
-def _wait(ranks: Iterable[int], words: Mapping[int, Words]) -> str:
+def _wait(ranks: Iterable[int], words: Mapping[int, Words], left: bool = False) -> str:
+    """left: they have waited for one that has left, and may have failed by now."""
     waiting = sorted(ranks)
     if not waiting:
         return ""
-    verb = "waits" if len(waiting) == 1 else "wait"
+    verb = "waited for it" if left else "waits" if len(waiting) == 1 else "wait"
     return f"; {_ranks(waiting)} {verb}{_phase(waiting, words)}"
 
 
