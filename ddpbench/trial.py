@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from ddpbench.records.schema import Epoch, Figure, Plan, Replicas, StepCase, Ste
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import agree, cpu, environment
 from ddpbench.runtime.group import Group
-from ddpbench.runtime.words import place_of
+from ddpbench.runtime.places import place_of_error
 
 if TYPE_CHECKING:
     from ddpbench.ddp import Options
@@ -313,5 +312,4 @@ def _told(error: Exception) -> str:
     """A sentence; of what nobody here has raised on purpose also its kind and place."""
     if isinstance(error, (ValueError, MemoryError)):
         return agree.first_line(error, 300)
-    frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-    return f"{type(error).__name__}: {agree.first_line(error, 300)}, at {place_of(frame)}"
+    return f"{type(error).__name__}: {agree.first_line(error, 300)}, at {place_of_error(error)}"

@@ -22,6 +22,11 @@ import ddpbench
 RANKS = 2
 
 
+def group(*ranks: int) -> dist.ProcessGroup:
+    """A group of these ranks; the others call it too."""
+    return dist.new_group(list(ranks))
+
+
 def step(count: int = 1024) -> None:
     """One collective."""
     dist.all_reduce(torch.zeros(count))
@@ -51,6 +56,8 @@ def play_talk(rank: int) -> None:
     if rank == 1:
         load_batch("pause")
     step()
+    time.sleep(1.0)  # for a rank that has only just gone on to hear the verdict
+    assert "torch._inductor" not in sys.modules  # to read lines of code torch would import it
 
 
 def play_order(rank: int) -> None:
@@ -134,6 +141,111 @@ def play_quiet(rank: int) -> None:
     time.sleep(0.2 * rank)
 
 
+def play_pairs(rank: int) -> None:
+    """Each rank has a group of its own; then they call different things on the world."""
+    ddpbench.watchdog(timeout=2.0)
+    mine = [group(0), group(1)][rank]
+    dist.all_reduce(torch.zeros(4), group=mine)
+    if rank == 1:
+        dist.barrier()
+    step()
+
+
+def play_pipeline(rank: int) -> None:
+    """The second stage of a pipeline is busy in its third step."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    class Stage(torch.nn.Linear):
+        busy = False
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            if self.busy:
+                time.sleep(30)
+            return super().forward(batch)
+
+    dist.barrier()
+    ddpbench.watchdog(timeout=2.0)
+    model = Stage(8, 8)
+    stage = PipelineStage(model, rank, RANKS, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.MSELoss())
+    for number in range(3):
+        model.busy = rank == 1 and number == 2
+        batch = torch.zeros(4, 8)
+        if rank == 0:
+            schedule.step(batch)
+        else:
+            schedule.step(target=batch)
+
+
+def play_cycle(rank: int) -> None:
+    """Two groups of all ranks, used in different order."""
+    ddpbench.watchdog(timeout=2.0)
+    groups = [group(0, 1), group(0, 1)]
+    for each in groups if rank == 0 else groups[::-1]:
+        dist.all_reduce(torch.zeros(1024), group=each)
+
+
+def play_ring(rank: int) -> None:
+    """Both receive first."""
+    ddpbench.watchdog(timeout=2.0)
+    dist.recv(torch.zeros(4), 1 - rank)
+
+
+def play_posted(rank: int) -> None:
+    """Rank 0 waits for what it has posted before; nothing else has been called on that group."""
+    ddpbench.watchdog(timeout=2.0)
+    if rank == 1:
+        time.sleep(30)
+    (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.zeros(1), 1)])
+    work.wait()
+
+
+def play_cleanup(rank: int) -> None:
+    """Rank 1 fails in a `try` whose `finally` is in the same function."""
+    ddpbench.watchdog(timeout=20.0)
+    try:
+        step()
+        if rank == 1:
+            time.sleep(1.2)
+            raise ValueError("bad batch")
+        step()
+    finally:
+        time.sleep(0.01)
+
+
+def play_uneven(rank: int, live: bool = False) -> None:
+    """Rank 1 has fewer batches, and all end their groups whatever has happened."""
+    ddpbench.watchdog(timeout=20.0)
+    try:
+        for _ in range(3 if rank == 1 else 5):
+            step()
+    finally:
+        dist.destroy_process_group()
+    if live:
+        time.sleep(30)
+
+
+def play_alive(rank: int) -> None:
+    """As `uneven`, but rank 1 goes on without a group."""
+    play_uneven(rank, live=True)
+
+
+def play_compute(rank: int) -> None:
+    """All compute for longer than the time-out, which is no fault."""
+    ddpbench.watchdog(timeout=1.0)
+    step()
+    time.sleep(4.0)
+    step()
+
+
+def play_replicas(rank: int) -> None:
+    """Rank 0 compares replicas, where the innermost lines are ddpbench's; rank 1 does not."""
+    ddpbench.watchdog(timeout=2.0)
+    if rank == 1:
+        dist.barrier()
+    ddpbench.verify_replicas(torch.nn.Linear(4, 4))
+
+
 def main(play: str) -> None:
     """One rank."""
     mpi = "OMPI_COMM_WORLD_RANK" in os.environ
@@ -142,7 +254,8 @@ def main(play: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("mpi4py" if mpi else "gloo")
     globals()[f"play_{play}"](dist.get_rank())
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def forked(folder: Path, plays: list[str]) -> str:

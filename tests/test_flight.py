@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ddpbench.analysis.hang import Call
 from ddpbench.runtime import flight
-from ddpbench.runtime.flight import Flight
+from ddpbench.runtime.flight import Flight, Recorder
 
 
 @pytest.fixture
@@ -40,8 +42,9 @@ def settled(source: Flight) -> Any:
 
 @pytest.mark.usefixtures("alone")
 def test_the_recorder_of_this_torch_is_understood() -> None:
-    """Numbers of the default group and of another, each call's name, dtype and shape; a second
-    default group in the same process starts from 0 again."""
+    """Numbers of the default group and of another, each call's name, dtype, shape and line; what
+    groups did last is known after their end; a second default group in the same process starts
+    from 0 again."""
     source = Flight()
     dist.all_reduce(torch.zeros(2, 3))
     dist.broadcast(torch.zeros(5, dtype=torch.int64), 0)
@@ -57,18 +60,33 @@ def test_the_recorder_of_this_torch_is_understood() -> None:
         assert [str(call).strip() for call in default.calls] == [
             "#1 all_reduce float32[2,3]", "#2 broadcast int64[5]", "#3 barrier",
         ]  # fmt: skip
-        assert second.calls == (Call(1, "all_reduce", "bfloat16[4]"),)
+        (call,) = second.calls
+        assert call == Call(1, "all_reduce", "bfloat16[4]", call.place)
+        assert call.place.startswith(
+            "test_the_recorder_of_this_torch_is_understood (test_flight.py"
+        )
         assert default.exact
     dist.destroy_process_group()
+    assert [log.started for log in source.logs("", whole=True)] == [3, 1]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     (again,) = Flight(fresh=True).logs("", whole=True)
     assert (again.started, again.finished) == (0, 0)
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_group_of_others_hides_no_record() -> None:
+    """torch keeps an entry for groups that this rank is no member of: they have nothing to say,
+    and the others' records are read all the same."""
+    dist.all_reduce(torch.zeros(2))
+    distributed_c10d._world.pg_group_ranks[dist.GroupMember.NON_GROUP_MEMBER] = {1: 0}
+    (log,) = Flight().logs("", whole=True)
+    assert (log.started, len(log.calls)) == (1, 1)
+
+
+@pytest.mark.usefixtures("alone")
 def test_without_a_recorder_the_sequence_number_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The group's own count, and the name of what the main thread is in."""
-    monkeypatch.setattr(flight, "_dumps", lambda _: {})
+    monkeypatch.setattr(flight, "_recorders", lambda _: {})
     dist.all_reduce(torch.zeros(2))
     dist.all_reduce(torch.zeros(2))
     (log,) = Flight().logs("all_reduce", whole=True)
@@ -91,11 +109,12 @@ def a_dump(*entries: dict[str, Any], enqueued: int, completed: int) -> Any:
     numbers = {"last_enqueued_collective": enqueued, "last_completed_collective": completed}
     status = {"3": {name: str(number) for name, number in numbers.items()}}
 
-    def dump(includeCollectives: bool = True) -> bytes:  # noqa: N803
-        data = {"pg_status": status, "entries": list(entries) if includeCollectives else []}
-        return json.dumps(data).encode()
-
-    return dump
+    return Recorder(
+        status=lambda includeCollectives: json.dumps({"pg_status": status}).encode(),  # noqa: N803
+        entries=lambda includeStackTraces: pickle.dumps(  # noqa: N803
+            {"pg_status": status, "entries": list(entries)}
+        ),
+    )
 
 
 def test_what_is_open_is_found_by_state_retirement_and_status() -> None:

@@ -36,7 +36,7 @@ class Line:
     """A store of one's own, asked by a thread that may hang with it."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store, self._gone = store, False
+        self.store, self.gone = store, False  # gone: it has closed the connection
         self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._serve, name="ddpbench-store", daemon=True).start()
 
@@ -47,12 +47,12 @@ class Line:
 
         def attempt() -> None:
             try:
-                answers.append(question(self._store))
+                answers.append(question(self.store))
             except (RuntimeError, ValueError):  # its host has gone: it would only complain again
-                self._gone = True
+                self.gone = True
             done.set()
 
-        if not self._gone:
+        if not self.gone:
             self._asked.put(attempt)
             done.wait(seconds)
         return answers[0] if answers else None
@@ -100,6 +100,27 @@ class Board:
 
         return self.line.ask(seconds, exchange) is not None
 
+    def say_left(self, words: Words, seconds: float) -> None:
+        """Leave a last heartbeat, in which this rank has left."""
+        text = json.dumps(asdict(words))
+
+        def leave(store: dist.Store) -> None:
+            store.set(self.key("beat", self.rank), text)
+            store.set(self.key("left", self.rank), "1")
+            store.add(self.key("left"), 1)
+
+        self.line.ask(seconds, leave)
+
+    def await_leaving(self, seconds: float) -> None:
+        """Return when all ranks have left, or after this time."""
+        until = time.monotonic() + seconds
+
+        def wait(store: dist.Store) -> None:
+            while store.add(self.key("left"), 0) < len(self.who) and time.monotonic() < until:
+                time.sleep(LOOK_SECONDS)
+
+        self.line.ask(seconds, wait)
+
     def introduce(self, me: Who) -> None:
         """Say who this rank is, and learn who the others are as far as they have come."""
         self.who[self.rank] = me
@@ -117,9 +138,10 @@ class Board:
         """The last words, under this name, of all ranks that answer in time; this one's too.
 
         And whether the store answered: its host may be the one that is gone. Nobody waits for a
-        rank that is seen to be dead or stopped.
+        rank that has left, or is seen to be dead or stopped.
         """
         words = {self.rank: mine}
+        left: set[int] = set()
         until = time.monotonic() + seconds
 
         def put(store: dist.Store) -> bool:
@@ -130,6 +152,7 @@ class Board:
             absent = [rank for rank in range(len(self.who)) if rank not in words]
             keys = {rank: self.key(what, rank) for rank in absent}
             found = {r: store.get(key) for r, key in keys.items() if store.check([key])}
+            left.update(r for r in absent if store.check([self.key("left", r)]))
             return {rank: _words(data) for rank, data in found.items()}
 
         together = self.line.ask(ANSWER_SECONDS, put) is not None
@@ -138,11 +161,21 @@ class Board:
             together = found is not None
             words |= found or {}
             absent = [r for r in range(len(self.who)) if r not in words]
-            hopeless = all(self._seen_as(rank) in (DIED, STOPPED) for rank in absent)
+            hopeless = all(r in left or self._seen_as(r) in (DIED, STOPPED) for r in absent)
             if hopeless or time.monotonic() > until:
                 break
             time.sleep(LOOK_SECONDS)
         return words, together
+
+    def beats(self, ranks: Iterable[int]) -> dict[int, Words]:
+        """The last heartbeats of these ranks, as far as there are any."""
+
+        def read(store: dist.Store) -> dict[int, bytes]:
+            keys = {rank: self.key("beat", rank) for rank in ranks}
+            return {r: store.get(key) for r, key in keys.items() if store.check([key])}
+
+        found = self.line.ask(ANSWER_SECONDS, read) or {}
+        return {rank: _words(data) for rank, data in found.items()}
 
     def silent(self, words: Iterable[int], together: bool) -> list[Silent]:
         """The ranks that are not among these: what is seen of them, their last heartbeats.
@@ -150,17 +183,12 @@ class Board:
         together: whether the store answers.
         """
         absent = sorted(set(range(len(self.who))) - set(words))
-
-        def read(store: dist.Store) -> dict[int, bytes]:
-            keys = {rank: self.key("beat", rank) for rank in absent}
-            return {r: store.get(key) for r, key in keys.items() if store.check([key])}
-
-        beats = (self.line.ask(ANSWER_SECONDS, read) or {}) if absent and together else {}
+        beats = self.beats(absent) if absent and together else {}
         if 0 in absent and 0 not in beats and self._first is not None:
-            beats[0] = self._first
+            beats[0] = _words(self._first)
         found = []
         for rank in absent:
-            who, seen = self.who[rank], _words(beats[rank]) if rank in beats else None
+            who, seen = self.who[rank], beats.get(rank)
             state = LEFT if seen is not None and seen.left else self._seen_as(rank)
             found.append(Silent(rank, str(who) if who else f"rank {rank}", state, seen))
         return found
@@ -180,6 +208,16 @@ class Board:
 
 def _words(data: bytes) -> Words:
     return codec.decode(Words, json.loads(data))
+
+
+def is_here(store: dist.Store) -> bool:
+    """Whether rank 0 has this store in its own process, and not torchrun in its."""
+    import torch.distributed as dist
+
+    return (
+        isinstance(store, dist.TCPStore)
+        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    )
 
 
 def client(store: dist.Store, world_size: int) -> dist.Store:

@@ -2,21 +2,25 @@
 mpi4py group's own count, else the group's sequence number. It adds nothing to a collective.
 
 Private names of torch are probed for: where one is missing, less is known. The recorder's full dump
-takes milliseconds and the interpreter; its status, of which heartbeats are made, microseconds.
+takes milliseconds and the interpreter; its status, of which heartbeats are made, microseconds. The
+full dump is torch's own pickle, made and read in this process: unlike its JSON it has the lines of
+code that made each call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.analysis.hang import Call, Log
+from ddpbench.runtime import places
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -25,7 +29,11 @@ if TYPE_CHECKING:
 UNKNOWN = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 RECENT = 64  # calls of a group that are told
 NATIVE = ("gloo", "nccl", "xccl", "mpi4py")  # need not be asked for by name
-P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")  # of which ranks make unequally many
+# Waits that are no collective, or of which ranks make unequally many.
+OTHER = (
+    "send", "recv", "isend", "irecv", "batch_isend_irecv", "wait", "store.", "new_", "split_group",
+    "init_process_group", "destroy_process_group",
+)  # fmt: skip
 DTYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16",
     "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
@@ -59,6 +67,14 @@ Key = tuple[str, str]  # a group's name, a backend
 Kept = dict[Key, Record]
 
 
+@dataclass(frozen=True)
+class Recorder:
+    """One of torch's: its status in brief, as JSON, and the calls that it keeps, as a pickle."""
+
+    status: Callable[..., bytes]
+    entries: Callable[..., bytes]
+
+
 class Flight:
     """Reads the records. It remembers which group a recorder's number stands for."""
 
@@ -67,9 +83,9 @@ class Flight:
         self._keys: dict[tuple[str, int], Key | None] = {}  # None: not of interest
         self._groups: list[Group] = []
         self._known: frozenset[tuple[int, str]] = frozenset()
-        for recorder, dump in _dumps(()).items() if fresh else ():
+        for name, recorder in _recorders(()).items() if fresh else ():
             with contextlib.suppress(*UNKNOWN):
-                self._keys |= {(recorder, number): None for number in _status(dump)}
+                self._keys |= {(name, number): None for number in _status(recorder)}
 
     def logs(self, inside: str, whole: bool) -> tuple[Log, ...]:
         """One a group and backend; whole: with the latest calls, else numbers only.
@@ -80,64 +96,86 @@ class Flight:
         with contextlib.suppress(*UNKNOWN):
             groups = self._current()
         kept: Kept = {}
-        dumps = _dumps({backend for group in groups for backend in group.backends})
-        for recorder, dump in dumps.items():
+        for name, recorder in self._recorders().items():
             with contextlib.suppress(*UNKNOWN):
-                kept |= self._brief(recorder, dump)
-                kept |= self._full(recorder, dump) if whole else {}
+                kept |= self._brief(name, recorder)
+                kept |= self._full(name, recorder, lines=True) if whole else {}
         kept |= _over_mpi()
         return tuple(log for group in groups for log in _logs(group, kept, inside, whole))
+
+    def newest(self) -> list[int]:
+        """The number of the latest entry of each recorder; it counts sends and receives too."""
+        found = []
+        for recorder in self._recorders().values():
+            with contextlib.suppress(*UNKNOWN):
+                found.append(_entries(recorder)[0][-1]["record_id"])
+        return found
+
+    def _recorders(self) -> dict[str, Recorder]:
+        return _recorders({backend for group in self._groups for backend in group.backends})
 
     def _current(self) -> list[Group]:
         from torch.distributed import distributed_c10d
 
         names = dict(distributed_c10d._world.pg_names)
         known = frozenset((id(group), str(name)) for group, name in names.items())
-        if known != self._known:
+        if names and known != self._known:  # without any, what the groups did last still counts
             self._groups, self._known = _groups(), known
         return self._groups
 
-    def _brief(self, recorder: str, dump: Callable[..., bytes]) -> Kept:
-        numbers = _status(dump)
-        if any((recorder, number) not in self._keys for number in numbers):
-            self._full(recorder, dump)
+    def _brief(self, name: str, recorder: Recorder) -> Kept:
+        numbers = _status(recorder)
+        if any((name, number) not in self._keys for number in numbers):
+            self._full(name, recorder)
             for number in numbers:  # one whose entries are gone already is never asked for again
-                self._keys.setdefault((recorder, number), None)
+                self._keys.setdefault((name, number), None)
         kept: Kept = {}
         for number, each in sorted(numbers.items()):  # of one name the newest is the one in use
-            if (key := self._keys[recorder, number]) is not None:
+            if (key := self._keys[name, number]) is not None:
                 started = max(0, int(each["last_enqueued_collective"]))
                 finished = max(0, int(each["last_completed_collective"]))
                 kept[key] = Record(started, min(started, finished))
         return kept
 
-    def _full(self, recorder: str, dump: Callable[..., bytes]) -> Kept:
-        data = json.loads(dump())
+    def _full(self, name: str, recorder: Recorder, lines: bool = False) -> Kept:
+        entries, status = _entries(recorder, lines)
         by_number: dict[int, list[dict[str, Any]]] = {}
-        for entry in data.get("entries") or ():
-            if not entry["is_p2p"] and self._keys.get((recorder, entry["pg_id"]), ()) is not None:
+        for entry in entries:
+            if not entry["is_p2p"] and self._keys.get((name, entry["pg_id"]), ()) is not None:
                 by_number.setdefault(entry["pg_id"], []).append(entry)
         kept: Kept = {}
-        for number, entries in sorted(by_number.items()):
-            key = entries[-1]["process_group"][0], _backend(entries[-1])
-            self._keys[recorder, number] = key
-            kept[key] = _read(entries, data["pg_status"].get(str(number)) or {})
+        for number, calls in sorted(by_number.items()):
+            key = calls[-1]["process_group"][0], _backend(calls[-1])
+            self._keys[name, number] = key
+            kept[key] = _read(calls, status.get(str(number)) or {})
         return kept
 
 
 def _groups() -> list[Group]:
-    import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
     found = []
     for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
-        name = str(distributed_c10d._world.pg_names.get(group, ""))
-        config = dist.get_backend_config(group)
-        backends = {part.rpartition(":")[2] for part in config.split(",")}
-        phrase = "" if group is dist.group.WORLD else _phrase(group, name)
-        sequence = partial(_sequence, weakref.ref(group))  # a group ends with its last owner
-        found.append(Group(name, phrase, tuple(sorted(ranks)), tuple(sorted(backends)), sequence))
-    return found
+        with contextlib.suppress(*UNKNOWN):  # it may end, or be made, just now
+            found.append(_group(group, ranks))
+    kinds = [(each.phrase, each.members) for each in found]
+    return [
+        replace(each, phrase=f"{each.phrase} {each.name[:12]}") if kinds.count(kind) > 1 else each
+        for each, kind in zip(found, kinds, strict=True)
+    ]
+
+
+def _group(group: Any, ranks: Iterable[int]) -> Group:
+    """Raises ValueError for what stands for a group that this rank is no member of."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    config = dist.get_backend_config(group)
+    name = str(distributed_c10d._world.pg_names.get(group, ""))
+    backends = {part.rpartition(":")[2] for part in config.split(",")}
+    phrase = "" if group is dist.group.WORLD else _phrase(group, name)
+    sequence = partial(_sequence, weakref.ref(group))  # a group ends with its last owner
+    return Group(name, phrase, tuple(sorted(ranks)), tuple(sorted(backends)), sequence)
 
 
 def _phrase(group: dist.ProcessGroup, name: str) -> str:
@@ -158,37 +196,75 @@ def _logs(group: Group, kept: Kept, inside: str, whole: bool) -> Iterable[Log]:
     for backend in group.backends:
         found = kept.get((group.name, backend))
         if found is None:  # a number is all there is, and only of a group on one backend
-            waits = bool(inside and sequence and not inside.startswith(P2P))
+            waits = bool(inside and sequence and not inside.startswith(OTHER))
             calls = (Call(sequence, inside),) if whole and waits else ()
             found = Record(sequence, sequence - waits, calls, exact=False)
         phrase = group.phrase if len(group.backends) == 1 else f"{group.phrase} on {backend}"
-        # gloo's sequence counts what is sent from rank to rank too.
-        moves = sequence if backend == "gloo" and sequence else found.moves
+        moves = found.moves
+        if backend == "gloo":  # its sequence counts what is sent from rank to rank too
+            moves = max(sequence, found.started)
+        elif backend == "nccl" and (group.name, backend) in kept:  # see Flight.newest
+            moves = found.started
         yield Log(
             phrase.strip(), group.members, found.started, found.finished, found.calls, found.exact,
             moves,
         )  # fmt: skip
 
 
-def _dumps(backends: Iterable[str]) -> dict[str, Callable[..., bytes]]:
+def _recorders(backends: Iterable[str]) -> dict[str, Recorder]:
     """The recorders that this torch has; newer ones have one for each backend."""
     from torch._C import _distributed_c10d as c10d
 
-    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-    found = {name: getattr(c10d, name) for name in names if hasattr(c10d, name)}
-    general = found.get("_dump_fr_trace_json")
-    if general is not None and "backend" in (general.__doc__ or ""):
+    names = ("_dump_fr_trace", "_dump_nccl_trace")
+    found = {
+        name: Recorder(getattr(c10d, f"{name}_json"), getattr(c10d, name))
+        for name in names
+        if hasattr(c10d, f"{name}_json") and hasattr(c10d, name)
+    }
+    general = found.get("_dump_fr_trace")
+    if general is not None and "backend" in (general.status.__doc__ or ""):
         others = {backend for backend in backends if backend not in NATIVE}
         # "nccl" may be another implementation, which does not record by itself.
         for backend in others | ({"nccl", "nccl2"} if "nccl" in backends else set()):
-            found[backend] = partial(general, backend=backend)
+            status = partial(general.status, backend=backend)
+            found[backend] = Recorder(status, partial(general.entries, backend=backend))
     return found
 
 
-def _status(dump: Callable[..., bytes]) -> dict[int, dict[str, str]]:
+def _status(recorder: Recorder) -> dict[int, dict[str, str]]:
     """Of each group by the recorder's number of it, the numbers of its last collectives."""
-    status = json.loads(dump(includeCollectives=False)).get("pg_status") or {}
+    status = json.loads(recorder.status(includeCollectives=False)).get("pg_status") or {}
     return {int(number): each for number, each in status.items()}
+
+
+def _entries(
+    recorder: Recorder, lines: bool = False
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """What is kept of each call, the oldest first, and the status of each group."""
+    with _uncompiled() as ready:
+        data = pickle.loads(recorder.entries(includeStackTraces=lines and ready))
+    return list(data.get("entries") or ()), data.get("pg_status") or {}
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[bool]:
+    """Whether lines of code can be asked for at once.
+
+    For them torch looks into torch._inductor and so imports it, which takes seconds and fails where
+    another thread does the same. Without it no compiled code can be there to look for.
+    """
+    import torch
+
+    names = vars(torch)
+    if "_inductor" in names or "torch._inductor" in sys.modules:
+        yield "_inductor" in names
+        return
+    names["_inductor"] = None
+    try:
+        yield True
+    finally:
+        if names["_inductor"] is None:
+            del names["_inductor"]
 
 
 def _backend(entry: dict[str, Any]) -> str:
@@ -196,7 +272,7 @@ def _backend(entry: dict[str, Any]) -> str:
     return "nccl" if name.startswith("nccl") else name
 
 
-def _read(entries: list[dict[str, Any]], status: dict[str, str]) -> Record:
+def _read(entries: list[dict[str, Any]], status: dict[str, Any]) -> Record:
     """What a group's entries say; its status also counts what is sent from rank to rank."""
     calls = {entry["collective_seq_id"]: entry for entry in entries}
     started = max(calls)
@@ -220,7 +296,9 @@ def _call(number: int, entry: dict[str, Any]) -> Call:
     tensors = zip(entry[f"{side}_dtypes"], entry[f"{side}_sizes"], strict=False)
     shapes = [f"{DTYPES.get(d, d.lower())}[{','.join(map(str, s))}]" for d, s in tensors]
     more = f" and {len(shapes) - 2} more" if len(shapes) > 2 else ""
-    return Call(number, name, ", ".join(shapes[:2]) + more)
+    lines = [(f["name"], f["filename"], f["line"]) for f in entry.get("frames") or ()]
+    place = places.place_of(lines) if lines else ""
+    return Call(number, name, ", ".join(shapes[:2]) + more, place)
 
 
 def _over_mpi() -> Kept:

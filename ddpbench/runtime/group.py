@@ -22,11 +22,12 @@ from ddpbench.records import redact
 from ddpbench.runtime import agree, board, launch, network, slurm, sockets, teams
 from ddpbench.runtime.launch import Placement, Refused
 from ddpbench.runtime.network import NetPlace
+from ddpbench.runtime.places import place_of_error
 from ddpbench.runtime.rendezvous import serve
 from ddpbench.runtime.sockets import Connection
 from ddpbench.runtime.teams import Split, Team
 from ddpbench.runtime.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, Watchdog
-from ddpbench.runtime.words import Who, place_of, whoami
+from ddpbench.runtime.words import Who, whoami
 
 if TYPE_CHECKING:
     import torch
@@ -368,5 +369,4 @@ def _told(error: Exception) -> tuple[str, str]:
     if not isinstance(error, RuntimeError):
         sys.stderr.write(redact.text("".join(traceback.format_exception(error))))
     first = (str(error).strip() or "no text").splitlines()[0][:300]
-    frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-    return f"{type(error).__name__}: {first}", place_of(frame)
+    return f"{type(error).__name__}: {first}", place_of_error(error)

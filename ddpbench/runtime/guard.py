@@ -7,6 +7,14 @@ From then on a thread leaves this rank's heartbeat in the store about twice a se
 thread is, which collectives it has called. When a collective of a rank has not ended within the
 time-out, or an exception ends a rank, all that live publish their last words, one of them judges,
 and each prints the verdict.
+
+A rank has waited too long when, for the time-out,
+- a collective that it has called, on any group, has not ended; or
+- its main thread is in a function of torch.distributed, in `wait()` of what it has begun before, or
+  in the store, and no call of any group is made or ends meanwhile.
+Who only computes, however long, never raises that alarm. But a wait may be of a kind that is not
+recognised: when a rank has called nothing of torch.distributed for a quarter longer than that, the
+ranks say once where each is, and the job goes on.
 """
 
 from __future__ import annotations
@@ -26,11 +34,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ddpbench.analysis import hang
-from ddpbench.analysis.hang import STOPPED, Words
+from ddpbench.analysis.hang import ALIVE, DIED, ENDED, OVER, STOPPED, Words
 from ddpbench.records import codec
 from ddpbench.runtime import board, words
 from ddpbench.runtime.board import Board
 from ddpbench.runtime.flight import Flight
+from ddpbench.runtime.places import main_frame, place_of_error, position
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -40,7 +49,9 @@ BEAT_SECONDS = 0.5
 # For the other ranks' last words; the verdict comes within the time-out and 5 s.
 GRACE_SECONDS = 3.0
 LEAVE_SECONDS = 1.0  # for the others to have told the verdict too
-CLOSE_SECONDS = 1.0
+SETTLE_SECONDS = 1.0  # for a rank that has ended its groups to say how it ends itself
+CLOSE_SECONDS = 2.0
+LINGER_SECONDS = 3.0  # of a rank that ends and takes the store along, for the others to end too
 
 _on: Guard | None = None
 _times = 0  # that one was switched on: all ranks do so equally often
@@ -49,8 +60,10 @@ _times = 0  # that one was switched on: all ranks do so equally often
 def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
     """Watch this process's ranks from now on; all of them call it, after init_process_group.
 
-    timeout: seconds within which every collective must end; end: leave with exit code 5 after the
-    verdict, otherwise tell it and go on. What is returned can be closed, or used with `with`.
+    timeout: seconds within which every collective, send and receive must end; end: leave with exit
+    code 5 after the verdict, otherwise tell it and go on. Where nothing is known to be late but
+    nothing moves either, places are told and the job goes on whatever `end` is. What is returned
+    can be closed, or used with `with`.
     Raises ValueError for a time-out that is none, RuntimeError without a process group or where a
     watchdog is on already.
     """
@@ -103,14 +116,16 @@ def _heed_terminate() -> object:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one rank has found for all; heard: who had a part in it; stacks: of these, for one of
-    them to print; together: whether the store answers."""
+    """What one rank has found for all, "" nothing yet; heard: who had a part in it; stacks: of
+    these, for one of them to print; together: whether the store answers; notice: no reason to end
+    the job."""
 
     sentence: str
     heard: tuple[int, ...]
     stopped: tuple[int, ...]
     stacks: str
     together: bool
+    notice: bool
 
 
 class Guard:
@@ -124,6 +139,9 @@ class Guard:
         self._rank, self._timeout, self._end = rank, timeout, end
         self._flight, self._pid = Flight(), os.getpid()
         self._since: dict[Hashable, float] = {}
+        self._newest: dict[Hashable, list[int]] = {}
+        self._put_off: set[Hashable] = set()  # as long as another rank waits, its alarm tells more
+        self._failure: tuple[str, str] | None = None  # an error that ends this rank, its place
         self._told: set[Hashable] = set()
         self._round, self._leaving = 0, False
         self._judging = threading.RLock()
@@ -133,7 +151,7 @@ class Guard:
         self._board.beat(self._last)
         self._hooked = sys.excepthook
         sys.excepthook = self._raised
-        atexit.register(self.close)
+        atexit.register(self.close, at_exit=True)
         self._thread = threading.Thread(target=self._watch, name="ddpbench-watchdog", daemon=True)
         self._thread.start()
 
@@ -145,8 +163,12 @@ class Guard:
         if kind is None or not issubclass(kind, Exception):
             self.close()
 
-    def close(self) -> None:
-        """Watch no longer; the other ranks see that this one has left."""
+    def close(self, at_exit: bool = False) -> None:
+        """Watch no longer; the other ranks see that this one has left.
+
+        at_exit: this process ends, and the store with it if it lives here: the others may need it
+        to learn who has left.
+        """
         global _on
         if self._closed.is_set() or os.getpid() != self._pid:  # a child by os.fork has no thread
             return
@@ -156,7 +178,9 @@ class Guard:
             sys.excepthook = self._hooked
         atexit.unregister(self.close)
         last = words.last_words(self._flight, at=self._last.place)  # at exit no line is left
-        self._board.beat(replace(last, left=True), CLOSE_SECONDS)
+        self._board.say_left(replace(last, left=True), CLOSE_SECONDS)
+        if at_exit and self._rank == 0 and board.is_here(self._board.line.store):
+            self._board.await_leaving(LINGER_SECONDS)
         self._board.line.close()
         _on = None
 
@@ -166,38 +190,69 @@ class Guard:
             reached = self._board.beat(beat)
             if None in self._board.who:
                 self._board.introduce(self._board.me)
-            if reached and self._alarmed():
+            if reached and self._is_there("alarm"):
+                self._settle(beat)
                 self._alarm()
-            elif self._stands_still(beat):
+            elif self._waits_too_long(beat, progress := _progress(beat)):
                 self._alarm(f"has waited longer than {self._timeout:g} s", late=True)
+            elif self._stands_still(progress):
+                self._alarm(f"no progress for {self._patience():g} s", still=True)
 
-    def _alarmed(self) -> bool:
-        key = self._board.key("alarm", self._round)
+    def _settle(self, beat: Words) -> None:
+        """Let a rank that ends its groups leave, or fail, before it has its part in a verdict."""
+        until = time.monotonic() + SETTLE_SECONDS
+        ends = beat.destroyed or beat.inside == "destroy_process_group"
+        while ends and not self._failure and not self._closed.is_set() and time.monotonic() < until:
+            if self._is_there("verdict"):
+                return
+            time.sleep(board.LOOK_SECONDS)
+
+    def _patience(self) -> float:
+        return 1.25 * self._timeout + 2 * BEAT_SECONDS
+
+    def _is_there(self, what: str) -> bool:
+        key = self._board.key(what, self._round)
         return self._board.line.ask(board.ANSWER_SECONDS, lambda store: store.check([key])) or False
 
-    def _stands_still(self, beat: Words) -> bool:
+    def _waits_too_long(self, beat: Words, progress: Hashable) -> bool:
         """Whether this rank has waited in something for too long, and has not told so yet."""
         now, before = time.monotonic(), self._since
-        self._since = {what: before.get(what, now) for what in _waits(beat)}
-        late = {what for what, since in self._since.items() if now - since >= self._timeout}
-        late -= self._told
+        self._since = {what: before.get(what, now) for what in (*_waits(beat), progress)}
+        self._newest = {what: n for what, n in self._newest.items() if what in self._since}
+        ages = {what: now - self._since[what] for what in set(_waits(beat)) - self._told}
+        for what, age in ages.items():
+            if age >= self._timeout / 2 and what not in self._newest:
+                self._newest[what] = self._flight.newest()
+        late = {what for what, age in ages.items() if age >= self._timeout}
         if not late:
             return False
         # gloo's threads may count ends out of order, and so leave a number behind; what is noted of
-        # each call is right.
+        # each call is right. And nccl counts no sends and receives, but keeps them.
         true = late & set(_waits(words.last_words(self._flight)))
-        self._since |= dict.fromkeys(late - true, now)
+        newest = self._flight.newest()
+        true = {what for what in true if len(what) == 2 or self._newest.get(what) == newest}
+        for what in late - true:
+            self._since[what] = now
+            self._newest.pop(what, None)
         return bool(true)
+
+    def _stands_still(self, progress: Hashable) -> bool:
+        """Whether nothing of this rank has moved for even longer, and that is not told yet."""
+        stood = time.monotonic() - self._since[progress]
+        return stood >= self._patience() and progress not in self._told
 
     def _raised(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """In place of sys.excepthook: the traceback first, then the verdict."""
+        fails = isinstance(error, Exception) and trace is not None
+        if fails and self._failure is None:
+            first = (str(error).strip() or "no text").splitlines()[0][:300]
+            self._failure = f"{kind.__name__}: {first}", place_of_error(error)
         self._await_end()  # where the verdict is told, this error comes of another rank's end
         self._hooked(kind, error, trace)
-        if isinstance(error, Exception) and trace is not None:
-            first = (str(error).strip() or "no text").splitlines()[0][:300]
-            self._alarm(f"{kind.__name__}: {first}", place=words.place_of_error(trace))
+        if fails:
+            self._alarm()
             self._await_end()
 
     def _await_end(self) -> None:
@@ -209,43 +264,67 @@ class Guard:
         self._alarm(cause, leave=False)
 
     def _alarm(
-        self, cause: str = "", late: bool = False, place: str = "", leave: bool = True
+        self, cause: str = "", late: bool = False, still: bool = False, leave: bool = True
     ) -> None:
         """Say the last words, have one rank judge, print its verdict; then end, or go on.
 
-        cause: why this rank raises the alarm, "" where another has; place: where an error was.
+        cause: why this rank raises the alarm, "" where another has or an error is on its way; late,
+        still: as in Words; leave: end this process.
         """
         with self._judging:
             if self._closed.is_set() or self._leaving or os.getpid() != self._pid:
                 return
-            mine = words.last_words(self._flight, "", cause, late, place)
+            found = self._last_words(cause, late, still)
             alarm = self._board.key("alarm", self._round)
             count = self._board.line.ask(board.ANSWER_SECONDS, lambda store: store.add(alarm, 1))
-            verdict = None if count in (None, 1) else self._verdict_of_another(mine)
-            verdict = verdict or self._judge(mine)
-            if self._rank == min(verdict.heard) or not verdict.together:
-                board.say(f"ddpbench: {verdict.sentence}\n{verdict.stacks}")
-            else:
-                board.say(f"ddpbench: {verdict.sentence}\n")
+            verdict = None if count in (None, 1) else self._verdict_of_another(found)
+            verdict = verdict or self._judge(found)
+            self._print(verdict)
+            self._round += 1
+            now = words.heartbeat(self._flight)
+            progress = _progress(now)
+            (self._told if verdict.sentence else self._put_off).add(progress)
+            self._since[progress] = time.monotonic()
+            if verdict.notice:
+                if found.cause and not still:  # the others have not heard it: once more
+                    self._alarm(cause, late, still, leave)
+                return
+            self._told |= set(_waits(now))
             self._leaving = self._end or not leave
             if self._leaving:
                 self._await_told(verdict)
             if self._end and leave:
                 self._board.kill(verdict.stopped)
                 board.leave(5)
-            self._told |= set(_waits(words.heartbeat(self._flight)))
-            self._round += 1
+
+    def _last_words(self, cause: str, late: bool, still: bool) -> Words:
+        error, place = self._failure or ("", "")
+        last = words.last_words(self._flight, at=place)
+        return replace(last, cause=error or cause, late=late and not error, still=still)
+
+    def _print(self, verdict: Verdict) -> None:
+        first = self._rank == min(verdict.heard) or not verdict.together
+        stacks = verdict.stacks if first and not verdict.notice else ""
+        if verdict.sentence and (first or not verdict.notice):
+            board.say(f"ddpbench: {verdict.sentence}\n{stacks}")
 
     def _judge(self, mine: Words) -> Verdict:
         """The verdict from all that answer, left for the others."""
         heard, together = self._board.collect(f"words/{self._round}", mine, GRACE_SECONDS)
         silent = self._board.silent(heard, together)
+        if self._board.line.gone and silent and silent[0].rank == 0:
+            state = {ALIVE: ENDED, DIED: OVER}.get(silent[0].state, silent[0].state)
+            silent[0] = replace(silent[0], state=state)
+        notice = hang.is_notice(heard)
+        waited = notice and any(_waits(each) for each in heard.values())
+        early = waited and _progress(mine) not in self._put_off
         found = Verdict(
-            hang.verdict(silent, heard, together),
+            "" if early else hang.verdict(silent, heard, together),
             tuple(heard),
             tuple(each.rank for each in silent if each.state == STOPPED),
             "".join(f"rank {rank}:\n{each.stack}" for rank, each in sorted(heard.items())),
             together,
+            notice,
         )
         key, text = self._board.key("verdict", self._round), json.dumps(asdict(found))
         if together:
@@ -283,12 +362,24 @@ class Guard:
             time.sleep(LEAVE_SECONDS / 4)
 
 
-def _waits(beat: Words) -> list[Hashable]:
-    """What a rank waits in; the same as long as nothing moves."""
-    waits: list[Hashable] = [
+def _waits(beat: Words) -> list[tuple[Hashable, ...]]:
+    """What a rank waits in, open collectives as pairs; the same as long as nothing moves."""
+    waits: list[tuple[Hashable, ...]] = [
         (log.group, log.started) for log in beat.logs if log.started > log.finished
     ]
     moves = [log.moves for log in beat.logs]
     if beat.inside and min(moves, default=-1) >= 0:  # a receive in a loop looks the same but moves
-        waits.append((beat.inside, beat.place, *moves))
+        waits.append((beat.inside, beat.place, *_counts(beat)))
     return waits
+
+
+def _counts(beat: Words) -> list[int]:
+    return [n for log in beat.logs for n in (log.started, log.finished, log.moves)]
+
+
+def _progress(beat: Words) -> tuple[Hashable, ...]:
+    """The same as long as a rank calls nothing of torch.distributed; where no calls are counted, as
+    long as its main thread stays where it is."""
+    counts = _counts(beat)
+    moved = any(n > 0 for n in counts)
+    return ("progress", *counts) if moved else ("progress", beat.place, *position(main_frame()))

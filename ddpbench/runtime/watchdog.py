@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from ddpbench.analysis.hang import ALIVE, DIED, STOPPED, Words, verdict
@@ -148,7 +149,7 @@ class Watchdog:
             self._leave(code)
 
     def _words(self, cause: str, late: bool, place: str = "") -> Words:
-        return last_words(self._flight, self._phase, cause, late, place)
+        return replace(last_words(self._flight, self._phase, place), cause=cause, late=late)
 
     def _tell(self, name: str, mine: Words, ending: bool) -> int:
         """Report under this name, collect, and let one rank tell; the exit code."""

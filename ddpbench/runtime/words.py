@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
-import sysconfig
-import threading
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
 
 import psutil
 
-from ddpbench.analysis.hang import ALIVE, DIED, STOPPED, Words
+from ddpbench.analysis.hang import ALIVE, DIED, STOPPED, Log, Words
 from ddpbench.runtime.flight import Flight
+from ddpbench.runtime.places import called, main_frame, peers, place
 
 STACK_FRAMES = 30  # the innermost, told in full
 
@@ -84,73 +79,31 @@ def heartbeat(flight: Flight, phase: str = "") -> Words:
     """What is told while all is well: where the main thread is, numbers of collectives."""
     frame = main_frame()
     inside = called(frame)
-    return Words(place(frame), inside, flight.logs(inside, whole=False), phase)
+    logs = flight.logs(inside, whole=False)
+    return Words(place(frame), inside, logs, phase, destroyed=_destroyed(logs))
 
 
-def last_words(
-    flight: Flight, phase: str = "", cause: str = "", late: bool = False, at: str = ""
-) -> Words:
+def last_words(flight: Flight, phase: str = "", at: str = "") -> Words:
     """All there is to say, with the latest collectives and the main thread's stack.
 
     at: the place, where an error has unwound the stack already.
     """
+    if at:
+        logs = flight.logs("", whole=True)
+        return Words(at, "", logs, phase, destroyed=_destroyed(logs))
     frame = main_frame()
-    inside = "" if at else called(frame)
-    stack = "" if at else "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
+    inside = called(frame)
     logs = flight.logs(inside, whole=True)
-    return Words(at or place(frame), inside, logs, phase, cause, late, stack=stack)
+    stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
+    source, destination = peers(frame, inside) if inside else (-1, -1)
+    return Words(
+        place(frame), inside, logs, phase, stack=stack, source=source, destination=destination,
+        destroyed=_destroyed(logs),
+    )  # fmt: skip
 
 
-def main_frame() -> FrameType:
-    """The innermost frame of the main thread."""
-    return sys._current_frames()[threading.main_thread().ident or 0]
+def _destroyed(logs: tuple[Log, ...]) -> bool:
+    """Whether there have been process groups and are none any more."""
+    import torch.distributed as dist
 
-
-def place_of(frame: FrameType) -> str:
-    """A line of code as "function (file:line)"."""
-    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-
-
-def place(frame: FrameType) -> str:
-    """The innermost line of the program's own code, else of a library's, else of any."""
-    return place_of(min(_outwards(frame), key=lambda each: _distance(each.f_code.co_filename)))
-
-
-def place_of_error(trace: TracebackType) -> str:
-    """Like `place`, of where an error was raised."""
-    frames = [frame for frame, _ in traceback.walk_tb(trace)][::-1]
-    return place_of(min(frames, key=lambda each: _distance(each.f_code.co_filename)))
-
-
-def called(frame: FrameType) -> str:
-    """The function of torch.distributed that the program has called and that runs, "" none."""
-    names = ""
-    for each in _outwards(frame):
-        path = each.f_code.co_filename
-        if path.endswith("distributed_c10d.py"):
-            names = each.f_code.co_name  # the outermost of those that call each other
-        elif names and _distance(path) == 0:
-            break
-    return names
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-@cache
-def _distance(path: str) -> int:
-    """0: the program's own code, 1: a library's, 2: Python's or torch's, or what calls for them."""
-    if path.startswith((_folder("torch"), str(Path(__file__).parent), "<frozen ")):
-        return 2
-    packages = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
-    if path.startswith(tuple(packages)) or "/dist-packages/" in path:
-        return 1
-    return 2 if path.startswith(sysconfig.get_path("stdlib")) else 0
-
-
-def _folder(package: str) -> str:
-    module = sys.modules.get(package)
-    return str(Path(module.__file__).parent) if module and module.__file__ else "<no such folder>"
+    return bool(logs) and not dist.is_initialized()

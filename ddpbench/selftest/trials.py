@@ -77,7 +77,7 @@ def _ended(found: str, named: str) -> Expected:
 
 def _mismatch(one: str, others: str) -> Expected:
     """Rank 1 calls another collective than the others. gloo may abort its neighbour for that."""
-    named = rf"rank 1 calls #\d+ {one}( of group \S+)? where ranks? [\d, ]+ calls? {others}"
+    named = rf"rank 1 calls #\d+ {one}( of .+)?( at .+)? where ranks? [\d, ]+ calls? {others}"
     return _ended(r"calls #\d+ .* where ranks? ", named)
 
 

@@ -1,0 +1,101 @@
+"""Which line of a stack is told: the program's own before a library's, ddpbench's or torch's."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddpbench
+from ddpbench.runtime.places import called, place_of_error
+
+OURS = str(Path(ddpbench.__file__).parent / "replicas" / "verifier.py")
+MACHINERY = str(Path(ddpbench.__file__).parent / "runtime" / "guard.py")
+TORCH = str(Path(torch.__file__).parent / "nn" / "module.py")
+TORCH_LIKE = str(Path(torch.__file__).parents[1] / "torchmetrics" / "metric.py")
+COMMAND = sysconfig.get_path("scripts") + "/ddpbench"
+STDLIB = sysconfig.get_path("stdlib") + "/runpy.py"
+
+
+def failing(*paths: str) -> BaseException:
+    """An error raised in the last of these files, called from the one before, and so on."""
+    call: Callable[[], Any] | None = None
+    for path in reversed(paths):
+        code = "def run():\n    call() if call else 1 / 0\n"
+        names: dict[str, Any] = {"call": call}
+        exec(compile(code, path, "exec"), names)
+        call = names["run"]
+    assert call is not None
+    with pytest.raises(ZeroDivisionError) as caught:
+        call()
+    trace = caught.value.__traceback__
+    assert trace is not None
+    return caught.value.with_traceback(trace.tb_next)  # without this function
+
+
+@pytest.mark.parametrize(
+    ("paths", "told"),
+    [
+        (("/home/me/train.py", OURS, TORCH), "train.py"),
+        (("/home/me/train.py", TORCH, "/home/me/model.py", TORCH), "model.py"),
+        (("<string>", "/home/me/train.py", OURS), "train.py"),
+        (("<string>", TORCH_LIKE, TORCH), "metric.py"),
+        (("<string>", TORCH), "<string>"),
+        ((COMMAND, OURS, MACHINERY, TORCH), "verifier.py"),
+        ((STDLIB, COMMAND, TORCH), "module.py"),
+        (("/home/me/train.py", "/tmp/torchinductor_me/ab/cab.py"), "train.py"),
+    ],
+)
+def test_the_innermost_line_of_the_program_is_told(paths: tuple[str, ...], told: str) -> None:
+    """From a checkout ddpbench's own lines are no program's either, and neither are code without a
+    file, the command that started it, or what torch has compiled; where there is nothing else, the
+    best of them is told."""
+    assert place_of_error(failing(*paths)) == f"run ({told}:2)"
+
+
+def test_the_line_of_an_error_is_where_it_was_raised() -> None:
+    """Also where that function has gone on since, to its `finally`."""
+
+    def run() -> None:
+        try:
+            raise NotImplementedError
+        finally:
+            print(end="")
+
+    with pytest.raises(NotImplementedError) as caught:
+        run()
+    line = run.__code__.co_firstlineno + 2
+    assert place_of_error(caught.value) == f"run (test_places.py:{line})"
+
+
+def called_in_a_thread(wait: Callable[[], object]) -> str:
+    """What a thread that waits so has called of torch.distributed."""
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    try:
+        return called(sys._current_frames()[thread.ident or 0])
+    finally:
+        thread.join()
+
+
+def test_a_wait_in_c_is_known_by_its_call_and_others_are_not_taken_for_it() -> None:
+    """It has no frame; a wait for a thread of the program's own has, and sleep is no wait."""
+    store, event, short = dist.HashStore(), threading.Event(), timedelta(seconds=0.6)
+
+    def post() -> None:
+        with pytest.raises(dist.DistStoreError):
+            store.wait(["never"], short)
+
+    assert called_in_a_thread(post) == "wait"
+    assert called_in_a_thread(lambda: event.wait(0.6)) == ""
+    assert called_in_a_thread(lambda: time.sleep(0.6)) == ""
