@@ -122,6 +122,8 @@ def test_a_store_is_served_and_lets_go_of_its_port() -> None:
 
 # --- nothing that runs what it reads --------------------------------------------------------------
 
+# torch's flight recorder has lines of code in its pickle only, made and read in one process.
+ALLOWED = {"ddpbench/runtime/flight.py": "pickle"}
 PICKLING = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
 
@@ -155,7 +157,7 @@ def test_the_package_runs_nothing_that_it_reads() -> None:
         f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: {what}"
         for path in sorted((ROOT / "ddpbench").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
-        if (what := unsafe(node)) is not None
+        if (what := unsafe(node)) not in (None, ALLOWED.get(str(path.relative_to(ROOT))))
     ]
     assert found == []
 

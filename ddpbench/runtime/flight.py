@@ -241,8 +241,8 @@ def _entries(
     recorder: Recorder, lines: bool = False
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
     """What is kept of each call, the oldest first, and the status of each group."""
-    with _uncompiled() as ready:
-        data = pickle.loads(recorder.entries(includeStackTraces=lines and ready))
+    with _uncompiled() if lines else contextlib.nullcontext(False) as ready:
+        data = pickle.loads(recorder.entries(includeStackTraces=ready))
     return list(data.get("entries") or ()), data.get("pg_status") or {}
 
 
