@@ -6,14 +6,17 @@ reports them one by one. A rank runs this very file: `mpirun -n 2 python test_mp
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -27,6 +30,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as dcp_states
 from torch import Tensor
 
 from ddpbench.runtime import launch, mpi, mpi_library
@@ -570,6 +575,82 @@ def check_fully_shard(group: Group, rank: int, size: int) -> None:
         torch.testing.assert_close(got.full_tensor(), wanted)
 
 
+def trained(group: Group, kind: str, seed: int) -> tuple[Any, Any]:
+    """A model, replicated or sharded, and its optimizer after a step."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    size = dist.get_world_size(group)
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(8 * size, 8 * size), torch.nn.Linear(8 * size, 2)]
+    model: Any = torch.nn.Sequential(*layers)
+    if kind == "fully_shard":
+        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    else:
+        model = ddp(group, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.randn(4, 8 * size)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def values(model: Any, optimizer: Any) -> Tensor:
+    """All parameters and the state of their optimizer, whole."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*model.parameters(), *states]
+    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+    return torch.cat([tensor.detach().view(-1) for tensor in whole])
+
+
+def check_checkpoint(group: Group, rank: int, size: int) -> None:
+    """DDP's and fully_shard's models and optimizers, saved at once or while training goes on, from
+    a thread or a process, come back to the bit, as they do when rank 0 broadcasts all of it."""
+    texts: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(texts, 0, group)
+    folder, own = Path(texts[0]), dist.new_group(backend=mpi.NAME)
+    processes = {"async_checkpointer_type": dcp.state_dict_saver.AsyncCheckpointerType.PROCESS}
+
+    def states(model: Any, optimizer: Any) -> dict[str, Any]:
+        both = dcp_states.get_state_dict(model, optimizer)
+        return dict(zip(("model", "optimizer"), both, strict=True))
+
+    def saved(way: str, name: str, state: dict[str, Any]) -> None:
+        path, options = folder / name, processes if way == "process" else {}
+        if way == "save":
+            dcp.save(state, checkpoint_id=path, process_group=group)
+            return
+        future = dcp.async_save(state, checkpoint_id=path, process_group=own, **options)
+        for _ in range(100):
+            dist.all_reduce(torch.ones(1000), group=group)
+        future.result(60)
+
+    for kind in ("ddp", "fully_shard"):
+        first = trained(group, kind, 0)
+        whole = values(*first)
+        alone = kind == "ddp" and group is dist.group.WORLD
+        for way in ("save", "thread", "process") if alone else ("save", "thread"):
+            saved(way, f"{kind}-{way}", states(*first))
+            second = trained(group, kind, 1)
+            state = states(*second)
+            dcp.load(state, checkpoint_id=folder / f"{kind}-{way}", process_group=group)
+            model, optimizer = state.values()
+            dcp_states.set_state_dict(*second, model_state_dict=model, optim_state_dict=optimizer)
+            same(values(*second), whole)
+        for offload in (False, True):
+            full = dcp_states.StateDictOptions(full_state_dict=True, cpu_offload=offload)
+            given = dcp_states.get_state_dict(*first, options=full)
+            model, optimizer = given if rank == 0 else ({}, {})
+            full.broadcast_from_rank0 = True
+            second = trained(group, kind, 1)
+            dcp_states.set_model_state_dict(second[0], model, options=full)
+            dcp_states.set_optimizer_state_dict(*second, optimizer, options=full)
+            same(values(*second), whole)
+    dist.destroy_process_group(own)
+    if rank == 0:
+        shutil.rmtree(folder)
+
+
 def check_functional(group: Group, rank: int, size: int) -> None:
     """The functional collectives and those with a gradient give what the plain ones do."""
     import torch.distributed._functional_collectives as functional
@@ -659,6 +740,7 @@ def job_leave(folder: Path) -> None:
     start(mpi.NAME, folder)
     dist.all_reduce(torch.ones(1 << 20))
     dist.all_reduce(torch.ones(1 << 20), async_op=True)  # neither waited for nor destroyed
+    builtins.kept = dist.group.WORLD  # type: ignore[attr-defined]  # and deleted last of all
 
 
 def job_one_thread(folder: Path) -> None:
@@ -788,6 +870,88 @@ def job_script(folder: Path) -> None:
     assert int(os.environ["RANK"]) == dist.get_rank() == mpi_library.world()[0]
     dist.destroy_process_group()
     (folder / f"ended{os.environ['RANK']}").touch()
+
+
+def batches() -> Any:
+    """Eight batches, the same in every rank until a trainer deals them."""
+    data = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=8)
+
+
+def dealt(model: torch.nn.Module, steps: int, folder: Path) -> None:
+    """The trainer has trained on mpi4py, half of the batches a rank, and the replicas are equal."""
+    assert dist.get_backend() == mpi.NAME
+    assert steps == 4
+    flat = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+    rows = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, flat)
+    assert all(torch.equal(row, flat) for row in rows)
+    (folder / f"ended{dist.get_rank()}").touch()
+
+
+def job_accelerate(folder: Path) -> None:
+    from accelerate import Accelerator
+
+    dist.init_process_group("mpi4py")
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(dist.get_rank())
+    model: Any = torch.nn.Linear(8, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, batches())
+    for (batch,) in loader:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(str(folder / "state"))
+    accelerator.load_state(str(folder / "state"))
+    dealt(model, len(loader), folder)
+
+
+def job_transformers(folder: Path) -> None:
+    import transformers
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 1)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": (self.inner(x) - labels).square().mean()}
+
+    dist.init_process_group("mpi4py")
+    data: Any = [{"x": row, "labels": torch.zeros(1)} for (row,) in batches().dataset]
+    options = transformers.TrainingArguments(
+        str(folder), use_cpu=True, num_train_epochs=1, report_to=[], disable_tqdm=True
+    )
+    trainer = transformers.Trainer(Model(), options, train_dataset=data)
+    dealt(trainer.model, trainer.train().global_step, folder)
+
+
+def job_lightning(folder: Path) -> None:
+    import lightning
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class Model(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 1)
+
+        def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+            return self.inner(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(process_group_backend="mpi4py"),
+        max_epochs=1,
+        logger=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(model := Model(), batches())
+    dealt(model, trainer.global_step, folder)
 
 
 def job_memory(folder: Path) -> None:
@@ -1015,6 +1179,18 @@ def test_a_script_needs_no_more_than_the_import(
     process = run_job(job_script, ranks, tmp_path, **said)
     assert process.returncode == 0, process.stderr
     assert len(list(tmp_path.glob("ended*"))) == ranks
+
+
+@pytest.mark.parametrize("job", [job_accelerate, job_transformers, job_lightning])
+def test_trainers(tmp_path: Path, job: Callable[..., None]) -> None:
+    """README's lines make each trainer use the group: it deals the batches, and replicas stay equal
+    to the bit; it leaves without a complaint."""
+    package = job.__name__.removeprefix("job_")
+    pytest.importorskip(package, reason=f"{package} is not installed, and nothing here needs it")
+    process = run_job(job, 2, tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert len(list(tmp_path.glob("ended*"))) == 2
+    assert not COMPLAINTS.search(process.stderr), process.stderr
 
 
 def test_without_mpirun(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ _Lists = list[list[Tensor]]
 def register() -> None:
     """Make "mpi4py" a backend name of torch.distributed. Calling again changes nothing."""
     if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=_DEVICES)
 
 
 def _require(name: str, true: bool, rule: str) -> None:
@@ -153,6 +153,7 @@ def _after_stream(call: Callable[[], None], device: torch.device) -> Callable[[]
 _ENDED = Call((0, "a call that has ended", None, 0), -1, [], int, None)  # type: ignore[arg-type]
 _ENDED.run()
 _SYNCED: Any = None if hasattr(dist.AllreduceOptions(), "asyncOp") else _ENDED
+_DEVICES = ["cpu", "cuda"]
 _ProcessGroup: Any = dist.ProcessGroup  # its overloads of every method would all be in the way
 
 
@@ -167,6 +168,8 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
     """
 
     group_name = ""  # torch's own asks a C++ backend, which this group has not
+    # torch registers devices for C++ backends only. The first is its choice where any will do.
+    _device_types = [torch.device(device) for device in _DEVICES]  # noqa: RUF012
     supports_coalescing = supports_splitting = supports_shrinking = False  # so does newer torch
 
     def __init__(self, comm: Any, name: str, lane: Lane) -> None:
@@ -208,8 +211,11 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
         if self._comm and not mpi().Is_finalized():
             self._comm.Free()
 
-    def __del__(self) -> None:
-        self.shutdown()  # older torch shuts down its own backends only
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Older torch shuts down its own backends only. A group that outlives the main program, in
+        # a trainer's reference cycle, has had its thread ended; the names it would use are gone.
+        if not ending():
+            self.shutdown()
 
     def _free(self, opts: Any) -> bool:
         """Whether the caller waits, and for nothing but MPI.
