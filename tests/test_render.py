@@ -292,7 +292,7 @@ def test_csv_loads_with_numbers_as_numbers() -> None:
     """pandas reads one row a measured case, every column by name, numbers unrounded and numeric,
     empty where there is none."""
     run = two_backends()
-    frame = pd.read_csv(io.StringIO(formats.csv(run)))
+    frame = pd.read_csv(io.StringIO(formats.csv(run)), float_precision="round_trip")
     assert list(frame.columns) == list(COLUMNS)
     assert len(frame) == 4
     texts = {

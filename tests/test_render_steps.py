@@ -413,7 +413,7 @@ def test_markdown_has_headings_and_tables_that_render() -> None:
 def test_csv_has_every_number_unrounded() -> None:
     """One row a case, every column by name, numbers as numbers, ms as the record has seconds."""
     run = two_backends()
-    frame = pd.read_csv(io.StringIO(formats.csv(run)))
+    frame = pd.read_csv(io.StringIO(formats.csv(run)), float_precision="round_trip")
     assert list(frame.columns) == list(STEP_COLUMNS)
     assert frame["backend"].tolist() == ["gloo", "mpi"]
     words = {"workload", "settings", "backend", "provider", "device", "optimizer", "comm_hook"}

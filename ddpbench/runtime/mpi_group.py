@@ -168,8 +168,6 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
     """
 
     group_name = ""  # torch's own asks a C++ backend, which this group has not
-    # torch registers devices for C++ backends only. The first is its choice where any will do.
-    _device_types = [torch.device(device) for device in _DEVICES]  # noqa: RUF012
     supports_coalescing = supports_splitting = supports_shrinking = False  # so does newer torch
 
     def __init__(self, comm: Any, name: str, lane: Lane) -> None:
@@ -197,6 +195,14 @@ class ProcessGroupMPI4PY(_ProcessGroup):  # type: ignore[misc]
 
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors the group takes; torch takes the first where any will do."""
+        # torch registers devices for backends in C++ only. While a group is being made, torch 2.15
+        # also tells by them whether C++ can record it.
+        made = self in dist.distributed_c10d._world.pg_map
+        return [torch.device(device) for device in _DEVICES] if made else []
 
     def _get_backend(self, _: Any) -> ProcessGroupMPI4PY:
         return self
