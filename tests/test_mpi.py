@@ -30,8 +30,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.distributed.checkpoint.state_dict as dcp_states
 from torch import Tensor
 
 from ddpbench.runtime import launch, mpi, mpi_library
@@ -606,6 +604,9 @@ def values(model: Any, optimizer: Any) -> Tensor:
 def check_checkpoint(group: Group, rank: int, size: int) -> None:
     """DDP's and fully_shard's models and optimizers, saved at once or while training goes on, from
     a thread or a process, come back to the bit, as they do when rank 0 broadcasts all of it."""
+    import torch.distributed.checkpoint as dcp
+    import torch.distributed.checkpoint.state_dict as dcp_states
+
     texts: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(texts, 0, group)
     folder, own = Path(texts[0]), dist.new_group(backend=mpi.NAME)
