@@ -232,8 +232,13 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
 
 def _destroy(group: dist.ProcessGroup | None) -> None:
     """End a group, None: all. A plug-in's group may lack what torch asks of it then."""
+    import torch
     import torch.distributed as dist
 
+    if torch.__version__ < "2.9":
+        # There gloo's group waits for its threads and holds Python's lock, for which a thread that
+        # frees a tensor of the last call waits in turn: never to end.
+        time.sleep(0.02)
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group(group)
 
