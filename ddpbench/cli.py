@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _main(words)
         sys.stdout.flush()
     except Refused as error:
-        options.speak(str(error), launch.placement(), error.speaker)
+        options.speak(str(error), options.placement(), error.speaker)
         return 2
     except InvalidRun as error:
         sys.stderr.write(f"ddpbench: {redact.text(str(error))}\n")
@@ -131,10 +131,11 @@ def _measuring(
         asked = kind.of(namespace)
         options.require_columns(asked.format, asked.columns)
         place = launch.placement()
+        launch.require_limits(place.world_size if place else asked.nproc or 2, place)
         for module in asked.modules:
             try:
                 import_module(module)
-            except ImportError as error:
+            except (ImportError, TypeError, ValueError) as error:
                 raise Refused(f"--import {module}: {error}") from None
         asked = resolve(asked, place)
         asked.check()

@@ -125,7 +125,7 @@ def run(asked: argparse.Namespace, words: Sequence[str]) -> int:
 
 def command(words: Sequence[str]) -> list[str]:
     """What the ranks are to do, its options checked here: a typo is told once, at once."""
-    name, *rest = words[1:] if words[:1] == ["--"] else words or [""]
+    name, *rest = (words[1:] if words[:1] == ["--"] else words) or [""]
     if name not in IN_RANKS:
         raise Refused(
             f"after -- comes what the ranks do, one of {', '.join(IN_RANKS)}"

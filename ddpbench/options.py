@@ -46,12 +46,16 @@ class Parser(argparse.ArgumentParser):
 
 def refuse(sentence: str) -> NoReturn:
     """End this process with one sentence on stderr and exit code 2; only rank 0 speaks."""
-    try:
-        place = launch.placement()
-    except launch.Refused:
-        place = None
-    speak(sentence, place, 0)
+    speak(sentence, placement(), 0)
     raise SystemExit(2)
+
+
+def placement() -> Placement | None:
+    """This rank's place; None also where the launcher's variables contradict each other."""
+    try:
+        return launch.placement()
+    except launch.Refused:
+        return None
 
 
 WAIT_FOR_SPEAKER_SECONDS = 2.0
@@ -133,6 +137,13 @@ def positive(text: str) -> float:
     return value
 
 
+def time_limit(text: str) -> float:
+    """The type of `--timeout`: ranks cannot even meet in less than a second."""
+    if (value := positive(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 on")
+    return value
+
+
 def fault(kind: str) -> Callable[[str], str]:
     """The type of `--inject`, of faults of one kind."""
 
@@ -152,7 +163,10 @@ def init_method(text: str) -> str:
         raise argparse.ArgumentTypeError(
             "it holds a user name or password, which no rendezvous asks for: write tcp://HOST:PORT"
         )
-    if text == "env://" or re.fullmatch(r"tcp://[^/]+:\d+|file:///.+", text):
+    tcp = re.fullmatch(r"tcp://[^/]+:(\d{1,5})", text)
+    if tcp and 0 < int(tcp[1]) < 65536:
+        return text
+    if text == "env://" or re.fullmatch(r"file:///.+", text):
         return text
     raise argparse.ArgumentTypeError(
         f"{text!r} is not an init method: write env://, tcp://HOST:PORT or file:///PATH"
@@ -198,10 +212,10 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     add("--master-port", type=whole(1, 65535), metavar="PORT", help="and on which port")
     add(
         "--timeout",
-        type=positive,
+        type=time_limit,
         default=60.0,
         metavar="SECONDS",
-        help="deadline of every wait; default 60",
+        help="deadline of every wait, at least 1; default 60",
     )
     add(
         "--watchdog",

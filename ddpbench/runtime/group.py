@@ -155,7 +155,10 @@ class Group:
         import torch.distributed as dist
 
         self.watchdog.phase(f"the set-up of the {torch_name} group")
-        group = dist.new_group(members, backend=torch_name, timeout=self.timeout)
+        try:
+            group = dist.new_group(members, backend=torch_name, timeout=self.timeout)
+        except (AssertionError, ImportError, TypeError, ValueError) as error:
+            raise RuntimeError(f"no group on {torch_name}: {agree.first_line(error)}") from error
         try:
             yield group
         finally:
@@ -263,8 +266,8 @@ def _meet(place: Placement, rendezvous: Rendezvous, timeout: timedelta) -> dist.
             one_host = place.local_world_size == place.world_size
             return serve(host, int(port), timeout, one_host)
         return dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)
-    except (RuntimeError, ValueError, OSError) as error:
-        reason = str(error).splitlines()[0][:200]
+    except (RuntimeError, ValueError, OSError, OverflowError) as error:
+        reason = agree.first_line(error)
         raise Refused(
             f"rank {place.rank} could not meet the others at {url} within "
             f"{timeout.total_seconds():g} s: {reason}",
@@ -280,8 +283,14 @@ def _url(place: Placement, rendezvous: Rendezvous) -> str:
     address = rendezvous.master_addr or os.environ.get("MASTER_ADDR")
     port = rendezvous.master_port or os.environ.get("MASTER_PORT")
     said = rendezvous.master_addr or rendezvous.master_port
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not said:
-        return "env://"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if not said:
+            return "env://"
+        if rendezvous.master_port is None:  # MASTER_PORT is the port of the launcher's own store
+            raise Refused(
+                f"--master-addr {rendezvous.master_addr} needs a port that is free there: give "
+                "--master-port too, or neither"
+            )
     if address and port:
         return f"tcp://{address}:{port}"
     if place.launcher == "srun":
@@ -370,8 +379,9 @@ def _await_all(store: dist.Store, place: Placement, seconds: float, what: str) -
 
 
 def _told(error: Exception) -> tuple[str, str]:
-    """An error as a cause and a place; one that no backend raised is a defect, shown whole."""
-    if not isinstance(error, RuntimeError):
+    """An error as a cause and a place; one that neither a backend nor the machine raised is a
+    defect, shown whole."""
+    if not isinstance(error, (RuntimeError, OSError, MemoryError)):
         sys.stderr.write(redact.text("".join(traceback.format_exception(error))))
     first = (str(error).strip() or "no text").splitlines()[0][:300]
     return f"{type(error).__name__}: {first}", place_of_error(error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -124,7 +125,10 @@ def first_host(nodes: str) -> str:
 def slurm_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Where rank 0 of this job step listens: the first node, a port from job and step id."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
-    job, step = (int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    try:
+        job, step = (int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    except ValueError as error:
+        raise Refused(f"SLURM_JOB_ID and SLURM_STEP_ID must be whole numbers: {error}") from None
     if environ.get("SLURM_STEP_NUM_NODES") == "1":
         nodes = "127.0.0.1"  # the step's tasks share a host: others need not reach it
     return first_host(nodes), 20_000 + (job * 31 + step) % 12_000
@@ -148,6 +152,29 @@ def require_free(port: int) -> None:
                 f"--master-port {port} cannot be used ({error.strerror}): "
                 "give another one, or none and a free one is taken"
             ) from None
+
+
+ADDRESS_SPACE_NBYTES = 2 * 10**9  # torch, scipy and pyarrow; with less, OpenBLAS waits for ever
+
+
+def require_limits(world_size: int, place: Placement | None) -> None:
+    """Raises Refused, in one rank of each host, where ulimit leaves a rank too little."""
+    files = 24 + 2 * world_size  # a rank has 20, and two connections to each of the others
+    speaker = 0 if place is None else place.rank - place.local_rank
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and allowed < files:
+        raise Refused(
+            f"ulimit -n allows {allowed} open files, and {world_size} ranks need {files} each: "
+            "type ulimit -n 4096 first",
+            speaker,
+        )
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if allowed != resource.RLIM_INFINITY and allowed < ADDRESS_SPACE_NBYTES:
+        raise Refused(
+            f"ulimit -v allows {allowed / 1e9:.1f} GB of addresses, and a rank needs "
+            f"{ADDRESS_SPACE_NBYTES / 1e9:g} GB: type ulimit -v unlimited first",
+            speaker,
+        )
 
 
 # By these users, batch systems and pre-emption ask for an end: the ranks store what they have.
