@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +26,9 @@ from typing import TYPE_CHECKING
 
 from ddpbench import compare, interleaved, options
 from ddpbench.interleaved import End, Failed, Variant
-from ddpbench.records import redact, store
+from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
+from ddpbench.records.visible import tell
 from ddpbench.runtime.launch import Refused
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
             raise
         verdict = end.code  # a side that failed may leave nothing to compare
     if end is not None and end.sentence:
-        sys.stderr.write(f"ddpbench: {redact.text(end.sentence)}\n")
-    sys.stderr.write(f"ddpbench: stored in {redact.text(str(folder))}\n")
+        tell(end.sentence)
+    tell(f"stored in {folder}")
     return verdict if end is None else end.code
 
 

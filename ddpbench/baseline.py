@@ -28,6 +28,7 @@ from ddpbench.analysis.differences import differences, other_machine
 from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import BASELINES, InvalidRun
+from ddpbench.records.visible import escape, escape_record, tell
 from ddpbench.runtime import launch
 from ddpbench.runtime.launch import Refused
 
@@ -87,11 +88,12 @@ def _save(namespace: argparse.Namespace) -> int:
     folders = store.find_all(namespace.run)
     runs = compare.read(folders)
     name = runs[0].id if len(runs) == 1 else redact.text(namespace.run)
-    fewest = _require_sound(name, runs)
+    with store.showing(name):
+        fewest = _require_sound(name, runs)
     if fewest < FEWEST:
-        sys.stderr.write(
-            f"ddpbench: {name} has {_many(fewest, 'launch', 'es')} of a case, too few "
-            f"to tell a change from luck, which takes {FEWEST}: {_advice(runs)}\n"
+        tell(
+            f"{name} has {_many(fewest, 'launch', 'es')} of a case, too few "
+            f"to tell a change from luck, which takes {FEWEST}: {_advice(runs)}"
         )
     try:
         nbytes = _copy(folders, target, (*FILES, SAMPLES) if namespace.samples else FILES)
@@ -142,7 +144,7 @@ def _copy(folders: Sequence[Path], target: Path, names: Sequence[str]) -> int:
             place = fresh / folder.name if len(folders) > 1 else fresh
             place.mkdir(parents=True)
             for name in names:
-                if (folder / name).exists():
+                if (folder / name).is_file():
                     nbytes += _copy_file(folder / name, place / name)
         if target.exists():
             shutil.rmtree(target)
@@ -171,7 +173,7 @@ def _list() -> int:
 
     rows = [row for folder in sorted(BASELINES.glob("[!.]*")) for row in _listed(folder)]
     if not rows:
-        sys.stderr.write(f"ddpbench: no baselines in {BASELINES}/\n")
+        tell(f"no baselines in {BASELINES}/")
         return 0
     heads = ["baseline", "command", "of", "backends", "launches", "torch", "measured", "on"]
     sys.stdout.write(tabulate(rows, heads, disable_numparse=True) + "\n")
@@ -182,13 +184,14 @@ def _listed(folder: Path) -> Iterator[list[str]]:
     try:
         runs = [store.read(each) for each in store.find_all(str(folder))]
     except InvalidRun as error:
-        sys.stderr.write(f"ddpbench: {redact.text(str(error))}\n")
+        tell(str(error))
         return
+    runs = [escape_record(run) for run in runs]
     first, launches = runs[0], [launch for run in runs for launch in run.launches]
     facts = launches[0].facts if launches else {}
     hosts = dict.fromkeys(str(rank.get("hostname")) for each in launches for rank in each.ranks)
     yield [
-        folder.name,
+        escape(folder.name),
         first.command,
         ",".join(first.operations[:3]) + (",…" if len(first.operations) > 3 else ""),
         ",".join(dict.fromkeys(launch.backend for launch in launches)),
@@ -227,13 +230,14 @@ def _check(namespace: argparse.Namespace, measure: Measure) -> int:
     new = compare.read(store.find_all(name))
     notes = tuple(_other_machine(namespace.name, base, new))
     if namespace.format == "csv":  # which has no place for them
-        sys.stderr.writelines(f"ddpbench: {redact.text(note)}\n" for note in notes)
+        for note in notes:
+            tell(note)
     return compare.judge([f"baseline {namespace.name}", name], [base, new], namespace, notes)
 
 
 def _measure(words: Sequence[str], measure: Measure, target: Path) -> int:
     """Measure; the tables go to stderr: stdout is the comparison's. A folder left empty goes."""
-    sys.stderr.write(f"ddpbench: measuring again: {_typed(words)}\n")
+    tell(f"measuring again: {_typed(words)}")
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return measure(words)

@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from ddpbench.analysis import clocks, findings, stats, steps
 from ddpbench.analysis.kept import Kept
-from ddpbench.records import redact, store
+from ddpbench.records import store
 from ddpbench.records.schema import Examination, Launch, Result, StepResult
+from ddpbench.records.visible import silence_stdout, tell
 from ddpbench.render.formats import FORMATS
 from ddpbench.runtime.group import Group
 
@@ -275,8 +276,14 @@ def finish(
         stored = f"stored in {folder}"
     except OSError as error:
         stored = f"{folder} holds only a part, the rest cannot be written ({error.strerror})"
-    sys.stdout.write(FORMATS[form](run, columns, quiet))
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(FORMATS[form](run, columns, quiet))
+        sys.stdout.flush()
+    except OSError as error:  # the exit code still tells what was measured
+        silence_stdout()
+        if not isinstance(error, BrokenPipeError):
+            tell(f"stdout cannot be written ({error.strerror}), and {stored}")
+            quiet = True
     if not quiet or run.state != "complete":
-        sys.stderr.write(f"ddpbench: {redact.text(stored)}\n")
+        tell(stored)
     return 5 if run.exit_code is None else run.exit_code

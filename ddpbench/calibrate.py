@@ -19,8 +19,9 @@ from pathlib import Path
 
 from ddpbench import compare, interleaved, options
 from ddpbench.interleaved import End, Failed, Variant
-from ddpbench.records import redact, store
+from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
+from ddpbench.records.visible import tell
 
 HELP = "this machine's noise: the margin below which nothing can be claimed"
 LAUNCHES = 12  # a side
@@ -68,8 +69,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         if end is None:
             raise  # else a launch that failed left nothing to show
     if end is not None and end.sentence:
-        sys.stderr.write(f"ddpbench: {redact.text(end.sentence)}\n")
-    sys.stderr.write(f"ddpbench: stored in {redact.text(str(folder))}\n")
+        tell(end.sentence)
+    tell(f"stored in {folder}")
     return 0 if end is None else end.code
 
 

@@ -17,7 +17,7 @@ python -m ddpbench list
 from __future__ import annotations
 
 import argparse
-import os
+import errno
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -45,13 +45,15 @@ from ddpbench import (
 from ddpbench.catalog import backends
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
-from ddpbench.records import redact, store
+from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
+from ddpbench.records.visible import escape, prepare_streams, silence_stdout, tell
 from ddpbench.render.doctor import FINDING_COLUMNS
 from ddpbench.render.formats import FORMATS
-from ddpbench.render.rows import COLUMNS
+from ddpbench.render.rows import COLUMNS, UnknownColumn
 from ddpbench.render.steps import STEP_COLUMNS
 from ddpbench.runtime import forks, launch
+from ddpbench.runtime.agree import first_line
 from ddpbench.runtime.launch import Placement, Refused
 from ddpbench.selftest import command as selftest
 
@@ -72,22 +74,27 @@ class Command:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; its exit code, as the README lists them."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    prepare_streams()
     try:
-        code = _main(words)
-        sys.stdout.flush()
+        try:
+            return _main(words)
+        finally:
+            sys.stdout.flush()
     except Refused as error:
         options.speak(str(error), options.placement(), error.speaker)
         return 2
     except InvalidRun as error:
-        sys.stderr.write(f"ddpbench: {redact.text(str(error))}\n")
+        tell(str(error))
         return 3
     except BrokenPipeError:
-        # The reader of stdout has gone (`| head`): what was measured is on disk.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence_stdout()  # its reader has gone (`| head`)
         return 0
+    except (OSError, ImportError, MemoryError) as error:
+        silence_stdout()
+        options.speak(_cannot(error), options.placement(), 0)
+        return 2
     except KeyboardInterrupt:
         return 130
-    return code
 
 
 def _main(words: list[str]) -> int:
@@ -110,6 +117,16 @@ def _main(words: list[str]) -> int:
     command.add_arguments(parser)
     own = rest[:1] if rest[:1] in (["-h"], ["--help"]) else []
     return command.run(parser.parse_args(own if command.passes_on else rest), rest)
+
+
+def _cannot(error: Exception) -> str:
+    """The sentence for what this machine refuses: a file, a full disk, memory."""
+    name = getattr(error, "filename", None)
+    if name is None and getattr(error, "errno", None) in (errno.EBADF, errno.EIO, errno.ENOSPC):
+        name = "stdout"
+    if isinstance(error, OSError) and name is not None:
+        return f"{name} cannot be read or written: {error.strerror}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _overview() -> str:
@@ -181,6 +198,7 @@ def start(asked: session.Options, words: Sequence[str]) -> int:
     end, refusals = None, 0
     for number, name in _schedule(asked, store.read(folder).plan.seed):
         if asked.paced and not sys.stdin.readline():
+            tell("stdin has ended before the last launch")
             break
         code = _launch(asked, words, name, folder, number)
         if asked.paced:
@@ -239,8 +257,9 @@ def _show(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     options.require_columns(namespace.format, namespace.columns)
     run = sources.read(sources.find(namespace.run), Hints(namespace.op, namespace.ranks))
     try:
-        text = FORMATS[namespace.format](run, namespace.columns, namespace.quiet)
-    except ValueError as error:  # columns that this kind of run does not have
+        with store.showing(namespace.run):
+            text = FORMATS[namespace.format](run, namespace.columns, namespace.quiet)
+    except UnknownColumn as error:
         raise Refused(str(error)) from None
     sys.stdout.write(text)
     return 0
@@ -258,17 +277,16 @@ def _list(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         try:
             run = store.read(folder)
         except InvalidRun as error:
-            sys.stderr.write(f"ddpbench: {redact.text(str(error))}\n")
+            tell(str(error))
             continue
         backend = ",".join(dict.fromkeys(launch.backend for launch in run.launches))
         world = run.launches[0].world_size if run.launches else None
         measured = sum(outcome.summary is not None for outcome in run.outcomes)
         of = ",".join(run.operations[:3]) + (",…" if len(run.operations) > 3 else "")
-        rows.append(
-            [folder.name, run.command, of, backend, world, measured, run.state, run.exit_code]
-        )
+        words_of_run = map(escape, (folder.name, run.command, of, backend))
+        rows.append([*words_of_run, world, measured, escape(run.state), run.exit_code])
     if not rows:
-        sys.stderr.write(f"ddpbench: no runs in {namespace.folder}/\n")
+        tell(f"no runs in {namespace.folder}/")
         return 0
     heads = ["run", "command", "of", "backends", "ranks", "cases", "state", "exit"]
     sys.stdout.write(tabulate(rows, heads) + "\n")

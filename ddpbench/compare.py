@@ -106,8 +106,9 @@ def judge(
         for name, side in zip(names, runs, strict=True)
     )
     rule = Rule(namespace.margin / 100, calibrated(right.runs))
-    found = compared(left, right, rule, namespace.only)
-    return show(replace(found, notes=(*notes, *found.notes)), namespace)
+    with store.showing(f"{names[0]} or {names[1]}"):
+        found = compared(left, right, rule, namespace.only)
+        return show(replace(found, notes=(*notes, *found.notes)), namespace)
 
 
 def compared(left: Source, right: Source, rule: Rule, only: Sequence[str] | None) -> Comparison:

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpbench import options
-from ddpbench.records import redact, store
+from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
+from ddpbench.records.visible import tell
 from ddpbench.runtime.launch import Refused
 
 HELP = "one case over the stored runs: its trend, and where it changed"
@@ -53,7 +54,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     from ddpbench.render import history as render
     from ddpbench.render.comparison import label
 
-    found = trend.trends(runs, lambda case: wanted <= sought(label(case)))
+    with store.showing(namespace.folder):
+        found = trend.trends(runs, lambda case: wanted <= sought(label(case)))
     if not found:
         names = {label(outcome.case): None for run in runs for outcome in run.outcomes}
         known = {word: None for name in names for word in sought(name)}
@@ -63,7 +65,9 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
             f"no measured case in {namespace.folder} has the words "
             f"{', '.join(sorted(wanted))} in its name, as in {next(iter(names))!r}{hint}"
         )
-    sys.stdout.write(render.FORMATS[namespace.format](found))
+    with store.showing(namespace.folder):
+        text = render.FORMATS[namespace.format](found)
+    sys.stdout.write(text)
     return 0
 
 
@@ -88,7 +92,7 @@ def _stored(folder: Path) -> list[Run]:
             try:
                 run = store.read(each)
             except InvalidRun as error:
-                sys.stderr.write(f"ddpbench: {redact.text(str(error))}\n")
+                tell(str(error))
                 continue
             if run.outcomes:
                 runs.setdefault((run.id, run.started), run)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from ddpbench.catalog import backends, faults, sizes
 from ddpbench.interchange import sources
-from ddpbench.records import redact
+from ddpbench.records.visible import tell
 from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
 from ddpbench.runtime import launch
 from ddpbench.runtime.launch import Placement
@@ -25,6 +25,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings
         )
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help; unlike argparse's own, not silently into a stdout that takes nothing."""
+        (file or sys.stdout).write(self.format_help())
 
     def parse_known_args(self, *args: Any, **settings: Any) -> Any:
         """Refuses what it does not know, also as the parser of an action of a command."""
@@ -67,8 +71,7 @@ def speak(sentence: str, place: Placement | None, speaker: int) -> None:
     A launcher ends all ranks as soon as one has left, the speaker too.
     """
     if place is None or place.rank == speaker:
-        sys.stderr.write(f"ddpbench: {redact.text(sentence)}\n")
-        sys.stderr.flush()
+        tell(sentence)
     else:
         time.sleep(WAIT_FOR_SPEAKER_SECONDS)
 

@@ -17,8 +17,9 @@ import psutil
 
 from ddpbench.catalog import backends
 from ddpbench.catalog.backends import Backend
-from ddpbench.records import redact, store
+from ddpbench.records import store
 from ddpbench.records.schema import Launch, Plan, Run
+from ddpbench.records.visible import tell
 from ddpbench.runtime import agree, cpu, environment, group, network
 from ddpbench.runtime.group import Group, Rendezvous
 from ddpbench.runtime.launch import Placement, Refused
@@ -128,7 +129,7 @@ def run(asked: T, place: Placement, sweep: Sweep[T]) -> int:
     if place.rank == 0 and end is not None:
         book.mark(folder, end.state, end.reason or "", end.code)
         if end.code == 5:
-            sys.stderr.write(f"ddpbench: {redact.text(str(end.reason))}\n")
+            tell(end.reason or "")
     return end.code if end else 0
 
 

@@ -141,7 +141,11 @@ def script(words: Sequence[str], given: Sequence[str], commands: Sequence[Sequen
 def submit(text: str, given: Sequence[str], names: Sequence[str]) -> int:
     """Give the script to sbatch, and keep it; sbatch's exit code, 2 if it took no job."""
     sbatch = subprocess.Popen(
-        ["sbatch", "--parsable", *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ["sbatch", "--parsable", *given],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        errors="surrogateescape",  # as the command line came
     )
     assert sbatch.stdin is not None
     assert sbatch.stdout is not None
@@ -152,7 +156,7 @@ def submit(text: str, given: Sequence[str], names: Sequence[str]) -> int:
         return 2 if sbatch.wait() else 0
     kept = RESULTS / f"slurm-{job}.sh"
     kept.touch(mode=0o600)  # it runs as it stands: what is secret in the options is in it
-    kept.write_text(text)
+    kept.write_text(text, encoding="utf-8", errors="surrogateescape")
     output = RESULTS / f"slurm-{job}.out"
     sys.stdout.write(
         f"job {job}: {', then '.join(names)}\n"

@@ -233,6 +233,7 @@ def test_another_machine_is_told_in_every_format(
     stored("after", with_facts(new, facts, rank))
     code, out, err = call("check", "mine", "after", "--format", form)
     assert code == 0
+    out = " ".join(json.loads(out)["notes"]) if form == "json" else out
     told, silent = (err, out) if form == "csv" else (out, err)
     assert (note in told) if note else ("ANOTHER MACHINE" not in told)
     assert "ANOTHER MACHINE" not in silent

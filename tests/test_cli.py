@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fuzzing import called
 from test_collectives import QUICK, call, command, environment, torchrun
 
 from ddpbench.runtime import launch
@@ -46,6 +48,79 @@ def test_bad_input_is_one_sentence(tmp_path: Path, words: list[str], sentence: s
     """What was given, what is allowed, what to type instead; exit 2; no results folder."""
     refused(call(command(*words), tmp_path), sentence)
     assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["launch", "--"], r"after -- comes what the ranks do, one of collectives, ddp, doctor$"),
+        (["manifest", "--"], r"after -- comes what the ranks do, one of collectives, ddp, doctor$"),
+        (["collectives", "--backend", "fake"], r"unknown backend 'fake': known are gloo, nccl"),
+        (["collectives", "--backend", "undefined"], r"unknown backend 'undefined'"),
+        (["collectives", "--timeout", "0.001"], r"'0.001' is not a number of seconds from 1 on"),
+        (["collectives", "--op", "\udcff"], r"unknown operation '\\udcff'"),
+        (["collectives", "--init-method", "tcp://h"], r"write env://, tcp://HOST:PORT or file://"),
+        (["launch", "--init-method", "tcp://h:99999"], r"write env://, tcp://HOST:PORT or file"),
+        (["collectives", "--import", ".x"], r"--import .x: .*relative import"),
+        (["collectives", "--import", ""], r"--import : Empty module name"),
+        (["show", "x" * 5000], r"no run 'xxx"),
+        (["show", "\udcff\udcfe"], r"no run '\\udcff\\udcfe'"),
+    ],
+)
+def test_an_odd_request_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], sentence: str
+) -> None:
+    """No traceback for a name that only torch's list knows, half a command, a time in which nobody
+    can meet, a port that is missing, arguments that are not UTF-8 or longer than a file's name."""
+    monkeypatch.chdir(tmp_path)
+    ended = called(words)
+    assert ended.code == (3 if words[0] == "show" else 2)
+    assert ONE_LINE.fullmatch(ended.err), ended.err
+    assert re.search(sentence, ended.err.removesuffix("\n")), ended.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"RANK": "9"}, r"RANK=9 does not fit WORLD_SIZE=2"),
+        ({"RANK": "x"}, r"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers"),
+        ({"MASTER_PORT": "99999"}, r"could not meet the others at tcp://127.0.0.1:99999 .*0-65535"),
+    ],
+)
+def test_variables_that_cannot_be_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], sentence: str
+) -> None:
+    """What a launcher's variables must be is told, without a traceback, by who knows no rank."""
+    known = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**known, "MASTER_PORT": "1", **environ}.items():
+        monkeypatch.setenv(name, value)
+    ended = called(["collectives", "--backend", "gloo", "--timeout", "3"])
+    assert ended.code == 2
+    assert ONE_LINE.fullmatch(ended.err), ended.err
+    assert re.search(sentence, ended.err), ended.err
+
+
+@pytest.mark.parametrize(
+    ("limit", "sentence"),
+    [
+        ("-n 16", r"ulimit -n allows 16 open files, and 2 ranks need 28 each: type ulimit -n 4096"),
+        ("-v 700000", r"ulimit -v allows 0.7 GB of addresses, and a rank needs 2 GB: type ulimit"),
+    ],
+)
+def test_a_limit_that_is_too_low_is_told_before_the_ranks_start(
+    tmp_path: Path, limit: str, sentence: str
+) -> None:
+    """One sentence with what is needed, where the ranks would fail in C++ or never end."""
+    words = shlex.join(command("collectives", "-n", "2", "--backend", "gloo"))
+    refused(call(["bash", "-c", f"ulimit {limit}; {words}"], tmp_path), sentence)
+    assert not (tmp_path / "results").exists()
+
+
+def test_an_address_without_a_port_is_one_sentence(tmp_path: Path) -> None:
+    """The port that the launcher's own store has is not taken for the one that is meant."""
+    words = ["-n", "2", "--backend", "gloo", "--master-addr", "127.0.0.1", *QUICK]
+    refused(call(command("collectives", *words), tmp_path), r"needs a port.*give --master-port too")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -25,7 +25,7 @@ from ddpbench.records.schema import Finding, Plan, Run, StepResult
 from ddpbench.render import formats
 from ddpbench.render import rows as displayed
 from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
-from ddpbench.render.rows import Column
+from ddpbench.render.rows import Column, UnknownColumn
 from ddpbench.render.steps import STEP_COLUMNS, ms
 
 TITLE = "mlp  width=1024 depth=8  8.397 M parameters (33.59 MB)  batch 64 a rank  sgd  2 ranks  cpu"
@@ -460,9 +460,9 @@ def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form not in WITHOUT_COLUMNS])
 def test_an_unknown_column_is_one_sentence(form: str) -> None:
-    """A column of collectives is none of a step's: ValueError with those that there are."""
+    """A column of collectives is none of a step's: an error with those that there are."""
     with pytest.raises(
-        ValueError, match=r"^this run has no column 'p99'; it has workload, .*flags$"
+        UnknownColumn, match=r"^this run has no column 'p99'; it has workload, .*flags$"
     ):
         FORMATS[form](two_backends(), ("p99",), False)
 

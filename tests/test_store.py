@@ -1,6 +1,7 @@
 """Runs on disk: what is written is what is read, in one step, and damage is told in a sentence."""
 
 import json
+import os
 import re
 import threading
 from dataclasses import replace
@@ -11,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from fuzzing import called
 
 from ddpbench.records import codec, store
 from ddpbench.records.schema import (
@@ -392,6 +394,89 @@ def test_an_unknown_run_names_what_there_is(
         make(f"r{day}", f"2026-01-0{day}T00:00:00Z")
     with pytest.raises(store.InvalidRun, match=r"no run 'r6': .*\(r3, r4, r5\)$"):
         store.find("r6")
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+DAMAGE = {
+    "infinite": ('"exit_code": 5', '"exit_code": 1e400', "1e400 is no number that can have been"),
+    "beyond 64 bits": ('"exit_code": 5', '"exit_code": 99999999999999999999999', "is no number"),
+    "5000 digits": ('"exit_code": 5', f'"exit_code": {"9" * 5000}', "a number of 5000 characters"),
+    "NaN": ('"exit_code": 5', '"exit_code": NaN', "NaN is no number"),
+    "wrong type": ('"exit_code": 5', '"exit_code": "5"', r"exit_code is str, not int"),
+    "a bool as the schema": ('"schema": 1', '"schema": true', "it has no schema number"),
+    "half a character": ("rank 1 died", r"rank \ud800", "state_reason holds half a character"),
+    "half a character in facts": ('"cpuset": "0-3"', r'"cpuset": "\udc00"', "facts.* half a char"),
+    "nested": ('"place": {', f'"place": {{"x": {"[" * 500 + "]" * 500}, ', "nested too deeply"),
+    "nested beyond the stack": ('"place": {', f'"place": {{"x": {"[" * 10**5}', "nested too"),
+    "not UTF-8": ("rank 1 died", "rank \udcff", "can't decode byte 0xff"),
+    "cut": ('"exit_code"', "", "damaged"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_run_is_one_sentence(tmp_path: Path, name: str) -> None:
+    """Numbers that nobody measured, half characters, values in values in values: told, with the
+    place where there is one, and never another error."""
+    old, new, sentence = DAMAGE[name]
+    text = codec.encode(full_run()).decode()
+    text = text.partition(old)[0] if name == "cut" else text.replace(old, new)
+    assert text != codec.encode(full_run()).decode()
+    (tmp_path / "run.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(store.InvalidRun, match=sentence) as raised:
+        store.read(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A FIFO, a device, a folder or a loop in the place of run.json ends a reader at once, also one
+    that looks for the last run; the sound run beside them is found."""
+    monkeypatch.chdir(tmp_path)
+    make("sound", "2026-01-01T00:00:00Z")
+    made = {
+        "fifo": lambda path: os.mkfifo(path),
+        "device": lambda path: path.symlink_to("/dev/zero"),
+        "folder": lambda path: path.mkdir(),
+        "loop": lambda path: path.symlink_to(path),
+    }
+    for name, make_it in made.items():
+        (tmp_path / "results" / name).mkdir()
+        make_it(tmp_path / "results" / name / "run.json")
+    for name in made:
+        with pytest.raises(store.InvalidRun, match=f"^results/{name} holds no run: "):
+            store.read(store.find(name))
+    assert store.find("last").name == "sound"
+
+
+def test_half_a_character_is_stored_as_an_escape(tmp_path: Path) -> None:
+    """A word of the command line that is not UTF-8 does not keep the run from being stored."""
+    store.write(tmp_path, replace(full_run(), command_line=("ddpbench", "r\udcff")))
+    assert store.read(tmp_path).command_line == ("ddpbench", r"r\udcff")
+
+
+def test_figures_that_cannot_be_shown_are_told(tmp_path: Path) -> None:
+    """What an examination found has no types of its own: a key that is missing is damage too."""
+    run = json.loads((Path(__file__).parent / "stored_doctor.json").read_bytes())
+    for examination in run["examinations"]:
+        examination["figures"] = {"ranks": 5, "cells": 5, "verdicts": 5}
+        (tmp_path / "run.json").write_text(json.dumps({**run, "examinations": [examination]}))
+        ended = called(["show", str(tmp_path)])
+        assert ended.code == 3
+        assert re.fullmatch(
+            r"ddpbench: .* holds values that cannot be shown \(\w+: .*, at \w+\.py:\d+\): .*\n",
+            ended.err,
+        )
+
+
+@pytest.mark.parametrize("size", [0, 3, 100])
+def test_damaged_samples_are_an_invalid_run(tmp_path: Path, size: int) -> None:
+    """A file that is cut is told as damage, not as an error of the library that reads it."""
+    store.add_samples(tmp_path, 0, some_samples("a", 0, 4, seed=0))
+    store.join_samples(tmp_path)
+    path = tmp_path / "samples.parquet"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(store.InvalidRun, match=r"^the samples in .* cannot be read: "):
+        store.read_samples(tmp_path)
 
 
 # --- raw samples ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ One entry of READERS adds a tool.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,7 +57,11 @@ OPERATIONS = tuple(
 def find(name: str) -> Path:
     """The run's folder or the log of this name. Raises InvalidRun."""
     path = Path(name)
-    return path if path.is_file() and path.name != "run.json" else store.find(name)
+    return path if _is_file(path) and path.name != "run.json" else store.find(name)
+
+
+def _is_file(path: Path) -> bool:
+    return os.path.lexists(path) and path.is_file()  # of a name that is too long the latter raises
 
 
 def find_all(name: str) -> list[Path]:
@@ -64,7 +69,7 @@ def find_all(name: str) -> list[Path]:
 
     Raises InvalidRun.
     """
-    if Path(name).is_file():
+    if _is_file(Path(name)):
         return [find(name)]
     try:
         return store.find_all(name)
@@ -80,7 +85,7 @@ def read(path: Path, hints: Hints = NO_HINTS) -> Run:
     if path.is_dir():
         return store.read(path)
     try:
-        text = decode(path.read_bytes())
+        text = decode(store.content(path))
     except OSError as error:
         raise InvalidRun(f"{path} cannot be read: {error.strerror}") from None
     if not text.strip():

@@ -3,20 +3,52 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 import typing
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 hints_of = cache(typing.get_type_hints)  # it compiles every annotation: most of the time of a read
+MOST_INT, MOST_FLOAT = 2**64, 1e100  # beyond them is damage, and arithmetic would overflow
+DEEPEST = 50  # values in values
+SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, as of a file name that is not UTF-8
 
 
 def encode(record: Any) -> bytes:
     """A dataclass, or its asdict, as indented JSON. Raises ValueError for a NaN or an infinity."""
     data = record if isinstance(record, dict) else asdict(record)
-    return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False).encode()
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    return SURROGATE.sub(lambda half: f"\\\\u{ord(half[0]):04x}", text).encode()
+
+
+def parse(data: bytes) -> Any:
+    """The content of JSON. Raises ValueError for what `encode` does not write."""
+    try:
+        whole = json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+    _require_sound(whole, "$", 0)
+    return whole
+
+
+def _int(digits: str) -> int:
+    if len(digits) > 20 or abs(int(digits)) > MOST_INT:
+        _refuse(digits)
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    if abs(float(digits)) > MOST_FLOAT:
+        _refuse(digits)
+    return float(digits)
+
+
+def _refuse(digits: str) -> NoReturn:
+    shown = digits if len(digits) <= 20 else f"a number of {len(digits)} characters"
+    raise ValueError(f"{shown} is no number that can have been measured")
 
 
 def decode(kind: type[T], data: Any, where: str = "$") -> T:
@@ -48,11 +80,26 @@ def _value(kind: Any, data: Any, where: str) -> Any:
     raise ValueError(f"{where} is {type(data).__name__}, not {getattr(kind, '__name__', kind)}")
 
 
+def _require_sound(data: Any, where: str, depth: int) -> None:
+    """Raises ValueError for a string with half a character, and for values too deep in others."""
+    if depth > DEEPEST:
+        raise ValueError("its values are nested too deeply")
+    if isinstance(data, str) and not data.isascii() and SURROGATE.search(data):
+        raise ValueError(f"{where} holds half a character (a lone surrogate)")
+    if isinstance(data, dict):
+        for key, item in data.items():
+            _require_sound(key, where, depth)
+            _require_sound(item, f"{where}.{key}", depth + 1)
+    if isinstance(data, list):
+        for i, item in enumerate(data):
+            _require_sound(item, f"{where}[{i}]", depth + 1)
+
+
 def _record(kind: Any, data: dict[str, Any], where: str) -> Any:
     hints = hints_of(kind)
     absent = [f.name for f in fields(kind) if f.name not in data and f.default is MISSING
               and f.default_factory is MISSING]  # fmt: skip
     if absent:
         raise ValueError(f"{where} lacks {', '.join(absent)}")
-    known = {f.name for f in fields(kind)} & set(data)
+    known = [f.name for f in fields(kind) if f.name in data]
     return kind(**{name: _value(hints[name], data[name], f"{where}.{name}") for name in known})

@@ -8,13 +8,15 @@ table.csv  table.txt
 
 from __future__ import annotations
 
-import json
+import contextlib
+import errno
 import os
 import re
 import shutil
 import socket
 import threading
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -111,17 +113,27 @@ def put(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def content(path: Path) -> bytes:
+    """The bytes of a file. Raises OSError for anything else: a FIFO would never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    try:
+        return path.read_bytes()
+    except MemoryError:
+        raise OSError(errno.EFBIG, "larger than the memory", str(path)) from None
+
+
 def read(folder: Path) -> Run:
     """The run in a folder. Raises InvalidRun with one sentence when it cannot be read."""
     path = folder / "run.json"
     try:
-        data = path.read_bytes()
+        data = content(path)
     except OSError as error:
         raise InvalidRun(f"{folder} holds no run: {error.strerror} ({path.name})") from None
     try:
-        raw = json.loads(data)
+        raw = codec.parse(data)
         schema = raw.get("schema") if isinstance(raw, dict) else None
-        if not isinstance(schema, int):
+        if type(schema) is not int:
             raise InvalidRun(f"{path} is not a ddpbench run: it has no schema number")
         if schema > SCHEMA:
             raise InvalidRun(
@@ -133,6 +145,25 @@ def read(folder: Path) -> Run:
         raise
     except ValueError as error:
         raise InvalidRun(f"{path} is damaged: {error}") from None
+
+
+@contextlib.contextmanager
+def showing(name: str) -> Iterator[None]:
+    """Raises InvalidRun for an error that the values of the stored run `name` cause.
+
+    Every value can have the right type and still be impossible: a time of 0 seconds, or figures of
+    an examination that lack one.
+    """
+    try:
+        yield
+    except InvalidRun:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise InvalidRun(
+            f"{name} holds values that cannot be shown ({type(error).__name__}: {error}, at "
+            f"{Path(last.filename).name}:{last.lineno}): measure it again"
+        ) from error
 
 
 def close(folder: Path, state: str, reason: str | None, exit_code: int) -> Run:
@@ -153,7 +184,7 @@ def find(name: str) -> Path:
     if path.name == "run.json":
         path = path.parent
     for candidate in (path, *(place / name for place in PLACES)):
-        if (candidate / "run.json").is_file():
+        if os.path.lexists(candidate / "run.json"):
             return candidate
     folders = runs()
     if name == "last" and folders:
@@ -167,7 +198,7 @@ def find(name: str) -> Path:
 def find_all(name: str) -> list[Path]:
     """The run of this name, or all runs in the folder of this name. Raises InvalidRun."""
     for folder in (Path(name), *(place / name for place in PLACES)):
-        if not (folder / "run.json").exists() and (inside := runs(folder)):
+        if not os.path.lexists(folder / "run.json") and (inside := runs(folder)):
             return inside
     return [find(name)]
 
@@ -186,7 +217,7 @@ def calibrations(results: Path = Path("results")) -> list[Path]:
 def _started(folder: Path) -> str:
     """When a run began, as it says itself; a folder's name may be the user's own."""
     try:
-        return str(json.loads((folder / "run.json").read_bytes())["started"])
+        return str(codec.parse(content(folder / "run.json"))["started"])
     except (OSError, ValueError, TypeError, KeyError):
         return ""
 
@@ -202,23 +233,38 @@ def add_samples(folder: Path, part: int, columns: dict[str, Any]) -> None:
     parts = folder / "samples.parts"
     parts.mkdir(exist_ok=True)
     temporary = parts / f".part-{part:05d}"
-    pq.write_table(pa.table({name: columns[name] for name in SAMPLE_COLUMNS}), temporary, **PARQUET)
+    table = pa.table({name: columns[name] for name in SAMPLE_COLUMNS})
+    with temporary.open("wb") as file:  # pyarrow itself opens no path that is not UTF-8
+        pq.write_table(table, file, **PARQUET)
     temporary.replace(parts / f"part-{part:05d}.parquet")
 
 
 def read_samples(folder: Path) -> pd.DataFrame:
-    """All raw samples of a run, finished or not, with SAMPLE_COLUMNS."""
+    """All raw samples of a run, finished or not, with SAMPLE_COLUMNS.
+
+    Raises InvalidRun for a file that is damaged.
+    """
     import pandas as pd
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     whole, parts = folder / "samples.parquet", folder / "samples.parts"
     found: Iterable[Path] = [whole] if whole.exists() else sorted(parts.glob("part-*.parquet"))
-    tables = [pq.read_table(path) for path in found]
     frame: pd.DataFrame = pd.DataFrame(columns=list(SAMPLE_COLUMNS))
-    if tables:
-        frame = pa.concat_tables(tables).to_pandas()
+    try:
+        tables = [_table(path) for path in found]
+        if tables:
+            frame = pa.concat_tables(tables).to_pandas()
+    except (OSError, ValueError, pa.ArrowException) as error:
+        first = (str(error).splitlines() or ["no reason given"])[0]
+        raise InvalidRun(f"the samples in {folder} cannot be read: {first}") from None
     return frame
+
+
+def _table(path: Path) -> Any:
+    import pyarrow.parquet as pq
+
+    with path.open("rb") as file:
+        return pq.read_table(file)
 
 
 def join_samples(folder: Path) -> None:
@@ -229,8 +275,11 @@ def join_samples(folder: Path) -> None:
     if not parts:
         return
     temporary = folder / ".samples.parquet"
-    with pq.ParquetWriter(temporary, pq.read_schema(parts[0]), **PARQUET) as writer:
+    with (
+        temporary.open("wb") as file,
+        pq.ParquetWriter(file, _table(parts[0]).schema, **PARQUET) as writer,
+    ):
         for part in parts:
-            writer.write_table(pq.read_table(part))
+            writer.write_table(_table(part))
     temporary.replace(folder / "samples.parquet")
     shutil.rmtree(folder / "samples.parts")

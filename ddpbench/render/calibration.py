@@ -10,6 +10,7 @@ from ddpbench.analysis import noise, stats
 from ddpbench.analysis.lines import BUSY_SHARE
 from ddpbench.analysis.noise import Noise
 from ddpbench.records.schema import Run, StepCase
+from ddpbench.records.visible import escaped
 from ddpbench.render.comparison import label
 from ddpbench.render.rows import digits
 from ddpbench.render.style import TERMINAL
@@ -62,12 +63,12 @@ def as_json(found: Noise, runs: Sequence[Run], wanted: float) -> str:
         "rates": [launch.facts.get("rates") for launch in launches],
         "clock": [launch.clock for launch in launches],
     }
-    return json.dumps(shown, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(shown, indent=1, allow_nan=False) + "\n"
 
 
 FORMATS: dict[str, Callable[[Noise, Sequence[Run], float], str]] = {
-    "table": table,
-    "csv": csv,
+    "table": escaped(table),
+    "csv": escaped(csv),
     "json": as_json,
 }
 

@@ -21,6 +21,7 @@ from ddpbench.analysis.stats import half_width
 from ddpbench.analysis.verdict import INCONCLUSIVE, MOST, SAME, Shift
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Interval, StepCase
+from ddpbench.records.visible import escaped
 from ddpbench.render.rows import at_once, digits
 from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 
@@ -80,14 +81,14 @@ def as_json(found: Comparison) -> str:
         "differences": [asdict(each) for each in found.differences],
         "notes": found.notes,
     }
-    return json.dumps(shown, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(shown, indent=1, allow_nan=False) + "\n"
 
 
 FORMATS: dict[str, Callable[[Comparison], str]] = {
-    "table": table,
-    "csv": csv,
+    "table": escaped(table),
+    "csv": escaped(csv),
     "json": as_json,
-    "markdown": markdown,
+    "markdown": escaped(markdown),
 }
 
 

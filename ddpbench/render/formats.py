@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.records import codec
 from ddpbench.records.schema import Finding, Run
+from ddpbench.records.visible import escaped
 from ddpbench.render import prometheus, pyperf, rows
 from ddpbench.render.doctor import FINDING_COLUMNS
 from ddpbench.render.steps import STEP_COLUMNS
@@ -42,19 +43,19 @@ def json(run: Run, columns: Columns = None, quiet: bool = False) -> str:
     from json import dumps
 
     if columns is None:
-        return codec.encode(run).decode() + "\n"
+        return dumps(asdict(run), indent=1, allow_nan=False) + "\n"
     names, rows_of_values = _values(run, columns)
     shown = [dict(zip(names, values, strict=True)) for values in rows_of_values]
-    return dumps(shown, indent=1, ensure_ascii=False) + "\n"
+    return dumps(shown, indent=1) + "\n"
 
 
 FORMATS: dict[str, Callable[[Run, Columns, bool], str]] = {
-    "table": table,
-    "csv": csv,
+    "table": escaped(table),
+    "csv": escaped(csv),
     "json": json,
-    "markdown": markdown,
+    "markdown": escaped(markdown),
     "pyperf": pyperf.suite,
-    "prometheus": prometheus.exposition,
+    "prometheus": escaped(prometheus.exposition),
 }
 WITHOUT_COLUMNS = ("pyperf", "prometheus")
 

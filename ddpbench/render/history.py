@@ -12,6 +12,7 @@ from ddpbench.analysis import matching
 from ddpbench.analysis.differences import MACHINE
 from ddpbench.analysis.stats import FEWEST
 from ddpbench.analysis.trend import LONE, Change, Point, Series
+from ddpbench.records.visible import escaped
 from ddpbench.render.comparison import difference, label, percent, time, width
 from ddpbench.render.style import TERMINAL
 
@@ -58,12 +59,12 @@ def as_json(found: Sequence[Series]) -> str:
         }
         for series in found
     ]
-    return json.dumps(shown, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(shown, indent=1, allow_nan=False) + "\n"
 
 
 FORMATS: dict[str, Callable[[Sequence[Series]], str]] = {
-    "table": table,
-    "csv": csv,
+    "table": escaped(table),
+    "csv": escaped(csv),
     "json": as_json,
 }
 

@@ -37,7 +37,7 @@ def suite(run: Run, columns: tuple[str, ...] | None = None, quiet: bool = False)
         **({"ddpbench_left_out": "; ".join(left_out)} if left_out else {}),
     }
     whole = {"version": FORMAT, "metadata": metadata, "benchmarks": benchmarks}
-    return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(whole, indent=1) + "\n"
 
 
 def _names(cases: list[Case | StepCase]) -> dict[Case | StepCase, str]:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from ddpbench.records.schema import Case, StepCase
 
 
+class UnknownColumn(Exception):
+    """A column was asked for that this kind of run does not have."""
+
+
 T = TypeVar("T")
 MOST_EACH = 24  # characters of "4+4+2+2"
 
@@ -65,8 +69,8 @@ def digits(value: float | int | str | None) -> str:
         return "-"
     if isinstance(value, (str, int)):
         return str(value)
-    if value == 0:
-        return "0"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
     exponent = math.floor(math.log10(abs(value)))
     places = 3 - exponent if exponent >= 0 else 4 if exponent >= -3 else 1 - exponent
     return f"{value:.{max(0, places)}f}"
@@ -166,12 +170,12 @@ def chosen(
 ) -> list[str]:
     """The columns asked for, or the default ones, or every one.
 
-    Raises ValueError for one that this table does not have.
+    Raises UnknownColumn for one that this table does not have.
     """
     names = list(columns or (name for name in table if every or table[name].default))
     for name in names:
         if name not in table:
-            raise ValueError(f"this run has no column {name!r}; it has {', '.join(table)}")
+            raise UnknownColumn(f"this run has no column {name!r}; it has {', '.join(table)}")
     return names
 
 

@@ -25,7 +25,7 @@ def markdown(rows: Sequence[Tried]) -> str:
 
 def as_json(rows: Sequence[Tried]) -> str:
     """All that was said in full."""
-    return json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False) + "\n"
+    return json.dumps([asdict(row) for row in rows], indent=1) + "\n"
 
 
 FORMATS: dict[str, Callable[[Sequence[Tried]], str]] = {

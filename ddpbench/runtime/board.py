@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from ddpbench.analysis.hang import DIED, LEFT, STOPPED, Silent, Words
 from ddpbench.records import codec, redact
+from ddpbench.records.visible import escape_lines
 from ddpbench.runtime.words import Who, state_of
 
 if TYPE_CHECKING:
@@ -247,7 +248,7 @@ def say(text: str) -> None:
 
     def write() -> None:
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(text)
+            sys.stderr.write(escape_lines(text))
             sys.stderr.flush()
 
     thread = threading.Thread(target=write, daemon=True)

@@ -1,0 +1,176 @@
+"""What is printed: any terminal can show it, and no name that it holds can steer the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fuzzing import called
+from ranks import ROOT
+from test_collectives import QUICK, call, command, environment, stored
+
+from ddpbench.records import visible
+from ddpbench.render.formats import FORMATS
+
+REFERENCE = ROOT / "results/reference"
+RUNS = {
+    "collectives": REFERENCE / "cpu-2-ranks/run.json",
+    "ddp": REFERENCE / "ddp-cpu-2-ranks/run.json",
+    "doctor": Path(__file__).parent / "stored_doctor.json",
+}
+# Clear the screen, a bell, text from right to left, a line of somebody else's.
+EVIL = "\x1b[2J\x07\r\x9b\u202e\nFORGED"
+CODED = {"severity", "state", "kind", "form", "group", "device", "started", "command", "name"}
+
+
+def poisoned(value: Any, key: str = "") -> Any:
+    """JSON with EVIL at the end of every string, but for words that mean something to ddpbench."""
+    if isinstance(value, dict):
+        return {name: poisoned(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [poisoned(item, key) for item in value]
+    return value + EVIL if isinstance(value, str) and key not in CODED else value
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_no_control_character_of_a_stored_name_is_printed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts, GPUs, backends, labels, files: in every format, list, history and comparison each
+    control character is an escape, and no name begins a line. JSON has the very name."""
+    monkeypatch.chdir(tmp_path)
+    raw = poisoned(json.loads(RUNS[kind].read_bytes()))
+    for name in ("one", f"two{EVIL}"):
+        folder = Path("results") / name
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(json.dumps({**raw, "started": name[:3]}))
+    operation = {"collectives": "all_reduce", "ddp": "mlp", "doctor": "all_reduce"}[kind]
+    lines = [["show", "results/one", "--format", form] for form in FORMATS]
+    lines += [["list"], ["history", operation], ["history", operation, "--format", "csv"]]
+    lines += [["compare", "one", f"two{EVIL}", "--format", form] for form in ("table", "csv")]
+    lines += [["show", f"no{EVIL}such"], ["collectives", "--op", EVIL], ["list", EVIL]]
+    for words in lines:
+        ended = called(words)
+        text = ended.out + ended.err
+        assert text, words
+        assert {c for c in text if not c.isprintable()} == {"\n"}, words
+        assert not re.search("^FORGED", text, re.MULTILINE), words
+    assert json.loads(called(["show", "one", "--format", "json"]).out)["id"] == raw["id"]
+    assert EVIL in raw["id"]
+
+
+ENCODINGS = {
+    "ascii": {"PYTHONIOENCODING": "ascii"},
+    "latin-1": {"PYTHONIOENCODING": "latin-1"},
+    "C": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+}
+
+
+def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
+    """µ, ±, × and … have substitutes where the encoding lacks them; what it has it keeps; every
+    number is the same."""
+    shown = {}
+    for name, extra in {"utf-8": {"PYTHONIOENCODING": "utf-8"}, **ENCODINGS}.items():
+        words = command("show", str(RUNS["collectives"].parent))
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environment(**extra), capture_output=True, check=True,
+            timeout=60,
+        )  # fmt: skip
+        shown[name] = done.stdout
+        assert done.stderr == b""
+    text = shown["utf-8"].decode()
+    assert {"µ", "±", "×", "⁹"} <= set(text)
+    replaced = text
+    for character, substitute in visible.ASCII.items():
+        replaced = replaced.replace(character, substitute)
+    assert shown["ascii"].decode("ascii") == shown["C"].decode("ascii") == replaced
+    latin = "".join(each if ord(each) < 256 else visible.ASCII[each] for each in text)
+    assert shown["latin-1"].decode("latin-1") == latin
+
+
+def test_measuring_on_an_ascii_terminal_in_a_folder_that_is_not_utf_8(tmp_path: Path) -> None:
+    """Ranks too print ASCII; files are UTF-8 as ever; the run in such a folder is shown again."""
+    words = ["--backend", "gloo", "--op", "all_reduce", "--sizes", "4", *QUICK]
+    folder = os.fsencode(tmp_path) + b"/r\xff\xc3\xa4"
+    done = subprocess.run(
+        [*command("collectives", *words), "--output", folder], cwd=tmp_path, timeout=90,
+        env=environment(**ENCODINGS["C"]), capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert b"time us" in done.stdout
+    assert done.stdout.isascii()
+    assert done.stderr.isascii()
+    assert "time µs" in (Path(os.fsdecode(folder)) / "table.txt").read_text(encoding="utf-8")
+    shown = subprocess.run(
+        [*command("show"), folder], cwd=tmp_path, capture_output=True, check=False, timeout=60,
+        env=environment(PYTHONIOENCODING="utf-8"),
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    assert b"r\\udcff" in shown.stdout
+
+
+def bash(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A line of bash in which $D is this ddpbench."""
+    python = f"{sys.executable} -m ddpbench"
+    return call(["bash", "-c", script.replace("$D", python)], cwd)
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "sentence"),
+    [
+        (">&-", 0, ""),
+        (">&- 2>&-", 0, ""),
+        ("> /dev/full", 2, "stdout cannot be read or written: No space left on device"),
+        ("2> /dev/full | head -1; exit ${PIPESTATUS[0]}", 0, ""),
+    ],
+)
+def test_stdout_that_takes_nothing_is_one_sentence(
+    tmp_path: Path, script: str, code: int, sentence: str
+) -> None:
+    """Closed, full, or a pipe whose reader has left: no traceback, and the exit code says so."""
+    done = bash(f"$D show {RUNS['collectives'].parent} {script}", tmp_path)
+    assert done.returncode == code
+    assert done.stderr == (f"ddpbench: {sentence}\n" if sentence else "")
+
+
+def test_help_that_cannot_be_printed_is_one_sentence(tmp_path: Path) -> None:
+    """So is the help of a command, whose errors argparse swallows."""
+    done = bash("$D compare --help > /dev/full", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("ddpbench: stdout cannot be read or written: No space left")
+
+
+def test_stderr_that_takes_nothing_changes_no_exit_code(tmp_path: Path) -> None:
+    """An error that cannot be told is one all the same."""
+    for way in ("2>&-", "2>/dev/full", ">&- 2>&-"):
+        done = bash(f"$D show no-such-run {way}", tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (3, "", ""), way
+
+
+def test_results_are_stored_where_nothing_can_be_printed(tmp_path: Path) -> None:
+    """A full stdout is told, and where the results are; the exit code is that of what was measured;
+    the same without stdin, stdout and stderr."""
+    words = f"collectives --backend gloo --op barrier {' '.join(QUICK)}"
+    done = bash(f"$D {words} > /dev/full", tmp_path)
+    folder, run = stored(tmp_path)
+    assert (done.returncode, run.state) == (0, "complete")
+    assert done.stderr == (
+        "ddpbench: stdout cannot be written (No space left on device), and stored in "
+        f"results/{folder.name}\n"
+    )
+    done = bash(f"$D {words} --output closed <&- >&- 2>&-", tmp_path)
+    assert done.returncode == 0
+    assert (tmp_path / "closed/table.txt").stat().st_size > 0
+
+
+def test_escapes_keep_what_can_be_printed() -> None:
+    """Letters of any script stay; controls, bidirectional marks and half characters do not."""
+    assert visible.escape("größe µ±×… 日本 ✓") == "größe µ±×… 日本 ✓"
+    assert visible.escape("a\x1b[31m\n\t\x7f\u202e\udcff") == r"a\x1b[31m\n\t\x7f\u202e\udcff"
+    assert visible.escape_lines("a\nb\rc") == "a\nb\\rc"
