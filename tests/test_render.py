@@ -289,14 +289,17 @@ def test_numbers_keep_their_first_digits(value: float | str | None, text: str) -
 
 
 def test_csv_loads_with_numbers_as_numbers() -> None:
-    """pandas reads one row a measured case, every column by name, numbers unrounded and numeric,
-    empty where there is none."""
+    """pandas reads one row a case, every column by name, numbers unrounded and numeric, empty where
+    there is none; the case that was not measured stands last, with its reason."""
     run = two_backends()
     frame = pd.read_csv(io.StringIO(formats.csv(run)), float_precision="round_trip")
     assert list(frame.columns) == list(COLUMNS)
-    assert len(frame) == 4
+    assert frame["reason"].tolist()[4:] == ["no memory"]
+    assert frame["reason"][:4].isna().all()
+    frame = frame[:4]
     texts = {
         "op", "type", "redop", "form", "place", "group", "backend", "provider", "check", "flags",
+        "reason",
     }  # fmt: skip
     for name in set(COLUMNS) - texts:
         assert pd.api.types.is_numeric_dtype(frame[name]), name
@@ -356,7 +359,7 @@ def test_a_format_and_a_column_that_are_added_can_be_asked_for(
     shown = " ".join(parser.format_help().split())
     assert f"{{{','.join(FORMATS)}}}" in shown
     assert "prometheus,mine}" in shown
-    assert ", flags, double" in shown
+    assert ", reason, double" in shown
     namespace = parser.parse_args(["--format", "mine", "--columns", "double"])
     run = two_backends()
     assert FORMATS[namespace.format](run, namespace.columns, False) == "a-run!"

@@ -462,7 +462,7 @@ def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
 def test_an_unknown_column_is_one_sentence(form: str) -> None:
     """A column of collectives is none of a step's: an error with those that there are."""
     with pytest.raises(
-        UnknownColumn, match=r"^this run has no column 'p99'; it has workload, .*flags$"
+        UnknownColumn, match=r"^this run has no column 'p99'; it has workload, .*reason$"
     ):
         FORMATS[form](two_backends(), ("p99",), False)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import re
@@ -167,6 +169,25 @@ def test_results_are_stored_where_nothing_can_be_printed(tmp_path: Path) -> None
     done = bash(f"$D {words} --output closed <&- >&- 2>&-", tmp_path)
     assert done.returncode == 0
     assert (tmp_path / "closed/table.txt").stat().st_size > 0
+
+
+@pytest.mark.parametrize("kind", ["collectives", "ddp"])
+def test_what_was_not_measured_has_its_reason_in_every_format(kind: str, tmp_path: Path) -> None:
+    """One case of a run was skipped: each format names the case and tells why."""
+    run = json.loads(RUNS[kind].read_bytes())
+    results = run["steps" if kind == "ddp" else "results"]
+    skipped = results[0]["case"]
+    for result in (each for each in results if each["case"] == skipped):
+        result.update(summary=None, reason="no, 1.5 GB", replicas=None, epochs=[])
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    for form in FORMATS:
+        ended = called(["show", str(tmp_path), "--format", form])
+        assert ended.code == 0, ended.err
+        assert "no, 1.5 GB" in ended.out, form
+    rows = list(csv.DictReader(io.StringIO(called(["show", str(tmp_path), "--format", "csv"]).out)))
+    assert [row["reason"] for row in rows].count("no, 1.5 GB") == 1
+    chosen = called(["show", str(tmp_path), "--format", "json", "--columns", "backend,reason"]).out
+    assert {"backend": skipped["backend"], "reason": "no, 1.5 GB"} in json.loads(chosen)
 
 
 def test_escapes_keep_what_can_be_printed() -> None:

@@ -35,7 +35,7 @@ def csv(run: Run, columns: Columns = None, quiet: bool = False) -> str:
     import pandas as pd
 
     names, rows_of_values = _values(run, columns)
-    return str(pd.DataFrame(rows_of_values, columns=names).to_csv(index=False))
+    return str(pd.DataFrame(rows_of_values, columns=names, dtype=object).to_csv(index=False))
 
 
 def json(run: Run, columns: Columns = None, quiet: bool = False) -> str:
@@ -61,7 +61,10 @@ WITHOUT_COLUMNS = ("pyperf", "prometheus")
 
 
 def _values(run: Run, columns: Columns) -> tuple[list[str], list[list[Any]]]:
-    """The columns chosen, by default all, and a row of their values for each measured case."""
+    """The columns chosen, by default all, and a row of their values for each case.
+
+    A case that was not measured has a row where the columns tell why.
+    """
     from ddpbench.analysis import lines, step_lines
     from ddpbench.render import header
 
@@ -70,10 +73,12 @@ def _values(run: Run, columns: Columns) -> tuple[list[str], list[list[Any]]]:
     if header.of_doctor(run):
         known, shown = FINDING_COLUMNS, run.findings
     elif header.of_steps(run):
-        known, shown = STEP_COLUMNS, [line for line in step_lines.lines(run) if line.results]
+        known, shown = STEP_COLUMNS, step_lines.lines(run)
     else:
-        shown = [line for line in lines.lines(run) if line.results]
+        shown = lines.lines(run)
     names = rows.chosen(columns, known, every=True)
+    if "reason" not in names:
+        shown = [line for line in shown if isinstance(line, Finding) or line.results]
     return names, [[known[name].value(line) for name in names] for line in shown]
 
 

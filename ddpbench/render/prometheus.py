@@ -129,7 +129,20 @@ def exposition(run: Run, columns: tuple[str, ...] | None = None, quiet: bool = F
     measured = [line for line in lines.lines(run) if line.results]
     steps = [line for line in step_lines.lines(run) if line.results]
     blocks = [*_of_run(run), *_blocks(COLLECTIVES, measured), *_blocks(STEPS, steps)]
+    blocks += _not_measured("ddpbench_collective_not_measured", lines.lines(run))
+    blocks += _not_measured("ddpbench_step_not_measured", step_lines.lines(run))
     return "".join(blocks)
+
+
+def _not_measured(name: str, found: Iterable[Line | StepLine]) -> Iterator[str]:
+    """A metric for the cases that have no figures."""
+    samples: list[tuple[dict[str, str], float]] = [
+        ({**_labels(line.case), "reason": line.reason or ""}, 1)
+        for line in found
+        if not line.results
+    ]
+    if samples:
+        yield _block(name, "1: it was not measured, and why.", samples)
 
 
 def _of_run(run: Run) -> Iterator[str]:

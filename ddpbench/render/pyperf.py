@@ -18,8 +18,8 @@ FORMAT = "1.0"  # of pyperf's files
 
 
 def suite(run: Run, columns: tuple[str, ...] | None = None, quiet: bool = False) -> str:
-    """The JSON of a pyperf suite; no columns. Cases whose figures must not be used are left out and
-    named in its metadata."""
+    """The JSON of a pyperf suite; no columns. Cases that were not measured, or whose figures must
+    not be used, are named in its metadata."""
     from ddpbench.analysis import matching
 
     found = matching.found(matching.Source(run.id, (run,)))
@@ -29,7 +29,11 @@ def suite(run: Run, columns: tuple[str, ...] | None = None, quiet: bool = False)
         for case, each in found.items()
         if each.side is not None
     ]
-    left_out = [f"{names[case]}: {each.fault}" for case, each in found.items() if each.fault]
+    left_out = [
+        f"{names[case]}: {each.fault or each.reason}"
+        for case, each in found.items()
+        if each.side is None
+    ]
     metadata = {
         "ddpbench_version": __version__,
         "ddpbench_run": run.id,

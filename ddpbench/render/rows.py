@@ -162,6 +162,7 @@ COLUMNS: dict[str, Column[Line]] = {
     ),
     "launches": Column("launches", lambda line: len(line.results), default=False),
     "flags": Column("flags", lambda line: " ".join(line.flags)),
+    "reason": Column("reason", lambda line: line.reason, default=False),
 }
 
 

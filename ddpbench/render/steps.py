@@ -268,4 +268,5 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = {
     "in_a_row": Column("in a row", _summary("in_a_row"), default=False),
     "launches": Column("launches", lambda line: len(line.results), default=False),
     "flags": Column("flags", lambda line: " ".join(line.flags)),
+    "reason": Column("reason", lambda line: line.reason, default=False),
 }  # fmt: skip
