@@ -1,0 +1,260 @@
+"""Stored files at random: whatever a file holds, it is shown, or refused in one sentence.
+
+python tests/fuzz_files.py --seconds 600 --seed 1
+
+Runs of all three measuring commands, logs of other tools and Parquet files are damaged as disks,
+editors and version control do it, and as nobody does it: bytes flipped, inserted and cut, values of
+JSON replaced by others of the wrong type or size, keys removed, a FIFO or a device in a file's
+place. Every command that reads stored files is run on them. The same seed makes the same damage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fuzzing import Ended, Tally, alone, called, fault_of, main, typed
+from ranks import HERE, ROOT
+
+from ddpbench.records import store
+from ddpbench.records.visible import escape
+from ddpbench.render.formats import FORMATS
+
+# JSON texts: of every type, too large, too small, not finite, half characters, control characters.
+VALUES = (
+    "null", "true", "false", "0", "-1", "1", "3", "-0.0", "0.5", "1e400", "-1e400", "1e308",
+    "1e99", "5e-324", "NaN", "Infinity", "9" * 5000, str(2** 63), str(2** 64 + 1),
+    "-" + str(2** 63), '""', '"x"', '"\\ud800"', '"\\udcff"', '"\\u001b[2J\\u0007"',
+    '"\\u202etxt"', '"a\\nb\\rc"', '"|"', '"µ ± …"', '"%s {}"', '"' + "x" * 3000 + '"', "[]", "{}",
+    "[[]]", "[null]", "[0]", '["x"]', '{"x": 0}', "[1, 2, 3]", "[" * 60 + "]" * 60,
+    "[" * 100_000 + "]" * 100_000, '{"x":' * 900 + "0" + "}" * 900, '"1970-01-01T00:00:00Z"',
+    '"9999-99-99T99:99:99Z"', '"running"', '"gloo"', '"all_reduce"',
+)  # fmt: skip
+MARK = "@damage@"
+NCCL_LOG = """\
+# nccl-tests version 2.17.6 nccl-headers=22304 nccl-library=22304
+# Collective test starting: all_reduce_perf
+# nThread 1 nGpus 1 minBytes 1024 maxBytes 4096 step: 2(factor) warmup iters: 1 iters: 20
+# Using devices
+#  Rank  0 Group  0 Pid    100 on node device  0 [0000:01:00] NVIDIA H200
+#   size     count   type  redop  root   time  algbw  busbw #wrong   time  algbw  busbw #wrong
+#    (B) (elements)                      (us) (GB/s) (GB/s)          (us) (GB/s) (GB/s)
+    1024       256  float    sum    -1  10.00   0.10   0.10      0  11.00   0.09   0.09      0
+    2048       512  float    sum    -1  12.00   0.17   0.17      0  12.50   0.16   0.16      0
+# Out of bounds values : 0 OK
+# Avg bus bandwidth    : 0.13
+"""
+OSU_LOG = """\
+# OSU MPI Allreduce Latency Test v7.4
+# Datatype: MPI_CHAR.
+# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations
+4                       2.00              1.50              2.50        1000
+8                       2.50              1.75              3.50        1000
+"""
+
+
+def shrunk(folder: Path, kept: int) -> dict[str, Any]:
+    """A stored run with the first of its results only: what is tried often must be quick."""
+    run: dict[str, Any] = json.loads((folder / "run.json").read_bytes())
+    run["results"] = run.get("results", [])[:kept]
+    return run
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of all values in JSON."""
+    yield path
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    for key, item in items:
+        yield from paths(item, (*path, key))
+
+
+def mutated(rng: random.Random, run: dict[str, Any]) -> bytes:
+    """The run as JSON with one to four of its values removed, repeated or replaced."""
+    run = json.loads(json.dumps(run))
+    texts = []
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        places = list(paths(run))
+        *above, last = rng.choice(places[1:])
+        parent: Any = run
+        for key in above:
+            parent = parent[key]
+        action = rng.random()
+        if action < 0.2:
+            del parent[last]
+        elif action < 0.3 and isinstance(parent, list):
+            parent.append(parent[last])
+        elif action < 0.4 and isinstance(parent, dict):
+            parent[rng.choice(("", "x", "\x1b", "schema", "case"))] = parent.pop(last)
+        else:
+            parent[last] = MARK
+            texts.append(rng.choice(VALUES))
+    data = json.dumps(run)
+    for text in texts:
+        data = data.replace(f'"{MARK}"', text, 1)
+    return data.encode()
+
+
+def damaged(rng: random.Random, data: bytes) -> bytes:
+    """The bytes with some of them flipped, cut away, repeated or inserted."""
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8, 64))):
+        at, end = sorted((rng.randrange(len(out) + 1), rng.randrange(len(out) + 1)))
+        action = rng.randrange(6)
+        if action == 0:
+            del out[at:]
+        elif action == 1:
+            del out[at : min(end, at + 40)]
+        elif action == 2:
+            out[at:at] = rng.choice(
+                (
+                    b"\xff",
+                    b"\0",
+                    b"\x1b[31m",
+                    b"\xef\xbb\xbf",
+                    b"9" * 400,
+                    b"\r\n",
+                    b"-",
+                    b"\xed\xa0\x80",
+                )
+            )
+        elif action == 3:
+            out[at:at] = out[at : min(end, at + 200)]
+        elif out and at < len(out):
+            out[at] = rng.randrange(256)
+    return bytes(out)
+
+
+def replaced(rng: random.Random, path: Path) -> None:
+    """Something that is no file, or an odd one, in a file's place."""
+    path.unlink()
+    makers: tuple[Callable[[], object], ...] = (
+        lambda: os.mkfifo(path), path.mkdir, path.touch, lambda: path.symlink_to(path),
+        lambda: path.symlink_to("/dev/zero"), lambda: path.symlink_to("/dev/full"),
+        lambda: path.symlink_to("/nowhere"), lambda: path.symlink_to("/proc/self/mem"),
+    )  # fmt: skip
+    rng.choice(makers)()
+
+
+@contextlib.contextmanager
+def bench() -> Iterator[list[dict[str, Any]]]:
+    """A folder to work in, with sound runs in sound/; the runs to be damaged."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as back:
+        back.callback(os.chdir, before)
+        os.chdir(folder)
+        reference = ROOT / "results/reference"
+        runs = [
+            shrunk(reference / "cpu-2-ranks", 6), shrunk(reference / "ddp-cpu-2-ranks", 0),
+            json.loads((HERE / "stored_doctor.json").read_bytes()),
+        ]  # fmt: skip
+        for i, run in enumerate(runs):
+            (Path("sound") / str(i)).mkdir(parents=True)
+            (Path("sound") / str(i) / "run.json").write_text(json.dumps(run))
+        shutil.copyfile(reference / "ddp-cpu-2-ranks/samples.parquet", "samples.parquet")
+        yield runs
+
+
+def command(rng: random.Random, kind: int, stored: str) -> list[str]:
+    """A command that reads the stored file; `kind` is that of the run it was made of."""
+    sound = f"sound/{min(kind, 2)}"
+    sides = rng.sample((sound, stored), 2)
+    judged = ["--format", rng.choice(("table", "csv", "json", "markdown"))]
+    return rng.choice((
+        ["show", stored, "--format", rng.choice(list(FORMATS))],
+        ["show", stored, "--format", rng.choice(list(FORMATS))],
+        ["show", stored, "--columns", rng.choice(("time,reason", "step_ms", "place"))],
+        ["list", "results"],
+        ["compare", *sides, *judged],
+        ["history", rng.choice(("all_reduce", "mlp", "gloo", "2 ranks")), "--format",
+         rng.choice(("table", "csv", "json"))],
+        ["baseline", "save", "b", stored, "--replace"],
+        ["baseline", "list"],
+        ["baseline", "check", "b", sound, *judged],
+    ))  # fmt: skip
+
+
+def one(rng: random.Random, runs: list[dict[str, Any]]) -> tuple[list[str], Ended]:
+    """One damaged file, one command."""
+    for name in ("results", "log.txt"):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(name) if Path(name).is_dir() else Path(name).unlink()
+    folder, kind = Path("results/stored"), rng.randrange(5)
+    folder.mkdir(parents=True)
+    target, data = folder / "run.json", b""
+    if kind < len(runs):
+        data = (
+            mutated(rng, runs[kind])
+            if rng.random() < 0.7
+            else damaged(rng, json.dumps(runs[kind]).encode())
+        )
+    else:
+        target, data = Path("log.txt"), damaged(rng, (NCCL_LOG if kind == 3 else OSU_LOG).encode())
+    target.write_bytes(data)
+    if rng.random() < 0.05:
+        replaced(rng, target)
+    words = command(rng, kind, str(target.parent if kind < len(runs) else target))
+    if words[:2] in (["baseline", "check"], ["baseline", "list"]) and kind < len(runs):
+        shutil.copytree(folder, "results/baselines/b", symlinks=True, copy_function=os.link)
+    return words, called(words)
+
+
+def samples(rng: random.Random) -> Ended:
+    """Damaged raw samples are read, or refused as an invalid run."""
+    folder = Path("results/samples")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "samples.parquet").write_bytes(damaged(rng, Path("samples.parquet").read_bytes()))
+    try:
+        store.read_samples(folder)
+    except store.InvalidRun as error:
+        return Ended(3, "", f"{escape(str(error))}\n")
+    except Exception as error:
+        return Ended(1, "", f"Traceback: {error!r}")
+    return Ended(0, "", "")
+
+
+def fuzz(rng: random.Random, seconds: float) -> Tally:
+    """Damaged files until the time is over."""
+    tally = Tally()
+    with bench() as runs, alone():
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if rng.random() < 0.05:
+                words, ended = ["(samples.parquet)"], samples(rng)
+            else:
+                words, ended = one(rng, runs)
+            fault = fault_of(ended) or unreadable(words, ended)
+            about = typed(words)
+            if fault is not None and Path("results/stored/run.json").is_file():
+                kept = Path(tempfile.gettempdir()) / f"fuzz-{tally.tried}.json"
+                shutil.copyfile("results/stored/run.json", kept)
+                about += f" with {kept}"
+            tally.add(about, ended, fault)
+    return tally
+
+
+def unreadable(words: list[str], ended: Ended) -> str | None:
+    """What is wrong with JSON that was printed."""
+    if ended.code in (0, 1) and ended.out and {"json", "pyperf"} & set(words):
+        try:
+            json.loads(ended.out)
+        except ValueError as error:
+            return f"no JSON on stdout: {error}"
+    return None
+
+
+if __name__ == "__main__":
+    main(__doc__.splitlines()[0], fuzz)
