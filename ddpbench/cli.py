@@ -55,6 +55,7 @@ from ddpbench.render.steps import STEP_COLUMNS
 from ddpbench.runtime import forks, launch
 from ddpbench.runtime.agree import first_line
 from ddpbench.runtime.launch import Placement, Refused
+from ddpbench.runtime.supervise import Deadline
 from ddpbench.selftest import command as selftest
 
 T = TypeVar("T", bound=session.Options)
@@ -200,7 +201,7 @@ def start(asked: session.Options, words: Sequence[str]) -> int:
         if asked.paced and not sys.stdin.readline():
             tell("stdin has ended before the last launch")
             break
-        code = _launch(asked, words, name, folder, number)
+        code, verdict = _launch(asked, words, name, folder, number)
         if asked.paced:
             sys.stdout.write(f"{code}\n")
             sys.stdout.flush()
@@ -209,7 +210,7 @@ def start(asked: session.Options, words: Sequence[str]) -> int:
             end = book.interrupted("a signal")  # unless the ranks have told which
             break
         if code != 0:
-            reason = f"the ranks on {name} ended with exit code {code}"
+            reason = verdict or f"the ranks on {name} ended with exit code {code}"
             end = end or book.End("failed", reason, 5)
     nothing = refusals or not store.read(folder).launches
     if nothing and book.discard(folder):
@@ -230,18 +231,28 @@ def _schedule(asked: session.Options, seed: int) -> Iterator[tuple[int, str]]:
 
 def _launch(
     asked: session.Options, words: Sequence[str], name: str, folder: Path, number: int
-) -> int:
-    """One backend's ranks, started and awaited; their exit code."""
+) -> tuple[int, str]:
+    """One backend's ranks, started and awaited; their exit code, and what was told from here of one
+    that was killed or stopped."""
     own = ["--backend", name, "--device", asked.device, "--join", str(folder)]
     own += ["--launch", str(number), "--launches", "1"]
     if sys.stderr.isatty():
         own.append("--progress")
-    starter = backends.get(name).launcher
+    verdicts: list[str] = []
+
+    def say(verdict: str) -> None:
+        sys.stderr.write(f"ddpbench: {verdict}\n")
+        verdicts.append(verdict)
+
+    deadline = Deadline(asked.timeout, asked.watchdog == "end", say)
+    starter, nproc = backends.get(name).launcher, asked.nproc or 1
     if asked.device == "cpu" and starter == "torchrun":
-        return forks.run(lambda: main([asked.command, *words, *own]), asked.nproc or 1)
-    return launch.STARTERS[starter](
-        ["-m", f"ddpbench.{asked.command}", *words, *own], asked.nproc or 1
-    )
+        line = [asked.command, *words, *own]
+        code = forks.run(lambda: main(line), nproc, deadline=deadline)
+    else:
+        line = ["-m", f"ddpbench.{asked.command}", *words, *own]
+        code = launch.STARTERS[starter](line, nproc, deadline)
+    return code, next(iter(verdicts), "")
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:

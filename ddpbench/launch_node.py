@@ -24,12 +24,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ddpbench import options
 from ddpbench.measuring import IN_RANKS, checked
-from ddpbench.runtime import nodes, processes
+from ddpbench.runtime import family, nodes, processes, supervise
 from ddpbench.runtime.launch import Refused
 from ddpbench.runtime.nodes import Nodes
 from ddpbench.runtime.processes import Child
+from ddpbench.runtime.supervise import Deadline, Watch
 
 HELP = "start the ranks of one node of several, on which their numbers may differ"
 PORT = 29500
@@ -110,6 +113,7 @@ def _ranks(text: str) -> tuple[int, ...]:
 def run(asked: argparse.Namespace, words: Sequence[str]) -> int:
     """Start this node's ranks, or with --ssh every node's; the exit code, in node 0 of all."""
     wanted = command(asked.command)
+    given = checked(wanted)
     all_nodes = _nodes(asked)
     address, port = _master(asked, all_nodes)
     if asked.ssh:
@@ -118,9 +122,18 @@ def run(asked: argparse.Namespace, words: Sequence[str]) -> int:
     if asked.signals_from_stdin:
         threading.Thread(target=_hear, daemon=True).start()
     meeting = nodes.meet(all_nodes, index, address, port, asked.timeout)
-    own = [sys.executable, "-m", f"ddpbench.{wanted[0]}", *wanted[1:]]
-    ranks = [processes.start(own, environ) for environ in all_nodes.environ(index, address, port)]
-    return meeting.end(processes.await_all(ranks, meeting.lost))
+    with family.opened() as kin:
+        watch = Watch(kin, all_nodes.ranks[index], Deadline(given.timeout, given.watchdog == "end"))
+        own = [sys.executable, "-m", f"ddpbench.{wanted[0]}", *wanted[1:]]
+        ranks = []
+        for environ in all_nodes.environ(index, address, port):
+            ranks.append(processes.start(own, {**environ, **kin.environ()}))
+            pid = ranks[-1].process.pid
+            kin.add(pid)
+            watch.ranks[int(environ["RANK"])] = psutil.Process(pid)
+        with supervise.watched(watch):
+            code = processes.await_all(ranks, meeting.lost, watch)
+    return meeting.end(code)
 
 
 def command(words: Sequence[str]) -> list[str]:

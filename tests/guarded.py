@@ -246,6 +246,37 @@ def play_replicas(rank: int) -> None:
     ddpbench.verify_replicas(torch.nn.Linear(4, 4))
 
 
+class Stuck(torch.utils.data.Dataset[int]):
+    """Its second sample never comes."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(600 * index)
+        return index
+
+
+def play_worker(rank: int) -> None:
+    """Rank 1 waits for a worker that is stuck; a process whose parent has gone hangs around too."""
+    os.setsid()  # as launchers do it
+    ddpbench.watchdog(timeout=3.0)
+    if os.fork() == 0:
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(0)
+    for _ in torch.utils.data.DataLoader(Stuck(), num_workers=1) if rank else range(2):
+        step()
+
+
+def play_healthy(rank: int) -> None:
+    """Nothing is wrong; the rank with the store is the first to leave."""
+    ddpbench.watchdog(timeout=30.0)
+    for _ in range(3):
+        step()
+    time.sleep(1.2 * rank)
+
+
 def main(play: str) -> None:
     """One rank."""
     mpi = "OMPI_COMM_WORLD_RANK" in os.environ

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 from ranks import environment
+from strikes import MARK, members
 
 # `main` of each rank: a Python expression of `place` and `dist`, run as `python -c`.
 PROGRAM = """
 import os, signal, sys, time
 from ddpbench.runtime import forks, launch
+from ddpbench.runtime.group import Rendezvous, opened
+from ddpbench.runtime.supervise import Deadline
 def main():
     place = launch.placement()
     {body}
-sys.exit(forks.run(main, {ranks}))
+sys.exit(forks.run(main, {ranks}, deadline=Deadline(3.0)))
 """
 
 
-def started(body: str, ranks: int = 2) -> subprocess.Popen[str]:
+def started(body: str, ranks: int = 2, **extra: str) -> subprocess.Popen[str]:
     """A program that forks ranks with this body."""
     program = PROGRAM.format(body=body, ranks=ranks)
     return subprocess.Popen(
-        [sys.executable, "-c", program], env=environment(), text=True,
+        [sys.executable, "-c", program], env=environment(**extra), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -43,8 +48,7 @@ def test_ranks_are_placed_and_meet() -> None:
     """Each knows its rank, the world and its launcher; they meet at a store that is no rank's, and
     what they read of stdin is nothing."""
     code, out, err = ended(
-        "from ddpbench.runtime.group import Rendezvous, opened\n"
-        "    with opened(place, Rendezvous()) as group:\n"
+        "with opened(place, Rendezvous()) as group:\n"
         "        pids = {who.pid for who in group.who}\n"
         "    os.write(1, f'{place.rank} of {place.world_size} by {place.launcher}, "
         "{len(pids)} processes, {sys.stdin.read()!r}\\n'.encode())\n"
@@ -109,3 +113,62 @@ def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
     os.kill(process.pid, number)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "1\n1\n")
+
+
+MEET = "with opened(place, Rendezvous(timeout_seconds=3.0)): pass\n"
+BLOW = "if place.rank == 1: os.kill(os.getpid(), signal.{blow})\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (
+            BLOW.format(blow="SIGKILL") + "    time.sleep(20)",
+            r"rank 1 \(\S+, pid \d+\) was killed by SIGKILL \(9\) before it had joined the "
+            r"others\. Next: look in `dmesg` whether memory ran out, or see who ends it",
+        ),
+        (
+            BLOW.format(blow="SIGSTOP") + "    " + MEET,
+            r"rank 1 \(\S+, pid \d+\) is stopped \(SIGSTOP\): rank 0 has waited for it longer than "
+            r"3 s \(--timeout\)\. Next: see who stops it .*",
+        ),
+        (
+            MEET + "    " + BLOW.format(blow="SIGSTOP") + "    return 0",
+            r"rank 1 \(\S+, pid \d+\) is stopped \(SIGSTOP\) at its end, for longer than 3 s "
+            r"\(--timeout\)\. Next: see who stops it .*",
+        ),
+    ],
+)
+def test_a_rank_that_is_lost_before_or_after_the_others_met_is_named(
+    body: str, sentence: str
+) -> None:
+    """In one sentence, with the signal and a next step, within the deadline and a few seconds."""
+    began = time.monotonic()
+    code, out, err = ended(body)
+    assert code == 5
+    assert re.fullmatch(f"ddpbench: {sentence}\n", out + err), out + err
+    assert time.monotonic() - began < 25  # imports on a busy host among them
+
+
+def test_nothing_is_left_where_the_parent_is_killed(tmp_path: Path) -> None:
+    """Neither ranks, nor what they have started, nor a temporary folder."""
+    token = uuid.uuid4().hex
+    process = started(
+        "import subprocess, tempfile\n"
+        "    tempfile.mkdtemp()\n"
+        "    subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"    open({str(tmp_path)!r} + f'/there{{place.rank}}', 'w').close()\n"
+        "    time.sleep(600)",
+        **{MARK: token, "TMPDIR": str(tmp_path)},
+    )
+    until = time.monotonic() + 60
+    while len(list(tmp_path.glob("there*"))) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(members(token)) >= 5
+    process.kill()
+    process.communicate(timeout=20)
+    until = time.monotonic() + 10
+    while (left := members(token)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert left == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there0", "there1"]

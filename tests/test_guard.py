@@ -33,7 +33,7 @@ GLOO = (
     ("talk", "inside", "store", "raise", "receive", "quiet", "order", "shape"),
     (
         "pairs", "pipeline", "cycle", "ring", "posted", "cleanup", "uneven", "alive", "compute",
-        "replicas",
+        "replicas", "worker",
     ),
 )  # fmt: skip
 
@@ -42,14 +42,21 @@ GLOO = (
 def running(*words: str) -> Iterator[subprocess.Popen[str]]:
     """The script; nothing of it is left at the end."""
     process = subprocess.Popen(
-        words, env=environment(), text=True, stderr=subprocess.PIPE, start_new_session=True
-    )
+        words, env=environment(), text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
     try:
         yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def mpirun() -> list[str]:
+    """It starts two ranks."""
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [str(launch.find_mpirun()), *root, "--oversubscribe", "-n", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +66,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for plays in GLOO:
         with running(sys.executable, str(SCRIPT), str(path), *plays) as process:
             process.wait(100)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=5)
+                (path / f"stdout of {plays[-1]} ended").touch()
     return path
 
 
@@ -223,12 +233,27 @@ def test_a_long_computation_is_told_once_and_ends_nothing(folder: Path) -> None:
     assert "play_compute\n" not in err
 
 
+def test_a_verdict_ends_what_the_ranks_have_started(folder: Path) -> None:
+    """Nothing keeps stdout open, so that a pipeline ends: not a worker that is stuck, not a process
+    whose parent has gone."""
+    codes, told, err = said(folder, "worker")
+    assert codes == [5, 5], err
+    assert told, err
+    assert (folder / "stdout of worker ended").exists()
+
+
+@MPI
+def test_a_healthy_job_of_mpirun_ends_without_a_word() -> None:
+    """Also where the rank in which the store lives leaves first: no client complains."""
+    with running(*mpirun(), sys.executable, str(SCRIPT), "-", "healthy") as process:
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+
+
 @MPI
 def test_over_mpi_it_is_the_same() -> None:
     """A rank that is stopped inside MPI, while the other is there too: its own count tells it."""
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    mpirun = [str(launch.find_mpirun()), *root, "--oversubscribe", "-n", "2"]
-    with running(*mpirun, sys.executable, str(SCRIPT), "-", "inside") as process:
+    with running(*mpirun(), sys.executable, str(SCRIPT), "-", "inside") as process:
         _, err = process.communicate(timeout=60)
     (sentence,) = verdicts(err)
     assert re.fullmatch(INSIDE, sentence), err

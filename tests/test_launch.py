@@ -5,13 +5,18 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
+from ranks import environment
 
 from ddpbench.runtime import launch
 from ddpbench.runtime.launch import Placement, Refused
+from ddpbench.runtime.supervise import Deadline
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPEN_MPI = {
@@ -212,3 +217,64 @@ def test_mpirun_s_exit_code_is_passed_on(capfd: pytest.CaptureFixture[str]) -> N
     assert sorted(capfd.readouterr().out.split()) == sorted(f"{n}x" for n in range(count))
     assert launch.mpirun(["-c", program + "sys.exit(7 * (me == 1))"], 2) == 7
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+LOST = """
+import atexit, os, signal
+from ddpbench.runtime import launch
+from ddpbench.runtime.group import Rendezvous, opened
+place = launch.placement()
+blow = lambda: place.rank == 1 and os.kill(os.getpid(), signal.{blow})
+{first}
+with opened(place, Rendezvous(timeout_seconds=4.0)): pass
+"""
+LONGER = r"is stopped \(SIGSTOP\) at its end, for longer than 4 s \(--timeout\)\. Next: "
+WAITED = r"is stopped \(SIGSTOP\): rank 0 has waited for it longer than 4 s \(--timeout\)\. Next: "
+MPIRUN = pytest.mark.skipif(launch.find_mpirun() is None, reason="there is no mpirun here")
+
+
+def lost(blow: str, seconds: int = 4, at_the_end: bool = False) -> str:
+    """Of two ranks, number 1 is struck before MPI starts, or after it has ended."""
+    first = "atexit.register(blow)" if at_the_end else "blow()"
+    return LOST.format(blow=blow, first=first)
+
+
+@MPIRUN
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [
+        (lost("SIGSTOP"), r"is stopped \(SIGSTOP\)"),
+        (lost("SIGSTOP", at_the_end=True), LONGER),
+        (lost("SIGKILL"), r"was killed by SIGKILL \(9\) before it had joined the others\. Next: "),
+    ],
+)
+def test_an_mpi_rank_that_is_lost_is_named_and_nothing_is_left(
+    program: str, sentence: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Stopped before MPI starts, where the others cannot leave MPI_Init, or after MPI's end, or
+    killed. Shared memory and temporary folders go."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(launch.__file__).parents[2]))
+    before = set(Path("/dev/shm").glob("ddpbench-*"))
+    began = time.monotonic()
+    assert launch.mpirun(["-c", program], 2, Deadline(4.0)) == 5
+    assert time.monotonic() - began < 25  # imports on a busy host among them
+    err = capfd.readouterr().err
+    found = re.findall(rf"^ddpbench: rank 1 \(\S+, pid \d+\) {sentence}", err, re.MULTILINE)
+    assert len(found) == 1, err
+    assert list(tmp_path.iterdir()) == []
+    assert not set(Path("/dev/shm").glob("ddpbench-*")) - before
+
+
+@MPIRUN
+def test_under_a_user_s_own_mpirun_the_ranks_name_it(tmp_path: Path) -> None:
+    """Nobody watches from outside then: a rank that waits in MPI_Init does, and ends the job."""
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    words = [str(launch.find_mpirun()), *root, "--oversubscribe", "-n", "2", sys.executable, "-c"]
+    done = subprocess.run(
+        [*words, lost("SIGSTOP")], env=environment(TMPDIR=str(tmp_path)), capture_output=True,
+        text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 5, done.stderr
+    assert re.search(r"^ddpbench: rank 1 \(\S+, pid \d+\) " + WAITED, done.stderr, re.M)

@@ -28,6 +28,7 @@ from ddpbench.catalog import backends
 from ddpbench.runtime import forks, group, launch
 from ddpbench.runtime.group import Group, Rendezvous
 from ddpbench.runtime.launch import Placement, Refused
+from ddpbench.runtime.supervise import Deadline
 
 if TYPE_CHECKING:
     import torch
@@ -201,9 +202,10 @@ def run(module: str, folder: Path, request: Request, attempt: Callable[[Group, T
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     with contextlib.suppress(OSError):  # not only on the core that a launcher gave rank 0
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    deadline = Deadline(request.seconds)
     if request.device == "cpu" and request.launcher == "torchrun":
-        return forks.run(lambda: _rank(request, folder, attempt), request.ranks, ())
-    return launch.STARTERS[request.launcher](["-m", module, str(folder)], request.ranks)
+        return forks.run(lambda: _rank(request, folder, attempt), request.ranks, (), deadline)
+    return launch.STARTERS[request.launcher](["-m", module, str(folder)], request.ranks, deadline)
 
 
 def _rank(request: Request, folder: Path, attempt: Callable[[Group, Tell], None]) -> int:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from ddpbench.analysis.hang import DIED, LEFT, STOPPED, Silent, Words
 from ddpbench.records import codec, redact
 from ddpbench.records.visible import escape_lines
+from ddpbench.runtime import family
 from ddpbench.runtime.words import Who, state_of
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class Line:
 
     def __init__(self, store: dist.Store) -> None:
         self.store, self.gone = store, False  # gone: it has closed the connection
+        self._open = _connection(store)
         self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._serve, name="ddpbench-store", daemon=True).start()
 
@@ -48,6 +51,8 @@ class Line:
 
         def attempt() -> None:
             try:
+                if self._has_left():  # asked all the same, it would print a stack
+                    raise RuntimeError("the store has gone")
                 answers.append(question(self.store))
             except (RuntimeError, ValueError):  # its host has gone: it would only complain again
                 self.gone = True
@@ -62,9 +67,31 @@ class Line:
         """End the thread once it is through."""
         self._asked.put(None)
 
+    def _has_left(self) -> bool:
+        try:
+            return self._open is not None and self._open.recv(1) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def _serve(self) -> None:
         while (attempt := self._asked.get()) is not None:
             attempt()
+        if self._open is not None:
+            self._open.close()
+
+
+def _connection(store: dist.Store) -> socket.socket | None:
+    """A connection to the store's host on which nothing is said: its end shows that of the host."""
+    import torch.distributed as dist
+
+    if isinstance(store, dist.TCPStore):
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection((store.host, store.port), ANSWER_SECONDS)
+            connection.setblocking(False)
+            return connection
+    return None
 
 
 class Board:
@@ -257,7 +284,9 @@ def say(text: str) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now, whatever its other threads wait for."""
+    """End this process now, whatever its other threads wait for, and all that it has started: who
+    reads what these print waits for them too."""
+    family.end_descendants()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     if "mpi4py.MPI" in sys.modules:

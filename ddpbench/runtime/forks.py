@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -20,40 +21,57 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
+
 from ddpbench.records import redact
-from ddpbench.runtime import rendezvous
+from ddpbench.runtime import family, rendezvous, supervise
 from ddpbench.runtime.launch import PASSED_ON
 from ddpbench.runtime.processes import ORDERLY
+from ddpbench.runtime.supervise import Deadline, Watch
 
 PRELOADED = ("torch.distributed", "scipy.stats", "pyarrow.parquet", "ddpbench.measure.pace")
 GRACE_SECONDS = 30.0  # for the other ranks, once one has failed
 RUNNING = -1  # in place of an exit code
 
 
-def run(main: Callable[[], int], nproc: int, preloaded: Sequence[str] = PRELOADED) -> int:
+def run(
+    main: Callable[[], int],
+    nproc: int,
+    preloaded: Sequence[str] = PRELOADED,
+    deadline: Deadline | None = None,
+) -> int:
     """Call main in nproc forked ranks of this host, placed as launch.placement reads it.
 
     preloaded: modules that all ranks need, imported once. Returns the highest exit code; 5 where a
-    rank was killed. When one fails the others are told to end, and killed where they do not.
+    rank was killed or stopped. When one fails the others are told to end, and killed where they do
+    not.
     """
     for name in preloaded:
         import_module(name)
     gate, opener = os.pipe()
     ranks: dict[int, int] = {}  # pid → exit code
-    with _signals(ranks), warnings.catch_warnings():
+    with family.opened() as kin, warnings.catch_warnings():
+        watch = Watch(kin, nproc, deadline or Deadline())
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads that idle in OpenBLAS
-        for rank in range(nproc):
-            pid = os.fork()
-            if pid == 0:
+        with _signals(ranks, watch):
+            for rank in range(nproc):
+                pid = os.fork()
+                if pid == 0:
+                    os.close(opener)
+                    kin.disown()
+                    os.environ.update(kin.environ())
+                    _become(rank, nproc, gate, main)
+                ranks[pid], watch.ranks[rank] = RUNNING, psutil.Process(pid)
+                kin.add(pid)
+            os.close(gate)
+            # The store's server has a thread, as the watch is one: they begin when all are forked.
+            store = rendezvous.serve("127.0.0.1", 0, timedelta(minutes=5))
+            with supervise.watched(watch):
+                os.write(opener, store.port.to_bytes(4, "big") * nproc)
                 os.close(opener)
-                _become(rank, nproc, gate, main)
-            ranks[pid] = RUNNING
-        os.close(gate)
-        # The store's server has a thread: it begins when all ranks are forked.
-        store = rendezvous.serve("127.0.0.1", 0, timedelta(minutes=5))
-        os.write(opener, store.port.to_bytes(4, "big") * nproc)
-        os.close(opener)
-        _await(ranks)
+                killed = _await(ranks)
+            if killed is not None:
+                watch.killed(*killed)
     return max((code for code in ranks.values() if code > 0), default=0)
 
 
@@ -68,7 +86,9 @@ def _become(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> NoRetu
         for number in PASSED_ON[1:]:
             signal.signal(number, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        port = int.from_bytes(os.read(gate, 4), "big")
+        tempfile.tempdir = None  # looked up anew: a folder of this run
+        if not (port := int.from_bytes(os.read(gate, 4), "big")):
+            os._exit(code)  # the parent has gone
         here = {"RANK": rank, "WORLD_SIZE": nproc, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nproc}
         os.environ.update({f"DDPBENCH_{name}": str(value) for name, value in here.items()})
         os.environ.update(
@@ -77,7 +97,7 @@ def _become(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> NoRetu
             TORCHELASTIC_USE_AGENT_STORE="True",  # the store is not rank 0's
             TORCHELASTIC_RESTART_COUNT="0",
         )
-        code = main()
+        code = main() or 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:
@@ -89,9 +109,10 @@ def _become(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> NoRetu
         os._exit(code)  # what the parent would do at its end is not this process's
 
 
-def _await(ranks: dict[int, int]) -> None:
-    """Wait for all; note their exit codes."""
-    until = None
+def _await(ranks: dict[int, int]) -> tuple[int, int] | None:
+    """Wait for all; note their exit codes. Returns the rank that a signal has ended before any was
+    told to end, and the signal."""
+    until, killed = None, None
     while running := [pid for pid, code in ranks.items() if code == RUNNING]:
         for pid in running:
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -99,6 +120,8 @@ def _await(ranks: dict[int, int]) -> None:
                 code = os.waitstatus_to_exitcode(status)
                 if until is not None and code == -signal.SIGTERM:
                     code = 0  # told to end from here: the one that failed says why
+                elif code < 0 and until is None:
+                    killed = killed or (list(ranks).index(pid), -code)
                 ranks[pid] = 5 if code < 0 else code
         if until is None and any(code not in (RUNNING, *ORDERLY) for code in ranks.values()):
             until = time.monotonic() + GRACE_SECONDS
@@ -106,6 +129,7 @@ def _await(ranks: dict[int, int]) -> None:
         if until is not None and time.monotonic() > until:
             _send(ranks, signal.SIGKILL)
         time.sleep(0.005)
+    return killed
 
 
 def _send(ranks: dict[int, int], number: int) -> None:
@@ -115,12 +139,14 @@ def _send(ranks: dict[int, int], number: int) -> None:
 
 
 @contextlib.contextmanager
-def _signals(ranks: dict[int, int]) -> Iterator[None]:
+def _signals(ranks: dict[int, int], watch: Watch) -> Iterator[None]:
     """Pass on what this process gets; it stays, to read what was measured."""
-    previous = {
-        number: signal.signal(number, lambda received, _: _send(ranks, received))
-        for number in PASSED_ON
-    }
+
+    def pass_on(received: int, _: object) -> None:
+        _send(ranks, received)
+        watch.ask()
+
+    previous = {number: signal.signal(number, pass_on) for number in PASSED_ON}
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.records import redact
-from ddpbench.runtime import agree, board, launch, network, slurm, sockets, teams
+from ddpbench.runtime import agree, board, family, launch, network, slurm, sockets, teams
 from ddpbench.runtime.launch import Placement, Refused
 from ddpbench.runtime.network import NetPlace
 from ddpbench.runtime.places import place_of_error
@@ -194,9 +194,11 @@ class Group:
 
 @contextlib.contextmanager
 def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) -> Iterator[Group]:
-    """All ranks, met. Raises Refused, naming the ranks, when some do not come in time."""
+    """All ranks, met. Raises Refused, naming the ranks, when some do not come in time;
+    ends this process where these are seen to be stopped."""
     import torch.distributed as dist
 
+    family.report(family.JOINS)
     timeout = timedelta(seconds=rendezvous.timeout_seconds)
     store = _meet(place, rendezvous, timeout)
     who, net = _introduced(store, place, rendezvous.timeout_seconds)
@@ -207,6 +209,7 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
         second, place.rank, who, rendezvous.timeout_seconds, board.leave, patience,
         rendezvous.watchdog,
     )  # fmt: skip
+    family.report(family.MET)
     try:
         with network.kept_on_loopback(net):
             dist.init_process_group(
@@ -229,6 +232,7 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
         watchdog.end(cause, place=where)
     finally:
         watchdog.close()
+        family.report(family.LEFT)
         if dist.is_initialized():
             _destroy(None)
 
@@ -268,6 +272,7 @@ def _meet(place: Placement, rendezvous: Rendezvous, timeout: timedelta) -> dist.
         return dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
         reason = agree.first_line(error)
+        family.end_if_stopped(place.rank, rendezvous.timeout_seconds)
         raise Refused(
             f"rank {place.rank} could not meet the others at {url} within "
             f"{timeout.total_seconds():g} s: {reason}",
@@ -297,11 +302,13 @@ def _url(place: Placement, rendezvous: Rendezvous) -> str:
         host, number = launch.slurm_address()
         return f"tcp://{address or slurm.node_address(host, place)}:{port or number}"
     if place.launcher == "mpirun":
-        return f"tcp://{_address_over_mpi(place, address, port)}"
+        return f"tcp://{_address_over_mpi(place, rendezvous, address, port)}"
     return f"tcp://{address or '127.0.0.1'}:{port or launch.free_port()}"
 
 
-def _address_over_mpi(place: Placement, address: str | None, port: str | int | None) -> str:
+def _address_over_mpi(
+    place: Placement, rendezvous: Rendezvous, address: str | None, port: str | int | None
+) -> str:
     """Rank 0's address and a free port there, told to all over MPI itself."""
     from importlib.util import find_spec
 
@@ -312,6 +319,7 @@ def _address_over_mpi(place: Placement, address: str | None, port: str | int | N
         )
     from ddpbench.runtime import mpi_library
 
+    mpi_library.start(rendezvous.timeout_seconds)
     rank, size = mpi_library.world()
     if size != place.world_size or rank != place.rank:
         raise Refused(
@@ -366,9 +374,11 @@ def _await_all(store: dist.Store, place: Placement, seconds: float, what: str) -
                 break
             time.sleep(0.01)
     except RuntimeError:
+        family.end_if_stopped(place.rank, seconds)
         speaker = next((r for r in range(1, place.world_size) if r not in absent), place.rank)
         raise Refused("rank 0, where the ranks meet, has left", speaker) from None
     if absent:
+        family.end_if_stopped(place.rank, seconds)
         if place.rank == 0:
             time.sleep(1.0)  # the others' store lives here: let them come to their own end
         raise Refused(

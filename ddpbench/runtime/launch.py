@@ -14,11 +14,16 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from ddpbench.runtime import supervise
 
 
 class Refused(Exception):
@@ -181,8 +186,11 @@ def require_limits(world_size: int, place: Placement | None) -> None:
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-def torchrun(arguments: Sequence[str], nproc: int) -> int:
-    """Run `python ARGUMENTS` in nproc ranks of this host under torchrun's agent; the exit code.
+def torchrun(
+    arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | None = None
+) -> int:
+    """Run `python ARGUMENTS` in nproc ranks of this host under torchrun's agent; the exit code, 5
+    where a rank was killed or stopped.
 
     torch's own launcher API instead of the command, because it gives the ranks' exit codes where
     the command prints a traceback and exits with 1.
@@ -194,11 +202,11 @@ def torchrun(arguments: Sequence[str], nproc: int) -> int:
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from ddpbench.runtime import rendezvous
+    from ddpbench.runtime import family, rendezvous, supervise
 
     rendezvous_handler_registry.register(rendezvous.TORCHRUN_BACKEND, rendezvous.torchrun_handler)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="ddpbench-") as logs:  # torchrun leaves its own behind
+    with family.opened() as kin, _environment(kin.environ()):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -208,19 +216,36 @@ def torchrun(arguments: Sequence[str], nproc: int) -> int:
             rdzv_endpoint="127.0.0.1:0",
             max_restarts=0,
             local_addr="127.0.0.1",
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            logs_specs=DefaultLogsSpecs(log_dir=str(kin.folder)),  # torchrun leaves its own behind
         )
+        watch = supervise.Watch(kin, nproc, deadline or supervise.Deadline(), root=psutil.Process())
         before = signal.signal(signal.SIGUSR1, _end_agent)
         try:
-            elastic_launch(config, sys.executable)(*arguments)
+            with supervise.watched(watch):
+                elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
+            rank, first = error.get_first_failure()
+            if first.exitcode < 0:
+                watch.killed(rank, -first.exitcode)
             codes = [failure.exitcode for failure in error.failures.values()]
-            return max((code for code in codes if code > 0), default=5)
+            return watch.code(max((code for code in codes if code > 0), default=5))
         except SignalException as error:
             return 130 if error.sigval in PASSED_ON else 5
         finally:
             signal.signal(signal.SIGUSR1, before)
     return 0
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """These variables in this process's environment, for what it starts meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _end_agent(received: int, _: object) -> None:
@@ -253,11 +278,14 @@ NO_MPIRUN = (
 )
 
 
-def mpirun(arguments: Sequence[str], nproc: int) -> int:
-    """Run `python ARGUMENTS` in nproc ranks of this host under mpirun; its exit code.
+def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | None = None) -> int:
+    """Run `python ARGUMENTS` in nproc ranks of this host under mpirun; its exit code, 5 where it or
+    a rank was killed or stopped.
 
     Raises Refused where there is no mpirun.
     """
+    from ddpbench.runtime import family, supervise
+
     if (command := find_mpirun()) is None:
         raise Refused(NO_MPIRUN)
     # Intel's mpirun is a script that takes the first mpiexec.hydra in PATH, be it another MPI's.
@@ -279,31 +307,37 @@ def mpirun(arguments: Sequence[str], nproc: int) -> int:
     if "Open MPI" in version or "prte" in version.lower():
         extra = ["--oversubscribe"] + (["--allow-run-as-root"] if os.geteuid() == 0 else [])
         environ[PATIENT] = "1"
-    # In a session of its own: Ctrl-C reaches it once, from here, and this process stays to read
-    # what was measured.
-    process = subprocess.Popen(
-        [command, *extra, "-n", str(nproc), sys.executable, *arguments],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        env=environ,
-    )
+    with family.opened(shared=True) as kin:
+        # In a session of its own: Ctrl-C reaches it once, from here, and this process stays to read
+        # what was measured.
+        process = subprocess.Popen(
+            [command, *extra, "-n", str(nproc), sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**environ, **kin.environ()},
+        )
+        kin.add(process.pid)
+        watch = supervise.Watch(
+            kin, nproc, deadline or supervise.Deadline(), "mpirun", psutil.Process(process.pid)
+        )
+        passed_on = []
 
-    passed_on = []
+        def pass_on(received: int, _: object) -> None:
+            passed_on.append(received)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, received)
+            watch.ask()
 
-    def pass_on(received: int, _: object) -> None:
-        passed_on.append(received)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, received)
-
-    previous = {number: signal.signal(number, pass_on) for number in PASSED_ON}
-    try:
-        code = process.wait()
-        # After a signal mpirun's own code depends on which rank left first; the ranks have marked
-        # what else went wrong.
-        return 130 if passed_on and code else code
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        previous = {number: signal.signal(number, pass_on) for number in PASSED_ON}
+        try:
+            with supervise.watched(watch):
+                code = process.wait()
+            # After a signal mpirun's own code depends on which rank left first; the ranks have
+            # marked what else went wrong.
+            return 130 if passed_on and code else watch.code(code)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
 STARTERS = {"torchrun": torchrun, "mpirun": mpirun}

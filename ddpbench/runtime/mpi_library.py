@@ -19,26 +19,88 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-from ddpbench.runtime import launch
+from ddpbench.runtime import family, launch
 
 # What runs before MPI is finalised; a sentence that comes back says why that could only hang.
 BEFORE_END: list[Callable[[], str | None]] = []
 _LENDING = threading.Lock()
 _lenders, _before = 0, False
 HUNG = 5  # the exit code of a job that hung
+# Until a script is told who is stopped; for ddpbench's ranks to come where none is, beyond theirs.
+TOLD_SECONDS, LATE_SECONDS = 60.0, 30.0
+
+
+_deadline: float | None = None  # of ddpbench's own ranks
+
+
+def start(seconds: float) -> None:
+    """Start MPI, for which all ranks must come within these seconds: else the process ends."""
+    global _deadline
+    _deadline = seconds
+    mpi()
 
 
 @cache
 def mpi() -> Any:
     """mpi4py's MPI module; the first call starts MPI and arranges for its end."""
     try:
+        import mpi4py
+
+        # mpi4py starts MPI with the interpreter's lock held: no thread could tell who is missing.
+        mine = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize is True
+        if mine:
+            mpi4py.rc.initialize, mpi4py.rc.finalize = False, mpi4py.rc.finalize is not False
         from mpi4py import MPI
     except ImportError as error:  # the package, or a library for it
         text = f"mpi4py cannot start MPI ({error}): pip install 'ddpbench[mpi]' brings both"
         raise ImportError(text) from error
 
-    atexit.register(_leave, os.getpid())
+    if mine and not MPI.Is_initialized():
+        _initialise(MPI)
+    atexit.register(_leave, os.getpid(), mine and mpi4py.rc.finalize is True)
     return MPI
+
+
+def _initialise(module: Any) -> None:
+    """As mpi4py does it, while other threads run."""
+    from mpi4py import rc
+
+    level = getattr(module, f"THREAD_{rc.thread_level.upper()}" if rc.threads else "THREAD_SINGLE")
+    with _waiting("MPI_Init"):
+        code = ctypes.CDLL(module.__file__).MPI_Init_thread(
+            None, None, level, ctypes.byref(ctypes.c_int())
+        )
+    if code != module.SUCCESS:
+        raise RuntimeError(f"MPI_Init_thread failed: error {code}")
+    if rc.errors == "exception":
+        for comm in (module.COMM_SELF, module.COMM_WORLD):
+            comm.Set_errhandler(module.ERRORS_RETURN)
+
+
+@contextlib.contextmanager
+def _waiting(what: str) -> Iterator[None]:
+    """Meanwhile all ranks wait for each other: one that is stopped is named in time. In ddpbench's
+    own ranks it is the end then, as it is later where nobody is stopped."""
+    place, over = launch.placement(), threading.Event()
+
+    def watch(rank: int) -> None:
+        began, seconds = time.monotonic(), _deadline or TOLD_SECONDS
+        over.wait(seconds)
+        while not over.wait(0.5):
+            if family.end_if_stopped(rank, seconds, _deadline is not None):
+                return
+            if _deadline is not None and time.monotonic() > began + seconds + LATE_SECONDS:
+                end = f"{what} has not ended within {seconds + LATE_SECONDS:g} s in rank {rank}"
+                print(f"ddpbench: {end}: see whether all ranks started", file=sys.stderr)
+                os._exit(HUNG)
+
+    with contextlib.suppress(RuntimeError):  # no thread is started at an interpreter's very end
+        if place is not None and place.world_size > 1:
+            threading.Thread(target=watch, args=(place.rank,), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def library() -> str:
@@ -128,8 +190,8 @@ def abort(code: int, why: str = "") -> None:
     mpi().COMM_WORLD.Abort(code)
 
 
-def _leave(pid: int) -> None:
-    """Before MPI is finalised: stop the workers, or abort where finalising could only hang."""
+def _leave(pid: int, finalise: bool) -> None:
+    """Stop the workers, or abort where finalising could only hang; then finalise MPI."""
     if os.getpid() != pid:
         return  # a child by os.fork: the job goes on without it
     for stop in BEFORE_END:
@@ -139,3 +201,6 @@ def _leave(pid: int) -> None:
     # would wait for them.
     if getattr(sys, "last_type", None) is not None and world()[1] > 1:
         abort(1)
+    if finalise and not mpi().Is_finalized():
+        with _waiting("MPI_Finalize"):
+            ctypes.CDLL(mpi().__file__).MPI_Finalize()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import psutil
 
 from ddpbench.runtime.launch import PASSED_ON
+from ddpbench.runtime.supervise import Watch
 
 POLL_SECONDS, LOOK_SECONDS = 0.1, 1.0
 # After one has failed: for the others to end by themselves, then after SIGTERM.
@@ -36,20 +37,27 @@ def start(words: Sequence[str], environ: dict[str, str]) -> Child:
     return Child(process, process.send_signal)
 
 
-def await_all(children: Sequence[Child], lost: Callable[[], bool] = lambda: False) -> int:
+def await_all(
+    children: Sequence[Child], lost: Callable[[], bool] = lambda: False, watch: Watch | None = None
+) -> int:
     """Wait until all have ended; the highest exit code, where a death by a signal counts as 5.
 
     When one has failed, or `lost` says that others elsewhere have, the rest end within a time.
+    watch: of these children, which are then ranks.
     """
 
     def pass_on(received: int, _: object) -> None:
         for child in children:
             with contextlib.suppress(OSError):
                 child.send(received)
+        if watch is not None:
+            watch.ask()
 
     previous = {number: signal.signal(number, pass_on) for number in PASSED_ON}
     try:
-        _wait(children, lost)
+        killed = _wait(children, lost, 0.0 if watch is not None else GRACE_SECONDS)
+        if killed is not None and watch is not None:
+            watch.killed(list(watch.ranks)[killed], -children[killed].process.returncode)
     finally:
         for child in children:  # an error here leaves none behind either
             if child.process.poll() is None:
@@ -60,11 +68,18 @@ def await_all(children: Sequence[Child], lost: Callable[[], bool] = lambda: Fals
     return max((code if code >= 0 else 5 for code in codes), default=0)
 
 
-def _wait(children: Sequence[Child], lost: Callable[[], bool]) -> None:
+def _wait(children: Sequence[Child], lost: Callable[[], bool], after_kill: float) -> int | None:
+    """Returns which of them a signal has ended first, other than one from here; after_kill: for the
+    others to end by themselves then."""
+    killed: int | None = None
     look, ends = time.monotonic(), [_terminate, _kill]
     deadline = None  # by which the rest must have ended
     while living := [child for child in children if child.process.poll() is None]:
         now = time.monotonic()
+        if killed is None and len(ends) == 2:
+            killed = next((i for i, c in enumerate(children) if (c.process.poll() or 0) < 0), None)
+            if killed is not None:
+                deadline = now + after_kill
         if deadline is None and now >= look:
             look = now + LOOK_SECONDS
             failed = any(child.process.poll() not in (None, *ORDERLY) for child in children)
@@ -76,6 +91,7 @@ def _wait(children: Sequence[Child], lost: Callable[[], bool]) -> None:
                 end(child)
             deadline = now + GRACE_SECONDS
         time.sleep(POLL_SECONDS)
+    return killed
 
 
 def _terminate(child: Child) -> None:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from ddpbench.analysis.hang import ALIVE, DIED, STOPPED, Words, verdict
+from ddpbench.runtime import family
 from ddpbench.runtime.board import Board, say
 from ddpbench.runtime.flight import Flight
 from ddpbench.runtime.words import Who, heartbeat, last_words, state_of
@@ -167,6 +168,7 @@ class Watchdog:
         sentence = verdict(silent, words, together)
         say(f"ddpbench: {sentence}\n")
         if ending:
+            family.report_told(sentence)
             self.on_end("interrupted" if interrupted else "failed", sentence, code)
             self._board.kill(e.rank for e in silent if e.state == STOPPED or mine.late)
         self._board.line.ask(1.0, lambda store: store.set(self._board.key(name, "told"), "1"))
