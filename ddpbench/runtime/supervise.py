@@ -24,7 +24,8 @@ import psutil
 from ddpbench.runtime import family
 from ddpbench.runtime.family import Family
 
-FIND_SECONDS, LOOK_SECONDS = 0.05, 0.5  # between looks, until all ranks are found, and later
+# Between looks, as long as ranks start, and later.
+FIND_SECONDS, START_SECONDS, LOOK_SECONDS = 0.05, 10.0, 0.5
 # For the ranks to find out by themselves, beyond the deadline: as they meet, and once their
 # watchdogs run. And for them to end after a signal.
 JOIN_SECONDS, LATER_SECONDS, END_SECONDS = 2.0, 4.0, 20.0
@@ -113,12 +114,14 @@ class Watch:
         """Watch until something can be read from `end`."""
         poll, fds = select.poll(), {}
         poll.register(end, select.POLLIN)
+        soon = time.monotonic() + START_SECONDS
         while True:
             for rank, each in self._find().items():
                 with contextlib.suppress(OSError):
                     fds[fd := os.pidfd_open(each.pid)] = rank
                     poll.register(fd, select.POLLIN)
-            seconds = FIND_SECONDS if len(self.ranks) < self.nproc else LOOK_SECONDS
+            starts = len(self.ranks) < self.nproc and time.monotonic() < soon
+            seconds = FIND_SECONDS if starts else LOOK_SECONDS
             events = [fd for fd, _ in poll.poll(seconds * 1000)]
             if gone := [fds[fd] for fd in events if fd in fds]:
                 self._gone.append(gone)
