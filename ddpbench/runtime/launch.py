@@ -256,6 +256,7 @@ def _end_agent(received: int, _: object) -> None:
     raise SignalException(f"got signal {received}", signal.Signals(received))
 
 
+VERSION_SECONDS = 5.0  # of which it takes a hundredth
 PATIENT = "DDPBENCH_PATIENT"  # tells ranks that mpirun does not kill them soon after a signal
 
 
@@ -295,31 +296,25 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
         **os.environ,
         "PATH": f"{Path(command).parent}:{os.environ.get('PATH', '')}",
     }
-    version = subprocess.run(
-        [command, "--version"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-        env=environ,
-    ).stdout
-    extra = []
-    if "Open MPI" in version or "prte" in version.lower():
-        extra = ["--oversubscribe"] + (["--allow-run-as-root"] if os.geteuid() == 0 else [])
-        environ[PATIENT] = "1"
+    deadline = deadline or supervise.Deadline()
     with family.opened(shared=True) as kin:
+        environ |= kin.environ()
+        if (version := _version(command, environ, deadline)) is None:
+            return 5
+        extra = []
+        if "Open MPI" in version or "prte" in version.lower():
+            extra = ["--oversubscribe"] + (["--allow-run-as-root"] if os.geteuid() == 0 else [])
+            environ[PATIENT] = "1"
         # In a session of its own: Ctrl-C reaches it once, from here, and this process stays to read
         # what was measured.
         process = subprocess.Popen(
             [command, *extra, "-n", str(nproc), sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            env={**environ, **kin.environ()},
+            env=environ,
         )
         kin.add(process.pid)
-        watch = supervise.Watch(
-            kin, nproc, deadline or supervise.Deadline(), "mpirun", psutil.Process(process.pid)
-        )
+        watch = supervise.Watch(kin, nproc, deadline, "mpirun", psutil.Process(process.pid))
         passed_on = []
 
         def pass_on(received: int, _: object) -> None:
@@ -338,6 +333,30 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def _version(command: str, environ: Mapping[str, str], deadline: supervise.Deadline) -> str | None:
+    """What `mpirun --version` prints; None, and a sentence, where it was stopped or killed."""
+    process = subprocess.Popen(
+        [command, "--version"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environ,
+    )
+    end, out = "was killed", ""
+    try:
+        out = process.communicate(timeout=max(deadline.seconds, VERSION_SECONDS))[0]
+    except subprocess.TimeoutExpired:
+        end = "has not ended in time: see whether somebody stops it"
+        process.kill()
+        process.communicate()
+    if process.returncode >= 0:
+        return out
+    host = socket.gethostname()
+    deadline.say(f"`mpirun --version` ({host}, pid {process.pid}) {end}, and no rank was started")
+    return None
 
 
 STARTERS = {"torchrun": torchrun, "mpirun": mpirun}
