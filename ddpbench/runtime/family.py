@@ -81,18 +81,16 @@ class Family:
 
 
 @contextlib.contextmanager
-def opened(shared: bool = False) -> Iterator[Family]:
-    """A new run's processes and folders; none is left at the end. shared: it shares memory."""
+def opened() -> Iterator[Family]:
+    """A new run's processes and folders; none is left at the end."""
     folder = Path(tempfile.mkdtemp(prefix="ddpbench-"))
-    memory = None
-    if shared:
-        backing = os.environ.get(BACKING[0])
-        base = Path(backing) if backing and _is_ours(backing) else SHARED
-        memory = base / folder.name
-        try:
-            memory.mkdir(0o700)
-        except OSError:
-            memory = None
+    backing = os.environ.get(BACKING[0])
+    base = Path(backing) if backing and _is_ours(backing) else SHARED
+    memory: Path | None = base / folder.name
+    try:
+        (base / folder.name).mkdir(0o700)
+    except OSError:
+        memory = None
     child, janitor, done = _janitor(folder, memory)
     family = Family(folder, memory, janitor)
     try:

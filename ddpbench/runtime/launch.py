@@ -297,7 +297,7 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
         "PATH": f"{Path(command).parent}:{os.environ.get('PATH', '')}",
     }
     deadline = deadline or supervise.Deadline()
-    with family.opened(shared=True) as kin:
+    with family.opened() as kin:
         environ |= kin.environ()
         if (version := _version(command, environ, deadline)) is None:
             return 5
