@@ -28,7 +28,7 @@ from ddpbench.runtime.family import Family
 FIND_SECONDS, START_SECONDS, LOOK_SECONDS = 0.05, 10.0, 0.5
 # For the ranks to find out by themselves, beyond the deadline: as they meet, and once their
 # watchdogs run. And for them to end after a signal.
-JOIN_SECONDS, LATER_SECONDS, END_SECONDS = 2.0, 4.0, 20.0
+JOIN_SECONDS, LATER_SECONDS, END_SECONDS = 1.0, 4.0, 20.0
 WHEN = {"": "before it had joined the others", family.JOINS: "while it joined the others",
         family.MET: "while the ranks worked", family.LEFT: "at its end"}  # fmt: skip
 WHO_KILLS = "Next: look in `dmesg` whether memory ran out, or see who ends it"
