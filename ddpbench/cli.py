@@ -241,7 +241,7 @@ def _launch(
     verdicts: list[str] = []
 
     def say(verdict: str) -> None:
-        sys.stderr.write(f"ddpbench: {verdict}\n")
+        tell(verdict)
         verdicts.append(verdict)
 
     deadline = Deadline(asked.timeout, asked.watchdog == "end", say)

@@ -24,6 +24,7 @@ from typing import NoReturn
 
 import psutil
 
+from ddpbench.records.visible import tell
 from ddpbench.runtime import launch
 
 MARK = "DDPBENCH_FAMILY"  # the folders of the runs that a process belongs to, outermost first
@@ -251,8 +252,7 @@ def end_if_stopped(rank: int, seconds: float, end: bool = True) -> bool:
             f"{seconds:g} s (--timeout). {WHO_STOPS}"
         )
         report_told(sentence)
-        sys.stderr.write(f"ddpbench: {sentence}\n")
-        sys.stderr.flush()
+        tell(sentence)
     elif end:
         time.sleep(CLEAN_SECONDS)  # a launcher ends all with the first that ends
     if end:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+from ddpbench.records.visible import tell
 from ddpbench.runtime import family, launch
 
 # What runs before MPI is finalised; a sentence that comes back says why that could only hang.
@@ -91,7 +92,7 @@ def _waiting(what: str) -> Iterator[None]:
                 return
             if _deadline is not None and time.monotonic() > began + seconds + LATE_SECONDS:
                 end = f"{what} has not ended within {seconds + LATE_SECONDS:g} s in rank {rank}"
-                print(f"ddpbench: {end}: see whether all ranks started", file=sys.stderr)
+                tell(f"{end}: see whether all ranks started")
                 os._exit(HUNG)
 
     with contextlib.suppress(RuntimeError):  # no thread is started at an interpreter's very end

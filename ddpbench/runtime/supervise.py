@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from ddpbench.records.visible import tell
 from ddpbench.runtime import family
 from ddpbench.runtime.family import Family
 
@@ -34,11 +34,6 @@ WHEN = {"": "before it had joined the others", family.JOINS: "while it joined th
 WHO_KILLS = "Next: look in `dmesg` whether memory ran out, or see who ends it"
 
 
-def _print(sentence: str) -> None:
-    sys.stderr.write(f"ddpbench: {sentence}\n")
-    sys.stderr.flush()
-
-
 @dataclass(frozen=True)
 class Deadline:
     """How long ranks may be stopped: --timeout; ends: whether also once they have met (--watchdog);
@@ -46,7 +41,7 @@ class Deadline:
 
     seconds: float = 60.0
     ends: bool = True
-    say: Callable[[str], None] = _print
+    say: Callable[[str], None] = tell
 
 
 @dataclass
