@@ -52,7 +52,7 @@ from ddpbench.render.doctor import FINDING_COLUMNS
 from ddpbench.render.formats import FORMATS
 from ddpbench.render.rows import COLUMNS, UnknownColumn
 from ddpbench.render.steps import STEP_COLUMNS
-from ddpbench.runtime import forks, launch
+from ddpbench.runtime import forks, launch, starters
 from ddpbench.runtime.agree import first_line
 from ddpbench.runtime.launch import Placement, Refused
 from ddpbench.runtime.supervise import Deadline
@@ -251,7 +251,7 @@ def _launch(
         code = forks.run(lambda: main(line), nproc, deadline=deadline)
     else:
         line = ["-m", f"ddpbench.{asked.command}", *words, *own]
-        code = launch.STARTERS[starter](line, nproc, deadline)
+        code = starters.STARTERS[starter](line, nproc, deadline)
     return code, next(iter(verdicts), "")
 
 

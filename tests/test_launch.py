@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from ranks import environment
 
-from ddpbench.runtime import launch
+from ddpbench.runtime import launch, starters
 from ddpbench.runtime.launch import Placement, Refused
 from ddpbench.runtime.supervise import Deadline
 
@@ -203,7 +203,7 @@ def test_mpirun_is_taken_from_this_environment_first(
     assert launch.find_mpirun() == str(theirs / "mpirun")
     monkeypatch.setenv("PATH", str(empty))
     with pytest.raises(Refused, match=r"there is no mpirun .*pip install 'ddpbench\[mpi\]'"):
-        launch.mpirun([], 1)
+        starters.mpirun([], 1)
 
 
 @pytest.mark.skipif(launch.find_mpirun() is None, reason="there is no mpirun here")
@@ -213,15 +213,15 @@ def test_mpirun_s_exit_code_is_passed_on(capfd: pytest.CaptureFixture[str]) -> N
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     program = "import sys; from ddpbench.runtime.launch import placement; me = placement().rank; "
     count = (os.cpu_count() or 1) + 1
-    assert launch.mpirun(["-c", program + "print(f'{me}{sys.argv[1]}')", "x"], count) == 0
+    assert starters.mpirun(["-c", program + "print(f'{me}{sys.argv[1]}')", "x"], count) == 0
     assert sorted(capfd.readouterr().out.split()) == sorted(f"{n}x" for n in range(count))
-    assert launch.mpirun(["-c", program + "sys.exit(7 * (me == 1))"], 2) == 7
+    assert starters.mpirun(["-c", program + "sys.exit(7 * (me == 1))"], 2) == 7
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 LOST = """
 import atexit, os, signal
-from ddpbench.runtime import launch
+from ddpbench.runtime import launch, starters
 from ddpbench.runtime.group import Rendezvous, opened
 place = launch.placement()
 blow = lambda: place.rank == 1 and os.kill(os.getpid(), signal.{blow})
@@ -258,7 +258,7 @@ def test_an_mpi_rank_that_is_lost_is_named_and_nothing_is_left(
     monkeypatch.setenv("PYTHONPATH", str(Path(launch.__file__).parents[2]))
     before = set(Path("/dev/shm").glob("ddpbench-*"))
     began = time.monotonic()
-    assert launch.mpirun(["-c", program], 2, Deadline(4.0)) == 5
+    assert starters.mpirun(["-c", program], 2, Deadline(4.0)) == 5
     assert time.monotonic() - began < 25  # imports on a busy host among them
     err = capfd.readouterr().err
     found = re.findall(rf"^ddpbench: rank 1 \(\S+, pid \d+\) {sentence}", err, re.MULTILINE)

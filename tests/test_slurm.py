@@ -131,7 +131,9 @@ def test_sigusr1_is_passed_on_to_the_ranks_that_ddpbench_starts(tmp_path: Path) 
     """A batch script may run `python -m ddpbench …` itself: the signal that this process gets, its
     ranks get too, and the exit code is that of an interruption."""
     (tmp_path / "rank.py").write_text(RANK)
-    code = "from ddpbench.runtime import launch; raise SystemExit(launch.torchrun(['rank.py'], 1))"
+    code = (
+        "from ddpbench.runtime import starters; raise SystemExit(starters.torchrun(['rank.py'], 1))"
+    )
     words = [sys.executable, "-c", code]
     environ = bench.environment()
     done = subprocess.run(words, cwd=tmp_path, env=environ, timeout=60, check=False)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from ddpbench.catalog import backends
-from ddpbench.runtime import forks, group, launch
+from ddpbench.runtime import forks, group, launch, starters
 from ddpbench.runtime.group import Group, Rendezvous
 from ddpbench.runtime.launch import Placement, Refused
 from ddpbench.runtime.supervise import Deadline
@@ -59,7 +59,7 @@ class Request:
     device: str
     seconds: float  # of a wait of the ranks for each other
     modules: Sequence[str]  # imported first
-    launcher: str  # of launch.STARTERS
+    launcher: str  # of starters.STARTERS
     ranks: int
 
 
@@ -205,7 +205,7 @@ def run(module: str, folder: Path, request: Request, attempt: Callable[[Group, T
     deadline = Deadline(request.seconds)
     if request.device == "cpu" and request.launcher == "torchrun":
         return forks.run(lambda: _rank(request, folder, attempt), request.ranks, (), deadline)
-    return launch.STARTERS[request.launcher](["-m", module, str(folder)], request.ranks, deadline)
+    return starters.STARTERS[request.launcher](["-m", module, str(folder)], request.ranks, deadline)
 
 
 def _rank(request: Request, folder: Path, attempt: Callable[[Group, Tell], None]) -> int:

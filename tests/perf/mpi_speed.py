@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
-from ddpbench.runtime import launch
+from ddpbench.runtime import launch, starters
 from ddpbench.runtime.mpi_group import NAME, register
 from ddpbench.runtime.mpi_library import library, mpi, world
 
@@ -127,5 +127,5 @@ if __name__ == "__main__":
     if launch.placement() is None:
         with tempfile.TemporaryDirectory() as folder:
             words = [__file__, "rank", str(Path(folder) / "store")]
-            sys.exit(launch.mpirun(words, int(sys.argv[1]) if sys.argv[1:] else 2))
+            sys.exit(starters.mpirun(words, int(sys.argv[1]) if sys.argv[1:] else 2))
     main()

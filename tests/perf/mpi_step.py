@@ -23,7 +23,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpbench.runtime import launch
+from ddpbench.runtime import launch, starters
 from ddpbench.runtime.mpi_group import NAME, register
 from ddpbench.runtime.mpi_library import library, mpi, world
 
@@ -122,5 +122,5 @@ if __name__ == "__main__":
     if launch.placement() is None:
         with tempfile.TemporaryDirectory() as folder:
             words = [__file__, "rank", str(Path(folder) / "store")]
-            sys.exit(launch.mpirun(words, int(sys.argv[1]) if sys.argv[1:] else 2))
+            sys.exit(starters.mpirun(words, int(sys.argv[1]) if sys.argv[1:] else 2))
     main()

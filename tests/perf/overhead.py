@@ -23,7 +23,7 @@ from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.catalog.sizes import readable
 from ddpbench.measure.loop import Bench, settle
 from ddpbench.records.schema import Case, Plan
-from ddpbench.runtime import agree, group, launch
+from ddpbench.runtime import agree, group, launch, starters
 from ddpbench.runtime.teams import Team, split
 
 BOUNDS = {4: 1.05, 2**20: 1.02}
@@ -96,7 +96,7 @@ def main(names: Sequence[str]) -> int:
     """Start a launch a backend; in a rank, measure."""
     if launch.placement() is None:
         codes = [
-            launch.STARTERS[backends.get(name).launcher]([__file__, name], 2)
+            starters.STARTERS[backends.get(name).launcher]([__file__, name], 2)
             for name in names or ("gloo", "mpi")
         ]
         return max(codes)
