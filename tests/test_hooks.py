@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,19 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
 
 
 def left_running(folder: Path) -> list[str]:
-    """The command lines of the processes that were told a folder in this one."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        line = " ".join(process.info["cmdline"] or ())
-        if f"{folder}{os.sep}" in line and process.pid != os.getpid():
-            found.append(line)
+    """The command lines of the processes that were told a folder in this one, and are still there
+    when the one that cleans up after a killed process has had time for it."""
+    until = time.monotonic() + 10
+    while found := _told(folder):
+        if time.monotonic() > until:
+            break
+        time.sleep(0.1)
     return found
+
+
+def _told(folder: Path) -> list[str]:
+    lines = {p.pid: " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])}
+    return [e for pid, e in lines.items() if f"{folder}{os.sep}" in e and pid != os.getpid()]
 
 
 # --- the table ------------------------------------------------------------------------------------

@@ -237,22 +237,22 @@ def unavailable(name: str, device: str, launcher: str | None) -> str | None:
     return backend.unavailable(device)
 
 
+NO_DATA = ("fake", "undefined")  # in torch's list too, for groups that move nothing
+
+
 def _unregistered(name: str, device: str) -> str | None:
     import difflib
 
     import torch.distributed as dist
 
-    probe = getattr(dist, f"is_{name}_available", None)
-    # "fake" and "undefined" are in torch's list too, and nothing makes a group on them.
-    makers = getattr(dist.Backend, "_plugins", {name.upper(): None})
-    made = probe is not None or name.upper() in makers
-    if name not in dist.Backend.backend_list or not made:
+    if name in NO_DATA or name not in dist.Backend.backend_list:
         close = difflib.get_close_matches(name, [*BACKENDS, "auto", "all"], 1)
         meant = f"; did you mean {close[0]}?" if close else ""
         return (
             f"unknown backend {name!r}: known are {', '.join(BACKENDS)}, auto, all, and what "
             f"--import MODULE registers with torch{meant}"
         )
+    probe = getattr(dist, f"is_{name}_available", None)
     if probe is not None and not probe():
         return f"this torch was built without {name}: use one of {', '.join(BACKENDS)}"
     return _no_cuda(name, device) if device == "cuda" else None
