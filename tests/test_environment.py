@@ -217,11 +217,15 @@ def test_secrets_never_appear(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_variables_that_steer_collectives_are_kept() -> None:
-    """Every allow-listed prefix is kept, long values are cut, the launcher's noise is dropped."""
+    """Every allow-listed prefix is kept, long values are cut; dropped is the launcher's noise, and
+    the folder that each run gives Open MPI: it would make all runs and hosts look different."""
     prefixes = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "OMPI_MCA_", "UCX_", "MPICH_", "SLURM_")
     kept = {f"{prefix}X": "1" for prefix in prefixes} | {"CUDA_VISIBLE_DEVICES": "0,1"}
     noise = {"PATH": "/bin", "OMPI_MCA_orte_uri": "x", "OMPI_COMM_WORLD_SIZE": "2"}
+    backing = "OMPI_MCA_btl_sm_backing_directory"
+    noise[backing] = "/dev/shm/ddpbench-x1y2z3"
     assert environment.allowed_variables(kept | noise) == kept
+    assert environment.allowed_variables({backing: "/scratch"}) == {backing: "/scratch"}
     assert environment.allowed_variables({"NCCL_X": "a" * 999}) == {"NCCL_X": "a" * 200}
 
 

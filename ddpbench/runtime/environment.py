@@ -22,7 +22,7 @@ import psutil
 
 from ddpbench import __version__
 from ddpbench.records import redact
-from ddpbench.runtime import mpi_library
+from ddpbench.runtime import family, mpi_library
 from ddpbench.runtime.cpu import ROOT, cgroup_levels, found, or_none, quota_cores, read
 
 CPUS = Path("/sys/devices/system/cpu")
@@ -156,7 +156,8 @@ def allowed_variables(variables: Mapping[str, str], length: int = 200) -> dict[s
     return {
         name: redact.text(value)[:length]
         for name, value in sorted(variables.items())
-        if ALLOWED.match(name) and not redact.secret_name(name) and not NOISE.match(name)
+        if ALLOWED.match(name)
+        and not (redact.secret_name(name) or NOISE.match(name) or family.is_private(name, value))
     }
 
 

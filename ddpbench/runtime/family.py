@@ -107,6 +107,11 @@ def opened() -> Iterator[Family]:
         os.close(done)
 
 
+def is_private(name: str, value: str) -> bool:
+    """Whether a run has set this variable, to a folder of its own."""
+    return name in BACKING and _is_ours(value)
+
+
 def _is_ours(backing: str | None) -> bool:
     return backing is None or backing.startswith(str(SHARED / "ddpbench-"))
 
