@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 from ranks import environment
 from strikes import MARK, members
+
+from ddpbench.runtime import family
 
 # `main` of each rank: a Python expression of `place` and `dist`, run as `python -c`.
 PROGRAM = """
@@ -172,3 +175,21 @@ def test_nothing_is_left_where_the_parent_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert left == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there0", "there1"]
+
+
+def test_nothing_is_left_where_no_process_can_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first fork of a run fails: its folders, which were made before, are gone."""
+
+    def refuse() -> int:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    for name in ("files", "shared"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "files"))
+    monkeypatch.setattr(family, "SHARED", tmp_path / "shared")
+    monkeypatch.setattr(os, "fork", refuse)
+    with pytest.raises(BlockingIOError), family.opened():
+        pass
+    assert sorted(each.name for each in tmp_path.rglob("*")) == ["files", "shared"]

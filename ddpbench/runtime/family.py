@@ -92,7 +92,11 @@ def opened() -> Iterator[Family]:
         (base / folder.name).mkdir(0o700)
     except OSError:
         memory = None
-    child, janitor, done = _janitor(folder, memory)
+    try:
+        child, janitor, done = _janitor(folder, memory)
+    except BaseException:  # no process can be had, or the user interrupts
+        _remove(folder, memory)
+        raise
     family = Family(folder, memory, janitor)
     try:
         yield family
