@@ -282,7 +282,7 @@ def finish(
     except OSError as error:  # the exit code still tells what was measured
         silence_stdout()
         if not isinstance(error, BrokenPipeError):
-            tell(f"stdout cannot be written ({error.strerror}), and {stored}")
+            tell(f"stdout cannot be written ({error.strerror}); {stored}")
             quiet = True
     if not quiet or run.state != "complete":
         tell(stored)

@@ -213,6 +213,18 @@ def play_cleanup(rank: int) -> None:
         time.sleep(0.01)
 
 
+def play_finally(rank: int) -> None:
+    """Rank 1 fails, and its `finally` has a collective that the others do not call yet."""
+    ddpbench.watchdog(timeout=2.0)
+    try:
+        step()
+        if rank == 1:
+            raise KeyError("label")
+        step()
+    finally:
+        dist.barrier()
+
+
 def play_uneven(rank: int, live: bool = False) -> None:
     """Rank 1 has fewer batches, and all end their groups whatever has happened."""
     ddpbench.watchdog(timeout=20.0)

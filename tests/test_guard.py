@@ -33,7 +33,7 @@ GLOO = (
     ("talk", "inside", "store", "raise", "receive", "quiet", "order", "shape"),
     (
         "pairs", "pipeline", "cycle", "ring", "posted", "cleanup", "uneven", "alive", "compute",
-        "replicas", "worker",
+        "replicas", "finally", "worker",
     ),
 )  # fmt: skip
 
@@ -193,6 +193,14 @@ def test_a_hang_is_told_whatever_the_ranks_wait_in(folder: Path, play: str) -> N
     assert codes == [5, 5]
     assert len(told) == 2, err
     assert all(re.fullmatch(HANGS[play], each) for each in told), err
+
+
+def test_an_error_that_waits_for_its_finally_is_told(folder: Path) -> None:
+    """A `finally` calls a collective, which does not end: the error would never be seen."""
+    _, told, err = said(folder, "finally")
+    assert re.match(r"rank 1 calls #2 barrier at play_finally ", told[0]), err
+    handling = rf"; rank 1 is handling KeyError: 'label', at play_finally {HERE}$"
+    assert re.search(handling, told[0], re.MULTILINE), err
 
 
 def test_an_error_is_told_with_its_own_line(folder: Path) -> None:

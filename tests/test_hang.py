@@ -250,7 +250,7 @@ def test_an_error_that_follows_from_another_is_not_the_cause() -> None:
     failed = replace(LOADS, cause="ValueError: bad batch", destroyed=True)
     said = verdict([], {0: CLOSED, 1: failed, 2: CLOSED})
     assert said.startswith("rank 1: ValueError: bad batch, at load_batch (data.py:22)")
-    assert said.endswith("; ranks 0, 2 wait")
+    assert said.endswith("; ranks 0, 2 waited for it")
 
 
 def test_ranks_that_say_the_same_are_told_together() -> None:

@@ -18,7 +18,7 @@ from ddpbench import cli
 from ddpbench.analysis import lines
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
-from ddpbench.records import codec, store
+from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Launch, Result, Run, Wrong
 from ddpbench.records.store import InvalidRun
 from ddpbench.render import formats, prometheus
@@ -863,7 +863,7 @@ def test_a_log_is_shown_with_what_it_says_of_itself(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_text(nccl(row()))
     shown = python(RUN, "show", str(path))
-    assert f"nccl-tests 2.19.6   {path}" in shown
+    assert f"nccl-tests 2.19.6   {redact.text(str(path))}" in shown
     assert "where     4 ranks: 4 on node1; NVIDIA H100" in shown
     assert "mean over calls, mean over ranks, of loop of calls with one wait at its end" in shown
     assert "NOTE: nccl-tests prints no -a: its default, the mean over ranks, is assumed" in shown

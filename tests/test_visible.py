@@ -163,7 +163,7 @@ def test_results_are_stored_where_nothing_can_be_printed(tmp_path: Path) -> None
     folder, run = stored(tmp_path)
     assert (done.returncode, run.state) == (0, "complete")
     assert done.stderr == (
-        "ddpbench: stdout cannot be written (No space left on device), and stored in "
+        "ddpbench: stdout cannot be written (No space left on device); stored in "
         f"results/{folder.name}\n"
     )
     done = bash(f"$D {words} --output closed <&- >&- 2>&-", tmp_path)

@@ -128,7 +128,8 @@ def _exposed(run: Run) -> Iterator[Finding]:
         part, case = line.part(steps.EXPOSED), line.case
         if part is not None and part.resolved and (part.share or 0) > EXPOSED_SHARE:
             overhead = line.part(steps.OVERHEAD)
-            bytes_count = overhead is None or overhead.figure.value < part.figure.value / 2
+            most = part.figure.value / 2
+            bytes_count = not (overhead and overhead.resolved and overhead.figure.value >= most)
             rest = "" if bytes_count else ", and most of it is overhead, not transfer"
             yield Finding(
                 "note",

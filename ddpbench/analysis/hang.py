@@ -81,7 +81,8 @@ class Words:
     rank of which it waits to receive, to which it waits to send, -1 none; phase: what ddpbench does
     there; cause: why this rank speaks first, where it does; late: because it has waited too long;
     still: because nothing has moved for long, which may be right; left: its script has ended;
-    destroyed: it has ended its process groups; stack: of its main thread.
+    destroyed: it has ended its process groups; handles: the error that its main thread handles, as
+    in a `finally`, and where that was raised; stack: of its main thread.
     """
 
     place: str
@@ -96,6 +97,7 @@ class Words:
     destination: int = -1
     still: bool = False
     destroyed: bool = False
+    handles: str = ""
 
     @property
     def waits_in(self) -> str:
@@ -162,12 +164,17 @@ def verdict(silent: Sequence[Silent], words: Mapping[int, Words], together: bool
     elif failed:
         waiting = {rank for hang in found for rank in hang.waiting}
         waiting |= {rank for rank, each in words.items() if each.late or each.cause}
-        parts.append(_alike(failed, found) + _wait(waiting - set(failed), words))
+        rest = waiting - set(failed)
+        over = all(words[rank].cause and not words[rank].late for rank in rest)
+        parts.append(_alike(failed, found) + _wait(rest, words, over))
     elif not parts and together:
         parts = [sentence] if (sentence := _deadlock(found, words)) else []
         parts = parts or [sentence for hang in found for sentence in _absence(hang, words)]
         parts = parts or [_stuck(hang, words) for hang in found] or _messages(words)
     sentence = "; ".join(parts) or _alike(words, found)
+    for rank, each in words.items():
+        if each.handles and rank not in failed:
+            sentence += f"; rank {rank} is handling {each.handles}"
     if not together:
         sentence += (
             f"; the ranks' store does not answer, so this is what {_ranks([*words])} can see"

@@ -104,6 +104,11 @@ def text(shown: str, whose: Owner | None = None) -> str:
     return _text(shown, owner() if whose is None else whose)
 
 
+def message(shown: str) -> str:
+    """A text for the user's own terminal: a name in a path stays, or it could not be typed."""
+    return text(shown, replace(owner(), users=()))
+
+
 @lru_cache(maxsize=8192)  # a record has few texts, most of them many times
 def _text(shown: str, whose: Owner) -> str:
     for value in whose.secrets:

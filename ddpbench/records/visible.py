@@ -82,7 +82,7 @@ def escaped(render: Callable[P, str]) -> Callable[P, str]:
 def tell(sentence: str) -> None:
     """Write one line to stderr, without what is secret, unless stderr takes none."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"ddpbench: {escape(redact.text(sentence))}\n")
+        sys.stderr.write(f"ddpbench: {escape(redact.message(sentence))}\n")
         sys.stderr.flush()
 
 

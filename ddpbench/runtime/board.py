@@ -211,6 +211,8 @@ class Board:
         together: whether the store answers.
         """
         absent = sorted(set(range(len(self.who))) - set(words))
+        if together and None in (self.who[rank] for rank in absent):
+            self.introduce(self.me)  # one that has left may have come since the last look
         beats = self.beats(absent) if absent and together else {}
         if 0 in absent and 0 not in beats and self._first is not None:
             beats[0] = _words(self._first)

@@ -143,7 +143,12 @@ def _janitor(folder: Path, memory: Path | None) -> tuple[int, int, int]:
     done, ending = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    child = os.fork()
+    try:
+        child = os.fork()
+    except BaseException:
+        for end in (waits, here, done, ending):
+            os.close(end)
+        raise
     if child == 0:
         if os.fork() == 0:  # no child of this process: it is not ended with its children
             _clean_up(waits, ending, folder, memory)

@@ -52,6 +52,17 @@ def place_of(lines: Iterable[Line]) -> str:
     return f"{name} ({Path(path).name}:{line})"
 
 
+def handled() -> str:
+    """The error that the main thread handles, as in an `except` or a `finally`, and where it was
+    raised; "" none."""
+    found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    error = found[1] if isinstance(found, tuple) else found  # as Python has it before 3.12
+    if not isinstance(error, Exception) or error.__traceback__ is None:
+        return ""
+    first = (str(error).strip() or "no text").splitlines()[0][:300]
+    return f"{type(error).__name__}: {first}, at {place_of_error(error)}"
+
+
 def called(frame: FrameType) -> str:
     """The function of torch.distributed that the program has called and that runs, "" none."""
     name = ""

@@ -12,7 +12,7 @@ import psutil
 
 from ddpbench.analysis.hang import ALIVE, DIED, STOPPED, Log, Words
 from ddpbench.runtime.flight import Flight
-from ddpbench.runtime.places import called, main_frame, peers, place
+from ddpbench.runtime.places import called, handled, main_frame, peers, place
 
 STACK_FRAMES = 30  # the innermost, told in full
 
@@ -98,7 +98,7 @@ def last_words(flight: Flight, phase: str = "", at: str = "") -> Words:
     source, destination = peers(frame, inside) if inside else (-1, -1)
     return Words(
         place(frame), inside, logs, phase, stack=stack, source=source, destination=destination,
-        destroyed=_destroyed(logs),
+        destroyed=_destroyed(logs), handles=handled(),
     )  # fmt: skip
 
 
