@@ -178,10 +178,10 @@ class Report:
             verdict = "one replica, equal to itself"
         if self.failed:
             verdict += ", but NOT FINITE,"
-        text = f"{when}{verdict} in {who}; compared: {_listed(self.compared)}"
+        text = f"{when}{verdict} in {who}; compared: {listed_kinds(self.compared)}"
         if self.not_compared:
             absent = Counter(each.kind for each in self.not_compared)
-            text += f"; not compared: {_listed(absent)}"
+            text += f"; not compared: {listed_kinds(absent)}"
         return text
 
     def _different(self, who: str) -> str:
@@ -193,9 +193,9 @@ class Report:
         some += [f"{counted(kind, n)} not in all ranks alike" for kind, n in unlike.items()]
         until = "" if self.equal_until is None else f" (equal after step {self.equal_until})"
         same = {kind: n for kind, n in self.compared.items() if n and kind not in differing}
-        equal = f"; equal: {_listed(same)}" if same else ""
+        equal = f"; equal: {listed_kinds(same)}" if same else ""
         absent = Counter(each.kind for each in self.not_compared)
-        rest = f"; not compared: {_listed(absent)}" if absent else ""
+        rest = f"; not compared: {listed_kinds(absent)}" if absent else ""
         return f"DIFFERENT in {who}{until}: {', '.join(some)}{equal}{rest}"
 
     def __str__(self) -> str:
@@ -222,7 +222,7 @@ def counted(kind: str, count: int) -> str:
     return f"{count} {one}{'' if count == 1 else 's'}{of}"
 
 
-def _listed(counts: Mapping[str, int]) -> str:
+def listed_kinds(counts: Mapping[str, int]) -> str:
     return ", ".join(counted(kind, n) for kind, n in counts.items() if n) or "nothing"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from typing import Any
@@ -28,6 +29,7 @@ from ddpbench.replicas.report import (
     Origin,
     Report,
     few,
+    listed_kinds,
 )
 from ddpbench.replicas.state import (
     KINDS,
@@ -120,6 +122,7 @@ class Verifier:
         self._told: set[tuple[str, str]] = set()  # (kind, name) that differed at the last check
         self._before: findings.Before | None = None
         self._checks, self._failed, self._last = 0, 0, (0, 0)
+        self._uncompared: Counter[str] = Counter()  # by kind, at the last check
         self.equal_until: int | None = None  # the last step after which they were equal
         self.first_bad: dict[tuple[str, str], int] = {}  # (kind, name): step, buffers too
         self.first_report: Report | None = None  # the first that has `failed`
@@ -138,6 +141,7 @@ class Verifier:
         if not report.differs:
             self.equal_until = step
         self._checks += 1
+        self._uncompared = Counter(each.kind for each in report.not_compared)
         self._last = (self._last[0] if self._checks > 1 else step, step)
         self._remember(report, step)
         return report
@@ -158,6 +162,8 @@ class Verifier:
         """What all checks so far have found, in a few lines; asks no other rank."""
         times = f"{self._checks} verification{'' if self._checks == 1 else 's'}"
         where = f"{times}, of steps {self._last[0]} to {self._last[1]}" if self._checks else times
+        if self._uncompared:
+            where += f" (not compared: {listed_kinds(self._uncompared)})"
         if self.first_report is None:
             return f"{where}: nothing that was compared differed or was not finite"
         steps: dict[int, list[str]] = {}

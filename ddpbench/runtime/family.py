@@ -33,7 +33,8 @@ SHARED = Path("/dev/shm")
 BACKING = tuple(f"OMPI_MCA_{name}_backing_directory" for name in ("btl_sm", "osc_sm", "osc_rdma"))
 # They remove what others have left in shared memory, and end when these have ended.
 CLEANERS = ("resource_tracker", "torch_shm_manager")
-CLEAN_SECONDS, KILL_SECONDS = 1.0, 5.0
+CLEAN_SECONDS, KILL_SECONDS, TELL_SECONDS = 1.0, 5.0, 2.0
+TOLD = "told"  # the file with a verdict that has been printed
 WHO_STOPS = "Next: see who stops it (a debugger, a batch system, kill -STOP), and start again"
 JOINS, MET, LEFT = "joins", "met", "left"  # the stages of a rank
 
@@ -78,7 +79,18 @@ class Family:
     @property
     def told(self) -> str:
         """The verdict that a rank has printed, "" none."""
-        return _read(self.folder / "told")
+        return _read(self.folder / TOLD)
+
+    def tell(self, sentence: str) -> None:
+        """Keep the ranks from printing another verdict."""
+        (self.folder / TOLD).write_text(sentence)
+
+    def is_telling(self) -> bool:
+        """Whether a rank has begun to print its verdict a moment ago, and so ends all by itself."""
+        try:
+            return time.time() - (self.folder / TOLD).stat().st_mtime < TELL_SECONDS
+        except OSError:
+            return False
 
 
 @contextlib.contextmanager
@@ -240,13 +252,18 @@ def report(stage: str) -> None:
 
 def report_told(sentence: str) -> None:
     """Tell it that the ranks have printed a verdict."""
-    _leave("told", sentence)
+    _leave(TOLD, sentence)
 
 
 def _leave(name: str, text: str) -> None:
     if MARK in os.environ:
         with contextlib.suppress(OSError):
-            Path(os.environ[MARK].split(":")[-1], name).write_text(text)
+            (_own_folder() / name).write_text(text)
+
+
+def _own_folder() -> Path:
+    """That of the run which this rank belongs to; one that does not exist where nobody watches."""
+    return Path(os.environ.get(MARK, "/nonexistent").split(":")[-1])
 
 
 def end_if_stopped(rank: int, seconds: float, end: bool = True) -> bool:
@@ -265,8 +282,9 @@ def end_if_stopped(rank: int, seconds: float, end: bool = True) -> bool:
             f"{names} {verb} stopped (SIGSTOP): rank {rank} has waited for {them} longer than "
             f"{seconds:g} s (--timeout). {WHO_STOPS}"
         )
-        report_told(sentence)
-        tell(sentence)
+        if not _read(_own_folder() / TOLD):
+            report_told(sentence)
+            tell(sentence)
     elif end:
         time.sleep(CLEAN_SECONDS)  # a launcher ends all with the first that ends
     if end:
@@ -290,7 +308,7 @@ def is_stopped(pid: int) -> bool:
 def siblings() -> dict[int, int]:
     """The pids of the ranks on this host, as far as they can be seen: rank → pid."""
     if MARK in os.environ:
-        text = _read(Path(os.environ[MARK].split(":")[-1], "pids"))
+        text = _read(_own_folder() / "pids")
         if text:
             return {int(rank): pid for rank, pid in json.loads(text).items()}
     mine = os.environ.get("PMIX_NAMESPACE")

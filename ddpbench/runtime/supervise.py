@@ -126,8 +126,13 @@ class Watch:
                 del fds[fd]
             if end in events:
                 break
-            if sentence := self._stopped() or self._endless():
-                self._say(sentence)
+            sentence = self._stopped() or self._endless()
+            if sentence and not self.kin.is_telling():
+                if self.kin.told:
+                    self.sentence = sentence
+                else:
+                    self.kin.tell(sentence)
+                    self._say(sentence)
                 self.kin.kill()
                 break
         for fd in fds:
