@@ -512,6 +512,7 @@ def fully_sharded(original: bool) -> Any:
         if report.failed:
             break
     assert report.step == 3, str(report)
+    assert "3 verifications, of steps 1 to 3 (not compared: " in verifier.summary()
     return report
 
 
