@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ddpbench.analysis import clocks, findings, stats, steps
 from ddpbench.analysis.kept import Kept
-from ddpbench.records import store
+from ddpbench.records import redact, store
 from ddpbench.records.schema import Examination, Launch, Result, StepResult
 from ddpbench.records.visible import silence_stdout, tell
 from ddpbench.render.formats import FORMATS
@@ -40,10 +40,13 @@ class Book:
         self.failure: str | None = None  # why nothing more can be stored
         self._bar: Any = None
         if self.writes:
-            self.run = store.read(folder)
-            self.part = sum(len(getattr(self.run, part)) for part in PARTS.values())
+            self.part = len(store.read(folder).everything)
+            self.measuring_seconds = 0.0
+            hosts = {str(rank.get("hostname") or "") for rank in launch.ranks} - {""}
+            whose = redact.owner()
+            self._whose = replace(whose, hosts=(*whose.hosts, *sorted(hosts)))
             with contextlib.suppress(OSError):  # a full disk is told with the first outcome
-                self._write()
+                self._append("launches", self.launch)
 
     def expect(self, cases: int) -> None:
         """Show progress and time left on stderr."""
@@ -67,10 +70,14 @@ class Book:
         self._bar.start()
 
     def compared(self, found: Clocks) -> None:
-        """What is known of the clocks now; stored with the next case."""
+        """Store what is known of the clocks now."""
         why = {"clocks": found.objection} if found.objection else {}
         facts = {**self.launch.facts, **why}
-        self.launch = replace(self.launch, offsets=found.offsets, facts=facts)
+        now = replace(self.launch, offsets=found.offsets, facts=facts)
+        if self.writes and now != self.launch:
+            self.launch = now
+            with contextlib.suppress(OSError):  # told with the next outcome
+                self._append("launches", now)
 
     def add(
         self, outcome: Result | StepResult | Examination, columns: dict[str, Any] | None = None
@@ -81,17 +88,15 @@ class Book:
         try:
             if columns is not None:
                 store.add_samples(self.folder, self.part, columns)
-            run = store.read(self.folder)  # it may bear a mark that another rank has made
-            part = PARTS[type(outcome)]
-            grown: Any = {part: (*getattr(self.run, part), outcome)}
-            self.run = replace(run, **grown)
-            self._write()
+            self._append(PARTS[type(outcome)], outcome, number=self.part)
         except OSError as error:
             self.failure = (
                 f"results cannot be written to {self.folder} any more ({error.strerror}): "
                 f"{self.part} cases are kept"
             )
         self.part += 1
+        if isinstance(outcome, Result):
+            self.measuring_seconds += outcome.measuring_seconds
         self.advance(1)
 
     def say(self, what: str) -> None:
@@ -118,21 +123,18 @@ class Book:
             self.launch,
             ended=store.now(),
             sweep_seconds=seconds,
-            measuring_seconds=sum(
-                result.measuring_seconds
-                for result in self.run.results
-                if result.launch == self.launch.index
-            ),
+            measuring_seconds=self.measuring_seconds,
             ranks=tuple(
                 {**facts, **mine} for facts, mine in zip(self.launch.ranks, used, strict=True)
             ),
         )
         with contextlib.suppress(OSError):  # a full disk is told when the run is finished
-            self._write()
+            self._append("launches", self.launch)
 
-    def _write(self) -> None:
-        others = [launch for launch in self.run.launches if launch.index != self.launch.index]
-        store.write(self.folder, replace(self.run, launches=(*others, self.launch)))
+    def _append(self, part: str, record: Any, **more: int) -> None:
+        """As a line of the run. Raises OSError."""
+        line = {**more, part: asdict(record)}
+        store.append(self.folder, redact.record(line, self._whose))
 
 
 def summed(
@@ -245,7 +247,7 @@ def mark(folder: Path, state: str, reason: str, code: int) -> None:
 def discard(folder: Path) -> bool:
     """Remove a run in which nothing was measured or skipped; whether it was such a one."""
     with contextlib.suppress(OSError, store.InvalidRun):
-        if store.read(folder).empty:
+        if not store.read(folder).everything:
             shutil.rmtree(folder)
             return True
     return False
@@ -270,6 +272,7 @@ def finish(
         )
     try:
         store.write(folder, run)
+        (folder / store.GROWING).unlink(missing_ok=True)
         store.put(folder / "table.csv", FORMATS["csv"](run, None, False).encode())
         store.put(folder / "table.txt", FORMATS["table"](run, None, False).encode())
         store.join_samples(folder)

@@ -29,7 +29,17 @@ from ddpbench.runtime import launch
 TIMEOUT_SECONDS, BEYOND_SECONDS = 6, 10
 MARK = "DDPBENCH_STRIKE"  # in the environment of all that a trial starts
 CACHE = f"torchinductor_{getpass.getuser()}"
-SWEEP = ("collectives", "--op", "all_reduce", "--sizes", "4,1K", "--slice", "0.3")
+SWEEP = (
+    "collectives",
+    "--op",
+    "all_reduce",
+    "--sizes",
+    "4,1K",
+    "--slice",
+    "0.3",
+    "--launches",
+    "2",
+)
 STEPS = ("ddp", "--workload", "mlp", "--width", "16", "--depth", "2", "--rounds", "3")
 DOCTOR = ("doctor", "--only", "preflight,stragglers", "--seconds", "3")
 COMMANDS = {

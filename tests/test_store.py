@@ -4,7 +4,7 @@ import json
 import os
 import re
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +215,30 @@ def test_a_run_that_was_written_is_read_again(tmp_path: Path) -> None:
     store.write(folder, a_run(id="other"))
     assert store.read(folder) == a_run(id="other")
     assert [path.name for path in folder.iterdir()] == ["run.json"]
+
+
+def test_a_run_grows_by_lines(tmp_path: Path) -> None:
+    """Launches and outcomes that were appended are read with the rest, in order; a line that is
+    being written is not, and what run.json has already is not read twice."""
+    from test_steps import a_step_result as a_step  # which imports this module
+
+    store.create(tmp_path, a_run(), "")
+    store.append(tmp_path, {"launches": asdict(a_launch(0))})
+    store.append(tmp_path, {"number": 0, "results": asdict(a_result())})
+    store.append(tmp_path, {"launches": asdict(replace(a_launch(0), cases=7))})
+    store.append(tmp_path, {"number": 1, "steps": asdict(a_step())})
+    with (tmp_path / store.GROWING).open("ab") as file:
+        file.write(b'{"number": 2, "resu')
+    run = store.read(tmp_path)
+    assert (run.results, run.steps) == ((a_result(),), (a_step(),))
+    assert [launch.cases for launch in run.launches] == [7]
+    store.write(tmp_path, run)  # as a rank does that marks it, while the rest goes on
+    assert store.read(tmp_path) == run
+    (tmp_path / store.GROWING).write_bytes(b'{"number": 2}\n')
+    with pytest.raises(
+        store.InvalidRun, match=r"run\.jsonl is damaged: a line holds no launch or outcome"
+    ):
+        store.read(tmp_path)
 
 
 def test_two_runs_in_one_second_get_two_folders(

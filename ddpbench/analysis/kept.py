@@ -2,7 +2,7 @@
 
 All stamps up to KEPT_STAMPS, which is every repetition of any case below 210 ranks; after that, of
 each repetition, those of the ranks that say when it began and ended, and who was slow. Every figure
-of a `Summary` but the mean over ranks follows from them as from all.
+of a `Summary` but the means over ranks follows from them as from all.
 """
 
 from __future__ import annotations

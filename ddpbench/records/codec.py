@@ -17,10 +17,11 @@ DEEPEST = 50  # values in values
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, as of a file name that is not UTF-8
 
 
-def encode(record: Any) -> bytes:
-    """A dataclass, or its asdict, as indented JSON. Raises ValueError for a NaN or an infinity."""
+def encode(record: Any, indent: int | None = 1) -> bytes:
+    """A dataclass, or its asdict, as JSON, indented or in one line. Raises ValueError for a NaN or
+    an infinity."""
     data = record if isinstance(record, dict) else asdict(record)
-    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(data, indent=indent, ensure_ascii=False, allow_nan=False)
     return SURROGATE.sub(lambda half: f"\\\\u{ord(half[0]):04x}", text).encode()
 
 

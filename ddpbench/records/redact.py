@@ -135,15 +135,9 @@ def words(line: Sequence[str], whose: Owner | None = None) -> list[str]:
 
 
 def record(data: dict[str, Any], whose: Owner | None = None) -> dict[str, Any]:
-    """A run as JSON has it. What identifies its cases and hosts is kept.
-
-    Raises ValueError for one that no run can be.
-    """
+    """A run as JSON has it. What identifies its cases and hosts is kept."""
     whose = owner() if whose is None else whose
-    try:
-        return dict(_walked(data, replace(whose, hosts=(*whose.hosts, *_hosts(data)))))
-    except RecursionError:
-        raise ValueError("its values are nested too deeply") from None
+    return dict(_walked(data, replace(whose, hosts=(*whose.hosts, *_hosts(data)))))
 
 
 def _walked(value: Any, whose: Owner) -> Any:

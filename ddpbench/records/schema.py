@@ -34,7 +34,7 @@ class Case:
     depth: int  # operations in flight; 0: not told
     world_size: int
     ranks_per_host: tuple[int, ...]  # empty: not told
-    buffers: str = "torch"
+    buffers: str = "torch"  # whose memory: torch's own, or "huge", which asks for huge pages
     size_convention: str = "total"
     time_definition: str = "exit-entry"
     clock: str = "host"
@@ -110,8 +110,8 @@ class Summary:
     mean_seconds: float
     min_seconds: float | None
     max_seconds: float | None
-    percentiles_seconds: dict[str, float]  # only those whose 95 % interval exists
-    rank_mean_seconds: float | None  # median of the mean over ranks, as OSU prints it
+    percentiles_seconds: dict[str, float]  # those that have a 95 % interval over some launches
+    rank_mean_seconds: float | None  # median of the mean over ranks
     rank_min_seconds: float | None  # median of the fastest rank
     skew_seconds: float | None  # median of (last entry - first entry); None where clocks differ
     last_in_seconds: float | None  # median of (last exit - last entry)
@@ -119,6 +119,12 @@ class Summary:
     outliers: int | None  # beyond 1.5 interquartile ranges; counted, never dropped
     far_outliers: int | None  # beyond 3
     lag1: float | None  # autocorrelation of neighbouring repetitions
+    # Of t_max, the least to the largest in steps of 5 %: what tells two usual times, and the lower
+    # quartile; empty in runs stored before, and where a repetition is several calls.
+    quantiles_seconds: tuple[float, ...] = ()
+    # Mean over repetitions and ranks of (exit - entry) by the host's clock: the figure of OSU, and
+    # of nccl-tests. None: not told, or stored before there was this field.
+    overall_mean_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +174,13 @@ class Result:
     # What stamps of different ranks, in rank 0's clock, may be off against each other at most; 0.0:
     # all read one clock; None: not known. Above 5 % of a repetition there is no skew.
     clock_off_seconds: float | None = None
+    # Of the buffers' bytes the share in huge pages, in the rank that has least; None: not known.
+    huge_share: float | None = None
+    # Page faults in one timed repetition, the mean of the rank that has most; None: not known.
+    page_faults: float | None = None
+    # A cache line from one rank's core to its neighbour's and back, after the case; of the slowest
+    # pair of ranks. None: not known.
+    handoff_seconds: float | None = None
 
 
 LEFT_OUT = "left-out"  # the code of a finding: what of a log is missing or not read
@@ -412,6 +425,6 @@ class Run:
         return (*self.results, *self.steps)
 
     @property
-    def empty(self) -> bool:
-        """Whether nothing was measured, skipped or examined."""
-        return not self.outcomes and not self.examinations
+    def everything(self) -> tuple[Result | StepResult | Examination, ...]:
+        """All that was measured, skipped or examined."""
+        return (*self.outcomes, *self.examinations)

@@ -1,6 +1,7 @@
-"""Runs on disk: one folder a run, rewritten atomically after every case.
+"""Runs on disk: one folder a run; every case is there as soon as it is measured.
 
-run.json         everything but the raw samples
+run.json         everything but the raw samples, replaced atomically
+run.jsonl        until the end: what has come since, a case or a launch in a line
 samples.parquet  entry and exit of every rank and repetition, of very many ranks a part
                  (analysis/kept.py); a folder of parts until the end
 table.csv  table.txt
@@ -49,6 +50,7 @@ PARQUET: dict[str, Any] = {
     },
 }
 
+GROWING = "run.jsonl"
 BASELINES = Path("results/baselines")
 # Where a run is looked for by its name, in this order.
 PLACES = (Path("results"), BASELINES, Path("results/reference"))
@@ -75,6 +77,7 @@ def create(folder: Path | None, run: Run, label: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "run.json").exists():
             raise FileExistsError(f"{folder} already holds a run; name another --output")
+        (folder / GROWING).unlink(missing_ok=True)
     write(folder, replace(run, id=folder.name))
     return folder
 
@@ -101,6 +104,16 @@ def write(folder: Path, run: Run) -> None:
     """Store run.json in one step: a reader sees the old or the new one, never a half; and nobody
     sees a secret."""
     put(folder / "run.json", codec.encode(redact.record(asdict(run))))
+
+
+def append(folder: Path, line: dict[str, Any]) -> None:
+    """Add to a run that grows: a launch ({"launches": …}; the last one of an index counts), or an
+    outcome with its number among all ({"number": 7, "results": …}).
+
+    To rewrite run.json instead would take a second a case once it holds some hundred.
+    """
+    with (folder / GROWING).open("ab") as file:
+        file.write(codec.encode(line, indent=None) + b"\n")
 
 
 def put(path: Path, data: bytes) -> None:
@@ -140,11 +153,36 @@ def read(folder: Path) -> Run:
                 f"{path} has schema {schema}, this ddpbench reads up to {SCHEMA}: "
                 "read it with the ddpbench that wrote it, or a newer one"
             )
-        return codec.decode(Run, redact.record(raw))  # older ones were stored as they came
+        raw = redact.record(raw)  # older ones were stored as they came
+        if (folder / GROWING).exists():
+            path = folder / GROWING
+            _grow(raw, content(path))
+        return codec.decode(Run, raw)
     except InvalidRun:
         raise
+    except OSError as error:
+        raise InvalidRun(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise InvalidRun(f"{path} is damaged: {error}") from None
+
+
+def _grow(raw: dict[str, Any], data: bytes) -> None:
+    """Add the lines of `append` to a run as JSON has it; a last line that is not whole is still
+    being written. Raises ValueError for what is no such line."""
+    parts = ("results", "steps", "examinations")
+    try:
+        known = sum(len(raw.get(part, ())) for part in parts)
+        for text in data.split(b"\n")[:-1]:
+            line = codec.parse(text)
+            if "launches" in line:
+                index = line["launches"]["index"]
+                others = [each for each in raw["launches"] if each["index"] != index]
+                raw["launches"] = [*others, line["launches"]]
+            elif line["number"] >= known:  # else run.json has it already
+                part = (set(parts) & set(line)).pop()
+                raw.setdefault(part, []).append(line[part])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"a line holds no launch or outcome ({error!r})") from None
 
 
 @contextlib.contextmanager
