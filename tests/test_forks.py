@@ -49,18 +49,23 @@ def ended(body: str, ranks: int = 2) -> tuple[int, str, str]:
 
 def test_ranks_are_placed_and_meet() -> None:
     """Each knows its rank, the world and its launcher; they meet at a store that is no rank's, and
-    what they read of stdin is nothing."""
+    what they read of stdin is nothing. Who waits for them meanwhile wakes seldom."""
     code, out, err = ended(
         "with opened(place, Rendezvous()) as group:\n"
         "        pids = {who.pid for who in group.who}\n"
+        "    def wakes():\n"
+        "        return int(open(f'/proc/{os.getppid()}/status').read().split()[-3])\n"
+        "    before = wakes()\n"
+        "    time.sleep(0.5)\n"
+        "    seldom = wakes() - before < 20\n"
         "    os.write(1, f'{place.rank} of {place.world_size} by {place.launcher}, "
-        "{len(pids)} processes, {sys.stdin.read()!r}\\n'.encode())\n"
+        "{len(pids)} processes, {sys.stdin.read()!r}, {seldom}\\n'.encode())\n"
         "    return 0",
         3,
     )
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [
-        f"{rank} of 3 by fork, 3 processes, ''" for rank in range(3)
+        f"{rank} of 3 by fork, 3 processes, '', True" for rank in range(3)
     ]
 
 

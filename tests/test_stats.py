@@ -5,12 +5,15 @@ import statistics
 import warnings
 from dataclasses import fields
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from scipy.stats import quantile_test
 
 from ddpbench.analysis import stats
+from ddpbench.analysis.modes import modes
 from ddpbench.records import codec
 
 Stamps = npt.NDArray[np.int64]
@@ -142,12 +145,62 @@ def test_half_width_is_relative_to_the_middle() -> None:
 @pytest.mark.parametrize("name", stats.PERCENTILES)
 def test_a_percentile_is_given_when_its_interval_exists(name: str) -> None:
     """n values bound the p-quantile on both sides with 95 % only if neither all below it (pⁿ) nor
-    all above it ((1-p)ⁿ) has a chance over 2.5 %; then, and only then, the percentile is given."""
+    all above it ((1-p)ⁿ) has a chance over 2.5 %; a launch has it where six like it are as many."""
     p = float(name[1:]) / 100
     fewest = next(n for n in range(1, 10_000) if max(p, 1 - p) ** n <= 0.025)
-    assert name not in stats.percentiles(np.arange(fewest - 1.0))
-    times = np.random.default_rng(0).permutation(fewest) + 0.0
-    assert stats.percentiles(times)[name] == pytest.approx(p * (fewest - 1), rel=1e-12)
+    assert stats.PERCENTILES[name] == fewest
+    in_each = -(-fewest // 6)
+    assert name not in stats.percentiles(np.arange(in_each - 1.0))
+    times = np.random.default_rng(0).permutation(in_each) + 0.0
+    assert stats.percentiles(times)[name] == pytest.approx(p * (in_each - 1), rel=1e-12)
+
+
+@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.968, 0.9975])
+@pytest.mark.parametrize("count", [1, 5, 6, 7, 10, 13, 100, 501])
+def test_the_ends_of_a_median_are_those_of_scipys_test(count: int, confidence: float) -> None:
+    """To the bit; None where scipy has none."""
+    values = np.random.default_rng(count).random(count)
+    ends = stats.ends_of_median(values, confidence)
+    test = quantile_test(values, q=float(np.median(values)), p=0.5)
+    found = test.confidence_interval(confidence)
+    assert ends == (None if np.isnan(found.low) else (found.low, found.high))
+
+
+def test_the_quantiles_hold_the_least_the_quartile_and_the_largest() -> None:
+    """In order, evenly by rank."""
+    found = stats.quantiles(np.random.default_rng(0).permutation(101) * 1e-6)
+    assert len(found) == stats.QUANTILES
+    assert [found[0], stats.lower_quartile(found), found[-1]] == [0.0, 25e-6, 100e-6]
+
+
+def launches(share: float, ratio: float, count: int = 6, repetitions: int = 200) -> Any:
+    """Launches of calls of which a share takes `ratio` times as long."""
+    draw = np.random.default_rng(0)
+    slow = draw.random((count, repetitions)) < share
+    times = np.where(slow, ratio, 1.0) * 1e-3 * np.exp(0.1 * draw.standard_normal(slow.shape))
+    return np.array([stats.quantiles(each) for each in times])
+
+
+@pytest.mark.parametrize(("share", "ratio"), [(0.33, 10.0), (0.5, 2.0), (0.85, 4.0)])
+def test_two_usual_times_are_both_shown(share: float, ratio: float) -> None:
+    """Each with its share."""
+    low, high = modes(launches(share, ratio), 1200)
+    assert [low.seconds, high.seconds] == pytest.approx([1e-3, ratio * 1e-3], rel=0.05)
+    assert [low.share, high.share] == pytest.approx([1 - share, share], abs=0.03)
+
+
+def test_one_usual_time_is_no_two() -> None:
+    """Not with a tail, with another time that hardly differs, in a clock's steps, nor where few
+    calls were made, or every launch has one time of its own."""
+    assert modes(launches(0.05, 10.0), 1200) == ()
+    assert modes(launches(0.3, 1.2), 1200) == ()
+    draw = np.random.default_rng(0)
+    assert modes(np.array([stats.quantiles(1 + draw.pareto(1.5, 5000))]), 5000) == ()
+    stepped = np.round(5 + 0.2 * draw.standard_normal(1000), 1) * 1e-6
+    assert modes(np.array([stats.quantiles(stepped)]), 1000) == ()
+    assert modes(launches(0.33, 10.0), 99) == ()
+    assert modes(launches(0.0, 1.0) * [[1.0], [1], [1], [5], [5], [5]], 1200) == ()
+    assert modes(np.empty((0, 0)), 1000) == ()
 
 
 # --- warm-up --------------------------------------------------------------------------------------

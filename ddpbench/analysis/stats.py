@@ -19,6 +19,7 @@ Stamps = npt.NDArray[np.int64]
 
 BATCH = 20  # neighbouring repetitions are correlated; medians of batches hardly are
 FEWEST = 6  # values below which no 95 % interval of a median exists
+QUANTILES = 21  # the 6th is the lower quartile
 # Percentile → repetitions from which its 95 % interval exists.
 PERCENTILES = {"p50": 6, "p90": 36, "p99": 368, "p99.9": 3688}
 
@@ -33,6 +34,7 @@ class OverRanks:
     first_in: Stamps
     last_in: Stamps
     last_out: Stamps
+    host_mean: Floats  # by the host's clock, as other benchmarks time it, whatever `mean` is by
 
     def times(self, calls: int) -> Floats:
         """The time of a repetition: that of its slowest rank; needs no common clock. Seconds of one
@@ -52,16 +54,16 @@ def over_ranks(stamps: Stamps, teams: Sequence[Sequence[int]] = ()) -> OverRanks
     teams: ranks that work together while others do, as many in each; entries and exits are then
     those of the team with the slowest rank, and a rank in none does not count. Empty: all ranks do.
     """
-    spent = spent_ns(stamps)
+    spent, host = spent_ns(stamps), stamps[:, :, 1] - stamps[:, :, 0]
     if len(teams):
         members = np.array(teams)
         slowest = members[spent[members].max(axis=1).argmax(axis=0)].T  # [rank, repetition]
-        spent = spent[members.ravel()]
+        spent, host = spent[members.ravel()], host[members.ravel()]
         stamps = np.take_along_axis(stamps, slowest[:, :, None], axis=0)
     entry, exits = stamps[:, :, 0], stamps[:, :, 1]
     return OverRanks(
         spent.max(axis=0), spent.mean(axis=0), spent.min(axis=0),
-        entry.min(axis=0), entry.max(axis=0), exits.max(axis=0),
+        entry.min(axis=0), entry.max(axis=0), exits.max(axis=0), host.mean(axis=0),
     )  # fmt: skip
 
 
@@ -83,22 +85,34 @@ def settled(before: Floats, after: Floats) -> bool:
     return bool(0.5 <= ratio <= 1.1 and (abs(quartiles - 1) <= 0.05).all())
 
 
-def median_interval(times: Floats, confidence: float = 0.95) -> Interval | None:
-    """The exact binomial interval of the median of batch medians (scipy's quantile_test).
-
-    Below 6 batches of 20, of the repetitions themselves; below 6 of these there is none.
+def ends_of_median(values: Floats, confidence: float) -> tuple[float, float] | None:
+    """The exact interval of a median: the k-th smallest and the k-th largest value, of the largest
+    k for which a binomial count of n halves lies below k in at most half of what the confidence
+    leaves: scipy.stats.quantile_test has the same, but its import takes a rank 0.9 s. None where
+    they are too few for the confidence.
     """
-    from scipy.stats import quantile_test
+    from scipy.special import bdtr
 
-    values, of = times, f"median of {len(times)} repetitions"
-    if len(times) >= FEWEST * BATCH:
-        whole = len(times) // BATCH * BATCH
-        values = np.median(times[:whole].reshape(-1, BATCH), axis=1)
-        of = f"median of {len(values)} medians of {BATCH} repetitions"
-    if len(values) < FEWEST:
-        return None
-    found = quantile_test(values, q=float(np.median(values)), p=0.5).confidence_interval(confidence)
-    return Interval(float(found.low), float(found.high), confidence, of)
+    count = np.arange(len(values) // 2)
+    k = int((bdtr(count, len(values), 0.5) <= (1 - confidence) / 2).sum())
+    inner = np.sort(values)
+    return (float(inner[k - 1]), float(inner[-k])) if k else None
+
+
+def median_interval(times: Floats, confidence: float = 0.95) -> Interval | None:
+    """The exact binomial interval of the median of batch medians.
+
+    Where the batches of 20 are too few for the confidence, of the repetitions themselves; below 6
+    of these there is none of 95 %.
+    """
+    whole = len(times) // BATCH * BATCH
+    batches = np.median(times[:whole].reshape(-1, BATCH), axis=1)
+    if (ends := ends_of_median(batches, confidence)) is not None:
+        of = f"median of {len(batches)} medians of {BATCH} repetitions"
+        return Interval(*ends, confidence, of)
+    if (ends := ends_of_median(times, confidence)) is not None:
+        return Interval(*ends, confidence, f"median of {len(times)} repetitions")
+    return None
 
 
 def half_width(interval: Interval) -> float:
@@ -107,12 +121,23 @@ def half_width(interval: Interval) -> float:
 
 
 def percentiles(times: Floats) -> dict[str, float]:
-    """The percentiles whose 95 % interval exists for so many repetitions; seconds."""
+    """The percentiles whose 95 % interval exists for so many repetitions in each of FEWEST
+    launches; seconds."""
     return {
         name: float(np.percentile(times, float(name[1:])))
         for name, fewest in PERCENTILES.items()
-        if len(times) >= fewest
+        if len(times) * FEWEST >= fewest
     }
+
+
+def quantiles(times: Floats) -> tuple[float, ...]:
+    """The least to the largest, QUANTILES values evenly by rank; to 0.1 ns."""
+    return tuple(np.percentile(times, np.linspace(0, 100, QUANTILES)).round(10).tolist())
+
+
+def lower_quartile(found: Sequence[float]) -> float:
+    """Of what `quantiles` made."""
+    return found[QUANTILES // 4]
 
 
 def outliers(times: Floats, distance: float) -> int:
@@ -156,9 +181,11 @@ def summary(over: OverRanks, calls: int, common_clock: bool, single: bool = True
         percentiles_seconds=percentiles(times) if single else {},
         rank_mean_seconds=float(np.median(over.mean)) * 1e-9 / calls,
         rank_min_seconds=float(np.median(over.fastest)) * 1e-9 / calls,
+        overall_mean_seconds=float(over.host_mean.mean()) * 1e-9 / calls,
         outliers=outliers(times, 1.5),
         far_outliers=outliers(times, 3.0),
         lag1=lag1(times),
+        quantiles_seconds=quantiles(times) if single else (),
         **{
             name: float(np.median(values)) * 1e-9 if common_clock else None
             for name, values in bracket.items()
@@ -168,12 +195,7 @@ def summary(over: OverRanks, calls: int, common_clock: bool, single: bool = True
 
 def over_launches(medians: Floats, confidence: float = 0.95) -> tuple[float, Interval | None]:
     """Centre and exact interval of launch medians; the interval exists from 6 launches on."""
-    from scipy.stats import quantile_test
-
     centre = float(np.median(medians))
-    if len(medians) < FEWEST:
+    if (ends := ends_of_median(medians, confidence)) is None:
         return centre, None
-    found = quantile_test(medians, q=centre, p=0.5).confidence_interval(confidence)
-    return centre, Interval(
-        float(found.low), float(found.high), confidence, f"median of {len(medians)} launches"
-    )
+    return centre, Interval(*ends, confidence, f"median of {len(medians)} launches")

@@ -50,7 +50,7 @@ def p2p_barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], 
 
 
 def none(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """No common start: the operations themselves keep the ranks together."""
+    """No common start, but that of a burst: the operations themselves keep the ranks together."""
     return lambda: None
 
 

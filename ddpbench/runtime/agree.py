@@ -71,6 +71,16 @@ def together() -> None:
     dist.barrier()
 
 
+def any_rank(mine: bool) -> bool:
+    """Whether it is so in any rank: one small reduction, where `everyones` takes two gathers."""
+    import torch
+    import torch.distributed as dist
+
+    cell = torch.tensor([mine], dtype=torch.uint8)
+    dist.all_reduce(cell, dist.ReduceOp.MAX)
+    return bool(cell.item())
+
+
 def at_rank_0(group: Group, mine: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
     """Arrays of one shape from all ranks: int64[world, …] in rank 0, None elsewhere."""
     import numpy as np
@@ -88,9 +98,9 @@ def at_rank_0(group: Group, mine: npt.NDArray[np.int64]) -> npt.NDArray[np.int64
 
 def first_objection(group: Group, mine: str | None) -> str | None:
     """None when no rank objects; else the lowest objecting rank's sentence, naming the ranks."""
-    objections = {r: text for r, text in enumerate(everyones(group, mine)) if text is not None}
-    if not objections:
+    if not any_rank(mine is not None):
         return None
+    objections = {r: text for r, text in enumerate(everyones(group, mine)) if text is not None}
     text: str = objections[min(objections)]
     if len(objections) == group.world_size:
         return text

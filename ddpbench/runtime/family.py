@@ -81,7 +81,7 @@ class Family:
         """The verdict that a rank has printed, "" none."""
         return _read(self.folder / TOLD)
 
-    def tell(self, sentence: str) -> None:
+    def mark_told(self, sentence: str) -> None:
         """Keep the ranks from printing another verdict."""
         (self.folder / TOLD).write_text(sentence)
 
@@ -275,9 +275,8 @@ def end_if_stopped(rank: int, seconds: float, end: bool = True) -> bool:
     if not stopped:
         return False
     if rank == min({rank, *pids} - {*stopped}):
-        host = socket.gethostname()
         verb, them = ("is", "it") if len(stopped) == 1 else ("are", "them")
-        names = "; ".join(f"rank {r} ({host}, pid {pid})" for r, pid in sorted(stopped.items()))
+        names = "; ".join(named(f"rank {r}", pid) for r, pid in sorted(stopped.items()))
         sentence = (
             f"{names} {verb} stopped (SIGSTOP): rank {rank} has waited for {them} longer than "
             f"{seconds:g} s (--timeout). {WHO_STOPS}"
@@ -295,6 +294,11 @@ def end_if_stopped(rank: int, seconds: float, end: bool = True) -> bool:
         end_descendants()
         os._exit(5)
     return True
+
+
+def named(what: str, pid: int) -> str:
+    """ "rank 1 (host, pid 7)", of a process on this host."""
+    return f"{what} ({socket.gethostname()}, pid {pid})"
 
 
 def is_stopped(pid: int) -> bool:

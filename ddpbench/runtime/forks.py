@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -26,10 +27,13 @@ import psutil
 from ddpbench.records import redact
 from ddpbench.runtime import family, rendezvous, supervise
 from ddpbench.runtime.launch import PASSED_ON
-from ddpbench.runtime.processes import ORDERLY
+from ddpbench.runtime.processes import ORDERLY, passing_on
 from ddpbench.runtime.supervise import Deadline, Watch
 
-PRELOADED = ("torch.distributed", "scipy.stats", "pyarrow.parquet", "ddpbench.measure.pace")
+PRELOADED = (
+    "torch.distributed", "scipy.special", "pandas", "pyarrow.parquet", "ddpbench.measure.pace",
+)  # fmt: skip
+LOOK_SECONDS = 0.2  # between looks at ranks that go on
 GRACE_SECONDS = 30.0  # for the other ranks, once one has failed
 RUNNING = -1  # in place of an exit code
 
@@ -53,7 +57,12 @@ def run(
     with family.opened() as kin, warnings.catch_warnings():
         watch = Watch(kin, nproc, deadline or Deadline())
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads that idle in OpenBLAS
-        with _signals(ranks, watch):
+
+        def pass_on(received: int) -> None:
+            _send(ranks, received)
+            watch.ask()
+
+        with passing_on(pass_on):
             for rank in range(nproc):
                 pid = os.fork()
                 if pid == 0:
@@ -113,7 +122,7 @@ def _await(ranks: dict[int, int]) -> tuple[int, int] | None:
     """Wait for all; note their exit codes. Returns the rank that a signal has ended before any was
     told to end, and the signal."""
     until, killed = None, None
-    while running := [pid for pid, code in ranks.items() if code == RUNNING]:
+    while running := _running(ranks):
         for pid in running:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -128,27 +137,28 @@ def _await(ranks: dict[int, int]) -> tuple[int, int] | None:
             _send(ranks, signal.SIGTERM)
         if until is not None and time.monotonic() > until:
             _send(ranks, signal.SIGKILL)
-        time.sleep(0.005)
+        _rest(_running(ranks))
     return killed
 
 
+def _running(ranks: dict[int, int]) -> list[int]:
+    return [pid for pid, code in ranks.items() if code == RUNNING]
+
+
+def _rest(pids: Sequence[int]) -> None:
+    """Sleep until one of these ends, or for a moment. Who looked every few ms instead would take
+    cores from the ranks while they measure."""
+    ends = select.poll()
+    with contextlib.ExitStack() as fds:
+        for pid in pids:
+            with contextlib.suppress(OSError):  # Linux before 5.3 has none
+                fds.callback(os.close, fd := os.pidfd_open(pid))
+                ends.register(fd, select.POLLIN)
+        if pids:
+            ends.poll(LOOK_SECONDS * 1000)
+
+
 def _send(ranks: dict[int, int], number: int) -> None:
-    for pid in [pid for pid, code in ranks.items() if code == RUNNING]:
+    for pid in _running(ranks):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-@contextlib.contextmanager
-def _signals(ranks: dict[int, int], watch: Watch) -> Iterator[None]:
-    """Pass on what this process gets; it stays, to read what was measured."""
-
-    def pass_on(received: int, _: object) -> None:
-        _send(ranks, received)
-        watch.ask()
-
-    previous = {number: signal.signal(number, pass_on) for number in PASSED_ON}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

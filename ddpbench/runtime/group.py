@@ -22,7 +22,7 @@ from ddpbench.records import redact
 from ddpbench.runtime import agree, board, family, launch, network, slurm, sockets, teams
 from ddpbench.runtime.launch import Placement, Refused
 from ddpbench.runtime.network import NetPlace
-from ddpbench.runtime.places import place_of_error
+from ddpbench.runtime.places import described
 from ddpbench.runtime.rendezvous import serve
 from ddpbench.runtime.sockets import Connection
 from ddpbench.runtime.teams import Split, Team
@@ -393,5 +393,4 @@ def _told(error: Exception) -> tuple[str, str]:
     defect, shown whole."""
     if not isinstance(error, (RuntimeError, OSError, MemoryError)):
         sys.stderr.write(redact.text("".join(traceback.format_exception(error))))
-    first = (str(error).strip() or "no text").splitlines()[0][:300]
-    return f"{type(error).__name__}: {first}", place_of_error(error)
+    return described(error)

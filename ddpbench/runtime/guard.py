@@ -39,7 +39,7 @@ from ddpbench.records import codec
 from ddpbench.runtime import board, words
 from ddpbench.runtime.board import Board
 from ddpbench.runtime.flight import Flight
-from ddpbench.runtime.places import main_frame, place_of_error, position
+from ddpbench.runtime.places import described, main_frame, position
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -247,8 +247,7 @@ class Guard:
         """In place of sys.excepthook: the traceback first, then the verdict."""
         fails = isinstance(error, Exception) and trace is not None
         if fails and self._failure is None:
-            first = (str(error).strip() or "no text").splitlines()[0][:300]
-            self._failure = f"{kind.__name__}: {first}", place_of_error(error)
+            self._failure = described(error)
         self._await_end()  # where the verdict is told, this error comes of another rank's end
         self._hooked(kind, error, trace)
         if fails:

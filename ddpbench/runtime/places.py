@@ -46,6 +46,12 @@ def place_of_error(error: BaseException) -> str:
     return place_of(reversed(lines))
 
 
+def described(error: BaseException) -> tuple[str, str]:
+    """An error as one line, "ValueError: bad batch", and where it was raised."""
+    first = (str(error).strip() or "no text").splitlines()[0][:300]
+    return f"{type(error).__name__}: {first}", place_of_error(error)
+
+
 def place_of(lines: Iterable[Line]) -> str:
     """Of these lines, the innermost first, the program's own as "function (file:line)"."""
     name, path, line = min(lines, key=lambda each: _distance(each[1]))
@@ -59,8 +65,7 @@ def handled() -> str:
     error = found[1] if isinstance(found, tuple) else found  # as Python has it before 3.12
     if not isinstance(error, Exception) or error.__traceback__ is None:
         return ""
-    first = (str(error).strip() or "no text").splitlines()[0][:300]
-    return f"{type(error).__name__}: {first}, at {place_of_error(error)}"
+    return ", at ".join(described(error))
 
 
 def called(frame: FrameType) -> str:

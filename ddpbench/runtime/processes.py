@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -37,6 +37,19 @@ def start(words: Sequence[str], environ: dict[str, str]) -> Child:
     return Child(process, process.send_signal)
 
 
+@contextlib.contextmanager
+def passing_on(pass_on: Callable[[int], None]) -> Iterator[None]:
+    """Meanwhile this process gives the signals that ask for an end to `pass_on`, and stays."""
+    previous = {
+        number: signal.signal(number, lambda received, _: pass_on(received)) for number in PASSED_ON
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def await_all(
     children: Sequence[Child], lost: Callable[[], bool] = lambda: False, watch: Watch | None = None
 ) -> int:
@@ -46,24 +59,22 @@ def await_all(
     watch: of these children, which are then ranks.
     """
 
-    def pass_on(received: int, _: object) -> None:
+    def pass_on(received: int) -> None:
         for child in children:
             with contextlib.suppress(OSError):
                 child.send(received)
         if watch is not None:
             watch.ask()
 
-    previous = {number: signal.signal(number, pass_on) for number in PASSED_ON}
-    try:
-        killed = _wait(children, lost, 0.0 if watch is not None else GRACE_SECONDS)
-        if killed is not None and watch is not None:
-            watch.killed(list(watch.ranks)[killed], -children[killed].process.returncode)
-    finally:
-        for child in children:  # an error here leaves none behind either
-            if child.process.poll() is None:
-                _kill(child)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with passing_on(pass_on):
+        try:
+            killed = _wait(children, lost, 0.0 if watch is not None else GRACE_SECONDS)
+            if killed is not None and watch is not None:
+                watch.killed(list(watch.ranks)[killed], -children[killed].process.returncode)
+        finally:
+            for child in children:  # an error here leaves none behind either
+                if child.process.poll() is None:
+                    _kill(child)
     codes = [child.process.returncode for child in children]
     return max((code if code >= 0 else 5 for code in codes), default=0)
 

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import psutil
 
 from ddpbench.runtime import family, rendezvous, supervise
 from ddpbench.runtime.launch import NO_MPIRUN, PASSED_ON, PATIENT, Refused, find_mpirun
+from ddpbench.runtime.processes import passing_on
 
 VERSION_SECONDS = 5.0  # of which it takes a hundredth
 
@@ -96,7 +96,9 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
         raise Refused(NO_MPIRUN)
     # Intel's mpirun is a script that takes the first mpiexec.hydra in PATH, be it another MPI's.
     # Open MPI's kills its ranks a second after Ctrl-C: too soon for them to store what they have.
+    # Open MPI's search for libfabric's networks takes a second, and here no rank is beyond one.
     environ = {
+        "OMPI_MCA_btl": "^ofi",
         "PRTE_MCA_odls_base_sigkill_timeout": "15",
         **os.environ,
         "PATH": f"{Path(command).parent}:{os.environ.get('PATH', '')}",
@@ -122,22 +124,18 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
         watch = supervise.Watch(kin, nproc, deadline, "mpirun", psutil.Process(process.pid))
         passed_on = []
 
-        def pass_on(received: int, _: object) -> None:
+        def pass_on(received: int) -> None:
             passed_on.append(received)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, received)
             watch.ask()
 
-        previous = {number: signal.signal(number, pass_on) for number in PASSED_ON}
-        try:
+        with passing_on(pass_on):
             with supervise.watched(watch):
                 code = process.wait()
             # After a signal mpirun's own code depends on which rank left first; the ranks have
             # marked what else went wrong.
             return 130 if passed_on and code else watch.code(code)
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
 
 def _version(command: str, environ: Mapping[str, str], deadline: supervise.Deadline) -> str | None:
@@ -159,8 +157,8 @@ def _version(command: str, environ: Mapping[str, str], deadline: supervise.Deadl
         process.communicate()
     if process.returncode >= 0:
         return out
-    host = socket.gethostname()
-    deadline.say(f"`mpirun --version` ({host}, pid {process.pid}) {end}, and no rank was started")
+    who = family.named("`mpirun --version`", process.pid)
+    deadline.say(f"{who} {end}, and no rank was started")
     return None
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import select
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -61,7 +60,7 @@ class Watch:
 
     def name(self, rank: int) -> str:
         """ "rank 1 (host, pid 7)"."""
-        return f"rank {rank} ({socket.gethostname()}, pid {self.ranks[rank].pid})"
+        return family.named(f"rank {rank}", self.ranks[rank].pid)
 
     def ask(self) -> None:
         """The ranks have been asked to end: who is stopped cannot, and is killed."""
@@ -85,7 +84,7 @@ class Watch:
 
     def _ended(self, code: int) -> str:
         if code < 0 and self.root is not None:
-            return _death(f"{self.starter} ({socket.gethostname()}, pid {self.root.pid})", -code)
+            return _death(family.named(self.starter, self.root.pid), -code)
         if code <= 130:
             return ""
         missing = [rank for rank in range(self.nproc) if rank not in self.ranks]
@@ -131,7 +130,7 @@ class Watch:
                 if self.kin.told:
                     self.sentence = sentence
                 else:
-                    self.kin.tell(sentence)
+                    self.kin.mark_told(sentence)
                     self._say(sentence)
                 self.kin.kill()
                 break
@@ -156,8 +155,7 @@ class Watch:
         """A sentence on what has been stopped for too long, "" nothing."""
         watched = {each.pid: (self.name(rank), rank) for rank, each in self.ranks.items()}
         if self.starter and self.root is not None:
-            host = socket.gethostname()
-            watched[self.root.pid] = (f"{self.starter} ({host}, pid {self.root.pid})", -1)
+            watched[self.root.pid] = (family.named(self.starter, self.root.pid), -1)
             if len(self.ranks) < self.nproc:
                 watched |= self._nameless(watched)
         now, late = time.monotonic(), []
@@ -185,7 +183,7 @@ class Watch:
         name = f"rank {missing[0]}" if len(missing) == 1 else "a rank to be"
         with contextlib.suppress(psutil.Error):
             return {
-                each.pid: (f"{name} ({socket.gethostname()}, pid {each.pid})", -1)
+                each.pid: (family.named(name, each.pid), -1)
                 for each in self.root.children()
                 if each.pid not in known
             }
