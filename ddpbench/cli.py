@@ -168,12 +168,13 @@ def resolve(asked: T, place: Placement | None) -> T:
     """The options with device and backends decided. Raises Refused when one cannot be had."""
     device = backends.choose_device(asked.backend, asked.device)
     names = backends.choose(asked.backend, device, place.launcher if place else None)
-    if place is not None and asked.launches > 1:
+    launches = asked.launches or (asked.usual_launches if place is None else 1)
+    if place is not None and launches > 1:
         raise Refused(
             "--launches needs ddpbench to start the ranks: leave out the launcher and type python "
-            f"-m ddpbench {asked.command} -n {place.world_size} --launches {asked.launches} …"
+            f"-m ddpbench {asked.command} -n {place.world_size} --launches {launches} …"
         )
-    return replace(asked, device=device, backend=names)
+    return replace(asked, device=device, backend=names, launches=launches)
 
 
 def _nproc(asked: session.Options) -> int:
@@ -197,7 +198,12 @@ def start(asked: session.Options, words: Sequence[str]) -> int:
     except OSError as error:
         raise Refused(session.cannot_write(error)) from None
     end, refusals = None, 0
+    failed: set[str] = (
+        set()
+    )  # what ended one launch of a backend, or refused it, is in the next too
     for number, name in _schedule(asked, store.read(folder).plan.seed):
+        if name in failed:
+            continue
         if asked.paced and not sys.stdin.readline():
             tell("stdin has ended before the last launch")
             break
@@ -210,6 +216,7 @@ def start(asked: session.Options, words: Sequence[str]) -> int:
             end = book.interrupted("a signal")  # unless the ranks have told which
             break
         if code != 0:
+            failed.add(name)
             reason = verdict or f"the ranks on {name} ended with exit code {code}"
             end = end or book.End("failed", reason, 5)
     nothing = refusals or not store.read(folder).launches
@@ -220,10 +227,10 @@ def start(asked: session.Options, words: Sequence[str]) -> int:
 
 def _schedule(asked: session.Options, seed: int) -> Iterator[tuple[int, str]]:
     """The launches in their order: in randomised blocks of one a backend, drift meets all alike."""
-    order = random.Random(seed)
-    for block in range(asked.launches):
+    order, launches = random.Random(seed), asked.launches or 1
+    for block in range(launches):
         names = list(asked.backend)
-        if asked.launches > 1:
+        if launches > 1:
             order.shuffle(names)
         for name in names:
             yield block * len(names) + asked.backend.index(name), name

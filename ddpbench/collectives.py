@@ -25,12 +25,13 @@ from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS, Operation
 from ddpbench.catalog.sizes import SYNTAX, parse, readable, whole
+from ddpbench.measure import memory
 from ddpbench.measure.start import STARTS
 from ddpbench.records.schema import Case, Limit, Plan, Result
 from ddpbench.render.rows import COLUMNS
 from ddpbench.runtime import agree, cpu, environment
 from ddpbench.runtime.group import Group
-from ddpbench.runtime.launch import Placement
+from ddpbench.runtime.launch import Placement, Refused
 from ddpbench.runtime.teams import GROUPS, Split
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from ddpbench.measure.calibrate import Rates
 
 HELP = "what every collective costs, over backends, sizes and dtypes"
+# Seconds for a case, in a launch that stands alone and in one of several: what repetitions leave
+# open within a launch is little beside what differs between launches.
+SLICE, SHORT_SLICE = 2.0, 0.1
 DEFAULT_SIZES = {"cpu": "4:64M:x4", "cuda": "8:1G:x4"}
 
 
@@ -47,6 +51,7 @@ class Options(session.Options):
     """What a sweep was asked for."""
 
     command = "collectives"
+    usual_launches = 6
 
     op: tuple[str, ...]
     sizes: tuple[int, ...] | None
@@ -61,14 +66,23 @@ class Options(session.Options):
     depth: int
     start: str
     precision: float
-    slice: float
+    slice: float | None
     no_check: bool
+    buffers: str
     limit: float | None
 
     @property
     def subjects(self) -> tuple[str, ...]:
         """The operations."""
         return self.op
+
+    def check(self) -> None:
+        """Raises Refused where CUDA tensors were asked to lie in the host's huge pages."""
+        if self.buffers == "huge" and self.device == "cuda":
+            raise Refused(
+                "--buffers huge asks for huge pages of the host, where CUDA tensors do not lie: "
+                "leave it out, or add --device cpu"
+            )
 
     def plan(self, seed: int) -> Plan:
         """The protocol as it is stored with the run."""
@@ -77,7 +91,7 @@ class Options(session.Options):
             start="none" if self.issue == "pipelined" else self.start,
             depth=self.depth,
             precision=self.precision / 100,
-            slice_seconds=self.slice,
+            slice_seconds=self.slice or (SLICE if self.launches == 1 else SHORT_SLICE),
             check=not self.no_check,
             timeout_seconds=self.timeout,
             seed=seed,
@@ -146,8 +160,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--async", dest="async_op", action="store_true", help="call with async_op=True, then wait")
     options.add_where(parser)
     _add_how(parser)
-    options.add_repeats(parser, "of the order of cases; default: drawn, and stored")
-    options.add_shown(parser, COLUMNS)
+    options.add_repeats(
+        parser, "of the order of cases; default: drawn, and stored", Options.usual_launches
+    )
+    options.add_shown(
+        parser,
+        COLUMNS,
+        ". osu: what OSU prints, the mean over calls and ranks, each call between barriers. "
+        "nccl_tests: what nccl-tests prints, with --issue pipelined only",
+    )
     options.add_stored(parser)
 
 
@@ -185,11 +206,18 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     add(
         "--slice",
         type=options.positive,
-        default=2.0,
         metavar="SECONDS",
-        help="most time for one case; default 2",
+        help=f"most time for one case in one launch; default {SHORT_SLICE:g}, in a single launch "
+        f"{SLICE:g}",
     )
     add("--no-check", action="store_true", help="do not compare results with what they must be")
+    add(
+        "--buffers",
+        choices=memory.KINDS,
+        default="torch",
+        help="memory of the tensors: torch's own (default); huge, for which huge pages are asked "
+        "for",
+    )
     add(
         "--limit",
         type=options.positive,
@@ -212,6 +240,7 @@ def sweep(
     """
     from ddpbench import book
     from ddpbench.measure import calibrate, clock, loop, offsets, pace
+    from ddpbench.measure.handoff import Handoff
 
     device = ranks.device(asked.device)
     name = session.torch_name(ranks, backend)
@@ -237,6 +266,7 @@ def sweep(
         record = book.Book(ranks, folder, launch)
         if asked.shows_progress:
             record.expect(len(wanted))
+        handoff = Handoff(ranks) if device.type == "cpu" else None
         failure = share = None
         meter = cpu.CpuMeter()
         for number, (case, requested) in enumerate(wanted):
@@ -255,7 +285,12 @@ def sweep(
                 clock.shortest_seconds(times), objection, together.ahead_ns,
             )  # fmt: skip
             off = together.again(team.split.teams)
-            resolved = session.others_share(ranks, meter)
+            mine = [
+                session.spent(meter), samples.huge_share, samples.page_faults,
+                handoff and handoff.seconds(),
+            ]  # fmt: skip
+            used, shares, faults, handoffs = zip(*agree.everyones(ranks, mine), strict=True)
+            resolved = session.share_of_others(ranks, used)
             if resolved is not None:  # else the case is too short to tell, and the next adds to it
                 meter, share = cpu.CpuMeter(), resolved
             result = Result(
@@ -267,6 +302,9 @@ def sweep(
                 reason=samples.objection,
                 wrong=tuple(pace.everyones_wrong(ranks, samples)),
                 others_share=share,
+                huge_share=min(filter(_known, shares), default=None),
+                page_faults=max(filter(_known, faults), default=None),
+                handoff_seconds=max(filter(_known, handoffs), default=None),
                 limit=_limit(asked, backend, case, rates),
                 hard_limit=_hard_limit(asked, case, rates),
                 wall_seconds=time.monotonic() - started,
@@ -327,6 +365,7 @@ def cases(
                 depth=loop.pipeline_depth(total, plan) if plan.issue == "pipelined" else 1,
                 world_size=split.size,
                 ranks_per_host=split.ranks_per_host,
+                buffers=asked.buffers,
                 clock="device" if asked.device == "cuda" else "host",
                 group=split.name,
                 groups=len(split.teams),
@@ -334,6 +373,10 @@ def cases(
             if case not in seen:
                 seen.add(case)
                 yield case, nbytes
+
+
+def _known(value: float | None) -> bool:
+    return value is not None
 
 
 def _objection(

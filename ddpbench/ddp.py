@@ -21,7 +21,7 @@ from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.hooks import HOOKS
 from ddpbench.catalog.optimizers import OPTIMIZERS
-from ddpbench.catalog.workloads import WORKLOADS
+from ddpbench.catalog.workloads import WORKLOADS, Workload
 from ddpbench.records.schema import Plan, StepCase
 from ddpbench.render.steps import STEP_COLUMNS
 from ddpbench.runtime import agree, cpu
@@ -87,6 +87,14 @@ class Options(session.Options):
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "static_graph": self.static_graph,
             "find_unused_parameters": self.find_unused_parameters,
+        }
+
+    def settings_of(self, workload: Workload) -> dict[str, int]:
+        """The workload's settings: the user's, else its defaults for the device."""
+        given = dict(self.settings)
+        return {
+            name: given.get(name, by_device[self.device])
+            for name, by_device in workload.settings.items()
         }
 
     def check(self) -> None:
@@ -280,8 +288,7 @@ def planned(asked: Options, backend: Backend) -> list[StepCase] | None:
         batch = asked.batch or workload.batch.get(asked.device)
         if not batch:
             return None  # the user's own: as its batches are
-        settings = {each: values[asked.device] for each, values in workload.settings.items()}
-        settings |= {each: n for each, n in asked.settings if each in settings}
+        settings = asked.settings_of(workload)
         found.append(StepCase(
             workload=name, settings=tuple(f"{each}={n}" for each, n in settings.items()),
             parameters=0, parameter_nbytes=0, backend=backend.name, provider="",

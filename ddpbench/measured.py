@@ -116,6 +116,7 @@ def to_json(run: Run, found: Found, margin: float | None, folder: Path) -> dict[
     stored = {
         "case": json.loads(codec.encode(case)),
         "launch_medians_seconds": list(side.medians),
+        "launch_lower_quartiles_seconds": list(side.quartiles),
         "interval_seconds": [side.interval.low, side.interval.high] if side.interval else None,
         "margin": margin,
         "versions": {name: launch.facts.get(name) for name in ("ddpbench", "torch", "python")},
@@ -143,7 +144,8 @@ def from_json(stored: Mapping[str, Any], source: str = "") -> Measured:
         kind: type[AnyCase] = StepCase if "workload" in stored["case"] else Case
         medians = tuple(map(float, stored["launch_medians_seconds"]))
         launches = tuple(range(len(medians)))
-        side = matching.Side(*stats.over_launches(np.array(medians)), medians, launches)
+        quartiles = tuple(map(float, stored.get("launch_lower_quartiles_seconds", ())))
+        side = matching.Side(*stats.over_launches(np.array(medians)), medians, launches, quartiles)
         case, warnings = codec.decode(kind, stored["case"]), tuple(stored["warnings"])
         return Measured(case, side, stored["margin"], warnings, source)
     except (KeyError, TypeError) as error:

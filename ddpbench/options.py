@@ -229,21 +229,23 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_repeats(parser: argparse.ArgumentParser, seed: str) -> None:
-    """Launches, and the seed: the help on what it is for."""
+def add_repeats(parser: argparse.ArgumentParser, seed: str, launches: int = 1) -> None:
+    """Launches, how many there are where ddpbench starts the ranks, and the seed: the help on what
+    it is for."""
     add = parser.add_argument_group("how often").add_argument
     add(
         "--launches",
         type=whole(1),
-        default=1,
         metavar="R",
-        help="repeat in R sets of fresh processes; from 6 on, intervals hold over launches",
+        help="repeat in R sets of fresh processes; from 6 on, intervals hold over launches; "
+        f"default {launches}"
+        + (", and 1 where a launcher has started the ranks" if launches > 1 else ""),
     )
     add("--seed", type=whole(0), help=seed)
 
 
-def add_shown(parser: argparse.ArgumentParser, columns: Iterable[str]) -> None:
-    """Format and columns."""
+def add_shown(parser: argparse.ArgumentParser, columns: Iterable[str], told: str = "") -> None:
+    """Format and columns. told: of these columns, after their names."""
     shown = parser.add_argument_group("what is shown")
     add = shown.add_argument
     add("--format", choices=tuple(FORMATS), default="table", help="on stdout; default table")
@@ -251,7 +253,7 @@ def add_shown(parser: argparse.ArgumentParser, columns: Iterable[str]) -> None:
         "--columns",
         type=names("column", columns),
         metavar="COLUMN,…",
-        help="of: " + ", ".join(columns),
+        help="of: " + ", ".join(columns) + told,
     )
     add("--quiet", action="store_true", help="the tables only: no header, no legend, no progress")
 

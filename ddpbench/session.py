@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import psutil
 
@@ -34,6 +34,7 @@ class Options:
     """What the user asked for, checked; None: the default depends on device or launcher."""
 
     command: ClassVar[str]
+    usual_launches: ClassVar[int] = 1  # where ddpbench starts the ranks and nobody said how many
 
     backend: tuple[str, ...]
     device: str
@@ -45,7 +46,7 @@ class Options:
     master_port: int | None
     timeout: float
     watchdog: str
-    launches: int
+    launches: int | None
     seed: int | None
     format: str
     columns: tuple[str, ...] | None
@@ -103,7 +104,7 @@ def run(asked: T, place: Placement, sweep: Sweep[T]) -> int:
     from ddpbench import book
 
     if place.rank == 0:
-        for name in ("scipy.stats", "pyarrow.parquet"):  # slow: not while the others wait
+        for name in ("scipy.special", "pyarrow.parquet"):  # slow: not while the others wait
             import_module(name)
     with group.opened(place, asked.rendezvous(), asked.share_gpu) as ranks:
         agree.require_same_options(ranks, asked.named())
@@ -135,19 +136,19 @@ def run(asked: T, place: Placement, sweep: Sweep[T]) -> int:
 
 def _folder(ranks: Group, asked: Options) -> tuple[Path, Plan]:
     """The run's folder, made by rank 0 unless it exists already, and its plan."""
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     if ranks.rank == 0:
         try:
             folder = (
                 Path(asked.join) if asked.join else new_run(asked, len(ranks.who), sys.argv[1:])
             )
-            found = {"folder": str(folder.resolve()), "seed": store.read(folder).plan.seed}
+            found = {"folder": str(folder.resolve()), "plan": asdict(store.read(folder).plan)}
         except (OSError, store.InvalidRun) as error:
             found = {"error": cannot_write(error)}
     found = agree.from_rank_0(ranks, found)
     if "error" in found:
         raise Refused(str(found["error"]))
-    return Path(str(found["folder"])), asked.plan(int(str(found["seed"])))
+    return Path(found["folder"]), Plan(**found["plan"])
 
 
 def new_run(asked: Options, world_size: int, words: Sequence[str]) -> Path:
@@ -270,9 +271,18 @@ def used(ranks: Group, whole: cpu.CpuMeter) -> list[dict[str, object]]:
 
 def others_share(ranks: Group, meter: cpu.CpuMeter) -> float | None:
     """The largest share of a host's cores that other processes used, over the hosts."""
-    spent = meter.stop()
-    mine = [spent.own_seconds, spent.host_busy_seconds, spent.wall_seconds]
-    everyone = agree.everyones(ranks, mine)
+    return share_of_others(ranks, agree.everyones(ranks, spent(meter)))
+
+
+def spent(meter: cpu.CpuMeter) -> list[float | None]:
+    """What this rank tells the others of itself and its host since the meter's start, in seconds:
+    its own CPU time, that of all processes, and the wall's."""
+    used = meter.stop()
+    return [used.own_seconds, used.host_busy_seconds, used.wall_seconds]
+
+
+def share_of_others(ranks: Group, everyone: Sequence[Sequence[Any]]) -> float | None:
+    """The same as `others_share`, of what every rank has told."""
     shares = []
     for members in ranks.machines.values():
         _, busy, wall = everyone[members[0]]

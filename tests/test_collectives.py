@@ -24,7 +24,7 @@ from ddpbench.runtime import launch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-QUICK = ("--slice", "0.1", "--timeout", "10")
+QUICK = ("--slice", "0.1", "--timeout", "10", "--launches", "1")
 MPI = pytest.mark.skipif(
     launch.find_mpirun() is None, reason="there is no mpirun: install the extra `mpi`"
 )
@@ -252,8 +252,11 @@ def test_dtypes_and_reduce_ops_are_right_or_refused_together(tmp_path: Path) -> 
 
 
 def test_pipelined_and_async_calls_are_waited_for(pool: Pool, tmp_path: Path) -> None:
-    """Pipelined repetitions hold several calls and no percentiles, and their results are right."""
+    """Pipelined repetitions hold several calls and no percentiles, and their results are right, in
+    buffers for which huge pages were asked for, too: how many were granted is known and shown, and
+    what a cache line takes between the ranks' cores, where both get one."""
     words = ["--issue", "pipelined", "--depth", "4", "--op", "all_reduce", "--sizes", "4,64K"]
+    words += ["--buffers", "huge"]
     done = pool.call(2, tmp_path, "collectives", "--backend", "gloo", *words, *QUICK)
     assert done.returncode == 0, done.stdout + done.stderr
     _, run = stored(tmp_path)
@@ -264,6 +267,10 @@ def test_pipelined_and_async_calls_are_waited_for(pool: Pool, tmp_path: Path) ->
         assert result.case.start == "none"
         assert result.summary.percentiles_seconds == {}
         assert result.checks >= 2
+        assert result.case.buffers == "huge"
+        assert result.huge_share is not None
+        assert result.handoff_seconds is None or 0 < result.handoff_seconds < 5e-3
+    assert re.search(r"buffers huge, huge pages \w+ \(granted: \d+%", done.stdout)
 
 
 def test_launches_are_fresh_processes_summarised_over(tmp_path: Path) -> None:
@@ -279,13 +286,15 @@ def test_launches_are_fresh_processes_summarised_over(tmp_path: Path) -> None:
 
 
 def test_one_rank_works_and_says_what_it_is_not(pool: Pool, tmp_path: Path) -> None:
-    """World size 1 measures, with bus bandwidth 0 by definition, and says so."""
+    """World size 1 measures, with bus bandwidth 0 by definition, and says so. Nothing is handed
+    over between cores."""
     words = ["--op", "all_reduce", "--sizes", "1K", *QUICK]
     done = pool.call(1, tmp_path, "collectives", "--backend", "gloo", *words)
     assert done.returncode == 0, done.stderr
     assert "bus bandwidth is 0" in done.stdout
     table = pd.read_csv(stored(tmp_path)[0] / "table.csv")
     assert list(table["busbw"]) == [0.0]
+    assert [r.handoff_seconds for r in stored(tmp_path)[1].results] == [None]
 
 
 def test_a_case_that_does_not_fit_is_skipped_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
@@ -405,7 +414,7 @@ def test_a_dead_or_stopped_rank_is_named_and_the_rest_is_kept(
 ) -> None:
     """The others end within the deadline, name the rank once, and `show` prints what there is."""
     words = ["--backend", backend, "-n", "2", "--op", "all_reduce", "--sizes", "4:1M:x2"]
-    run_it = command("collectives", *words, "--slice", "1", "--timeout", "6")
+    run_it = command("collectives", *words, "--slice", "1", "--timeout", "6", "--launches", "2")
     with running(run_it, tmp_path) as process:
         ranks = ranks_of(process, 2)
         wait_for_a_result(tmp_path)

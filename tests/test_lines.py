@@ -10,6 +10,7 @@ from test_store import a_case, a_launch, a_result, a_run, a_summary
 from ddpbench.analysis import lines, stats
 from ddpbench.analysis.lines import Line
 from ddpbench.records.schema import Case, Limit, Plan, Result, Wrong
+from ddpbench.render import rows
 
 # --- one launch -----------------------------------------------------------------------------------
 
@@ -63,6 +64,22 @@ def test_a_skipped_case_keeps_its_reason() -> None:
 def launches(seconds: list[float], **other: Any) -> list[Result]:
     """The same case in so many launches."""
     return [a_result(launch=n, summary=a_summary(s), **other) for n, s in enumerate(seconds)]
+
+
+def test_moved_cores_are_told_where_launches_differ() -> None:
+    """The flag stands beside `launches` where handoffs between cores took half as long again in
+    some launches, and not where only one of both differs, or no handoff is known."""
+
+    def flags(seconds: float, *handoffs: float | None) -> set[str]:
+        results = launches([1e-3] * 5 + [seconds])
+        told = zip(results, [*[2.5e-7] * 4, *handoffs], strict=True)
+        return {"launches", "cores"} & set(
+            only(*(replace(r, handoff_seconds=h) for r, h in told)).flags
+        )
+
+    assert flags(3e-3, None, 6e-7) == {"launches", "cores"}
+    assert flags(1e-3, None, 6e-7) == set()
+    assert flags(3e-3, None, 3e-7) == flags(3e-3, None, None) == {"launches"}
 
 
 def test_five_launches_have_a_centre_and_no_interval() -> None:
@@ -132,6 +149,18 @@ HARD = Limit(4096 / 1e-3, "nominal")  # 4 KiB take 1 ms at least
         ("busy", {"others_share": 0.051}, {"others_share": 0.05}),
         ("busy", {"others_share": 1.0}, {"others_share": None}),
         ("batched", {"calls": 2, "batch": 2}, {"calls": 2, "batch": 1}),
+        (
+            "small-pages",
+            {"case": a_case(buffers="huge"), "huge_share": 0.89},
+            {"case": a_case(buffers="huge"), "huge_share": 0.9},
+        ),
+        (
+            "faults",
+            {"case": a_case(nbytes=2**20), "requested_nbytes": 2**20, "page_faults": 64.0},
+            {"case": a_case(nbytes=2**20), "requested_nbytes": 2**20, "page_faults": 63.0},
+        ),
+        ("faults", {"page_faults": 16.0}, {"page_faults": 15.0}),
+        ("small-pages", {"case": a_case(buffers="huge"), "huge_share": None}, {"huge_share": 0.0}),
         ("rounded", {"requested_nbytes": 4097}, {"requested_nbytes": 4096}),
         ("stopped", {"stop_reason": "interrupted"}, {"stop_reason": "time slice"}),
     ],
@@ -155,7 +184,43 @@ def test_flags_stand_in_the_order_of_their_table() -> None:
         summary=a_summary(width=None, skew_seconds=1.0), others_share=1.0, calls=40, batch=40,
         requested_nbytes=1, stop_reason="interrupted",
     )  # fmt: skip
-    assert only(everything).flags == tuple(lines.FLAGS)
+    two = a_summary(width=None, skew_seconds=1.0, quantiles_seconds=(1e-3,) * 12 + (9e-3,) * 9)
+    huge = replace(everything.case, buffers="huge")
+    everything = replace(everything, case=huge, summary=two, page_faults=40 * 16)
+    of_several = {"launches", "cores"}
+    assert only(everything).flags == tuple(name for name in lines.FLAGS if name not in of_several)
+
+
+def test_launches_that_disagree_are_told_and_shown() -> None:
+    """By half or more, and by more than their own intervals admit; not as calls of two kinds."""
+    quick = [a_result(launch=n, summary=a_summary(1e-4)) for n in range(5)]
+    slow = a_result(launch=5, summary=a_summary(5.5e-4))
+    line = only(*quick, slow)
+    assert line.flags == ("imprecise", "launches")
+    assert rows.text(line, "flags") == "imprecise launches(100.0…550.0)"
+    assert rows.text(line, "medians") == "100.0 " * 5 + "550.0"
+    unsure = a_result(launch=5, summary=a_summary(5.5e-4, width=0.9))
+    assert "launches" not in only(*quick, unsure).flags
+    near = a_result(launch=5, summary=a_summary(1.49e-4))
+    assert "launches" not in only(*quick, near).flags
+
+
+def test_calls_of_two_kinds_are_shown_with_their_shares() -> None:
+    """Of all launches together."""
+    kinds = a_summary(quantiles_seconds=(4e-4,) * 14 + (4.1e-3,) * 7)
+    line = only(*(a_result(launch=n, summary=kinds) for n in range(6)))
+    assert line.flags == ("modes",)
+    assert rows.text(line, "flags") == "modes(400.0:68% 4100:32%)"
+    assert rows.COLUMNS["modes"].value(line) == "400.0:68% 4100:32%"
+    assert rows.COLUMNS["flags"].value(line) == "modes"
+
+
+def test_over_launches_ten_percent_is_precise_enough() -> None:
+    """What --precision asks is asked of one launch."""
+    for spread, flags in ((0.09, ()), (0.11, ("imprecise",))):
+        seconds = np.linspace(1 - spread, 1 + spread, 6) * 1e-3
+        many = [a_result(launch=n, summary=a_summary(s)) for n, s in enumerate(seconds)]
+        assert only(*many).flags == flags
 
 
 def test_precision_is_the_plans() -> None:

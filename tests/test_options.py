@@ -15,6 +15,7 @@ import pytest
 import ddpbench
 from ddpbench import collectives, options
 from ddpbench.catalog.operations import OPERATIONS
+from ddpbench.runtime.launch import Refused
 
 ROOT = Path(ddpbench.__file__).parents[1]
 
@@ -55,7 +56,9 @@ def test_without_options_the_defaults_stand() -> None:
     assert collectives.Options(**{**known, "modules": tuple(known["modules"])})
     assert known["op"] == ("all_reduce", "all_gather", "broadcast")
     assert (known["backend"], known["device"], known["dtype"]) == (("auto",), "auto", ("float32",))
-    assert (known["launches"], known["precision"], known["slice"]) == (1, 2.5, 2.0)
+    assert (known["launches"], known["precision"], known["slice"]) == (None, 2.5, None)
+    one, six = (collectives.Options.of(asked("--launches", n)).plan(0) for n in ("1", "6"))
+    assert (one.slice_seconds, six.slice_seconds) == (2.0, 0.1)
     assert (known["timeout"], known["depth"], known["issue"]) == (60.0, 20, "isolated")
     assert [known[name] for name in ("sizes", "nproc", "seed", "limit", "output")] == [None] * 5
 
@@ -72,6 +75,7 @@ def test_without_options_the_defaults_stand() -> None:
         ("--nproc=4", "nproc", 4),
         ("--import a --import b", "modules", ["a", "b"]),
         ("--async", "async_op", True),
+        ("--buffers huge", "buffers", "huge"),
         ("--init-method tcp://host:29500", "init_method", "tcp://host:29500"),
         ("--init-method file:///tmp/x", "init_method", "file:///tmp/x"),
         ("--init-method env://", "init_method", "env://"),
@@ -86,6 +90,15 @@ def test_without_options_the_defaults_stand() -> None:
 def test_what_is_typed_is_what_is_asked(words: str, name: str, value: Any) -> None:
     """Lists lose repeats and keep their order, `all` is every one, numbers are numbers."""
     assert getattr(asked(*words.split()), name) == value
+
+
+def test_cuda_tensors_are_not_asked_into_the_hosts_huge_pages() -> None:
+    """Refused in one sentence, with what to type; elsewhere, and without them, nothing is."""
+    known = collectives.Options.of(asked("--buffers", "huge", "--device", "cpu"))
+    known.check()
+    replace(known, device="cuda", buffers="torch").check()
+    with pytest.raises(Refused, match="leave it out, or add --device cpu"):
+        replace(known, device="cuda").check()
 
 
 @pytest.mark.parametrize(

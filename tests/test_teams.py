@@ -13,6 +13,7 @@ from ddpbench import collectives
 from ddpbench.analysis import matching, stats
 from ddpbench.analysis.kept import Kept
 from ddpbench.catalog.operations import OPERATIONS
+from ddpbench.measure import start
 from ddpbench.measure.calibrate import Rates
 from ddpbench.records.schema import Case, Limit, Plan
 from ddpbench.render import comparison, formats
@@ -86,12 +87,17 @@ def test_each_group_has_data_of_its_own() -> None:
         assert (wrong and wrong.rank) == found
 
 
-def test_a_rank_in_no_group_has_nothing_to_do() -> None:
-    """It holds no buffers, its repetitions pass, and no result of it can be wrong."""
+def test_a_rank_in_no_group_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds no buffers, its repetitions pass, and no result of it can be wrong. A burst
+    without common starts begins with one: a rank may still be deciding or checking."""
+    begun = []
+    monkeypatch.setitem(start.STARTS, "barrier", lambda group, device: lambda: begun.append(group))
     case = a_case(group="cross", start="none", ranks_per_host=(1, 1))
     idle = bench(1, case, [[0, 1], [2]])
     assert idle.buffers == []
+    idle.begin()
     assert idle.repeat(3).shape == (3, 3)
+    assert begun == [None]
     assert idle.wrong(0) is None
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from ddpbench.analysis import bandwidth, limits, stats
+from ddpbench.analysis.modes import Mode, modes
 from ddpbench.records.schema import Case, Interval, Plan, Result, Run
 
 SKEW_SHARE, BUSY_SHARE = 0.10, 0.05
+OVER_LAUNCHES = 0.10  # half-width of an interval over launches from which a row is imprecise
+DISAGREEING = 1.5  # the longest of the launches' medians over the shortest
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,23 @@ class Line:
     busbw: float | None
     fraction: float | None  # of the limit
     flags: tuple[str, ...]
+
+    @property
+    def medians(self) -> list[float]:
+        """Of its launches, in order of size; seconds."""
+        return sorted(r.summary.median_seconds for r in self.results if r.summary)
+
+    @property
+    def handoffs(self) -> list[float]:
+        """Between the ranks' cores in its launches, in order of size; seconds."""
+        return sorted(r.handoff_seconds for r in self.results if r.handoff_seconds)
+
+    @cached_property
+    def modes(self) -> tuple[Mode, ...]:
+        """Both usual times of the repetitions of all launches, where there are two."""
+        known = [r.summary for r in self.results if r.summary and r.summary.quantiles_seconds]
+        quantiles = np.array([summary.quantiles_seconds for summary in known])
+        return modes(quantiles, sum(summary.repetitions for summary in known))
 
     @property
     def half_width(self) -> float | None:
@@ -62,7 +83,9 @@ def _line(case: Case, results: list[Result], plan: Plan) -> Line:
     seconds, interval = summaries[0].median_seconds, summaries[0].interval
     if len(summaries) > 1:
         seconds, interval = stats.over_launches(np.array([s.median_seconds for s in summaries]))
+    together = sum(s.repetitions for s in summaries)
     common = set.intersection(*(set(s.percentiles_seconds) for s in summaries))
+    common = {name for name in common if together >= stats.PERCENTILES[name]}
     skews = [s.skew_seconds for s in summaries if s.skew_seconds is not None]
     first = measured[0]
     fractions = [f for r in measured if (f := limits.fraction(r, seconds)) is not None]
@@ -83,17 +106,48 @@ def _line(case: Case, results: list[Result], plan: Plan) -> Line:
         flags=(),
     )
     flags = tuple(name for name, (_, raised) in FLAGS.items() if raised(line, plan))
-    return Line(**{**vars(line), "flags": flags})
+    return replace(line, flags=flags)
 
 
 def _imprecise(line: Line, plan: Plan) -> bool:
-    return line.half_width is None or line.half_width > plan.precision
+    wanted = plan.precision if len(line.results) == 1 else OVER_LAUNCHES
+    return line.half_width is None or line.half_width > wanted
+
+
+def _disagreeing(line: Line, plan: Plan) -> bool:
+    """Whether launches differ by more than their own intervals admit, and by much."""
+    spread = sorted((r.summary for r in line.results if r.summary), key=lambda s: s.median_seconds)
+    low, high = spread[0], spread[-1]
+    if low.interval is None or high.interval is None:
+        return False
+    apart = high.median_seconds > DISAGREEING * low.median_seconds
+    return apart and high.interval.low > low.interval.high
+
+
+def _moved(line: Line) -> bool:
+    """Whether a handoff between the ranks' cores took longer in some launches, by half or more."""
+    return bool(line.handoffs) and line.handoffs[-1] > DISAGREEING * line.handoffs[0]
 
 
 def _skewed(line: Line, plan: Plan) -> bool:
     """A skew is of a repetition, `seconds` of one of its calls."""
     calls = min(r.calls for r in line.results)
     return (line.skew or 0) > SKEW_SHARE * (line.seconds or 0) * calls
+
+
+def _faults(result: Result) -> bool:
+    """Whether a call touched as much new memory as a quarter of its message, and some at all."""
+    pages = (result.page_faults or 0.0) / result.calls
+    return pages >= 16 and pages * 4096 >= result.case.nbytes / 4
+
+
+def _refused(result: Result) -> bool:
+    """Whether huge pages were asked for and the kernel left a tenth or more in small ones."""
+    return (
+        result.case.buffers == "huge"
+        and (result.huge_share or 0.0) < 0.9
+        and result.case.nbytes > 0
+    )
 
 
 # name → (legend, whether it is raised); in the order in which a row shows them
@@ -113,8 +167,24 @@ FLAGS: dict[str, tuple[str, Callable[[Line, Plan], bool]]] = {
         lambda line, plan: (line.fraction or 0) > 1,
     ),
     "imprecise": (
-        "the interval is wider than --precision asks, or there is none",
+        "there is no interval, or it is wider: ±10 % over launches, of one launch --precision",
         _imprecise,
+    ),
+    "launches": (
+        "the medians of the launches, here the shortest and the longest in µs, differ by half or "
+        "more: no one figure stands for the case",
+        _disagreeing,
+    ),
+    "cores": (
+        "where launches differ, what a cache line took between the ranks' cores and back, here in "
+        "µs, differs too: a hypervisor has put them near each other or apart; make more launches, "
+        "or have the virtual cores pinned",
+        lambda line, plan: _disagreeing(line, plan) and _moved(line),
+    ),
+    "modes": (
+        "the calls have two usual times, here in µs with their shares: the median is one of them, "
+        "or lies between",
+        lambda line, plan: bool(line.modes),
     ),
     "skew": (
         "the ranks entered apart by more than 10 % of the time",
@@ -123,6 +193,17 @@ FLAGS: dict[str, tuple[str, Callable[[Line, Plan], bool]]] = {
     "busy": (
         "other processes used more than 5 % of the cores meanwhile: measure again on a quiet host",
         lambda line, plan: any((r.others_share or 0) > BUSY_SHARE for r in line.results),
+    ),
+    "small-pages": (
+        "huge pages were asked for and not granted, or not for all: see what "
+        "/sys/kernel/mm/transparent_hugepage/enabled says and whether memory is free",
+        lambda line, plan: any(_refused(r) for r in line.results),
+    ),
+    "faults": (
+        "each call takes page faults, here their number, for a quarter of its bytes: memory is "
+        "mapped anew each time; MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4000000000 in the "
+        "environment lets glibc keep it",
+        lambda line, plan: any(_faults(r) for r in line.results),
     ),
     "batched": (
         "too short for the clock: several calls a stamp, no percentiles",

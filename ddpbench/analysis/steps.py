@@ -8,7 +8,6 @@ The time of an arm in a round is that of its steps together, in the slowest rank
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -119,23 +118,10 @@ def figure(values: Floats, confidence: float = 0.95, of: str = "rounds") -> Figu
     known = values[np.isfinite(values)]
     if not len(known):
         return None
-    found = _interval(known, confidence)
+    found = stats.median_interval(known, confidence)
     if found is not None:
         found = replace(found, of=found.of.replace("repetitions", of))
     return Figure(float(np.median(known)), found)
-
-
-def _interval(values: Floats, confidence: float) -> Interval | None:
-    found = stats.median_interval(values, confidence)
-    if found is not None and math.isnan(found.low):
-        # A confidence above 95 % needs more than six values, and batches may be too few for it.
-        from scipy.stats import quantile_test
-
-        test = quantile_test(values, q=float(np.median(values)), p=0.5)
-        bounds = test.confidence_interval(confidence)
-        of = f"median of {len(values)} repetitions"
-        found = Interval(float(bounds.low), float(bounds.high), confidence, of)
-    return None if found is None or math.isnan(found.low) else found
 
 
 def _time(samples: Samples, name: str) -> Floats:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from ddpbench.measure import clock
 from ddpbench.records.schema import Limit
@@ -22,7 +23,7 @@ from ddpbench.runtime.group import Group
 from ddpbench.runtime.sockets import family
 from ddpbench.runtime.teams import Split
 
-COPY_NS, ROUNDS = 8_000_000, 5
+COPY_NS, ROUNDS = 8_000_000, 3
 # Between hosts the link is the limit, and a rank that the scheduler wakes 1 ms late reads it wrong.
 STREAM_NS, STREAM_BETWEEN_HOSTS_NS = 60_000_000, 200_000_000
 CONNECT_SECONDS = 5.0
@@ -69,10 +70,13 @@ def rates(group: Group, sizes: Iterable[int], splits: Iterable[Split]) -> Rates:
     alone: dict[int, float] = {}
     fastest = 0.0
     first_of_host = group.neighbours[0] == group.rank
-    for nbytes in sorted({size for size in sizes if 0 < size <= 2**28}):
+    copied = sorted({size for size in sizes if 0 < size <= 2**28})
+    source, target = (np.full(max(copied, default=0), one, np.uint8) for one in (1, 0))
+    for nbytes in copied:
         group.watchdog.rearm()
-        together = agree.everyones(group, _copy_rate(group, nbytes, copies_too=True))
-        single = agree.everyones(group, _copy_rate(group, nbytes, copies_too=first_of_host))
+        copy = partial(_copy_rate, group, source[:nbytes], target[:nbytes])
+        together = agree.everyones(group, copy(True))
+        single = agree.everyones(group, copy(first_of_host))
         copies[nbytes] = min(usual for usual, _ in together)
         alone[nbytes] = min(usual for usual, _ in single if usual)
         fastest = max(fastest, *(best for _, best in together + single))
@@ -81,9 +85,10 @@ def rates(group: Group, sizes: Iterable[int], splits: Iterable[Split]) -> Rates:
     return Rates(copies, alone, fastest or None, both_ways, one_way, rings)
 
 
-def _copy_rate(group: Group, nbytes: int, copies_too: bool) -> tuple[float, float]:
+def _copy_rate(
+    group: Group, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], copies_too: bool
+) -> tuple[float, float]:
     """Median and best rate of this rank's copies while others copy; 0 where it stands aside."""
-    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     agree.decision(group, 0)
     if not copies_too:
         return 0.0, 0.0
@@ -93,7 +98,8 @@ def _copy_rate(group: Group, nbytes: int, copies_too: bool) -> tuple[float, floa
         began = clock.now_ns()
         np.copyto(target, source)
         spans.append(clock.now_ns() - began)
-    return nbytes / (float(np.median(spans)) * 1e-9), nbytes / (max(min(spans), 1) * 1e-9)
+    usual, best = float(np.median(spans)), max(min(spans), 1)
+    return source.nbytes / (usual * 1e-9), source.nbytes / (best * 1e-9)
 
 
 def _ring_rates(group: Group, split: Split) -> tuple[float | None, float | None]:

@@ -7,6 +7,7 @@ it is repeated is decided in pace.py.
 from __future__ import annotations
 
 import gc
+import resource
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from ddpbench.catalog import payload
 from ddpbench.catalog.operations import Buffers, Operation, idle
-from ddpbench.measure import clock, start
+from ddpbench.measure import clock, memory, start
 from ddpbench.records.schema import Case, Plan, Wrong
 from ddpbench.runtime.group import Group
 from ddpbench.runtime.teams import Team
@@ -59,6 +60,11 @@ class Bench:
         self._tables: dict[tuple[int | None, int], npt.NDArray[np.float64]] = {}
         self.calls = case.depth * operation.messages
         self.start = start.of_team(case.start, team, device)
+        # Before a burst: where repetitions have no common start the first has, or it would wait
+        # for a rank that still decides or checks.
+        self.begin: Callable[[], object] = idle
+        if case.start == "none":
+            self.begin = start.of_team("barrier", team, device)
         self.buffers: list[Buffers] = []
         self._issues: list[Call] = [idle]
         if team.group is not None:
@@ -67,7 +73,10 @@ class Bench:
             self._issues = [operation.bind(case, b, its, rank) for b in self.buffers]
         self._events: list[tuple[Any, Any]] = []
         self.generation = 0
+        self.page_faults = 0  # of this process while it repeated
         self.refill()
+        tensors = (tensor for b in self.buffers for tensor in (b.input, b.output))
+        self.huge_share = memory.huge_share(tensors, case.buffers)
 
     def refill(self) -> None:
         """New inputs, the same generation in all ranks; poison where a result must come."""
@@ -82,7 +91,7 @@ class Bench:
 
         A sum in place overflows when repeated. Copying the input back before every repetition
         costs the next call its caches: 5 % at 4 B on mpi, 6 % at 1 MiB on gloo, where this costs
-        nothing (tests/perf/overhead.py).
+        nothing.
         """
         if self.operation.reduces and self.case.in_place:
             for buffers in self.buffers:
@@ -91,7 +100,9 @@ class Bench:
     def repeat(self, count: int, batch: int = 1) -> npt.NDArray[np.int64]:
         """`count` repetitions of `batch` calls: int64[count, 3] of this rank's stamps."""
         call = self._call(batch, count)
+        before = _page_faults()
         entry, exits = stamped(count, self.start, call)
+        self.page_faults += _page_faults() - before
         device_ns = [-1] * count
         if self.device.type == "cuda":
             device_ns = [round(a.elapsed_time(b) * 1e6) for a, b in self._events[:count]]
@@ -174,6 +185,11 @@ class Bench:
         return timed
 
 
+def _page_faults() -> int:
+    """Of all threads of this process so far, those that no disk was needed for."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def pipeline_depth(nbytes: int, plan: Plan) -> int:
     """Operations in flight: as planned, fewer where their buffers would pass 256 MiB.
 
@@ -196,10 +212,10 @@ def _allocate(case: Case, operation: Operation, rank: int, device: torch.device)
     dtype = getattr(torch, case.dtype)
     if not case.in_place:
         return Buffers(
-            torch.zeros(inputs, dtype=dtype, device=device),
-            torch.zeros(outputs, dtype=dtype, device=device),
+            memory.zeros(inputs, dtype, device, case.buffers),
+            memory.zeros(outputs, dtype, device, case.buffers),
         )
-    whole = torch.zeros(max(inputs, outputs), dtype=dtype, device=device)
+    whole = memory.zeros(max(inputs, outputs), dtype, device, case.buffers)
     block = slice(rank * case.count, (rank + 1) * case.count) if inputs != outputs else slice(None)
     return Buffers(
         whole[block] if inputs < outputs else whole, whole[block] if outputs < inputs else whole

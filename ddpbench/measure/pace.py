@@ -53,6 +53,8 @@ class Samples:
     wrong: list[Wrong] = field(default_factory=list)
     measuring_seconds: float = 0.0
     objection: str | None = None  # why the case was skipped on all ranks
+    huge_share: float | None = None  # of this rank's buffers, as memory.huge_share has it
+    page_faults: float | None = None  # of this rank in one timed repetition, the mean
 
 
 def measure(
@@ -71,13 +73,15 @@ def measure(
     if objection is None:
         try:
             bench = Bench(case, operation, plan, group, team, device)
-        except (MemoryError, RuntimeError, TypeError, AttributeError) as error:
+        except (OSError, MemoryError, RuntimeError, TypeError, AttributeError) as error:
             objection = f"cannot make the buffers: {agree.first_line(error)}"
     samples.objection = agree.first_objection(group, objection)
     if samples.objection is not None or bench is None:
         return samples
+    samples.huge_share = bench.huge_share
     enabled = gc.isenabled()
     gc.collect()
+    gc.freeze()  # what lives now is not looked at again: 14 ms a case
     gc.disable()
     try:
         _measure(bench, samples, shortest_seconds, ahead_ns)
@@ -131,11 +135,15 @@ class Pace:
         ahead = np.array([self.ahead_ns, self.ahead_ns, 0], dtype=np.int64)
         return agree.at_rank_0(self.bench.group, stamps - ahead)
 
-    def fitting(self, wanted: int, until: float) -> int:
-        """How many of the wanted repetitions fit the time left and a burst; at least one."""
+    def fitting(self, wanted: int, until: float, least: int = 1) -> int:
+        """How many of the wanted repetitions fit the time left and a burst; where no time is left
+        as many of the least as fit a burst, and one."""
         left = min(until - time.monotonic(), BURST_SECONDS)
         wanted = min(wanted, kept.fitting(self.bench.group.world_size))
-        return max(1, min(wanted, int(left / self.seconds) if self.seconds else 1))
+        if not self.seconds:
+            return 1
+        least = min(least, int(BURST_SECONDS / self.seconds))
+        return max(1, least, min(wanted, int(left / self.seconds)))
 
     def burst(self, wanted: int, batch: int, check: bool, into: Kept) -> bool:
         """Repeat as often as rank 0 says and gather there; False when it says stop."""
@@ -169,6 +177,7 @@ class Pace:
                 continue
             if checked:
                 bench.refill()
+            bench.begin()
             began = time.monotonic()
             stamps.append(bench.repeat(stretch, batch))
             spent = time.monotonic() - began
@@ -219,7 +228,7 @@ def _timed(pace: Pace, until: float, batch: int) -> None:
     look = FIRST_LOOK
     least = time.monotonic() + LEAST_SHARE * plan.slice_seconds
     pace.seconds *= batch
-    pace.done = 0
+    pace.done = pace.bench.page_faults = 0
     while samples.stop_reason != "interrupted":
         wanted = 0
         if rank == 0:
@@ -234,12 +243,15 @@ def _timed(pace: Pace, until: float, batch: int) -> None:
             elif not reason and len(times) >= FEWEST and time.monotonic() > until:
                 reason = 2
             if not reason:
-                wanted = pace.fitting(min(look, plan.max_repetitions) - len(times), until)
+                look_at = min(look, plan.max_repetitions)
+                wanted = pace.fitting(look_at - len(times), until, FEWEST - len(times))
         if not pace.burst(wanted, batch, check=True, into=samples.timed):
             break
         if rank == 0:
             times = np.append(times, samples.timed.over[-1].times(samples.calls))
     samples.stop_reason = samples.stop_reason or reasons[reason]
+    if pace.done:
+        samples.page_faults = pace.bench.page_faults / pace.done
 
 
 def _check(bench: Bench, samples: Samples, repetition: int) -> None:
@@ -254,5 +266,7 @@ def _check(bench: Bench, samples: Samples, repetition: int) -> None:
 
 def everyones_wrong(group: Group, samples: Samples) -> list[Wrong]:
     """The first wrong element of each rank that has one, in every rank."""
+    if not agree.any_rank(bool(samples.wrong)):
+        return []
     found = agree.everyones(group, [vars(w) for w in samples.wrong])
     return [Wrong(**wrong) for mine in found for wrong in mine]

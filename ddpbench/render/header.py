@@ -80,9 +80,18 @@ def _how_calls(run: Run) -> str:
     return (
         f"{issue}, start {first.start if first else plan.start}; median of t_max = slowest rank's "
         f"exit - entry ({first.clock if first else 'host'} clock); "
-        f"checks {'on' if plan.check else 'off'}; buffers torch, huge pages "
-        f"{facts.get('transparent_huge_pages') or 'unknown'}"
+        f"checks {'on' if plan.check else 'off'}; buffers {first.buffers if first else 'torch'}, "
+        f"huge pages {facts.get('transparent_huge_pages') or 'unknown'}{_granted(run)}"
     )
+
+
+def _granted(run: Run) -> str:
+    """How much of the buffers was in huge pages, over cases and launches."""
+    shares = [r.huge_share for r in run.results if r.huge_share is not None]
+    if not shares:
+        return ""
+    low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
+    return f" (granted: {low if low == high else f'{low} to {high}'})"
 
 
 def _how_steps(run: Run) -> str:
@@ -241,6 +250,9 @@ def legend(shown: list[Line], columns: list[str], starred: bool) -> list[str]:
         "time": f"time µs: of one call, {statistic} over repetitions; 95 %: half-width of its "
         "interval",
         "p99": "p99: where at least 368 repetitions give it an interval of its own",
+        "osu": "osu µs: as OSU prints it, the mean over calls and ranks of calls between barriers",
+        "nccl_tests": "nccl-tests µs: as nccl-tests prints it, calls in flight / their number, the "
+        "mean over ranks",
         "skew": "skew µs: last rank's entry - first's, median",
         "busbw": "algbw = size / time; busbw = algbw × the operation's bus factor (nccl-tests); "
         "GB = 10⁹ bytes; size: total buffer, 1 KiB = 1024 bytes",

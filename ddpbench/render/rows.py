@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ddpbench.analysis import peers
 from ddpbench.catalog.sizes import readable
 
 if TYPE_CHECKING:
     from ddpbench.analysis.lines import Line
-    from ddpbench.records.schema import Case, StepCase
+    from ddpbench.records.schema import Case, Result, StepCase
 
 
 class UnknownColumn(Exception):
@@ -99,6 +100,27 @@ def _interval(line: Line) -> str:
     return "-" if line.half_width is None else f"±{line.half_width * 100:.1f}%"
 
 
+def _flags(line: Line) -> str:
+    """Their names; where launches or repetitions differ, by how much."""
+    details = {
+        "launches": lambda: _ends(line.medians),
+        "cores": lambda: _ends(line.handoffs),
+        "faults": lambda: f"({max((r.page_faults or 0) / r.calls for r in line.results):.0f})",
+        "modes": lambda: f"({_modes(line)})",
+    }
+    return " ".join(name + (details[name]() if name in details else "") for name in line.flags)
+
+
+def _ends(seconds: list[float]) -> str:
+    """The least and the largest, in µs."""
+    return f"({digits(seconds[0] * 1e6)}…{digits(seconds[-1] * 1e6)})"
+
+
+def _modes(line: Line) -> str | None:
+    """ "402.1:68% 4100:32%"; None: there is one."""
+    return " ".join(f"{digits(m.seconds * 1e6)}:{m.share:.0%}" for m in line.modes) or None
+
+
 def _bound(name: str) -> Callable[[Line], float | None]:
     return lambda line: (
         None if line.interval is None else _microseconds(getattr(line.interval, name))
@@ -114,6 +136,10 @@ def _statistic(
         return _microseconds(over_launches(known)) if known else None
 
     return value
+
+
+def _as_peers(measured_so: Callable[[Result], bool]) -> Callable[[Line], float | None]:
+    return lambda line: _microseconds(peers.seconds(line.results, measured_so))
 
 
 COLUMNS: dict[str, Column[Line]] = {
@@ -140,6 +166,8 @@ COLUMNS: dict[str, Column[Line]] = {
     "max": Column("max µs", _statistic("max_seconds", max), default=False),
     "rank_mean": Column("t_mean µs", _statistic("rank_mean_seconds"), default=False),
     "rank_min": Column("t_min µs", _statistic("rank_min_seconds"), default=False),
+    "osu": Column("osu µs", _as_peers(peers.of_osu), default=False),
+    "nccl_tests": Column("nccl-tests µs", _as_peers(peers.of_nccl_tests), default=False),
     "last_in": Column("last in µs", _statistic("last_in_seconds"), default=False),
     "global": Column("global µs", _statistic("global_seconds"), default=False),
     "skew": Column("skew µs", lambda line: _microseconds(line.skew)),
@@ -161,7 +189,11 @@ COLUMNS: dict[str, Column[Line]] = {
         default=False,
     ),
     "launches": Column("launches", lambda line: len(line.results), default=False),
-    "flags": Column("flags", lambda line: " ".join(line.flags)),
+    "medians": Column(
+        "medians µs", lambda line: " ".join(digits(m * 1e6) for m in line.medians), default=False
+    ),
+    "modes": Column("modes µs", _modes, default=False),
+    "flags": Column("flags", lambda line: " ".join(line.flags), _flags),
     "reason": Column("reason", lambda line: line.reason, default=False),
 }
 
