@@ -113,7 +113,7 @@ def _measure(
                 if done >= ALWAYS and spent * blocks / done > namespace.budget:
                     break
                 for number in range(done, blocks):
-                    interleaved.tell(f"block {number + 1}, judged after {blocks}")
+                    interleaved.show_progress(f"block {number + 1}, judged after {blocks}")
                     interleaved.block(sides, order)
                 done, confidence = blocks, level
                 if INCONCLUSIVE not in _compared(namespace, variants, folder, confidence).counts:
@@ -136,5 +136,8 @@ def _compared(
         Source(f"{each.name}: {each.shown(other)}", (store.read(folder / each.name),))
         for each, other in zip(variants, reversed(variants), strict=True)
     )
-    rule = Rule(namespace.margin / 100, compare.calibrated(right.runs), True, confidence, VARIED)
+    rule = Rule(
+        namespace.margin / 100, compare.calibrated(right.runs),
+        paired=True, confidence=confidence, varied=VARIED,
+    )  # fmt: skip
     return compare.compared(left, right, rule, namespace.only)

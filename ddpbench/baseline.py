@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -159,7 +158,7 @@ def _copy_file(source: Path, target: Path) -> int:
     if source.name == SAMPLES:
         shutil.copyfile(source, target)
     elif source.suffix == ".json":
-        target.write_bytes(codec.encode(redact.record(json.loads(source.read_bytes()))))
+        target.write_bytes(codec.encode(redact.record(codec.parse(source.read_bytes()))))
     else:
         target.write_text(redact.text(source.read_text(encoding="utf-8")), encoding="utf-8")
     return target.stat().st_size

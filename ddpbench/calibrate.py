@@ -28,7 +28,7 @@ LAUNCHES = 12  # a side
 FORMATS = ("table", "csv", "json")  # of render.calibration, which loads numpy
 USUAL = (
     "collectives", "--device", "cpu", "--backend", "gloo", "-n", "2",
-    "--op", "all_reduce,all_gather,broadcast", "--sizes", "4K,1M", "--slice", "0.5",
+    "--op", "all_reduce,all_gather,broadcast", "--sizes", "4K,1M",
 )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def _measure(namespace: argparse.Namespace, alike: Sequence[Variant], folder: Pa
     try:
         with interleaved.sides(alike, namespace, folder, namespace.launches) as sides:
             for number in range(namespace.launches):
-                interleaved.tell(f"block {number + 1} of {namespace.launches}")
+                interleaved.show_progress(f"block {number + 1} of {namespace.launches}")
                 interleaved.block(sides, order)
     except KeyboardInterrupt:
         return End(130)

@@ -16,6 +16,7 @@ INCONCLUSIVE, or was measured in BASE only; else 0.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,12 +33,14 @@ from ddpbench.runtime.launch import Refused
 
 if TYPE_CHECKING:
     from ddpbench.analysis.comparison import Comparison, Rule
+    from ddpbench.analysis.drift import Drift
     from ddpbench.analysis.matching import Source
     from ddpbench.analysis.noise import Noise
 
 HELP = "two stored runs: what is slower, faster or the same, with an exit code for a CI"
 FORMATS = ("table", "csv", "json", "markdown")  # of render.comparison, which loads numpy
 MARGIN_PERCENT = 3.0
+LEARNT_FROM = 20  # stored runs, the newest, that tell how a machine drifts
 WHERE = "a folder, a name in results/, a baseline's, `last`, or a folder of runs, which are pooled"
 
 
@@ -105,7 +108,7 @@ def judge(
         Source(side[0].id if len(side) == 1 else redact.text(name), side)
         for name, side in zip(names, runs, strict=True)
     )
-    rule = Rule(namespace.margin / 100, calibrated(right.runs))
+    rule = Rule(namespace.margin / 100, calibrated(right.runs), drifted(left, right))
     with store.showing(f"{names[0]} or {names[1]}"):
         found = compared(left, right, rule, namespace.only)
         return show(replace(found, notes=(*notes, *found.notes)), namespace)
@@ -154,6 +157,19 @@ def calibrated(runs: Sequence[Run]) -> Noise | None:
         if all(noise.serves(side, run) for side in sides for run in runs):
             return noise.noise(folder.name, sides)
     return None
+
+
+def drifted(left: Source, right: Source) -> Drift | None:
+    """What two sides that are apart in time may differ by, as the newest stored runs have it."""
+    from ddpbench.analysis import drift
+
+    if drift.apart(left, right) is None:
+        return None
+    stored = []
+    for folder in store.runs()[-LEARNT_FROM:]:
+        with contextlib.suppress(InvalidRun):
+            stored.append(store.read(folder))
+    return drift.drift(left, right, stored)
 
 
 def read(folders: Sequence[Path], hints: Hints = NO_HINTS) -> tuple[Run, ...]:

@@ -218,7 +218,7 @@ def sides(
     finally:
         for side in started:
             side.close()
-        tell("")
+        show_progress("")
 
 
 def block(started: Sequence[Side], order: random.Random) -> None:
@@ -238,7 +238,7 @@ def wrong(started: Sequence[Side]) -> End | None:
     return None
 
 
-def tell(progress: str) -> None:
+def show_progress(progress: str) -> None:
     """Where it stands, on a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[Kddpbench: {progress}")

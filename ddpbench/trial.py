@@ -98,20 +98,13 @@ class Trial:
             self.ranks.rank, self.ranks.world_size, batch, self.device, self.plan.seed, self.tested
         )
 
-    def _settings(self, workload: Workload) -> dict[str, int]:
-        given = dict(self.asked.settings)
-        return {
-            name: given.get(name, by_device[self.asked.device])
-            for name, by_device in workload.settings.items()
-        }
-
     def _replica(
         self, workload: Workload, hooked: bool = False
     ) -> tuple[StepCase, Replica | None, str | None]:
         """The workload's case, and its model in DDP; or, in all ranks, why there is none."""
         asked = self.asked
         batch = asked.batch or workload.batch[asked.device]
-        settings = self._settings(workload)
+        settings = self.asked.settings_of(workload)
         task, objection = None, None
         try:
             task = workload.build(settings, self._place(batch))
@@ -239,7 +232,7 @@ class Trial:
         return training.train(
             self.ranks,
             self.tested,
-            workload.build(self._settings(workload), self._place(case.batch)),
+            workload.build(self.asked.settings_of(workload), self._place(case.batch)),
             lambda model: OPTIMIZERS[case.optimizer].make(model.parameters(), rate),
             epochs,
             Path(asked.checkpoint) if asked.checkpoint else None,

@@ -505,12 +505,76 @@ def test_what_weakens_a_verdict_is_noted(compared: Compare) -> None:
     _, out, _ = compared(timed(base, range(6)), timed(new, range(6, 12)))
     assert "NOTE: NEW is PARTIAL: after is interrupted\n" in out
     assert "5 % of the cores in 2 of 6 measurements" in out
-    assert "measure the two by turns" in out
     _, out, _ = compared(timed(base, range(0, 12, 2)), timed(new, range(1, 12, 2)))
     assert "by turns" not in out
-    same = simple(1.0)
-    _, out, _ = compared(timed(same[0], range(6)), timed(same[1], range(6, 12)))
-    assert "NOTE" not in out
+
+
+def at(run: Run, minute: int, name: str) -> Run:
+    """The run as if it had been made then, one launch every 10 seconds."""
+
+    def stamp(number: int) -> str:
+        return f"2026-01-01T{minute // 60:02}:{minute % 60:02}:{10 * number:02}Z"
+
+    launches = tuple(
+        replace(one, started=stamp(i), ended=stamp(i)) for i, one in enumerate(run.launches)
+    )
+    return replace(run, launches=launches, started=stamp(0), id=name)
+
+
+def verdict_of(table: str) -> str:
+    """That of the only row."""
+    return next(name for name in comparison.ORDER if f" {name}" in table.split("---\n")[1])
+
+
+def test_what_drift_may_be_is_no_change(compared: Compare) -> None:
+    """Sides that are apart in time differ by drift too: below what is assumed, nothing is claimed;
+    a larger change, or the same one by turns, is."""
+    base, new = simple(1.15)
+    assert compared(base, new)[0] == 1  # nobody knows when they were
+    code, out, _ = compared(at(base, 0, "base"), at(new, 37, "new"))
+    assert (code, verdict_of(out)) == (0, "INCONCLUSIVE")
+    assert "NOTE: the two sides are 36 minutes apart" in out
+    assert "±20.5 %" in out  # of one case: 1.645 × 0.08 × √2 in log
+    assert "runs apart may differ by ±20.5%" in out
+    assert "measure the two by turns, with `ab`" in out
+    base, new = simple(1.3)
+    code, out, _ = compared(at(base, 0, "base"), at(new, 37, "new"))
+    assert (code, verdict_of(out)) == (1, "SLOWER")
+    base, new = simple(1.0)
+    code, out, _ = compared(at(base, 0, "base"), at(new, 37, "new"))
+    assert (code, verdict_of(out)) == (0, "SAME")
+
+
+def test_stored_runs_tell_how_a_machine_drifts(compared: Compare) -> None:
+    """Of the same environment, NEW left out: on a quiet machine 15 % is a change then."""
+    for number in range(6):
+        one = a_run(*results(1e-3, seed=number))
+        put(f"earlier-{number}", at(one, 2 * number, f"earlier-{number}"))
+    other = at(a_run(*results(2e-3)), 20, "elsewhere")
+    facts = tuple(replace(each, facts={**each.facts, "torch": "1.0"}) for each in other.launches)
+    put("elsewhere", replace(other, launches=facts))
+    base, new = simple(1.15)
+    code, out, _ = compared(at(base, 30, "base"), at(new, 37, "new"))
+    assert (code, verdict_of(out)) == (1, "SLOWER")
+    assert "as 7 or more stored runs of BASE's environment have it" in out
+
+
+def test_quartiles_are_compared_where_both_sides_have_them(compared: Compare) -> None:
+    """Medians that went from one usual time to the other are no change; where a run is older than
+    quartiles, medians are all there is."""
+
+    def made(median: float, seed: int, quantiles: bool) -> Run:
+        each = medians(6, 1e-3, 0.002, seed)
+        known = [tuple([float(t)] * 10 + [median] * 11) if quantiles else () for t in each]
+        return a_run(*(
+            a_result(None, n, a_summary(median, quantiles_seconds=known[n])) for n in range(6)
+        ))  # fmt: skip
+
+    code, out, _ = compared(made(1e-3, 1, True), made(4e-3, 2, True))
+    assert (code, verdict_of(out)) == (0, "SAME")
+    assert "lower quartile" in out
+    code, out, _ = compared(made(1e-3, 1, False), made(4e-3, 2, True))
+    assert (code, verdict_of(out)) == (1, "SLOWER")
 
 
 # --- formats --------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddpbench.analysis import judging, matching, verdict
+from ddpbench.analysis import drift, judging, matching, verdict
 from ddpbench.analysis.differences import Difference, differences
+from ddpbench.analysis.drift import Drift
 from ddpbench.analysis.judging import Pair
 from ddpbench.analysis.lines import BUSY_SHARE
 from ddpbench.analysis.matching import AnyCase, Found, Side, Source
@@ -36,6 +37,7 @@ class Rule:
 
     margin: float = verdict.MARGIN  # a smaller change is none
     noise: Noise | None = None  # this machine's: no change below it is claimed
+    drift: Drift | None = None  # of the two sides, where they are apart in time
     # Launches of the same number are neighbours in time, and are judged in pairs.
     paired: bool = False
     confidence: float = verdict.CONFIDENCE  # of paired intervals
@@ -55,6 +57,8 @@ class Row:
     shift: Shift | None = None
     needed: int | None = None  # launches a side, about, where it is INCONCLUSIVE
     why: str = ""
+    drift: float = 0.0  # no smaller change is claimed, since the sides are apart in time
+    drifts: bool = False  # it is INCONCLUSIVE for that reason alone
 
 
 @dataclass(frozen=True)
@@ -129,14 +133,28 @@ def _row(base: Found | None, new: Found | None, rule: Rule) -> Iterator[Row]:
 
 def _judged(rows: list[Row], rule: Rule) -> list[Row]:
     """The rows with all verdicts."""
+    rows = [_by_quartiles(row) for row in rows]
     todo = [(place, pair) for place, row in enumerate(rows) if (pair := _pair(row, rule))]
+    if rule.drift is not None:
+        drifts = [rule.drift.margin(rows[place].case, len(todo)) for place, _ in todo]
+        todo = [(place, replace(pair, drift=drift))
+                for (place, pair), drift in zip(todo, drifts, strict=True)]  # fmt: skip
     found = judging.judged([pair for _, pair in todo], rule.paired, rule.confidence)
     for (place, pair), one in zip(todo, found, strict=True):
         rows[place] = replace(
             rows[place], verdict=one.verdict, margin=pair.margin, shift=one.shift,
             needed=one.needed, why="; ".join(filter(None, [rows[place].why, one.why])),
+            drift=pair.drift, drifts=one.drifts,
         )  # fmt: skip
     return rows
+
+
+def _by_quartiles(row: Row) -> Row:
+    """With both sides by the statistic with which they are compared."""
+    if row.verdict or row.base is None or row.new is None:
+        return row
+    base, new = matching.alike(row.base, row.new)
+    return replace(row, base=base, new=new)
 
 
 def _pair(row: Row, rule: Rule) -> Pair | None:
@@ -148,7 +166,9 @@ def _pair(row: Row, rule: Rule) -> Pair | None:
         sides = [dict(zip(s.launches, s.medians, strict=True)) for s in (row.base, row.new)]
         both = sorted(sides[0].keys() & sides[1].keys())
         base, new = (tuple(side[n] for n in both) for side in sides)
-    noise = rule.noise.margin(row.case, min(len(base), len(new))) if rule.noise else 0.0
+    noise = 0.0
+    if rule.noise is not None:
+        noise = rule.noise.margin(row.case, min(len(base), len(new)), row.base.statistic)
     return Pair(np.array(base), np.array(new), max(rule.margin, noise))
 
 
@@ -168,20 +188,23 @@ def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[s
                 f"{name} is of a busy host: other processes used more than "
                 f"{BUSY_SHARE * 100:g} % of the cores in {busy} of {len(measured)} measurements"
             )
-    changed = any(row.verdict in (SLOWER, FASTER) for row in rows)
-    if changed and not rule.paired and _apart(base, new):
+    if rule.drift is not None:
+        counts = {rule.drift.stored(row.case) for row in rows if row.shift is not None}
+        fewest = min(counts, default=0)
+        known = (
+            f"as {fewest} or more stored runs of BASE's environment have it"
+            if fewest
+            else f"assumed for what fewer than {drift.FEWEST} stored runs tell of"
+        )
         yield (
-            "all launches of one side came before those of the other, so that a drift of the "
-            "machine reads as a change; measure the two by turns"
+            f"the two sides are {_span(rule.drift.seconds)} apart, and a machine drifts: no change "
+            f"is claimed below the column drift ({known}); `ab` measures by turns, without it"
         )
 
 
-def _apart(base: Source, new: Source) -> bool:
-    """Whether one side had ended before the other began."""
-    starts = [
-        sorted(launch.started for run in source.runs for launch in run.launches)
-        for source in (base, new)
-    ]
-    if not all(starts) or "" in (starts[0][0], starts[1][0]):
-        return False
-    return starts[0][-1] < starts[1][0] or starts[1][-1] < starts[0][0]
+def _span(seconds: float) -> str:
+    """ "40 seconds", "3 hours"."""
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}s"
+    return f"{seconds:.0f} seconds"

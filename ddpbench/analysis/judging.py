@@ -18,6 +18,7 @@ class Pair:
     base: Floats
     new: Floats
     margin: float
+    drift: float = 0.0  # what the sides may differ by because they are apart in time
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Judged:
     shift: Shift | None
     needed: int | None = None  # launches a side, about, where it is INCONCLUSIVE
     why: str = ""
+    drifts: bool = False  # it is INCONCLUSIVE for no other reason than that they are apart in time
 
 
 def judged(
@@ -49,17 +51,20 @@ def judged(
         each_alone = [chance(pairs[i].base, pairs[i].new, pairs[i].margin) for i in tested]
         chances = dict(zip(tested, verdict.adjusted(each_alone), strict=True))
     return [
-        _one(found, each.margin, chances.get(i), false_share, len(pairs))
+        _one(found, each, chances.get(i), false_share, len(pairs))
         for i, (found, each) in enumerate(zip(shifts, pairs, strict=True))
     ]
 
 
 def _one(
-    found: Shift | None, margin: float, swept: verdict.Chance | None, false_share: float, of: int
+    found: Shift | None, pair: Pair, swept: verdict.Chance | None, false_share: float, of: int
 ) -> Judged:
-    name = verdict.judge(found, margin, swept, false_share)
+    margin = pair.margin
+    name = verdict.judge(found, margin, swept, false_share, pair.drift)
     if name != INCONCLUSIVE:
         return Judged(name, found)
+    if verdict.judge(found, margin, swept, false_share) != INCONCLUSIVE:
+        return Judged(name, found, None, f"runs apart may differ by ±{pair.drift:.1%}", True)
     needed = verdict.launches_needed(found, margin, of)
     return Judged(name, found, needed, _why(found, margin, needed))
 

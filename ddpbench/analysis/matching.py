@@ -36,6 +36,26 @@ class Side:
     interval: Interval | None
     medians: tuple[float, ...]  # seconds, one a launch
     launches: tuple[int, ...]  # their numbers
+    # Likewise; empty where a launch has none: a DDP step, another tool's log, an older run.
+    quartiles: tuple[float, ...] = ()
+    statistic: str = "median"  # of a launch, that `seconds` is of
+
+    def of_quartiles(self) -> Side | None:
+        """The same side with the lower quartiles of its launches in place of their medians: where
+        calls have two usual times, it stays with one while the median goes from one to the other,
+        and needs a tenth of the launches (tests/perf/modes.py)."""
+        if not self.quartiles:
+            return None
+        seconds, interval = stats.over_launches(np.array(self.quartiles))
+        return Side(
+            seconds, interval, self.quartiles, self.launches, self.quartiles, "lower quartile"
+        )
+
+
+def alike(base: Side, new: Side) -> tuple[Side, Side]:
+    """Both by the statistic with which they are compared: the lower quartile where both have it."""
+    left, right = base.of_quartiles(), new.of_quartiles()
+    return (base, new) if left is None or right is None else (left, right)
 
 
 @dataclass(frozen=True)
@@ -84,7 +104,11 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> Found:
     side = None
     if timed and fault is None:
         launches, times = zip(*timed, strict=True)
-        side = Side(*stats.over_launches(np.array(times)), times, launches)
+        quartiles = tuple(q for o in outcomes if (q := _quartile(o)) is not None)
+        side = Side(
+            *stats.over_launches(np.array(times)), times, launches,
+            quartiles if len(quartiles) == len(times) else (),
+        )  # fmt: skip
     return Found(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
 
 
@@ -100,6 +124,14 @@ def _seconds(outcome: Outcome) -> float | None:
     if isinstance(outcome, StepResult):
         return outcome.summary.step.value
     return outcome.summary.median_seconds
+
+
+def _quartile(outcome: Outcome) -> float | None:
+    """The launch's lower quartile."""
+    if isinstance(outcome, StepResult) or outcome.summary is None:
+        return None
+    known = outcome.summary.quantiles_seconds
+    return stats.lower_quartile(known) if len(known) == stats.QUANTILES else None
 
 
 def _fault(outcome: Outcome) -> str | None:

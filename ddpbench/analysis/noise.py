@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -28,17 +28,28 @@ class Noise:
 
     name: str
     medians: dict[AnyCase, Floats]  # float64[launch], seconds, of identical code
+    quartiles: dict[AnyCase, Floats] = field(default_factory=dict)  # lower; where they are known
 
-    def margin(self, case: AnyCase, launches: int) -> float:
+    @property
+    def used(self) -> dict[AnyCase, Floats]:
+        """Of each case what sides measured today are compared by."""
+        return {**self.medians, **self.quartiles}
+
+    def margin(self, case: AnyCase, launches: int, statistic: str = "median") -> float:
         """As `margin` below; 0 for a case that was not calibrated."""
-        return margin(self.medians[case], launches) if case in self.medians else 0.0
+        known = self.medians if statistic == "median" else self.quartiles
+        return margin(known[case], launches) if case in known else 0.0
 
 
 def noise(name: str, runs: Iterable[Run]) -> Noise:
     """That of all launches of these runs together. Raises ValueError as matching.found."""
     cases = matching.found(Source(name, tuple(runs)))
-    known = {case: np.array(f.side.medians) for case, f in cases.items() if f.side is not None}
-    return Noise(name, known)
+    sides = {case: each.side for case, each in cases.items() if each.side is not None}
+    return Noise(
+        name,
+        {case: np.array(side.medians) for case, side in sides.items()},
+        {case: np.array(side.quartiles) for case, side in sides.items() if side.quartiles},
+    )
 
 
 def spread(times: Floats) -> float:

@@ -141,14 +141,19 @@ def judge(
     margin: float,
     swept: Chance | None = None,
     false_share: float = FALSE_SHARE,
+    drift: float = 0.0,
 ) -> str:
-    """SLOWER, FASTER, SAME or INCONCLUSIVE. swept: adjusted, in a sweep of several cases."""
+    """SLOWER, FASTER, SAME or INCONCLUSIVE.
+
+    swept: adjusted, in a sweep of several cases. drift: what the two sides may differ by because
+    they are apart in time, a fraction: no smaller change is claimed.
+    """
     if found is None:
         return INCONCLUSIVE
-    limit = math.log1p(margin)
-    if found.low > limit and (swept is None or swept.slower <= false_share):
+    limit, beyond = math.log1p(margin), math.log1p(max(margin, drift))
+    if found.low > beyond and (swept is None or swept.slower <= false_share):
         return SLOWER
-    if found.high < -limit and (swept is None or swept.faster <= false_share):
+    if found.high < -beyond and (swept is None or swept.faster <= false_share):
         return FASTER
     return SAME if -limit <= found.low and found.high <= limit else INCONCLUSIVE
 

@@ -1,6 +1,6 @@
 """What the OSU Micro-Benchmarks print: collectives, and point to point between two ranks.
 
-OSU times each call in each rank, a barrier before it, and prints the mean over calls and ranks. Its
+OSU times each call in each rank, a barrier after it, and prints the mean over calls and ranks. Its
 size is one rank's block where ddpbench's is the total buffer: those are multiplied. It prints no
 number of ranks: that is in the command above, an option or the file's name.
 """

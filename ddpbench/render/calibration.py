@@ -74,7 +74,7 @@ FORMATS: dict[str, Callable[[Noise, Sequence[Run], float], str]] = {
 
 
 def _rows(found: Noise, wanted: float) -> Iterator[dict[str, Any]]:
-    for case, times in found.medians.items():
+    for case, times in found.used.items():
         yield {
             "case": label(case),
             "ddp": isinstance(case, StepCase),

@@ -26,7 +26,8 @@ from ddpbench.render.rows import at_once, digits
 from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 
 HEADS = [
-    "case", "base", "95 %", "new", "95 %", "change", "interval of it", "margin", "verdict", "why",
+    "case", "base", "95 %", "new", "95 %", "change", "interval of it", "margin", "drift", "verdict",
+    "why",
 ]  # fmt: skip
 SHOWN = 8  # values of one difference, and cases that only one side has
 
@@ -34,7 +35,14 @@ SHOWN = 8  # values of one difference, and cases that only one side has
 def table(found: Comparison) -> str:
     """Who is compared, what differs beside, the rows, and what they come to."""
     blocks = [
-        "\n".join([f"BASE  {_named(found.base)}", f"NEW   {_named(found.new)}", *_common(found)]),
+        "\n".join(
+            [
+                f"BASE  {_named(found.base)}",
+                f"NEW   {_named(found.new)}",
+                *_common(found),
+                *_times(found),
+            ]
+        ),
         "\n".join(_beside(found)),
         _table(found, [row for row in found.rows if _compared(row)], TERMINAL),
         "\n".join(_only(found)),
@@ -50,7 +58,7 @@ def markdown(found: Comparison) -> str:
     blocks = [
         f"**ddpbench: {_counted(found)}** ({_margin(found)})",
         "\n".join(f"- {line}" for line in [
-            *_advice(found), *found.notes, _noise(found), *_common(found)]),
+            *_advice(found), *found.notes, _noise(found), *_common(found), *_times(found)]),
         _table(found, [row for row in rows if row.verdict != SAME], MARKDOWN),
         _folded(f"{len(same)} SAME", _table(found, same, MARKDOWN)),
         _folded("BASE, NEW, and what differs beside", "\n".join(f"- {line}" for line in [
@@ -135,6 +143,12 @@ def _common(found: Comparison) -> list[str]:
     return [f"all   {', '.join(words)}"] if words else []
 
 
+def _times(found: Comparison) -> list[str]:
+    """What the times are of."""
+    kinds = dict.fromkeys(row.base.statistic for row in found.rows if row.base and row.new)
+    return [f"times {' or '.join(kinds)} of each launch, median over launches"] if kinds else []
+
+
 def _label(found: Comparison, row: Row) -> str:
     shared = _shared(found)
     return " ".join(w for i, w in enumerate(_parts(row.case)) if i not in shared and w)
@@ -191,6 +205,7 @@ def _cells(found: Comparison, row: Row) -> list[str]:
         *side_cells(row.case, row.new),
         *change_cells(row.shift),
         f"±{row.margin * 100:.1f} %" if row.margin > found.rule.margin else "",
+        f"±{row.drift * 100:.1f} %" if row.drift else "",
         row.verdict,
         row.why,
     ]
@@ -245,7 +260,8 @@ def _noise(found: Comparison) -> str:
 
 def _advice(found: Comparison) -> list[str]:
     """What would decide the INCONCLUSIVE rows."""
-    needed = [row.needed for row in found.rows if row.verdict == INCONCLUSIVE]
+    drifting = sum(row.drifts for row in found.rows)
+    needed = [r.needed for r in found.rows if r.verdict == INCONCLUSIVE and not r.drifts]
     few = [launches for launches in needed if launches is not None and launches <= MOST]
     out = []
     if few:
@@ -253,6 +269,11 @@ def _advice(found: Comparison) -> list[str]:
         out.append(
             f"{len(few)} INCONCLUSIVE: needs about {most} launches a side: "
             + ("give more --budget" if found.rule.paired else f"run with --launches {most}")
+        )
+    if drifting:
+        out.append(
+            f"{drifting} INCONCLUSIVE: beyond the margin, but not beyond what runs so far apart "
+            "may differ by: measure the two by turns, with `ab`"
         )
     if len(needed) > len(few):
         out.append(
@@ -288,7 +309,9 @@ def _values(row: Row) -> dict[str, Any]:
         "change": math.expm1(row.shift.estimate) if row.shift else None,
         "change_low": math.expm1(row.shift.low) if row.shift else None,
         "change_high": math.expm1(row.shift.high) if row.shift else None,
+        "statistic": row.base.statistic if row.base and row.new else None,
         "margin": row.margin or None,
+        "drift": row.drift or None,
         "launches_needed": row.needed,
         "why": row.why,
     }

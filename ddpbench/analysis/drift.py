@@ -1,0 +1,97 @@
+"""What runs of identical code differ by when they are apart in time: a machine drifts, and the
+launches of one run do not know it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+import numpy as np
+
+from ddpbench.analysis import matching
+from ddpbench.analysis.differences import differences
+from ddpbench.analysis.matching import AnyCase, Source
+from ddpbench.analysis.verdict import FALSE_SHARE
+from ddpbench.records.schema import Run
+
+# Standard deviation of a run's log time where too few runs are stored to know it: 95 % of changes
+# within 22 %, the most that was measured on a noisy virtual machine, minutes apart.
+ASSUMED = 0.08
+FEWEST = 5  # stored runs from which a case's own deviation is taken
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Two sides that are apart in time, and what is known of runs like them."""
+
+    seconds: float  # from the end of the one to the beginning of the other
+    runs: tuple[int, int]  # of BASE, of NEW
+    # Case → log times of stored runs of what BASE is, one each.
+    known: Mapping[AnyCase, tuple[float, ...]] = field(default_factory=dict)
+
+    def margin(self, case: AnyCase, cases: int) -> float:
+        """The change, as a fraction, that identical code exceeds in some case of at most 5 % of
+        comparisons of so many cases, either way (Bonferroni).
+
+        A t quantile of so many runs as are stored; a normal one of what is assumed.
+        """
+        from scipy.stats import norm, t
+
+        logs = self.known.get(case, ())
+        share = 1 - FALSE_SHARE / cases
+        reach = float(norm.ppf(share)) * ASSUMED
+        if len(logs) >= FEWEST:
+            reach = float(t.ppf(share, len(logs) - 1)) * float(np.std(logs, ddof=1))
+        return math.expm1(reach * math.sqrt(sum(1 / runs for runs in self.runs)))
+
+    def stored(self, case: AnyCase) -> int:
+        """The runs that its margin is of; 0: it is assumed."""
+        count = len(self.known.get(case, ()))
+        return count if count >= FEWEST else 0
+
+
+def drift(base: Source, new: Source, stored: Iterable[Run]) -> Drift | None:
+    """What is known of the drift between two sides; None where their launches took turns, or when
+    they were is not told.
+
+    stored: runs to learn from; those in another environment than BASE, and NEW's own, are left out.
+    """
+    seconds = apart(base, new)
+    if seconds is None:
+        return None
+    others = {run.id: run for run in (*stored, *base.runs)}
+    for run in new.runs:
+        others.pop(run.id, None)
+    known: dict[AnyCase, tuple[float, ...]] = {}
+    for run in others.values():
+        if run.state != "complete" or differences(base.runs, [run]):
+            continue
+        for case, each in matching.found(Source(run.id, (run,))).items():
+            if each.side is not None:
+                side = each.side.of_quartiles() or each.side
+                known[case] = (*known.get(case, ()), math.log(side.seconds))
+    return Drift(seconds, (len(base.runs), len(new.runs)), known)
+
+
+def apart(base: Source, new: Source) -> float | None:
+    """Seconds from the end of the side that was first to the beginning of the other; None: their
+    launches took turns, or it is not told."""
+    spans = []
+    for source in (base, new):
+        launches = [launch for run in source.runs for launch in run.launches]
+        if not launches or not all(launch.started for launch in launches):
+            return None
+        ends = [launch.ended or launch.started for launch in launches]
+        spans.append((min(_at(launch.started) for launch in launches), max(map(_at, ends))))
+    first, second = sorted(spans)
+    return second[0] - first[1] if second[0] >= first[1] and first[0] < second[0] else None
+
+
+def _at(stamp: str) -> float:
+    """Seconds of "2026-01-31T12:00:00Z"; 0 for what is no time."""
+    try:
+        return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return 0.0
