@@ -1,15 +1,19 @@
-"""A DDP step over mpi4py's group and over gloo, in turn in one launch: overlap, equality, speed.
+"""A DDP step over mpi4py's group and over gloo: overlap, equality, speed.
 
-    ./run_bench.sh python tests/perf/mpi_step.py [RANKS]
+    ./run_bench.sh python tests/perf/mpi_step.py [RANKS [LAUNCHES]]
 
-Prints the time line of one backward over mpi (when each bucket was handed over and when its
-all_reduce had ended, against the hand-over of the last bucket, which is the end of the compute),
-and both step times (medians of the slowest rank's). Exits with 1 when no bucket ended during the
-compute, or the replicas differ in a bit after any step.
+Each backend has launches of its own, for gloo's threads sleep where MPI's ranks poll; which comes
+first is drawn for each pair. Prints the time line of one backward over mpi (when each bucket was
+handed over and when its all_reduce had ended, against the hand-over of the last bucket, which is
+the end of the compute), and both step times (of a launch the median of the slowest rank's, of these
+the median, and of the pairs' ratios the interval over launches). Exits with 1 when no bucket ended
+during the compute, or the replicas differ in a bit after any step.
 """
 
 from __future__ import annotations
 
+import json
+import random
 import statistics
 import sys
 import tempfile
@@ -20,12 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from scipy.stats import quantile_test
 from tabulate import tabulate
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.runtime import launch, starters
 from ddpbench.runtime.mpi_group import NAME, register
-from ddpbench.runtime.mpi_library import library, mpi, world
+from ddpbench.runtime.mpi_library import library
 
 STEPS, WARM, WIDTH, DEPTH, BATCH = 60, 5, 1024, 8, 64
 
@@ -60,7 +65,7 @@ class Arm:
 
     def step(self, batch: torch.Tensor) -> None:
         self.handed, self.ended = [], {}
-        mpi().COMM_WORLD.Barrier()
+        dist.barrier()
         began = time.perf_counter()
         loss = self.replica(batch).square().mean()
         self.backward = time.perf_counter()
@@ -73,54 +78,78 @@ class Arm:
         """Whether all ranks' parameters have the same bits."""
         mine = torch.cat([p.detach().view(-1) for p in self.replica.parameters()])
         first = mine.clone()
-        mpi().COMM_WORLD.Bcast(first.numpy(), 0)
-        same = torch.equal(first.view(torch.int32), mine.view(torch.int32))
-        return bool(mpi().COMM_WORLD.allreduce(int(same), mpi().MIN))
+        dist.broadcast(first, 0)
+        same = torch.tensor(int(torch.equal(first.view(torch.int32), mine.view(torch.int32))))
+        dist.all_reduce(same, dist.ReduceOp.MIN)
+        return bool(same)
 
 
-def main() -> None:
-    """In every rank."""
-    rank, size = world()
+def measure(kind: str, out: Path) -> None:
+    """In every rank of a launch; rank 0 writes what it found."""
+    place = launch.placement()
+    assert place is not None
+    rank, size = place.rank, place.world_size
     torch.set_num_threads(1)
     register()
-    store = dist.FileStore(sys.argv[2], size)
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-    arms = {"mpi": Arm(dist.new_group(backend=NAME)), "gloo": Arm(dist.new_group())}
-    equal, overlapped = True, 0
+    dist.init_process_group(
+        NAME if kind == "mpi" else kind, store=dist.FileStore(str(out.with_suffix(".store")), size),
+        rank=rank, world_size=size, timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    arm, equal, overlapped = Arm(dist.group.WORLD), True, 0
     for step in range(WARM + STEPS):
         batch = torch.randn(
             BATCH, WIDTH, generator=torch.Generator().manual_seed(step * size + rank)
         )
-        for arm in arms.values():
-            arm.step(batch)
-            equal = equal and arm.equal()
-        one = arms["mpi"]
-        overlapped += step >= WARM and min(one.ended.values()) < one.handed[-1]
-    times = {}
-    for name, arm in arms.items():
-        slowest = [max(each) for each in zip(*mpi().COMM_WORLD.allgather(arm.took), strict=True)]
-        times[name] = statistics.median(slowest[WARM:]) * 1e3
+        arm.step(batch)
+        equal = equal and arm.equal()
+        overlapped += step >= WARM and min(arm.ended.values()) < arm.handed[-1]
+    slowest = torch.tensor(arm.took[WARM:], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
     if rank == 0:
-        one, last = arms["mpi"], arms["mpi"].handed[-1]
         rows = [
-            [i, (begin - one.backward) * 1e3, (one.ended[i] - one.backward) * 1e3]
-            for i, begin in enumerate(one.handed)
+            [i, (begin - arm.backward) * 1e3, (arm.ended[i] - arm.backward) * 1e3]
+            for i, begin in enumerate(arm.handed)
         ]
-        print(f"{library()}, torch {torch.__version__}, {size} ranks, {DEPTH} x Linear({WIDTH})")
-        print(tabulate(rows, ["bucket", "handed over, ms", "reduced, ms"], floatfmt=".2f"))
-        print(f"last bucket handed over {(last - one.backward) * 1e3:.2f} ms after backward began")
-        print(f"steps in which a bucket was reduced before: {overlapped} of {STEPS}")
-        print(f"replicas equal after each of {WARM + STEPS} steps on both: {equal}")
-        print(f"step: mpi {times['mpi']:.2f} ms, gloo {times['gloo']:.2f} ms, ", end="")
-        print(f"gloo / mpi {times['gloo'] / times['mpi']:.2f}")
+        found = {"rows": rows, "equal": equal, "overlapped": overlapped}
+        found["ms"] = statistics.median(slowest.tolist()) * 1e3
+        found["library"] = library() if kind == "mpi" else kind
+        out.write_text(json.dumps(found))
     dist.destroy_process_group()
-    sys.exit(not (equal and overlapped > STEPS / 2))
+
+
+def main(ranks: int, launches: int) -> int:
+    """Start the launches, print what they found."""
+    kinds = {"mpi": starters.mpirun, "gloo": starters.torchrun}
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(launches):
+            for kind in random.sample(list(kinds), len(kinds)):
+                out = Path(folder) / f"{kind}-{number}"
+                if code := kinds[kind]([__file__, "--rank", kind, str(out)], ranks):
+                    return code
+                found[kind].append(json.loads(out.read_text()))
+    one = found["mpi"][-1]
+    print(f"{one['library']}, torch {torch.__version__}, {ranks} ranks, {DEPTH} x Linear({WIDTH})")
+    print(tabulate(one["rows"], ["bucket", "handed over, ms", "reduced, ms"], floatfmt=".2f"))
+    print(f"last bucket handed over {one['rows'][-1][1]:.2f} ms after backward began")
+    overlapped = [each["overlapped"] for each in found["mpi"]]
+    print(f"steps in which a bucket was reduced before: {overlapped} of {STEPS}")
+    equal = all(each["equal"] for kind in kinds for each in found[kind])
+    print(f"replicas equal after each of {WARM + STEPS} steps in all launches: {equal}")
+    times = {kind: [each["ms"] for each in found[kind]] for kind in kinds}
+    ratios = [b / a for a, b in zip(times["mpi"], times["gloo"], strict=True)]
+    shown = f"{statistics.median(ratios):.2f}"
+    if launches > 5:
+        interval = quantile_test(ratios).confidence_interval()
+        shown += f" [{interval.low:.2f}, {interval.high:.2f}]"
+    middle = {kind: statistics.median(each) for kind, each in times.items()}
+    print(f"step, {launches} launches each: mpi {middle['mpi']:.2f} ms, gloo {middle['gloo']:.2f}")
+    print(f"gloo / mpi {shown}")
+    return int(not (equal and min(overlapped) > STEPS / 2))
 
 
 if __name__ == "__main__":
-    if launch.placement() is None:
-        with tempfile.TemporaryDirectory() as folder:
-            words = [__file__, "rank", str(Path(folder) / "store")]
-            sys.exit(starters.mpirun(words, int(sys.argv[1]) if sys.argv[1:] else 2))
-    main()
+    if sys.argv[1:2] == ["--rank"]:
+        measure(sys.argv[2], Path(sys.argv[3]))
+    else:
+        sys.exit(main(*map(int, (*sys.argv[1:], *("2", "6")[len(sys.argv) - 1 :]))))
