@@ -203,7 +203,7 @@ def test_a_full_disk_keeps_what_was_measured(tmp_path: Path) -> None:
     """The run stops with the reason; what was stored before loads, and is marked."""
     small = tmp_path / "small"
     small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(small)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=60k", "tmpfs", str(small)]
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("this container may not mount")
     try:
