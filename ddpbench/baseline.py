@@ -130,7 +130,7 @@ def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
     sides = [each.side for each in found.values() if each.side is not None]
     if not sides:
         raise InvalidRun(f"{name} is no baseline: it holds no case that was measured")
-    return min(len(side.medians) for side in sides)
+    return min(len(side.times) for side in sides)
 
 
 def _copy(folders: Sequence[Path], target: Path, names: Sequence[str]) -> int:

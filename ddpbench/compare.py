@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -163,13 +163,14 @@ def drifted(left: Source, right: Source) -> Drift | None:
     """What two sides that are apart in time may differ by, as the newest stored runs have it."""
     from ddpbench.analysis import drift
 
-    if drift.apart(left, right) is None:
-        return None
-    stored = []
+    return drift.drift(left, right, _newest())
+
+
+def _newest() -> Iterator[Run]:
+    """The newest stored runs that can be read."""
     for folder in store.runs()[-LEARNT_FROM:]:
         with contextlib.suppress(InvalidRun):
-            stored.append(store.read(folder))
-    return drift.drift(left, right, stored)
+            yield store.read(folder)
 
 
 def read(folders: Sequence[Path], hints: Hints = NO_HINTS) -> tuple[Run, ...]:

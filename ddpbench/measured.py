@@ -115,7 +115,7 @@ def to_json(run: Run, found: Found, margin: float | None, folder: Path) -> dict[
     assert side is not None
     stored = {
         "case": json.loads(codec.encode(case)),
-        "launch_medians_seconds": list(side.medians),
+        "launch_medians_seconds": list(side.times),
         "launch_lower_quartiles_seconds": list(side.quartiles),
         "interval_seconds": [side.interval.low, side.interval.high] if side.interval else None,
         "margin": margin,

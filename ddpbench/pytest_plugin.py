@@ -61,12 +61,14 @@ class LaunchClock:
 class Suite:
     """What this session measures, and what that is compared with."""
 
-    base: dict[str, Measured] | None = None  # by test; None: nothing is to be compared
+    # By test, the newest last, with which it is compared; None: nothing is to be compared.
+    saved: dict[str, list[Measured]] | None = None
     storage: str = ""
     measured: dict[str, Measured] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
 
 
+LEARNT_FROM = 20  # saved runs, the newest, that tell how a machine drifts
 CLOCK = pytest.StashKey[LaunchClock]()
 SUITE = pytest.StashKey[Suite]()
 
@@ -132,7 +134,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     suite.storage = str(benchmarks.storage)
     try:
         files = list(benchmarks.storage.load(*([wanted] if wanted else [])))
-        suite.base = _saved(files, accepted_only=not wanted)
+        suite.saved = _saved(files, accepted_only=not wanted)
     except ValueError as error:
         raise pytest.UsageError(f"--ddpbench-compare: {error}") from None
     if wanted and not files:
@@ -142,20 +144,24 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         )
 
 
-def _saved(files: Sequence[tuple[Path, Any]], accepted_only: bool) -> dict[str, Measured]:
-    """Each test as the last of these files has it. accepted_only: where it was not found SLOWER
-    when it was saved, or the next run would take the slow one for its measure."""
-    latest = {}
+def _saved(files: Sequence[tuple[Path, Any]], accepted_only: bool) -> dict[str, list[Measured]]:
+    """Each test as these files have it, the newest last. accepted_only: where it was not found
+    SLOWER when it was saved, or the next run would take the slow one for its measure."""
+    saved: dict[str, list[tuple[str, Any]]] = {}
     for path, content in files:
         slower = content.get(KEY, {}).get("slower", []) if accepted_only else []
-        for saved in content["benchmarks"]:
-            if KEY in saved["extra_info"] and saved["fullname"] not in slower:
-                latest[saved["fullname"]] = Path(path).stem.split("_")[0], saved["extra_info"][KEY]
-    if not latest:
+        for each in content["benchmarks"]:
+            if KEY in each["extra_info"] and each["fullname"] not in slower:
+                number = Path(path).stem.split("_")[0]
+                saved.setdefault(each["fullname"], []).append((number, each["extra_info"][KEY]))
+    if not saved:
         return {}
     from ddpbench import measured
 
-    return {name: measured.from_json(each, source) for name, (source, each) in latest.items()}
+    return {
+        name: [measured.from_json(stored, number) for number, stored in every[-LEARNT_FROM:]]
+        for name, every in saved.items()
+    }
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -228,7 +234,7 @@ def _benchmark(request: pytest.FixtureRequest, settings: dict[str, Any]) -> Run:
     if not benchmark.disabled:
         suite = request.config.stash[SUITE]
         suite.measured[request.node.nodeid] = measured.from_json(told)
-    _feed(benchmark, clock, found.side.medians)
+    _feed(benchmark, clock, found.side.times)
     return run
 
 
@@ -298,11 +304,11 @@ def _give_up(benchmark: Any, problem: Exception) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
     """Judge before pytest-benchmark saves, so that what is slower is saved as such."""
     suite = session.config.stash.get(SUITE, Suite())
-    if suite.base is not None and suite.measured:
+    if suite.saved is not None and suite.measured:
         from ddpbench.analysis import regression, verdict
 
         margin = session.config.getoption("--ddpbench-margin") / 100
-        suite.rows = regression.judged(suite.base, suite.measured, margin)
+        suite.rows = regression.judged(suite.saved, suite.measured, margin)
         if session.exitstatus == 0 and verdict.SLOWER in regression.counts(suite.rows):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return (yield)
@@ -327,11 +333,11 @@ def pytest_terminal_summary(
         return (yield)
     finally:
         suite = config.stash.get(SUITE, Suite())
-        if suite.base is not None and suite.measured:
+        if suite.saved is not None and suite.measured:
             from ddpbench.render import regression
 
             terminalreporter.section("ddpbench: against what was saved, by launches")
-            text = regression.table(suite.rows) if suite.base else _base_line(config, suite)
+            text = regression.table(suite.rows) if suite.saved else _base_line(config, suite)
             terminalreporter.write_line(text)
 
 

@@ -535,7 +535,7 @@ def test_what_drift_may_be_is_no_change(compared: Compare) -> None:
     assert (code, verdict_of(out)) == (0, "INCONCLUSIVE")
     assert "NOTE: the two sides are 36 minutes apart" in out
     assert "±20.5 %" in out  # of one case: 1.645 × 0.08 × √2 in log
-    assert "runs apart may differ by ±20.5%" in out
+    assert "runs apart may differ by ±20.5 %" in out
     assert "measure the two by turns, with `ab`" in out
     base, new = simple(1.3)
     code, out, _ = compared(at(base, 0, "base"), at(new, 37, "new"))
@@ -557,6 +557,31 @@ def test_stored_runs_tell_how_a_machine_drifts(compared: Compare) -> None:
     code, out, _ = compared(at(base, 30, "base"), at(new, 37, "new"))
     assert (code, verdict_of(out)) == (1, "SLOWER")
     assert "as 7 or more stored runs of BASE's environment have it" in out
+
+
+def test_a_change_that_follows_the_cores_is_no_change(compared: Compare) -> None:
+    """Twice as slow where a cache line took 15 times as long between the ranks' cores: nothing is
+    claimed, nor is FASTER the other way; it is SLOWER where the cores were nearer, lay alike or are
+    not known, and by turns."""
+    near, far = 4e-7, 6e-6
+
+    def side(factor: float, seed: int, handoff: float | None) -> Run:
+        return a_run(*results(1e-3 * factor, seed=seed, handoff_seconds=handoff))
+
+    for before, after, name in (
+        (near, far, "INCONCLUSIVE"), (far, near, "SLOWER"), (far, far, "SLOWER"),
+        (None, far, "SLOWER"), (near, None, "SLOWER"),
+    ):  # fmt: skip
+        base, new = side(1.0, 1, before), side(2.0, 2, after)
+        code, out, _ = compared(at(base, 0, "base"), at(new, 37, "new"))
+        assert (code, verdict_of(out)) == (int(name == "SLOWER"), name)
+    base, new = side(1.0, 1, near), side(2.0, 2, far)
+    _, out, _ = compared(at(base, 0, "base"), at(new, 37, "new"))
+    assert "a cache line goes there and back in 0.4 µs in BASE, 6 in NEW" in out
+    assert "measure the two by turns, with `ab`" in out
+    code, out, _ = compared(at(new, 0, "base"), at(base, 37, "new"))
+    assert (code, verdict_of(out)) == (0, "INCONCLUSIVE")
+    assert compared(base, new)[0] == 1  # by turns, or nobody knows when
 
 
 def test_quartiles_are_compared_where_both_sides_have_them(compared: Compare) -> None:

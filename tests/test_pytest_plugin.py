@@ -281,7 +281,7 @@ def test_what_is_slower_fails_the_session_until_it_is_accepted(
     repository: Callable[..., pytest.RunResult], fake: Fake
 ) -> None:
     """The first run is the base line; equal launches are SAME, to pytest-benchmark's own comparison
-    too; 10 % more are SLOWER with exit code 1, again in the next run, though the slow one was saved
+    too; 50 % more are SLOWER with exit code 1, again in the next run, though the slow one was saved
     in between; saved without a comparison they are the new measure."""
     compare = ("--benchmark-autosave", "--ddpbench-compare")
     first = repository(*compare)
@@ -289,13 +289,13 @@ def test_what_is_slower_fails_the_session_until_it_is_accepted(
     assert "this run is saved, it is the base line from now on" in first.stdout.str()
     same = repository(*compare, "--benchmark-compare", "--benchmark-compare-fail=median:5%")
     assert (same.ret, verdicts(same)) == (0, ["SAME"])
-    fake.factor = 1.1
+    fake.factor = 1.5
     for _ in range(2):
         slower = repository(*compare)
         slower.assert_outcomes(passed=1)
         assert (slower.ret, verdicts(slower)) == (pytest.ExitCode.TESTS_FAILED, ["SLOWER"])
         slower.stdout.fnmatch_lines(["*test_all_reduce* 0002 *", "1 test measured: 1 SLOWER"])
-    assert repository(*compare, "--ddpbench-margin=15").ret == 0
+    assert repository(*compare, "--ddpbench-margin=60").ret == 0
     repository("--benchmark-save=accepted")
     accepted = repository("--ddpbench-compare")
     assert (accepted.ret, verdicts(accepted)) == (0, ["SAME"])

@@ -1,6 +1,7 @@
 """The verdict on tests, each against its own base: margins, identities, and several at once."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,6 +27,11 @@ def times(factor: float = 1.0, launches: int = 6, seed: int = 0) -> list[float]:
     return [float(t) for t in medians(launches, 1e-3 * factor, 0.002, seed)]
 
 
+def steady(base: Measured) -> list[Measured]:
+    """A test's base after earlier sessions that were much the same: next to no drift."""
+    return [*(replace(measured(times(seed=n)), case=base.case) for n in range(50, 58)), base]
+
+
 @pytest.mark.parametrize(
     ("factor", "launches", "name"),
     [(1.0, 6, "SAME"), (1.1, 6, "SLOWER"), (0.9, 6, "FASTER"), (1.1, 4, "INCONCLUSIVE")],
@@ -34,7 +40,7 @@ def test_each_verdict(factor: float, launches: int, name: str) -> None:
     """The same launches times a factor; below five of them a side there is no verdict, and it says
     how many there should be."""
     base, new = times(launches=launches), times(factor, launches, seed=1)
-    (row,) = regression.judged({"t": measured(base)}, {"t": measured(new)}, 0.03)
+    (row,) = regression.judged({"t": steady(measured(base))}, {"t": measured(new)}, 0.03)
     assert row.verdict == name
     assert ("needs 6 a side" in row.why) == (launches == 4)
 
@@ -45,7 +51,7 @@ def test_the_margin_is_the_tests_own_where_it_is_larger(side: str) -> None:
     margin below the asked one does not count."""
     for own, name in ((0.2, "SAME"), (0.001, "SLOWER"), (None, "SLOWER")):
         margins = {"base": None, "new": None, side: own}
-        base = {"t": measured(times(), margin=margins["base"])}
+        base = {"t": steady(measured(times(), margin=margins["base"]))}
         new = {"t": measured(times(1.1, seed=1), margin=margins["new"])}
         (row,) = regression.judged(base, new, 0.03)
         assert (row.verdict, row.margin) == (name, max(0.03, own or 0.0))
@@ -55,18 +61,36 @@ def test_one_slow_test_among_many_must_pass_the_corrected_test() -> None:
     """Six launches a side cannot tell one slower test of sixty from chance; of two they can; the
     verdicts are those that `compare` gives."""
     for tests, name in ((2, "SLOWER"), (60, "INCONCLUSIVE")):
-        base = {f"t{i}": measured(times(seed=i)) for i in range(tests)}
+        base = {f"t{i}": steady(measured(times(seed=i))) for i in range(tests)}
         new = {f"t{i}": measured(times(1.1 if i == 1 else 1.0, seed=99 + i)) for i in range(tests)}
         rows = {row.test: row for row in regression.judged(base, new, 0.03)}
         assert rows["t1"].verdict == name
         assert ("chance among so many" in rows["t1"].why) == (name == "INCONCLUSIVE")
 
 
+def test_what_sessions_drift_by_is_no_change() -> None:
+    """10 % is not claimed where nothing, or too little, is saved to learn from, nor where sessions
+    differed as much; 10 % is where they were steady, and 50 % in any case."""
+    base = measured(times())
+    swaying = [
+        measured(times(f, seed=n)) for n, f in enumerate((0.93, 1.08, 0.95, 1.06, 0.92, 1.07))
+    ]
+    for saved, name in (
+        ([base], "INCONCLUSIVE"), ([*steady(base)[-4:]], "INCONCLUSIVE"),
+        ([*swaying, base], "INCONCLUSIVE"), (steady(base), "SLOWER"),
+    ):  # fmt: skip
+        (row,) = regression.judged({"t": saved}, {"t": measured(times(1.1, seed=1))}, 0.03)
+        assert row.verdict == name
+        assert ("runs apart may differ" in row.why) == (name == "INCONCLUSIVE")
+        (row,) = regression.judged({"t": saved}, {"t": measured(times(1.5, seed=1))}, 0.03)
+        assert row.verdict == "SLOWER"
+
+
 def test_another_identity_is_incomparable_and_named() -> None:
     """Twice the bytes in the test of the same name: no ratio, but both values; what was not saved
     before has no verdict either. What matters first stands first."""
     other = a_case(nbytes=8192, count=2048)
-    base = {"a": measured(times()), "b": measured(times()), "z": measured(times())}
+    base = {name: steady(measured(times())) for name in ("a", "b", "z")}
     new = {
         "a": measured(times(seed=1)),
         "b": measured(times(2), other),
@@ -88,7 +112,7 @@ def test_another_identity_is_incomparable_and_named() -> None:
 def test_the_table_has_both_medians_the_change_and_the_margin() -> None:
     """A row names the saved file, and both figures with units; above it stands what was warned of
     on either side."""
-    rows = regression.judged({"t": measured([1e-3] * 6)}, {"t": measured([2e-3] * 6)}, 0.03)
+    rows = regression.judged({"t": [measured([1e-3] * 6)]}, {"t": measured([2e-3] * 6)}, 0.03)
     lines = render.table(rows).splitlines()
     assert lines[:2] == ["NOTE: base, t: the host was busy", "NOTE: new, t: the host was busy"]
     row = next(line for line in lines if line.startswith("t "))

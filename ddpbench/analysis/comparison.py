@@ -146,7 +146,15 @@ def _judged(rows: list[Row], rule: Rule) -> list[Row]:
             needed=one.needed, why="; ".join(filter(None, [rows[place].why, one.why])),
             drift=pair.drift, drifts=one.drifts,
         )  # fmt: skip
-    return rows
+    return [_placed(row) for row in rows] if rule.drift is not None else rows
+
+
+def _placed(row: Row) -> Row:
+    """Without a claim that the placement of the ranks' cores explains."""
+    if row.base is None or row.new is None or row.verdict not in (SLOWER, FASTER):
+        return row
+    why = drift.moved(row.base, row.new)
+    return replace(row, verdict=INCONCLUSIVE, why=why, drifts=True) if why else row
 
 
 def _by_quartiles(row: Row) -> Row:
@@ -161,9 +169,9 @@ def _pair(row: Row, rule: Rule) -> Pair | None:
     """What is to be judged, if anything; where it is paired, the launches that both sides have."""
     if row.verdict or row.base is None or row.new is None:
         return None
-    base, new = row.base.medians, row.new.medians
+    base, new = row.base.times, row.new.times
     if rule.paired:
-        sides = [dict(zip(s.launches, s.medians, strict=True)) for s in (row.base, row.new)]
+        sides = [dict(zip(s.launches, s.times, strict=True)) for s in (row.base, row.new)]
         both = sorted(sides[0].keys() & sides[1].keys())
         base, new = (tuple(side[n] for n in both) for side in sides)
     noise = 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -30,15 +30,17 @@ class Source:
 
 @dataclass(frozen=True)
 class Side:
-    """One case on one side: the median of launch medians, its interval from 6 launches on."""
+    """One case on one side: the median of its launches' times, its interval from 6 launches on."""
 
     seconds: float
     interval: Interval | None
-    medians: tuple[float, ...]  # seconds, one a launch
+    times: tuple[float, ...]  # seconds, one a launch
     launches: tuple[int, ...]  # their numbers
-    # Likewise; empty where a launch has none: a DDP step, another tool's log, an older run.
+    # Lower quartiles, likewise; empty where a launch has none: a DDP step, another tool's log, an
+    # older run.
     quartiles: tuple[float, ...] = ()
-    statistic: str = "median"  # of a launch, that `seconds` is of
+    statistic: str = "median"  # of a launch, that `times` are
+    handoffs: tuple[float, ...] = ()  # seconds, between the ranks' cores, one a launch that has it
 
     def of_quartiles(self) -> Side | None:
         """The same side with the lower quartiles of its launches in place of their medians: where
@@ -47,9 +49,10 @@ class Side:
         if not self.quartiles:
             return None
         seconds, interval = stats.over_launches(np.array(self.quartiles))
-        return Side(
-            seconds, interval, self.quartiles, self.launches, self.quartiles, "lower quartile"
-        )
+        return replace(
+            self, seconds=seconds, interval=interval, times=self.quartiles,
+            statistic="lower quartile",
+        )  # fmt: skip
 
 
 def alike(base: Side, new: Side) -> tuple[Side, Side]:
@@ -108,6 +111,7 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> Found:
         side = Side(
             *stats.over_launches(np.array(times)), times, launches,
             quartiles if len(quartiles) == len(times) else (),
+            handoffs=tuple(seconds for o in outcomes if (seconds := _handoff(o)) is not None),
         )  # fmt: skip
     return Found(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
 
@@ -132,6 +136,11 @@ def _quartile(outcome: Outcome) -> float | None:
         return None
     known = outcome.summary.quantiles_seconds
     return stats.lower_quartile(known) if len(known) == stats.QUANTILES else None
+
+
+def _handoff(outcome: Outcome) -> float | None:
+    """A cache line's round trip between the ranks' cores."""
+    return outcome.handoff_seconds if isinstance(outcome, Result) else None
 
 
 def _fault(outcome: Outcome) -> str | None:

@@ -47,7 +47,7 @@ def noise(name: str, runs: Iterable[Run]) -> Noise:
     sides = {case: each.side for case, each in cases.items() if each.side is not None}
     return Noise(
         name,
-        {case: np.array(side.medians) for case, side in sides.items()},
+        {case: np.array(side.times) for case, side in sides.items()},
         {case: np.array(side.quartiles) for case, side in sides.items() if side.quartiles},
     )
 

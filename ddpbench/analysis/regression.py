@@ -3,13 +3,14 @@ margin is the test's own. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddpbench.analysis import judging, matching
+from ddpbench.analysis import drift, judging, matching
 from ddpbench.analysis.comparison import ONLY_NEW, ORDER
 from ddpbench.analysis.judging import Pair
 from ddpbench.analysis.matching import AnyCase, Side
@@ -41,16 +42,22 @@ class Row:
 
 
 def judged(
-    base: Mapping[str, Measured], new: Mapping[str, Measured], margin: float
+    saved: Mapping[str, Sequence[Measured]], new: Mapping[str, Measured], margin: float
 ) -> tuple[Row, ...]:
     """The verdict on each test of `new`, by name, what matters first.
 
-    One of several tests must also pass the test that is corrected for their number. How the machine
-    has drifted since the base was saved is not known here: the margin must allow for it.
+    saved: each test as earlier sessions have it, the newest last. The newest is the base; all tell
+    how sessions drift apart. One of several tests must also pass the test that is corrected for
+    their number.
     """
+    base = {name: every[-1] for name, every in saved.items() if every}
     rows = [_row(name, base.get(name), each, margin) for name, each in new.items()]
     todo = [(i, pair) for i, row in enumerate(rows) if (pair := _pair(row))]
-    found = judging.judged([pair for _, pair in todo])
+    logs = [_logs(rows[i], saved[rows[i].test]) for i, _ in todo]
+    found = judging.judged([
+        replace(pair, drift=drift.margin(known, len(todo)))
+        for (_, pair), known in zip(todo, logs, strict=True)
+    ])  # fmt: skip
     for (i, _), one in zip(todo, found, strict=True):
         rows[i] = replace(rows[i], verdict=one.verdict, shift=one.shift, why=one.why)
     return tuple(sorted(rows, key=lambda row: (ORDER.index(row.verdict), row.test)))
@@ -60,7 +67,13 @@ def _pair(row: Row) -> Pair | None:
     if row.verdict or row.base is None:
         return None
     base, new = matching.alike(row.base.side, row.new.side)
-    return Pair(np.array(base.medians), np.array(new.medians), row.margin)
+    return Pair(np.array(base.times), np.array(new.times), row.margin)
+
+
+def _logs(row: Row, saved: Sequence[Measured]) -> list[float]:
+    """Log times of what is saved of the same case."""
+    sides = [each.side for each in saved if each.case == row.new.case]
+    return [math.log((side.of_quartiles() or side).seconds) for side in sides]
 
 
 def counts(rows: Iterable[Row]) -> dict[str, int]:

@@ -84,12 +84,12 @@ def _point(run: Run, found: Found) -> Point:
     outcomes = [o for o in run.outcomes if o.case == found.case and o.summary is not None]
     side = found.side
     interval = side.interval if side else None
-    if side and len(side.medians) == 1:
+    if side and len(side.times) == 1:
         interval = _within(outcomes[0])
     return Point(
         run=replace(run, launches=tuple(
             launch for launch in run.launches if launch.backend == found.case.backend)),
-        medians=side.medians if side else (),
+        medians=side.times if side else (),
         seconds=side.seconds if side else None,
         interval=interval,
         fault=found.fault,

@@ -272,8 +272,8 @@ def _advice(found: Comparison) -> list[str]:
         )
     if drifting:
         out.append(
-            f"{drifting} INCONCLUSIVE: beyond the margin, but not beyond what runs so far apart "
-            "may differ by: measure the two by turns, with `ab`"
+            f"{drifting} INCONCLUSIVE: beyond the margin, but runs so far apart may differ as much "
+            "with identical code: measure the two by turns, with `ab`"
         )
     if len(needed) > len(few):
         out.append(
@@ -323,5 +323,5 @@ def _numbers(name: str, side: Side | None) -> dict[str, Any]:
         f"{name}_seconds": side.seconds if side else None,
         f"{name}_low_seconds": interval.low if interval else None,
         f"{name}_high_seconds": interval.high if interval else None,
-        f"{name}_launches": len(side.medians) if side else 0,
+        f"{name}_launches": len(side.times) if side else 0,
     }
