@@ -198,9 +198,7 @@ def start(asked: session.Options, words: Sequence[str]) -> int:
     except OSError as error:
         raise Refused(session.cannot_write(error)) from None
     end, refusals = None, 0
-    failed: set[str] = (
-        set()
-    )  # what ended one launch of a backend, or refused it, is in the next too
+    failed = set[str]()  # backends: what ended or refused one launch does so to the next
     for number, name in _schedule(asked, store.read(folder).plan.seed):
         if name in failed:
             continue

@@ -215,8 +215,8 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         "--buffers",
         choices=memory.KINDS,
         default="torch",
-        help="memory of the tensors: torch's own (default); huge, for which huge pages are asked "
-        "for",
+        help="memory of the tensors: torch's own, or huge pages where the kernel grants them "
+        "(default: torch)",
     )
     add(
         "--limit",

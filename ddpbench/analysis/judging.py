@@ -64,7 +64,9 @@ def _one(
     if name != INCONCLUSIVE:
         return Judged(name, found)
     if verdict.judge(found, margin, swept, false_share) != INCONCLUSIVE:
-        return Judged(name, found, None, f"runs apart may differ by ±{pair.drift * 100:.1f} %", True)
+        return Judged(
+            name, found, None, f"runs apart may differ by ±{pair.drift * 100:.1f} %", True
+        )
     needed = verdict.launches_needed(found, margin, of)
     return Judged(name, found, needed, _why(found, margin, needed))
 

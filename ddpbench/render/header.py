@@ -249,7 +249,7 @@ def legend(shown: list[Line], columns: list[str], starred: bool) -> list[str]:
     known = {
         "time": f"time µs: of one call, {statistic} over repetitions; 95 %: half-width of its "
         "interval",
-        "p99": "p99: where at least 368 repetitions give it an interval of its own",
+        "p99": "p99: where 368 repetitions of all launches give it an interval of its own",
         "osu": "osu µs: as OSU prints it, the mean over calls and ranks of calls between barriers",
         "nccl_tests": "nccl-tests µs: as nccl-tests prints it, calls in flight / their number, the "
         "mean over ranks",

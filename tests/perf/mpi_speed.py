@@ -20,7 +20,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,10 +29,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scipy.stats import quantile_test
+from launches import by_turns, shown
 from tabulate import tabulate
 
-from ddpbench.runtime import launch, starters
+from ddpbench.runtime import launch
 from ddpbench.runtime.mpi_group import NAME, register
 from ddpbench.runtime.mpi_library import library, mpi, world
 
@@ -123,7 +122,7 @@ def medians(
     return found
 
 
-def rank_of_mpi(out: Path, seed: str, sizes: list[str]) -> None:
+def rank_of_mpi(out: Path, sizes: list[str]) -> None:
     """One launch of all arms but gloo; rank 0 writes the medians."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers "fake"
 
@@ -144,14 +143,14 @@ def rank_of_mpi(out: Path, seed: str, sizes: list[str]) -> None:
     for op in OPERATIONS:
         for label in sizes:
             calls = mpi_arms(op, SIZES[label], groups)
-            taken = measured(calls, SIZES[label], comm.Barrier, f"{seed}/{op}/{label}")
+            taken = measured(calls, SIZES[label], comm.Barrier, f"{out.name}/{op}/{label}")
             found[f"{op} {label}"] = medians(taken, gather)
     if rank == 0:
         out.write_text(json.dumps({"library": library(), "medians": found}))
     dist.destroy_process_group()
 
 
-def rank_of_gloo(out: Path, seed: str, sizes: list[str]) -> None:
+def rank_of_gloo(out: Path, sizes: list[str]) -> None:
     """One launch of gloo alone; rank 0 writes the medians."""
     place = launch.placement()
     assert place is not None
@@ -161,7 +160,7 @@ def rank_of_gloo(out: Path, seed: str, sizes: list[str]) -> None:
         for label in sizes:
             calls, *_ = torch_calls(SIZES[label], place.world_size)
             arms: Calls = {"gloo": partial(calls[op], dist.group.WORLD, False)}
-            taken = measured(arms, SIZES[label], dist.barrier, f"{seed}/{op}/{label}")
+            taken = measured(arms, SIZES[label], dist.barrier, f"{out.name}/{op}/{label}")
             found[f"{op} {label}"] = medians(
                 taken, lambda every, mine: dist.all_gather(list(every), mine)
             )
@@ -181,25 +180,9 @@ def ratio(blocks: dict[str, list[float]], above: str, below: tuple[str, ...]) ->
     return statistics.median(a / b for a, b in zip(blocks[above], floors, strict=True))
 
 
-def shown(values: list[float]) -> str:
-    """A median over launches and its 95 % interval, which six launches or more have."""
-    interval = quantile_test(values).confidence_interval() if len(values) > 5 else None
-    text = f"{statistics.median(values):.3f}"
-    return text if interval is None else f"{text} [{interval.low:.3f}, {interval.high:.3f}]"
-
-
-def main(ranks: int, launches: int, sizes: list[str]) -> int:
-    """Start the launches, print the table; the first exit code that is not 0."""
-    kinds = {"mpi": starters.mpirun, "gloo": starters.torchrun}
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(launches):
-            for kind in random.sample(list(kinds), len(kinds)):
-                out = Path(folder) / f"{kind}-{number}"
-                words = [__file__, "--rank", kind, str(out), str(number), ",".join(sizes)]
-                if code := kinds[kind](words, ranks):
-                    return code
-                found[kind].append(json.loads(out.read_text()))
+def main(ranks: int, launches: int, sizes: str) -> None:
+    """Start the launches, print the table."""
+    found = by_turns(__file__, ranks, launches, [sizes])
     print(
         f"{found['mpi'][0]['library']}, torch {torch.__version__}, {ranks} ranks, {launches} "
         "launches of mpi and as many of gloo; µs: medians over launches"
@@ -217,15 +200,14 @@ def main(ranks: int, launches: int, sizes: list[str]) -> int:
             *(shown([ratio(each, *arms) for each in of]) for arms in RATIOS.values()),
         ])  # fmt: skip
     print(tabulate(rows, ["", *ARMS, *RATIOS], disable_numparse=True))
-    return 0
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         torch.set_num_threads(1)
-        kind, name, number, labels = sys.argv[2:]
+        kind, name, labels = sys.argv[2:]
         of_kind = {"mpi": rank_of_mpi, "gloo": rank_of_gloo}[kind]
-        of_kind(Path(name), number, labels.split(","))
+        of_kind(Path(name), labels.split(","))
     else:
         ranks, launches, chosen = (*sys.argv[1:], *("2", "8", ",".join(SIZES))[len(sys.argv) - 1 :])
-        sys.exit(main(int(ranks), int(launches), chosen.split(",")))
+        main(int(ranks), int(launches), chosen)

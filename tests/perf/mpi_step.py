@@ -13,10 +13,8 @@ during the compute, or the replicas differ in a bit after any step.
 from __future__ import annotations
 
 import json
-import random
 import statistics
 import sys
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -24,11 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scipy.stats import quantile_test
+from launches import by_turns, shown
 from tabulate import tabulate
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpbench.runtime import launch, starters
+from ddpbench.runtime import launch
 from ddpbench.runtime.mpi_group import NAME, register
 from ddpbench.runtime.mpi_library import library
 
@@ -119,32 +117,20 @@ def measure(kind: str, out: Path) -> None:
 
 def main(ranks: int, launches: int) -> int:
     """Start the launches, print what they found."""
-    kinds = {"mpi": starters.mpirun, "gloo": starters.torchrun}
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(launches):
-            for kind in random.sample(list(kinds), len(kinds)):
-                out = Path(folder) / f"{kind}-{number}"
-                if code := kinds[kind]([__file__, "--rank", kind, str(out)], ranks):
-                    return code
-                found[kind].append(json.loads(out.read_text()))
+    found = by_turns(__file__, ranks, launches)
     one = found["mpi"][-1]
     print(f"{one['library']}, torch {torch.__version__}, {ranks} ranks, {DEPTH} x Linear({WIDTH})")
     print(tabulate(one["rows"], ["bucket", "handed over, ms", "reduced, ms"], floatfmt=".2f"))
     print(f"last bucket handed over {one['rows'][-1][1]:.2f} ms after backward began")
     overlapped = [each["overlapped"] for each in found["mpi"]]
     print(f"steps in which a bucket was reduced before: {overlapped} of {STEPS}")
-    equal = all(each["equal"] for kind in kinds for each in found[kind])
+    equal = all(each["equal"] for kind in found for each in found[kind])
     print(f"replicas equal after each of {WARM + STEPS} steps in all launches: {equal}")
-    times = {kind: [each["ms"] for each in found[kind]] for kind in kinds}
+    times = {kind: [each["ms"] for each in found[kind]] for kind in found}
     ratios = [b / a for a, b in zip(times["mpi"], times["gloo"], strict=True)]
-    shown = f"{statistics.median(ratios):.2f}"
-    if launches > 5:
-        interval = quantile_test(ratios).confidence_interval()
-        shown += f" [{interval.low:.2f}, {interval.high:.2f}]"
     middle = {kind: statistics.median(each) for kind, each in times.items()}
     print(f"step, {launches} launches each: mpi {middle['mpi']:.2f} ms, gloo {middle['gloo']:.2f}")
-    print(f"gloo / mpi {shown}")
+    print(f"gloo / mpi {shown(ratios)}")
     return int(not (equal and min(overlapped) > STEPS / 2))
 
 
