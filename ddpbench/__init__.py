@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddpbench.hang.guard import watchdog
     from ddpbench.replicas import Report, Verifier, verify_replicas
-    from ddpbench.runtime.guard import watchdog
 
 __version__ = "0.1.0"
 __all__ = ["Report", "Verifier", "__version__", "verify_replicas", "watchdog"]
@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "watchdog":
-        from ddpbench.runtime import guard
+        from ddpbench.hang import guard
 
         return guard.watchdog
     from ddpbench import replicas

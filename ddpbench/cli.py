@@ -26,25 +26,25 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from ddpbench import (
-    __version__,
+from ddpbench import __version__, collectives, ddp, doctor
+from ddpbench.catalog import backends
+from ddpbench.commands import (
     ab,
     baseline,
     calibrate,
-    collectives,
     compare,
-    ddp,
-    doctor,
     history,
-    launch_node,
     manifest,
-    options,
-    session,
     slurm,
 )
-from ddpbench.catalog import backends
+from ddpbench.commands import (
+    launch as launch_node,
+)
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
+from ddpbench.launch import forks, placement, starters
+from ddpbench.launch.placement import Placement, Refused
+from ddpbench.launch.supervise import Deadline
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.visible import escape, prepare_streams, silence_stdout, tell
@@ -52,13 +52,11 @@ from ddpbench.render.doctor import FINDING_COLUMNS
 from ddpbench.render.formats import FORMATS
 from ddpbench.render.rows import COLUMNS, UnknownColumn
 from ddpbench.render.steps import STEP_COLUMNS
-from ddpbench.runtime import forks, launch, starters
 from ddpbench.runtime.agree import first_line
-from ddpbench.runtime.launch import Placement, Refused
-from ddpbench.runtime.supervise import Deadline
 from ddpbench.selftest import command as selftest
+from ddpbench.session import launching, options
 
-T = TypeVar("T", bound=session.Options)
+T = TypeVar("T", bound=launching.Options)
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except Refused as error:
-        options.speak(str(error), options.placement(), error.speaker)
+        options.speak(str(error), options.placement_if_clear(), error.speaker)
         return 2
     except InvalidRun as error:
         tell(str(error))
@@ -92,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (OSError, ImportError, MemoryError) as error:
         silence_stdout()
-        options.speak(_cannot(error), options.placement(), 0)
+        options.speak(_cannot(error), options.placement_if_clear(), 0)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -148,8 +146,8 @@ def _measuring(
     def called(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         asked = kind.of(namespace)
         options.require_columns(asked.format, asked.columns)
-        place = launch.placement()
-        launch.require_limits(place.world_size if place else asked.nproc or 2, place)
+        place = placement.read_placement()
+        placement.require_limits(place.world_size if place else asked.nproc or 2, place)
         for module in asked.modules:
             try:
                 import_module(module)
@@ -177,7 +175,7 @@ def resolve(asked: T, place: Placement | None) -> T:
     return replace(asked, device=device, backend=names, launches=launches)
 
 
-def _nproc(asked: session.Options) -> int:
+def _nproc(asked: launching.Options) -> int:
     """How many ranks to start here: what was asked for, else one a GPU, else two."""
     if asked.nproc is not None or asked.device == "cpu":
         return asked.nproc or 2
@@ -186,17 +184,17 @@ def _nproc(asked: session.Options) -> int:
     return torch.cuda.device_count()
 
 
-def start(asked: session.Options, words: Sequence[str]) -> int:
+def start(asked: launching.Options, words: Sequence[str]) -> int:
     """Start the ranks of every launch, each backend's by its launcher; then show the run."""
-    from ddpbench import book
+    from ddpbench.session import recorder
 
     if asked.master_port is not None:
-        launch.require_free(asked.master_port)
+        placement.require_free(asked.master_port)
     assert asked.nproc is not None
     try:
-        folder = session.new_run(asked, asked.nproc, words)
+        folder = launching.new_run(asked, asked.nproc, words)
     except OSError as error:
-        raise Refused(session.cannot_write(error)) from None
+        raise Refused(launching.cannot_write(error)) from None
     end, refusals = None, 0
     failed = set[str]()  # backends: what ended or refused one launch does so to the next
     for number, name in _schedule(asked, store.read(folder).plan.seed):
@@ -211,19 +209,19 @@ def start(asked: session.Options, words: Sequence[str]) -> int:
             sys.stdout.flush()
         refusals += code == 2
         if code == 130:
-            end = book.interrupted("a signal")  # unless the ranks have told which
+            end = recorder.interrupted("a signal")  # unless the ranks have told which
             break
         if code != 0:
             failed.add(name)
             reason = verdict or f"the ranks on {name} ended with exit code {code}"
-            end = end or book.End("failed", reason, 5)
+            end = end or recorder.End("failed", reason, 5)
     nothing = refusals or not store.read(folder).launches
-    if nothing and book.discard(folder):
+    if nothing and recorder.discard(folder):
         return 2 if refusals or end is None else end.code
-    return book.finish(folder, asked.format, asked.columns, asked.quiet, end)
+    return recorder.finish(folder, asked.format, asked.columns, asked.quiet, end)
 
 
-def _schedule(asked: session.Options, seed: int) -> Iterator[tuple[int, str]]:
+def _schedule(asked: launching.Options, seed: int) -> Iterator[tuple[int, str]]:
     """The launches in their order: in randomised blocks of one a backend, drift meets all alike."""
     order, launches = random.Random(seed), asked.launches or 1
     for block in range(launches):
@@ -235,7 +233,7 @@ def _schedule(asked: session.Options, seed: int) -> Iterator[tuple[int, str]]:
 
 
 def _launch(
-    asked: session.Options, words: Sequence[str], name: str, folder: Path, number: int
+    asked: launching.Options, words: Sequence[str], name: str, folder: Path, number: int
 ) -> tuple[int, str]:
     """One backend's ranks, started and awaited; their exit code, and what was told from here of one
     that was killed or stopped."""

@@ -20,19 +20,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpbench import options, session
 from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS, Operation
 from ddpbench.catalog.sizes import SYNTAX, parse, readable, whole
+from ddpbench.launch.placement import Placement, Refused
 from ddpbench.measure import memory
 from ddpbench.measure.start import STARTS
 from ddpbench.records.schema import Case, Limit, Plan, Result
 from ddpbench.render.rows import COLUMNS
 from ddpbench.runtime import agree, cpu, environment
 from ddpbench.runtime.group import Group
-from ddpbench.runtime.launch import Placement, Refused
 from ddpbench.runtime.teams import GROUPS, Split
+from ddpbench.session import launching, options
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ DEFAULT_SIZES = {"cpu": "4:64M:x4", "cuda": "8:1G:x4"}
 
 
 @dataclass(frozen=True)
-class Options(session.Options):
+class Options(launching.Options):
     """What a sweep was asked for."""
 
     command = "collectives"
@@ -228,7 +228,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 
 def run(asked: Options, place: Placement) -> int:
     """One rank's part of a sweep over the backends; the exit code."""
-    return session.run(asked, place, sweep)
+    return launching.run(asked, place, sweep)
 
 
 def sweep(
@@ -238,17 +238,17 @@ def sweep(
 
     Returns, in every rank, why the results can no longer be stored; None when all went well.
     """
-    from ddpbench import book
     from ddpbench.measure import calibrate, clock, loop, offsets, pace
     from ddpbench.measure.handoff import Handoff
+    from ddpbench.session import recorder
 
     device = ranks.device(asked.device)
-    name = session.torch_name(ranks, backend)
+    name = launching.torch_name(ranks, backend)
     with ExitStack() as stack:
         tested = stack.enter_context(ranks.tested(name))
         teams = stack.enter_context(ranks.teams(name, tested, asked.groups))
         for group in (tested, *(team.group for team in teams.values())):
-            session.connect(ranks, backend, group)
+            launching.connect(ranks, backend, group)
         began, whole = time.monotonic(), cpu.CpuMeter()
         loop.settle()
         splits = [team.split for team in teams.values()]
@@ -259,11 +259,11 @@ def sweep(
         on_cpu = device.type == "cpu" and asked.limit is None
         sizes = {case.nbytes for case, _ in wanted} if on_cpu else set()
         rates = calibrate.rates(ranks, sizes, splits if on_cpu else ())
-        launch = session.launch_record(
+        launch = launching.launch_record(
             ranks, backend, asked.device, index, times, {"rates": asdict(rates)}, len(wanted)
         )
         together = stack.enter_context(offsets.opened(ranks, launch.ranks))
-        record = book.Book(ranks, folder, launch)
+        record = recorder.Book(ranks, folder, launch)
         if asked.shows_progress:
             record.expect(len(wanted))
         handoff = Handoff(ranks) if device.type == "cpu" else None
@@ -286,11 +286,11 @@ def sweep(
             )  # fmt: skip
             off = together.again(team.split.teams)
             mine = [
-                session.spent(meter), samples.huge_share, samples.page_faults,
+                launching.spent(meter), samples.huge_share, samples.page_faults,
                 handoff and handoff.seconds(),
             ]  # fmt: skip
             used, shares, faults, handoffs = zip(*agree.everyones(ranks, mine), strict=True)
-            resolved = session.share_of_others(ranks, used)
+            resolved = launching.share_of_others(ranks, used)
             if resolved is not None:  # else the case is too short to tell, and the next adds to it
                 meter, share = cpu.CpuMeter(), resolved
             result = Result(
@@ -310,11 +310,11 @@ def sweep(
                 wall_seconds=time.monotonic() - started,
             )
             record.compared(together)
-            record.add(*book.summed(result, samples, off))
+            record.add(*recorder.summed(result, samples, off))
             failure = agree.from_rank_0(ranks, record.failure)
             if failure is not None or samples.stop_reason == "interrupted":
                 break
-        record.close(time.monotonic() - began, session.used(ranks, whole))
+        record.close(time.monotonic() - began, launching.used(ranks, whole))
     return failure
 
 

@@ -12,115 +12,25 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ddpbench import options, session
 from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.hooks import HOOKS
 from ddpbench.catalog.optimizers import OPTIMIZERS
-from ddpbench.catalog.workloads import WORKLOADS, Workload
+from ddpbench.catalog.workloads import WORKLOADS
+from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.schema import Plan, StepCase
 from ddpbench.render.steps import STEP_COLUMNS
 from ddpbench.runtime import agree, cpu
 from ddpbench.runtime.group import Group
-from ddpbench.runtime.launch import Placement, Refused
-
-if TYPE_CHECKING:
-    pass
+from ddpbench.session import launching, options
+from ddpbench.session.step_options import DEFAULT
+from ddpbench.session.step_options import Options as Options  # as each measuring command has it
 
 HELP = "where the time of a DDP step goes, and whether the replicas are equal after each"
-DEFAULT = {"cpu": ("mlp",), "cuda": ("transformer",)}
 SETTINGS = tuple(dict.fromkeys(name for each in WORKLOADS.values() for name in each.settings))
-
-
-@dataclass(frozen=True)
-class Options(session.Options):
-    """What was asked for; None: as the workload or the device has it."""
-
-    command = "ddp"
-
-    workload: tuple[str, ...] | None
-    settings: tuple[tuple[str, int], ...]
-    batch: int | None
-    optimizer: str | None
-    learning_rate: float | None
-    accumulate: int
-    amp: str | None
-    threads: int | None
-    bucket_cap_mb: float | None
-    gradient_as_bucket_view: bool
-    static_graph: bool
-    find_unused_parameters: bool
-    comm_hook: str
-    seconds: float
-    rounds: int | None
-    in_a_row: int | None
-    no_budget: bool
-    verify: int
-    on_mismatch: str
-    inject: tuple[str, ...]
-    epochs: int | None
-    checkpoint: str | None
-    resume: bool
-
-    @property
-    def subjects(self) -> tuple[str, ...]:
-        """The workloads."""
-        return self.workload or DEFAULT.get(self.device, DEFAULT["cpu"])
-
-    def plan(self, seed: int) -> Plan:
-        """The protocol as it is stored with the run."""
-        return Plan(
-            slice_seconds=self.seconds,
-            verify=self.verify,
-            timeout_seconds=self.timeout,
-            seed=seed,
-        )
-
-    def ddp_options(self) -> dict[str, Any]:
-        """What DistributedDataParallel is given."""
-        return {
-            "bucket_cap_mb": self.bucket_cap_mb,
-            "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "static_graph": self.static_graph,
-            "find_unused_parameters": self.find_unused_parameters,
-        }
-
-    def settings_of(self, workload: Workload) -> dict[str, int]:
-        """The workload's settings: the user's, else its defaults for the device."""
-        given = dict(self.settings)
-        return {
-            name: given.get(name, by_device[self.device])
-            for name, by_device in workload.settings.items()
-        }
-
-    def check(self) -> None:
-        """Raises Refused, with one sentence, for options that do not go together."""
-        taken = {name for each in self.subjects if each in WORKLOADS
-                 for name in WORKLOADS[each].settings}  # fmt: skip
-        for name, _ in self.settings:
-            if name not in taken:
-                those = [each.name for each in WORKLOADS.values() if name in each.settings]
-                raise Refused(
-                    f"--{name} means nothing to {', '.join(self.subjects)}: "
-                    f"it belongs to --workload {' or '.join(those)}"
-                )
-        if self.static_graph and self.accumulate > 1:
-            raise Refused(
-                "--static-graph and --accumulate exclude each other: torch's reducer fails under "
-                "no_sync with a static graph; leave out one of them"
-            )
-        own = [name for name in self.subjects if name not in WORKLOADS]
-        if self.batch and own:
-            raise Refused(f"--batch means nothing to {own[0]}: its batch(step) says how many")
-        trains = [name for name in self.subjects if name in WORKLOADS and WORKLOADS[name].trains]
-        if (self.checkpoint or self.resume or self.epochs) and len(trains) != 1:
-            raise Refused("--epochs, --checkpoint and --resume are for --workload regression")
-        if self.resume and not self.checkpoint:
-            raise Refused("--resume needs --checkpoint FILE, the file to go on from")
 
 
 class _Setting(argparse.Action):
@@ -302,7 +212,7 @@ def planned(asked: Options, backend: Backend) -> list[StepCase] | None:
 
 def run(asked: Options, place: Placement) -> int:
     """One rank's part over all backends and workloads; the exit code."""
-    return session.run(asked, place, sweep)
+    return launching.run(asked, place, sweep)
 
 
 def sweep(
@@ -314,21 +224,21 @@ def sweep(
     """
     import torch
 
-    from ddpbench import book, trial
     from ddpbench.measure import clock
+    from ddpbench.session import recorder, trial
 
     device = ranks.device(asked.device)
-    threads = asked.threads or session.threads(ranks)
+    threads = asked.threads or launching.threads(ranks)
     torch.set_num_threads(threads)
-    with ranks.tested(session.torch_name(ranks, backend)) as tested:
-        session.connect(ranks, backend, tested)
+    with ranks.tested(launching.torch_name(ranks, backend)) as tested:
+        launching.connect(ranks, backend, tested)
         _require_hook(ranks, asked, backend)
         began, whole = time.monotonic(), cpu.CpuMeter()
         times = agree.from_rank_0(ranks, clock.properties())
-        launch = session.launch_record(
+        launch = launching.launch_record(
             ranks, backend, asked.device, index, times, {"threads": threads}, len(asked.subjects)
         )
-        record = book.Book(ranks, folder, launch)
+        record = recorder.Book(ranks, folder, launch)
         if asked.shows_progress:
             record.expect(len(asked.subjects))
         failure = None
@@ -342,7 +252,7 @@ def sweep(
             failure = agree.from_rank_0(ranks, record.failure)
             if failure is not None:
                 break
-        record.close(time.monotonic() - began, session.used(ranks, whole))
+        record.close(time.monotonic() - began, launching.used(ranks, whole))
     return failure
 
 

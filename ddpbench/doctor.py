@@ -20,17 +20,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpbench import options, session
 from ddpbench.catalog import faults
 from ddpbench.catalog.backends import Backend
 from ddpbench.examine import capabilities, links, preflight, stragglers
 from ddpbench.examine.patient import Outcome, Patient
+from ddpbench.launch.placement import Placement
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
 from ddpbench.render.doctor import FINDING_COLUMNS
 from ddpbench.runtime import agree, cpu
 from ddpbench.runtime.group import Group
-from ddpbench.runtime.launch import Placement
 from ddpbench.selftest import trials
+from ddpbench.session import launching, options
 
 HELP = "what is wrong with this set-up, on which rank, host or link, and what to do"
 
@@ -56,7 +56,7 @@ EXAMINATIONS: dict[str, Examiner] = {
 
 
 @dataclass(frozen=True)
-class Options(session.Options):
+class Options(launching.Options):
     """What was asked for."""
 
     command = "doctor"
@@ -153,7 +153,7 @@ def run(asked: Options, place: Placement) -> int:
     with contextlib.ExitStack() as planted:
         for text in asked.inject:
             planted.enter_context(faults.parse(text, faults.IN_SET_UP).around(place))
-        return session.run(asked, place, sweep)
+        return launching.run(asked, place, sweep)
 
 
 def sweep(
@@ -165,19 +165,19 @@ def sweep(
     """
     import torch
 
-    from ddpbench import book
     from ddpbench.measure import clock
+    from ddpbench.session import recorder
 
     device = ranks.device(asked.device)
-    torch.set_num_threads(session.threads(ranks))
-    with ranks.tested(session.torch_name(ranks, backend)) as tested:
-        session.connect(ranks, backend, tested)
+    torch.set_num_threads(launching.threads(ranks))
+    with ranks.tested(launching.torch_name(ranks, backend)) as tested:
+        launching.connect(ranks, backend, tested)
         began, whole = time.monotonic(), cpu.CpuMeter()
         times = agree.from_rank_0(ranks, clock.properties())
-        launch = session.launch_record(
+        launch = launching.launch_record(
             ranks, backend, asked.device, index, times, {}, len(asked.only)
         )
-        record = book.Book(ranks, folder, launch)
+        record = recorder.Book(ranks, folder, launch)
         if asked.shows_progress:
             record.expect(len(asked.only))
         patient = Patient(
@@ -201,7 +201,7 @@ def sweep(
             failure = agree.from_rank_0(ranks, record.failure)
             if failure is not None:
                 break
-        record.close(time.monotonic() - began, session.used(ranks, whole))
+        record.close(time.monotonic() - began, launching.used(ranks, whole))
     return failure
 
 

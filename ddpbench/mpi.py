@@ -1,7 +1,7 @@
 """MPI as a backend of torch.distributed, on a stock torch wheel, for any script:
 
     import torch.distributed as dist
-    import ddpbench.runtime.mpi
+    import ddpbench.mpi
 
     dist.init_process_group("mpi4py")
 
@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import os
 
-from ddpbench.runtime import launch, mpi_library
-from ddpbench.runtime.mpi_group import NAME, ProcessGroupMPI4PY, register
+from ddpbench.launch import placement
+from ddpbench.mpi_backend import library as mpi_library
+from ddpbench.mpi_backend.group import NAME, ProcessGroupMPI4PY, register
 
 __all__ = ["NAME", "ProcessGroupMPI4PY", "register"]
 
 
 def _tell() -> None:
-    place = launch.placement()
+    place = placement.read_placement()
     if place is None or place.launcher == "torchrun":
         return
     rank, size = mpi_library.world()

@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from ddpbench.analysis.matching import AnyCase
-    from ddpbench.analysis.regression import Measured, Row
     from ddpbench.records.schema import Run
+    from ddpbench.verdicts.matching import AnyCase
+    from ddpbench.verdicts.regression import Measured, Row
 
 KEY = "ddpbench"  # in a benchmark's extra_info, and at the top of a saved file
 NO_BENCHMARK = "ddpbench's fixtures need pytest-benchmark: pip install pytest-benchmark"
@@ -156,7 +156,7 @@ def _saved(files: Sequence[tuple[Path, Any]], accepted_only: bool) -> dict[str, 
                 saved.setdefault(each["fullname"], []).append((number, each["extra_info"][KEY]))
     if not saved:
         return {}
-    from ddpbench import measured
+    from ddpbench.commands import measured
 
     return {
         name: [measured.from_json(stored, number) for number, stored in every[-LEARNT_FROM:]]
@@ -214,7 +214,7 @@ def ddp_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
 def _benchmark(request: pytest.FixtureRequest, settings: dict[str, Any]) -> Run:
     """Measure, and hand the medians of the launches to pytest-benchmark."""
     benchmark, clock = _pytest_benchmark(request)
-    from ddpbench import measured
+    from ddpbench.commands import measured
 
     option, folder = request.config.getoption, _folder(request)
     command, defaults, short = COMMANDS[str(request.fixturename)]
@@ -268,7 +268,7 @@ def _folder(request: pytest.FixtureRequest) -> Path:
 
 def _margin(run: Run, case: AnyCase) -> float | None:
     """This machine's margin for the case (`calibrate`), a fraction; None: not calibrated."""
-    from ddpbench import compare
+    from ddpbench.commands import compare
 
     known = compare.calibrated([run])
     return (known.margin(case, len(run.launches)) or None) if known else None
@@ -305,7 +305,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
     """Judge before pytest-benchmark saves, so that what is slower is saved as such."""
     suite = session.config.stash.get(SUITE, Suite())
     if suite.saved is not None and suite.measured:
-        from ddpbench.analysis import regression, verdict
+        from ddpbench.verdicts import regression, verdict
 
         margin = session.config.getoption("--ddpbench-margin") / 100
         suite.rows = regression.judged(suite.saved, suite.measured, margin)
@@ -318,7 +318,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
     """Mark in the saved file what was slower than before."""
     if rows := config.stash[SUITE].rows:
-        from ddpbench.analysis import verdict
+        from ddpbench.verdicts import verdict
 
         slower = [row.test for row in rows if row.verdict == verdict.SLOWER]
         output_json[KEY] = {"slower": slower}

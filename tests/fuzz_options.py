@@ -24,8 +24,9 @@ from unittest import mock
 from fuzzing import Tally, alone, called, fault_of, main, process, typed
 from ranks import ROOT
 
-from ddpbench import cli, options
-from ddpbench.runtime import launch
+from ddpbench import cli
+from ddpbench.launch import placement
+from ddpbench.session import options
 
 # What nobody means, and somebody's shell gives. No path leads out of the folder below.
 NASTY = (
@@ -86,7 +87,7 @@ def environ(rng: random.Random) -> dict[str, str]:
     """Mostly nothing; now and then what a launcher sets, or something like it."""
     if rng.random() < 0.95:
         return {}
-    names = [name for _, *each in launch._VARIABLES for name in each if name]
+    names = [name for _, *each in placement._VARIABLES for name in each if name]
     names += ["MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "SLURM_JOB_ID", "OMP_NUM_THREADS"]
     values = ("0", "1", "2", "-1", "", "x", "99999", "9" * 30, "µ", "\udcff")
     return {name: rng.choice(values) for name in rng.sample(names, rng.randint(1, 6))}

@@ -22,8 +22,9 @@ from unittest import mock
 
 from ranks import environment
 
-from ddpbench import cli, options
+from ddpbench import cli
 from ddpbench.runtime import group
+from ddpbench.session import options
 
 CODES = frozenset({0, 1, 2, 3, 4, 5, 130})
 PATIENCE_SECONDS = 60.0  # of one command; the machine may be busy

@@ -293,7 +293,7 @@ def main(play: str) -> None:
     """One rank."""
     mpi = "OMPI_COMM_WORLD_RANK" in os.environ
     if mpi:
-        import_module("ddpbench.runtime.mpi")
+        import_module("ddpbench.mpi")
     torch.set_num_threads(1)
     dist.init_process_group("mpi4py" if mpi else "gloo")
     globals()[f"play_{play}"](dist.get_rank())

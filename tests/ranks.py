@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpbench import cli, options
+from ddpbench import cli
 from ddpbench.selftest.ranks import Done
+from ddpbench.session import options
 
 __all__ = ["HERE", "ROOT", "Done", "Pool", "environment", "stay"]
 

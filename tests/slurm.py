@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ranks import environment
 
-from ddpbench.runtime.launch import free_port
+from ddpbench.launch.placement import free_port
 
 NODES = ("n0", "n1")
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "sinfo", "setpriv")

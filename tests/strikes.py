@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 from ranks import environment
 
-from ddpbench.runtime import launch
+from ddpbench.launch import placement
 
 TIMEOUT_SECONDS, BEYOND_SECONDS = 6, 10
 MARK = "DDPBENCH_STRIKE"  # in the environment of all that a trial starts
@@ -85,7 +85,7 @@ def try_it(strike: Strike, order: random.Random) -> tuple[float, list[str]] | No
     with tempfile.TemporaryDirectory(prefix="strike-") as name:
         folder, token = Path(name), uuid.uuid4().hex
         (folder / "tmp").mkdir()
-        words = [word.format(port=launch.free_port()) for word in COMMANDS[strike.command]]
+        words = [word.format(port=placement.free_port()) for word in COMMANDS[strike.command]]
         words += ["--backend", strike.backend, "--device", "cpu"]
         words += ["--timeout", str(TIMEOUT_SECONDS)]
         if strike.command != "launch":

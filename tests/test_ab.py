@@ -17,11 +17,12 @@ import pytest
 from ranks import environment
 from test_store import a_case, a_launch, a_result, a_run, a_summary
 
-from ddpbench import ab, cli, interleaved
-from ddpbench.interleaved import Failed, Variant, variant
+from ddpbench import cli
+from ddpbench.commands import ab, interleaved
+from ddpbench.commands.interleaved import Failed, Variant, variant
+from ddpbench.launch.placement import Refused
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
-from ddpbench.runtime.launch import Refused
 
 Times = dict[str, Callable[[int], float]]  # side → launch → seconds
 

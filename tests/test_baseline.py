@@ -13,8 +13,9 @@ from test_floors import RUN, python
 from test_store import a_case, a_result, a_run, a_summary, some_samples
 from test_verdict import medians
 
-from ddpbench import baseline, cli, compare
+from ddpbench import cli
 from ddpbench.analysis import stats
+from ddpbench.commands import baseline, compare
 from ddpbench.records import store
 from ddpbench.records.schema import Run, Wrong
 

@@ -15,7 +15,7 @@ import torch
 from fuzzing import called
 from test_collectives import QUICK, call, command, environment, torchrun
 
-from ddpbench.runtime import launch
+from ddpbench.launch import placement
 
 ONE_LINE = re.compile(r"ddpbench: [^\n]+\n")
 
@@ -169,7 +169,7 @@ def test_a_launcher_that_is_missing_is_named_with_its_remedy(tmp_path: Path) -> 
 
 def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     """Two of three tasks come; the third is named when the time is up."""
-    port = str(launch.free_port())
+    port = str(placement.free_port())
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "ddpbench.collectives", "--timeout", "5"],

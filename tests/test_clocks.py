@@ -18,7 +18,6 @@ from ranks import Pool
 from test_kept import filled, some_stamps
 from test_store import a_case, a_launch, a_result, a_run, a_summary
 
-from ddpbench import book
 from ddpbench.analysis import clocks, stats
 from ddpbench.analysis.clocks import Ahead
 from ddpbench.measure import offsets
@@ -27,6 +26,7 @@ from ddpbench.records import store
 from ddpbench.records.schema import Offset, Result
 from ddpbench.render import formats
 from ddpbench.runtime import agree
+from ddpbench.session import recorder
 
 # --- what ping-pongs say --------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ def test_there_is_no_skew_where_the_bound_is_too_wide(off: float | None, shown: 
     stamps = some_stamps(2, 30)
     stamps[:, :, 1] = stamps[:, :, 0] + 10**6
     samples = Samples(cold=stamps[:, :1], timed=filled(stamps, 30))
-    result, _ = book.summed(a_result(), samples, off)
+    result, _ = recorder.summed(a_result(), samples, off)
     assert result.summary is not None
     assert result.clock_off_seconds == off
     assert result.summary.median_seconds == pytest.approx(1e-3)
@@ -235,7 +235,7 @@ def test_a_batched_case_is_judged_by_its_whole_repetition() -> None:
     stamps = some_stamps(2, 30)
     stamps[:, :, 1] = stamps[:, :, 0] + 50 * 10**6
     samples = Samples(calls=50, cold=stamps[:, :1], timed=filled(stamps, 30))
-    result, _ = book.summed(a_result(replace(a_case(), nbytes=4)), samples, 1e-3)
+    result, _ = recorder.summed(a_result(replace(a_case(), nbytes=4)), samples, 1e-3)
     assert_one_clock(result)
     assert result.summary is not None
     assert result.summary.skew_seconds is not None

@@ -18,15 +18,15 @@ import psutil
 import pytest
 from ranks import Pool, environment
 
+from ddpbench.launch import placement
 from ddpbench.records import store
 from ddpbench.records.schema import Run
-from ddpbench.runtime import launch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 QUICK = ("--slice", "0.1", "--timeout", "10", "--launches", "1")
 MPI = pytest.mark.skipif(
-    launch.find_mpirun() is None, reason="there is no mpirun: install the extra `mpi`"
+    placement.find_mpirun() is None, reason="there is no mpirun: install the extra `mpi`"
 )
 
 
@@ -59,7 +59,14 @@ def stored(cwd: Path) -> tuple[Path, Run]:
 def mpirun(nproc: int) -> list[str]:
     """mpirun as a user types it."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [str(launch.find_mpirun()), *root, "--oversubscribe", "-n", str(nproc), sys.executable]
+    return [
+        str(placement.find_mpirun()),
+        *root,
+        "--oversubscribe",
+        "-n",
+        str(nproc),
+        sys.executable,
+    ]
 
 
 def torchrun(nproc: int) -> list[str]:
@@ -209,7 +216,9 @@ def test_different_options_are_found_before_measuring(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["tcp", "file"])
 def test_init_methods_meet(tmp_path: Path, method: str) -> None:
     """tcp:// and file:// work under torchrun, beside its own env://."""
-    url = f"tcp://127.0.0.1:{launch.free_port()}" if method == "tcp" else f"file://{tmp_path}/meet"
+    url = (
+        f"tcp://127.0.0.1:{placement.free_port()}" if method == "tcp" else f"file://{tmp_path}/meet"
+    )
     words = ["--init-method", url, "--op", "barrier", *QUICK]
     done = call([*torchrun(2), "-m", "ddpbench.collectives", *words], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -17,13 +17,14 @@ from test_steps import some_replicas as replicas
 from test_store import a_case, a_launch, a_result, a_run, a_summary
 from test_verdict import medians
 
-from ddpbench import cli, compare
-from ddpbench.analysis import comparison, verdict
-from ddpbench.analysis.differences import Difference, differences
-from ddpbench.analysis.matching import Source
+from ddpbench import cli
+from ddpbench.commands import compare
 from ddpbench.records import codec, store
 from ddpbench.records.schema import SCHEMA, Case, Limit, Result, Run, Wrong
 from ddpbench.render import comparison as render
+from ddpbench.verdicts import comparison, verdict
+from ddpbench.verdicts.differences import Difference, differences
+from ddpbench.verdicts.matching import Source
 
 Said = tuple[int, str, str]
 Compare = Callable[..., Said]

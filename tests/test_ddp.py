@@ -23,12 +23,13 @@ from test_collectives import (
     wait_for_a_result,
 )  # fmt: skip
 
-from ddpbench import cli, trial
+from ddpbench import cli
 from ddpbench.catalog import faults
 from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.measure import step
 from ddpbench.records import store
 from ddpbench.records.schema import StepResult
+from ddpbench.session import trial
 
 SMALL = ("--width", "64", "--depth", "2", "--batch", "8")
 FEW = ("--rounds", "6", "--in-a-row", "2", "--timeout", "30")

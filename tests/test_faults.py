@@ -17,8 +17,8 @@ from ranks import Pool, environment
 
 from ddpbench.catalog import faults, setup_faults, step_faults
 from ddpbench.catalog.faults import IN_SET_UP, IN_STEP
+from ddpbench.launch.placement import Placement, Refused
 from ddpbench.runtime.environment import rank_facts
-from ddpbench.runtime.launch import Placement, Refused
 
 
 def test_a_fault_is_known_by_its_name_and_kind() -> None:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ddpbench.analysis.hang import Call
-from ddpbench.runtime import flight
-from ddpbench.runtime.flight import Flight, Recorder
+from ddpbench.hang import flight
+from ddpbench.hang.flight import Flight, Recorder
+from ddpbench.hang.verdict import Call
 
 
 @pytest.fixture

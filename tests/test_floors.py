@@ -21,41 +21,51 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "version": (),  # ddpbench/__init__.py
     "records": ("version",),
     "analysis": ("version", "records"),
-    "runtime": ("version", "records", "analysis.hang"),
-    "catalog": ("version", "records", "runtime"),
-    "render": ("version", "records", "analysis", "catalog.sizes"),
-    "interchange": ("version", "records", "runtime", "catalog"),
-    "measure": ("version", "records", "analysis", "runtime", "catalog"),
-    "replicas": ("version", "records", "analysis", "runtime", "catalog"),
+    "verdicts": ("version", "records", "analysis"),
+    "launch": ("version", "records"),
+    "mpi_backend": ("version", "records", "launch"),
+    "mpi": ("launch", "mpi_backend"),
+    "hang": ("version", "records", "launch", "mpi_backend", "analysis.setup"),
+    "runtime": ("version", "records", "launch", "mpi_backend", "mpi", "hang"),
+    "catalog": ("version", "records", "launch", "mpi_backend", "runtime"),
+    "render": ("version", "records", "analysis", "verdicts", "catalog.sizes"),
+    "interchange": ("version", "records", "runtime.environment", "catalog"),
+    "measure": ("version", "records", "analysis", "launch", "hang", "runtime", "catalog"),
+    "replicas": ("version", "records", "analysis", "hang", "runtime", "catalog"),
+    "session": (
+        "version", "records", "analysis", "launch", "hang", "runtime", "catalog", "render",
+        "interchange", "measure", "replicas",
+    ),
     "examine": ("version", "records", "analysis", "runtime", "catalog", "measure"),
-    "selftest": ("version", "records", "analysis", "runtime", "catalog", "render"),
+    "selftest": ("version", "records", "analysis", "launch", "catalog", "render"),
+    "measuring": (
+        "version", "records", "analysis", "launch", "runtime", "catalog", "render", "measure",
+        "replicas", "session", "examine", "selftest",
+    ),
     "commands": (
-        "version", "records", "analysis", "runtime", "catalog", "render", "interchange", "measure",
-        "replicas", "examine", "selftest",
+        "version", "records", "analysis", "verdicts", "launch", "catalog", "render", "interchange",
+        "session", "measuring",
     ),
     "cli": (
-        "version", "records", "analysis", "runtime", "catalog", "render", "interchange", "measure",
-        "replicas", "examine", "selftest", "commands",
+        "version", "records", "analysis", "launch", "runtime", "catalog", "render", "interchange",
+        "session", "selftest", "measuring", "commands",
     ),
-    "pytest_plugin": (
-        "version", "records", "analysis", "runtime", "catalog", "render", "interchange", "measure",
-        "replicas", "examine", "selftest", "commands",
-    ),
+    "pytest_plugin": ("version", "records", "analysis", "verdicts", "render", "commands"),
     "__main__": ("cli",),
 }  # fmt: skip
 
 
 def floor(module: str) -> str:
-    """The floor of a module of ddpbench; one directly in it, unless named above, is a command."""
+    """The floor of a module of ddpbench; one directly in it, unless named above, measures."""
     if module == "ddpbench":
         return "version"
     first, *rest = module.split(".")[1:]
-    return first if rest or first in FLOORS else "commands"
+    return first if rest or first in FLOORS else "measuring"
 
 
 # What a user's script finds in ddpbench, and the module that has it.
 GIVEN = {f"ddpbench.{n}": "ddpbench.replicas" for n in ddpbench.__all__ if n != "__version__"}
-GIVEN["ddpbench.watchdog"] = "ddpbench.runtime.guard"
+GIVEN["ddpbench.watchdog"] = "ddpbench.hang.guard"
 
 
 def given_on_demand(node: ast.AST) -> bool:
@@ -137,13 +147,16 @@ UP = {
     "in a function": ("runtime/agree.py", "def f():\n    from ddpbench.measure import loop"),
     "for types": ("catalog/sizes.py", "if TYPE_CHECKING:\n    from ddpbench.render import rows"),
     "by name": ("measure/clock.py", "importlib.import_module('ddpbench.collectives')"),
-    "relatively": ("runtime/launch.py", "from ..catalog import backends"),
+    "relatively": ("runtime/cpu.py", "from ..catalog import backends"),
     "from a package": ("render/__init__.py", "from ..measure.loop import Samples"),
     "to the front door": ("collectives.py", "def f():\n    from ddpbench import cli"),
     "beside": ("render/rows.py", "from ddpbench.catalog.backends import BACKENDS"),
     "of what users are given": ("runtime/agree.py", "from ddpbench import verify_replicas"),
     "in the package itself": ("__init__.py", "from ddpbench.replicas import Report"),
-    "under another test": ("book.py", "if __name__ != '__main__':\n    import ddpbench.cli"),
+    "under another test": (
+        "session/recorder.py",
+        "if __name__ != '__main__':\n    import ddpbench.cli",
+    ),
 }
 
 

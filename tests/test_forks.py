@@ -16,14 +16,14 @@ import pytest
 from ranks import environment
 from strikes import MARK, members
 
-from ddpbench.runtime import family
+from ddpbench.launch import family
 
 # `main` of each rank: a Python expression of `place` and `dist`, run as `python -c`.
 PROGRAM = """
 import os, signal, sys, time
 from ddpbench.runtime import forks, launch
 from ddpbench.runtime.group import Rendezvous, opened
-from ddpbench.runtime.supervise import Deadline
+from ddpbench.launch.supervise import Deadline
 def main():
     place = launch.placement()
     {body}

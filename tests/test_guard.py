@@ -15,11 +15,12 @@ import pytest
 from ranks import environment
 
 import ddpbench
-from ddpbench.runtime import flight, launch
+from ddpbench.hang import flight
+from ddpbench.launch import placement
 
 SCRIPT = Path(__file__).parent / "guarded.py"
 MPI = pytest.mark.skipif(
-    launch.find_mpirun() is None, reason="there is no mpirun: install the extra `mpi`"
+    placement.find_mpirun() is None, reason="there is no mpirun: install the extra `mpi`"
 )
 REDUCE = r"all_reduce float32\[1024\]"
 HERE = r"\(guarded\.py:\d+\)"
@@ -56,7 +57,7 @@ def running(*words: str) -> Iterator[subprocess.Popen[str]]:
 def mpirun() -> list[str]:
     """It starts two ranks."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [str(launch.find_mpirun()), *root, "--oversubscribe", "-n", "2"]
+    return [str(placement.find_mpirun()), *root, "--oversubscribe", "-n", "2"]
 
 
 @pytest.fixture(scope="module")

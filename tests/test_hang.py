@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ddpbench.analysis import hang
-from ddpbench.analysis.hang import (
+from ddpbench.hang import verdict as hang
+from ddpbench.hang.verdict import (
     ALIVE,
     DIED,
     ENDED,

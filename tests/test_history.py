@@ -18,12 +18,12 @@ from test_floors import RUN, python
 from test_steps import a_step_case, a_step_result, a_step_run
 from test_store import a_case, a_result, a_run, a_summary
 
-from ddpbench import history
-from ddpbench.analysis import trend
+from ddpbench.commands import history
 from ddpbench.records import store
 from ddpbench.records.schema import Case, Run, Wrong
 from ddpbench.render import history as render
 from ddpbench.render.comparison import label
+from ddpbench.verdicts import trend
 
 Floats = npt.NDArray[np.float64]
 Call = Callable[..., Said]

@@ -20,9 +20,9 @@ from test_collectives import MPI, environment
 
 from ddpbench.catalog import hooks
 from ddpbench.catalog.hooks import HOOKS
+from ddpbench.launch import placement
+from ddpbench.launch.placement import Refused
 from ddpbench.measure import hook_probe, throwaway
-from ddpbench.runtime import launch
-from ddpbench.runtime.launch import Refused
 
 # Planted with modules=("planted",): what each does in rank 1 when its third step reduces.
 PLANTED = """
@@ -229,7 +229,7 @@ def test_the_trial_is_nobody_s_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = throwaway.environment()
     assert not environ.keys() & set(told)
     assert environ.keys() >= set(kept)
-    assert launch.placement(environ) is None
+    assert placement.read_placement(environ) is None
 
 
 # --- real trials ----------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ while not done.exists():
 def test_a_rank_of_mpirun_may_ask(tmp_path: Path) -> None:
     """In a rank under mpirun, with MPI running, a trial on mpi starts an mpirun of its own; the job
     ends well. PowerSGD works there, with several buckets too."""
-    found = launch.find_mpirun()
+    found = placement.find_mpirun()
     assert found is not None
     root = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
     outcome = tmp_path / "outcome"

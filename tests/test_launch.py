@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from ranks import environment
 
-from ddpbench.runtime import family, launch, starters
-from ddpbench.runtime.launch import Placement, Refused
-from ddpbench.runtime.supervise import Deadline
+from ddpbench.launch import family, placement, starters
+from ddpbench.launch.placement import Placement, Refused
+from ddpbench.launch.supervise import Deadline
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPEN_MPI = {
@@ -56,7 +56,7 @@ def test_each_launcher_is_known_by_its_variables(
 ) -> None:
     """torchrun, Open MPI, MPICH and srun tell rank, world and local rank; nobody else does, and a
     Slurm batch script, which has a task's variables but is no job step, is no rank."""
-    assert launch.placement(environ) == place
+    assert placement.read_placement(environ) == place
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_each_launcher_is_known_by_its_variables(
 def test_the_nearer_launcher_wins(environ: dict[str, str], place: Placement) -> None:
     """A launcher that was started inside another's job tells the place: torchrun in srun or mpirun,
     mpirun in a Slurm allocation."""
-    assert launch.placement(environ) == place
+    assert placement.read_placement(environ) == place
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_contradictions_are_refused(environ: dict[str, str], sentence: str) -> N
     """A rank outside its world, a local rank outside its host, and what is no number are told with
     the very variables, in one line."""
     with pytest.raises(Refused, match="^" + re.escape(sentence)) as caught:
-        launch.placement(environ)
+        placement.read_placement(environ)
     assert "\n" not in str(caught.value)
 
 
@@ -105,7 +105,9 @@ def test_every_rank_of_every_world_is_accepted() -> None:
     for world in range(1, 6):
         for rank in range(world):
             environ = {"RANK": str(rank), "WORLD_SIZE": str(world)}
-            assert launch.placement(environ) == Placement("torchrun", rank, world, rank, None)
+            assert placement.read_placement(environ) == Placement(
+                "torchrun", rank, world, rank, None
+            )
 
 
 # --- Slurm ----------------------------------------------------------------------------------------
@@ -129,7 +131,7 @@ def test_every_rank_of_every_world_is_accepted() -> None:
 )
 def test_the_first_host_of_a_node_list_is_found(nodes: str, first: str) -> None:
     """Plain names, ranges with leading zeros, lists in brackets, suffixes, several brackets."""
-    assert launch.first_host(nodes) == first
+    assert placement.first_host(nodes) == first
 
 
 def test_the_meeting_point_is_the_same_for_all_tasks_of_a_step() -> None:
@@ -137,10 +139,10 @@ def test_the_meeting_point_is_the_same_for_all_tasks_of_a_step() -> None:
     get other ports, and none is privileged or ephemeral."""
     mine = {**SRUN, "SLURM_STEP_NODELIST": "gpu[03-04]"}
     other_task = {**mine, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "HOSTNAME": "gpu04"}
-    assert launch.slurm_address(mine) == launch.slurm_address(other_task)
-    assert launch.slurm_address(mine)[0] == "gpu03"
+    assert placement.slurm_address(mine) == placement.slurm_address(other_task)
+    assert placement.slurm_address(mine)[0] == "gpu03"
     ports = {
-        launch.slurm_address({**mine, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})[1]
+        placement.slurm_address({**mine, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})[1]
         for job in (77, 78, 4_000_000_000)
         for step in range(20)
     }
@@ -153,10 +155,10 @@ def test_the_step_s_own_nodes_come_before_the_job_s() -> None:
     """A step on part of the allocation meets on its own first node; without any list, here; and on
     loopback where it has no other node."""
     step = {**SRUN, "SLURM_STEP_NODELIST": "gpu04"}
-    assert launch.slurm_address(step)[0] == "gpu04"
-    assert launch.slurm_address(SRUN)[0] == "gpu03"
-    assert launch.slurm_address({})[0] == "127.0.0.1"
-    assert launch.slurm_address({**step, "SLURM_STEP_NUM_NODES": "1"})[0] == "127.0.0.1"
+    assert placement.slurm_address(step)[0] == "gpu04"
+    assert placement.slurm_address(SRUN)[0] == "gpu03"
+    assert placement.slurm_address({})[0] == "127.0.0.1"
+    assert placement.slurm_address({**step, "SLURM_STEP_NUM_NODES": "1"})[0] == "127.0.0.1"
 
 
 # --- ports and programs ---------------------------------------------------------------------------
@@ -165,13 +167,13 @@ def test_the_step_s_own_nodes_come_before_the_job_s() -> None:
 def test_a_free_port_can_be_bound_and_a_taken_one_is_refused() -> None:
     """free_port gives a port that require_free accepts; once somebody listens there it refuses and
     names the port."""
-    port = launch.free_port()
-    launch.require_free(port)
+    port = placement.free_port()
+    placement.require_free(port)
     with socket.socket() as taken:
         taken.bind(("", port))
         taken.listen()
         with pytest.raises(Refused, match=f"--master-port {port} cannot be used"):
-            launch.require_free(port)
+            placement.require_free(port)
 
 
 def wheel_files() -> list[Path]:
@@ -195,23 +197,26 @@ def test_mpirun_is_taken_from_this_environment_first(
         (folder / "mpirun").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(mine / "python"))
     monkeypatch.setenv("PATH", str(theirs))
-    assert launch.find_mpirun() == str(mine / "mpirun")
+    assert placement.find_mpirun() == str(mine / "mpirun")
     (mine / "mpirun").unlink()
     wheel = [path for path in wheel_files() if path.name == "mpirun"]
-    assert launch.find_mpirun() == str(wheel[0] if wheel else theirs / "mpirun")
-    monkeypatch.setattr(launch, "files", lambda name: [])
-    assert launch.find_mpirun() == str(theirs / "mpirun")
+    assert placement.find_mpirun() == str(wheel[0] if wheel else theirs / "mpirun")
+    monkeypatch.setattr(placement, "files", lambda name: [])
+    assert placement.find_mpirun() == str(theirs / "mpirun")
     monkeypatch.setenv("PATH", str(empty))
     with pytest.raises(Refused, match=r"there is no mpirun .*pip install 'ddpbench\[mpi\]'"):
         starters.mpirun([], 1)
 
 
-@pytest.mark.skipif(launch.find_mpirun() is None, reason="there is no mpirun here")
+@pytest.mark.skipif(placement.find_mpirun() is None, reason="there is no mpirun here")
 def test_mpirun_s_exit_code_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
     """`python ARGUMENTS` runs in as many ranks as asked for, more than there are cores too; the
     exit code of the rank that fails is mpirun's, and the signal handlers are as before."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    program = "import sys; from ddpbench.runtime.launch import placement; me = placement().rank; "
+    program = (
+        "import sys; from ddpbench.launch.placement import read_placement; "
+        "me = read_placement().rank; "
+    )
     count = (os.cpu_count() or 1) + 1
     assert starters.mpirun(["-c", program + "print(f'{me}{sys.argv[1]}')", "x"], count) == 0
     assert sorted(capfd.readouterr().out.split()) == sorted(f"{n}x" for n in range(count))
@@ -230,7 +235,7 @@ with opened(place, Rendezvous(timeout_seconds=4.0)): pass
 """
 LONGER = r"is stopped \(SIGSTOP\) at its end, for longer than 4 s \(--timeout\)\. Next: "
 WAITED = r"is stopped \(SIGSTOP\): rank 0 has waited for it longer than 4 s \(--timeout\)\. Next: "
-MPIRUN = pytest.mark.skipif(launch.find_mpirun() is None, reason="there is no mpirun here")
+MPIRUN = pytest.mark.skipif(placement.find_mpirun() is None, reason="there is no mpirun here")
 
 
 def lost(blow: str, seconds: int = 4, at_the_end: bool = False) -> str:
@@ -257,7 +262,7 @@ def test_an_mpi_rank_that_is_lost_is_named_and_nothing_is_left(
     shared = Path(tempfile.mkdtemp(dir=family.SHARED))
     monkeypatch.setattr(family, "SHARED", shared)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(Path(launch.__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(placement.__file__).parents[2]))
     began = time.monotonic()
     assert starters.mpirun(["-c", program], 2, Deadline(4.0)) == 5
     assert time.monotonic() - began < 25  # imports on a busy host among them
@@ -272,7 +277,15 @@ def test_an_mpi_rank_that_is_lost_is_named_and_nothing_is_left(
 def test_under_a_user_s_own_mpirun_the_ranks_name_it(tmp_path: Path) -> None:
     """Nobody watches from outside then: a rank that waits in MPI_Init does, and ends the job."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    words = [str(launch.find_mpirun()), *root, "--oversubscribe", "-n", "2", sys.executable, "-c"]
+    words = [
+        str(placement.find_mpirun()),
+        *root,
+        "--oversubscribe",
+        "-n",
+        "2",
+        sys.executable,
+        "-c",
+    ]
     done = subprocess.run(
         [*words, lost("SIGSTOP")], env=environment(TMPDIR=str(tmp_path)), capture_output=True,
         text=True, timeout=60, check=False,

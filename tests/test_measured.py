@@ -11,7 +11,7 @@ import pytest
 from test_steps import a_step_result, a_step_run
 from test_store import a_case, a_result, a_run, a_summary
 
-from ddpbench import measured
+from ddpbench.commands import measured
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run, Wrong
 

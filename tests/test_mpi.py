@@ -32,7 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpbench.runtime import launch, mpi, mpi_library
+from ddpbench import mpi
+from ddpbench.launch import placement
+from ddpbench.mpi_backend import library as mpi_library
 
 Group = Any
 SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
@@ -1019,7 +1021,7 @@ def command(
     """The words that start a job; skips the test where there is no MPI."""
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
-    if (mpirun := launch.find_mpirun()) is None:
+    if (mpirun := placement.find_mpirun()) is None:
         pytest.skip("mpirun is neither beside this Python nor in PATH")
     ENVIRONMENT["PATH"] = f"{Path(mpirun).parent}:{os.environ['PATH']}"  # Intel's looks there
     words = [mpirun, "-n", str(ranks)]

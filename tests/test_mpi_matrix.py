@@ -32,7 +32,9 @@ from test_mpi import reduce_scatter_single as scatter_single
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
-from ddpbench.runtime import mpi, mpi_library, mpi_types
+from ddpbench import mpi
+from ddpbench.mpi_backend import library as mpi_library
+from ddpbench.mpi_backend import types as mpi_types
 
 SIZES = (1, 3, 4)  # two ranks are what every other test of mpi has
 UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]

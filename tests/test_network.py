@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from ddpbench.runtime import network, sockets
+from ddpbench.launch import sockets
+from ddpbench.runtime import network
 from ddpbench.runtime.network import NetPlace, objection, unreached
 
 HAS = {"lo": "127.0.0.1/8", "eth0": "10.0.0.1/24", "docker0": "172.17.0.1/16"}

@@ -16,10 +16,10 @@ from hosts import Hosts
 from test_cli import refused
 from test_collectives import command
 
+from ddpbench.launch import nodes, placement, processes
+from ddpbench.launch.nodes import Nodes, Said
+from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records import store
-from ddpbench.runtime import launch, nodes, processes
-from ddpbench.runtime.launch import Placement, Refused
-from ddpbench.runtime.nodes import Nodes, Said
 
 UNEQUAL = Nodes((4, 4, 2, 2))
 
@@ -31,7 +31,7 @@ def test_ranks_are_numbered_through_unequal_nodes() -> None:
     """Ranks count on from node to node, local ranks from 0 on each; every rank is a place that a
     launcher may tell."""
     places = [
-        launch.placement(environ)
+        placement.read_placement(environ)
         for index in range(4)
         for environ in UNEQUAL.environ(index, "10.0.0.1", 29500)
     ]
@@ -112,7 +112,7 @@ def test_two_that_are_the_same_node_are_named() -> None:
 
 def meeting(lists: dict[int, Nodes], seconds: float) -> dict[int, str | None]:
     """All these nodes meet in threads of this process; what each was refused with."""
-    port, told = launch.free_port(), dict[int, str | None]()
+    port, told = placement.free_port(), dict[int, str | None]()
     met: list[nodes.Meeting] = []
 
     def one(index: int) -> None:

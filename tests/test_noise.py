@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from test_store import a_case, a_launch, a_result, a_run, a_summary
 
-from ddpbench.analysis import comparison, noise, verdict
-from ddpbench.analysis.comparison import Rule
-from ddpbench.analysis.matching import Source
 from ddpbench.records.schema import Run
+from ddpbench.verdicts import comparison, noise, verdict
+from ddpbench.verdicts.comparison import Rule
+from ddpbench.verdicts.matching import Source
 
 
 def launches(count: int, sd: float, seed: int = 0) -> np.ndarray:  # type: ignore[type-arg]

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 import ddpbench
-from ddpbench import collectives, options
+from ddpbench import collectives
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.runtime.launch import Refused
+from ddpbench.launch.placement import Refused
+from ddpbench.session import options
 
 ROOT = Path(ddpbench.__file__).parents[1]
 

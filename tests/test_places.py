@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ddpbench
-from ddpbench.runtime.places import called, place_of_error
+from ddpbench.hang.places import called, place_of_error
 
 OURS = str(Path(ddpbench.__file__).parent / "replicas" / "verifier.py")
 MACHINERY = str(Path(ddpbench.__file__).parent / "runtime" / "guard.py")

@@ -16,7 +16,8 @@ from test_store import a_case, a_result, a_run, a_summary
 from test_verdict import medians
 
 import ddpbench.render.regression  # noqa: F401  likewise
-from ddpbench import measured, pytest_plugin
+from ddpbench import pytest_plugin
+from ddpbench.commands import measured
 from ddpbench.records.schema import Case, Run
 
 pytest_plugins = ["pytester"]

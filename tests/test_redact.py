@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from ranks import environment
 
-from ddpbench import interleaved, options, slurm
+from ddpbench.commands import interleaved, slurm
 from ddpbench.records import redact, store
 from ddpbench.records.redact import Owner
 from ddpbench.records.schema import Launch, Plan, Run
+from ddpbench.session import options
 
 ALICE = Owner.of(
     {

@@ -8,10 +8,11 @@ import pytest
 from test_store import a_case
 from test_verdict import medians
 
-from ddpbench.analysis import comparison, regression, stats
-from ddpbench.analysis.matching import AnyCase, Side
-from ddpbench.analysis.regression import Measured
+from ddpbench.analysis import stats
 from ddpbench.render import regression as render
+from ddpbench.verdicts import comparison, regression
+from ddpbench.verdicts.matching import AnyCase, Side
+from ddpbench.verdicts.regression import Measured
 
 
 def measured(

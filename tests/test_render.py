@@ -11,13 +11,14 @@ import pandas as pd
 import pytest
 from test_store import a_case, a_launch, a_result, a_run, a_summary
 
-from ddpbench import collectives, options
+from ddpbench import collectives
 from ddpbench.analysis import lines
 from ddpbench.records import codec
 from ddpbench.records.schema import Finding, Limit, Plan, Run, Wrong
 from ddpbench.render import formats, rows
 from ddpbench.render.formats import FORMATS
 from ddpbench.render.rows import COLUMNS, Column, digits
+from ddpbench.session import options
 
 
 def two_backends(**other: Any) -> Run:

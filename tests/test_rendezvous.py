@@ -15,7 +15,7 @@ import psutil
 import pytest
 from ranks import ROOT, environment
 
-from ddpbench.runtime import launch, rendezvous
+from ddpbench.launch import placement, rendezvous
 
 EVERYWHERE = {"0.0.0.0", "::"}
 SWEEP = ("collectives", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.2", "--launches", "1")
@@ -69,9 +69,9 @@ def test_on_one_host_nothing_listens_beyond_it(starter: str, tmp_path: Path) -> 
 def test_under_mpirun_the_store_listens_on_loopback(tmp_path: Path) -> None:
     """MPI has sockets of its own, wherever it likes; the ranks' store has one, on the port given,
     and that is on loopback."""
-    if launch.find_mpirun() is None:
-        pytest.skip(launch.NO_MPIRUN)
-    port = launch.free_port()
+    if placement.find_mpirun() is None:
+        pytest.skip(placement.NO_MPIRUN)
+    port = placement.free_port()
     words = ["-m", "ddpbench", *SWEEP, "--backend", "mpi", "-n", "2", "--master-port", str(port)]
     seen = seen_listening(words, tmp_path)
     assert {address for address, number in seen if number == port} == {"127.0.0.1"}
@@ -117,13 +117,13 @@ def test_a_store_is_served_and_lets_go_of_its_port() -> None:
     port = store.port
     del client, store
     time.sleep(0.2)
-    launch.require_free(port)
+    placement.require_free(port)
 
 
 # --- nothing that runs what it reads --------------------------------------------------------------
 
 # torch's flight recorder has lines of code in its pickle only, made and read in one process.
-ALLOWED = {"ddpbench/runtime/flight.py": "pickle"}
+ALLOWED = {"ddpbench/hang/flight.py": "pickle"}
 PICKLING = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
 

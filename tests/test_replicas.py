@@ -878,9 +878,9 @@ def job_gloo(folder: Path, rank: int, size: int) -> None:
 
 
 def job_mpi(folder: Path) -> None:
-    import ddpbench.runtime.mpi
+    import ddpbench.mpi
 
-    dist.init_process_group(ddpbench.runtime.mpi.NAME)
+    dist.init_process_group(ddpbench.mpi.NAME)
     job(folder)
 
 

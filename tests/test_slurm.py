@@ -15,11 +15,11 @@ from ranks import ROOT, Done, Pool
 from slurm import Cluster
 
 from ddpbench import cli
-from ddpbench import slurm as command
+from ddpbench.commands import slurm as command
+from ddpbench.launch import placement
+from ddpbench.launch import slurm as nodes
+from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records import store
-from ddpbench.runtime import launch
-from ddpbench.runtime import slurm as nodes
-from ddpbench.runtime.launch import Placement, Refused
 
 TINY = ("--device", "cpu", "--op", "all_reduce", "--sizes", "4,1K", "--slice", "0.1")
 NOWHERE = "n0.invalid"  # RFC 2606: resolves nowhere
@@ -48,7 +48,7 @@ def test_a_shell_of_slurm_s_is_no_rank(environ: dict[str, str]) -> None:
     """The shell of salloc, that of srun --pty and a batch script have a task's variables, and are
     where ranks are to be started."""
     task = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    assert launch.placement({**task, **environ}) is None
+    assert placement.read_placement({**task, **environ}) is None
 
 
 def test_a_task_started_from_such_a_shell_is_a_rank() -> None:
@@ -57,7 +57,7 @@ def test_a_task_started_from_such_a_shell_is_a_rank() -> None:
         "SLURM_STEP_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0",
         "SLURM_PTY_PORT": "41511",
     }  # fmt: skip
-    assert launch.placement(environ) == Placement("srun", 2, 4, 0, None)
+    assert placement.read_placement(environ) == Placement("srun", 2, 4, 0, None)
 
 
 def test_a_node_is_reached_by_name_or_as_slurm_reaches_it(

@@ -7,7 +7,7 @@ from signal import SIGKILL, SIGSTOP
 import pytest
 from strikes import Strike, try_it
 
-from ddpbench.runtime import launch
+from ddpbench.launch import placement
 
 STRIKES = [
     Strike("ddp", "gloo", SIGSTOP, "rank", 0.001),
@@ -18,7 +18,7 @@ STRIKES = [
 ]
 
 
-@pytest.mark.skipif(launch.find_mpirun() is None, reason="there is no mpirun here")
+@pytest.mark.skipif(placement.find_mpirun() is None, reason="there is no mpirun here")
 def test_a_strike_is_named_in_time_and_leaves_nothing() -> None:
     """Stops and kills of ranks, of mpirun and of the parent: the end comes within the deadline and
     10 s, with who it was, and no process, shared memory or temporary folder is left."""

@@ -10,7 +10,7 @@ import pytest
 from test_store import a_case, a_result, a_run
 
 from ddpbench import collectives
-from ddpbench.analysis import matching, stats
+from ddpbench.analysis import stats
 from ddpbench.analysis.kept import Kept
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.measure import start
@@ -18,6 +18,7 @@ from ddpbench.measure.calibrate import Rates
 from ddpbench.records.schema import Case, Limit, Plan
 from ddpbench.render import comparison, formats
 from ddpbench.runtime.teams import Team, split
+from ddpbench.verdicts import matching
 
 TWO = [[0, 1], [2, 3]]
 

@@ -31,10 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.catalog import workloads
 from ddpbench.catalog.workloads import WORKLOADS, Place, Task, Training
+from ddpbench.launch.placement import Placement, Refused
 from ddpbench.measure import training
 from ddpbench.records.schema import Epoch
 from ddpbench.runtime.group import Group, Rendezvous, opened
-from ddpbench.runtime.launch import Placement, Refused
 
 CPU = torch.device("cpu")
 SMALL = {"width": 16, "depth": 3}

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 from scipy import stats as scipy_stats
 
-from ddpbench.analysis import verdict
-from ddpbench.analysis.verdict import FASTER, INCONCLUSIVE, SAME, SLOWER, Chance, Shift
+from ddpbench.verdicts import verdict
+from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, SAME, SLOWER, Chance, Shift
 
 Floats = npt.NDArray[np.float64]
 

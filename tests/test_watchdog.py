@@ -12,10 +12,10 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
-from ddpbench.analysis.hang import ALIVE, DIED, STOPPED
-from ddpbench.runtime import watchdog
-from ddpbench.runtime.watchdog import Watchdog
-from ddpbench.runtime.words import Who, state_of, whoami
+from ddpbench.hang import watchdog
+from ddpbench.hang.verdict import ALIVE, DIED, STOPPED
+from ddpbench.hang.watchdog import Watchdog
+from ddpbench.hang.words import Who, state_of, whoami
 
 CUT_OFF = "did not answer (stopped, dead or cut off)"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpbench.runtime.launch import NO_MPIRUN, Refused, find_mpirun
+from ddpbench.launch.placement import NO_MPIRUN, Refused, find_mpirun
 
 
 @dataclass(frozen=True)
@@ -110,20 +110,20 @@ def _mpi_unavailable(device: str) -> str | None:
 def _mpi_register() -> str:
     if _mpi_native():
         return "mpi"
-    from ddpbench.runtime import mpi_group
+    from ddpbench.mpi_backend import group as mpi_group
 
     mpi_group.register()
     return mpi_group.NAME
 
 
 def _mpi_size() -> int | None:
-    from ddpbench.runtime import mpi_library
+    from ddpbench.mpi_backend import library as mpi_library
 
     return None if _mpi_native() else mpi_library.world()[1]
 
 
 def _mpi_provider(device: str) -> str:
-    from ddpbench.runtime import mpi_library
+    from ddpbench.mpi_backend import library as mpi_library
 
     if _mpi_native():
         return "native"
@@ -137,7 +137,7 @@ def _mpi_library() -> str:
         return "the MPI torch was built with"
     import mpi4py
 
-    from ddpbench.runtime import mpi_library
+    from ddpbench.mpi_backend import library as mpi_library
 
     return f"{mpi_library.library()}, mpi4py {mpi4py.__version__}"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpbench.catalog import setup_faults, step_faults
-from ddpbench.runtime.launch import Placement, Refused
+from ddpbench.launch.placement import Placement, Refused
 
 # Of every fault: the step from which on, or after which, it acts (steps count from 1, warm-up
 # first), and the rank that it acts in (-1: the last). Faults of all ranks have no rank.

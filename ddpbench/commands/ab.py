@@ -24,15 +24,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpbench import compare, interleaved, options
-from ddpbench.interleaved import End, Failed, Variant
+from ddpbench.commands import compare, interleaved
+from ddpbench.commands.interleaved import End, Failed, Variant
+from ddpbench.launch.placement import Refused
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.visible import tell
-from ddpbench.runtime.launch import Refused
+from ddpbench.session import options
 
 if TYPE_CHECKING:
-    from ddpbench.analysis.comparison import Comparison
+    from ddpbench.verdicts.comparison import Comparison
 
 HELP = "two variants (options, environment, Python), by turns, until the verdict is settled"
 # Blocks, and the confidence of the look after them: 3.2 + 1 + 0.5 + 0.25 % false verdicts at most.
@@ -102,7 +103,7 @@ def _measure(
 ) -> tuple[End | None, float]:
     """Blocks of launches until the verdicts are settled or the budget would be passed; how it ended
     if something went wrong, and the confidence that belongs to so many looks."""
-    from ddpbench.analysis.verdict import INCONCLUSIVE
+    from ddpbench.verdicts.verdict import INCONCLUSIVE
 
     order, began, done = random.Random(namespace.seed), time.monotonic(), 0
     confidence = LOOKS[0][1]
@@ -129,8 +130,8 @@ def _compared(
     namespace: argparse.Namespace, variants: Sequence[Variant], folder: Path, confidence: float
 ) -> Comparison:
     """What has been measured so far, judged in pairs."""
-    from ddpbench.analysis.comparison import Rule
-    from ddpbench.analysis.matching import Source
+    from ddpbench.verdicts.comparison import Rule
+    from ddpbench.verdicts.matching import Source
 
     left, right = (
         Source(f"{each.name}: {each.shown(other)}", (store.read(folder / each.name),))

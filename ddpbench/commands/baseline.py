@@ -22,14 +22,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ddpbench import compare, options, session
-from ddpbench.analysis.differences import differences, other_machine
+from ddpbench.commands import compare
+from ddpbench.launch import placement
+from ddpbench.launch.placement import Refused
 from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import BASELINES, InvalidRun
 from ddpbench.records.visible import escape, escape_record, tell
-from ddpbench.runtime import launch
-from ddpbench.runtime.launch import Refused
+from ddpbench.session import launching, options
+from ddpbench.verdicts.differences import differences, other_machine
 
 HELP = "save a run to compare with later; measure again and compare"
 FEWEST = 6  # launches; of analysis.stats, which loads numpy
@@ -114,8 +115,8 @@ def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
     for run in runs:
         if run.state != "complete":
             raise InvalidRun(f"{run.id} is {run.state}, and no baseline: {_advice([run])}")
-    from ddpbench.analysis import matching  # loads numpy
     from ddpbench.render.comparison import label
+    from ddpbench.verdicts import matching  # loads numpy
 
     try:
         found = matching.found(matching.Source(name, runs))
@@ -215,13 +216,13 @@ def _check(namespace: argparse.Namespace, measure: Measure) -> int:
     base = compare.read(store.find_all(str(folder)))
     name = namespace.new
     if name is None:
-        if launch.placement() is not None:
+        if placement.read_placement() is not None:
             raise Refused("a check without NEW starts its own ranks: type it without a launcher")
         words = _again(base, _launches(base))
         try:
             target = store.new_folder(f"{base[0].command}-check-{namespace.name}")
         except OSError as error:
-            raise Refused(session.cannot_write(error)) from None
+            raise Refused(launching.cannot_write(error)) from None
         code = _measure([*words, "--output", str(target)], measure, target)
         if code not in (0, 1, 4):  # those of a complete run, be its findings as bad as they may
             return code

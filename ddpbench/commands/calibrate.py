@@ -17,11 +17,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpbench import compare, interleaved, options
-from ddpbench.interleaved import End, Failed, Variant
+from ddpbench.commands import compare, interleaved
+from ddpbench.commands.interleaved import End, Failed, Variant
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.visible import tell
+from ddpbench.session import options
 
 HELP = "this machine's noise: the margin below which nothing can be claimed"
 LAUNCHES = 12  # a side
@@ -91,8 +92,8 @@ def _measure(namespace: argparse.Namespace, alike: Sequence[Variant], folder: Pa
 
 def _show(namespace: argparse.Namespace, alike: Sequence[Variant], folder: Path) -> None:
     """Print the noise of what was measured. Raises InvalidRun where nothing was."""
-    from ddpbench.analysis import noise
     from ddpbench.render import calibration as render
+    from ddpbench.verdicts import noise
 
     runs = [store.read(folder / each.name) for each in alike]
     found = noise.noise(folder.name, runs)

@@ -23,19 +23,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpbench import options
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import NO_HINTS, Hints
+from ddpbench.launch.placement import Refused
 from ddpbench.records import redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
-from ddpbench.runtime.launch import Refused
+from ddpbench.session import options
 
 if TYPE_CHECKING:
-    from ddpbench.analysis.comparison import Comparison, Rule
-    from ddpbench.analysis.drift import Drift
-    from ddpbench.analysis.matching import Source
-    from ddpbench.analysis.noise import Noise
+    from ddpbench.verdicts.comparison import Comparison, Rule
+    from ddpbench.verdicts.drift import Drift
+    from ddpbench.verdicts.matching import Source
+    from ddpbench.verdicts.noise import Noise
 
 HELP = "two stored runs: what is slower, faster or the same, with an exit code for a CI"
 FORMATS = ("table", "csv", "json", "markdown")  # of render.comparison, which loads numpy
@@ -101,8 +101,8 @@ def judge(
     if any(base == new for base in runs[0] for new in runs[1]):
         raise Refused(f"BASE {names[0]} and NEW {names[1]} have a run in common")
 
-    from ddpbench.analysis.comparison import Rule  # loads numpy: after what may be refused
-    from ddpbench.analysis.matching import Source
+    from ddpbench.verdicts.comparison import Rule  # loads numpy: after what may be refused
+    from ddpbench.verdicts.matching import Source
 
     left, right = (
         Source(side[0].id if len(side) == 1 else redact.text(name), side)
@@ -119,8 +119,8 @@ def compared(left: Source, right: Source, rule: Rule, only: Sequence[str] | None
 
     Raises Refused where there is no such case, InvalidRun where there is nothing to compare.
     """
-    from ddpbench.analysis import comparison
     from ddpbench.render.comparison import label
+    from ddpbench.verdicts import comparison
 
     texts = [text.lower() for text in only or ("",)]
     try:
@@ -141,8 +141,8 @@ def compared(left: Source, right: Source, rule: Rule, only: Sequence[str] | None
 
 def show(found: Comparison, namespace: argparse.Namespace) -> int:
     """Print it as asked; its exit code."""
-    from ddpbench.analysis import comparison
     from ddpbench.render import comparison as render
+    from ddpbench.verdicts import comparison
 
     sys.stdout.write(render.FORMATS[namespace.format](found))
     return comparison.exit_code(found, namespace.strict)
@@ -150,7 +150,7 @@ def show(found: Comparison, namespace: argparse.Namespace) -> int:
 
 def calibrated(runs: Sequence[Run]) -> Noise | None:
     """The noise of this machine, as the newest calibration that serves these runs has it."""
-    from ddpbench.analysis import noise
+    from ddpbench.verdicts import noise
 
     for folder in reversed(store.calibrations()):
         sides = [store.read(folder / side) for side in ("a", "b")]
@@ -161,7 +161,7 @@ def calibrated(runs: Sequence[Run]) -> Noise | None:
 
 def drifted(left: Source, right: Source) -> Drift | None:
     """What two sides that are apart in time may differ by, as the newest stored runs have it."""
-    from ddpbench.analysis import drift
+    from ddpbench.verdicts import drift
 
     return drift.drift(left, right, _newest())
 

@@ -18,12 +18,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpbench import options
+from ddpbench.launch.placement import Refused
 from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.visible import tell
-from ddpbench.runtime.launch import Refused
+from ddpbench.session import options
 
 HELP = "one case over the stored runs: its trend, and where it changed"
 FORMATS = ("table", "csv", "json")  # of render.history, which loads numpy
@@ -50,9 +50,9 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         raise Refused("CASE is empty: write words of a case's name, as in all_reduce 1 MiB gloo")
     runs = _stored(Path(namespace.folder))
 
-    from ddpbench.analysis import trend  # loads numpy: after what may be refused
     from ddpbench.render import history as render
     from ddpbench.render.comparison import label
+    from ddpbench.verdicts import trend  # loads numpy: after what may be refused
 
     with store.showing(namespace.folder):
         found = trend.trends(runs, lambda case: wanted <= sought(label(case)))

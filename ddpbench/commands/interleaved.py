@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ddpbench
-from ddpbench import options, session
-from ddpbench.measuring import MEASURING, checked, own_sentence, planned
+from ddpbench.commands.measuring import MEASURING, checked, own_sentence, planned
+from ddpbench.launch.placement import Refused
 from ddpbench.records import redact, store
-from ddpbench.runtime.launch import Refused
+from ddpbench.session import launching, options
 
 TAKEN = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
 PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
@@ -112,7 +112,7 @@ def prepared(
         folder = Path(namespace.output)
         folder.mkdir(parents=True, exist_ok=False)
     except OSError as error:
-        raise Refused(session.cannot_write(error)) from None
+        raise Refused(launching.cannot_write(error)) from None
     return folder
 
 

@@ -26,13 +26,13 @@ from typing import Any
 
 import psutil
 
-from ddpbench import options
-from ddpbench.measuring import IN_RANKS, checked
-from ddpbench.runtime import family, nodes, processes, supervise
-from ddpbench.runtime.launch import Refused
-from ddpbench.runtime.nodes import Nodes
-from ddpbench.runtime.processes import Child
-from ddpbench.runtime.supervise import Deadline, Watch
+from ddpbench.commands.measuring import IN_RANKS, checked
+from ddpbench.launch import family, nodes, processes, supervise
+from ddpbench.launch.nodes import Nodes
+from ddpbench.launch.placement import Refused
+from ddpbench.launch.processes import Child
+from ddpbench.launch.supervise import Deadline, Watch
+from ddpbench.session import options
 
 HELP = "start the ranks of one node of several, on which their numbers may differ"
 PORT = 29500

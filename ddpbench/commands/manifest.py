@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from importlib import resources
 from string import Template
 
-from ddpbench import launch_node, options
+from ddpbench.commands import launch as launch_node
+from ddpbench.launch.placement import Refused
 from ddpbench.records import redact
-from ddpbench.runtime.launch import Refused
+from ddpbench.session import options
 
 HELP = "a Kubernetes manifest (Kubeflow PyTorchJob or TrainJob); not tested on a cluster"
 KINDS = ("pytorchjob", "trainjob")

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ddpbench import measuring
-from ddpbench.analysis import bandwidth, matching, stats
-from ddpbench.analysis.matching import AnyCase, Found
-from ddpbench.analysis.regression import Measured
+from ddpbench.analysis import bandwidth, stats
+from ddpbench.commands import measuring
 from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Case, Run, StepCase
+from ddpbench.verdicts import matching
+from ddpbench.verdicts.matching import AnyCase, Found
+from ddpbench.verdicts.regression import Measured
 
 PATIENCE_SECONDS = 15.0  # between asking to end and killing
 TOLD = (0, 1, 4)  # exit codes of a run that says itself what is wrong with it

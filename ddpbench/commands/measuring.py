@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
 
-from ddpbench import collectives, ddp, doctor, options
+from ddpbench import collectives, ddp, doctor
 from ddpbench.catalog import backends
 from ddpbench.records.schema import Case, StepCase
+from ddpbench.session import options
 
 MEASURING: dict[str, ModuleType] = {"collectives": collectives, "ddp": ddp}
 IN_RANKS: dict[str, ModuleType] = {**MEASURING, "doctor": doctor}

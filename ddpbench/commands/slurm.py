@@ -23,9 +23,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpbench.measuring import IN_RANKS, MEASURING, checked
+from ddpbench.commands.measuring import IN_RANKS, MEASURING, checked
+from ddpbench.launch.placement import Refused
 from ddpbench.records import redact
-from ddpbench.runtime.launch import Refused
 
 HELP = "submit a Slurm job that measures"
 RESULTS = Path("results")

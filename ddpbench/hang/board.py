@@ -20,11 +20,11 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from ddpbench.analysis.hang import DIED, LEFT, STOPPED, Silent, Words
+from ddpbench.hang.verdict import DIED, LEFT, STOPPED, Silent, Words
+from ddpbench.hang.words import Who, state_of
+from ddpbench.launch import family
 from ddpbench.records import codec, redact
 from ddpbench.records.visible import escape_lines
-from ddpbench.runtime import family
-from ddpbench.runtime.words import Who, state_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -292,7 +292,7 @@ def leave(code: int) -> NoReturn:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     if "mpi4py.MPI" in sys.modules:
-        from ddpbench.runtime import mpi_library
+        from ddpbench.mpi_backend import library as mpi_library
 
         mpi_library.abort(code)  # takes the ranks along that hang inside MPI
     os._exit(code)

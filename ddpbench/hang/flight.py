@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.analysis.hang import Call, Log
-from ddpbench.runtime import places
+from ddpbench.hang import places
+from ddpbench.hang.verdict import Call, Log
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -303,7 +303,7 @@ def _call(number: int, entry: dict[str, Any]) -> Call:
 
 def _over_mpi() -> Kept:
     """The groups over mpi4py, which count for themselves."""
-    work = sys.modules.get("ddpbench.runtime.mpi_work")
+    work = sys.modules.get("ddpbench.mpi_backend.work")
     if work is None:
         return {}
     kept: Kept = {}

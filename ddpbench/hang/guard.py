@@ -33,13 +33,13 @@ from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ddpbench.analysis import hang
-from ddpbench.analysis.hang import ALIVE, DIED, ENDED, OVER, STOPPED, Words
+from ddpbench.hang import board, words
+from ddpbench.hang import verdict as hang
+from ddpbench.hang.board import Board
+from ddpbench.hang.flight import Flight
+from ddpbench.hang.places import described, main_frame, position
+from ddpbench.hang.verdict import ALIVE, DIED, ENDED, OVER, STOPPED, Words
 from ddpbench.records import codec
-from ddpbench.runtime import board, words
-from ddpbench.runtime.board import Board
-from ddpbench.runtime.flight import Flight
-from ddpbench.runtime.places import described, main_frame, position
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
-from ddpbench.analysis.hang import ALIVE, DIED, STOPPED, Words, verdict
-from ddpbench.runtime import family
-from ddpbench.runtime.board import Board, say
-from ddpbench.runtime.flight import Flight
-from ddpbench.runtime.words import Who, heartbeat, last_words, state_of
+from ddpbench.hang.board import Board, say
+from ddpbench.hang.flight import Flight
+from ddpbench.hang.verdict import ALIVE, DIED, STOPPED, Words, verdict
+from ddpbench.hang.words import Who, heartbeat, last_words, state_of
+from ddpbench.launch import family
 
 if TYPE_CHECKING:
     import torch.distributed as dist

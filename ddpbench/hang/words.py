@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 
-from ddpbench.analysis.hang import ALIVE, DIED, STOPPED, Log, Words
-from ddpbench.runtime.flight import Flight
-from ddpbench.runtime.places import called, handled, main_frame, peers, place
+from ddpbench.hang.flight import Flight
+from ddpbench.hang.places import called, handled, main_frame, peers, place
+from ddpbench.hang.verdict import ALIVE, DIED, STOPPED, Log, Words
 
 STACK_FRAMES = 30  # the innermost, told in full
 

@@ -24,8 +24,8 @@ from typing import NoReturn
 
 import psutil
 
+from ddpbench.launch import placement
 from ddpbench.records.visible import tell
-from ddpbench.runtime import launch
 
 MARK = "DDPBENCH_FAMILY"  # the folders of the runs that a process belongs to, outermost first
 SHARED = Path("/dev/shm")
@@ -246,7 +246,7 @@ def end_descendants() -> None:
 
 def report(stage: str) -> None:
     """Tell the process that started this rank how far it has come."""
-    if (place := launch.placement()) is not None:
+    if (place := placement.read_placement()) is not None:
         _leave(f"rank-{place.rank}", stage)
 
 
@@ -328,8 +328,8 @@ def ranks_of(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process]:
     """Those of the processes that a launcher has made ranks, the first of each."""
     found: dict[int, psutil.Process] = {}
     for each in processes:
-        with contextlib.suppress(launch.Refused):
-            if (place := launch.placement(_environ(each))) is not None:
+        with contextlib.suppress(placement.Refused):
+            if (place := placement.read_placement(_environ(each))) is not None:
                 found.setdefault(place.rank, each)
     return found
 

@@ -24,11 +24,11 @@ from typing import NoReturn
 
 import psutil
 
+from ddpbench.launch import family, rendezvous, supervise
+from ddpbench.launch.placement import PASSED_ON
+from ddpbench.launch.processes import ORDERLY, passing_on
+from ddpbench.launch.supervise import Deadline, Watch
 from ddpbench.records import redact
-from ddpbench.runtime import family, rendezvous, supervise
-from ddpbench.runtime.launch import PASSED_ON
-from ddpbench.runtime.processes import ORDERLY, passing_on
-from ddpbench.runtime.supervise import Deadline, Watch
 
 PRELOADED = (
     "torch.distributed", "scipy.special", "pandas", "pyarrow.parquet", "ddpbench.measure.pace",

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ddpbench.runtime import launch, rendezvous
-from ddpbench.runtime.launch import Refused
+from ddpbench.launch import placement, rendezvous
+from ddpbench.launch.placement import Refused
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -202,7 +202,7 @@ def meet(nodes: Nodes, index: int, address: str, port: int, seconds: float) -> M
         _await_port(nodes, index, address, port, seconds)
     else:
         _require_own(address)
-        launch.require_free(port)
+        placement.require_free(port)
     try:
         patience = timedelta(seconds=seconds)
         if index:

@@ -64,7 +64,7 @@ _VARIABLES = (
 SALLOC_STEP = "4294967290"  # of the shell that salloc opens on the first node (0xfffffffa)
 
 
-def placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
+def read_placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
     """This process's place, or None where no launcher started it.
 
     Raises Refused when a launcher's variables contradict each other.

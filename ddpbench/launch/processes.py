@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from ddpbench.runtime.launch import PASSED_ON
-from ddpbench.runtime.supervise import Watch
+from ddpbench.launch.placement import PASSED_ON
+from ddpbench.launch.supervise import Watch
 
 POLL_SECONDS, LOOK_SECONDS = 0.1, 1.0
 # After one has failed: for the others to end by themselves, then after SIGTERM.

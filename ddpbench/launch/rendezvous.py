@@ -12,7 +12,7 @@ from datetime import timedelta
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from ddpbench.runtime import sockets
+from ddpbench.launch import sockets
 
 if TYPE_CHECKING:
     import torch.distributed as dist

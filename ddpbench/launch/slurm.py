@@ -7,7 +7,7 @@ import re
 import socket
 import subprocess
 
-from ddpbench.runtime.launch import Placement, Refused
+from ddpbench.launch.placement import Placement, Refused
 
 SCONTROL_SECONDS = 10.0
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from ddpbench.runtime import family, rendezvous, supervise
-from ddpbench.runtime.launch import NO_MPIRUN, PASSED_ON, PATIENT, Refused, find_mpirun
-from ddpbench.runtime.processes import passing_on
+from ddpbench.launch import family, rendezvous, supervise
+from ddpbench.launch.placement import NO_MPIRUN, PASSED_ON, PATIENT, Refused, find_mpirun
+from ddpbench.launch.processes import passing_on
 
 VERSION_SECONDS = 5.0  # of which it takes a hundredth
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from ddpbench.launch import family
+from ddpbench.launch.family import Family
 from ddpbench.records.visible import tell
-from ddpbench.runtime import family
-from ddpbench.runtime.family import Family
 
 # Between looks, as long as ranks start, and later.
 FIND_SECONDS, START_SECONDS, LOOK_SECONDS = 0.05, 10.0, 0.5

@@ -16,11 +16,11 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from ddpbench.launch.sockets import family
 from ddpbench.measure import clock
 from ddpbench.records.schema import Limit
 from ddpbench.runtime import agree
 from ddpbench.runtime.group import Group
-from ddpbench.runtime.sockets import family
 from ddpbench.runtime.teams import Split
 
 COPY_NS, ROUNDS = 8_000_000, 3

@@ -20,11 +20,11 @@ from typing import Any
 
 from ddpbench.catalog import backends
 from ddpbench.catalog.hooks import HOOKS
+from ddpbench.launch.placement import Refused
 from ddpbench.measure import throwaway
 from ddpbench.measure.throwaway import Tell, Trial
 from ddpbench.runtime import agree
 from ddpbench.runtime.group import Group
-from ddpbench.runtime.launch import Refused
 
 MODULE = "ddpbench.measure.hook_probe"
 STEPS = 5

@@ -17,9 +17,10 @@ import numpy as np
 
 from ddpbench.analysis import clocks
 from ddpbench.analysis.clocks import Ahead
+from ddpbench.launch import sockets
 from ddpbench.measure import clock
 from ddpbench.records.schema import Offset
-from ddpbench.runtime import agree, sockets
+from ddpbench.runtime import agree
 from ddpbench.runtime.group import Group
 
 # Of all clocks together, so that many hosts take no longer than few; of each one at least.

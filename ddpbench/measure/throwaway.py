@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from ddpbench.catalog import backends
-from ddpbench.runtime import forks, group, launch, starters
+from ddpbench.launch import forks, placement, starters
+from ddpbench.launch.placement import Placement, Refused
+from ddpbench.launch.supervise import Deadline
+from ddpbench.runtime import group
 from ddpbench.runtime.group import Group, Rendezvous
-from ddpbench.runtime.launch import Placement, Refused
-from ddpbench.runtime.supervise import Deadline
 
 if TYPE_CHECKING:
     import torch
@@ -196,7 +197,7 @@ def sentence(error: Exception) -> str:
 def run(module: str, folder: Path, request: Request, attempt: Callable[[Group, Tell], None]) -> int:
     """The main of such a module: start the ranks; in one of them, make the attempt."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if launch.placement() is not None:
+    if placement.read_placement() is not None:
         return _rank(request, folder, attempt)
     # Whoever asked may be killed while it waits: then nobody wants to know any more.
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
@@ -210,7 +211,7 @@ def run(module: str, folder: Path, request: Request, attempt: Callable[[Group, T
 
 def _rank(request: Request, folder: Path, attempt: Callable[[Group, Tell], None]) -> int:
     """One rank's part; what it does, and how it ended, stands in the last line of its file."""
-    place = launch.placement()
+    place = placement.read_placement()
     assert isinstance(place, Placement)
     with (folder / f"rank-{place.rank}").open("a", buffering=1) as file:
 

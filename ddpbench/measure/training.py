@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpbench.launch.placement import Refused
 from ddpbench.measure import clock
 from ddpbench.records import store
 from ddpbench.records.schema import Epoch
 from ddpbench.runtime import agree
-from ddpbench.runtime.launch import Refused
 
 if TYPE_CHECKING:
     from ddpbench.catalog.workloads import Task, Training

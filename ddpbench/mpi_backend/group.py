@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpbench.runtime import mpi_types
-from ddpbench.runtime.mpi_library import cuda_aware, mpi, thread_level, world
-from ddpbench.runtime.mpi_types import block, memory, pieces, unit
-from ddpbench.runtime.mpi_work import Call, Lane, Request, Together, Work, failure
+from ddpbench.mpi_backend import types as mpi_types
+from ddpbench.mpi_backend.library import cuda_aware, mpi, thread_level, world
+from ddpbench.mpi_backend.types import block, memory, pieces, unit
+from ddpbench.mpi_backend.work import Call, Lane, Request, Together, Work, failure
 
 NAME = "mpi4py"
 _Tensors = list[Tensor]

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+from ddpbench.launch import family, placement
 from ddpbench.records.visible import tell
-from ddpbench.runtime import family, launch
 
 # What runs before MPI is finalised; a sentence that comes back says why that could only hang.
 BEFORE_END: list[Callable[[], str | None]] = []
@@ -82,7 +82,7 @@ def _initialise(module: Any) -> None:
 def _waiting(what: str) -> Iterator[None]:
     """Meanwhile all ranks wait for each other: one that is stopped is named in time. In ddpbench's
     own ranks it is the end then, as it is later where nobody is stopped."""
-    place, over = launch.placement(), threading.Event()
+    place, over = placement.read_placement(), threading.Event()
 
     def watch(rank: int) -> None:
         began, seconds = time.monotonic(), _deadline or TOLD_SECONDS
@@ -178,7 +178,7 @@ def meeting_point(local: bool, address: str | None = None, port: str | int | Non
     What is given of the two is kept: rank 0's host and a free port of it stand in for the rest.
     """
     host = address or ("127.0.0.1" if local else socket.getfqdn())
-    return broadcast_text(f"{host}:{port or launch.free_port()}" if world()[0] == 0 else None)
+    return broadcast_text(f"{host}:{port or placement.free_port()}" if world()[0] == 0 else None)
 
 
 def abort(code: int, why: str = "") -> None:

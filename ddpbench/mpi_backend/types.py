@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpbench.runtime.mpi_library import mpi
+from ddpbench.mpi_backend.library import mpi
 
 # What MPI before its version 4 can count: an int in C. Beyond, what is moved (by bytes, whatever
 # the dtype) is told in larger units, and what is reduced goes in pieces.

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpbench.runtime import mpi_library
-from ddpbench.runtime.mpi_library import mpi
+from ddpbench.mpi_backend import library as mpi_library
+from ddpbench.mpi_backend.library import mpi
 
 LOOK_SECONDS = 2e-4  # between an awake worker's looks at the queue
 AWAKE_SECONDS = 5e-3  # after the last call that was queued

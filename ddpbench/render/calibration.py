@@ -6,14 +6,15 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ddpbench.analysis import noise, stats
+from ddpbench.analysis import stats
 from ddpbench.analysis.lines import BUSY_SHARE
-from ddpbench.analysis.noise import Noise
 from ddpbench.records.schema import Run, StepCase
 from ddpbench.records.visible import escaped
 from ddpbench.render.comparison import label
 from ddpbench.render.rows import digits
 from ddpbench.render.style import TERMINAL
+from ddpbench.verdicts import noise
+from ddpbench.verdicts.noise import Noise
 
 SHOWN = (6, 12, 24)  # launches a side
 

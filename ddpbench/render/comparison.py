@@ -8,22 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ddpbench.analysis.comparison import (
-    ONLY_BASE,
-    ONLY_NEW,
-    Comparison,
-    Row,
-    exit_code,
-)
-from ddpbench.analysis.differences import Difference
-from ddpbench.analysis.matching import AnyCase, Side, Source
 from ddpbench.analysis.stats import half_width
-from ddpbench.analysis.verdict import INCONCLUSIVE, MOST, SAME, Shift
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Interval, StepCase
 from ddpbench.records.visible import escaped
 from ddpbench.render.rows import at_once, digits
 from ddpbench.render.style import MARKDOWN, TERMINAL, Style
+from ddpbench.verdicts.comparison import ONLY_BASE, ONLY_NEW, Comparison, Row, exit_code
+from ddpbench.verdicts.differences import Difference
+from ddpbench.verdicts.matching import AnyCase, Side, Source
+from ddpbench.verdicts.verdict import INCONCLUSIVE, MOST, SAME, Shift
 
 HEADS = [
     "case", "base", "95 %", "new", "95 %", "change", "interval of it", "margin", "drift", "verdict",

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ddpbench.analysis import matching
-from ddpbench.analysis.differences import MACHINE
 from ddpbench.analysis.stats import FEWEST
-from ddpbench.analysis.trend import LONE, Change, Point, Series
 from ddpbench.records.visible import escaped
 from ddpbench.render.comparison import difference, label, percent, time, width
 from ddpbench.render.style import TERMINAL
+from ddpbench.verdicts import matching
+from ddpbench.verdicts.differences import MACHINE
+from ddpbench.verdicts.trend import LONE, Change, Point, Series
 
 HEADS = ["date", "run", "launches", "median", "95 %", "of the longest", "flags", "changed to"]
 # What a row tells of the environment; at a change point all that differs is told.

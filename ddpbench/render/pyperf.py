@@ -20,7 +20,7 @@ FORMAT = "1.0"  # of pyperf's files
 def suite(run: Run, columns: tuple[str, ...] | None = None, quiet: bool = False) -> str:
     """The JSON of a pyperf suite; no columns. Cases that were not measured, or whose figures must
     not be used, are named in its metadata."""
-    from ddpbench.analysis import matching
+    from ddpbench.verdicts import matching
 
     found = matching.found(matching.Source(run.id, (run,)))
     names = _names(list(found))

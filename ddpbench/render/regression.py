@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddpbench.analysis.comparison import ONLY_NEW
-from ddpbench.analysis.regression import Row, counts
 from ddpbench.render.comparison import change_cells, side_cells
 from ddpbench.render.style import TERMINAL
+from ddpbench.verdicts.comparison import ONLY_NEW
+from ddpbench.verdicts.regression import Row, counts
 
 HEADS = ["test", "saved in", "base", "95 %", "new", "95 %", "change", "95 % of it", "margin",
          "verdict", "why"]  # fmt: skip

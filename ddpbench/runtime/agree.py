@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.runtime.launch import Refused
+from ddpbench.launch.placement import Refused
 
 if TYPE_CHECKING:
     import numpy as np

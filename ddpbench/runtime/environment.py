@@ -21,8 +21,9 @@ from typing import Any
 import psutil
 
 from ddpbench import __version__
+from ddpbench.launch import family
+from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.records import redact
-from ddpbench.runtime import family, mpi_library
 from ddpbench.runtime.cpu import ROOT, cgroup_levels, found, or_none, quota_cores, read
 
 CPUS = Path("/sys/devices/system/cpu")

@@ -18,16 +18,18 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ddpbench.hang import board
+from ddpbench.hang.places import described
+from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, Watchdog
+from ddpbench.hang.words import Who, whoami
+from ddpbench.launch import family, placement, slurm, sockets
+from ddpbench.launch.placement import Placement, Refused
+from ddpbench.launch.rendezvous import serve
+from ddpbench.launch.sockets import Connection
 from ddpbench.records import redact
-from ddpbench.runtime import agree, board, family, launch, network, slurm, sockets, teams
-from ddpbench.runtime.launch import Placement, Refused
+from ddpbench.runtime import agree, network, teams
 from ddpbench.runtime.network import NetPlace
-from ddpbench.runtime.places import described
-from ddpbench.runtime.rendezvous import serve
-from ddpbench.runtime.sockets import Connection
 from ddpbench.runtime.teams import Split, Team
-from ddpbench.runtime.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, Watchdog
-from ddpbench.runtime.words import Who, whoami
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +205,7 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
     store = _meet(place, rendezvous, timeout)
     who, net = _introduced(store, place, rendezvous.timeout_seconds)
     second = board.client(store, place.world_size)
-    hurried = place.launcher == "mpirun" and launch.PATIENT not in os.environ
+    hurried = place.launcher == "mpirun" and placement.PATIENT not in os.environ
     patience = HURRIED_SECONDS if hurried else SIGNAL_SECONDS
     watchdog = Watchdog(
         second, place.rank, who, rendezvous.timeout_seconds, board.leave, patience,
@@ -266,7 +268,7 @@ def _meet(place: Placement, rendezvous: Rendezvous, timeout: timedelta) -> dist.
             # c10d would ask again and again; one rank of each host that cannot tells it.
             raise Refused(why, speaker=place.rank - place.local_rank)
         if place.rank == 0:
-            launch.require_free(int(port))
+            placement.require_free(int(port))
             one_host = place.local_world_size == place.world_size
             return serve(host, int(port), timeout, one_host)
         return dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)
@@ -299,11 +301,11 @@ def _url(place: Placement, rendezvous: Rendezvous) -> str:
     if address and port:
         return f"tcp://{address}:{port}"
     if place.launcher == "srun":
-        host, number = launch.slurm_address()
+        host, number = placement.slurm_address()
         return f"tcp://{address or slurm.node_address(host, place)}:{port or number}"
     if place.launcher == "mpirun":
         return f"tcp://{_address_over_mpi(place, rendezvous, address, port)}"
-    return f"tcp://{address or '127.0.0.1'}:{port or launch.free_port()}"
+    return f"tcp://{address or '127.0.0.1'}:{port or placement.free_port()}"
 
 
 def _address_over_mpi(
@@ -317,7 +319,7 @@ def _address_over_mpi(
             "under mpirun the ranks meet over mpi4py, which is not installed: "
             "pip install 'ddpbench[mpi]', or give --master-addr and --master-port"
         )
-    from ddpbench.runtime import mpi_library
+    from ddpbench.mpi_backend import library as mpi_library
 
     mpi_library.start(rendezvous.timeout_seconds)
     rank, size = mpi_library.world()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from ipaddress import ip_address, ip_interface
 
-from ddpbench.runtime import sockets
+from ddpbench.launch import sockets
 
 GLOO = "GLOO_SOCKET_IFNAME"
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from ddpbench.analysis import selftest
 from ddpbench.analysis.selftest import Tried
+from ddpbench.launch import placement
+from ddpbench.launch.placement import Refused
 from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.render.selftest import FORMATS
-from ddpbench.runtime import launch
-from ddpbench.runtime.launch import Refused
 from ddpbench.selftest import ranks, trials
 from ddpbench.selftest.hosts import PORT, Hosts
 from ddpbench.selftest.ranks import Done
@@ -108,7 +108,7 @@ def _check(form: str, words: Sequence[str]) -> None:
             raise Refused(f"{word} means nothing to --selftest, which takes {', '.join(TAKEN)}")
     if form not in FORMATS:
         raise Refused(f"--selftest has no --format {form}: choose of {', '.join(FORMATS)}")
-    if (place := launch.placement()) is not None:
+    if (place := placement.read_placement()) is not None:
         raise Refused(
             f"--selftest starts its ranks itself: leave out the launcher ({place.launcher}) and "
             "type python -m ddpbench doctor --selftest"

@@ -34,7 +34,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from ddpbench.runtime import processes
+from ddpbench.launch import processes
 from ddpbench.selftest.ranks import Done, environment
 
 MINE = "ddpbench-"  # followed by the pid: whose namespace it is

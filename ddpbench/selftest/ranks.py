@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ddpbench
-from ddpbench.runtime import processes
+from ddpbench.launch import processes
 
 
 @dataclass(frozen=True)

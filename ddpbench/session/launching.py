@@ -17,12 +17,12 @@ import psutil
 
 from ddpbench.catalog import backends
 from ddpbench.catalog.backends import Backend
+from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records import store
 from ddpbench.records.schema import Launch, Plan, Run
 from ddpbench.records.visible import tell
 from ddpbench.runtime import agree, cpu, environment, group, network
 from ddpbench.runtime.group import Group, Rendezvous
-from ddpbench.runtime.launch import Placement, Refused
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -101,7 +101,7 @@ Sweep = Callable[[Group, Backend, T, Plan, Path, int], str | None]
 
 def run(asked: T, place: Placement, sweep: Sweep[T]) -> int:
     """One rank's part of a launch: meet, agree, measure each backend; the exit code."""
-    from ddpbench import book
+    from ddpbench.session import recorder
 
     if place.rank == 0:
         for name in ("scipy.special", "pyarrow.parquet"):  # slow: not while the others wait
@@ -109,7 +109,7 @@ def run(asked: T, place: Placement, sweep: Sweep[T]) -> int:
     with group.opened(place, asked.rendezvous(), asked.share_gpu) as ranks:
         agree.require_same_options(ranks, asked.named())
         folder, plan = _folder(ranks, asked)
-        ranks.watchdog.on_end = lambda *end: book.mark(folder, *end)
+        ranks.watchdog.on_end = lambda *end: recorder.mark(folder, *end)
         end = None
         for number, name in enumerate(asked.backend):
             try:
@@ -117,18 +117,18 @@ def run(asked: T, place: Placement, sweep: Sweep[T]) -> int:
                 failure = sweep(ranks, backend, asked, plan, folder, asked.launch + number)
             except Refused:
                 if place.rank == 0 and asked.join is None:
-                    book.discard(folder)
+                    recorder.discard(folder)
                 raise
             if failure is not None:
-                end = book.End("failed", failure, 5)
+                end = recorder.End("failed", failure, 5)
             elif (by := agree.first_objection(ranks, ranks.interrupted)) is not None:
-                end = book.interrupted(by)
+                end = recorder.interrupted(by)
             if end is not None:
                 break
     if place.rank == 0 and asked.join is None:
-        return book.finish(folder, asked.format, asked.columns, asked.quiet, end)
+        return recorder.finish(folder, asked.format, asked.columns, asked.quiet, end)
     if place.rank == 0 and end is not None:
-        book.mark(folder, end.state, end.reason or "", end.code)
+        recorder.mark(folder, end.state, end.reason or "", end.code)
         if end.code == 5:
             tell(end.reason or "")
     return end.code if end else 0

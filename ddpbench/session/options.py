@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 from ddpbench.catalog import backends, faults, sizes
 from ddpbench.interchange import sources
+from ddpbench.launch import placement
+from ddpbench.launch.placement import Placement
 from ddpbench.records.visible import tell
 from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
-from ddpbench.runtime import launch
-from ddpbench.runtime.launch import Placement
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,15 +50,15 @@ class Parser(argparse.ArgumentParser):
 
 def refuse(sentence: str) -> NoReturn:
     """End this process with one sentence on stderr and exit code 2; only rank 0 speaks."""
-    speak(sentence, placement(), 0)
+    speak(sentence, placement_if_clear(), 0)
     raise SystemExit(2)
 
 
-def placement() -> Placement | None:
+def placement_if_clear() -> Placement | None:
     """This rank's place; None also where the launcher's variables contradict each other."""
     try:
-        return launch.placement()
-    except launch.Refused:
+        return placement.read_placement()
+    except placement.Refused:
         return None
 
 
@@ -279,7 +279,7 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
 def require_columns(form: str, columns: Iterable[str] | None) -> None:
     """Raises Refused where columns are chosen of a format that has none."""
     if columns is not None and form in WITHOUT_COLUMNS:
-        raise launch.Refused(f"--format {form} has no columns: leave out --columns")
+        raise placement.Refused(f"--format {form} has no columns: leave out --columns")
 
 
 def add_stored(parser: argparse.ArgumentParser) -> None:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ddpbench import book, session
 from ddpbench.analysis import steps
 from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.workloads import Workload
+from ddpbench.hang.places import place_of_error
 from ddpbench.measure import step, training
 from ddpbench.measure.rounds import ARMS, Measured, Pace, Rounds
 from ddpbench.measure.step import Replica
@@ -25,10 +25,10 @@ from ddpbench.records.schema import Epoch, Figure, Plan, Replicas, StepCase, Ste
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import agree, cpu, environment
 from ddpbench.runtime.group import Group
-from ddpbench.runtime.places import place_of_error
+from ddpbench.session import launching, recorder
 
 if TYPE_CHECKING:
-    from ddpbench.ddp import Options
+    from ddpbench.session.step_options import Options
 
 EPOCHS = 20  # of a training to its end
 COPIES = 2  # of the parameters beside themselves: gradients and buckets
@@ -53,7 +53,7 @@ class Trial:
         return tuple(faults.parse(text) for text in self.asked.inject)
 
     def measure(
-        self, workload: Workload, record: book.Book
+        self, workload: Workload, record: recorder.Book
     ) -> tuple[StepResult, dict[str, Any] | None]:
         """One workload: its result, and in rank 0 its samples' columns."""
         began, meter = time.monotonic(), cpu.CpuMeter()
@@ -75,7 +75,7 @@ class Trial:
             total = case.batch * case.accumulate * case.world_size
             summary = steps.summarise(measured.samples, total, measured.warm_up)
             cost = steps.cost(measured.samples, summary.step.value)
-            columns = book.step_columns(case.key, self.index, measured.samples)
+            columns = recorder.step_columns(case.key, self.index, measured.samples)
         assert main.loss is not None
         loss = float(main.loss)
         losses = agree.everyones(self.ranks, loss if abs(loss) < float("inf") else None)
@@ -89,7 +89,7 @@ class Trial:
             losses=tuple(losses) if None not in losses else (),
             epochs=epochs,
             notes=tuple(notes),
-            others_share=session.others_share(self.ranks, meter),
+            others_share=launching.others_share(self.ranks, meter),
         )
         return replace(result, wall_seconds=time.monotonic() - began), columns
 
@@ -195,7 +195,7 @@ class Trial:
 
     def _rounds(
         self, case: StepCase, main: Replica, probe: Replica | None, arms: tuple[str, ...],
-        ledger: Ledger, record: book.Book,
+        ledger: Ledger, record: recorder.Book,
     ) -> Measured:  # fmt: skip
         asked, done = self.asked, 0.0
 

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddpbench.analysis import drift, judging, matching, verdict
-from ddpbench.analysis.differences import Difference, differences
-from ddpbench.analysis.drift import Drift
-from ddpbench.analysis.judging import Pair
 from ddpbench.analysis.lines import BUSY_SHARE
-from ddpbench.analysis.matching import AnyCase, Found, Side, Source
-from ddpbench.analysis.noise import Noise
-from ddpbench.analysis.verdict import (
+from ddpbench.records.schema import LEFT_OUT
+from ddpbench.verdicts import drift, judging, matching, verdict
+from ddpbench.verdicts.differences import Difference, differences
+from ddpbench.verdicts.drift import Drift
+from ddpbench.verdicts.judging import Pair
+from ddpbench.verdicts.matching import AnyCase, Found, Side, Source
+from ddpbench.verdicts.noise import Noise
+from ddpbench.verdicts.verdict import (
     FASTER,
     INCOMPARABLE,
     INCONCLUSIVE,
@@ -24,7 +25,6 @@ from ddpbench.analysis.verdict import (
     SLOWER,
     Shift,
 )
-from ddpbench.records.schema import LEFT_OUT
 
 ONLY_BASE, ONLY_NEW = "ONLY BASE", "ONLY NEW"
 # What matters first.

@@ -10,12 +10,12 @@ from datetime import datetime
 
 import numpy as np
 
-from ddpbench.analysis import matching
-from ddpbench.analysis.differences import differences
 from ddpbench.analysis.lines import DISAGREEING
-from ddpbench.analysis.matching import AnyCase, Side, Source
-from ddpbench.analysis.verdict import FALSE_SHARE
 from ddpbench.records.schema import Run
+from ddpbench.verdicts import matching
+from ddpbench.verdicts.differences import differences
+from ddpbench.verdicts.matching import AnyCase, Side, Source
+from ddpbench.verdicts.verdict import FALSE_SHARE
 
 # Standard deviation of a run's log time where too few runs are stored to know it: 95 % of changes
 # within 22 %, the most that was measured on a noisy virtual machine, minutes apart.

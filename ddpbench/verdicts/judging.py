@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ddpbench.analysis import verdict
-from ddpbench.analysis.verdict import INCONCLUSIVE, Floats, Shift
+from ddpbench.verdicts import verdict
+from ddpbench.verdicts.verdict import INCONCLUSIVE, Floats, Shift
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from ddpbench.analysis import matching, verdict
-from ddpbench.analysis.matching import AnyCase, Source
-from ddpbench.analysis.verdict import FEWEST, Floats
 from ddpbench.records.schema import Run
+from ddpbench.verdicts import matching, verdict
+from ddpbench.verdicts.matching import AnyCase, Source
+from ddpbench.verdicts.verdict import FEWEST, Floats
 
 COMPARISONS = 300  # of identical launches, drawn for one margin
 PERCENTILE = 95

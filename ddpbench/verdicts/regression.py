@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddpbench.analysis import drift, judging, matching
-from ddpbench.analysis.comparison import ONLY_NEW, ORDER
-from ddpbench.analysis.judging import Pair
-from ddpbench.analysis.matching import AnyCase, Side
-from ddpbench.analysis.verdict import INCOMPARABLE, Shift
+from ddpbench.verdicts import drift, judging, matching
+from ddpbench.verdicts.comparison import ONLY_NEW, ORDER
+from ddpbench.verdicts.judging import Pair
+from ddpbench.verdicts.matching import AnyCase, Side
+from ddpbench.verdicts.verdict import INCOMPARABLE, Shift
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.analysis import matching
-from ddpbench.analysis.differences import Difference, differences
 from ddpbench.analysis.lines import BUSY_SHARE
-from ddpbench.analysis.matching import AnyCase, Found, Outcome
 from ddpbench.records.schema import Interval, Run, StepResult
+from ddpbench.verdicts import matching
+from ddpbench.verdicts.differences import Difference, differences
+from ddpbench.verdicts.matching import AnyCase, Found, Outcome
 
 Floats = npt.NDArray[np.float64]
 

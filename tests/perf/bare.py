@@ -34,7 +34,7 @@ def repeat(tensor: torch.Tensor, start: str, count: int) -> list[tuple[int, int]
 def main(backend: str, out: str, seed: str, seconds: str, *sizes: str) -> None:
     """In every rank."""
     if backend == "mpi":
-        import ddpbench.runtime.mpi  # noqa: F401  makes the name known
+        import ddpbench.mpi  # noqa: F401  makes the name known
     dist.init_process_group("mpi4py" if backend == "mpi" else backend)
     cases = [(start, int(nbytes)) for start in ("barrier", "none") for nbytes in sizes]
     random.Random(int(seed)).shuffle(cases)

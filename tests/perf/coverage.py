@@ -20,9 +20,10 @@ import numpy.typing as npt
 from scipy.signal import lfilter
 from scipy.stats import mannwhitneyu
 
-from ddpbench.ab import LOOKS
-from ddpbench.analysis import stats, verdict
-from ddpbench.analysis.verdict import FASTER, INCONCLUSIVE, SLOWER, Shift
+from ddpbench.analysis import stats
+from ddpbench.commands.ab import LOOKS
+from ddpbench.verdicts import verdict
+from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, SLOWER, Shift
 
 Floats = npt.NDArray[np.float64]
 

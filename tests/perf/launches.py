@@ -16,7 +16,7 @@ from typing import Any
 
 from scipy.stats import quantile_test
 
-from ddpbench.runtime import starters
+from ddpbench.launch import starters
 
 KINDS = {"mpi": starters.mpirun, "gloo": starters.torchrun}
 

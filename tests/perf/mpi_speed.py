@@ -32,9 +32,9 @@ import torch.distributed as dist
 from launches import by_turns, shown
 from tabulate import tabulate
 
-from ddpbench.runtime import launch
-from ddpbench.runtime.mpi_group import NAME, register
-from ddpbench.runtime.mpi_library import library, mpi, world
+from ddpbench.launch import placement
+from ddpbench.mpi_backend.group import NAME, register
+from ddpbench.mpi_backend.library import library, mpi, world
 
 SIZES = {"4 B": 1, "1 MiB": 1 << 18, "16 MiB": 1 << 22}
 OPERATIONS = ("all_reduce", "broadcast", "all_gather")
@@ -152,7 +152,7 @@ def rank_of_mpi(out: Path, sizes: list[str]) -> None:
 
 def rank_of_gloo(out: Path, sizes: list[str]) -> None:
     """One launch of gloo alone; rank 0 writes the medians."""
-    place = launch.placement()
+    place = placement.read_placement()
     assert place is not None
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found = {}

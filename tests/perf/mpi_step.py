@@ -26,9 +26,9 @@ from launches import by_turns, shown
 from tabulate import tabulate
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpbench.runtime import launch
-from ddpbench.runtime.mpi_group import NAME, register
-from ddpbench.runtime.mpi_library import library
+from ddpbench.launch import placement
+from ddpbench.mpi_backend.group import NAME, register
+from ddpbench.mpi_backend.library import library
 
 STEPS, WARM, WIDTH, DEPTH, BATCH = 60, 5, 1024, 8, 64
 
@@ -84,7 +84,7 @@ class Arm:
 
 def measure(kind: str, out: Path) -> None:
     """In every rank of a launch; rank 0 writes what it found."""
-    place = launch.placement()
+    place = placement.read_placement()
     assert place is not None
     rank, size = place.rank, place.world_size
     torch.set_num_threads(1)

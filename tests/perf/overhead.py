@@ -27,11 +27,11 @@ import numpy as np
 import numpy.typing as npt
 from tabulate import tabulate
 
-from ddpbench.analysis.verdict import Shift, paired_shift
 from ddpbench.catalog.sizes import readable
-from ddpbench.interleaved import Side, Variant
+from ddpbench.commands.interleaved import Side, Variant
+from ddpbench.launch import starters
 from ddpbench.records import store
-from ddpbench.runtime import starters
+from ddpbench.verdicts.verdict import Shift, paired_shift
 
 SIZES = (4, 2**16, 2**20, 2**24)
 BOUND, LAUNCHES, SECONDS = 1.02, 20, 0.3

@@ -39,12 +39,12 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
-from ddpbench.analysis import verdict
 from ddpbench.catalog.operations import OPERATIONS, Buffers
 from ddpbench.catalog.sizes import readable
+from ddpbench.launch.placement import find_mpirun
 from ddpbench.measure import loop, start
-from ddpbench.runtime.launch import find_mpirun
-from ddpbench.runtime.mpi_library import mpi
+from ddpbench.mpi_backend.library import mpi
+from ddpbench.verdicts import verdict
 
 SIZES = "64K:64M:x4"
 LEAST, LARGE, MOST = 2**16, 2**23, 2**26

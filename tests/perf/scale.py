@@ -32,18 +32,18 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
-from ddpbench import book, session
 from ddpbench.catalog import backends
 from ddpbench.catalog.operations import OPERATIONS
+from ddpbench.hang.watchdog import Who
+from ddpbench.launch.placement import Placement
 from ddpbench.measure import pace
 from ddpbench.records import store
 from ddpbench.records.schema import Case, Plan, Result, Run
 from ddpbench.runtime import cpu
 from ddpbench.runtime.group import Group
-from ddpbench.runtime.launch import Placement
 from ddpbench.runtime.network import NetPlace
 from ddpbench.runtime.teams import Team, split
-from ddpbench.runtime.watchdog import Who
+from ddpbench.session import launching, recorder
 
 WORLDS = (16, 1024, 16384)
 CASES, A_HOST, CALL_NS = 3, 8, 100_000
@@ -131,8 +131,8 @@ def measured(world: int, folder: Path) -> dict[str, float]:
         run = Run("", "collectives", (), PLAN, store.now(), backends=("gloo",))
         store.create(folder, run, "scale")
         whole = cpu.CpuMeter()
-        launch = session.launch_record(group, backend, "cpu", 0, {}, {}, CASES)
-        record = book.Book(group, folder, launch)
+        launch = launching.launch_record(group, backend, "cpu", 0, {}, {}, CASES)
+        record = recorder.Book(group, folder, launch)
     for number in range(CASES):
         case = Case(
             "all_reduce", "tensor", "gloo", "native", "cpu", "float32", "sum", None, 4 << number,
@@ -143,18 +143,18 @@ def measured(world: int, folder: Path) -> dict[str, float]:
         with timed("gather s", CASES):
             samples = pace.measure(case, operation, PLAN, group, team, nothing, 0.0, None)
         with timed("summary s", CASES):
-            session.others_share(group, cpu.CpuMeter())
+            launching.others_share(group, cpu.CpuMeter())
             result = Result(case, 0, 1.0, 4.0, 4, wrong=tuple(pace.everyones_wrong(group, samples)))
-            outcome = book.summed(result, samples, 0.0)
+            outcome = recorder.summed(result, samples, 0.0)
         with timed("store s", CASES):
             record.add(*outcome)
         assert record.failure is None
         assert outcome[0].summary is not None
         assert outcome[0].summary.repetitions == PLAN.max_repetitions
     with timed("end s"), contextlib.redirect_stderr(io.StringIO()):
-        record.close(1.0, session.used(group, whole))
+        record.close(1.0, launching.used(group, whole))
         with contextlib.redirect_stdout(io.StringIO()):
-            book.finish(folder, "table", None, False)
+            recorder.finish(folder, "table", None, False)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rows = len(store.read_samples(folder))
     return {

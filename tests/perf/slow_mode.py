@@ -21,9 +21,10 @@ import time
 import numpy as np
 from tabulate import tabulate
 
+from ddpbench.launch import placement, starters
 from ddpbench.measure.handoff import Handoff
-from ddpbench.runtime import group, launch, starters
-from ddpbench.runtime.mpi_library import mpi
+from ddpbench.mpi_backend.library import mpi
+from ddpbench.runtime import group
 
 NBYTES, CALLS = 1 << 20, 100
 DISTANCES = (-16, 0, 16, 32, 64)
@@ -33,7 +34,7 @@ def looks(seconds: float) -> list[tuple[float, ...]]:
     """Handoff, all_reduce, copy and handoff in µs, look by look; in every rank."""
     import torch
 
-    place = launch.placement()
+    place = placement.read_placement()
     assert place is not None
     comm = mpi().COMM_WORLD
     found: list[tuple[float, ...]] = []
@@ -106,6 +107,6 @@ def main(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    if launch.placement() is None:
+    if placement.read_placement() is None:
         sys.exit(starters.mpirun([__file__, *sys.argv[1:]], 2))
     main(float(sys.argv[1]) if sys.argv[1:] else 60.0)

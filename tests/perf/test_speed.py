@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ddpbench.runtime import launch
+from ddpbench.launch import placement
 
 Benchmark = Callable[..., Any]
-HAS_MPI = launch.find_mpirun() is not None and importlib.util.find_spec("mpi4py") is not None
+HAS_MPI = placement.find_mpirun() is not None and importlib.util.find_spec("mpi4py") is not None
 
 pytestmark = pytest.mark.timeout(1800)  # seconds a test, on a busy machine
 

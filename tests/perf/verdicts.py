@@ -35,12 +35,13 @@ from typing import Any
 
 import numpy as np
 
-from ddpbench import cli, compare
-from ddpbench.analysis import comparison, drift, noise
-from ddpbench.analysis.comparison import Rule
-from ddpbench.analysis.matching import Source
-from ddpbench.analysis.verdict import SLOWER
+from ddpbench import cli
+from ddpbench.commands import compare
 from ddpbench.records import store
+from ddpbench.verdicts import comparison, drift, noise
+from ddpbench.verdicts.comparison import Rule
+from ddpbench.verdicts.matching import Source
+from ddpbench.verdicts.verdict import SLOWER
 
 MEASURED = (
     "collectives", "--device", "cpu", "--backend", "gloo", "-n", "2", "--op", "all_reduce",

@@ -29,8 +29,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpbench
-from ddpbench.runtime.flight import Flight
-from ddpbench.runtime.words import heartbeat
+from ddpbench.hang.flight import Flight
+from ddpbench.hang.words import heartbeat
 
 CALLS, STEPS, WARM = 4000, 40, 2
 

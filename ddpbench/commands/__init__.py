@@ -1,0 +1,1 @@
+"""Commands on stored runs, and commands that start others. No torch."""

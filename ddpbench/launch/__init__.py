@@ -1,0 +1,1 @@
+"""How ranks are started, found and ended: by ddpbench, torchrun, mpirun or Slurm."""

@@ -1,0 +1,1 @@
+"""A measuring command from start to end: options, launches, the record of a run."""

@@ -1,0 +1,1 @@
+"""Comparing runs: what is slower, faster or the same. No torch."""
