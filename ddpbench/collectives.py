@@ -14,11 +14,9 @@ import itertools
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
@@ -32,12 +30,15 @@ from ddpbench.render.rows import COLUMNS
 from ddpbench.runtime import agree, cpu, environment
 from ddpbench.runtime.group import Group
 from ddpbench.runtime.teams import GROUPS, Split
-from ddpbench.session import launching, options
+from ddpbench.session import launch_loop, launching, options
+from ddpbench.session.launch_loop import LaunchContext, Work
 
 if TYPE_CHECKING:
     import torch
 
     from ddpbench.measure.calibrate import Rates
+    from ddpbench.runtime.teams import Team
+    from ddpbench.session.recorder import Book
 
 HELP = "what every collective costs, over backends, sizes and dtypes"
 # Seconds for a case, in a launch that stands alone and in one of several: what repetitions leave
@@ -228,94 +229,99 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 
 def run(asked: Options, place: Placement) -> int:
     """One rank's part of a sweep over the backends; the exit code."""
-    return launching.run(asked, place, sweep)
+    return launch_loop.run(asked, place, prepare)
 
 
-def sweep(
-    ranks: Group, backend: Backend, asked: Options, plan: Plan, folder: Path, index: int
-) -> str | None:
-    """Measure all cases on one backend, in shuffled order, each stored as soon as it is there.
+def prepare(at: LaunchContext[Options]) -> Work[Numbered]:
+    """All cases of one launch, in shuffled order, and what the ranks can move at all."""
+    from ddpbench.measure import calibrate, loop
 
-    Returns, in every rank, why the results can no longer be stored; None when all went well.
-    """
-    from ddpbench.measure import calibrate, clock, loop, offsets, pace
-    from ddpbench.measure.handoff import Handoff
-    from ddpbench.session import recorder
+    ranks, asked = at.ranks, at.asked
+    teams = at.closing.enter_context(ranks.teams(at.name, at.tested, asked.groups))
+    for team in teams.values():
+        launching.connect(ranks, at.backend, team.group)
+    loop.settle()
+    splits = [team.split for team in teams.values()]
+    wanted = list(cases(asked, at.backend, at.plan, splits))
+    random.Random(f"{at.plan.seed}/{at.index}").shuffle(wanted)
+    ranks.watchdog.phase("the calibration of limits")
+    on_cpu = at.device.type == "cpu" and asked.limit is None
+    sizes = {case.nbytes for case, _ in wanted} if on_cpu else set()
+    rates = calibrate.rates(ranks, sizes, splits if on_cpu else ())
+    return Work(
+        [Numbered(number, *each) for number, each in enumerate(wanted, 1)],
+        lambda this: (
+            f"case {this.number} of {len(wanted)}: {this.case.called} "
+            f"{readable(this.case.nbytes)} on {at.backend.name}"
+        ),
+        lambda record: Sweep(at, teams, rates, record).measure,
+        {"rates": asdict(rates)},
+    )
 
-    device = ranks.device(asked.device)
-    name = launching.torch_name(ranks, backend)
-    with ExitStack() as stack:
-        tested = stack.enter_context(ranks.tested(name))
-        teams = stack.enter_context(ranks.teams(name, tested, asked.groups))
-        for group in (tested, *(team.group for team in teams.values())):
-            launching.connect(ranks, backend, group)
-        began, whole = time.monotonic(), cpu.CpuMeter()
-        loop.settle()
-        splits = [team.split for team in teams.values()]
-        wanted = list(cases(asked, backend, plan, splits))
-        random.Random(f"{plan.seed}/{index}").shuffle(wanted)
-        times = agree.from_rank_0(ranks, clock.properties())
-        ranks.watchdog.phase("the calibration of limits")
-        on_cpu = device.type == "cpu" and asked.limit is None
-        sizes = {case.nbytes for case, _ in wanted} if on_cpu else set()
-        rates = calibrate.rates(ranks, sizes, splits if on_cpu else ())
-        launch = launching.launch_record(
-            ranks, backend, asked.device, index, times, {"rates": asdict(rates)}, len(wanted)
+
+class Numbered(NamedTuple):
+    """A case, its place in the order of measuring, and the size that was asked for."""
+
+    number: int
+    case: Case
+    requested_nbytes: int
+
+
+class Sweep:
+    """The cases of one launch, measured one by one in all ranks together."""
+
+    def __init__(
+        self, at: LaunchContext[Options], teams: Mapping[str, Team], rates: Rates, record: Book
+    ) -> None:
+        from ddpbench.measure import clock, offsets
+        from ddpbench.measure.handoff import Handoff
+
+        self.at, self.teams, self.rates, self.record = at, teams, rates, record
+        self.together = at.closing.enter_context(offsets.opened(at.ranks, record.launch.ranks))
+        self.handoff = Handoff(at.ranks) if at.device.type == "cpu" else None
+        self.shortest_seconds = clock.shortest_seconds(record.launch.clock)
+        self.meter = cpu.CpuMeter()
+        self.share: float | None = None  # of the cores, that other processes used
+
+    def measure(self, this: Numbered) -> tuple[Result, dict[str, Any] | None]:
+        """One case; in rank 0 its samples' columns too."""
+        from ddpbench.measure import pace
+        from ddpbench.session import recorder
+
+        at, ranks, case, started = self.at, self.at.ranks, this.case, time.monotonic()
+        operation, team = OPERATIONS[case.operation], self.teams[case.group]
+        objection = team.split.objection or _objection(case, operation, at.plan, ranks, at.device)
+        samples = pace.measure(
+            case, operation, at.plan, ranks, team, at.device, self.shortest_seconds, objection,
+            self.together.ahead_ns,
+        )  # fmt: skip
+        off = self.together.again(team.split.teams)
+        mine = [
+            launching.spent(self.meter), samples.huge_share, samples.page_faults,
+            self.handoff and self.handoff.seconds(),
+        ]  # fmt: skip
+        used, shares, faults, handoffs = zip(*agree.everyones(ranks, mine), strict=True)
+        share = launching.share_of_others(ranks, used)
+        if share is not None:  # else the case is too short to tell, and the next adds to it
+            self.meter, self.share = cpu.CpuMeter(), share
+        result = Result(
+            case=case,
+            launch=at.index,
+            bus_factor=operation.bus_factor(case.world_size),
+            least_nbytes=operation.least_nbytes(case),
+            requested_nbytes=this.requested_nbytes,
+            reason=samples.objection,
+            wrong=tuple(pace.everyones_wrong(ranks, samples)),
+            others_share=self.share,
+            huge_share=min(filter(_known, shares), default=None),
+            page_faults=max(filter(_known, faults), default=None),
+            handoff_seconds=max(filter(_known, handoffs), default=None),
+            limit=_limit(at.asked, at.backend, case, self.rates),
+            hard_limit=_hard_limit(at.asked, case, self.rates),
+            wall_seconds=time.monotonic() - started,
         )
-        together = stack.enter_context(offsets.opened(ranks, launch.ranks))
-        record = recorder.Book(ranks, folder, launch)
-        if asked.shows_progress:
-            record.expect(len(wanted))
-        handoff = Handoff(ranks) if device.type == "cpu" else None
-        failure = share = None
-        meter = cpu.CpuMeter()
-        for number, (case, requested) in enumerate(wanted):
-            if agree.first_objection(ranks, ranks.interrupted) is not None:
-                break
-            operation = OPERATIONS[case.operation]
-            ranks.watchdog.phase(
-                f"case {number + 1} of {len(wanted)}: {case.called} "
-                f"{readable(case.nbytes)} on {backend.name}"
-            )
-            started = time.monotonic()
-            team = teams[case.group]
-            objection = team.split.objection or _objection(case, operation, plan, ranks, device)
-            samples = pace.measure(
-                case, operation, plan, ranks, team, device,
-                clock.shortest_seconds(times), objection, together.ahead_ns,
-            )  # fmt: skip
-            off = together.again(team.split.teams)
-            mine = [
-                launching.spent(meter), samples.huge_share, samples.page_faults,
-                handoff and handoff.seconds(),
-            ]  # fmt: skip
-            used, shares, faults, handoffs = zip(*agree.everyones(ranks, mine), strict=True)
-            resolved = launching.share_of_others(ranks, used)
-            if resolved is not None:  # else the case is too short to tell, and the next adds to it
-                meter, share = cpu.CpuMeter(), resolved
-            result = Result(
-                case=case,
-                launch=index,
-                bus_factor=operation.bus_factor(case.world_size),
-                least_nbytes=operation.least_nbytes(case),
-                requested_nbytes=requested,
-                reason=samples.objection,
-                wrong=tuple(pace.everyones_wrong(ranks, samples)),
-                others_share=share,
-                huge_share=min(filter(_known, shares), default=None),
-                page_faults=max(filter(_known, faults), default=None),
-                handoff_seconds=max(filter(_known, handoffs), default=None),
-                limit=_limit(asked, backend, case, rates),
-                hard_limit=_hard_limit(asked, case, rates),
-                wall_seconds=time.monotonic() - started,
-            )
-            record.compared(together)
-            record.add(*recorder.summed(result, samples, off))
-            failure = agree.from_rank_0(ranks, record.failure)
-            if failure is not None or samples.stop_reason == "interrupted":
-                break
-        record.close(time.monotonic() - began, launching.used(ranks, whole))
-    return failure
+        self.record.compared(self.together)
+        return recorder.summed(result, samples, off)
 
 
 def planned(asked: Options, backend: Backend) -> list[Case] | None:

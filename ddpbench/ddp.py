@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.backends import Backend
@@ -21,13 +19,17 @@ from ddpbench.catalog.hooks import HOOKS
 from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.launch.placement import Placement, Refused
-from ddpbench.records.schema import Plan, StepCase
+from ddpbench.records.schema import StepCase
 from ddpbench.render.steps import STEP_COLUMNS
-from ddpbench.runtime import agree, cpu
+from ddpbench.runtime import agree
 from ddpbench.runtime.group import Group
-from ddpbench.session import launching, options
+from ddpbench.session import launch_loop, launching, options
+from ddpbench.session.launch_loop import LaunchContext, Measure, Outcome, Work
 from ddpbench.session.step_options import DEFAULT
 from ddpbench.session.step_options import Options as Options  # as each measuring command has it
+
+if TYPE_CHECKING:
+    from ddpbench.session.recorder import Book
 
 HELP = "where the time of a DDP step goes, and whether the replicas are equal after each"
 SETTINGS = tuple(dict.fromkeys(name for each in WORKLOADS.values() for name in each.settings))
@@ -212,48 +214,36 @@ def planned(asked: Options, backend: Backend) -> list[StepCase] | None:
 
 def run(asked: Options, place: Placement) -> int:
     """One rank's part over all backends and workloads; the exit code."""
-    return launching.run(asked, place, sweep)
+    return launch_loop.run(asked, place, prepare)
 
 
-def sweep(
-    ranks: Group, backend: Backend, asked: Options, plan: Plan, folder: Path, index: int
-) -> str | None:
-    """Measure all workloads on one backend, each stored as soon as it is there.
-
-    Returns, in every rank, why the results can no longer be stored; None when all went well.
-    """
+def prepare(at: LaunchContext[Options]) -> Work[str]:
+    """The workloads of one launch."""
     import torch
 
-    from ddpbench.measure import clock
-    from ddpbench.session import recorder, trial
+    from ddpbench.session.trial import Trial
 
-    device = ranks.device(asked.device)
-    threads = asked.threads or launching.threads(ranks)
+    threads = at.asked.threads or launching.threads(at.ranks)
     torch.set_num_threads(threads)
-    with ranks.tested(launching.torch_name(ranks, backend)) as tested:
-        launching.connect(ranks, backend, tested)
-        _require_hook(ranks, asked, backend)
-        began, whole = time.monotonic(), cpu.CpuMeter()
-        times = agree.from_rank_0(ranks, clock.properties())
-        launch = launching.launch_record(
-            ranks, backend, asked.device, index, times, {"threads": threads}, len(asked.subjects)
+    _require_hook(at.ranks, at.asked, at.backend)
+
+    def begin(record: Book) -> Measure[str]:
+        trial = Trial(
+            at.ranks, at.tested, at.backend, at.asked, at.plan, at.device, threads, at.index
         )
-        record = recorder.Book(ranks, folder, launch)
-        if asked.shows_progress:
-            record.expect(len(asked.subjects))
-        failure = None
-        for name in asked.subjects:
-            torch.manual_seed(plan.seed)  # what a model draws is the same in all ranks
-            if agree.first_objection(ranks, ranks.interrupted) is not None:
-                break
-            ranks.watchdog.phase(f"the DDP step of {name} on {backend.name}")
-            each = trial.Trial(ranks, tested, backend, asked, plan, device, threads, index)
-            record.add(*each.measure(workloads.get(name), record))
-            failure = agree.from_rank_0(ranks, record.failure)
-            if failure is not None:
-                break
-        record.close(time.monotonic() - began, launching.used(ranks, whole))
-    return failure
+
+        def measure(name: str) -> tuple[Outcome, dict[str, Any] | None]:
+            torch.manual_seed(at.plan.seed)  # what a model draws is the same in all ranks
+            return trial.measure(workloads.get(name), record)
+
+        return measure
+
+    return Work(
+        at.asked.subjects,
+        lambda name: f"the DDP step of {name} on {at.backend.name}",
+        begin,
+        {"threads": threads},
+    )
 
 
 def _require_hook(ranks: Group, asked: Options, backend: Backend) -> None:

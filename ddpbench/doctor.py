@@ -18,19 +18,20 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpbench.catalog import faults
-from ddpbench.catalog.backends import Backend
 from ddpbench.examine import capabilities, links, preflight, stragglers
 from ddpbench.examine.patient import Outcome, Patient
 from ddpbench.launch.placement import Placement
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
 from ddpbench.render.doctor import FINDING_COLUMNS
-from ddpbench.runtime import agree, cpu
-from ddpbench.runtime.group import Group
 from ddpbench.selftest import trials
-from ddpbench.session import launching, options
+from ddpbench.session import launch_loop, launching, options
+from ddpbench.session.launch_loop import LaunchContext, Measure, Work
+
+if TYPE_CHECKING:
+    from ddpbench.session.recorder import Book
 
 HELP = "what is wrong with this set-up, on which rank, host or link, and what to do"
 
@@ -153,56 +154,36 @@ def run(asked: Options, place: Placement) -> int:
     with contextlib.ExitStack() as planted:
         for text in asked.inject:
             planted.enter_context(faults.parse(text, faults.IN_SET_UP).around(place))
-        return launching.run(asked, place, sweep)
+        return launch_loop.run(asked, place, prepare)
 
 
-def sweep(
-    ranks: Group, backend: Backend, asked: Options, plan: Plan, folder: Path, index: int
-) -> str | None:
-    """Make all examinations on one backend, each stored as soon as it is done.
-
-    Returns, in every rank, why the results can no longer be stored; None when all went well.
-    """
+def prepare(at: LaunchContext[Options]) -> Work[str]:
+    """The examinations of one launch."""
     import torch
 
-    from ddpbench.measure import clock
-    from ddpbench.session import recorder
+    torch.set_num_threads(launching.threads(at.ranks))
 
-    device = ranks.device(asked.device)
-    torch.set_num_threads(launching.threads(ranks))
-    with ranks.tested(launching.torch_name(ranks, backend)) as tested:
-        launching.connect(ranks, backend, tested)
-        began, whole = time.monotonic(), cpu.CpuMeter()
-        times = agree.from_rank_0(ranks, clock.properties())
-        launch = launching.launch_record(
-            ranks, backend, asked.device, index, times, {}, len(asked.only)
-        )
-        record = recorder.Book(ranks, folder, launch)
-        if asked.shows_progress:
-            record.expect(len(asked.only))
+    def begin(record: Book) -> Measure[str]:
         patient = Patient(
-            ranks, backend, tested, device, launch, plan.seed, asked.seconds, asked.by,
-            asked.max_pairs, asked.modules, asked.timeout, record.say,
+            at.ranks, at.backend, at.tested, at.device, record.launch, at.plan.seed,
+            at.asked.seconds, at.asked.by, at.asked.max_pairs, at.asked.modules, at.asked.timeout,
+            record.say,
         )  # fmt: skip
-        failure = None
-        for name in asked.only:
-            if agree.first_objection(ranks, ranks.interrupted) is not None:
-                break
-            ranks.watchdog.phase(f"the examination of {name} on {backend.name}")
+
+        def examine(name: str) -> tuple[Examination, None]:
             record.say(name)
             started = time.monotonic()
             found = EXAMINATIONS[name].examine(patient)
-            record.add(
-                Examination(
-                    name, index, backend.name, time.monotonic() - started,
-                    found.told, found.unchecked, found.findings, found.figures,
-                )
-            )  # fmt: skip
-            failure = agree.from_rank_0(ranks, record.failure)
-            if failure is not None:
-                break
-        record.close(time.monotonic() - began, launching.used(ranks, whole))
-    return failure
+            return Examination(
+                name, at.index, at.backend.name, time.monotonic() - started,
+                found.told, found.unchecked, found.findings, found.figures,
+            ), None  # fmt: skip
+
+        return examine
+
+    return Work(
+        at.asked.only, lambda name: f"the examination of {name} on {at.backend.name}", begin
+    )
 
 
 if __name__ == "__main__":

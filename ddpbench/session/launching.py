@@ -7,21 +7,18 @@ import argparse
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import psutil
 
-from ddpbench.catalog import backends
 from ddpbench.catalog.backends import Backend
-from ddpbench.launch.placement import Placement, Refused
+from ddpbench.launch.placement import Refused
 from ddpbench.records import store
 from ddpbench.records.schema import Launch, Plan, Run
-from ddpbench.records.visible import tell
-from ddpbench.runtime import agree, cpu, environment, group, network
+from ddpbench.runtime import agree, cpu, environment, network
 from ddpbench.runtime.group import Group, Rendezvous
 
 if TYPE_CHECKING:
@@ -93,48 +90,7 @@ class Options:
         return {names.get(k, k.replace("_", "-")): v for k, v in asdict(self).items()}
 
 
-T = TypeVar("T", bound=Options)
-# Measures all cases on one backend and stores each; in every rank why results can no longer be
-# stored, None when all went well. The last argument is the launch's number.
-Sweep = Callable[[Group, Backend, T, Plan, Path, int], str | None]
-
-
-def run(asked: T, place: Placement, sweep: Sweep[T]) -> int:
-    """One rank's part of a launch: meet, agree, measure each backend; the exit code."""
-    from ddpbench.session import recorder
-
-    if place.rank == 0:
-        for name in ("scipy.special", "pyarrow.parquet"):  # slow: not while the others wait
-            import_module(name)
-    with group.opened(place, asked.rendezvous(), asked.share_gpu) as ranks:
-        agree.require_same_options(ranks, asked.named())
-        folder, plan = _folder(ranks, asked)
-        ranks.watchdog.on_end = lambda *end: recorder.mark(folder, *end)
-        end = None
-        for number, name in enumerate(asked.backend):
-            try:
-                backend = backends.get(name)
-                failure = sweep(ranks, backend, asked, plan, folder, asked.launch + number)
-            except Refused:
-                if place.rank == 0 and asked.join is None:
-                    recorder.discard(folder)
-                raise
-            if failure is not None:
-                end = recorder.End("failed", failure, 5)
-            elif (by := agree.first_objection(ranks, ranks.interrupted)) is not None:
-                end = recorder.interrupted(by)
-            if end is not None:
-                break
-    if place.rank == 0 and asked.join is None:
-        return recorder.finish(folder, asked.format, asked.columns, asked.quiet, end)
-    if place.rank == 0 and end is not None:
-        recorder.mark(folder, end.state, end.reason or "", end.code)
-        if end.code == 5:
-            tell(end.reason or "")
-    return end.code if end else 0
-
-
-def _folder(ranks: Group, asked: Options) -> tuple[Path, Plan]:
+def run_folder(ranks: Group, asked: Options) -> tuple[Path, Plan]:
     """The run's folder, made by rank 0 unless it exists already, and its plan."""
     found: dict[str, Any] = {}
     if ranks.rank == 0:

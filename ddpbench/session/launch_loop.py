@@ -1,0 +1,137 @@
+"""The launch loop, the same for every measuring command: meet, agree, then on each backend record
+the launch and measure its cases, each stored at once. A command says what its cases are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ddpbench.catalog import backends
+from ddpbench.catalog.backends import Backend
+from ddpbench.launch.placement import Placement, Refused
+from ddpbench.records.schema import Examination, Plan, Result, StepResult
+from ddpbench.records.visible import tell
+from ddpbench.runtime import agree, cpu, group
+from ddpbench.runtime.group import Group
+from ddpbench.session import launching
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from ddpbench.session.recorder import Book
+
+T = TypeVar("T", bound=launching.Options)
+C = TypeVar("C")  # what one case is to a command
+Outcome = Result | StepResult | Examination
+Measure = Callable[[C], tuple[Outcome, dict[str, Any] | None]]  # the outcome, its samples' columns
+
+
+@dataclass(frozen=True)
+class LaunchContext(Generic[T]):
+    """One launch on one backend, as one rank sees it."""
+
+    ranks: Group
+    backend: Backend
+    name: str  # by which torch knows the backend
+    tested: dist.ProcessGroup  # all ranks, on that backend
+    asked: T
+    plan: Plan
+    device: torch.device
+    index: int  # the launch's number
+    closing: ExitStack  # what ends with the launch
+
+
+@dataclass(frozen=True)
+class Work(Generic[C]):
+    """What a command measures in one launch."""
+
+    cases: Sequence[C]
+    phase: Callable[[C], str]  # a case in words, for the message when it hangs
+    # Called when the launch is recorded. What it returns measures one case, all ranks together.
+    begin: Callable[[Book], Measure[C]]
+    facts: dict[str, object] = field(default_factory=dict)  # of the launch, that only it knows
+
+
+Prepare = Callable[[LaunchContext[T]], Work[Any]]
+
+
+def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
+    """One rank's part of a launch: meet, agree, measure each backend; the exit code."""
+    from ddpbench.session import recorder
+
+    if place.rank == 0:
+        for name in ("scipy.special", "pyarrow.parquet"):  # slow: not while the others wait
+            import_module(name)
+    with group.opened(place, asked.rendezvous(), asked.share_gpu) as ranks:
+        agree.require_same_options(ranks, asked.named())
+        folder, plan = launching.run_folder(ranks, asked)
+        ranks.watchdog.on_end = lambda *end: recorder.mark(folder, *end)
+        end = None
+        for number, name in enumerate(asked.backend):
+            try:
+                backend = backends.get(name)
+                failure = _measure(
+                    ranks, backend, asked, plan, asked.launch + number, folder, prepare
+                )
+            except Refused:
+                if place.rank == 0 and asked.join is None:
+                    recorder.discard(folder)
+                raise
+            if failure is not None:
+                end = recorder.End("failed", failure, 5)
+            elif (by := agree.first_objection(ranks, ranks.interrupted)) is not None:
+                end = recorder.interrupted(by)
+            if end is not None:
+                break
+    if place.rank == 0 and asked.join is None:
+        return recorder.finish(folder, asked.format, asked.columns, asked.quiet, end)
+    if place.rank == 0 and end is not None:
+        recorder.mark(folder, end.state, end.reason or "", end.code)
+        if end.code == 5:
+            tell(end.reason or "")
+    return end.code if end else 0
+
+
+def _measure(
+    ranks: Group, backend: Backend, asked: T, plan: Plan, index: int, folder: Path,
+    prepare: Prepare[T],
+) -> str | None:  # fmt: skip
+    """The launch loop: connect, record the launch, measure each case and store it at once.
+
+    Returns, in every rank, why the results can no longer be stored; None when all went well.
+    """
+    from ddpbench.measure import clock
+    from ddpbench.session.recorder import Book
+
+    device = ranks.device(asked.device)
+    with ExitStack() as closing:
+        name = launching.torch_name(ranks, backend)
+        tested = closing.enter_context(ranks.tested(name))
+        launching.connect(ranks, backend, tested)
+        began, whole = time.monotonic(), cpu.CpuMeter()
+        work = prepare(
+            LaunchContext(ranks, backend, name, tested, asked, plan, device, index, closing)
+        )
+        times = agree.from_rank_0(ranks, clock.properties())
+        record = Book(ranks, folder, launching.launch_record(
+            ranks, backend, asked.device, index, times, work.facts, len(work.cases)
+        ))  # fmt: skip
+        if asked.shows_progress:
+            record.expect(len(work.cases))
+        measure, failure = work.begin(record), None
+        for case in work.cases:
+            if agree.first_objection(ranks, ranks.interrupted) is not None:
+                break
+            ranks.watchdog.phase(work.phase(case))
+            record.add(*measure(case))
+            failure = agree.from_rank_0(ranks, record.failure)
+            if failure is not None:
+                break
+        record.close(time.monotonic() - began, launching.used(ranks, whole))
+    return failure
