@@ -186,7 +186,7 @@ def _nproc(asked: launching.Options) -> int:
 
 def start(asked: launching.Options, words: Sequence[str]) -> int:
     """Start the ranks of every launch, each backend's by its launcher; then show the run."""
-    from ddpbench.session import recorder
+    from ddpbench.session import run_end
 
     if asked.master_port is not None:
         placement.require_free(asked.master_port)
@@ -209,16 +209,16 @@ def start(asked: launching.Options, words: Sequence[str]) -> int:
             sys.stdout.flush()
         refusals += code == 2
         if code == 130:
-            end = recorder.interrupted("a signal")  # unless the ranks have told which
+            end = run_end.interrupted("a signal")  # unless the ranks have told which
             break
         if code != 0:
             failed.add(name)
             reason = verdict or f"the ranks on {name} ended with exit code {code}"
-            end = end or recorder.End("failed", reason, 5)
+            end = end or run_end.End("failed", reason, 5)
     nothing = refusals or not store.read(folder).launches
-    if nothing and recorder.discard(folder):
+    if nothing and run_end.discard(folder):
         return 2 if refusals or end is None else end.code
-    return recorder.finish(folder, asked.format, asked.columns, asked.quiet, end)
+    return run_end.finish(folder, asked.format, asked.columns, asked.quiet, end)
 
 
 def _schedule(asked: launching.Options, seed: int) -> Iterator[tuple[int, str]]:

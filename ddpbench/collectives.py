@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ddpbench.measure.calibrate import Rates
     from ddpbench.runtime.teams import Team
-    from ddpbench.session.recorder import Book
+    from ddpbench.session.recorder import Recorder
 
 HELP = "what every collective costs, over backends, sizes and dtypes"
 # Seconds for a case, in a launch that stands alone and in one of several: what repetitions leave
@@ -254,7 +254,7 @@ def prepare(at: LaunchContext[Options]) -> Work[Numbered]:
             f"case {this.number} of {len(wanted)}: {this.case.called} "
             f"{readable(this.case.nbytes)} on {at.backend.name}"
         ),
-        lambda record: Sweep(at, teams, rates, record).measure,
+        lambda recorder, progress: Sweep(at, teams, rates, recorder).measure,
         {"rates": asdict(rates)},
     )
 
@@ -271,22 +271,26 @@ class Sweep:
     """The cases of one launch, measured one by one in all ranks together."""
 
     def __init__(
-        self, at: LaunchContext[Options], teams: Mapping[str, Team], rates: Rates, record: Book
+        self,
+        at: LaunchContext[Options],
+        teams: Mapping[str, Team],
+        rates: Rates,
+        recorder: Recorder,
     ) -> None:
         from ddpbench.measure import clock, offsets
         from ddpbench.measure.handoff import Handoff
 
-        self.at, self.teams, self.rates, self.record = at, teams, rates, record
-        self.together = at.closing.enter_context(offsets.opened(at.ranks, record.launch.ranks))
+        self.at, self.teams, self.rates, self.recorder = at, teams, rates, recorder
+        self.together = at.closing.enter_context(offsets.opened(at.ranks, recorder.launch.ranks))
         self.handoff = Handoff(at.ranks) if at.device.type == "cpu" else None
-        self.shortest_seconds = clock.shortest_seconds(record.launch.clock)
+        self.shortest_seconds = clock.shortest_seconds(recorder.launch.clock)
         self.meter = cpu.CpuMeter()
         self.share: float | None = None  # of the cores, that other processes used
 
     def measure(self, this: Numbered) -> tuple[Result, dict[str, Any] | None]:
         """One case; in rank 0 its samples' columns too."""
         from ddpbench.measure import pace
-        from ddpbench.session import recorder
+        from ddpbench.session.summary import summarise_result
 
         at, ranks, case, started = self.at, self.at.ranks, this.case, time.monotonic()
         operation, team = OPERATIONS[case.operation], self.teams[case.group]
@@ -320,8 +324,8 @@ class Sweep:
             hard_limit=_hard_limit(at.asked, case, self.rates),
             wall_seconds=time.monotonic() - started,
         )
-        self.record.compared(self.together)
-        return recorder.summed(result, samples, off)
+        self.recorder.add_clocks(self.together)
+        return summarise_result(result, samples, off)
 
 
 def planned(asked: Options, backend: Backend) -> list[Case] | None:

@@ -24,12 +24,14 @@ from ddpbench.render.steps import STEP_COLUMNS
 from ddpbench.runtime import agree
 from ddpbench.runtime.group import Group
 from ddpbench.session import launch_loop, launching, options
-from ddpbench.session.launch_loop import LaunchContext, Measure, Outcome, Work
+from ddpbench.session.launch_loop import LaunchContext, Measure, Work
+from ddpbench.session.recorder import Outcome
 from ddpbench.session.step_options import DEFAULT
 from ddpbench.session.step_options import Options as Options  # as each measuring command has it
 
 if TYPE_CHECKING:
-    from ddpbench.session.recorder import Book
+    from ddpbench.session.progress import Progress
+    from ddpbench.session.recorder import Recorder
 
 HELP = "where the time of a DDP step goes, and whether the replicas are equal after each"
 SETTINGS = tuple(dict.fromkeys(name for each in WORKLOADS.values() for name in each.settings))
@@ -227,14 +229,14 @@ def prepare(at: LaunchContext[Options]) -> Work[str]:
     torch.set_num_threads(threads)
     _require_hook(at.ranks, at.asked, at.backend)
 
-    def begin(record: Book) -> Measure[str]:
+    def begin(recorder: Recorder, progress: Progress) -> Measure[str]:
         trial = Trial(
             at.ranks, at.tested, at.backend, at.asked, at.plan, at.device, threads, at.index
         )
 
         def measure(name: str) -> tuple[Outcome, dict[str, Any] | None]:
             torch.manual_seed(at.plan.seed)  # what a model draws is the same in all ranks
-            return trial.measure(workloads.get(name), record)
+            return trial.measure(workloads.get(name), progress)
 
         return measure
 

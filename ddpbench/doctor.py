@@ -31,7 +31,8 @@ from ddpbench.session import launch_loop, launching, options
 from ddpbench.session.launch_loop import LaunchContext, Measure, Work
 
 if TYPE_CHECKING:
-    from ddpbench.session.recorder import Book
+    from ddpbench.session.progress import Progress
+    from ddpbench.session.recorder import Recorder
 
 HELP = "what is wrong with this set-up, on which rank, host or link, and what to do"
 
@@ -163,15 +164,15 @@ def prepare(at: LaunchContext[Options]) -> Work[str]:
 
     torch.set_num_threads(launching.threads(at.ranks))
 
-    def begin(record: Book) -> Measure[str]:
+    def begin(recorder: Recorder, progress: Progress) -> Measure[str]:
         patient = Patient(
-            at.ranks, at.backend, at.tested, at.device, record.launch, at.plan.seed,
+            at.ranks, at.backend, at.tested, at.device, recorder.launch, at.plan.seed,
             at.asked.seconds, at.asked.by, at.asked.max_pairs, at.asked.modules, at.asked.timeout,
-            record.say,
+            progress.describe,
         )  # fmt: skip
 
         def examine(name: str) -> tuple[Examination, None]:
-            record.say(name)
+            progress.describe(name)
             started = time.monotonic()
             found = EXAMINATIONS[name].examine(patient)
             return Examination(

@@ -26,9 +26,9 @@ from ddpbench.records import store
 from ddpbench.records.schema import Offset, Result
 from ddpbench.render import formats
 from ddpbench.runtime import agree
-from ddpbench.session import recorder
 
 # --- what ping-pongs say --------------------------------------------------------------------------
+from ddpbench.session.summary import summarise_result
 
 
 def exchanges(draw: random.Random, ahead_ns: int, count: int, drift: float = 0.0) -> stats.Stamps:
@@ -118,7 +118,7 @@ def test_there_is_no_skew_where_the_bound_is_too_wide(off: float | None, shown: 
     stamps = some_stamps(2, 30)
     stamps[:, :, 1] = stamps[:, :, 0] + 10**6
     samples = Samples(cold=stamps[:, :1], timed=filled(stamps, 30))
-    result, _ = recorder.summed(a_result(), samples, off)
+    result, _ = summarise_result(a_result(), samples, off)
     assert result.summary is not None
     assert result.clock_off_seconds == off
     assert result.summary.median_seconds == pytest.approx(1e-3)
@@ -235,7 +235,7 @@ def test_a_batched_case_is_judged_by_its_whole_repetition() -> None:
     stamps = some_stamps(2, 30)
     stamps[:, :, 1] = stamps[:, :, 0] + 50 * 10**6
     samples = Samples(calls=50, cold=stamps[:, :1], timed=filled(stamps, 30))
-    result, _ = recorder.summed(a_result(replace(a_case(), nbytes=4)), samples, 1e-3)
+    result, _ = summarise_result(a_result(replace(a_case(), nbytes=4)), samples, 1e-3)
     assert_one_clock(result)
     assert result.summary is not None
     assert result.summary.skew_seconds is not None

@@ -12,7 +12,7 @@ from ddpbench.analysis import kept, stats
 from ddpbench.analysis.kept import Kept
 from ddpbench.measure.pace import Samples
 from ddpbench.records import store
-from ddpbench.session import recorder
+from ddpbench.session.summary import summarise_result
 
 
 def some_stamps(world: int, count: int, seed: int = 1) -> stats.Stamps:
@@ -74,7 +74,7 @@ def test_the_summary_is_of_all_ranks_whatever_is_kept(monkeypatch: pytest.Monkey
             cold=some_stamps(16, 1), warm_up=filled(some_stamps(16, 10, 2), 10),
             timed=filled(timed, 8), stop_reason="precision",
         )  # fmt: skip
-        result, columns = recorder.summed(a_result(), samples, clock_off_seconds=0.0)
+        result, columns = summarise_result(a_result(), samples, clock_off_seconds=0.0)
         assert columns is not None
         return result.summary, columns
 

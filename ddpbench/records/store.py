@@ -24,22 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.records import codec, redact
+from ddpbench.records.samples import SAMPLE_COLUMNS
 from ddpbench.records.schema import SCHEMA, Run
 
 if TYPE_CHECKING:
     import pandas as pd
-
-SAMPLE_COLUMNS = (
-    "case",
-    "launch",
-    "repetition",
-    "rank",
-    "entry_ns",
-    "exit_ns",
-    "device_ns",
-    "warm_up",
-)
-
 
 # Stamps grow steadily: differences take a quarter of the room.
 PARQUET: dict[str, Any] = {

@@ -14,21 +14,22 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ddpbench.catalog import backends
 from ddpbench.catalog.backends import Backend
 from ddpbench.launch.placement import Placement, Refused
-from ddpbench.records.schema import Examination, Plan, Result, StepResult
+from ddpbench.records.schema import Plan
 from ddpbench.records.visible import tell
 from ddpbench.runtime import agree, cpu, group
 from ddpbench.runtime.group import Group
 from ddpbench.session import launching
+from ddpbench.session.recorder import Outcome
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from ddpbench.session.recorder import Book
+    from ddpbench.session.progress import Progress
+    from ddpbench.session.recorder import Recorder
 
 T = TypeVar("T", bound=launching.Options)
 C = TypeVar("C")  # what one case is to a command
-Outcome = Result | StepResult | Examination
 Measure = Callable[[C], tuple[Outcome, dict[str, Any] | None]]  # the outcome, its samples' columns
 
 
@@ -54,7 +55,7 @@ class Work(Generic[C]):
     cases: Sequence[C]
     phase: Callable[[C], str]  # a case in words, for the message when it hangs
     # Called when the launch is recorded. What it returns measures one case, all ranks together.
-    begin: Callable[[Book], Measure[C]]
+    begin: Callable[[Recorder, Progress], Measure[C]]
     facts: dict[str, object] = field(default_factory=dict)  # of the launch, that only it knows
 
 
@@ -63,7 +64,7 @@ Prepare = Callable[[LaunchContext[T]], Work[Any]]
 
 def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
     """One rank's part of a launch: meet, agree, measure each backend; the exit code."""
-    from ddpbench.session import recorder
+    from ddpbench.session import run_end
 
     if place.rank == 0:
         for name in ("scipy.special", "pyarrow.parquet"):  # slow: not while the others wait
@@ -71,7 +72,7 @@ def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
     with group.opened(place, asked.rendezvous(), asked.share_gpu) as ranks:
         agree.require_same_options(ranks, asked.named())
         folder, plan = launching.run_folder(ranks, asked)
-        ranks.watchdog.on_end = lambda *end: recorder.mark(folder, *end)
+        ranks.watchdog.on_end = lambda *end: run_end.mark(folder, *end)
         end = None
         for number, name in enumerate(asked.backend):
             try:
@@ -81,18 +82,18 @@ def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
                 )
             except Refused:
                 if place.rank == 0 and asked.join is None:
-                    recorder.discard(folder)
+                    run_end.discard(folder)
                 raise
             if failure is not None:
-                end = recorder.End("failed", failure, 5)
+                end = run_end.End("failed", failure, 5)
             elif (by := agree.first_objection(ranks, ranks.interrupted)) is not None:
-                end = recorder.interrupted(by)
+                end = run_end.interrupted(by)
             if end is not None:
                 break
     if place.rank == 0 and asked.join is None:
-        return recorder.finish(folder, asked.format, asked.columns, asked.quiet, end)
+        return run_end.finish(folder, asked.format, asked.columns, asked.quiet, end)
     if place.rank == 0 and end is not None:
-        recorder.mark(folder, end.state, end.reason or "", end.code)
+        run_end.mark(folder, end.state, end.reason or "", end.code)
         if end.code == 5:
             tell(end.reason or "")
     return end.code if end else 0
@@ -107,7 +108,8 @@ def _measure(
     Returns, in every rank, why the results can no longer be stored; None when all went well.
     """
     from ddpbench.measure import clock
-    from ddpbench.session.recorder import Book
+    from ddpbench.session.progress import Bar, Progress
+    from ddpbench.session.recorder import FileRecorder, Recorder
 
     device = ranks.device(asked.device)
     with ExitStack() as closing:
@@ -119,19 +121,24 @@ def _measure(
             LaunchContext(ranks, backend, name, tested, asked, plan, device, index, closing)
         )
         times = agree.from_rank_0(ranks, clock.properties())
-        record = Book(ranks, folder, launching.launch_record(
+        launch = launching.launch_record(
             ranks, backend, asked.device, index, times, work.facts, len(work.cases)
-        ))  # fmt: skip
-        if asked.shows_progress:
-            record.expect(len(work.cases))
-        measure, failure = work.begin(record), None
+        )
+        writes = ranks.rank == 0
+        recorder = FileRecorder(folder, launch) if writes else Recorder(launch)
+        shown = writes and asked.shows_progress
+        progress = Bar(backend.name, len(work.cases)) if shown else Progress()
+        measure, failure = work.begin(recorder, progress), None
         for case in work.cases:
             if agree.first_objection(ranks, ranks.interrupted) is not None:
                 break
             ranks.watchdog.phase(work.phase(case))
-            record.add(*measure(case))
-            failure = agree.from_rank_0(ranks, record.failure)
+            recorder.add(*measure(case))
+            progress.advance(1)
+            failure = agree.from_rank_0(ranks, recorder.failure)
             if failure is not None:
                 break
-        record.close(time.monotonic() - began, launching.used(ranks, whole))
+        used = launching.used(ranks, whole)
+        progress.stop()
+        recorder.close(time.monotonic() - began, used)
     return failure

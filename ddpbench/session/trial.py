@@ -25,7 +25,9 @@ from ddpbench.records.schema import Epoch, Figure, Plan, Replicas, StepCase, Ste
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import agree, cpu, environment
 from ddpbench.runtime.group import Group
-from ddpbench.session import launching, recorder
+from ddpbench.session import launching
+from ddpbench.session.progress import Progress
+from ddpbench.session.summary import step_columns
 
 if TYPE_CHECKING:
     from ddpbench.session.step_options import Options
@@ -53,7 +55,7 @@ class Trial:
         return tuple(faults.parse(text) for text in self.asked.inject)
 
     def measure(
-        self, workload: Workload, record: recorder.Book
+        self, workload: Workload, progress: Progress
     ) -> tuple[StepResult, dict[str, Any] | None]:
         """One workload: its result, and in rank 0 its samples' columns."""
         began, meter = time.monotonic(), cpu.CpuMeter()
@@ -68,14 +70,14 @@ class Trial:
             if probe is None:
                 arms, notes = ("ddp",), [f"no budget and no buckets: {reason}"]
         ledger = Ledger(self.asked.on_mismatch == "continue")
-        measured = self._rounds(case, main, probe, arms, ledger, record)
+        measured = self._rounds(case, main, probe, arms, ledger, progress)
         summary, columns = None, None
         cost: tuple[Figure | None, float | None] = None, None
         if measured.samples is not None:
             total = case.batch * case.accumulate * case.world_size
             summary = steps.summarise(measured.samples, total, measured.warm_up)
             cost = steps.cost(measured.samples, summary.step.value)
-            columns = recorder.step_columns(case.key, self.index, measured.samples)
+            columns = step_columns(case.key, self.index, measured.samples)
         assert main.loss is not None
         loss = float(main.loss)
         losses = agree.everyones(self.ranks, loss if abs(loss) < float("inf") else None)
@@ -195,13 +197,13 @@ class Trial:
 
     def _rounds(
         self, case: StepCase, main: Replica, probe: Replica | None, arms: tuple[str, ...],
-        ledger: Ledger, record: recorder.Book,
+        ledger: Ledger, progress: Progress,
     ) -> Measured:  # fmt: skip
         asked, done = self.asked, 0.0
 
-        def progress(share: float) -> None:
+        def advance(share: float) -> None:
             nonlocal done
-            record.advance(share - done)
+            progress.advance(share - done)
             done = share
 
         verify = None
@@ -212,9 +214,9 @@ class Trial:
         measured = Rounds(
             self.ranks, main, probe, arms, Pace(asked.seconds, asked.rounds, asked.in_a_row),
             self.plan.seed, verify, asked.verify,
-            self.planted, progress,
+            self.planted, advance,
         ).run()  # fmt: skip
-        record.advance(-done)  # Book.add counts the case as a whole
+        progress.advance(-done)  # the launch loop counts the case as a whole
         return measured
 
     def _train(self, workload: Workload, case: StepCase) -> tuple[Epoch, ...]:

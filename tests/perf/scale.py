@@ -43,7 +43,8 @@ from ddpbench.runtime import cpu
 from ddpbench.runtime.group import Group
 from ddpbench.runtime.network import NetPlace
 from ddpbench.runtime.teams import Team, split
-from ddpbench.session import launching, recorder
+from ddpbench.session import launching, recorder, run_end
+from ddpbench.session.summary import summarise_result
 
 WORLDS = (16, 1024, 16384)
 CASES, A_HOST, CALL_NS = 3, 8, 100_000
@@ -132,7 +133,7 @@ def measured(world: int, folder: Path) -> dict[str, float]:
         store.create(folder, run, "scale")
         whole = cpu.CpuMeter()
         launch = launching.launch_record(group, backend, "cpu", 0, {}, {}, CASES)
-        record = recorder.Book(group, folder, launch)
+        record = recorder.FileRecorder(folder, launch)
     for number in range(CASES):
         case = Case(
             "all_reduce", "tensor", "gloo", "native", "cpu", "float32", "sum", None, 4 << number,
@@ -145,7 +146,7 @@ def measured(world: int, folder: Path) -> dict[str, float]:
         with timed("summary s", CASES):
             launching.others_share(group, cpu.CpuMeter())
             result = Result(case, 0, 1.0, 4.0, 4, wrong=tuple(pace.everyones_wrong(group, samples)))
-            outcome = recorder.summed(result, samples, 0.0)
+            outcome = summarise_result(result, samples, 0.0)
         with timed("store s", CASES):
             record.add(*outcome)
         assert record.failure is None
@@ -154,7 +155,7 @@ def measured(world: int, folder: Path) -> dict[str, float]:
     with timed("end s"), contextlib.redirect_stderr(io.StringIO()):
         record.close(1.0, launching.used(group, whole))
         with contextlib.redirect_stdout(io.StringIO()):
-            recorder.finish(folder, "table", None, False)
+            run_end.finish(folder, "table", None, False)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rows = len(store.read_samples(folder))
     return {

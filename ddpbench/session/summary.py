@@ -1,0 +1,71 @@
+"""From the samples of a case to what is stored of it: the summary, and the columns of samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpbench.analysis import clocks, stats, steps
+from ddpbench.analysis.kept import Kept
+from ddpbench.records.samples import operation_columns, span_columns
+from ddpbench.records.schema import Result
+
+if TYPE_CHECKING:
+    from ddpbench.measure.pace import Samples
+
+
+def summarise_result(
+    result: Result, samples: Samples, clock_off_seconds: float | None
+) -> tuple[Result, dict[str, Any] | None]:
+    """The result with what its samples say, and their columns; as it is where there are none.
+
+    clock_off_seconds: what stamps of different ranks may be off, as `Result` has it.
+    """
+    if not samples.timed.repetitions:
+        return result, None
+    assert samples.cold is not None
+    single = result.case.issue == "isolated" and samples.calls == samples.cold_calls
+    over = stats.joined(samples.timed.over)
+    common_clock = clocks.comparable(clock_off_seconds, float(np.median(over.times(1))))
+    result = replace(
+        result,
+        calls=samples.calls,
+        batch=samples.calls // samples.cold_calls,
+        cold_seconds=float(stats.t_max(samples.cold, samples.cold_calls)[0]),
+        warm_up=samples.warm_up.repetitions,
+        stop_reason=samples.stop_reason,
+        checks=samples.checks,
+        measuring_seconds=samples.measuring_seconds,
+        summary=stats.summary(over, samples.calls, common_clock, single),
+        clock_off_seconds=clock_off_seconds,
+    )
+    return result, _columns(result, samples)
+
+
+def _columns(result: Result, samples: Samples) -> dict[str, Any]:
+    cold = Kept(samples.timed.teams)
+    assert samples.cold is not None
+    cold.add(samples.cold)
+    return operation_columns(
+        result.case.key, result.launch, cold.rows(), samples.warm_up.rows(), samples.timed.rows(),
+        samples.warm_up.repetitions,
+    )  # fmt: skip
+
+
+def step_columns(case: str, launch: int, samples: steps.Samples) -> dict[str, Any]:
+    """SAMPLE_COLUMNS of a DDP step: "CASE/ARM/PHASE", entry and exit in ns since the first step of
+    the round; "CASE/verify" and "CASE/bucket/INDEX" likewise (since the begin of backward)."""
+    spans: dict[str, npt.NDArray[np.int64]] = {}  # name → [world, repetition, (entry, exit)]
+    for arm, stamps in samples.stamps.items():
+        flat = stamps.reshape(stamps.shape[0], -1, 4)
+        for i, phase in enumerate(("forward", "backward", "optimizer")):
+            spans[f"{case}/{arm}/{phase}"] = flat[:, :, i : i + 2]
+    if samples.bucket_stamps is not None:
+        for i in range(samples.bucket_stamps.shape[2]):
+            spans[f"{case}/bucket/{i}"] = samples.bucket_stamps[:, :, i]
+    if samples.verify.size:
+        spans[f"{case}/verify"] = np.stack([np.zeros_like(samples.verify), samples.verify], axis=2)
+    return span_columns(spans, launch)
