@@ -30,7 +30,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.catalog import workloads
-from ddpbench.catalog.workloads import WORKLOADS, Place, Task, Training
+from ddpbench.catalog.task import Place, Task, Training
+from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.measure import training
 from ddpbench.records.schema import Epoch

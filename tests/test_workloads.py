@@ -30,8 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpbench.catalog import workloads
-from ddpbench.catalog.workloads import WORKLOADS, Place, Task, get
+from ddpbench.catalog import user_workload, workloads
+from ddpbench.catalog.task import BATCHES, EPOCHS, Place, Task
+from ddpbench.catalog.workloads import WORKLOADS, get
 
 CPU = torch.device("cpu")
 # Shapes of each workload that take a moment.
@@ -93,9 +94,9 @@ def test_ranks_share_one_data_set(name: str) -> None:
     """In each epoch each sample is dealt to one rank, every batch is full, and the next epoch deals
     in another order; behind the last epoch the batches come again."""
     tasks = [built(name, alone(rank, 3)) for rank in range(3)]
-    steps = workloads.STEPS if name == "regression" else workloads.BATCHES
+    steps = workloads.STEPS if name == "regression" else BATCHES
     epochs: list[list[str]] = []
-    for epoch in range(workloads.EPOCHS):
+    for epoch in range(EPOCHS):
         epochs.append([])
         for step in range(epoch * steps, (epoch + 1) * steps):
             for task in tasks:
@@ -107,7 +108,7 @@ def test_ranks_share_one_data_set(name: str) -> None:
     # Regression's data set is one sample short, which the sampler repeats.
     assert len(set(epochs[0])) == 3 * 4 * steps - (name == "regression")
     assert len(epochs[0]) == 3 * 4 * steps
-    assert tasks[0].batch(workloads.EPOCHS * steps) is tasks[0].batch(0)
+    assert tasks[0].batch(EPOCHS * steps) is tasks[0].batch(0)
 
 
 def test_linear_is_the_example_of_the_ddp_notes() -> None:
@@ -228,8 +229,8 @@ def test_samples_are_counted_in_the_batch_itself() -> None:
     """The first dimension of the first tensor, in tuples and dicts too; 1 where there is none."""
     rows = torch.zeros(7, 3)
     for batch in (rows, (rows, rows[:2]), {"x": [rows]}):
-        assert workloads.samples(batch) == 7
-    assert [workloads.samples(batch) for batch in (torch.tensor(1.0), "text", ())] == [1, 1, 1]
+        assert user_workload.samples(batch) == 7
+    assert [user_workload.samples(batch) for batch in (torch.tensor(1.0), "text", ())] == [1, 1, 1]
 
 
 @pytest.mark.usefixtures("own")

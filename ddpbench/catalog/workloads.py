@@ -1,10 +1,6 @@
 """The models whose DDP step can be measured: one entry of WORKLOADS adds one.
 
-All data are generated. A rank's batches are made before the first step, from its share of one data
-set as DistributedSampler deals it out in each epoch. Weights and data depend on the seed alone, and
-no global random state is used or left changed.
-
-Importing this module imports no torch; building a task does.
+All data are generated. Importing this module imports no torch; building a task does.
 """
 
 from __future__ import annotations
@@ -12,133 +8,28 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ddpbench.catalog import user_workload
+from ddpbench.catalog.task import (
+    EPOCHS,
+    Place,
+    Task,
+    Training,
+    Workload,
+    generated_batches,
+    generator,
+    seeded_model,
+    share_of_epoch,
+)  # fmt: skip
+
 if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
     from torch import Tensor, nn
 
-    Sample = Callable[[torch.Generator], tuple[Tensor, ...]]
-
-EPOCHS, BATCHES = 2, 4  # made ahead of the steps, which cycle over them: epochs, batches in each
 IMAGE, CLASSES = (3, 32, 32), 10
 BAG, HEAD, TOWERS = 32, 64, (768, 512)
 STEPS, VALIDATION, NOISE = 16, 1009, 0.05  # regression: of an epoch; samples in all; of the targets
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a task is built: one rank."""
-
-    rank: int
-    world_size: int
-    batch: int  # samples of this rank in one batch
-    device: torch.device
-    seed: int
-    group: dist.ProcessGroup | None  # of all ranks, for what a loss itself communicates
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a training needs that goes on epoch by epoch.
-
-    batches     epoch, from 1 → this rank's batches and their numbers of samples: as many batches,
-                of the same sizes, in every rank
-    validation  this rank's share, likewise; each sample is in one rank's share, and ranks may
-                have unequal numbers of batches, or none
-    settings    all that decides the losses, but for the optimizer
-    """
-
-    batches: Callable[[int], Iterator[tuple[Any, int]]]
-    validation: tuple[tuple[Any, int], ...]
-    settings: Mapping[str, int]
-
-
-@dataclass
-class Task:
-    """A workload built in one rank.
-
-    model  on the device, with the same weights in every rank
-    batch  step, from 0 → this rank's batch of it, on the device
-    loss   (the model, bare or in DDP, batch) → the mean loss, a scalar; calls the model it is given
-    """
-
-    model: nn.Module
-    batch: Callable[[int], Any]
-    loss: Callable[[nn.Module, Any], Tensor]
-    training: Training | None = None
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model with its data, loss and optimizer.
-
-    batch     samples of one rank, by kind of device
-    settings  name → default by kind of device
-    build     (all settings, decided; place) → the task. Raises ValueError with one sentence for
-              settings that do not go together. No communication.
-    trains    whether its tasks have a `training`
-    """
-
-    name: str
-    help: str
-    batch: Mapping[str, int]
-    build: Callable[[Mapping[str, int], Place], Task]
-    settings: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    optimizer: str = "sgd"
-    learning_rate: float = 0.01
-    trains: bool = False
-
-
-# --- weights and data -----------------------------------------------------------------------------
-
-
-def _seeded(make: Callable[[], nn.Module], place: Place) -> nn.Module:
-    """The model with the weights of this seed, made on the CPU: the same for every device."""
-    import torch
-
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(place.seed)
-        return make().to(place.device)
-
-
-def _generator(seed: int, number: int) -> torch.Generator:
-    """Random numbers of their own for each (seed, number)."""
-    import torch
-
-    # torch's generator takes 32 bits; without the factor neighbouring seeds would share samples.
-    return torch.Generator().manual_seed((seed * 0x9E3779B1 + number) % 2**32)
-
-
-def _share(samples: int, place: Place, epoch: int) -> list[int]:
-    """The numbers of this rank's samples in an epoch, shuffled."""
-    from torch.utils.data import DistributedSampler
-
-    whole: Any = range(samples)  # only its length is looked at
-    sampler: DistributedSampler[int] = DistributedSampler(
-        whole, place.world_size, place.rank, seed=place.seed
-    )
-    sampler.set_epoch(epoch)
-    return list(sampler)
-
-
-def _batches(place: Place, sample: Sample) -> Callable[[int], tuple[Tensor, ...]]:
-    """Task.batch over generated samples, each made from its number alone: a rank makes its own."""
-    import torch
-
-    whole = BATCHES * place.batch * place.world_size
-    made = []
-    for epoch in range(EPOCHS):
-        mine = _share(whole, place, epoch)
-        for start in range(0, len(mine), place.batch):
-            rows = [sample(_generator(place.seed, i)) for i in mine[start : start + place.batch]]
-            made.append(tuple(torch.stack(c).to(place.device) for c in zip(*rows, strict=True)))
-    return lambda step: made[step % len(made)]
 
 
 def _mlp(*sizes: int) -> nn.Sequential:
@@ -149,9 +40,6 @@ def _mlp(*sizes: int) -> nn.Sequential:
     for inputs, outputs in itertools.pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
-
-
-# --- the tasks ------------------------------------------------------------------------------------
 
 
 def _linear(settings: Mapping[str, int], place: Place) -> Task:
@@ -171,8 +59,8 @@ def _random_targets(make: Callable[[], nn.Module], width: int, place: Place) -> 
     from torch.nn import functional
 
     return Task(
-        _seeded(make, place),
-        _batches(place, lambda g: (torch.randn(width, generator=g),
+        seeded_model(make, place),
+        generated_batches(place, lambda g: (torch.randn(width, generator=g),
                                    torch.randn(width, generator=g))),
         lambda model, batch: functional.mse_loss(model(batch[0]), batch[1]),
     )  # fmt: skip
@@ -212,8 +100,8 @@ def _convnet(settings: Mapping[str, int], place: Place) -> Task:
         return nn.Sequential(*layers, *pooled, nn.Linear(4 * width, CLASSES))
 
     return Task(
-        _seeded(make, place),
-        _batches(place, lambda g: (torch.randn(IMAGE, generator=g),
+        seeded_model(make, place),
+        generated_batches(place, lambda g: (torch.randn(IMAGE, generator=g),
                                    torch.randint(CLASSES, (), generator=g))),
         lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
     )  # fmt: skip
@@ -237,8 +125,10 @@ def _transformer(settings: Mapping[str, int], place: Place) -> Task:
         return functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
 
     return Task(
-        _seeded(lambda: _gpt(settings, heads), place),
-        _batches(place, lambda g: (torch.randint(vocabulary, (sequence + 1,), generator=g),)),
+        seeded_model(lambda: _gpt(settings, heads), place),
+        generated_batches(
+            place, lambda g: (torch.randint(vocabulary, (sequence + 1,), generator=g),)
+        ),
         loss,
     )
 
@@ -294,9 +184,13 @@ def _embedding(settings: Mapping[str, int], place: Place) -> Task:
     from torch.nn import functional
 
     rows, width = settings["rows"], settings["width"]
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.EmbeddingBag(rows, width), *_mlp(width, width, 1))
+
     return Task(
-        _seeded(lambda: nn.Sequential(nn.EmbeddingBag(rows, width), *_mlp(width, width, 1)), place),
-        _batches(place, lambda g: (torch.randint(rows, (BAG,), generator=g),
+        seeded_model(make, place),
+        generated_batches(place, lambda g: (torch.randint(rows, (BAG,), generator=g),
                                    torch.randint(2, (1,), generator=g).float())),
         lambda model, batch: functional.binary_cross_entropy_with_logits(
             model(batch[0]), batch[1]
@@ -340,8 +234,10 @@ def _contrastive(settings: Mapping[str, int], place: Place) -> Task:
         return (both[0] + both[1]) / 2
 
     return Task(
-        _seeded(Towers, place),
-        _batches(place, lambda g: tuple(torch.randn(inputs, generator=g) for inputs in TOWERS)),
+        seeded_model(Towers, place),
+        generated_batches(
+            place, lambda g: tuple(torch.randn(inputs, generator=g) for inputs in TOWERS)
+        ),
         loss,
     )
 
@@ -381,7 +277,7 @@ def _regression(settings: Mapping[str, int], place: Place) -> Task:
     from torch.nn import functional
 
     def made(samples: int, number: int) -> tuple[Tensor, Tensor]:
-        g = _generator(place.seed, number)
+        g = generator(place.seed, number)
         x = 2 * torch.rand(samples, 8, generator=g) - 1
         y = torch.sin(2 * x[:, :1]) + x[:, 1:2] * x[:, 2:3] + x[:, 3:].sum(1, keepdim=True) / 2
         y += NOISE * torch.randn(samples, 1, generator=g)
@@ -391,7 +287,7 @@ def _regression(settings: Mapping[str, int], place: Place) -> Task:
     x, y = made(samples, 0)
 
     def batches(epoch: int) -> Iterator[tuple[Any, int]]:
-        mine = torch.tensor(_share(samples, place, epoch), device=place.device)
+        mine = torch.tensor(share_of_epoch(samples, place, epoch), device=place.device)
         return (((x[rows], y[rows]), len(rows)) for rows in torch.split(mine, place.batch))
 
     # A strided share, which DistributedSampler would pad with samples counted twice.
@@ -402,7 +298,7 @@ def _regression(settings: Mapping[str, int], place: Place) -> Task:
     ready = [batch for epoch in epochs for batch, size in batches(epoch) if size == place.batch]
     sizes = [8, *[settings["width"]] * (settings["depth"] - 1), 1]
     return Task(
-        _seeded(lambda: _mlp(*sizes), place),
+        seeded_model(lambda: _mlp(*sizes), place),
         lambda step: ready[step % len(ready)],
         lambda model, batch: functional.mse_loss(model(batch[0]), batch[1]),
         Training(
@@ -485,17 +381,12 @@ WORKLOADS: dict[str, Workload] = {
 }
 
 
-# --- the user's own -------------------------------------------------------------------------------
-
-WANTED = "(model, batch, loss): a torch.nn.Module, batch(step) and loss(model, batch)"
-
-
 def get(name: str) -> Workload:
     """The entry of a name; for "package.module:function" one around the user's function.
 
     That is called as function(rank, world_size, device) and returns (model, batch, loss), used as
-    in Task; the model is moved to the device. `batch` 0: how many samples are in one of its batches
-    the batches themselves tell (`samples`). Raises ValueError with one sentence for anything else.
+    in Task; the model is moved to the device. Its `batch` is 0: user_workload.samples counts the
+    samples in a batch. Raises ValueError with one sentence for anything else.
     """
     if name in WORKLOADS:
         return WORKLOADS[name]
@@ -506,55 +397,10 @@ def get(name: str) -> Workload:
             f"unknown workload {name!r}{meant} Known: {', '.join(WORKLOADS)}; "
             "or package.module:function of your own"
         )
-    function = _imported(name)
+    function = user_workload.imported(name)
     return Workload(
         name=name,
         help="of your own",
         batch=_both(0),
-        build=lambda _, place: _built(name, function, place),
+        build=lambda _, place: user_workload.built(name, function, place),
     )
-
-
-def samples(batch: Any) -> int:
-    """The first dimension of the first tensor in a batch; 1 where there is none."""
-    import torch
-
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.dim() else 1
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    return samples(batch[0]) if isinstance(batch, (list, tuple)) and batch else 1
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    if "" not in sys.path:  # python -m looks in the current folder, the ddpbench script does not
-        sys.path.append("")
-    try:
-        function = getattr(import_module(module), attribute)
-    except Exception as error:  # whatever the user's module raises
-        lines = str(error).strip().splitlines() or ["no text"]
-        raise ValueError(
-            f"workload {name!r} cannot be imported ({type(error).__name__}: {lines[0]}): "
-            "give package.module:function of a module that Python finds from here"
-        ) from error
-    if not callable(function):
-        raise ValueError(
-            f"workload {name!r} is a {type(function).__name__}, not a function(rank, world_size, "
-            f"device) that returns {WANTED}"
-        )
-    wanted: Callable[..., Any] = function
-    return wanted
-
-
-def _built(name: str, function: Callable[..., Any], place: Place) -> Task:
-    from torch import nn
-
-    made = function(place.rank, place.world_size, place.device)
-    match made:
-        case (nn.Module() as model, batch, loss) if callable(batch) and callable(loss):
-            return Task(model.to(place.device), batch, loss)
-    parts = made if isinstance(made, tuple) else (made,)
-    got = ", ".join(type(part).__name__ for part in parts)
-    got = f"({got})" if isinstance(made, tuple) else got
-    raise ValueError(f"workload {name!r} must return {WANTED}; it returned {got}")

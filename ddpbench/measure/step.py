@@ -24,7 +24,7 @@ from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.measure import clock
 
 if TYPE_CHECKING:
-    from ddpbench.catalog.workloads import Task
+    from ddpbench.catalog.task import Task
     from ddpbench.records.schema import StepCase
 
 

@@ -20,7 +20,7 @@ from ddpbench.records.schema import Epoch
 from ddpbench.runtime import agree
 
 if TYPE_CHECKING:
-    from ddpbench.catalog.workloads import Task, Training
+    from ddpbench.catalog.task import Task, Training
     from ddpbench.runtime.group import Group
 
 Check = Callable[[int], bool]

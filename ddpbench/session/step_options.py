@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ddpbench.catalog.workloads import WORKLOADS, Workload
+from ddpbench.catalog.task import Workload
+from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.launch.placement import Refused
 from ddpbench.records.schema import Plan
 from ddpbench.session import launching

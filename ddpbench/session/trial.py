@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ddpbench.analysis import steps
-from ddpbench.catalog import faults, workloads
+from ddpbench.catalog import faults, user_workload
 from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.optimizers import OPTIMIZERS
-from ddpbench.catalog.workloads import Workload
+from ddpbench.catalog.task import Place, Task, Workload
 from ddpbench.hang.places import place_of_error
 from ddpbench.measure import step, training
 from ddpbench.measure.rounds import ARMS, Measured, Pace, Rounds
@@ -95,8 +95,8 @@ class Trial:
         )
         return replace(result, wall_seconds=time.monotonic() - began), columns
 
-    def _place(self, batch: int) -> workloads.Place:
-        return workloads.Place(
+    def _place(self, batch: int) -> Place:
+        return Place(
             self.ranks.rank, self.ranks.world_size, batch, self.device, self.plan.seed, self.tested
         )
 
@@ -110,7 +110,7 @@ class Trial:
         task, objection = None, None
         try:
             task = workload.build(settings, self._place(batch))
-            batch = batch or workloads.samples(task.batch(0))
+            batch = batch or user_workload.samples(task.batch(0))
         except Exception as error:  # whatever a user's function raises
             objection = _told(error)
         parameters = list(task.model.parameters()) if task else []
@@ -153,7 +153,7 @@ class Trial:
         self.ranks.watchdog.rearm()  # building may take long, and so may the first step
         return case, made if sentence is None else None, sentence
 
-    def _unlike(self, task: workloads.Task | None) -> str | None:
+    def _unlike(self, task: Task | None) -> str | None:
         """What of this rank's model is not as in rank 0, where DDP would wait or fail."""
         mine = None
         if task is not None:
