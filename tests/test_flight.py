@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from ddpbench.hang import flight
 from ddpbench.hang.flight import Flight, Recorder
-from ddpbench.hang.verdict import Call
+from ddpbench.hang.status import Call
 
 
 @pytest.fixture

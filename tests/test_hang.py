@@ -6,19 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from ddpbench.hang import verdict as hang
-from ddpbench.hang.verdict import (
-    ALIVE,
-    DIED,
-    ENDED,
-    LEFT,
-    STOPPED,
-    Call,
-    Log,
-    Silent,
-    Words,
-    verdict,
-)
+from ddpbench.hang.mismatch import mismatches
+from ddpbench.hang.status import ALIVE, DIED, ENDED, LEFT, STOPPED, Call, Log, RankStatus, Silent
+from ddpbench.hang.verdict import is_notice, verdict
 
 CUT_OFF = "did not answer (stopped, dead or cut off)"
 REDUCE = ("all_reduce", "float32[1024]")
@@ -33,11 +23,11 @@ def calls(*given: tuple[str, str]) -> tuple[Call, ...]:
 def words(
     *made: tuple[str, str], ended: int | None = None, group: str = "",
     place: str = "train (t.py:9)", size: int = 4, **others: object,
-) -> Words:  # fmt: skip
+) -> RankStatus:  # fmt: skip
     """Of a rank that has made these calls, of which so many have ended; None: all."""
     done = len(made) if ended is None else ended
     log = Log(group, tuple(range(size)), len(made), done, calls(*made))
-    return replace(Words(place, logs=(log,)), **others)  # type: ignore[arg-type]
+    return replace(RankStatus(place, logs=(log,)), **others)  # type: ignore[arg-type]
 
 
 WAITS = words(*[REDUCE] * 4, ended=3, inside="all_reduce", late=True)
@@ -65,13 +55,13 @@ def test_ranks_at_one_place_are_told_together() -> None:
     )
 
 
-def in_groups(place: str, size: int, **started: int) -> Words:
+def in_groups(place: str, size: int, **started: int) -> RankStatus:
     """Of a rank that waits in the first call of the groups that have started one."""
     logs = tuple(
         Log(f"of group {name}", tuple(range(size)), count, 0, calls(*[REDUCE] * count))
         for name, count in started.items()
     )
-    return Words(place, "all_reduce", logs, late=True)
+    return RankStatus(place, "all_reduce", logs, late=True)
 
 
 def test_two_groups_in_different_order_are_told_as_a_deadlock() -> None:
@@ -87,9 +77,9 @@ def test_two_groups_in_different_order_are_told_as_a_deadlock() -> None:
 def test_groups_of_one_name_are_told_apart_by_their_ranks() -> None:
     """The rows of a mesh: ranks 0 and 1 are through, ranks 2 and 3 are not; rank 1 owes nothing."""
 
-    def row(rank: int, started: int, **others: object) -> Words:
+    def row(rank: int, started: int, **others: object) -> RankStatus:
         log = Log("of group 'tp'", (rank // 2 * 2, rank // 2 * 2 + 1), started, 2, calls(REDUCE))
-        return replace(Words(f"f{rank} (x.py:1)", logs=(log,)), **others)  # type: ignore[arg-type]
+        return replace(RankStatus(f"f{rank} (x.py:1)", logs=(log,)), **others)  # type: ignore[arg-type]
 
     waits, left = row(2, 3, inside="all_reduce", late=True), replace(ONE, state=LEFT)
     silent = [replace(left, seen=row(1, 2)), replace(left, rank=3, name="rank 3", seen=row(3, 2))]
@@ -120,7 +110,8 @@ def test_a_rank_that_computes_is_in_no_circle() -> None:
 def test_messages_in_a_ring_are_told_as_one(end: str, told: str) -> None:
     """Each waits for its neighbour."""
     ranks = {
-        rank: Words("turn (r.py:5)", told, late=True, **{end: (rank - 1) % 3}) for rank in range(3)
+        rank: RankStatus("turn (r.py:5)", told, late=True, **{end: (rank - 1) % 3})
+        for rank in range(3)
     }
     word = {"recv": "from", "send": "to"}[told]
     assert verdict([], ranks) == (
@@ -131,8 +122,10 @@ def test_messages_in_a_ring_are_told_as_one(end: str, told: str) -> None:
 
 def test_the_rank_whose_message_is_missing_is_told_first() -> None:
     """A pipeline whose middle stage is busy: where that one is, then who waits for it."""
-    last = Words("step (p.py:7)", "wait", late=True, source=1, cause="has waited longer than 4 s")
-    busy = Words("forward (m.py:2)")
+    last = RankStatus(
+        "step (p.py:7)", "wait", late=True, source=1, cause="has waited longer than 4 s"
+    )
+    busy = RankStatus("forward (m.py:2)")
     assert verdict([], {0: replace(last, place="step (p.py:6)"), 1: busy, 2: last}) == (
         "rank 1: in forward (m.py:2); rank 0 waits in recv from rank 1 at step (p.py:6); "
         "rank 2 waits in recv from rank 1 at step (p.py:7)"
@@ -141,14 +134,14 @@ def test_the_rank_whose_message_is_missing_is_told_first() -> None:
 
 def test_ranks_that_only_stand_still_are_told_and_nobody_is_blamed() -> None:
     """It may be a long computation: the places of all, and that the job goes on."""
-    still = Words("evaluate (e.py:4)", cause="no progress for 8 s", still=True)
+    still = RankStatus("evaluate (e.py:4)", cause="no progress for 8 s", still=True)
     ranks = {0: still, 1: replace(still, cause="", still=False), 2: LOADS}
-    assert hang.is_notice(ranks)
+    assert is_notice(ranks)
     assert verdict([], ranks) == (
         "no progress for 8 s: ranks 0, 1: in evaluate (e.py:4); rank 2: in load_batch "
         "(data.py:22); the job goes on"
     )
-    assert not hang.is_notice({**ranks, 3: replace(WAITS, cause="has waited longer than 4 s")})
+    assert not is_notice({**ranks, 3: replace(WAITS, cause="has waited longer than 4 s")})
 
 
 @pytest.mark.parametrize(("started", "where"), [(3, "before #4"), (4, "in #4")])
@@ -170,7 +163,7 @@ def test_numbers_that_ranks_count_differently_are_not_compared() -> None:
 
 def test_without_a_heartbeat_a_silent_rank_is_named_all_the_same() -> None:
     """Each silent rank with its state, and in what ddpbench's ranks wait."""
-    late = Words("loop (l.py:7)", phase="case 3 of 9: all_reduce", late=True)
+    late = RankStatus("loop (l.py:7)", phase="case 3 of 9: all_reduce", late=True)
     two = Silent(2, "rank 2 (node2, pid 102)", CUT_OFF)
     assert verdict([replace(ONE, seen=None, state=DIED), two], {3: late}) == (
         "rank 1 (node1, pid 7) has died; rank 2 (node2, pid 102) did not answer (stopped, dead "
@@ -255,7 +248,7 @@ def test_an_error_that_follows_from_another_is_not_the_cause() -> None:
 
 def test_ranks_that_say_the_same_are_told_together() -> None:
     """Without a collective to blame, every rank's place is told, equal ones once, in order."""
-    late = Words("f (x.py:7)", phase="start", cause="missed the deadline", late=True)
+    late = RankStatus("f (x.py:7)", phase="start", cause="missed the deadline", late=True)
     other = replace(late, place="g (y.py:1)")
     assert verdict([], {2: late, 0: late, 1: other, 3: late}) == (
         "ranks 0, 2, 3: missed the deadline, at f (x.py:7) (in start); "
@@ -367,16 +360,16 @@ def test_what_may_be_either_is_not_told_as_one() -> None:
 def test_uneven_exchanges_and_unknown_sizes_are_no_mismatch() -> None:
     """all_to_all may deal differently, and a size that is not known agrees with every one."""
     pairs = [("all_to_all", "float32[3]"), ("barrier", "")], [("all_to_all", "float32[5]"), REDUCE]
-    assert hang.mismatches({0: words(pairs[0][0]), 1: words(pairs[1][0])}) == []
-    assert hang.mismatches({0: words(REDUCE), 1: words(("all_reduce", ""))}) == []
-    assert hang.mismatches({0: words(pairs[0][1]), 1: words(pairs[1][1])}) != []
+    assert mismatches({0: words(pairs[0][0]), 1: words(pairs[1][0])}) == []
+    assert mismatches({0: words(REDUCE), 1: words(("all_reduce", ""))}) == []
+    assert mismatches({0: words(pairs[0][1]), 1: words(pairs[1][1])}) != []
 
 
 def test_ranks_that_are_apart_are_compared_where_both_have_called() -> None:
     """One rank far ahead, whose first calls are forgotten, is no mismatch."""
     ahead = words(*STEP * 20)
     ahead = replace(ahead, logs=(replace(ahead.logs[0], calls=ahead.logs[0].calls[30:]),))
-    assert hang.mismatches({0: words(*STEP * 15), 1: ahead}) == []
+    assert mismatches({0: words(*STEP * 15), 1: ahead}) == []
 
 
 # --- without the store ----------------------------------------------------------------------------

@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from ddpbench.hang import watchdog
-from ddpbench.hang.verdict import ALIVE, DIED, STOPPED
+from ddpbench.hang.self_report import Who, state_of, whoami
+from ddpbench.hang.status import ALIVE, DIED, STOPPED
 from ddpbench.hang.watchdog import Watchdog
-from ddpbench.hang.words import Who, state_of, whoami
 
 CUT_OFF = "did not answer (stopped, dead or cut off)"
 

@@ -20,8 +20,8 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from ddpbench.hang.verdict import DIED, LEFT, STOPPED, Silent, Words
-from ddpbench.hang.words import Who, state_of
+from ddpbench.hang.self_report import Who, state_of
+from ddpbench.hang.status import DIED, LEFT, STOPPED, RankStatus, Silent
 from ddpbench.launch import family
 from ddpbench.records import codec, redact
 from ddpbench.records.visible import escape_lines
@@ -116,7 +116,7 @@ class Board:
         assert mine is not None
         return mine
 
-    def beat(self, words: Words, seconds: float = ANSWER_SECONDS) -> bool:
+    def beat(self, words: RankStatus, seconds: float = ANSWER_SECONDS) -> bool:
         """Leave a heartbeat and fetch rank 0's; whether the store answered in this time."""
         text, first = json.dumps(asdict(words)), self.key("beat", 0)
 
@@ -128,7 +128,7 @@ class Board:
 
         return self.line.ask(seconds, exchange) is not None
 
-    def say_left(self, words: Words, seconds: float) -> None:
+    def say_left(self, words: RankStatus, seconds: float) -> None:
         """Leave a last heartbeat, in which this rank has left."""
         text = json.dumps(asdict(words))
 
@@ -162,7 +162,9 @@ class Board:
 
         self.line.ask(ANSWER_SECONDS, exchange)
 
-    def collect(self, what: str, mine: Words, seconds: float) -> tuple[dict[int, Words], bool]:
+    def collect(
+        self, what: str, mine: RankStatus, seconds: float
+    ) -> tuple[dict[int, RankStatus], bool]:
         """The last words, under this name, of all ranks that answer in time; this one's too.
 
         And whether the store answered: its host may be the one that is gone. Nobody waits for a
@@ -176,7 +178,7 @@ class Board:
             store.set(self.key(what, self.rank), json.dumps(asdict(mine)))
             return store.check([self.key(what, self.rank)])
 
-        def read(store: dist.Store) -> dict[int, Words]:
+        def read(store: dist.Store) -> dict[int, RankStatus]:
             absent = [rank for rank in range(len(self.who)) if rank not in words]
             keys = {rank: self.key(what, rank) for rank in absent}
             found = {r: store.get(key) for r, key in keys.items() if store.check([key])}
@@ -195,7 +197,7 @@ class Board:
             time.sleep(LOOK_SECONDS)
         return words, together
 
-    def beats(self, ranks: Iterable[int]) -> dict[int, Words]:
+    def beats(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
         """The last heartbeats of these ranks, as far as there are any."""
 
         def read(store: dist.Store) -> dict[int, bytes]:
@@ -236,8 +238,8 @@ class Board:
                     os.kill(who.pid, signal.SIGKILL)
 
 
-def _words(data: bytes) -> Words:
-    return codec.decode(Words, json.loads(data))
+def _words(data: bytes) -> RankStatus:
+    return codec.decode(RankStatus, json.loads(data))
 
 
 def is_here(store: dist.Store) -> bool:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.hang import places
-from ddpbench.hang.verdict import Call, Log
+from ddpbench.hang.status import Call, Log
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -33,12 +33,11 @@ from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ddpbench.hang import board, words
-from ddpbench.hang import verdict as hang
+from ddpbench.hang import board, self_report, verdict
 from ddpbench.hang.board import Board
 from ddpbench.hang.flight import Flight
 from ddpbench.hang.places import described, main_frame, position
-from ddpbench.hang.verdict import ALIVE, DIED, ENDED, OVER, STOPPED, Words
+from ddpbench.hang.status import ALIVE, DIED, ENDED, OVER, STOPPED, RankStatus
 from ddpbench.records import codec
 
 if TYPE_CHECKING:
@@ -146,8 +145,8 @@ class Guard:
         self._round, self._leaving = 0, False
         self._judging = threading.RLock()
         self._closed = threading.Event()
-        self._board.introduce(words.whoami(rank))
-        self._last = words.heartbeat(self._flight)
+        self._board.introduce(self_report.whoami(rank))
+        self._last = self_report.heartbeat(self._flight)
         self._board.beat(self._last)
         self._hooked = sys.excepthook
         sys.excepthook = self._raised
@@ -177,7 +176,7 @@ class Guard:
         if sys.excepthook == self._raised:
             sys.excepthook = self._hooked
         atexit.unregister(self.close)
-        last = words.last_words(self._flight, at=self._last.place)  # at exit no line is left
+        last = self_report.last_words(self._flight, at=self._last.place)  # at exit no line is left
         self._board.say_left(replace(last, left=True), CLOSE_SECONDS)
         if at_exit and self._rank == 0 and board.is_here(self._board.line.store):
             self._board.await_leaving(LINGER_SECONDS)
@@ -186,7 +185,7 @@ class Guard:
 
     def _watch(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
-            self._last = beat = words.heartbeat(self._flight)
+            self._last = beat = self_report.heartbeat(self._flight)
             reached = self._board.beat(beat)
             if None in self._board.who:
                 self._board.introduce(self._board.me)
@@ -198,7 +197,7 @@ class Guard:
             elif self._stands_still(progress):
                 self._alarm(f"no progress for {self._patience():g} s", still=True)
 
-    def _settle(self, beat: Words) -> None:
+    def _settle(self, beat: RankStatus) -> None:
         """Let a rank that ends its groups leave, or fail, before it has its part in a verdict."""
         until = time.monotonic() + SETTLE_SECONDS
         ends = beat.destroyed or beat.inside == "destroy_process_group"
@@ -214,7 +213,7 @@ class Guard:
         key = self._board.key(what, self._round)
         return self._board.line.ask(board.ANSWER_SECONDS, lambda store: store.check([key])) or False
 
-    def _waits_too_long(self, beat: Words, progress: Hashable) -> bool:
+    def _waits_too_long(self, beat: RankStatus, progress: Hashable) -> bool:
         """Whether this rank has waited in something for too long, and has not told so yet."""
         now, before = time.monotonic(), self._since
         self._since = {what: before.get(what, now) for what in (*_waits(beat), progress)}
@@ -228,7 +227,7 @@ class Guard:
             return False
         # gloo's threads may count ends out of order, and so leave a number behind; what is noted of
         # each call is right. And nccl counts no sends and receives, but keeps them.
-        true = late & set(_waits(words.last_words(self._flight)))
+        true = late & set(_waits(self_report.last_words(self._flight)))
         newest = self._flight.newest()
         true = {what for what in true if len(what) == 2 or self._newest.get(what) == newest}
         for what in late - true:
@@ -268,7 +267,7 @@ class Guard:
         """Say the last words, have one rank judge, print its verdict; then end, or go on.
 
         cause: why this rank raises the alarm, "" where another has or an error is on its way; late,
-        still: as in Words; leave: end this process.
+        still: as in RankStatus; leave: end this process.
         """
         with self._judging:
             if self._closed.is_set() or self._leaving or os.getpid() != self._pid:
@@ -280,7 +279,7 @@ class Guard:
             verdict = verdict or self._judge(found)
             self._print(verdict)
             self._round += 1
-            now = words.heartbeat(self._flight)
+            now = self_report.heartbeat(self._flight)
             progress = _progress(now)
             (self._told if verdict.sentence else self._put_off).add(progress)
             self._since[progress] = time.monotonic()
@@ -296,9 +295,9 @@ class Guard:
                 self._board.kill(verdict.stopped)
                 board.leave(5)
 
-    def _last_words(self, cause: str, late: bool, still: bool) -> Words:
+    def _last_words(self, cause: str, late: bool, still: bool) -> RankStatus:
         error, place = self._failure or ("", "")
-        last = words.last_words(self._flight, at=place)
+        last = self_report.last_words(self._flight, at=place)
         return replace(last, cause=error or cause, late=late and not error, still=still)
 
     def _print(self, verdict: Verdict) -> None:
@@ -307,18 +306,18 @@ class Guard:
         if verdict.sentence and (first or not verdict.notice):
             board.say(f"ddpbench: {verdict.sentence}\n{stacks}")
 
-    def _judge(self, mine: Words) -> Verdict:
+    def _judge(self, mine: RankStatus) -> Verdict:
         """The verdict from all that answer, left for the others."""
         heard, together = self._board.collect(f"words/{self._round}", mine, GRACE_SECONDS)
         silent = self._board.silent(heard, together)
         if self._board.line.gone and silent and silent[0].rank == 0:
             state = {ALIVE: ENDED, DIED: OVER}.get(silent[0].state, silent[0].state)
             silent[0] = replace(silent[0], state=state)
-        notice = hang.is_notice(heard)
+        notice = verdict.is_notice(heard)
         waited = notice and any(_waits(each) for each in heard.values())
         early = waited and _progress(mine) not in self._put_off
         found = Verdict(
-            "" if early else hang.verdict(silent, heard, together),
+            "" if early else verdict.verdict(silent, heard, together),
             tuple(heard),
             tuple(each.rank for each in silent if each.state == STOPPED),
             "".join(f"rank {rank}:\n{each.stack}" for rank, each in sorted(heard.items())),
@@ -330,7 +329,7 @@ class Guard:
             self._board.line.ask(board.ANSWER_SECONDS, lambda store: store.set(key, text))
         return found
 
-    def _verdict_of_another(self, mine: Words) -> Verdict | None:
+    def _verdict_of_another(self, mine: RankStatus) -> Verdict | None:
         """That of the rank that was the first to raise the alarm; None where it does not come."""
         key, own = self._board.key("verdict", self._round), json.dumps(asdict(mine))
         name = self._board.key("words", self._round, self._rank)
@@ -361,7 +360,7 @@ class Guard:
             time.sleep(LEAVE_SECONDS / 4)
 
 
-def _waits(beat: Words) -> list[tuple[Hashable, ...]]:
+def _waits(beat: RankStatus) -> list[tuple[Hashable, ...]]:
     """What a rank waits in, open collectives as pairs; the same as long as nothing moves."""
     waits: list[tuple[Hashable, ...]] = [
         (log.group, log.started) for log in beat.logs if log.started > log.finished
@@ -372,11 +371,11 @@ def _waits(beat: Words) -> list[tuple[Hashable, ...]]:
     return waits
 
 
-def _counts(beat: Words) -> list[int]:
+def _counts(beat: RankStatus) -> list[int]:
     return [n for log in beat.logs for n in (log.started, log.finished, log.moves)]
 
 
-def _progress(beat: Words) -> tuple[Hashable, ...]:
+def _progress(beat: RankStatus) -> tuple[Hashable, ...]:
     """The same as long as a rank calls nothing of torch.distributed; where no calls are counted, as
     long as its main thread stays where it is."""
     counts = _counts(beat)

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ddpbench.hang.board import Board, say
 from ddpbench.hang.flight import Flight
-from ddpbench.hang.verdict import ALIVE, DIED, STOPPED, Words, verdict
-from ddpbench.hang.words import Who, heartbeat, last_words, state_of
+from ddpbench.hang.self_report import Who, heartbeat, last_words, state_of
+from ddpbench.hang.status import ALIVE, DIED, STOPPED, RankStatus
+from ddpbench.hang.verdict import verdict
 from ddpbench.launch import family
 
 if TYPE_CHECKING:
@@ -149,10 +150,10 @@ class Watchdog:
         finally:  # whatever happens to stderr or the disk: this process ends
             self._leave(code)
 
-    def _words(self, cause: str, late: bool, place: str = "") -> Words:
+    def _words(self, cause: str, late: bool, place: str = "") -> RankStatus:
         return replace(last_words(self._flight, self._phase, place), cause=cause, late=late)
 
-    def _tell(self, name: str, mine: Words, ending: bool) -> int:
+    def _tell(self, name: str, mine: RankStatus, ending: bool) -> int:
         """Report under this name, collect, and let one rank tell; the exit code."""
         words, together = self._board.collect(name, mine, GRACE_SECONDS)
         silent = self._board.silent(words, together)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddpbench.hang import board
 from ddpbench.hang.places import described
+from ddpbench.hang.self_report import Who, whoami
 from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, Watchdog
-from ddpbench.hang.words import Who, whoami
 from ddpbench.launch import family, placement, slurm, sockets
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.launch.rendezvous import serve

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpbench
 from ddpbench.hang.flight import Flight
-from ddpbench.hang.words import heartbeat
+from ddpbench.hang.self_report import heartbeat
 
 CALLS, STEPS, WARM = 4000, 40, 2
 

@@ -12,7 +12,7 @@ import psutil
 
 from ddpbench.hang.flight import Flight
 from ddpbench.hang.places import called, handled, main_frame, peers, place
-from ddpbench.hang.verdict import ALIVE, DIED, STOPPED, Log, Words
+from ddpbench.hang.status import ALIVE, DIED, STOPPED, Log, RankStatus
 
 STACK_FRAMES = 30  # the innermost, told in full
 
@@ -75,28 +75,28 @@ def state_of(who: Who, me: Who) -> str:
     return ALIVE
 
 
-def heartbeat(flight: Flight, phase: str = "") -> Words:
+def heartbeat(flight: Flight, phase: str = "") -> RankStatus:
     """What is told while all is well: where the main thread is, numbers of collectives."""
     frame = main_frame()
     inside = called(frame)
     logs = flight.logs(inside, whole=False)
-    return Words(place(frame), inside, logs, phase, destroyed=_destroyed(logs))
+    return RankStatus(place(frame), inside, logs, phase, destroyed=_destroyed(logs))
 
 
-def last_words(flight: Flight, phase: str = "", at: str = "") -> Words:
+def last_words(flight: Flight, phase: str = "", at: str = "") -> RankStatus:
     """All there is to say, with the latest collectives and the main thread's stack.
 
     at: the place, where an error has unwound the stack already.
     """
     if at:
         logs = flight.logs("", whole=True)
-        return Words(at, "", logs, phase, destroyed=_destroyed(logs))
+        return RankStatus(at, "", logs, phase, destroyed=_destroyed(logs))
     frame = main_frame()
     inside = called(frame)
     logs = flight.logs(inside, whole=True)
     stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
     source, destination = peers(frame, inside) if inside else (-1, -1)
-    return Words(
+    return RankStatus(
         place(frame), inside, logs, phase, stack=stack, source=source, destination=destination,
         destroyed=_destroyed(logs), handles=handled(),
     )  # fmt: skip
