@@ -1,0 +1,319 @@
+"""torch's collectives as MPI's, on whole tensors and lists of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpbench.mpi_backend import types as mpi_types
+from ddpbench.mpi_backend.base import SYNCED, GroupBase
+from ddpbench.mpi_backend.tensors import (
+    flatten,
+    is_plain,
+    join,
+    keep_apart,
+    require,
+    room_for,
+    rooms_for,
+)  # fmt: skip
+from ddpbench.mpi_backend.types import block, memory, pieces, unit
+from ddpbench.mpi_backend.work import failure
+
+TensorList = list[Tensor]
+TensorLists = list[list[Tensor]]
+
+
+class Collectives(GroupBase):
+    """The collectives, by the names that torch calls."""
+
+    # --- reductions
+
+    def allreduce(self, tensors: TensorList, opts: Any = None) -> Any:
+        """tensors[0] of every rank becomes the reduction of all ranks' tensors[0]."""
+        name, lane, tensor = "all_reduce", self._lane, self._single("all_reduce", tensors)
+        # What follows, written out for the plain case, here and in the other calls that trainers
+        # wait for: at 4 bytes it saves half of what this group adds to torch and MPI.
+        if self._free(opts) and is_plain(tensor):
+            found = self._sums.get(dtype := tensor.dtype)
+            found = found and found.get(hash(opts.reduceOp))
+            if found and (nbytes := tensor.nbytes) <= mpi_types.most:
+                lane.inside = this = (self._count(), name, dtype, nbytes)
+                self._keep(this)
+                try:
+                    message = self._memory(tensor.data_ptr(), nbytes), found[0]
+                    self._comm.Allreduce(self._in_place, message, found[1])
+                except Exception as error:
+                    raise failure(name, self._rank, error) from error
+                finally:
+                    lane.inside = None
+                return SYNCED
+        opts = opts or dist.AllreduceOptions()
+        flat = flatten(name, tensor)
+        kind, op, mean = self._reduction(name, flat, opts)
+
+        def run() -> None:
+            for piece in pieces(flat):
+                self._comm.Allreduce(self._in_place, (piece, kind), op)
+
+        return self._issue(name, opts, run, tensor, tensors, (flat,), mean)
+
+    def reduce(self, tensors: TensorList, opts: Any = None) -> Any:
+        """tensors[0] of the root becomes the reduction of all ranks'; the others keep theirs."""
+        name, opts, tensor = "reduce", opts or dist.ReduceOptions(), self._single("reduce", tensors)
+        flat, root = flatten(name, tensor), opts.rootRank
+        kind, op, mean = self._reduction(name, flat, opts)
+        mine = root == self._rank
+        run = partial(self._reduce, flat, flat if mine else None, kind, op, root)
+        return self._issue(name, opts, run, tensor, tensors, (flat,) if mine else (), mean and mine)
+
+    def _reduce(self, source: Tensor, target: Tensor | None, kind: Any, op: Any, root: int) -> None:
+        """MPI's Reduce, in pieces; the root has a target, which may be its source."""
+        rooms = [] if target is None else list(pieces(target))
+        for i, piece in enumerate(pieces(source)):
+            given = self._in_place if target is source else (piece, kind)
+            self._comm.Reduce(given, (rooms[i], kind) if rooms else None, op, root)
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
+        """output of rank r becomes part r of the reduction of all ranks' sources (size × it)."""
+        name, opts = "reduce_scatter", opts or dist.ReduceScatterOptions()
+        self._shares(name, source, output)
+        target = room_for(name, output)
+        whole = keep_apart(flatten(name, source), target)
+        counts = [output.numel()] * self._size
+        return self._reduce_scatter(name, opts, output, target, whole, counts)
+
+    def reduce_scatter(self, outputs: TensorList, inputs: TensorLists, opts: Any = None) -> Any:
+        """outputs[0] of rank r becomes the reduction of all inputs[0][r]; sizes may differ by r."""
+        name, opts = "reduce_scatter", opts or dist.ReduceScatterOptions()
+        (parts,), output = inputs, self._single(name, outputs)
+        counts = self._counts(name, parts, output, even=False)
+        require(name, counts[self._rank] == output.numel(), "output and input sizes differ")
+        target = room_for(name, output)
+        whole = keep_apart(join(name, parts), target)
+        return self._reduce_scatter(name, opts, output, target, whole, counts)
+
+    def _reduce_scatter(
+        self, name: str, opts: Any, output: Tensor, target: Tensor, whole: Tensor, counts: list[int]
+    ) -> Any:
+        kind, op, mean = self._reduction(name, target, opts)
+
+        def run() -> None:
+            if whole.numel() > mpi_types.most:
+                parts = torch.split(whole.detach().view(-1), counts)
+                for root, part in enumerate(parts):
+                    self._reduce(part, target if root == self._rank else None, kind, op, root)
+                return
+            sides = (memory(whole), kind), (memory(target), kind)
+            if len(set(counts)) > 1:
+                self._comm.Reduce_scatter(*sides, counts, op)
+            else:
+                self._comm.Reduce_scatter_block(*sides, op)
+
+        return self._issue(name, opts, run, output, (output,), (target,), mean, whole)
+
+    # --- from one rank to all and back
+
+    def broadcast(self, tensors: TensorList, opts: Any = None) -> Any:
+        """tensors[0] of every rank becomes the root's."""
+        name, lane, tensor = "broadcast", self._lane, self._single("broadcast", tensors)
+        if self._free(opts) and is_plain(tensor) and (nbytes := tensor.nbytes) <= mpi_types.most:
+            lane.inside = this = (self._count(), name, tensor.dtype, nbytes)
+            self._keep(this)
+            try:
+                message = self._memory(tensor.data_ptr(), nbytes), self._byte
+                self._comm.Bcast(message, opts.rootRank)
+            except Exception as error:
+                raise failure(name, self._rank, error) from error
+            finally:
+                lane.inside = None
+            return SYNCED
+        opts = opts or dist.BroadcastOptions()
+        root = opts.rootRank
+        flat = (flatten if root == self._rank else room_for)(name, tensor)
+        run = partial(self._bcast, flat, root)
+        flats = () if root == self._rank else (flat,)
+        return self._issue(name, opts, run, tensor, tensors, flats)
+
+    def _bcast(self, flat: Tensor, root: int) -> None:
+        self._comm.Bcast((memory(flat), unit(flat.nbytes)), root)
+
+    def scatter(self, outputs: TensorList, inputs: TensorLists, opts: Any = None) -> Any:
+        """outputs[0] of rank r becomes the root's inputs[0][r]; the others give no inputs."""
+        name, opts, output = (
+            "scatter",
+            opts or dist.ScatterOptions(),
+            self._single("scatter", outputs),
+        )
+        target, root, whole = room_for(name, output), opts.rootRank, None
+        if root == self._rank:
+            self._counts(name, inputs[0], output, even=True)
+            whole = keep_apart(join(name, inputs[0]), target)
+        kind = unit(target.nbytes)
+
+        def run() -> None:
+            message = None if whole is None else (memory(whole), kind)
+            self._comm.Scatter(message, (memory(target), kind), root)
+
+        return self._issue(name, opts, run, output, outputs, (target,))
+
+    def gather(self, outputs: TensorLists, inputs: TensorList, opts: Any = None) -> Any:
+        """outputs[0][r] of the root becomes rank r's inputs[0]; the others give no outputs."""
+        name, opts, given = "gather", opts or dist.GatherOptions(), self._single("gather", inputs)
+        source, root = flatten(name, given), opts.rootRank
+        kind = unit(source.nbytes)
+        if root != self._rank:
+            return self._issue(
+                name, opts, lambda: self._comm.Gather((memory(source), kind), None, root), given
+            )
+        self._counts(name, outputs[0], given, even=True)
+        whole, parts = rooms_for(name, outputs[0])
+        source = keep_apart(source, whole)
+        return self._issue(
+            name,
+            opts,
+            lambda: self._comm.Gather((memory(source), kind), (memory(whole), kind), root),
+            given,
+            outputs[0],
+            parts,
+        )
+
+    # --- from all ranks to all
+
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
+        """output (size × the source) becomes all ranks' sources in rank order."""
+        name, lane = "all_gather", self._lane
+        if self._free(opts) and is_plain(output) and is_plain(source):
+            nbytes, total = source.nbytes, output.nbytes
+            start, given = output.data_ptr(), source.data_ptr()
+            fits = total == nbytes * self._size <= mpi_types.most and output.dtype == source.dtype
+            if fits and (given >= start + total or given + nbytes <= start):
+                lane.inside = this = (self._count(), name, source.dtype, total)
+                self._keep(this)
+                try:
+                    self._comm.Allgather(
+                        (self._memory(given, nbytes), self._byte),
+                        (self._memory(start, total), self._byte),
+                    )
+                except Exception as error:
+                    raise failure(name, self._rank, error) from error
+                finally:
+                    lane.inside = None
+                return SYNCED
+        self._shares(name, output, source)
+        counts = [source.numel()] * self._size
+        return self._all_gather(opts, [output], room_for(name, output), [], source, counts)
+
+    def allgather(self, outputs: TensorLists, inputs: TensorList, opts: Any = None) -> Any:
+        """outputs[0][r] of every rank becomes rank r's inputs[0]; sizes may differ by r."""
+        name = "all_gather"
+        (parts,), source = outputs, self._single(name, inputs)
+        counts = self._counts(name, parts, source, even=False)
+        require(name, counts[self._rank] == source.numel(), "output and input sizes differ")
+        whole, rooms = rooms_for(name, parts)
+        return self._all_gather(opts, parts, whole, rooms, source, counts)
+
+    def _all_gather(
+        self,
+        opts: Any,
+        outputs: list[Tensor],
+        whole: Tensor,
+        parts: Sequence[Tensor],
+        source: Tensor,
+        counts: list[int],
+    ) -> Any:
+        """Gather into `whole`, of which `parts` (none: itself) become the outputs."""
+        name, flat = "all_gather", flatten("all_gather", source)
+        place = whole.data_ptr() + sum(counts[: self._rank]) * flat.itemsize
+        there = flat.data_ptr() == place
+        flat = flat if there else keep_apart(flat, whole)
+
+        def run() -> None:
+            # MPI wants all ranks to say "in place", or none; each library here only reads its own.
+            message = self._in_place if there else (memory(flat), unit(flat.nbytes))
+            if len(set(counts)) == 1:
+                target = memory(whole), unit(flat.nbytes)
+                self._comm.Allgather(message, target)
+            elif whole.nbytes <= mpi_types.most:
+                nbytes = [count * flat.itemsize for count in counts]
+                self._comm.Allgatherv(message, (memory(whole), nbytes, self._byte))
+            else:
+                rows = torch.split(whole.detach().view(-1), counts)
+                if not there:
+                    rows[self._rank].copy_(flat.view(-1))
+                for root, row in enumerate(rows):
+                    self._bcast(row, root)
+
+        return self._issue(name, opts, run, source, outputs, parts or (whole,), noted=whole)
+
+    def all_to_all_single(
+        self, output: Tensor, source: Tensor, to: list[int], of: list[int], opts: Any = None
+    ) -> Any:
+        """Every rank r gets part r of the source; `of`, `to`: rows a rank, [] for even parts.
+
+        All ranks give such splits, or none does.
+        """
+        name = "all_to_all"
+        require(name, output.dtype == source.dtype, "output and input dtypes differ")
+        target = room_for(name, output)
+        whole = keep_apart(flatten(name, source), target)
+        out, into = self._rows(name, whole, of), self._rows(name, target, to)
+        require(name, bool(of or to) or out == into, "output and input sizes differ")
+        even = not of and not to
+        deals = out, into
+        return self._all_to_all(opts, whole, target, deals, [output], [target], even)
+
+    def alltoall(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Any:
+        """outputs[r] becomes rank r's inputs[this rank]; sizes may differ."""
+        name = "all_to_all"
+        require(name, len(inputs) == self._size, f"the list must hold {self._size} tensors")
+        out = self._counts(name, inputs, inputs[0], even=False)
+        into = self._counts(name, outputs, inputs[0], even=False)
+        target, parts = rooms_for(name, outputs)
+        whole = keep_apart(join(name, inputs), target)
+        return self._all_to_all(opts, whole, target, (out, into), outputs, parts)
+
+    def _all_to_all(
+        self,
+        opts: Any,
+        source: Tensor,
+        target: Tensor,
+        deals: tuple[list[int], list[int]],
+        outputs: Sequence[Tensor],
+        flats: Sequence[Tensor],
+        even: bool = False,
+    ) -> Any:
+        """Exchange parts of so many elements. `even` must be the same in all ranks."""
+        name, both = "all_to_all", (source, target)
+        sides: list[Any] = []
+        for flat, deal in zip(both, deals, strict=True):
+            nbytes, item = [count * flat.itemsize for count in deal], 1
+            if flat.nbytes > mpi_types.most:  # a rank alone may be that large: one way for all
+                item = math.gcd(*nbytes)
+                rule = f"parts of {flat.nbytes} bytes need a common divisor that MPI can count by"
+                require(name, flat.nbytes // item <= mpi_types.most, rule)
+            kind = self._byte if item == 1 else block(item)
+            sides.append((memory(flat), [count // item for count in nbytes], kind))
+
+        def run() -> None:
+            if even:
+                kind = unit(source.nbytes // self._size)
+                self._comm.Alltoall(*[(memory(flat), kind) for flat in both])
+            else:
+                self._comm.Alltoallv(*sides)
+
+        return self._issue(name, opts, run, outputs[0], outputs, flats)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """No rank's barrier ends before every rank has issued it."""
+        return self._issue("barrier", opts, self._comm.Barrier)
+
+    # What torch before 2.13 calls them, and after it.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
