@@ -28,8 +28,8 @@ from ddpbench.measure.start import STARTS
 from ddpbench.records.schema import Case, Limit, Plan, Result
 from ddpbench.render.rows import COLUMNS
 from ddpbench.runtime import agree, cpu, environment
-from ddpbench.runtime.group import Group
-from ddpbench.runtime.teams import GROUPS, Split
+from ddpbench.runtime.subgroups import GROUPS, Partition
+from ddpbench.runtime.world import World
 from ddpbench.session import launch_loop, launching, options
 from ddpbench.session.launch_loop import LaunchContext, Work
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from ddpbench.measure.calibrate import Rates
-    from ddpbench.runtime.teams import Team
+    from ddpbench.runtime.subgroups import Subgroup
     from ddpbench.session.recorder import Recorder
 
 HELP = "what every collective costs, over backends, sizes and dtypes"
@@ -273,7 +273,7 @@ class Sweep:
     def __init__(
         self,
         at: LaunchContext[Options],
-        teams: Mapping[str, Team],
+        teams: Mapping[str, Subgroup],
         rates: Rates,
         recorder: Recorder,
     ) -> None:
@@ -333,12 +333,12 @@ def planned(asked: Options, backend: Backend) -> list[Case] | None:
     if asked.groups != ("world",):
         return None
     size = asked.nproc or 1
-    world = Split("world", (tuple(range(size)),), (size,))
+    world = Partition("world", (tuple(range(size)),), (size,))
     return [case for case, _ in cases(asked, backend, asked.plan(0), [world])]
 
 
 def cases(
-    asked: Options, backend: Backend, plan: Plan, splits: Sequence[Split]
+    asked: Options, backend: Backend, plan: Plan, splits: Sequence[Partition]
 ) -> Iterator[tuple[Case, int]]:
     """All cases of a sweep on one backend, each with the size that was asked for."""
     from ddpbench.measure import loop
@@ -390,7 +390,7 @@ def _known(value: float | None) -> bool:
 
 
 def _objection(
-    case: Case, operation: Operation, plan: Plan, ranks: Group, device: torch.device
+    case: Case, operation: Operation, plan: Plan, ranks: World, device: torch.device
 ) -> str | None:
     """Why this rank cannot measure the case, known before anything is allocated."""
     from ddpbench.measure import loop

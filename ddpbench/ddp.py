@@ -22,7 +22,7 @@ from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.schema import StepCase
 from ddpbench.render.steps import STEP_COLUMNS
 from ddpbench.runtime import agree
-from ddpbench.runtime.group import Group
+from ddpbench.runtime.world import World
 from ddpbench.session import launch_loop, launching, options
 from ddpbench.session.launch_loop import LaunchContext, Measure, Work
 from ddpbench.session.recorder import Outcome
@@ -248,7 +248,7 @@ def prepare(at: LaunchContext[Options]) -> Work[str]:
     )
 
 
-def _require_hook(ranks: Group, asked: Options, backend: Backend) -> None:
+def _require_hook(ranks: World, asked: Options, backend: Backend) -> None:
     """Refused in all ranks together where the hook, really tried elsewhere, does not work."""
     if asked.comm_hook == "none":
         return

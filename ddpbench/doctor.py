@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from ddpbench.catalog import faults
 from ddpbench.examine import capabilities, links, preflight, stragglers
-from ddpbench.examine.patient import Outcome, Patient
+from ddpbench.examine.context import Context, Outcome
 from ddpbench.launch.placement import Placement
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
 from ddpbench.render.doctor import FINDING_COLUMNS
@@ -43,7 +43,7 @@ class Examiner:
 
     name: str
     help: str
-    examine: Callable[[Patient], Outcome]
+    examine: Callable[[Context], Outcome]
 
 
 EXAMINATIONS: dict[str, Examiner] = {
@@ -165,7 +165,7 @@ def prepare(at: LaunchContext[Options]) -> Work[str]:
     torch.set_num_threads(launching.threads(at.ranks))
 
     def begin(recorder: Recorder, progress: Progress) -> Measure[str]:
-        patient = Patient(
+        context = Context(
             at.ranks, at.backend, at.tested, at.device, recorder.launch, at.plan.seed,
             at.asked.seconds, at.asked.by, at.asked.max_pairs, at.asked.modules, at.asked.timeout,
             progress.describe,
@@ -174,7 +174,7 @@ def prepare(at: LaunchContext[Options]) -> Work[str]:
         def examine(name: str) -> tuple[Examination, None]:
             progress.describe(name)
             started = time.monotonic()
-            found = EXAMINATIONS[name].examine(patient)
+            found = EXAMINATIONS[name].examine(context)
             return Examination(
                 name, at.index, at.backend.name, time.monotonic() - started,
                 found.told, found.unchecked, found.findings, found.figures,

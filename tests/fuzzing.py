@@ -23,7 +23,7 @@ from unittest import mock
 from ranks import environment
 
 from ddpbench import cli
-from ddpbench.runtime import group
+from ddpbench.runtime import world
 from ddpbench.session import options
 
 CODES = frozenset({0, 1, 2, 3, 4, 5, 130})
@@ -87,7 +87,7 @@ def alone() -> Iterator[None]:
         mock.patch.dict(os.environ, clean, clear=True),
         mock.patch.object(subprocess, "Popen", _start),
         mock.patch.object(os, "fork", _start),
-        mock.patch.object(group, "opened", _start),
+        mock.patch.object(world, "opened", _start),
         mock.patch.object(options, "WAIT_FOR_SPEAKER_SECONDS", 0.0),
     ):
         yield

@@ -36,8 +36,8 @@ from ddpbench.records import store
 from ddpbench.records.schema import Examination
 from ddpbench.render import capabilities as table
 from ddpbench.render.style import TERMINAL
-from ddpbench.runtime import agree, teams
-from ddpbench.runtime.teams import Team
+from ddpbench.runtime import agree, subgroups
+from ddpbench.runtime.subgroups import Subgroup
 
 SUM = Combination("all_reduce", "tensor", "sum", "float32")
 MAX8 = Combination("all_reduce", "tensor", "max", "int8")
@@ -154,7 +154,7 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     assert world is not None
     monkeypatch.setattr(agree, "everyones", lambda group, mine: [mine])
     ranks: Any = SimpleNamespace(rank=0, watchdog=SimpleNamespace(rearm=lambda: None))
-    team = Team(teams.split("world", [[0]]), world, world)
+    team = Subgroup(subgroups.split("world", [[0]]), world, world)
 
     def walked(wanted: Sequence[Combination]) -> tuple[dict[int, Verdict], list[str]]:
         notes: dict[int, Verdict] = {}

@@ -142,7 +142,7 @@ def test_the_floors_have_an_order() -> None:
 
 UP = {
     "at the top": ("records/codec.py", "from ddpbench.analysis import stats"),
-    "of a module": ("analysis/stats.py", "import ddpbench.runtime.group"),
+    "of a module": ("analysis/stats.py", "import ddpbench.runtime.world"),
     "of a whole package": ("analysis/stats.py", "from ddpbench import runtime"),
     "in a function": ("runtime/agree.py", "def f():\n    from ddpbench.measure import loop"),
     "for types": ("catalog/sizes.py", "if TYPE_CHECKING:\n    from ddpbench.render import rows"),

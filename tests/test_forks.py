@@ -22,7 +22,7 @@ from ddpbench.launch import family
 PROGRAM = """
 import os, signal, sys, time
 from ddpbench.runtime import forks, launch
-from ddpbench.runtime.group import Rendezvous, opened
+from ddpbench.runtime.world import Rendezvous, opened
 from ddpbench.launch.supervise import Deadline
 def main():
     place = launch.placement()

@@ -227,7 +227,7 @@ def test_mpirun_s_exit_code_is_passed_on(capfd: pytest.CaptureFixture[str]) -> N
 LOST = """
 import atexit, os, signal
 from ddpbench.runtime import launch, starters
-from ddpbench.runtime.group import Rendezvous, opened
+from ddpbench.runtime.world import Rendezvous, opened
 place = launch.placement()
 blow = lambda: place.rank == 1 and os.kill(os.getpid(), signal.{blow})
 {first}

@@ -17,7 +17,7 @@ from ddpbench.measure import start
 from ddpbench.measure.calibrate import Rates
 from ddpbench.records.schema import Case, Limit, Plan
 from ddpbench.render import comparison, formats
-from ddpbench.runtime.teams import Team, split
+from ddpbench.runtime.subgroups import Subgroup, split
 from ddpbench.verdicts import matching
 
 TWO = [[0, 1], [2, 3]]
@@ -64,10 +64,10 @@ def bench(rank: int, case: Case, hosts: list[list[int]] = TWO) -> Any:
 
     its = split(case.group, hosts)
     nothing = cast(Any, None)
-    team = Team(its, nothing, None)
+    team = Subgroup(its, nothing, None)
     for number, members in enumerate(its.teams):
         if rank in members:
-            team = Team(its, nothing, cast(Any, "group"), number, members.index(rank))
+            team = Subgroup(its, nothing, cast(Any, "group"), number, members.index(rank))
     group: Any = SimpleNamespace(rank=rank, world_size=sum(map(len, hosts)))
     return Bench(case, OPERATIONS[case.operation], Plan(), group, team, torch.device("cpu"))
 

@@ -35,7 +35,7 @@ from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.measure import training
 from ddpbench.records.schema import Epoch
-from ddpbench.runtime.group import Group, Rendezvous, opened
+from ddpbench.runtime.world import Rendezvous, World, opened
 
 CPU = torch.device("cpu")
 SMALL = {"width": 16, "depth": 3}
@@ -45,7 +45,7 @@ SMALL = {"width": 16, "depth": 3}
 class Bench:
     """One rank, and what a training in it is made of."""
 
-    ranks: Group
+    ranks: World
     tested: Any
     folder: Path
     seed: int = 3

@@ -1,1 +1,1 @@
-"""What the doctor looks at: one module an examination, `examine(patient)` in every rank."""
+"""What the doctor looks at: one module an examination, `examine(context)` in every rank."""

@@ -17,7 +17,7 @@ from collections.abc import Generator
 
 from ddpbench.analysis import capabilities
 from ddpbench.analysis.capabilities import CRASH, HANG, OK, UNSUPPORTED, WRONG
-from ddpbench.examine.patient import Outcome, Patient
+from ddpbench.examine.context import Context, Outcome
 from ddpbench.measure import capability_probe, capability_trials
 from ddpbench.measure.capability_probe import Request
 from ddpbench.measure.capability_trials import Trials
@@ -30,19 +30,19 @@ WORDS = {
 }  # fmt: skip
 
 
-def examine(patient: Patient) -> Outcome:
+def examine(context: Context) -> Outcome:
     """All ranks call it; what rank 0 returns counts."""
-    ranks = patient.ranks
-    asked = capability_probe.request(patient.backend.name, patient.device.type, patient.modules)
+    ranks = context.ranks
+    asked = capability_probe.request(context.backend.name, context.device.type, context.modules)
     trials = Trials(asked.wanted)
     with contextlib.ExitStack() as stack:
         going: Generator[None, None, None] | None = None
         if ranks.rank == 0:
-            going = capability_trials.trying(asked, trials, MOST * patient.seconds)
+            going = capability_trials.trying(asked, trials, MOST * context.seconds)
             stack.callback(going.close)
         while agree.first_objection(ranks, ranks.interrupted or _over(going)) is None:
             ranks.watchdog.rearm()
-    return _outcome(patient, asked, trials) if ranks.rank == 0 else Outcome()
+    return _outcome(context, asked, trials) if ranks.rank == 0 else Outcome()
 
 
 def _over(going: Generator[None, None, None] | None) -> str | None:
@@ -50,7 +50,7 @@ def _over(going: Generator[None, None, None] | None) -> str | None:
     return None if going is None else next(going, "over")
 
 
-def _outcome(patient: Patient, asked: Request, trials: Trials) -> Outcome:
+def _outcome(context: Context, asked: Request, trials: Trials) -> Outcome:
     tried = trials.tried
     verdicts = [verdict for _, verdict in tried]
     counts = capabilities.counts(verdicts)
@@ -62,8 +62,8 @@ def _outcome(patient: Patient, asked: Request, trials: Trials) -> Outcome:
     ]
     if asked.ranks == 1:
         told.append("one GPU is visible to rank 0: nothing was sent between ranks")
-    if len(patient.ranks.hosts) > 1:
-        told.append(f"tried on {patient.launch.ranks[0]['hostname']} only, rank 0's host")
+    if len(context.ranks.hosts) > 1:
+        told.append(f"tried on {context.launch.ranks[0]['hostname']} only, rank 0's host")
     unchecked = []
     left = len(asked.wanted) - len(tried)
     if left:
@@ -72,7 +72,7 @@ def _outcome(patient: Patient, asked: Request, trials: Trials) -> Outcome:
     return Outcome(
         tuple(told),
         tuple(unchecked),
-        capabilities.findings(patient.backend.name, tried),
+        capabilities.findings(context.backend.name, tried),
         {
             "ranks": asked.ranks,
             "elements": list(capability_probe.ELEMENTS),

@@ -23,7 +23,7 @@ from ddpbench.analysis import link_findings, links
 from ddpbench.analysis.course import MOST_SECONDS, Course, planned
 from ddpbench.analysis.link_findings import Carried, Places
 from ddpbench.analysis.links import Again, Cell, Rates, Suspect
-from ddpbench.examine.patient import Outcome, Patient
+from ddpbench.examine.context import Context, Outcome
 from ddpbench.measure.links import Reading, Wire, walked
 
 UNJUDGED_SECONDS = 0.05  # of one way of a pair
@@ -44,26 +44,26 @@ WITHIN = (
 )
 
 
-def examine(patient: Patient) -> Outcome:
+def examine(context: Context) -> Outcome:
     """All ranks call it."""
     import torch
 
-    ranks = patient.ranks
-    judged = len(ranks.hosts) > 1 or _gpus(patient)
+    ranks = context.ranks
+    judged = len(ranks.hosts) > 1 or _gpus(context)
     its = planned(
-        list(ranks.hosts.values()), patient.by, patient.max_pairs, patient.seconds,
+        list(ranks.hosts.values()), context.by, context.max_pairs, context.seconds,
         MOST_SECONDS if judged else UNJUDGED_SECONDS,
     )  # fmt: skip
     if len(its.ends) < 2:
-        return Outcome(unchecked=(NOTHING[patient.by],))
-    patient.tell(f"links, {its.cost}")
+        return Outcome(unchecked=(NOTHING[context.by],))
+    context.tell(f"links, {its.cost}")
     # gloo's point-to-point takes no tensor of a GPU, and its links are the same.
-    device = torch.device("cpu") if patient.backend.transport == "tcp" else patient.device
-    wire = Wire(patient.tested, device)
+    device = torch.device("cpu") if context.backend.transport == "tcp" else context.device
+    wire = Wire(context.tested, device)
     walked(ranks, wire, its.connecting(), 0.0)  # many connections are made at the first message
     at_once = _joined(walked(ranks, wire, its.at_once(), its.seconds))
-    alone = _joined(walked(ranks, wire, its.alone(patient.seed), its.seconds))
-    seen, doubts = _again(patient, its, wire, [alone, at_once])
+    alone = _joined(walked(ranks, wire, its.alone(context.seed), its.seconds))
+    seen, doubts = _again(context, its, wire, [alone, at_once])
     carried = {
         cell: Carried(
             alone[cell].bytes_per_second if cell in alone else None,
@@ -72,15 +72,15 @@ def examine(patient: Patient) -> Outcome:
         )
         for cell in sorted({*alone, *at_once})
     }
-    return _outcome(patient, its, carried, seen, doubts)
+    return _outcome(context, its, carried, seen, doubts)
 
 
 def _again(
-    patient: Patient, course: Course, wire: Wire, readings: Sequence[dict[Cell, Reading]]
+    context: Context, course: Course, wire: Wire, readings: Sequence[dict[Cell, Reading]]
 ) -> tuple[list[tuple[str, Again]], list[str]]:
     """What looks slow, measured again until it once does not; what could not be."""
     best = _best(readings)
-    suspected, places = _suspected(patient, course, best), _places(patient)
+    suspected, places = _suspected(context, course, best), _places(context)
     done, doubts = [], []
     if len(suspected) > MOST_SUSPECTS:
         more = len(suspected) - MOST_SUSPECTS
@@ -90,11 +90,11 @@ def _again(
         if not healthy:
             doubts.append(f"{name} looked slow, and no healthy link is left to hold it against")
             continue
-        patient.tell(f"links of {name} again")
+        context.tell(f"links of {name} again")
         steps = [[cell] for cell in _in_turn(slow, healthy)]
         seen = Again(suspect, links.upper(best[cell].bytes_per_second for cell in healthy))
         while not seen.decided:
-            its = _joined(walked(patient.ranks, wire, steps, AGAIN_SECONDS))
+            its = _joined(walked(context.ranks, wire, steps, AGAIN_SECONDS))
             rates = [[its[c].bytes_per_second for c in cells] for cells in (slow, healthy)]
             seen = seen.and_again(*rates)
         done.append((kind, seen))
@@ -113,7 +113,7 @@ def _best(readings: Sequence[dict[Cell, Reading]]) -> dict[Cell, Reading]:
 
 
 def _suspected(
-    patient: Patient, course: Course, readings: dict[Cell, Reading]
+    context: Context, course: Course, readings: dict[Cell, Reading]
 ) -> list[tuple[str, Suspect, list[Cell], list[Cell]]]:
     """What looks slow: the kind of its ends, the cells to measure again, healthy ones."""
     host = course.host
@@ -124,7 +124,7 @@ def _suspected(
         views.append(("host", links.between(rates, host), [*crossing.values()]))
         if course.kind == "ranks":
             views.append(("rank", links.shares(rates, host), [*crossing.values()]))
-    for each in course.hosts if _gpus(patient) else ():
+    for each in course.hosts if _gpus(context) else ():
         inside = {c: its for c, its in readings.items() if {host[end] for end in c} == {each}}
         rates = {cell: its.bytes_per_second for cell, its in inside.items()}
         views.append(("neighbour", rates, [*inside.values()]))
@@ -137,7 +137,7 @@ def _suspected(
 
 
 def _outcome(
-    patient: Patient, course: Course, carried: dict[Cell, Carried],
+    context: Context, course: Course, carried: dict[Cell, Carried],
     seen: Sequence[tuple[str, Again]], doubts: Sequence[str],
 ) -> Outcome:  # fmt: skip
     crossing = {c: its for c, its in carried.items() if course.host[c[0]] != course.host[c[1]]}
@@ -150,14 +150,14 @@ def _outcome(
             f"measured again beside healthy links, since they looked slow: {len(seen)}; slow each "
             f"of {links.TIMES} times: {confirmed}"
         )
-    places, two = _places(patient), len(course.hosts) == 2
+    places, two = _places(context), len(course.hosts) == 2
     found = [
         link_findings.finding(each, kind, places, two) for kind, each in seen if each.confirmed
     ]
     rates = {cell: its.bytes_per_second for cell, its in crossing.items()}
     found += link_findings.below_nominal(rates, places)
     unchecked = [*course.unchecked, *doubts, *([TWO_HOSTS] if two else [])]
-    unchecked += [WITHIN] if within and not _gpus(patient) else []
+    unchecked += [WITHIN] if within and not _gpus(context) else []
     figures = _figures(course, carried, places, seen)
     return Outcome(tuple(told), tuple(unchecked), tuple(found), figures)
 
@@ -196,19 +196,19 @@ def _figures(
     }
 
 
-def _places(patient: Patient) -> Places:
-    facts = [rank.get("interface") or {} for rank in patient.launch.ranks]
+def _places(context: Context) -> Places:
+    facts = [rank.get("interface") or {} for rank in context.launch.ranks]
     return Places(
-        host={who.rank: who.host for who in patient.ranks.who},
-        ethernet=patient.backend.transport == "tcp" and len(patient.ranks.hosts) > 1,
+        host={who.rank: who.host for who in context.ranks.who},
+        ethernet=context.backend.transport == "tcp" and len(context.ranks.hosts) > 1,
         mtu_nbytes=min(its.get("mtu_nbytes") or link_findings.MTU_NBYTES for its in facts),
         nominal={r: its.get("nominal_bytes_per_second") for r, its in enumerate(facts)},
     )
 
 
-def _gpus(patient: Patient) -> bool:
+def _gpus(context: Context) -> bool:
     """Whether the links within a host are those of GPUs, and no sockets."""
-    return patient.device.type == "cuda" and patient.backend.transport != "tcp"
+    return context.device.type == "cuda" and context.backend.transport != "tcp"
 
 
 def _joined(found: Sequence[dict[Cell, Reading]]) -> dict[Cell, Reading]:

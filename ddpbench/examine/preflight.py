@@ -19,7 +19,7 @@ from typing import Any
 
 from ddpbench.analysis import preflight
 from ddpbench.analysis.setup import Setup
-from ddpbench.examine.patient import Outcome, Patient
+from ddpbench.examine.context import Context, Outcome
 from ddpbench.measure import clock
 from ddpbench.records import redact
 from ddpbench.runtime import agree, environment
@@ -28,27 +28,27 @@ from ddpbench.runtime import agree, environment
 LEFT_OUT = ("gpu_before", "boot_id", "time_namespace", "pid", "load_average")
 
 
-def examine(patient: Patient) -> Outcome:
+def examine(context: Context) -> Outcome:
     """All ranks call it."""
-    group = patient.ranks
+    group = context.ranks
     hosts = list(group.hosts.values())
     first = any(ranks[0] == group.rank for ranks in hosts)
     place = group.net[group.rank]
     mine: dict[str, Any] = {
         **environment.setup_facts(),
-        "library": patient.backend.library(),
+        "library": context.backend.library(),
         "address": next(iter(place.listening), None),
         "why_there": redact.text(place.why),
         "host": environment.host_facts() if first else None,
     }
-    ahead, objection = _clocks_ahead(patient)
+    ahead, objection = _clocks_ahead(context)
     everyone = agree.everyones(group, mine)
     ranks = [
         {**{k: v for k, v in known.items() if k not in LEFT_OUT}, **told,
          "clock_ahead_seconds": seconds}
-        for known, told, seconds in zip(patient.launch.ranks, everyone, ahead, strict=True)
+        for known, told, seconds in zip(context.launch.ranks, everyone, ahead, strict=True)
     ]  # fmt: skip
-    setup = Setup(ranks, hosts, patient.backend.name, patient.device.type, patient.launch.launcher)
+    setup = Setup(ranks, hosts, context.backend.name, context.device.type, context.launch.launcher)
     return Outcome(
         told=(_told(len(ranks), len(hosts)),),
         unchecked=tuple(_unchecked(setup, objection)),
@@ -63,14 +63,14 @@ def examine(patient: Patient) -> Outcome:
     )
 
 
-def _clocks_ahead(patient: Patient) -> tuple[list[float | None], str | None]:
+def _clocks_ahead(context: Context) -> tuple[list[float | None], str | None]:
     """What each rank's time of day is ahead of rank 0's, in seconds; why that is not known."""
     from ddpbench.measure import offsets
 
-    with offsets.opened(patient.ranks, patient.launch.ranks) as clocks:
+    with offsets.opened(context.ranks, context.launch.ranks) as clocks:
         # The time of day less the clock of stamps does not change; that clock is compared.
         since = time.time_ns() - clock.now_ns() + clocks.ahead_ns
-        everyones = agree.everyones(patient.ranks, since)
+        everyones = agree.everyones(context.ranks, since)
         own = {rank for ranks in clocks.ranks[1:] for rank in ranks} if clocks.objection else set()
         ahead = [
             None if rank in own else (its - everyones[0]) * 1e-9

@@ -21,7 +21,7 @@ from typing import Any
 from ddpbench.analysis import stragglers
 from ddpbench.analysis.setup import Setup, crowded
 from ddpbench.analysis.slowness import ALONE, TOGETHER, Load, Pass, Shown
-from ddpbench.examine.patient import Outcome, Patient
+from ddpbench.examine.context import Context, Outcome
 from ddpbench.measure import effort, turns
 from ddpbench.runtime import agree, environment
 
@@ -33,16 +33,16 @@ WORDS = {ALONE: "alone", TOGETHER: "all at once"}
 MEMORY_SHARE = 1 / 16  # of what is free, for one of two buffers of all ranks of a machine
 
 
-def examine(patient: Patient) -> Outcome:
+def examine(context: Context) -> Outcome:
     """All ranks call it."""
-    group, kind = patient.ranks, patient.device.type
-    full = _full_machines(patient)
-    efforts = effort.prepared(patient.device, _copy_nbytes(patient))
+    group, kind = context.ranks, context.device.type
+    full = _full_machines(context)
+    efforts = effort.prepared(context.device, _copy_nbytes(context))
     loads = {name: each.load for name, each in efforts.items()}
-    passes, work_seconds = _passes(patient, efforts, company=group.world_size > 1 and not full)
+    passes, work_seconds = _passes(context, efforts, company=group.world_size > 1 and not full)
     setup = Setup(
-        patient.launch.ranks, list(group.hosts.values()), patient.backend.name, kind,
-        patient.launch.launcher,
+        context.launch.ranks, list(group.hosts.values()), context.backend.name, kind,
+        context.launch.launcher,
     )  # fmt: skip
     return Outcome(
         told=tuple(_told(passes, loads, work_seconds)),
@@ -57,29 +57,29 @@ def examine(patient: Patient) -> Outcome:
     )
 
 
-def _passes(patient: Patient, efforts: turns.Efforts, company: bool) -> tuple[list[Pass], float]:
+def _passes(context: Context, efforts: turns.Efforts, company: bool) -> tuple[list[Pass], float]:
     """What all ranks showed, in all of them; and the seconds of a usual rank's equal work."""
-    group = patient.ranks
+    group = context.ranks
     least, most = SLICE_SECONDS
     mates = max(map(len, group.machines.values()))
-    share = ALONE_SHARE * patient.seconds / (turns.ROUNDS * mates * len(efforts))
-    limited = any(its.get("cgroup_cpu_quota_cores") for its in patient.launch.ranks)
+    share = ALONE_SHARE * context.seconds / (turns.ROUNDS * mates * len(efforts))
+    limited = any(its.get("cgroup_cpu_quota_cores") for its in context.launch.ranks)
     slice_seconds = PERIOD_SECONDS if limited else min(max(share, least), most)
-    work = next(e for e in efforts.values() if e.load.device == patient.device.type)
+    work = next(e for e in efforts.values() if e.load.device == context.device.type)
     passes: list[Pass] = []
     times, work_seconds = 0, 0.0
     while len(passes) < stragglers.PASSES:
-        patient.tell("each rank alone" + (", again to be sure" if passes else ""))
+        context.tell("each rank alone" + (", again to be sure" if passes else ""))
         alone = turns.alone(group, efforts, slice_seconds, look_around=bool(passes))
         done, waited = {ALONE: alone}, []
-        gpu = turns.gpu_at_work(patient.device, work)
+        gpu = turns.gpu_at_work(context.device, work)
         if not passes:
             each = agree.everyones(group, alone.seconds[work.load.name])
             times, work_seconds = turns.often(each, WORK_SECONDS)
         if company:
-            patient.tell("all ranks at once")
+            context.tell("all ranks at once")
             done[TOGETHER] = turns.together(group, efforts, slice_seconds)
-            waited = turns.waits(group, patient.tested, patient.device, work, times)
+            waited = turns.waits(group, context.tested, context.device, work, times)
         mine = Shown(
             {when: its.seconds for when, its in done.items()},
             {when: its.kept.shares for when, its in done.items()},
@@ -91,21 +91,21 @@ def _passes(patient: Patient, efforts: turns.Efforts, company: bool) -> tuple[li
     return passes, work_seconds
 
 
-def _full_machines(patient: Patient) -> list[str]:
+def _full_machines(context: Context) -> list[str]:
     """Those with more threads than cores, by the name of one of their hosts: containers of one
     machine share its cores."""
     found = []
-    for members in patient.ranks.machines.values():
-        ranks = [patient.launch.ranks[rank] for rank in members]
+    for members in context.ranks.machines.values():
+        ranks = [context.launch.ranks[rank] for rank in members]
         name = ranks[0].get("hostname")
         found += [crowd.host for crowd in crowded([{**its, "hostname": name} for its in ranks])]
     return found
 
 
-def _copy_nbytes(patient: Patient) -> int:
+def _copy_nbytes(context: Context) -> int:
     """What every rank has room to copy, the same in all."""
-    share = MEMORY_SHARE * (environment.free_memory_nbytes() or 0) / len(patient.ranks.neighbours)
-    return min(effort.COPY_NBYTES["cpu"], *map(int, agree.everyones(patient.ranks, share)))
+    share = MEMORY_SHARE * (environment.free_memory_nbytes() or 0) / len(context.ranks.neighbours)
+    return min(effort.COPY_NBYTES["cpu"], *map(int, agree.everyones(context.ranks, share)))
 
 
 def _told(passes: Sequence[Pass], loads: Mapping[str, Load], work_seconds: float) -> Iterator[str]:

@@ -20,8 +20,8 @@ from ddpbench.launch.sockets import family
 from ddpbench.measure import clock
 from ddpbench.records.schema import Limit
 from ddpbench.runtime import agree
-from ddpbench.runtime.group import Group
-from ddpbench.runtime.teams import Split
+from ddpbench.runtime.subgroups import Partition
+from ddpbench.runtime.world import World
 
 COPY_NS, ROUNDS = 8_000_000, 3
 # Between hosts the link is the limit, and a rank that the scheduler wakes 1 ms late reads it wrong.
@@ -63,7 +63,7 @@ class Rates:
         return None
 
 
-def rates(group: Group, sizes: Iterable[int], splits: Iterable[Split]) -> Rates:
+def rates(group: World, sizes: Iterable[int], splits: Iterable[Partition]) -> Rates:
     """Measure on all ranks together: about 30 ms a size, and for the streams of each split half a
     second, between hosts 2 seconds."""
     copies: dict[int, float] = {}
@@ -86,7 +86,7 @@ def rates(group: Group, sizes: Iterable[int], splits: Iterable[Split]) -> Rates:
 
 
 def _copy_rate(
-    group: Group, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], copies_too: bool
+    group: World, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], copies_too: bool
 ) -> tuple[float, float]:
     """Median and best rate of this rank's copies while others copy; 0 where it stands aside."""
     agree.decision(group, 0)
@@ -102,7 +102,7 @@ def _copy_rate(
     return source.nbytes / (usual * 1e-9), source.nbytes / (best * 1e-9)
 
 
-def _ring_rates(group: Group, split: Split) -> tuple[float | None, float | None]:
+def _ring_rates(group: World, split: Partition) -> tuple[float | None, float | None]:
     """The slowest rank's receiving rate while each sends to the next of its team and hears the
     previous one, all teams at once.
 
@@ -144,7 +144,7 @@ def _ring_rates(group: Group, split: Split) -> tuple[float | None, float | None]
 
 
 def _stream(
-    group: Group, outward: socket.socket, inward: socket.socket, previous: int, stream_ns: int,
+    group: World, outward: socket.socket, inward: socket.socket, previous: int, stream_ns: int,
     senders: Container[int],
 ) -> float:  # fmt: skip
     """The slowest receiver's bytes a second while the senders send to their next rank.

@@ -24,9 +24,9 @@ from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.measure import throwaway
 from ddpbench.measure.throwaway import Tell
 from ddpbench.records.schema import Case, Plan
-from ddpbench.runtime import agree, teams
-from ddpbench.runtime.group import Group
-from ddpbench.runtime.teams import Team
+from ddpbench.runtime import agree, subgroups
+from ddpbench.runtime.subgroups import Subgroup
+from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ def main(folder: Path) -> int:
     request = Request(**{**given, "wanted": wanted, "known": known})
     verdicts = folder / "verdicts"
 
-    def attempt(ranks: Group, tell: Tell) -> None:
+    def attempt(ranks: World, tell: Tell) -> None:
         tell("doing", "the set-up of the group")
         import torch.distributed as dist
 
@@ -97,8 +97,8 @@ def main(folder: Path) -> int:
                 if ranks.rank == 0:
                     file.write(json.dumps([number, asdict(verdict)]) + "\n")
 
-            everyone = teams.split("world", list(ranks.hosts.values()))
-            team = Team(everyone, tested, tested, rank=ranks.rank)
+            everyone = subgroups.split("world", list(ranks.hosts.values()))
+            team = Subgroup(everyone, tested, tested, rank=ranks.rank)
             dist.barrier(group=tested)  # nor are connections made in it
             walk(request, ranks, team, device, tell, note)
 
@@ -106,7 +106,7 @@ def main(folder: Path) -> int:
 
 
 def walk(
-    request: Request, ranks: Group, team: Team, device: torch.device, tell: Tell,
+    request: Request, ranks: World, team: Subgroup, device: torch.device, tell: Tell,
     note: Callable[[int, Verdict], None],
 ) -> None:  # fmt: skip
     """Try one combination after the other, until the ranks or their group are out of step."""
@@ -137,12 +137,12 @@ def walk(
     tell("works", str(len(request.wanted)))
 
 
-def _everyones(ranks: Group, mine: Verdict) -> list[Verdict]:
+def _everyones(ranks: World, mine: Verdict) -> list[Verdict]:
     return [Verdict(**each) for each in agree.everyones(ranks, asdict(mine))]
 
 
 def attempted(
-    request: Request, each: Combination, ranks: Group, team: Team, device: torch.device
+    request: Request, each: Combination, ranks: World, team: Subgroup, device: torch.device
 ) -> Verdict:
     """This rank's own verdict: the result is right, or wrong, or the call was refused."""
     from ddpbench.measure.loop import Bench
@@ -170,7 +170,7 @@ def attempted(
     return found
 
 
-def _case(request: Request, each: Combination, elements: int, team: Team) -> Case:
+def _case(request: Request, each: Combination, elements: int, team: Subgroup) -> Case:
     operation, size = OPERATIONS[each.operation], team.split.size
     dtype = each.dtype or "uint8"
     count = elements if operation.sized else 0

@@ -14,7 +14,7 @@ from statistics import median
 
 from ddpbench.measure import clock
 from ddpbench.runtime import agree
-from ddpbench.runtime.group import Group
+from ddpbench.runtime.world import World
 
 ROUNDS, DEADLINE_NS = 100, 2_000_000
 LOOK = 256  # spins from one look at the clock to the next
@@ -24,7 +24,7 @@ PING, PONG, TOKEN = 0, 16, 32  # places of 8 bytes, each in cache lines of its o
 class Handoff:
     """Pairs of neighbouring ranks of a host, each with a page of memory that both can write."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: World) -> None:
         """Map the page; all ranks together. A pair that cannot share memory measures nothing."""
         self._words: memoryview[int] | None = None
         self._turn = 0

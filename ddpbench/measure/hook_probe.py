@@ -24,7 +24,7 @@ from ddpbench.launch.placement import Refused
 from ddpbench.measure import throwaway
 from ddpbench.measure.throwaway import Tell, Trial
 from ddpbench.runtime import agree
-from ddpbench.runtime.group import Group
+from ddpbench.runtime.world import World
 
 MODULE = "ddpbench.measure.hook_probe"
 STEPS = 5
@@ -111,7 +111,7 @@ def main(folder: Path) -> int:
     return throwaway.run(MODULE, folder, request, lambda ranks, tell: _try(request, ranks, tell))
 
 
-def _try(request: Request, ranks: Group, tell: Tell) -> None:
+def _try(request: Request, ranks: World, tell: Tell) -> None:
     """Train a small model with the hook. Raises what that raises; Refused for a wrong outcome."""
     tell("doing", "the set-up of the group")
     with throwaway.tested(request, ranks) as (tested, device):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ddpbench.analysis.links import DEVIATION, Cell, upper
 from ddpbench.measure import clock
 from ddpbench.runtime import agree
-from ddpbench.runtime.group import Group
+from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +125,7 @@ class Wire:
 
 
 def walked(
-    ranks: Group, wire: Wire, steps: Sequence[Sequence[Cell]], seconds: float
+    ranks: World, wire: Wire, steps: Sequence[Sequence[Cell]], seconds: float
 ) -> list[dict[Cell, Reading]]:
     """Measure step after step, the cells of one at once; of each step what came out, in all ranks,
     which all call it. The ranks of a step must be disjoint; those in none wait.

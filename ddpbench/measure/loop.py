@@ -18,8 +18,8 @@ from ddpbench.catalog import payload
 from ddpbench.catalog.operations import Buffers, Operation, idle
 from ddpbench.measure import clock, memory, start
 from ddpbench.records.schema import Case, Plan, Wrong
-from ddpbench.runtime.group import Group
-from ddpbench.runtime.teams import Team
+from ddpbench.runtime.subgroups import Subgroup
+from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class Bench:
     """
 
     def __init__(
-        self, case: Case, operation: Operation, plan: Plan, group: Group, team: Team,
+        self, case: Case, operation: Operation, plan: Plan, group: World, team: Subgroup,
         device: torch.device,
     ) -> None:  # fmt: skip
         """Raises whatever allocation raises; no communication."""

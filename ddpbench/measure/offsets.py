@@ -21,7 +21,7 @@ from ddpbench.launch import sockets
 from ddpbench.measure import clock
 from ddpbench.records.schema import Offset
 from ddpbench.runtime import agree
-from ddpbench.runtime.group import Group
+from ddpbench.runtime.world import World
 
 # Of all clocks together, so that many hosts take no longer than few; of each one at least.
 EXCHANGES, FEWEST = 200, 20
@@ -34,7 +34,7 @@ ASKED, STAMP, RANK = b"?", struct.Struct("!q"), struct.Struct("!i")
 class Clocks:
     """The clocks of all ranks, as they were compared last. All ranks hold the same."""
 
-    group: Group
+    group: World
     ranks: list[list[int]]  # of each clock, rank 0's first
     objection: str | None = None  # why they cannot be compared
     peers: dict[int, socket.socket] = field(default_factory=dict)  # rank at the other end → to it
@@ -89,7 +89,7 @@ class Clocks:
 
 
 @contextlib.contextmanager
-def opened(group: Group, facts: Sequence[Mapping[str, Any]]) -> Iterator[Clocks]:
+def opened(group: World, facts: Sequence[Mapping[str, Any]]) -> Iterator[Clocks]:
     """The clocks, compared for the first time, for as long as the context lasts; all ranks call it
     together.
 
@@ -105,7 +105,7 @@ def opened(group: Group, facts: Sequence[Mapping[str, Any]]) -> Iterator[Clocks]
 
 
 def _connect(
-    group: Group,
+    group: World,
     others: Sequence[int],
     peers: dict[int, socket.socket],
     stack: contextlib.ExitStack,
@@ -141,11 +141,11 @@ def _connect(
     return objection
 
 
-def _patience(group: Group) -> float:
+def _patience(group: World) -> float:
     return group.timeout.total_seconds() + LATE_SECONDS
 
 
-def _compared(group: Group, ranks: list[list[int]], peers: dict[int, socket.socket]) -> list[Ahead]:
+def _compared(group: World, ranks: list[list[int]], peers: dict[int, socket.socket]) -> list[Ahead]:
     """What each clock is ahead now, in all ranks."""
     group.watchdog.phase("the comparison of the hosts' clocks")
     others = [each[0] for each in ranks[1:]]

@@ -21,8 +21,8 @@ from ddpbench.catalog.operations import Operation
 from ddpbench.measure.loop import Bench
 from ddpbench.records.schema import Case, Plan, Wrong
 from ddpbench.runtime import agree
-from ddpbench.runtime.group import Group
-from ddpbench.runtime.teams import Team
+from ddpbench.runtime.subgroups import Subgroup
+from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class Samples:
 
 
 def measure(
-    case: Case, operation: Operation, plan: Plan, group: Group, team: Team,
+    case: Case, operation: Operation, plan: Plan, group: World, team: Subgroup,
     device: torch.device, shortest_seconds: float, objection: str | None, ahead_ns: int = 0,
 ) -> Samples:  # fmt: skip
     """Measure one case on all ranks together, or skip it on all ranks together.
@@ -264,7 +264,7 @@ def _check(bench: Bench, samples: Samples, repetition: int) -> None:
         samples.wrong.append(wrong)
 
 
-def everyones_wrong(group: Group, samples: Samples) -> list[Wrong]:
+def everyones_wrong(group: World, samples: Samples) -> list[Wrong]:
     """The first wrong element of each rank that has one, in every rank."""
     if not agree.any_rank(bool(samples.wrong)):
         return []

@@ -21,7 +21,7 @@ from ddpbench.catalog.faults import Planted
 from ddpbench.measure import clock
 from ddpbench.measure.step import Marks, Replica, own_timers, phases, since
 from ddpbench.runtime import agree
-from ddpbench.runtime.group import Group
+from ddpbench.runtime.world import World
 
 WARM_UP = 4  # steps: DDP's buckets have their final order after one, powersgd compresses from two
 FEWEST, MOST = 10, 1000  # rounds: for intervals, corrected for up to 16 ranks too
@@ -63,7 +63,7 @@ class Rounds:
     the arms that let replicas drift apart or change the reduction; None: only `main` is measured.
     """
 
-    group: Group
+    group: World
     main: Replica
     probe: Replica | None
     arms: tuple[str, ...]

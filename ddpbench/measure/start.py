@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from ddpbench.runtime.teams import Team
+    from ddpbench.runtime.subgroups import Subgroup
 
 
 def barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
@@ -54,7 +54,7 @@ def none(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]
     return lambda: None
 
 
-def of_team(name: str, team: Team, device: torch.device) -> Callable[[], object]:
+def of_team(name: str, team: Subgroup, device: torch.device) -> Callable[[], object]:
     """The start of STARTS by this name: of all ranks, so that all teams work at once.
 
     A team inside a host then starts once more on its own, so that its ranks enter as close as they

@@ -28,8 +28,8 @@ from ddpbench.catalog import backends
 from ddpbench.launch import forks, placement, starters
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.launch.supervise import Deadline
-from ddpbench.runtime import group
-from ddpbench.runtime.group import Group, Rendezvous
+from ddpbench.runtime import world
+from ddpbench.runtime.world import Rendezvous, World
 
 if TYPE_CHECKING:
     import torch
@@ -194,7 +194,7 @@ def sentence(error: Exception) -> str:
 # --- in the processes to throw away
 
 
-def run(module: str, folder: Path, request: Request, attempt: Callable[[Group, Tell], None]) -> int:
+def run(module: str, folder: Path, request: Request, attempt: Callable[[World, Tell], None]) -> int:
     """The main of such a module: start the ranks; in one of them, make the attempt."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if placement.read_placement() is not None:
@@ -209,7 +209,7 @@ def run(module: str, folder: Path, request: Request, attempt: Callable[[Group, T
     return starters.STARTERS[request.launcher](["-m", module, str(folder)], request.ranks, deadline)
 
 
-def _rank(request: Request, folder: Path, attempt: Callable[[Group, Tell], None]) -> int:
+def _rank(request: Request, folder: Path, attempt: Callable[[World, Tell], None]) -> int:
     """One rank's part; what it does, and how it ended, stands in the last line of its file."""
     place = placement.read_placement()
     assert isinstance(place, Placement)
@@ -223,7 +223,7 @@ def _rank(request: Request, folder: Path, attempt: Callable[[Group, Tell], None]
             for module in request.modules:
                 import_module(module)
             meeting = Rendezvous(timeout_seconds=request.seconds)
-            with group.opened(place, meeting, share_gpu=True) as ranks:
+            with world.opened(place, meeting, share_gpu=True) as ranks:
                 _told(lambda: attempt(ranks, tell), tell)
         except Exception as error:
             tell("failed", sentence(error))
@@ -241,7 +241,7 @@ def _told(attempt: Callable[[], None], tell: Tell) -> None:
 
 
 @contextlib.contextmanager
-def tested(request: Request, ranks: Group) -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
+def tested(request: Request, ranks: World) -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
     """A group of all ranks on the backend asked for, and this rank's device."""
     backend = backends.get(request.backend)
     name = backend.register() if backend.register else backend.name

@@ -21,7 +21,7 @@ from ddpbench.runtime import agree
 
 if TYPE_CHECKING:
     from ddpbench.catalog.task import Task, Training
-    from ddpbench.runtime.group import Group
+    from ddpbench.runtime.world import World
 
 Check = Callable[[int], bool]
 Verify = Callable[[nn.Module, torch.optim.Optimizer], Check]
@@ -39,7 +39,7 @@ class _State:
 
 
 def train(
-    ranks: Group, tested: dist.ProcessGroup, task: Task,
+    ranks: World, tested: dist.ProcessGroup, task: Task,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], epochs: int,
     checkpoint: Path | None, resume: bool, verify: Verify | None, seen: Callable[[Epoch], None],
 ) -> tuple[Epoch, ...]:  # fmt: skip
@@ -101,7 +101,7 @@ def _build_buckets(ddp: DistributedDataParallel, task: Task, training: Training)
 
 
 def _epoch(
-    ranks: Group, tested: dist.ProcessGroup, task: Task, training: Training,
+    ranks: World, tested: dist.ProcessGroup, task: Task, training: Training,
     ddp: DistributedDataParallel, state: _State, check: Check | None,
 ) -> Epoch:  # fmt: skip
     """Train and validate once through the data; the same record in all ranks."""
@@ -134,7 +134,7 @@ def _epoch(
 
 @torch.no_grad()
 def _validate(
-    ranks: Group, task: Task, training: Training, module: nn.Module, sums: Tensor
+    ranks: World, task: Task, training: Training, module: nn.Module, sums: Tensor
 ) -> None:
     """Add this rank's share of the validation to float64[2]: losses and samples.
 
@@ -163,7 +163,7 @@ def _settings(training: Training, optimizer: torch.optim.Optimizer) -> dict[str,
     return {**training.settings, "optimizer": type(optimizer).__name__, "learning rate": rate}
 
 
-def _save(ranks: Group, path: Path, state: _State) -> None:
+def _save(ranks: World, path: Path, state: _State) -> None:
     """Rank 0 writes the checkpoint. Raises Refused, in all ranks, when it cannot."""
     ranks.watchdog.phase("the saving of the checkpoint")
     objection = None
@@ -192,7 +192,7 @@ def _stored(state: _State) -> dict[str, Any]:
     }
 
 
-def _resume(ranks: Group, path: Path | None, state: _State, epochs: int) -> None:
+def _resume(ranks: World, path: Path | None, state: _State, epochs: int) -> None:
     """Put the checkpoint's content into the state; Refused, in all ranks, when that cannot be.
 
     Rank 0 reads the bytes and sends them to all: ranks on other hosts may not see its file, or see

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ddpbench.measure import effort, start
 from ddpbench.measure.effort import Effort
 from ddpbench.runtime import agree, cpu, environment
-from ddpbench.runtime.group import Group
+from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ class Turns:
     neighbours: list[str] = field(default_factory=list)
 
 
-def alone(group: Group, efforts: Efforts, slice_seconds: float, look_around: bool) -> Turns:
+def alone(group: World, efforts: Efforts, slice_seconds: float, look_around: bool) -> Turns:
     """Each rank of a machine in turn, while the others of it rest.
 
     look_around: whether to see which other processes use this rank's cores meanwhile.
@@ -103,7 +103,7 @@ def alone(group: Group, efforts: Efforts, slice_seconds: float, look_around: boo
     return mine
 
 
-def together(group: Group, efforts: Efforts, slice_seconds: float) -> Turns:
+def together(group: World, efforts: Efforts, slice_seconds: float) -> Turns:
     """All ranks at once."""
     import torch
 
@@ -124,7 +124,7 @@ def _carry(efforts: Efforts, slice_seconds: float, into: Mapping[str, list[float
 
 
 def _neighbours(
-    group: Group, before: Mapping[str, float], after: Mapping[str, float], wall: float
+    group: World, before: Mapping[str, float], after: Mapping[str, float], wall: float
 ) -> list[str]:
     """The processes, but these ranks, that used a share of a core meanwhile, the busiest first."""
     ranks = tuple(f"(pid {who.pid})" for who in group.who if group.who[group.rank].sees(who))
@@ -138,7 +138,7 @@ def _neighbours(
 
 
 def waits(
-    group: Group, tested: dist.ProcessGroup, device: torch.device, work: Effort, times: int
+    group: World, tested: dist.ProcessGroup, device: torch.device, work: Effort, times: int
 ) -> list[int]:
     """ns that this rank spends in each of some small all_reduces, each after a common start and
     the same work, so often repeated."""

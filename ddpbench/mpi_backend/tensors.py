@@ -12,11 +12,13 @@ from ddpbench.mpi_backend.library import cuda_aware
 
 
 def require(name: str, true: bool, rule: str) -> None:
+    """Raises ValueError with the rule, unless it is kept."""
     if not true:
         raise ValueError(f"{name} over mpi4py: {rule}")
 
 
 def checked(name: str, tensor: Tensor) -> Tensor:
+    """The tensor. Raises ValueError unless it is dense and on the CPU or a GPU."""
     if tensor.layout == torch.strided and (tensor.is_cpu or tensor.is_cuda):
         return tensor
     where = f"{tensor.layout} on {tensor.device}"

@@ -16,8 +16,8 @@ from ddpbench.catalog.backends import Backend
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.schema import Plan
 from ddpbench.records.visible import tell
-from ddpbench.runtime import agree, cpu, group
-from ddpbench.runtime.group import Group
+from ddpbench.runtime import agree, cpu, world
+from ddpbench.runtime.world import World
 from ddpbench.session import launching
 from ddpbench.session.recorder import Outcome
 
@@ -37,7 +37,7 @@ Measure = Callable[[C], tuple[Outcome, dict[str, Any] | None]]  # the outcome, i
 class LaunchContext(Generic[T]):
     """One launch on one backend, as one rank sees it."""
 
-    ranks: Group
+    ranks: World
     backend: Backend
     name: str  # by which torch knows the backend
     tested: dist.ProcessGroup  # all ranks, on that backend
@@ -69,7 +69,7 @@ def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
     if place.rank == 0:
         for name in ("scipy.special", "pyarrow.parquet"):  # slow: not while the others wait
             import_module(name)
-    with group.opened(place, asked.rendezvous(), asked.share_gpu) as ranks:
+    with world.opened(place, asked.rendezvous(), asked.share_gpu) as ranks:
         agree.require_same_options(ranks, asked.named())
         folder, plan = launching.run_folder(ranks, asked)
         ranks.watchdog.on_end = lambda *end: run_end.mark(folder, *end)
@@ -100,7 +100,7 @@ def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
 
 
 def _measure(
-    ranks: Group, backend: Backend, asked: T, plan: Plan, index: int, folder: Path,
+    ranks: World, backend: Backend, asked: T, plan: Plan, index: int, folder: Path,
     prepare: Prepare[T],
 ) -> str | None:  # fmt: skip
     """The launch loop: connect, record the launch, measure each case and store it at once.

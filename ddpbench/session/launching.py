@@ -19,7 +19,7 @@ from ddpbench.launch.placement import Refused
 from ddpbench.records import store
 from ddpbench.records.schema import Launch, Plan, Run
 from ddpbench.runtime import agree, cpu, environment, network
-from ddpbench.runtime.group import Group, Rendezvous
+from ddpbench.runtime.world import Rendezvous, World
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -90,7 +90,7 @@ class Options:
         return {names.get(k, k.replace("_", "-")): v for k, v in asdict(self).items()}
 
 
-def run_folder(ranks: Group, asked: Options) -> tuple[Path, Plan]:
+def run_folder(ranks: World, asked: Options) -> tuple[Path, Plan]:
     """The run's folder, made by rank 0 unless it exists already, and its plan."""
     found: dict[str, Any] = {}
     if ranks.rank == 0:
@@ -133,7 +133,7 @@ def cannot_write(error: Exception) -> str:
     return str(error)
 
 
-def torch_name(ranks: Group, backend: Backend) -> str:
+def torch_name(ranks: World, backend: Backend) -> str:
     """The name by which torch knows the backend. Refused in all ranks together where the
     backend's own launcher did not start them."""
     name = backend.register() if backend.register else backend.name
@@ -151,7 +151,7 @@ def torch_name(ranks: Group, backend: Backend) -> str:
     return name
 
 
-def connect(ranks: Group, backend: Backend, tested: dist.ProcessGroup | None) -> None:
+def connect(ranks: World, backend: Backend, tested: dist.ProcessGroup | None) -> None:
     """One barrier, so that connections made at the first call are no part of the first case.
 
     All ranks call it; None: this one is not in the group.
@@ -170,7 +170,7 @@ def connect(ranks: Group, backend: Backend, tested: dist.ProcessGroup | None) ->
 
 
 def launch_record(
-    ranks: Group,
+    ranks: World,
     backend: Backend,
     device: str,
     index: int,
@@ -205,7 +205,7 @@ def launch_record(
     )
 
 
-def threads(ranks: Group) -> int:
+def threads(ranks: World) -> int:
     """Compute threads of one rank, the same in all: what the user set, else its share of cores.
 
     torchrun sets OMP_NUM_THREADS to 1 where the user has not.
@@ -219,13 +219,13 @@ def threads(ranks: Group) -> int:
     return int(min(agree.everyones(ranks, own or max(1, len(cores) // sharers))))
 
 
-def used(ranks: Group, whole: cpu.CpuMeter) -> list[dict[str, object]]:
+def used(ranks: World, whole: cpu.CpuMeter) -> list[dict[str, object]]:
     """What each rank used since the meter's start, for the end of a launch's record."""
     mine = {"cpu": asdict(whole.stop()), "gpu_after": environment.gpu_state()}
     return agree.everyones(ranks, mine)
 
 
-def others_share(ranks: Group, meter: cpu.CpuMeter) -> float | None:
+def others_share(ranks: World, meter: cpu.CpuMeter) -> float | None:
     """The largest share of a host's cores that other processes used, over the hosts."""
     return share_of_others(ranks, agree.everyones(ranks, spent(meter)))
 
@@ -237,7 +237,7 @@ def spent(meter: cpu.CpuMeter) -> list[float | None]:
     return [used.own_seconds, used.host_busy_seconds, used.wall_seconds]
 
 
-def share_of_others(ranks: Group, everyone: Sequence[Sequence[Any]]) -> float | None:
+def share_of_others(ranks: World, everyone: Sequence[Sequence[Any]]) -> float | None:
     """The same as `others_share`, of what every rank has told."""
     shares = []
     for members in ranks.machines.values():

@@ -24,7 +24,7 @@ from ddpbench.measure.step import Replica
 from ddpbench.records.schema import Epoch, Figure, Plan, Replicas, StepCase, StepResult
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import agree, cpu, environment
-from ddpbench.runtime.group import Group
+from ddpbench.runtime.world import World
 from ddpbench.session import launching
 from ddpbench.session.progress import Progress
 from ddpbench.session.summary import step_columns
@@ -40,7 +40,7 @@ COPIES = 2  # of the parameters beside themselves: gradients and buckets
 class Trial:
     """Where and how a workload is measured: one backend in one rank."""
 
-    ranks: Group
+    ranks: World
     tested: dist.ProcessGroup
     backend: Backend
     asked: Options

@@ -40,9 +40,9 @@ from ddpbench.measure import pace
 from ddpbench.records import store
 from ddpbench.records.schema import Case, Plan, Result, Run
 from ddpbench.runtime import cpu
-from ddpbench.runtime.group import Group
 from ddpbench.runtime.network import NetPlace
-from ddpbench.runtime.teams import Team, split
+from ddpbench.runtime.subgroups import Subgroup, split
+from ddpbench.runtime.world import World
 from ddpbench.session import launching, recorder, run_end
 from ddpbench.session.summary import summarise_result
 
@@ -52,7 +52,7 @@ MADE_UP = [0.0]  # seconds that the simulation itself took, which are no cost of
 PLAN = Plan(check=False, precision=1e-9, slice_seconds=1e6)  # to the most repetitions
 
 
-def simulate(world: int) -> Group:
+def simulate(world: int) -> World:
     """Rank 0 of so many; what torch.distributed would carry is made up here."""
     noise = np.random.default_rng(1)
 
@@ -84,7 +84,7 @@ def simulate(world: int) -> Group:
     watchdog: Any = SimpleNamespace(signal=None, rearm=lambda: None, phase=lambda what: None)
     net = tuple(NetPlace(r, its.host, its.boot_id, "", {}, {}) for r, its in enumerate(who))
     place = Placement("torchrun", 0, world, 0, A_HOST)
-    return Group(place, who, net, watchdog, timedelta(seconds=60))
+    return World(place, who, net, watchdog, timedelta(seconds=60))
 
 
 class Bench:
@@ -94,7 +94,7 @@ class Bench:
     huge_share, page_faults = None, 0
 
     def __init__(
-        self, case: Case, operation: Any, plan: Plan, group: Group, *_: object
+        self, case: Case, operation: Any, plan: Plan, group: World, *_: object
     ) -> None:  # as of loop.Bench
         self.case, self.operation, self.plan, self.group = case, operation, plan, group
         self.at = 0
@@ -140,7 +140,7 @@ def measured(world: int, folder: Path) -> dict[str, float]:
             1 << number, True, False, "isolated", "barrier", 1, world, (A_HOST,) * hosts,
         )  # fmt: skip
         nothing = cast(Any, None)
-        team = Team(split("world", [range(world)]), nothing, nothing)
+        team = Subgroup(split("world", [range(world)]), nothing, nothing)
         with timed("gather s", CASES):
             samples = pace.measure(case, operation, PLAN, group, team, nothing, 0.0, None)
         with timed("summary s", CASES):

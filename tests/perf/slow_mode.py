@@ -24,7 +24,7 @@ from tabulate import tabulate
 from ddpbench.launch import placement, starters
 from ddpbench.measure.handoff import Handoff
 from ddpbench.mpi_backend.library import mpi
-from ddpbench.runtime import group
+from ddpbench.runtime import world
 
 NBYTES, CALLS = 1 << 20, 100
 DISTANCES = (-16, 0, 16, 32, 64)
@@ -38,7 +38,7 @@ def looks(seconds: float) -> list[tuple[float, ...]]:
     assert place is not None
     comm = mpi().COMM_WORLD
     found: list[tuple[float, ...]] = []
-    with group.opened(place, group.Rendezvous()) as ranks:
+    with world.opened(place, world.Rendezvous()) as ranks:
         torch.set_num_threads(1)
         handoff = Handoff(ranks)
         ours, copy = np.zeros(NBYTES // 4, np.float32), np.zeros(NBYTES // 4, np.float32)

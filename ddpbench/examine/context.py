@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpbench.catalog.backends import Backend
 from ddpbench.records.schema import Finding, Launch
-from ddpbench.runtime.group import Group
+from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Patient:
+class Context:
     """All ranks of a launch on one backend, as one of them sees it."""
 
-    ranks: Group
+    ranks: World
     backend: Backend
     tested: dist.ProcessGroup  # all ranks, on that backend
     device: torch.device

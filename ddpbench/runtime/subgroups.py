@@ -17,7 +17,7 @@ Hosts = Sequence[Sequence[int]]  # the ranks of each host
 
 
 @dataclass(frozen=True)
-class Split:
+class Partition:
     """The ranks divided into teams of one size that work at once; a rank may be in none."""
 
     name: str
@@ -36,10 +36,10 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Team:
+class Subgroup:
     """What a rank must know to measure in its team."""
 
-    split: Split
+    split: Partition
     everyone: dist.ProcessGroup  # all ranks, on the tested backend
     group: dist.ProcessGroup | None  # the team's; None: this rank is in none
     number: int = 0  # of the team among the teams
@@ -84,11 +84,11 @@ GROUPS: dict[
 }
 
 
-def split(name: str, hosts: Hosts) -> Split:
+def split(name: str, hosts: Hosts) -> Partition:
     """The ranks of these hosts divided as GROUPS says."""
     divide, objects = GROUPS[name]
     objection = objects(hosts)
     teams = (_all if objection else divide)(hosts)
     first = set(teams[0])
     counts = [len(first & set(host)) for host in hosts]
-    return Split(name, teams, tuple(count for count in counts if count), objection)
+    return Partition(name, teams, tuple(count for count in counts if count), objection)

@@ -27,9 +27,9 @@ from ddpbench.launch.placement import Placement, Refused
 from ddpbench.launch.rendezvous import serve
 from ddpbench.launch.sockets import Connection
 from ddpbench.records import redact
-from ddpbench.runtime import agree, network, teams
+from ddpbench.runtime import agree, network, subgroups
 from ddpbench.runtime.network import NetPlace
-from ddpbench.runtime.teams import Split, Team
+from ddpbench.runtime.subgroups import Partition, Subgroup
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
-class Group:
+class World:
     """All ranks of a launch, met: control group, watchdog, and who is where."""
 
     place: Placement
@@ -170,32 +170,32 @@ class Group:
     @contextlib.contextmanager
     def teams(
         self, torch_name: str, everyone: dist.ProcessGroup, names: Sequence[str]
-    ) -> Iterator[dict[str, Team]]:
+    ) -> Iterator[dict[str, Subgroup]]:
         """This rank's team in each of these splits, by name; `everyone` is the group of all on the
         same backend."""
         with contextlib.ExitStack() as groups:
             found = {}
             for name in names:
-                split = teams.split(name, list(self.hosts.values()))
+                split = subgroups.split(name, list(self.hosts.values()))
                 found[name] = self._team(split, torch_name, everyone, groups)
             yield found
 
     def _team(
-        self, split: Split, torch_name: str, everyone: dist.ProcessGroup,
+        self, split: Partition, torch_name: str, everyone: dist.ProcessGroup,
         groups: contextlib.ExitStack,
-    ) -> Team:  # fmt: skip
-        mine = Team(split, everyone, None)
+    ) -> Subgroup:  # fmt: skip
+        mine = Subgroup(split, everyone, None)
         if split.size == self.world_size:
-            return Team(split, everyone, None if split.objection else everyone, rank=self.rank)
+            return Subgroup(split, everyone, None if split.objection else everyone, rank=self.rank)
         for number, members in enumerate(split.teams):
             group = groups.enter_context(self.tested(torch_name, members))
             if self.rank in members:
-                mine = Team(split, everyone, group, number, members.index(self.rank))
+                mine = Subgroup(split, everyone, group, number, members.index(self.rank))
         return mine
 
 
 @contextlib.contextmanager
-def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) -> Iterator[Group]:
+def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) -> Iterator[World]:
     """All ranks, met. Raises Refused, naming the ranks, when some do not come in time;
     ends this process where these are seen to be stopped."""
     import torch.distributed as dist
@@ -222,7 +222,7 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
                 timeout=rendezvous.patience,
             )
         control = sockets.connections()
-        group = Group(place, who, net, watchdog, rendezvous.patience, share_gpu, control=control)
+        group = World(place, who, net, watchdog, rendezvous.patience, share_gpu, control=control)
         yield group
         # The ranks leave together: the store lives in one of them.
         watchdog.phase("the end of the run")
