@@ -160,7 +160,9 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None
 
 def test_a_launcher_that_is_missing_is_named_with_its_remedy(tmp_path: Path) -> None:
     """Without mpirun, mpi is refused with the pip line."""
-    block = "import sys; from ddpbench.runtime import launch; launch.find_mpirun = lambda: None; "
+    block = (
+        "import sys; from ddpbench.launch import placement as at; at.find_mpirun = lambda: None; "
+    )
     block += "from ddpbench.cli import main; sys.exit(main())"
     words = ["collectives", "--backend", "mpi", "-n", "2"]
     done = call([sys.executable, "-c", block, *words], tmp_path)

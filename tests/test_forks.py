@@ -21,11 +21,11 @@ from ddpbench.launch import family
 # `main` of each rank: a Python expression of `place` and `dist`, run as `python -c`.
 PROGRAM = """
 import os, signal, sys, time
-from ddpbench.runtime import forks, launch
+from ddpbench.launch import forks, placement
 from ddpbench.runtime.world import Rendezvous, opened
 from ddpbench.launch.supervise import Deadline
 def main():
-    place = launch.placement()
+    place = placement.read_placement()
     {body}
 sys.exit(forks.run(main, {ranks}, deadline=Deadline(3.0)))
 """

@@ -301,7 +301,7 @@ INSIDE = """
 import sys, time
 from pathlib import Path
 from ddpbench.measure import hook_probe
-from ddpbench.runtime import mpi_library
+from ddpbench.mpi_backend import library as mpi_library
 done = Path(sys.argv[1])
 if mpi_library.world() == (0, 2):
     done.write_text(str(hook_probe.refusal("powersgd", "mpi", "cpu", 60, {})))

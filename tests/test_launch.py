@@ -226,9 +226,9 @@ def test_mpirun_s_exit_code_is_passed_on(capfd: pytest.CaptureFixture[str]) -> N
 
 LOST = """
 import atexit, os, signal
-from ddpbench.runtime import launch, starters
+from ddpbench.launch import placement, starters
 from ddpbench.runtime.world import Rendezvous, opened
-place = launch.placement()
+place = placement.read_placement()
 blow = lambda: place.rank == 1 and os.kill(os.getpid(), signal.{blow})
 {first}
 with opened(place, Rendezvous(timeout_seconds=4.0)): pass

@@ -1211,7 +1211,7 @@ def test_without_mpirun(tmp_path: Path) -> None:
 
 def test_import_starts_nothing() -> None:
     """Importing the module and registering the backend does not import mpi4py's MPI."""
-    code = "import sys; from ddpbench.runtime import mpi; mpi.register(); mpi.register()"
+    code = "import sys; from ddpbench import mpi; mpi.register(); mpi.register()"
     code += "; sys.exit('mpi4py.MPI' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], check=False, env=ENVIRONMENT).returncode == 0

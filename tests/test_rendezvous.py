@@ -19,7 +19,7 @@ from ddpbench.launch import placement, rendezvous
 
 EVERYWHERE = {"0.0.0.0", "::"}
 SWEEP = ("collectives", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.2", "--launches", "1")
-TORCHRUN = "import sys; from ddpbench.runtime import starters; sys.exit(starters.torchrun({}, 2))"
+TORCHRUN = "import sys; from ddpbench.launch import starters; sys.exit(starters.torchrun({}, 2))"
 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:

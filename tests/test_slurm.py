@@ -131,7 +131,7 @@ def test_sigusr1_is_passed_on_to_the_ranks_that_ddpbench_starts(tmp_path: Path) 
     ranks get too, and the exit code is that of an interruption."""
     (tmp_path / "rank.py").write_text(RANK)
     code = (
-        "from ddpbench.runtime import starters; raise SystemExit(starters.torchrun(['rank.py'], 1))"
+        "from ddpbench.launch import starters; raise SystemExit(starters.torchrun(['rank.py'], 1))"
     )
     words = [sys.executable, "-c", code]
     environ = bench.environment()

@@ -18,7 +18,7 @@ from ddpbench.mpi_backend.base import DEVICES, SYNCED
 from ddpbench.mpi_backend.base import NAME as NAME
 from ddpbench.mpi_backend.collectives import Collectives, TensorList, TensorLists
 from ddpbench.mpi_backend.library import mpi, thread_level, world
-from ddpbench.mpi_backend.tensors import flatten, require, room_for
+from ddpbench.mpi_backend.tensors import finish, flatten, require, room_for
 from ddpbench.mpi_backend.types import memory, unit
 from ddpbench.mpi_backend.work import Lane, Request, Together, Work, failure
 
@@ -52,14 +52,14 @@ class ProcessGroupMPI4PY(Collectives):
         except Exception as error:
             raise failure(name, self._rank, error) from error
 
-        def finish(status: Any) -> None:
+        def received(status: Any) -> None:
             if name == "recv":
                 got = status.Get_elements(mpi().BYTE)  # Get_count ends at an int
                 if got != flat.nbytes:
                     raise ValueError(f"{got} bytes came, the tensor holds {flat.nbytes}")
                 finish((tensor,), (flat,), 0)
 
-        work = Request(name, self._rank, tensor, request, finish, self._lane.timeout)
+        work = Request(name, self._rank, tensor, request, received, self._lane.timeout)
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
