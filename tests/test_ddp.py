@@ -311,7 +311,7 @@ def test_what_cannot_be_here_is_one_sentence(
 @pytest.mark.parametrize(("fault", "told"), [("raise", "planted error"), ("hang", "faults.py")])
 def test_a_rank_that_fails_ends_the_run(tmp_path: Path, fault: str, told: str) -> None:
     """Named with its line within the deadline, exit code 5, marked as partial."""
-    words = ("ddp", "-n", "2", *SMALL, "--timeout", "4", "--inject", f"{fault}:rank=1")
+    words = ("ddp", "-n", "2", *SMALL, "--timeout", "6", "--inject", f"{fault}:rank=1")
     done = call(command(*words), tmp_path)
     assert done.returncode == 5, done.stdout + done.stderr
     assert "rank 1" in done.stderr
