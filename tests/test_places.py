@@ -19,7 +19,7 @@ import ddpbench
 from ddpbench.hang.places import called, place_of_error
 
 OURS = str(Path(ddpbench.__file__).parent / "replicas" / "verifier.py")
-MACHINERY = str(Path(ddpbench.__file__).parent / "runtime" / "guard.py")
+MACHINERY = str(Path(ddpbench.__file__).parent / "hang" / "guard.py")
 TORCH = str(Path(torch.__file__).parent / "nn" / "module.py")
 TORCH_LIKE = str(Path(torch.__file__).parents[1] / "torchmetrics" / "metric.py")
 COMMAND = sysconfig.get_path("scripts") + "/ddpbench"

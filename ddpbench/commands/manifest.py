@@ -51,7 +51,7 @@ def run(asked: argparse.Namespace, words: Sequence[str]) -> int:
         )
     # The folder it starts in may not be writable; results leave the pod by its log.
     inside = ["torchrun", "-m", f"ddpbench.{name}", "--output", "/tmp/ddpbench", *rest]
-    file = resources.files("ddpbench") / "manifests" / f"{asked.kind}.yaml"
+    file = resources.files("ddpbench.commands") / "manifests" / f"{asked.kind}.yaml"
     filled = Template(file.read_text(encoding="utf-8")).substitute(
         image=json.dumps(asked.image),  # JSON is YAML, whatever stands in it
         command=json.dumps(inside),

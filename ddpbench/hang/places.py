@@ -17,7 +17,8 @@ from types import FrameType
 from typing import Any
 
 OURS = str(Path(__file__).parents[1]) + os.sep  # this package, wherever it is installed
-MACHINERY = str(Path(__file__).parent) + os.sep  # its part that looks at ranks
+# Its parts that look at ranks, and bring them together.
+MACHINERY = tuple(OURS + name + os.sep for name in ("hang", "runtime", "launch", "mpi_backend"))
 COMPILED = "torchinductor_"  # what torch.compile writes
 
 WAIT = "wait"  # that of a call which was begun before, with async_op or isend
@@ -166,7 +167,7 @@ def _line(frame: FrameType) -> Line:
 def _distance(path: str) -> int:
     """0: the program's own code, 1: a library's or ours, 2: of no file, 3: Python's or torch's, or
     what calls for them."""
-    machinery = _folder("torch"), MACHINERY, "<frozen ", _scripts()
+    machinery = _folder("torch"), *MACHINERY, "<frozen ", _scripts()
     if path.startswith(machinery) or COMPILED in path:
         return 3
     if path.startswith(OURS) or "/site-packages/" in path or "/dist-packages/" in path:
