@@ -51,7 +51,7 @@ def judged(
     their number.
     """
     base = {name: every[-1] for name, every in saved.items() if every}
-    rows = [_row(name, base.get(name), each, margin) for name, each in new.items()]
+    rows = [_alike(_row(name, base.get(name), each, margin)) for name, each in new.items()]
     todo = [(i, pair) for i, row in enumerate(rows) if (pair := _pair(row))]
     logs = [_logs(rows[i], saved[rows[i].test]) for i, _ in todo]
     found = judging.judged([
@@ -66,8 +66,15 @@ def judged(
 def _pair(row: Row) -> Pair | None:
     if row.verdict or row.base is None:
         return None
+    return Pair(np.array(row.base.side.times), np.array(row.new.side.times), row.margin)
+
+
+def _alike(row: Row) -> Row:
+    """With both sides by the statistic with which they are compared."""
+    if row.verdict or row.base is None:
+        return row
     base, new = matching.alike(row.base.side, row.new.side)
-    return Pair(np.array(base.times), np.array(new.times), row.margin)
+    return replace(row, base=replace(row.base, side=base), new=replace(row.new, side=new))
 
 
 def _logs(row: Row, saved: Sequence[Measured]) -> list[float]:
