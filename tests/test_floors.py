@@ -33,9 +33,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "version", "records", "analysis", "runtime", "catalog", "render", "interchange", "measure",
         "replicas", "examine", "selftest",
     ),
+    "guide": ("version", "runtime", "commands"),
     "cli": (
         "version", "records", "analysis", "runtime", "catalog", "render", "interchange", "measure",
-        "replicas", "examine", "selftest", "commands",
+        "replicas", "examine", "selftest", "commands", "guide",
     ),
     "pytest_plugin": (
         "version", "records", "analysis", "runtime", "catalog", "render", "interchange", "measure",
