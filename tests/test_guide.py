@@ -3,7 +3,7 @@
 A fenced block of a chapter begins with one of these:
     ```sh                    run here, line by line, in one empty folder per chapter
     ```sh not-run: REASON    shown to the reader only
-    ```python                compiled; written as a file first, if its first line is `# file: NAME.py`
+    ```python                compiled; if its first line is `# file: NAME.py`, written first
     ```text                  output, or another format of KINDS
 """
 
@@ -163,7 +163,7 @@ def file_name(block: Block) -> str | None:
 
 
 def test_a_command_that_fails_is_shown(tmp_path: Path) -> None:
-    """The failure names the chapter, the line, the command and its output; later ones do not run."""
+    """The failure names chapter, line, command and output; later commands do not run."""
     (tmp_path / "x.md").write_text("# X\n\n```sh\necho fine\nls nowhere | cat\ntouch later\n```\n")
     (block,) = read_blocks(tmp_path / "x.md")
     folder = tmp_path / "empty"
@@ -373,7 +373,7 @@ def test_less_shows_colors() -> None:
     [
         ("# X\n\nFind the rank. More.\n", "Find the rank."),
         ("# X\nFind it\nin ddpbench.ddp, today! More.", "Find it in ddpbench.ddp, today!"),
-        ("<!-- a -->\n# X\n\nSee [hangs](hangs.md) for **all** of `x`. More", "See hangs for all of `x`."),
+        ("<!--a-->\n# X\n\nSee [hangs](hangs.md), **all** of `x`. More", "See hangs, all of `x`."),
         ("# X\n\nNo end\n\nMore.", "No end"),
         ("# X\n", ""),
     ],
