@@ -89,9 +89,10 @@ def format_list(chapters: Mapping[str, str], columns: int | None) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence below a chapter's title, without links and bold type."""
+    """Return the first sentence below a chapter's title, without links and emphasis."""
     body = re.sub(r"<!--.*?-->|^#[^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE).strip()
     paragraph = " ".join(re.split(r"\n\s*\n", body)[0].split())
-    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph).replace("**", "")
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph)
+    plain = re.sub(r"\*{1,2}(\w[^*]*)\*{1,2}", r"\1", plain)
     sentence = re.match(r".*?[.!?](?=\s|$)", plain)
     return sentence[0] if sentence else plain
