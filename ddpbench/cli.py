@@ -12,6 +12,7 @@ python -m ddpbench baseline check NAME
 python -m ddpbench history CASE
 python -m ddpbench show RUN
 python -m ddpbench list
+python -m ddpbench guide hangs
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from ddpbench.commands import (
 from ddpbench.commands import (
     launch as launch_node,
 )
+from ddpbench.guide import command as guide
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
 from ddpbench.launch import forks, placement, starters
@@ -71,7 +73,7 @@ class Command:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; its exit code, as the README lists them."""
+    """Run a command line; return its exit code, as listed in the guide, chapter results."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     prepare_streams()
     try:
@@ -130,11 +132,14 @@ def _cannot(error: Exception) -> str:
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
-    listed = "\n".join(f"  {name:<{width}}  {c.help}" for name, c in COMMANDS.items())
+    groups = "\n\n".join(
+        "\n".join([f"{title}:", *(f"  {name:<{width}}  {c.help}" for name, c in commands.items())])
+        for title, commands in GROUPS.items()
+    )
     return (
-        f"ddpbench {__version__}: what collectives and a DDP step cost\n\n"
-        f"usage: python -m ddpbench COMMAND [options]\n\n{listed}\n\n"
-        "python -m ddpbench COMMAND --help lists the options of one.\n"
+        f"ddpbench {__version__}: benchmark and diagnose PyTorch's distributed collectives\n\n"
+        f"usage: ddpbench COMMAND [options]\n\n{groups}\n\n"
+        "Show the options of a command: ddpbench COMMAND --help\n"
     )
 
 
@@ -319,25 +324,42 @@ def _baseline(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     return baseline.run(namespace, words, main)
 
 
+# The commands by the purpose under which --help lists them.
+GROUPS: dict[str, dict[str, Command]] = {
+    "measure": {
+        "collectives": Command(
+            collectives.HELP,
+            collectives.add_arguments,
+            _measuring(collectives.Options, collectives.run),
+            collectives.__doc__,
+        ),
+        "ddp": Command(ddp.HELP, ddp.add_arguments, _measuring(ddp.Options, ddp.run), ddp.__doc__),
+        "launch": Command(
+            launch_node.HELP, launch_node.add_arguments, launch_node.run, launch_node.__doc__
+        ),
+        "slurm": Command(slurm.HELP, slurm.add_arguments, slurm.run, slurm.__doc__, passes_on=True),
+        "manifest": Command(manifest.HELP, manifest.add_arguments, manifest.run, manifest.__doc__),
+    },
+    "diagnose": {
+        "doctor": Command(doctor.HELP, doctor.add_arguments, _doctor, doctor.__doc__),
+    },
+    "compare": {
+        "compare": Command(compare.HELP, compare.add_arguments, compare.run, compare.__doc__),
+        "ab": Command(ab.HELP, ab.add_arguments, ab.run, ab.__doc__),
+        "calibrate": Command(
+            calibrate.HELP, calibrate.add_arguments, calibrate.run, calibrate.__doc__
+        ),
+        "baseline": Command(baseline.HELP, baseline.add_arguments, _baseline, baseline.__doc__),
+        "history": Command(history.HELP, history.add_arguments, history.run, history.__doc__),
+    },
+    "results": {
+        "show": Command("print a stored run again", _show_arguments, _show),
+        "list": Command("the runs in results/", _list_arguments, _list),
+    },
+    "manual": {
+        "guide": Command(guide.HELP, guide.add_arguments, guide.run, guide.__doc__),
+    },
+}
 COMMANDS: dict[str, Command] = {
-    "collectives": Command(
-        collectives.HELP,
-        collectives.add_arguments,
-        _measuring(collectives.Options, collectives.run),
-        collectives.__doc__,
-    ),
-    "ddp": Command(ddp.HELP, ddp.add_arguments, _measuring(ddp.Options, ddp.run), ddp.__doc__),
-    "doctor": Command(doctor.HELP, doctor.add_arguments, _doctor, doctor.__doc__),
-    "launch": Command(
-        launch_node.HELP, launch_node.add_arguments, launch_node.run, launch_node.__doc__
-    ),
-    "manifest": Command(manifest.HELP, manifest.add_arguments, manifest.run, manifest.__doc__),
-    "slurm": Command(slurm.HELP, slurm.add_arguments, slurm.run, slurm.__doc__, passes_on=True),
-    "compare": Command(compare.HELP, compare.add_arguments, compare.run, compare.__doc__),
-    "ab": Command(ab.HELP, ab.add_arguments, ab.run, ab.__doc__),
-    "calibrate": Command(calibrate.HELP, calibrate.add_arguments, calibrate.run, calibrate.__doc__),
-    "baseline": Command(baseline.HELP, baseline.add_arguments, _baseline, baseline.__doc__),
-    "history": Command(history.HELP, history.add_arguments, history.run, history.__doc__),
-    "show": Command("print a stored run again", _show_arguments, _show),
-    "list": Command("the runs in results/", _list_arguments, _list),
+    name: command for commands in GROUPS.values() for name, command in commands.items()
 }

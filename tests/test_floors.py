@@ -46,9 +46,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "version", "records", "analysis", "verdicts", "launch", "catalog", "render", "interchange",
         "session", "measuring",
     ),
+    "guide": ("launch", "session"),
     "cli": (
         "version", "records", "analysis", "launch", "runtime", "catalog", "render", "interchange",
-        "session", "selftest", "measuring", "commands",
+        "session", "selftest", "measuring", "commands", "guide",
     ),
     "pytest_plugin": ("version", "records", "analysis", "verdicts", "render", "commands"),
     "__main__": ("cli",),

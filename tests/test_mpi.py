@@ -1186,8 +1186,8 @@ def test_a_script_needs_no_more_than_the_import(
 
 @pytest.mark.parametrize("job", [job_accelerate, job_transformers, job_lightning])
 def test_trainers(tmp_path: Path, job: Callable[..., None]) -> None:
-    """README's lines make each trainer use the group: it deals the batches, and replicas stay equal
-    to the bit; it leaves without a complaint."""
+    """The chapter mpi shows how each trainer uses the group: it deals the batches, replicas stay
+    equal to the bit, and it leaves without a complaint."""
     package = job.__name__.removeprefix("job_")
     pytest.importorskip(package, reason=f"{package} is not installed, and nothing here needs it")
     process = run_job(job, 2, tmp_path)

@@ -1,0 +1,98 @@
+"""Read the manual: list its chapters, or show one.
+
+ddpbench guide                    list the chapters
+ddpbench guide hangs              show a chapter; in a pager, if stdout is a terminal
+ddpbench guide hangs > hangs.md   write the chapter as Markdown
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from importlib import resources
+
+from ddpbench.launch.placement import Refused
+from ddpbench.session import options
+
+HELP = "read the manual: list its chapters, or show one"
+# The order of the list. A chapter that is missing here comes after these.
+ORDER = (
+    "collectives", "launchers", "mpi", "ddp", "replicas", "doctor", "hangs", "compare", "pytest",
+    "results", "method", "contributing",
+)  # fmt: skip
+LEAST_COLUMNS = 60  # on a narrower terminal, the list would have one word per line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command; imports no torch."""
+    parser.add_argument(
+        "chapter",
+        nargs="?",
+        metavar="CHAPTER",
+        help="chapter to show (default: list all chapters)",
+    )
+
+
+def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    """List the chapters or show one; return the exit code. Raises Refused for an unknown one."""
+    chapters = read_chapters()
+    terminal = sys.stdout.isatty()
+    if namespace.chapter is None:
+        columns = max(shutil.get_terminal_size().columns, LEAST_COLUMNS) if terminal else None
+        sys.stdout.write(format_list(chapters, columns))
+        return 0
+    text = chapters.get(namespace.chapter)
+    if text is None:
+        *names, last = chapters
+        raise Refused(
+            f"unknown chapter {namespace.chapter!r}: choose {', '.join(names)} or {last}"
+            f"{options.did_you_mean(namespace.chapter, chapters)}"
+        )
+    if terminal:
+        from ddpbench.guide.pager import page
+
+        page(text)
+    else:
+        sys.stdout.write(text)
+    return 0
+
+
+def read_chapters() -> dict[str, str]:
+    """Return the text of every chapter by its name, in the order of the manual."""
+    folder = resources.files("ddpbench.guide")
+    files = [file for file in folder.iterdir() if file.name.endswith(".md")]
+    texts = {file.name.removesuffix(".md"): file.read_text(encoding="utf-8") for file in files}
+    return {name: texts[name] for name in sorted(texts, key=_position)}
+
+
+def _position(name: str) -> tuple[int, str]:
+    return (ORDER.index(name) if name in ORDER else len(ORDER), name)
+
+
+def format_list(chapters: Mapping[str, str], columns: int | None) -> str:
+    """Return the chapters with their first sentences, wrapped to so many columns.
+
+    None: one line per chapter.
+    """
+    width = max(map(len, chapters))
+    entries = []
+    for name, text in chapters.items():
+        entry = f"  {name:<{width}}  {first_sentence(text)}"
+        if columns is not None:
+            entry = textwrap.fill(entry, columns, subsequent_indent=" " * (width + 4))
+        entries.append(entry)
+    return "Show a chapter: ddpbench guide CHAPTER\n\n" + "\n".join(entries) + "\n"
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence below a chapter's title, without links and emphasis."""
+    body = re.sub(r"<!--.*?-->|^#[^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE).strip()
+    paragraph = " ".join(re.split(r"\n\s*\n", body)[0].split())
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph)
+    plain = re.sub(r"\*{1,2}(\w[^*]*)\*{1,2}", r"\1", plain)
+    sentence = re.match(r".*?[.!?](?=\s|$)", plain)
+    return sentence[0] if sentence else plain

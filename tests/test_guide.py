@@ -1,0 +1,400 @@
+"""The manual: its commands run as written, its links lead somewhere, and `ddpbench guide` shows it.
+
+A fenced block of a chapter begins with one of these:
+    ```sh                    run here, line by line, in one empty folder per chapter
+    ```sh not-run: REASON    shown to the reader only
+    ```python                compiled; if its first line is `# file: NAME.py`, written first
+    ```text                  output, or another format of KINDS
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from ranks import ROOT, environment
+from test_cli import refused
+from test_collectives import call, command
+from test_floors import RUN, python
+
+from ddpbench import cli
+from ddpbench.guide import command as guide
+from ddpbench.guide import pager
+from ddpbench.launch import placement
+
+README = ROOT / "README.md"
+CHAPTERS = sorted((ROOT / "ddpbench" / "guide").glob("*.md"))
+PAGES = [README, *CHAPTERS]
+KINDS = ("sh", "text", "python", "yaml", "json", "csv", "toml", "markdown")
+FENCE = re.compile(
+    r"^ *(?P<fence>`{3,})(?P<info>[^`\n]*)\n(?P<text>.*?)^ *(?P=fence) *$",
+    re.MULTILINE | re.DOTALL,
+)
+BLOCK_SECONDS, CHAPTER_SECONDS = 60.0, 150.0
+# What pip would install beside this Python; ddpbench's own is in pyproject.toml.
+SCRIPTS = {"torchrun": "torch.distributed.run:main"}
+
+each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+each_chapter = pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block and the place of its first line."""
+
+    place: str
+    info: str
+    text: str
+
+
+def read_blocks(path: Path) -> list[Block]:
+    """Return the fenced blocks of a page, in order."""
+    text = path.read_text(encoding="utf-8")
+    return [
+        Block(
+            f"{path.name}, line {text.count(chr(10), 0, match.start('text')) + 1}",
+            match["info"].strip(),
+            textwrap.dedent(match["text"]),
+        )
+        for match in FENCE.finditer(text)
+    ]
+
+
+def read_prose(path: Path) -> str:
+    """Return a page without its fenced blocks."""
+    return FENCE.sub("", path.read_text(encoding="utf-8"))
+
+
+# --- the commands of the chapters -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a reader who has installed ddpbench: its commands are in PATH."""
+    beside = Path(sys.executable).parent
+    folders, scripts = [beside], tmp_path_factory.mktemp("scripts")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    own = re.search(r'^\[project\.scripts\]\n(\w+) = "(.*)"$', project, re.MULTILINE)
+    assert own is not None
+    for name, entry in {**SCRIPTS, own[1]: own[2]}.items():
+        if not (beside / name).exists():
+            module, _, function = entry.partition(":")
+            (scripts / name).write_text(
+                f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\n"
+                f"sys.exit({function}())\n"
+            )
+            (scripts / name).chmod(0o755)
+            folders.append(scripts)
+    if (mpirun := placement.find_mpirun()) is not None:
+        folders.append(Path(mpirun).parent)
+    clean = {k: v for k, v in environment().items() if not k.startswith("PYTEST_")}
+    if os.geteuid() == 0:  # mpirun refuses root; a reader is someone else
+        clean |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    path = os.pathsep.join([*map(str, dict.fromkeys(folders)), clean["PATH"]])
+    plugin = "ddpbench.pytest_plugin"  # pytest finds it by its entry point, if it is installed
+    return {**clean, "PATH": path, "PYTHONPATH": str(ROOT), "PYTEST_PLUGINS": plugin}
+
+
+def run_block(block: Block, folder: Path, environ: dict[str, str], seconds: float) -> None:
+    """Run the commands of a block; fail with the command and its output if one fails."""
+    report = "trap 'echo \"exit code $? of: $BASH_COMMAND\" >&2' ERR"
+    script = f"set -eo pipefail\n{report}\n{block.text}"
+    log = folder.with_name("output")
+    with log.open("w") as output:  # a pipe would stay open in a process that is left behind
+        process = subprocess.Popen(
+            ["bash", "-c", script], cwd=folder, env=environ, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(seconds)
+            end = f"ended with exit code {code}"
+        except subprocess.TimeoutExpired:
+            code, end = None, f"did not end within {seconds:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code != 0:
+        shown = log.read_text(encoding="utf-8", errors="replace")
+        pytest.fail(
+            f"{block.place}: these commands\n\n{block.text}\n{end}. Output:\n\n{shown}",
+            pytrace=False,
+        )
+
+
+@each_chapter
+def test_the_commands_of_a_chapter_run(path: Path, tmp_path: Path, shell: dict[str, str]) -> None:
+    """Each `sh` block ends with exit code 0 within its deadline, in one folder per chapter."""
+    blocks = read_blocks(path)
+    commands = [block for block in blocks if block.info == "sh"]
+    if any("mpi" in block.text for block in commands) and placement.find_mpirun() is None:
+        pytest.skip("there is no mpirun: install the extra `mpi`")
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    for block in blocks:
+        if (name := file_name(block)) is not None:
+            (folder / name).write_text(block.text, encoding="utf-8")
+    deadline = time.monotonic() + CHAPTER_SECONDS
+    for block in commands:
+        left = max(1.0, min(BLOCK_SECONDS, deadline - time.monotonic()))
+        run_block(block, folder, shell, left)
+
+
+def file_name(block: Block) -> str | None:
+    """Return the file that a Python block is written to; None if it is not."""
+    named = re.match(r"# file: (.*)\n", block.text) if block.info == "python" else None
+    if named is None:
+        return None
+    assert re.fullmatch(r"[\w-]+\.py", named[1]), f"{block.place}: {named[1]} is no file name"
+    return named[1]
+
+
+def test_a_command_that_fails_is_shown(tmp_path: Path) -> None:
+    """The failure names chapter, line, command and output; later commands do not run."""
+    (tmp_path / "x.md").write_text("# X\n\n```sh\necho fine\nls nowhere | cat\ntouch later\n```\n")
+    (block,) = read_blocks(tmp_path / "x.md")
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    with pytest.raises(pytest.fail.Exception) as failure:
+        run_block(block, folder, environment(), 10)
+    message = str(failure.value)
+    assert message.startswith("x.md, line 4: ")
+    assert "ended with exit code" in message
+    assert "fine\n" in message
+    assert "nowhere" in message
+    assert "of: ls nowhere | cat" in message or "of: cat" in message
+    assert not (folder / "later").exists()
+
+
+def test_a_command_that_does_not_end_is_shown(tmp_path: Path) -> None:
+    """A block is killed at its deadline, with what it has started."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    block = Block("x.md, line 1", "sh", "sleep 60 & echo $! > pid; wait\n")
+    with pytest.raises(pytest.fail.Exception, match="did not end within 1 s"):
+        run_block(block, folder, environment(), 1)
+    pid = int((folder / "pid").read_text())
+    until = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether there is such a process, and it is no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+@each_page
+def test_blocks_are_of_a_known_kind(path: Path) -> None:
+    """Each block says what it is, each command that is not run says why, and no fence is open."""
+    for block in read_blocks(path):
+        kind, _, rest = block.info.partition(" ")
+        assert kind in KINDS, f"{block.place}: ```{block.info}: choose one of {', '.join(KINDS)}"
+        if kind == "sh" and (rest or path == README):
+            reason = re.fullmatch(r"not-run: \S.*", rest)
+            assert reason, f"{block.place}: write ```sh or ```sh not-run: REASON"
+        elif rest:
+            pytest.fail(f"{block.place}: only sh has more words than one: {block.info}")
+    assert not re.search(r"^ *```", read_prose(path), re.MULTILINE), f"{path.name}: a fence is open"
+
+
+@each_page
+def test_python_compiles(path: Path) -> None:
+    """Each Python block is a program, or a part of one."""
+    for block in read_blocks(path):
+        if block.info == "python":
+            compile(block.text, block.place, "exec", dont_inherit=True)
+            file_name(block)
+
+
+@each_page
+def test_links_lead_somewhere(path: Path) -> None:
+    """Each link to a file of this checkout has its target, and its heading where it names one."""
+    prose = re.sub(r"`[^`\n]*`", "", read_prose(path))
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if re.match(r"\w+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), f"{path.name} links {link}, which is missing"
+        if anchor:
+            assert anchor in read_anchors(target), f"{path.name} links {link}: no such heading"
+
+
+def read_anchors(path: Path) -> set[str]:
+    """Return the headings of a page as GitHub names them in links."""
+    headings = re.findall(r"^#+ +(.*?) *$", read_prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+@each_chapter
+def test_a_chapter_begins_with_what_the_reader_can_do(path: Path) -> None:
+    """A title, then a sentence that `ddpbench guide` can list."""
+    text = path.read_text(encoding="utf-8")
+    assert re.match(r"(<!--.*?-->\n+)?# \S", text, re.DOTALL)
+    sentence = guide.first_sentence(text)
+    assert re.fullmatch(r"\S.*[.!?]", sentence), f"{path.name} begins with {sentence!r}"
+
+
+def test_the_readme_is_short_and_names_everything() -> None:
+    """At most 200 lines, the two commands first, every chapter linked, every command named once at
+    least, and no command that does not exist."""
+    text = README.read_text(encoding="utf-8")
+    assert text.count("\n") <= 200
+    first, second = re.findall(r"^\./run_bench\.sh (\w+)", text, re.MULTILINE)[:2]
+    assert (first, second) == ("cpu", "test")
+    linked = set(re.findall(r"\]\(ddpbench/guide/(\w+)\.md", text))
+    assert linked == {path.stem for path in CHAPTERS}
+    commands = re.findall(r"`ddpbench ([a-z]+)\b", read_prose(README))
+    for block in read_blocks(README):
+        commands += re.findall(r"^ddpbench ([a-z]+)\b", block.text, re.MULTILINE)
+    assert set(commands) == set(cli.COMMANDS)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+HEAVY = ("torch", "numpy", "pandas", "scipy", "pyarrow", "mpi4py", "rich")
+
+
+def test_the_commands_are_listed_by_purpose() -> None:
+    """`ddpbench --help` lists every command once, under its group, and loads nothing heavy."""
+    text = python(RUN, "--help", forbidden=HEAVY)
+    groups = re.findall(r"^(\w+):\n((?:  .*\n)+)", text, re.MULTILINE)
+    listed = {title: re.findall(r"^  (\w+) +\S", lines, re.MULTILINE) for title, lines in groups}
+    assert listed == {title: list(commands) for title, commands in cli.GROUPS.items()}
+    assert list(listed)[:4] == ["measure", "diagnose", "compare", "results"]
+    assert sum(map(len, listed.values())) == len(cli.COMMANDS)
+
+
+def test_the_list_has_every_chapter() -> None:
+    """Without a chapter, each is listed with its first sentence; nothing heavy is loaded."""
+    text = python(RUN, "guide", forbidden=HEAVY)
+    listed = re.findall(r"^  (\w+) +(\S.*)$", text, re.MULTILINE)
+    assert [name for name, _ in listed] == list(guide.read_chapters())
+    assert {name for name, _ in listed} == {path.stem for path in CHAPTERS}
+    for name, sentence in listed:
+        assert sentence == guide.first_sentence(guide.read_chapters()[name])
+
+
+@each_chapter
+def test_a_pipe_gets_the_markdown(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is piped is the file."""
+    assert cli.main(["guide", path.stem]) == 0
+    assert capsys.readouterr().out == path.read_text(encoding="utf-8")
+
+
+def test_a_pipe_needs_nothing_heavy() -> None:
+    """A chapter is printed without torch and without rich."""
+    assert python(RUN, "guide", "contributing", forbidden=HEAVY).startswith("# ")
+
+
+@pytest.mark.parametrize(
+    ("word", "end"),
+    [("contribuiting", r"; did you mean contributing\?"), ("contributing.md", r".*"), ("", "")],
+)
+def test_an_unknown_chapter_is_one_sentence(tmp_path: Path, word: str, end: str) -> None:
+    """It names the chapters and the nearest; exit code 2."""
+    sentence = rf"unknown chapter '{word}': choose .*or contributing{end}$"
+    refused(call(command("guide", word), tmp_path), sentence)
+
+
+# What would change how a terminal is used.
+HIDDEN = ("MANPAGER", "PAGER", "LESS", "NO_COLOR", "COLUMNS", "LINES")
+
+
+def on_a_terminal(words: list[str], **extra: str) -> str:
+    """Run these words on a terminal of 100 columns; return what it shows."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    clean = {k: v for k, v in environment().items() if k not in HIDDEN}
+    process = subprocess.Popen(
+        words, stdin=follower, stdout=follower, stderr=follower,
+        env={**clean, "TERM": "xterm-256color", **extra},
+    )  # fmt: skip
+    os.close(follower)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while piece := os.read(leader, 2**16):
+            shown += piece
+    os.close(leader)
+    assert process.wait(30) == 0, shown.decode()
+    return shown.decode().replace("\r\n", "\n")
+
+
+def test_a_terminal_gets_a_page() -> None:
+    """On a terminal, a chapter is formatted and goes through the user's pager."""
+    lines = on_a_terminal(command("guide", "contributing"), PAGER="sed 's/^/| /'").splitlines()
+    assert all(line.startswith("| ") for line in lines)
+    assert "\x1b[" in "".join(lines)
+    assert not {"| ```", "| ```sh", "| ```text"} & {line.rstrip() for line in lines}
+
+
+@each_chapter
+def test_a_chapter_can_be_formatted(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No chapter holds Markdown that the pager cannot show; every word of its output is shown."""
+    pager.page(path.read_text(encoding="utf-8"))
+    shown = capsys.readouterr().out
+    for block in read_blocks(path):
+        for line in block.text.splitlines():
+            assert all(word in shown for word in line.split())
+
+
+def test_a_terminal_gets_a_list_that_fits() -> None:
+    """On a terminal, long sentences are wrapped below each other."""
+    lines = on_a_terminal(command("guide")).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any(line.startswith("  contributing  ") for line in lines)
+
+
+def test_a_wide_table_keeps_its_lines() -> None:
+    """Output that is wider than the terminal is not broken: the pager scrolls sideways."""
+    wide = "one " * 40 + "end"
+    code = f"from ddpbench.guide.pager import page; page('# X\\n\\n```text\\n{wide}\\n```\\n')"
+    shown = on_a_terminal([sys.executable, "-c", code], PAGER="cat")
+    assert wide in shown
+
+
+@pytest.mark.skipif(shutil.which("less") is None, reason="there is no less")
+def test_less_shows_colors() -> None:
+    """less is told to pass colors on, where the user has not set it up."""
+    code = "from ddpbench.guide.pager import page; page('# X\\n\\nsome **bold** text\\n')"
+    shown = on_a_terminal([sys.executable, "-c", code], PAGER="less")
+    assert "\x1b[1mbold\x1b[0m" in shown or "\x1b[1mbold\x1b[m" in shown
+    assert "ESC" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("# X\n\nFind the rank. More.\n", "Find the rank."),
+        ("# X\nFind it\nin ddpbench.ddp, today! More.", "Find it in ddpbench.ddp, today!"),
+        ("<!--a-->\n# X\n\n[hangs](hangs.md) **all** *of* `x`. More", "hangs all of `x`."),
+        ("# X\n\nNo end\n\nMore.", "No end"),
+        ("# X\n", ""),
+    ],
+)  # fmt: skip
+def test_the_first_sentence(text: str, sentence: str) -> None:
+    """It ends at a dot before a space, and has no links or emphasis."""
+    assert guide.first_sentence(text) == sentence
