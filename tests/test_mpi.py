@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -1207,6 +1208,14 @@ def test_without_mpirun(tmp_path: Path) -> None:
     for process in ranks:
         assert process.communicate(timeout=60)[1] == b""
         assert process.returncode == 0
+
+
+def test_the_old_import_works_and_warns() -> None:
+    """ddpbench.runtime.mpi is ddpbench.mpi, with a DeprecationWarning that says so."""
+    sys.modules.pop("ddpbench.runtime.mpi", None)
+    with pytest.warns(DeprecationWarning, match="write `import ddpbench.mpi`"):
+        old = import_module("ddpbench.runtime.mpi")
+    assert (old.NAME, old.register) == (mpi.NAME, mpi.register)
 
 
 def test_import_starts_nothing() -> None:
