@@ -884,7 +884,7 @@ def job_mpi(folder: Path) -> None:
     job(folder)
 
 
-GROUPS = ["gloo-2", "gloo-3", "gloo-4", "mpi-2"]
+GROUPS = ["gloo-2", "gloo-3", "mpi-2"]
 TRAINED = ["gloo-3", "mpi-2"]  # in which every one of PLANTED is played
 
 
