@@ -90,12 +90,15 @@ def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
                 end = run_end.interrupted(by)
             if end is not None:
                 break
+        if end is not None and asked.join is not None:
+            if place.rank == 0:
+                run_end.mark(folder, end.state, end.reason or "", end.code)
+                if end.code == 5:
+                    tell(end.reason or "")
+            # Whoever started the ranks ends them all when the first one fails: not before this.
+            agree.together()
     if place.rank == 0 and asked.join is None:
         return run_end.finish(folder, asked.format, asked.columns, asked.quiet, end)
-    if place.rank == 0 and end is not None:
-        run_end.mark(folder, end.state, end.reason or "", end.code)
-        if end.code == 5:
-            tell(end.reason or "")
     return end.code if end else 0
 
 
