@@ -29,18 +29,8 @@ from typing import TypeVar
 
 from ddpbench import __version__, collectives, ddp, doctor
 from ddpbench.catalog import backends
-from ddpbench.commands import (
-    ab,
-    baseline,
-    calibrate,
-    compare,
-    history,
-    manifest,
-    slurm,
-)
-from ddpbench.commands import (
-    launch as launch_node,
-)
+from ddpbench.commands import ab, baseline, calibrate, compare, history, manifest, slurm
+from ddpbench.commands import launch as launch_node
 from ddpbench.guide import command as guide
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints

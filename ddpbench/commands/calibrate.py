@@ -1,6 +1,6 @@
 """This machine's own noise: identical code against itself, and what can be claimed beside it.
 
-python -m ddpbench calibrate                                      gloo, 2 ranks: about 2 minutes
+python -m ddpbench calibrate                                      gloo, 2 ranks: about 1 minute
 python -m ddpbench calibrate --launches 24 collectives -n 4 --op all_reduce --sizes 4K,1M
 python -m ddpbench calibrate ddp --workload mlp --width 256
 

@@ -20,7 +20,7 @@ def operation_columns(
     """SAMPLE_COLUMNS of one case: warm-ups have repetitions below 0, the cold call first.
 
     cold, warm_up, timed: int64[row, 5] of (repetition, rank, entry, exit, device time or -1), ns.
-    warm_ups: how many there were, kept or not.
+    warm_ups: how many there were, kept or not. Numbers the rows of cold and warm_up in place.
     """
     import numpy as np
     import pyarrow as pa
