@@ -4,9 +4,9 @@ the play names, does not do its part. A play leaves PLAY.err and PLAY.codes in t
 """
 
 import contextlib
+import faulthandler
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ddpbench
+from ddpbench.launch import placement
 
 RANKS = 2
 
@@ -291,6 +292,8 @@ def play_healthy(rank: int) -> None:
 
 def main(play: str) -> None:
     """One rank."""
+    faulthandler.register(signal.SIGALRM, chain=True)
+    signal.alarm(75)  # no play takes as long: it has failed, and ends with all stacks
     mpi = "OMPI_COMM_WORLD_RANK" in os.environ
     if mpi:
         import_module("ddpbench.mpi")
@@ -306,9 +309,7 @@ def forked(folder: Path, plays: list[str]) -> str:
     """In a rank its play; "" once all ranks are over."""
     ranks: dict[str, list[int]] = {}
     for play in plays:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = placement.free_port()
         for rank in range(RANKS):
             if (child := os.fork()) == 0:
                 here = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}

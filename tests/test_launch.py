@@ -165,15 +165,15 @@ def test_the_step_s_own_nodes_come_before_the_job_s() -> None:
 
 
 def test_a_free_port_can_be_bound_and_a_taken_one_is_refused() -> None:
-    """free_port gives a port that require_free accepts; once somebody listens there it refuses and
-    names the port."""
+    """free_port gives a port that nobody else gets and require_free accepts; once somebody listens
+    there it refuses and names the port."""
     port = placement.free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
     placement.require_free(port)
-    with socket.socket() as taken:
-        taken.bind(("", port))
-        taken.listen()
-        with pytest.raises(Refused, match=f"--master-port {port} cannot be used"):
-            placement.require_free(port)
+    refused = pytest.raises(Refused, match=f"--master-port {port} cannot be used")
+    with socket.create_server(("", port)), refused:
+        placement.require_free(port)
 
 
 def wheel_files() -> list[Path]:

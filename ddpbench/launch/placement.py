@@ -129,11 +129,16 @@ def slurm_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     return first_host(nodes), 20_000 + (job * 31 + step) % 12_000
 
 
+_reserved: list[socket.socket] = []  # bound, so that the kernel gives their ports to nobody else
+
+
 def free_port() -> int:
-    """A TCP port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """Reserve a TCP port for a server that sets SO_REUSEADDR, until this process ends."""
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("", 0))
+    _reserved.append(probe)
+    return int(probe.getsockname()[1])
 
 
 def require_free(port: int) -> None:
