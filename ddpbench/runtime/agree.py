@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ddpbench.launch.placement import Refused
 
@@ -11,10 +11,18 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from ddpbench.runtime.world import World
+
+class Membership(Protocol):
+    """A rank among all ranks: the part of World that an agreement needs."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
 
 
-def everyones(group: World, mine: Any) -> list[Any]:
+def everyones(group: Membership, mine: Any) -> list[Any]:
     """Every rank's JSON-able value, in order of rank, in every rank."""
     import torch
     import torch.distributed as dist
@@ -33,13 +41,13 @@ def everyones(group: World, mine: Any) -> list[Any]:
     ]
 
 
-def from_rank_0(group: World, value: Any) -> Any:
+def from_rank_0(group: Membership, value: Any) -> Any:
     """Rank 0's JSON-able value, in every rank."""
     content = json.dumps(value).encode() if group.rank == 0 else b""
     return json.loads(bytes_from_rank_0(group, content))
 
 
-def bytes_from_rank_0(group: World, content: bytes) -> bytes:
+def bytes_from_rank_0(group: Membership, content: bytes) -> bytes:
     """Rank 0's bytes, in every rank."""
     import torch
     import torch.distributed as dist
@@ -53,7 +61,7 @@ def bytes_from_rank_0(group: World, content: bytes) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def decision(group: World, value: int) -> int:
+def decision(group: Membership, value: int) -> int:
     """Rank 0's whole number, in every rank: the cheap one, made between repetitions."""
     import torch
     import torch.distributed as dist
@@ -81,7 +89,7 @@ def any_rank(mine: bool) -> bool:
     return bool(cell.item())
 
 
-def at_rank_0(group: World, mine: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+def at_rank_0(group: Membership, mine: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
     """Arrays of one shape from all ranks: int64[world, …] in rank 0, None elsewhere."""
     import numpy as np
     import torch
@@ -96,7 +104,7 @@ def at_rank_0(group: World, mine: npt.NDArray[np.int64]) -> npt.NDArray[np.int64
     return whole.numpy()
 
 
-def first_objection(group: World, mine: str | None) -> str | None:
+def first_objection(group: Membership, mine: str | None) -> str | None:
     """None when no rank objects; else the lowest objecting rank's sentence, naming the ranks."""
     if not any_rank(mine is not None):
         return None
@@ -112,7 +120,7 @@ def first_line(error: BaseException, most: int = 200) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:most]
 
 
-def require_same_options(group: World, mine: dict[str, Any]) -> None:
+def require_same_options(group: Membership, mine: dict[str, Any]) -> None:
     """Raises Refused, naming the rank and the option, when a rank was started differently."""
     sentence = differing_option(everyones(group, mine))
     if sentence is not None:
