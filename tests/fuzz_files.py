@@ -159,7 +159,7 @@ def bench() -> Iterator[list[dict[str, Any]]]:
         reference = ROOT / "results/reference"
         runs = [
             shrunk(reference / "cpu-2-ranks", 6), shrunk(reference / "ddp-cpu-2-ranks", 0),
-            json.loads((HERE / "stored_doctor.json").read_bytes()),
+            json.loads((HERE / "records/stored_doctor.json").read_bytes()),
         ]  # fmt: skip
         for i, run in enumerate(runs):
             (Path("sound") / str(i)).mkdir(parents=True)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from test_compare import Said, results, said, with_facts
-from test_floors import RUN, python
+from test_layers import RUN, python
 from test_steps import a_step_case, a_step_result, a_step_run
 from test_store import a_case, a_result, a_run, a_summary
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from test_compare import Said, results, said, simple, with_facts
-from test_floors import RUN, python
+from test_layers import RUN, python
 from test_store import a_case, a_result, a_run, a_summary, some_samples
 from test_verdict import medians
 

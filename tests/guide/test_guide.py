@@ -30,7 +30,7 @@ import pytest
 from ranks import ROOT, environment
 from test_cli import refused
 from test_collectives import call, command
-from test_floors import RUN, python
+from test_layers import RUN, python
 
 from ddpbench import cli
 from ddpbench.guide import command as guide

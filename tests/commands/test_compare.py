@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_floors import RUN, python
+from test_layers import RUN, python
 from test_steps import a_step_case, a_step_result, a_step_run, a_step_summary, some_epochs
 from test_steps import some_replicas as replicas
 from test_store import a_case, a_launch, a_result, a_run, a_summary

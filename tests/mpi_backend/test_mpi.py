@@ -1006,7 +1006,7 @@ def job_alone(folder: Path) -> None:
 JOBS = {name: job for name, job in globals().items() if name.startswith("job_")}
 ENVIRONMENT = {
     **os.environ,
-    "PYTHONPATH": str(Path(__file__).parents[1]),
+    "PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parent}",
     "OMP_NUM_THREADS": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",  # the ranks poll, and there may be fewer cores
     "I_MPI_THREAD_YIELD": "2",

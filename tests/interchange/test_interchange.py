@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_floors import RUN, python
+from test_layers import RUN, python
 from test_steps import a_step_case, a_step_result, a_step_run, some_replicas
 from test_store import a_case, a_result, a_run, a_summary
 
