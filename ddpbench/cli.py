@@ -27,10 +27,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-from ddpbench import __version__, collectives, ddp, doctor
+from ddpbench import __version__, collectives, ddp
 from ddpbench.catalog import backends
 from ddpbench.commands import ab, baseline, calibrate, compare, history, manifest, slurm
 from ddpbench.commands import launch as launch_node
+from ddpbench.doctor import command as doctor
 from ddpbench.guide import command as guide
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints

@@ -36,20 +36,23 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "version", "records", "analysis", "launch", "hang", "runtime", "catalog", "render",
         "interchange", "measure", "replicas",
     ),
-    "examine": ("version", "records", "analysis", "runtime", "catalog", "measure"),
     "selftest": ("version", "records", "analysis", "launch", "catalog", "render"),
+    "doctor": (
+        "version", "records", "analysis", "launch", "runtime", "catalog", "render", "measure",
+        "session", "selftest",
+    ),
     "measuring": (
         "version", "records", "analysis", "launch", "runtime", "catalog", "render", "measure",
-        "replicas", "session", "examine", "selftest",
+        "replicas", "session",
     ),
     "commands": (
         "version", "records", "analysis", "verdicts", "launch", "catalog", "render", "interchange",
-        "session", "measuring",
+        "session", "doctor", "measuring",
     ),
     "guide": ("launch", "session"),
     "cli": (
         "version", "records", "analysis", "launch", "runtime", "catalog", "render", "interchange",
-        "session", "selftest", "measuring", "commands", "guide",
+        "session", "selftest", "doctor", "measuring", "commands", "guide",
     ),
     "pytest_plugin": ("version", "records", "analysis", "verdicts", "render", "commands"),
     "__main__": ("cli",),
@@ -177,7 +180,7 @@ def test_an_arrow_up_is_found(tmp_path: Path, way: str) -> None:
 def test_a_module_that_is_run_may_call_the_front_door(tmp_path: Path) -> None:
     """`if __name__ == "__main__":` is no import of the module; a new command is on its floor."""
     shutil.copytree(ROOT / "ddpbench", tmp_path / "ddpbench")
-    (tmp_path / "ddpbench/doctor.py").write_text(
+    (tmp_path / "ddpbench/another.py").write_text(
         "from ddpbench import collectives\nfrom ddpbench.measure import loop\n"
         'if __name__ == "__main__":\n    from ddpbench.cli import main\n'
     )
@@ -207,13 +210,24 @@ def python(program: str, *words: str, forbidden: tuple[str, ...] = ("torch",)) -
     return done.stdout
 
 
+TORCH_FREE = ("analysis", "records", "render", "catalog", "interchange", "selftest", "doctor")
+
+
 def test_without_torch_all_its_free_floors_can_be_imported() -> None:
-    """analysis, records, render, catalog, interchange, selftest, options and cli import where
-    importing torch fails; the hook that makes it fail does so."""
+    """analysis, records, render, catalog, interchange, selftest, doctor, options and cli import
+    where importing torch fails; the hook that makes it fail does so."""
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for folder in ("analysis", "records", "render", "catalog", "interchange", "selftest")
-        for path in (ROOT / "ddpbench" / folder).glob("*.py")
+        for folder in (
+            "analysis",
+            "records",
+            "render",
+            "catalog",
+            "interchange",
+            "selftest",
+            "doctor",
+        )
+        for path in (ROOT / "ddpbench" / folder).rglob("*.py")
     ]
     modules += [
         f"ddpbench.{name}"
@@ -225,7 +239,6 @@ def test_without_torch_all_its_free_floors_can_be_imported() -> None:
             "baseline",
             "history",
             "report",
-            "doctor",
             "ddp",
         )
         if (ROOT / f"ddpbench/{name}.py").exists()

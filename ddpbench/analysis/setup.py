@@ -16,7 +16,7 @@ class Setup:
     """What the ranks tell of themselves.
 
     Each rank's facts are `rank_facts` and `setup_facts` of runtime/environment.py with what
-    examine/preflight.py adds; under "host" the first rank of each host has `host_facts`.
+    doctor/preflight adds; under "host" the first rank of each host has `host_facts`.
     """
 
     ranks: Sequence[Facts]

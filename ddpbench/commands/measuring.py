@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
 
-from ddpbench import collectives, ddp, doctor
+from ddpbench import collectives, ddp
 from ddpbench.catalog import backends
+from ddpbench.doctor import command as doctor
 from ddpbench.records.schema import Case, StepCase
 from ddpbench.session import options
 

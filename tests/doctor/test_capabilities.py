@@ -18,8 +18,11 @@ import torch.distributed as dist
 from ranks import Pool
 from test_hooks import left_running
 
-from ddpbench.analysis import capabilities
-from ddpbench.analysis.capabilities import (
+from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
+from ddpbench.catalog.operations import OPERATIONS
+from ddpbench.doctor.capabilities import probe, verdicts
+from ddpbench.doctor.capabilities.trials import Trials, trying
+from ddpbench.doctor.capabilities.verdicts import (
     CRASH,
     HANG,
     OK,
@@ -28,10 +31,7 @@ from ddpbench.analysis.capabilities import (
     Combination,
     Verdict,
 )
-from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
-from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.measure import capability_probe, capability_trials, throwaway
-from ddpbench.measure.capability_trials import Trials
+from ddpbench.measure import throwaway
 from ddpbench.records import store
 from ddpbench.records.schema import Examination
 from ddpbench.render import capabilities as table
@@ -53,7 +53,7 @@ BAD = Verdict(WRONG, "rank 1 got 2 at index 3", {"rank": 1, "index": 3})
 def test_every_combination_is_tried_once_the_important_ones_first() -> None:
     """All operations in all forms, with all reduce ops where they reduce and all dtypes where they
     move data: sums first, one-byte floats last; of one rank nothing that needs a partner."""
-    found = capability_probe.combinations(2)
+    found = probe.combinations(2)
     assert found[0] == SUM
     assert len(set(found)) == len(found)
     forms = {(each.operation, each.form) for each in found}
@@ -63,7 +63,7 @@ def test_every_combination_is_tried_once_the_important_ones_first() -> None:
     assert [each for each in found if each.dtype is None] == [BARRIER]
     tiny = ["float8" in (each.dtype or "") for each in found]
     assert tiny == sorted(tiny)
-    alone = capability_probe.combinations(1)
+    alone = probe.combinations(1)
     assert {each.operation for each in found if each not in alone} == {"send_recv", "bidirectional"}
 
 
@@ -83,7 +83,7 @@ def test_every_combination_is_tried_once_the_important_ones_first() -> None:
 def test_the_ranks_agree(everyones: list[Verdict], verdict: Verdict, apart: bool) -> None:
     """What some ranks only refuse leaves them out of step, and no result of it counts; a result
     that is wrong in one rank is wrong."""
-    assert capabilities.agreed(everyones) == (verdict, apart)
+    assert verdicts.agreed(everyones) == (verdict, apart)
 
 
 def test_a_refusal_is_no_finding() -> None:
@@ -94,7 +94,7 @@ def test_a_refusal_is_no_finding() -> None:
         (SUM, Verdict(OK)), (LIST, NO), (BARRIER, Verdict(HANG, "rank 0 did not return")),
         (MAX8, BAD), (double, BAD), (replace(LIST, dtype="int8"), Verdict(CRASH, "SIGABRT")),
     ]  # fmt: skip
-    found = capabilities.findings("gloo", tried)
+    found = verdicts.findings("gloo", tried)
     assert [(each.severity, each.code) for each in found] == [
         ("error", "wrong-result"), ("warning", "operation-crashes"), ("warning", "operation-hangs"),
     ]  # fmt: skip
@@ -105,8 +105,8 @@ def test_a_refusal_is_no_finding() -> None:
     assert found[0].place == {"backend": "gloo", **asdict(MAX8), "rank": 1, "index": 3}
     assert "all_gather (list) of int8 on gloo crashes" in found[1].sentence
     assert "barrier on gloo hangs" in found[2].sentence
-    assert capabilities.findings("gloo", tried[:2]) == ()
-    many = capabilities.findings("gloo", [(double, BAD)] * 6)
+    assert verdicts.findings("gloo", tried[:2]) == ()
+    many = verdicts.findings("gloo", [(double, BAD)] * 6)
     assert many[0].sentence.endswith("max float64 and 2 more of its combinations")
 
 
@@ -122,7 +122,7 @@ def test_the_table_has_a_row_for_reduce_ops_that_are_alike() -> None:
         (BARRIER, Verdict(OK)),
         (replace(LIST, dtype="float32"), Verdict(CRASH, "a rank was aborted")),
     ]  # fmt: skip
-    figures = {"verdicts": capabilities.rows(tried)}
+    figures = {"verdicts": verdicts.rows(tried)}
     shown, reasons = table.blocks(Examination("capabilities", 0, "gloo", 1.0, (), (), (), figures),
                                   TERMINAL)  # fmt: skip
     rows = [line.split() for line in shown.splitlines()]
@@ -159,8 +159,8 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     def walked(wanted: Sequence[Combination]) -> tuple[dict[int, Verdict], list[str]]:
         notes: dict[int, Verdict] = {}
         told: list[str] = []
-        capability_probe.walk(
-            capability_probe.request("gloo", "cpu", (), wanted), ranks, team, torch.device("cpu"),
+        probe.walk(
+            probe.request("gloo", "cpu", (), wanted), ranks, team, torch.device("cpu"),
             lambda kind, text: told.append(f"{kind} {text}"),
             lambda number, verdict: notes.update({number: verdict}),
         )  # fmt: skip
@@ -174,7 +174,7 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 def test_gloo_alone_is_never_wrong(walk: Callable[..., Any]) -> None:
     """All combinations end; each is right or refused with a reason; float32 sums work."""
-    wanted = capability_probe.combinations(1)
+    wanted = probe.combinations(1)
     notes, told = walk(wanted)
     assert sorted(notes) == [*range(len(wanted))]
     assert {verdict.outcome for verdict in notes.values()} == {OK, UNSUPPORTED}
@@ -209,7 +209,7 @@ def test_a_group_that_a_refusal_breaks_is_not_used_again(
         tried.append(each)
         return Verdict(OK) if LIST not in tried else NO
 
-    monkeypatch.setattr(capability_probe, "attempted", attempted)
+    monkeypatch.setattr(probe, "attempted", attempted)
     notes, told = walk([SUM, LIST, MAX8])
     assert tried == [SUM, LIST, SUM]
     assert notes[1] == Verdict(UNSUPPORTED, "RuntimeError: no; then its group is unusable")
@@ -257,7 +257,7 @@ def tried(
     left = list(sets)
 
     @contextlib.contextmanager
-    def started(module: str, request: capability_probe.Request) -> Iterator[Any]:
+    def started(module: str, request: probe.Request) -> Iterator[Any]:
         this = left.pop(0)
         assert request.first == this.first
         folder = tmp_path / str(len(left))
@@ -266,11 +266,9 @@ def tried(
         yield SimpleNamespace(folder=folder, process=this, states=trial.states, end=this.wait)
 
     monkeypatch.setattr(throwaway, "started", started)
-    wanted = capability_probe.combinations(2)[:count]
+    wanted = probe.combinations(2)[:count]
     trials = Trials(wanted)
-    for _ in capability_trials.trying(
-        capability_probe.request("gloo", "cpu", (), wanted), trials, 20.0
-    ):
+    for _ in trying(probe.request("gloo", "cpu", (), wanted), trials, 20.0):
         pass
     assert left == []
     return trials
@@ -359,8 +357,8 @@ def test_a_crash_is_found_and_nothing_is_left(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     wanted = [BARRIER, LIST, SUM]
     trials = Trials(wanted)
-    request = capability_probe.request("gloo", "cpu", ("planted",), wanted)
-    for _ in capability_trials.trying(request, trials, 90.0):
+    request = probe.request("gloo", "cpu", ("planted",), wanted)
+    for _ in trying(request, trials, 90.0):
         pass
     assert trials.given_up is None
     assert [verdict.outcome for verdict in trials.verdicts] == [OK, CRASH, OK]
@@ -373,8 +371,8 @@ def test_a_crash_is_found_and_nothing_is_left(
 def test_no_time_is_told() -> None:
     """Where nothing could be tried in the time there was, that is said."""
     trials = Trials([SUM])
-    request = capability_probe.request("gloo", "cpu", (), [SUM])
-    assert [*capability_trials.trying(request, trials, 0.0)] == []
+    request = probe.request("gloo", "cpu", (), [SUM])
+    assert [*trying(request, trials, 0.0)] == []
     assert trials.verdicts == []
     assert trials.given_up == "the 0 s for it were over; --seconds gives it more"
 
@@ -392,7 +390,7 @@ def test_two_ranks_have_their_backend_tried(pool: Pool, tmp_path: Path) -> None:
     assert not bad or torch.__version__ < "2.9"
     assert "what gloo can do" in done.stdout
     assert found.unchecked == ()
-    verdicts = found.figures["verdicts"]
-    assert len(verdicts) == found.figures["wanted"] == len(capability_probe.combinations(2))
-    works = {(v["operation"], v["dtype"]) for v in verdicts if v["outcome"] == OK}
+    rows = found.figures["verdicts"]
+    assert len(rows) == found.figures["wanted"] == len(probe.combinations(2))
+    works = {(v["operation"], v["dtype"]) for v in rows if v["outcome"] == OK}
     assert works >= {(name, "float32") for name in ("all_reduce", "broadcast", "all_gather")}

@@ -10,7 +10,7 @@ from ranks import Pool
 from test_store import a_run
 
 from ddpbench.analysis import findings
-from ddpbench.doctor import EXAMINATIONS
+from ddpbench.doctor.command import EXAMINATIONS
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding, Plan, Run
 from ddpbench.render.formats import FORMATS

@@ -13,10 +13,10 @@ import pytest
 from hosts import PORT, Hosts, payload
 from ranks import Pool
 
-from ddpbench.analysis import link_findings, links, pairing
-from ddpbench.analysis.course import planned
-from ddpbench.analysis.link_findings import Carried, Places
-from ddpbench.analysis.links import Again, Cell, Suspect
+from ddpbench.doctor.links import findings, pairing, suspects
+from ddpbench.doctor.links.findings import Carried, Places
+from ddpbench.doctor.links.schedule import planned
+from ddpbench.doctor.links.suspects import Again, Cell, Suspect
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.render import links as rendered
@@ -43,7 +43,7 @@ def net(
 
 def blamed(rates: Mapping[Cell, float], spread: float = 0.0) -> list[tuple[int, ...]]:
     """The ends of each suspect."""
-    return [each.ends for each in links.suspects(rates, spread)]
+    return [each.ends for each in suspects.suspects(rates, spread)]
 
 
 # --- who meets whom -------------------------------------------------------------------------------
@@ -118,13 +118,13 @@ def test_several_slow_ones_are_all_found() -> None:
 def test_one_way_may_be_slow() -> None:
     """Of a host its sending, of a link the way there; of two hosts only that can be seen."""
     sends = {(3, other): SLOW for other in range(3)}
-    (host,) = links.suspects(net(4, {}, sends))
+    (host,) = suspects.suspects(net(4, {}, sends))
     assert (host.ends, host.ways, set(host.cells)) == ((3,), "sends", set(sends))
-    (link,) = links.suspects(net(4, {}, {(2, 1): SLOW}))
+    (link,) = suspects.suspects(net(4, {}, {(2, 1): SLOW}))
     assert (link.ends, link.ways) == ((1, 2), "receives")
-    (of_two,) = links.suspects({(0, 1): FAST, (1, 0): SLOW})
+    (of_two,) = suspects.suspects({(0, 1): FAST, (1, 0): SLOW})
     assert (of_two.one, of_two.ways) == ((1,), "sends")
-    assert links.suspects({(0, 1): FAST, (1, 0): FAST * 0.9}) == []
+    assert suspects.suspects({(0, 1): FAST, (1, 0): FAST * 0.9}) == []
 
 
 def test_rates_that_vary_are_suspicious_only_far_outside() -> None:
@@ -142,11 +142,11 @@ def test_ranks_are_judged_within_their_hosts() -> None:
     """A slow rank of two makes no slow host, and a slow host no slow ranks."""
     host = {rank: rank - rank % 2 for rank in range(8)}
     rates = net(8, {3: SLOW})
-    assert blamed(links.between(rates, host)) == []
-    assert blamed(links.shares(rates, host)) == [(3,)]
+    assert blamed(suspects.between(rates, host)) == []
+    assert blamed(suspects.shares(rates, host)) == [(3,)]
     rates = net(8, {2: SLOW, 3: SLOW})
-    assert blamed(links.between(rates, host)) == [(2,)]
-    assert blamed(links.shares(rates, host)) == []
+    assert blamed(suspects.between(rates, host)) == [(2,)]
+    assert blamed(suspects.shares(rates, host)) == []
 
 
 def test_pairs_that_are_slow_across_a_cut_become_one() -> None:
@@ -155,10 +155,10 @@ def test_pairs_that_are_slow_across_a_cut_become_one() -> None:
     cells = [way for cut in cuts for a, b in pairing.across(cut) for way in ((a, b), (b, a))]
     slow = {way for a, b in pairing.across(cuts[0]) for way in ((a, b), (b, a))}
     rates = {cell: SLOW if cell in slow else FAST for cell in cells}
-    (whole,) = links.merged(links.suspects(rates), cuts)
+    (whole,) = suspects.merged(suspects.suspects(rates), cuts)
     assert (whole.one, whole.other) == ((0, 1, 2, 3), (4, 5, 6, 7))
     rates[0, 7] = rates[7, 0] = FAST
-    single = links.merged(links.suspects(rates), cuts)
+    single = suspects.merged(suspects.suspects(rates), cuts)
     assert sorted(each.ends for each in single) == [(1, 6), (2, 5), (3, 4)]
 
 
@@ -166,23 +166,23 @@ def test_a_suspicion_is_measured_again_beside_healthy_links() -> None:
     """Of the same hosts first, and never beside another suspicion; the link of a slow host beside
     that host's others."""
     rates = net(5, {4: SLOW}, {(0, 1): SLOW, (1, 0): SLOW})
-    host, link = found = links.suspects(rates)
-    slow, healthy = links.again(link, rates, found)
+    host, link = found = suspects.suspects(rates)
+    slow, healthy = suspects.again(link, rates, found)
     assert sorted(slow) == [(0, 1), (1, 0)]
-    assert len(healthy) == links.MOST_BESIDE
+    assert len(healthy) == suspects.MOST_BESIDE
     assert {0, 1} <= {end for cell in healthy for end in cell}
     assert not {cell for cell in healthy if 4 in cell or set(cell) == {0, 1}}
-    slow, healthy = links.again(host, rates, found)
+    slow, healthy = suspects.again(host, rates, found)
     assert all(4 in cell for cell in slow)
     assert all(rates[cell] == FAST for cell in healthy)
     rates = net(4, {0: SLOW}, {(0, 1): SLOW / 4})
-    _, link = found = links.suspects(rates)
-    assert links.again(link, rates, found) == ([(0, 1)], [(0, 2), (0, 3)])
+    _, link = found = suspects.suspects(rates)
+    assert suspects.again(link, rates, found) == ([(0, 1)], [(0, 2), (0, 3)])
     two = {(0, 1): FAST, (1, 0): SLOW}
-    (only,) = found = links.suspects(two)
-    assert links.again(only, two, found) == ([(1, 0)], [(0, 1)])
+    (only,) = found = suspects.suspects(two)
+    assert suspects.again(only, two, found) == ([(1, 0)], [(0, 1)])
     alone = Suspect((0,), (), ((0, 1),), 0.1)
-    assert links.again(alone, {(0, 1): SLOW}, [alone]) == ([(0, 1)], [])
+    assert suspects.again(alone, {(0, 1): SLOW}, [alone]) == ([(0, 1)], [])
 
 
 def test_only_what_is_slow_each_time_is_confirmed() -> None:
@@ -222,7 +222,7 @@ def told(
 ) -> Finding:
     """The finding of a suspicion that was confirmed five times."""
     seen = Again(Suspect((one,), other, cells, 0.1), FAST, ((SLOW,),) * 5, ((FAST,),) * 5)
-    return link_findings.finding(seen, kind, PLACES, two)
+    return findings.finding(seen, kind, PLACES, two)
 
 
 def test_a_slow_link_names_both_hosts_a_slow_host_one() -> None:
@@ -250,30 +250,30 @@ def test_a_slow_link_names_both_hosts_a_slow_host_one() -> None:
 def test_a_rate_is_that_of_an_ethernet() -> None:
     """TCP over full frames of 1500 bytes carries 1448 of 1538; jumbo frames carry more."""
     for bits in (1e8, 1e9, 2.5e9):
-        assert link_findings.line_rate(payload(bits)) == pytest.approx(bits)
-    assert link_findings.line_rate(payload(1e9), 9000) < 0.96e9
+        assert findings.line_rate(payload(bits)) == pytest.approx(bits)
+    assert findings.line_rate(payload(1e9), 9000) < 0.96e9
 
 
 def test_links_below_half_of_the_nominal_speed_are_a_note() -> None:
     """Where that of all interfaces is known, and no link reaches it."""
-    (note,) = link_findings.below_nominal({(0, 1): 50e6, (1, 0): 60e6}, PLACES)
+    (note,) = findings.below_nominal({(0, 1): 50e6, (1, 0): 60e6}, PLACES)
     assert (note.severity, note.place) == ("note", {"ranks": [1, 0]})
     assert "60 MB/s of 125 MB/s nominal" in note.sentence
-    assert link_findings.below_nominal({(0, 1): 50e6, (1, 0): 63e6}, PLACES) == []
-    assert link_findings.below_nominal({(0, 1): 50e6, (0, 2): 50e6}, PLACES) == []
-    assert link_findings.below_nominal({}, PLACES) == []
+    assert findings.below_nominal({(0, 1): 50e6, (1, 0): 63e6}, PLACES) == []
+    assert findings.below_nominal({(0, 1): 50e6, (0, 2): 50e6}, PLACES) == []
+    assert findings.below_nominal({}, PLACES) == []
 
 
 def test_a_line_tells_what_a_class_of_links_carries() -> None:
     """Median, least and most; a class that is not there has no line."""
     cells = {(0, 1): Carried(100e6, 50e6, 1e-4), (1, 0): Carried(200e6, 80e6, 3e-4)}
-    assert link_findings.told("between hosts", cells) == [
+    assert findings.told("between hosts", cells) == [
         "between hosts: 150 (100 … 200) MB/s alone, 45 % of that all at once, "
         "latency 200 (100 … 300) µs"
     ]
-    (line,) = link_findings.told("within", {(0, 1): Carried(None, 50e6, 1e-4)})
+    (line,) = findings.told("within", {(0, 1): Carried(None, 50e6, 1e-4)})
     assert "50 (50 … 50) MB/s all at once" in line
-    assert link_findings.told("within", {}) == []
+    assert findings.told("within", {}) == []
 
 
 def examined(count: int, host: Callable[[int], str], at_once: float | None = 50e6) -> Examination:

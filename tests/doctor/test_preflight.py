@@ -10,8 +10,9 @@ import pytest
 from ranks import Pool
 from test_store import a_launch, a_run
 
-from ddpbench.analysis import findings, preflight
+from ddpbench.analysis import findings
 from ddpbench.analysis.setup import Setup, folded, named
+from ddpbench.doctor.preflight import checks
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.render import preflight as rendered
@@ -59,10 +60,10 @@ def net(speed: float | None = 1.25e9, mtu: int = 1500) -> dict[str, Any]:
 def test_a_healthy_set_up_is_left_in_peace() -> None:
     """Alike ranks on one host, on two, with GPUs; devices, cores and log files of their own, and a
     variable of one rank alone that steers nothing, are no differences."""
-    assert preflight.findings(a_setup(a_rank())) == ()
-    assert preflight.findings(a_setup(*[a_rank() for _ in range(8)])) == ()
+    assert checks.findings(a_setup(a_rank())) == ()
+    assert checks.findings(a_setup(*[a_rank() for _ in range(8)])) == ()
     two = [a_rank(host, **net(), variables={"NCCL_ALGO": "Ring"}) for host in "aabb"]
-    assert preflight.findings(a_setup(*two)) == ()
+    assert checks.findings(a_setup(*two)) == ()
     gpus = [
         a_rank(
             cpuset=str(n), gpu_uuid=f"GPU-{n}", gpu_name="H", gpu_numa_node=0, gpu_index=n,
@@ -72,7 +73,7 @@ def test_a_healthy_set_up_is_left_in_peace() -> None:
         )
         for n in range(4)
     ]  # fmt: skip
-    assert preflight.findings(a_setup(*gpus, backend="nccl", device="cuda")) == ()
+    assert checks.findings(a_setup(*gpus, backend="nccl", device="cuda")) == ()
 
 
 # What is wrong → (ranks, backend, severity, code, what the sentence has, what the place has)
@@ -175,7 +176,7 @@ WRONG: dict[str, tuple[list[dict[str, Any]], str, str, str, str, dict[str, Any]]
 def test_what_is_wrong_is_found_and_named(name: str) -> None:
     """One finding of this severity and code, that says where, and what to do."""
     ranks, backend, severity, code, words, place = WRONG[name]
-    (found,) = preflight.findings(a_setup(*map(dict, ranks), backend=backend))
+    (found,) = checks.findings(a_setup(*map(dict, ranks), backend=backend))
     assert (found.severity, found.code) == (severity, code)
     assert words in found.sentence
     assert found.place | place == found.place
@@ -186,21 +187,21 @@ def test_what_is_wrong_is_found_and_named(name: str) -> None:
 def test_leftover_settings_cost_where_they_act(value: str) -> None:
     """CUDA_LAUNCH_BLOCKING costs on a GPU, whatever spells yes; not on a CPU, and 0 is not yes."""
     ranks = [a_rank(variables={"CUDA_LAUNCH_BLOCKING": value})]
-    assert [f.code for f in preflight.findings(a_setup(*ranks, device="cuda"))] == ["debug-setting"]
-    assert preflight.findings(a_setup(*ranks)) == ()
+    assert [f.code for f in checks.findings(a_setup(*ranks, device="cuda"))] == ["debug-setting"]
+    assert checks.findings(a_setup(*ranks)) == ()
     off = a_rank(variables={"CUDA_LAUNCH_BLOCKING": "0"})
-    assert preflight.findings(a_setup(off, device="cuda")) == ()
+    assert checks.findings(a_setup(off, device="cuda")) == ()
 
 
 def test_nothing_is_told_twice() -> None:
     """Of mixed versions of torch the library follows; a host with more threads than cores is told
     by the check of all runs, and where cores are free instead, not as crowded as well."""
     mixed = a_setup(a_rank(), a_rank(torch="2.7.0", library="gloo of torch 2.7.0"))
-    assert preflight.findings(mixed) == ()
+    assert checks.findings(mixed) == ()
     crowded = [a_rank(cpuset="0", allowed_cpus="0", threads=2)]
-    assert preflight.findings(a_setup(*crowded)) == ()
+    assert checks.findings(a_setup(*crowded)) == ()
     bound = [a_rank(cpuset="2", host=a_host()), a_rank(cpuset="2"), a_rank(cpuset="3")]
-    each = Examination("preflight", 0, "gloo", 1.0, findings=preflight.findings(a_setup(*bound)))
+    each = Examination("preflight", 0, "gloo", 1.0, findings=checks.findings(a_setup(*bound)))
     launch = a_launch(ranks=tuple(bound))
     run = replace(a_run(), command="doctor", launches=(launch,), examinations=(each,))
     assert [f.code for f in findings.findings(run)] == ["shared-cores"]
@@ -210,15 +211,15 @@ def test_nothing_is_told_twice() -> None:
         "use -n 2 or fewer; or bind them to more cores: 6 others are allowed here"
     )
     same = a_setup(*[a_rank(cpuset="0-1", threads=2) for _ in range(2)])
-    assert preflight.findings(same) == ()  # all as one: crowded, which may be meant
+    assert checks.findings(same) == ()  # all as one: crowded, which may be meant
 
 
 def test_what_a_launcher_sets_is_nobodys_difference() -> None:
     """torchrun sets OMP_NUM_THREADS=1 on hosts with several ranks only; empty is not set."""
     ranks = [a_rank("a", variables={"OMP_NUM_THREADS": "1", "NCCL_ALGO": ""}), a_rank("b")]
     setup = a_setup(*ranks)
-    assert preflight.findings(setup) == ()
-    assert [f.code for f in preflight.findings(replace(setup, launcher="srun"))] == [
+    assert checks.findings(setup) == ()
+    assert [f.code for f in checks.findings(replace(setup, launcher="srun"))] == [
         "variable-differs"
     ]
 
@@ -226,8 +227,8 @@ def test_what_a_launcher_sets_is_nobodys_difference() -> None:
 def test_a_check_that_is_added_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """One function in CHECKS adds a check."""
     mine = Finding("note", "mine", "seen")
-    monkeypatch.setattr(preflight, "CHECKS", (lambda setup: iter([mine]),))
-    assert preflight.findings(a_setup(a_rank())) == (mine,)
+    monkeypatch.setattr(checks, "CHECKS", (lambda setup: iter([mine]),))
+    assert checks.findings(a_setup(a_rank())) == (mine,)
 
 
 # --- the block for an issue -----------------------------------------------------------------------

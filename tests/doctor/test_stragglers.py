@@ -14,10 +14,9 @@ import pytest
 from ranks import Pool
 from test_preflight import a_rank, a_setup
 
-from ddpbench.analysis import slowness, stragglers
 from ddpbench.analysis.setup import Setup
-from ddpbench.analysis.slowness import ALONE, TOGETHER, Load, Pass, Shown
-from ddpbench.measure import turns
+from ddpbench.doctor.stragglers import causes, judge, turns
+from ddpbench.doctor.stragglers.causes import ALONE, TOGETHER, Load, Pass, Shown
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.render import stragglers as rendered
@@ -49,7 +48,7 @@ def shown(
 def found(ranks: Pass, setup: Setup | None = None, times: int = 3) -> tuple[Finding, ...]:
     """The findings of so many passes in which the ranks show this."""
     setup = setup or a_setup(*[a_rank() for _ in ranks])
-    return stragglers.findings([ranks] * times, LOADS, setup, WORK)
+    return judge.findings([ranks] * times, LOADS, setup, WORK)
 
 
 # --- who is slow ----------------------------------------------------------------------------------
@@ -60,7 +59,7 @@ def test_equal_ranks_are_left_in_peace() -> None:
     assert found([shown()] * 4) == ()
     assert found([shown()]) == ()
     assert found([shown(), shown(alone=1.3, copy=1.3)]) == ()
-    assert not stragglers.suspected([[shown()] * 4], WORK)
+    assert not judge.suspected([[shown()] * 4], WORK)
 
 
 def test_a_slow_rank_is_named_with_figures() -> None:
@@ -82,10 +81,10 @@ def test_only_what_every_pass_shows_is_told() -> None:
     fast as the others in its best round."""
     slow, fine = [shown(), shown(alone=2.0)], [shown(), shown()]
     setup = a_setup(a_rank(), a_rank())
-    assert stragglers.findings([slow, slow, fine], LOADS, setup, WORK) == ()
-    assert stragglers.findings([slow, slow[::-1], slow], LOADS, setup, WORK) == ()
-    assert stragglers.findings([slow], LOADS, setup, WORK) == ()  # not yet confirmed
-    assert stragglers.suspected([slow], WORK)
+    assert judge.findings([slow, slow, fine], LOADS, setup, WORK) == ()
+    assert judge.findings([slow, slow[::-1], slow], LOADS, setup, WORK) == ()
+    assert judge.findings([slow], LOADS, setup, WORK) == ()  # not yet confirmed
+    assert judge.suspected([slow], WORK)
     wild = {ALONE: {"matmul": [0.01, 0.01, 0.02, 0.02, 0.02]}}
     assert found([shown(), replace(shown(), seconds=wild)]) == ()
 
@@ -109,7 +108,7 @@ def test_noise_accuses_nobody() -> None:
             ]
             for i in range(3)
         ]
-        assert stragglers.findings(passes, LOADS, setup, WORK) == ()
+        assert judge.findings(passes, LOADS, setup, WORK) == ()
 
 
 def test_on_a_busy_host_nobody_is_judged() -> None:
@@ -118,10 +117,10 @@ def test_on_a_busy_host_nobody_is_judged() -> None:
     crowd = {**FREE, "queued": 0.5}
     ranks = [shown(kept=crowd), shown(alone=3, kept=crowd)]
     assert found(ranks) == ()
-    assert stragglers.unjudged([ranks]) == {ALONE: 0.5, TOGETHER: 0.5}
+    assert judge.unjudged([ranks]) == {ALONE: 0.5, TOGETHER: 0.5}
     ranks = [shown(), shown(alone=3, kept=crowd)]
     assert [f.place["rank"] for f in found(ranks)] == [1]
-    assert stragglers.unjudged([ranks]) == {}
+    assert judge.unjudged([ranks]) == {}
 
 
 def test_ranks_of_one_host_and_cause_are_one_finding() -> None:
@@ -192,11 +191,11 @@ def test_a_gpu_that_slows_down_says_why() -> None:
     for power, is none."""
     ranks = [shown(gpu=GPU), shown(alone=2, gpu=HOT), shown(gpu=GPU)]
     setup = a_setup(*[a_rank() for _ in ranks], device="cuda")
-    why = slowness.cause(1, ALONE, "cuda", ranks, setup)
+    why = causes.cause(1, ALONE, "cuda", ranks, setup)
     assert why.name == "throttled"
     assert why.told == "its GPU slows down (HwThermalSlowdown) to 600 MHz at 91 °C"
     cool = [shown(gpu=GPU)] * 3
-    assert slowness.cause(1, ALONE, "cuda", cool, setup).name == "nature"
+    assert causes.cause(1, ALONE, "cuda", cool, setup).name == "nature"
 
 
 def test_what_holds_all_up_is_a_note() -> None:
@@ -221,7 +220,7 @@ def test_a_late_rank_is_told_without_a_common_clock() -> None:
     (finding,) = found([early, early, replace(shown(alone=2), waited_ns=last.waited_ns), early])
     assert finding.code == "slow-rank"
     assert "the others wait 4 ms for it in an all_reduce" in finding.sentence
-    assert stragglers.wait_seconds([early, last]) == [pytest.approx(4e-3), 0.0]
+    assert judge.wait_seconds([early, last]) == [pytest.approx(4e-3), 0.0]
 
 
 def test_waiting_that_changes_sides_accuses_nobody() -> None:
@@ -357,7 +356,7 @@ def test_a_rank_beside_busy_processes_is_named(pool: Pool, tmp_path: Path) -> No
     assert done.returncode == 0, done
     run = store.read(tmp_path / "run")
     free = run.examinations[0].figures["ranks"][0]
-    if (free["kept"][ALONE]["queued"] or 0.0) > stragglers.BUSY_SHARE / 2:
+    if (free["kept"][ALONE]["queued"] or 0.0) > judge.BUSY_SHARE / 2:
         pytest.skip("this host is busy: rank 0, which is free, waits for a core as well")
     slow = [f for f in run.findings if f.code == "slow-rank"]
     assert [f.place["rank"] for f in slow] == [1], done.stdout

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.analysis.slowness import Load
+from ddpbench.doctor.stragglers.causes import Load
 from ddpbench.measure import clock
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ figures: {"loads": {name: {"amount", "unit"}}, "work_seconds": of equal work, "p
 "ranks": [{"host", "seconds": {when: {load: of a repetition, in the best round}}, and, of
 the last pass, "kept": {when: {why: share of the time}}, "wait_seconds", "hertz" of its cores,
 "neighbours": processes on these}, …]}. When is "alone" or "together", why as in
-analysis/slowness.py; None is what is not known.
+causes.py; None is what is not known.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
-from ddpbench.analysis import stragglers
 from ddpbench.analysis.setup import Setup, crowded
-from ddpbench.analysis.slowness import ALONE, TOGETHER, Load, Pass, Shown
-from ddpbench.examine.context import Context, Outcome
-from ddpbench.measure import effort, turns
+from ddpbench.doctor.context import Context, Outcome
+from ddpbench.doctor.stragglers import judge, turns
+from ddpbench.doctor.stragglers.causes import ALONE, TOGETHER, Load, Pass, Shown
+from ddpbench.doctor.stragglers.loads import COPY, COPY_NBYTES, prepared
 from ddpbench.runtime import agree, environment
 
 SLICE_SECONDS = 0.02, 0.1  # of a turn at one load: at least, and at most
@@ -37,7 +37,7 @@ def examine(context: Context) -> Outcome:
     """All ranks call it."""
     group, kind = context.ranks, context.device.type
     full = _full_machines(context)
-    efforts = effort.prepared(context.device, _copy_nbytes(context))
+    efforts = prepared(context.device, _copy_nbytes(context))
     loads = {name: each.load for name, each in efforts.items()}
     passes, work_seconds = _passes(context, efforts, company=group.world_size > 1 and not full)
     setup = Setup(
@@ -47,7 +47,7 @@ def examine(context: Context) -> Outcome:
     return Outcome(
         told=tuple(_told(passes, loads, work_seconds)),
         unchecked=tuple(_unchecked(passes, full, loads, kind)),
-        findings=stragglers.findings(passes, loads, setup, work_seconds),
+        findings=judge.findings(passes, loads, setup, work_seconds),
         figures={
             "loads": {n: {"amount": its.amount, "unit": its.unit} for n, its in loads.items()},
             "work_seconds": work_seconds,
@@ -68,7 +68,7 @@ def _passes(context: Context, efforts: turns.Efforts, company: bool) -> tuple[li
     work = next(e for e in efforts.values() if e.load.device == context.device.type)
     passes: list[Pass] = []
     times, work_seconds = 0, 0.0
-    while len(passes) < stragglers.PASSES:
+    while len(passes) < judge.PASSES:
         context.tell("each rank alone" + (", again to be sure" if passes else ""))
         alone = turns.alone(group, efforts, slice_seconds, look_around=bool(passes))
         done, waited = {ALONE: alone}, []
@@ -86,7 +86,7 @@ def _passes(context: Context, efforts: turns.Efforts, company: bool) -> tuple[li
             waited, alone.hertz, alone.thermal, gpu, alone.neighbours,
         )  # fmt: skip
         passes.append([Shown(**its) for its in agree.everyones(group, asdict(mine))])
-        if not agree.decision(group, int(stragglers.suspected(passes, work_seconds))):
+        if not agree.decision(group, int(judge.suspected(passes, work_seconds))):
             break
     return passes, work_seconds
 
@@ -105,21 +105,21 @@ def _full_machines(context: Context) -> list[str]:
 def _copy_nbytes(context: Context) -> int:
     """What every rank has room to copy, the same in all."""
     share = MEMORY_SHARE * (environment.free_memory_nbytes() or 0) / len(context.ranks.neighbours)
-    return min(effort.COPY_NBYTES["cpu"], *map(int, agree.everyones(context.ranks, share)))
+    return min(COPY_NBYTES["cpu"], *map(int, agree.everyones(context.ranks, share)))
 
 
 def _told(passes: Sequence[Pass], loads: Mapping[str, Load], work_seconds: float) -> Iterator[str]:
     for when in passes[0][0].seconds:
         each = [
-            f"{name} {stragglers.span(stragglers.rates(passes, load, when))} {load.unit}"
+            f"{name} {judge.span(judge.rates(passes, load, when))} {load.unit}"
             for name, load in loads.items()
         ]
         yield f"each rank {WORDS[when]}, at best: {', '.join(each)}"
-    known = [wait for one in passes for wait in stragglers.wait_seconds(one) if wait is not None]
+    known = [wait for one in passes for wait in judge.wait_seconds(one) if wait is not None]
     if known:
         yield (
             f"after {work_seconds * 1e3:.3g} ms of equal work the ranks wait for the last "
-            f"{stragglers.span([wait * 1e3 for wait in known])} ms in an all_reduce, the median"
+            f"{judge.span([wait * 1e3 for wait in known])} ms in an all_reduce, the median"
         )
 
 
@@ -133,12 +133,12 @@ def _unchecked(
             f"all ranks at once, and who is late: on {', '.join(full[:4])} they have more threads "
             "than cores, and would show who got a core"
         )
-    for when, share in stragglers.unjudged(passes).items():
+    for when, share in judge.unjudged(passes).items():
         yield (
             f"who is slow {WORDS[when]}: the host is busy, and ranks wait for a core for "
             f"{min(share, 1.0) * 100:.0f} % of the time"
         )
-    if effort.COPY not in loads:
+    if COPY not in loads:
         yield "memory copy: too little memory is free"
     if passes[0][0].kept[ALONE].get("queued") is None:
         yield "waiting for a core: this kernel does not tell"
@@ -147,12 +147,12 @@ def _unchecked(
 
 
 def _ranks(passes: Sequence[Pass], setup: Setup) -> Iterator[dict[str, Any]]:
-    waits = stragglers.wait_seconds(passes[-1])
+    waits = judge.wait_seconds(passes[-1])
     for rank, last in enumerate(passes[-1]):
         yield {
             "host": setup.host(rank),
             "seconds": {
-                when: {load: stragglers.best(passes, rank, when, load) for load in those}
+                when: {load: judge.best(passes, rank, when, load) for load in those}
                 for when, those in last.seconds.items()
             },
             "kept": last.kept,

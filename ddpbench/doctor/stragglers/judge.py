@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpbench.analysis.setup import Setup
-from ddpbench.analysis.slowness import ALONE, TOGETHER, Cause, Load, Pass, cause
+from ddpbench.doctor.stragglers.causes import ALONE, TOGETHER, Cause, Load, Pass, cause
 from ddpbench.records.schema import Finding
 
 RATIO = 1.4

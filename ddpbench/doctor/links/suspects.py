@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_high, median_low
 
-from ddpbench.analysis import pairing
-from ddpbench.analysis.pairing import Halves
+from ddpbench.doctor.links import pairing
+from ddpbench.doctor.links.pairing import Halves
 
 Cell = tuple[int, int]  # sender, receiver
 Rates = Mapping[Cell, float]

@@ -1,7 +1,7 @@
 """What a backend can do here, tried by ranks to throw away, as what is not supported may crash its
 process, or never end.
 
-One set of ranks tries all there is (capability_probe.py). What ends the set, or hangs, is tried
+One set of ranks tries all there is (probe.py). What ends the set, or hangs, is tried
 once more by a fresh one before it is said to do so: a machine may have had a bad moment. Fresh
 ranks then go on with the next.
 """
@@ -14,10 +14,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ddpbench.analysis import capabilities
-from ddpbench.analysis.capabilities import CRASH, HANG, OK, UNSUPPORTED, Combination, Verdict
-from ddpbench.measure import capability_probe, throwaway
-from ddpbench.measure.capability_probe import Request
+from ddpbench.doctor.capabilities import probe, verdicts
+from ddpbench.doctor.capabilities.probe import Request
+from ddpbench.doctor.capabilities.verdicts import CRASH, HANG, OK, UNSUPPORTED, Combination, Verdict
+from ddpbench.measure import throwaway
 from ddpbench.measure.throwaway import Trial
 
 HANG_SECONDS = 5.0  # for one combination: a few ms of work
@@ -59,13 +59,13 @@ def _sets(request: Request, trials: Trials, until: float) -> Generator[None, Non
         first = len(trials.verdicts)
         known = next((each for each, verdict in trials.tried if verdict.outcome == OK), None)
         this = replace(request, first=first, known=known)
-        with throwaway.started(capability_probe.MODULE, this) as trial:
+        with throwaway.started(probe.MODULE, this) as trial:
             hung = yield from _watched(trial, until)
             code = trial.end()
             trials.verdicts += _heard(trial.folder, first)
             at = len(trials.verdicts)
             if any(state[1:3] == ("checking", str(at - 1)) for state in trial.states()):
-                trials.verdicts[-1] = capabilities.breaking(trials.verdicts[-1])
+                trials.verdicts[-1] = verdicts.breaking(trials.verdicts[-1])
             blamed = _blamed(trial, at, hung, code)
             if time.monotonic() > until or at == len(trials.wanted):
                 return
@@ -115,7 +115,7 @@ def _blamed(trial: Trial, number: int, hung: bool, code: int) -> Verdict | None:
     if refused:
         why = refused[0].text.partition(" ")[2]
         by = [state.rank for state in refused]
-        return Verdict(UNSUPPORTED, capabilities.refused_by(by, why))
+        return Verdict(UNSUPPORTED, verdicts.refused_by(by, why))
     busy = [str(state.rank) for state in here if state.kind == "doing"]
     return Verdict(HANG, f"rank {', '.join(busy)} did not return within {HANG_SECONDS:g} s")
 

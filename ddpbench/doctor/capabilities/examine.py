@@ -1,6 +1,6 @@
 """What the backend can do here: every operation, reduce op and dtype really tried and checked.
 
-By ranks to throw away, of rank 0's host, while the others wait: measure/capability_trials.py.
+By ranks to throw away, of rank 0's host, while the others wait: trials.py.
 
 figures: {
     "ranks": of the group that tried, "elements": [of a block, each combination with all of them],
@@ -15,12 +15,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 
-from ddpbench.analysis import capabilities
-from ddpbench.analysis.capabilities import CRASH, HANG, OK, UNSUPPORTED, WRONG
-from ddpbench.examine.context import Context, Outcome
-from ddpbench.measure import capability_probe, capability_trials
-from ddpbench.measure.capability_probe import Request
-from ddpbench.measure.capability_trials import Trials
+from ddpbench.doctor.capabilities import probe
+from ddpbench.doctor.capabilities.probe import Request
+from ddpbench.doctor.capabilities.trials import Trials, trying
+from ddpbench.doctor.capabilities.verdicts import (
+    CRASH,
+    HANG,
+    OK,
+    UNSUPPORTED,
+    WRONG,
+    counts,
+    findings,
+    rows,
+)
+from ddpbench.doctor.context import Context, Outcome
 from ddpbench.runtime import agree
 
 MOST = 3  # times the seconds of an examination: what hangs, twice, and fresh ranks take their time
@@ -33,12 +41,12 @@ WORDS = {
 def examine(context: Context) -> Outcome:
     """All ranks call it; what rank 0 returns counts."""
     ranks = context.ranks
-    asked = capability_probe.request(context.backend.name, context.device.type, context.modules)
+    asked = probe.request(context.backend.name, context.device.type, context.modules)
     trials = Trials(asked.wanted)
     with contextlib.ExitStack() as stack:
         going: Generator[None, None, None] | None = None
         if ranks.rank == 0:
-            going = capability_trials.trying(asked, trials, MOST * context.seconds)
+            going = trying(asked, trials, MOST * context.seconds)
             stack.callback(going.close)
         while agree.first_objection(ranks, ranks.interrupted or _over(going)) is None:
             ranks.watchdog.rearm()
@@ -52,12 +60,11 @@ def _over(going: Generator[None, None, None] | None) -> str | None:
 
 def _outcome(context: Context, asked: Request, trials: Trials) -> Outcome:
     tried = trials.tried
-    verdicts = [verdict for _, verdict in tried]
-    counts = capabilities.counts(verdicts)
-    outcomes = ", ".join(f"{n} {WORDS[name]}" for name, n in counts.items() if n or name == OK)
+    by_outcome = counts(verdict for _, verdict in tried)
+    outcomes = ", ".join(f"{n} {WORDS[name]}" for name, n in by_outcome.items() if n or name == OK)
     told = [
         f"{len(tried)} combinations of operation, reduce op and dtype tried, each with "
-        f"{' and '.join(map(str, capability_probe.ELEMENTS))} elements a block, in throw-away "
+        f"{' and '.join(map(str, probe.ELEMENTS))} elements a block, in throw-away "
         f"groups of {asked.ranks} rank{'s' if asked.ranks > 1 else ''}: {outcomes}"
     ]
     if asked.ranks == 1:
@@ -72,11 +79,11 @@ def _outcome(context: Context, asked: Request, trials: Trials) -> Outcome:
     return Outcome(
         tuple(told),
         tuple(unchecked),
-        capabilities.findings(context.backend.name, tried),
+        findings(context.backend.name, tried),
         {
             "ranks": asked.ranks,
-            "elements": list(capability_probe.ELEMENTS),
+            "elements": list(probe.ELEMENTS),
             "wanted": len(asked.wanted),
-            "verdicts": capabilities.rows(tried),
+            "verdicts": rows(tried),
         },
     )

@@ -1,6 +1,6 @@
 """What a backend can do here: every operation, reduce op and dtype really tried, with exact checks.
 
-One rank's part, in a process to throw away; who starts it is capability_trials.py. The ranks try
+One rank's part, in a process to throw away; who starts it is trials.py. The ranks try
 one combination after the other and agree on each over the control group. After each refusal
 something that works is tried again, so that a group that one combination has broken is not blamed
 on the next.
@@ -16,11 +16,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpbench.analysis import capabilities
-from ddpbench.analysis.capabilities import OK, UNSUPPORTED, WRONG, Combination, Verdict
 from ddpbench.catalog import backends
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
+from ddpbench.doctor.capabilities import verdicts
+from ddpbench.doctor.capabilities.verdicts import OK, UNSUPPORTED, WRONG, Combination, Verdict
 from ddpbench.measure import throwaway
 from ddpbench.measure.throwaway import Tell
 from ddpbench.records.schema import Case, Plan
@@ -31,7 +31,7 @@ from ddpbench.runtime.world import World
 if TYPE_CHECKING:
     import torch
 
-MODULE = "ddpbench.measure.capability_probe"
+MODULE = "ddpbench.doctor.capabilities.probe"
 ELEMENTS = (64, 13)  # of one block: each combination is tried with both
 WAIT_SECONDS = 60.0  # of the ranks for each other: whoever started them is to judge before
 PLAN = Plan(start="none")
@@ -120,18 +120,18 @@ def walk(
             tell("refused", f"{number} {mine.why}")  # while others may wait for ever
         else:
             tell("tried", str(number))
-        verdict, apart = capabilities.agreed(_everyones(ranks, mine))
+        verdict, apart = verdicts.agreed(_everyones(ranks, mine))
         note(number, verdict)
         if verdict.outcome == OK:
             known = known or each
         elif known is not None and not apart:
             tell("checking", str(number))
-            again, _ = capabilities.agreed(
+            again, _ = verdicts.agreed(
                 _everyones(ranks, attempted(request, known, ranks, team, device))
             )
             if again.outcome != OK:
                 apart = True
-                note(number, capabilities.breaking(verdict))
+                note(number, verdicts.breaking(verdict))
         if apart:
             return
     tell("works", str(len(request.wanted)))

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddpbench.catalog import faults
-from ddpbench.examine import capabilities, links, preflight, stragglers
-from ddpbench.examine.context import Context, Outcome
+from ddpbench.doctor.capabilities import examine as capabilities
+from ddpbench.doctor.context import Context, Outcome
+from ddpbench.doctor.links import examine as links
+from ddpbench.doctor.preflight import examine as preflight
+from ddpbench.doctor.stragglers import examine as stragglers
 from ddpbench.launch.placement import Placement
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
 from ddpbench.render.doctor import FINDING_COLUMNS
@@ -185,10 +187,3 @@ def prepare(at: LaunchContext[Options]) -> Work[str]:
     return Work(
         at.asked.only, lambda name: f"the examination of {name} on {at.backend.name}", begin
     )
-
-
-if __name__ == "__main__":
-    # This module a second time, under its own name: what it defines exists once there.
-    from ddpbench.cli import main
-
-    sys.exit(main(["doctor", *sys.argv[1:]]))

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.analysis.links import DEVIATION, Cell, upper
+from ddpbench.doctor.links.suspects import DEVIATION, Cell, upper
 from ddpbench.measure import clock
 from ddpbench.runtime import agree
 from ddpbench.runtime.world import World

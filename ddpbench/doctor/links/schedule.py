@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpbench.analysis import pairing
-from ddpbench.analysis.links import Cell
-from ddpbench.analysis.pairing import Halves, Pair
 from ddpbench.analysis.setup import counted
+from ddpbench.doctor.links import pairing
+from ddpbench.doctor.links.pairing import Halves, Pair
+from ddpbench.doctor.links.suspects import Cell
 
 SHARE = 0.7  # of the time given; the rest is for what is measured again
 LEAST_SECONDS, MOST_SECONDS = 0.02, 0.2  # of one way of a pair

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ddpbench.measure import effort, start
-from ddpbench.measure.effort import Effort
+from ddpbench.doctor.stragglers import loads
+from ddpbench.doctor.stragglers.loads import Effort
+from ddpbench.measure import start
 from ddpbench.runtime import agree, cpu, environment
 from ddpbench.runtime.world import World
 
@@ -120,7 +121,7 @@ def together(group: World, efforts: Efforts, slice_seconds: float) -> Turns:
 
 def _carry(efforts: Efforts, slice_seconds: float, into: Mapping[str, list[float]]) -> None:
     for name, each in efforts.items():
-        into[name].append(effort.slice_of(each, slice_seconds))
+        into[name].append(loads.slice_of(each, slice_seconds))
 
 
 def _neighbours(

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from ddpbench.analysis import preflight
 from ddpbench.analysis.setup import Setup
-from ddpbench.examine.context import Context, Outcome
+from ddpbench.doctor.context import Context, Outcome
+from ddpbench.doctor.preflight import checks
 from ddpbench.measure import clock
 from ddpbench.records import redact
 from ddpbench.runtime import agree, environment
@@ -52,7 +52,7 @@ def examine(context: Context) -> Outcome:
     return Outcome(
         told=(_told(len(ranks), len(hosts)),),
         unchecked=tuple(_unchecked(setup, objection)),
-        findings=preflight.findings(setup),
+        findings=checks.findings(setup),
         figures={
             "launcher": setup.launcher,
             "backend": setup.backend,

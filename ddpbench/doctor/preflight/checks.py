@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ddpbench.analysis import alike, dangers
 from ddpbench.analysis.setup import Setup
+from ddpbench.doctor.preflight import dangers, differences
 from ddpbench.records.schema import Finding
 
 CHECKS: tuple[Callable[[Setup], Iterator[Finding]], ...] = (
-    alike.same_facts,
-    alike.same_variables,
-    alike.interfaces,
-    alike.own_name,
-    alike.clocks,
+    differences.same_facts,
+    differences.same_variables,
+    differences.interfaces,
+    differences.own_name,
+    differences.clocks,
     dangers.costly_settings,
     dangers.debug_builds,
     dangers.bound_cores,

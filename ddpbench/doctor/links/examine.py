@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from ddpbench.analysis import link_findings, links
-from ddpbench.analysis.course import MOST_SECONDS, Course, planned
-from ddpbench.analysis.link_findings import Carried, Places
-from ddpbench.analysis.links import Again, Cell, Rates, Suspect
-from ddpbench.examine.context import Context, Outcome
-from ddpbench.measure.links import Reading, Wire, walked
+from ddpbench.doctor.context import Context, Outcome
+from ddpbench.doctor.links import findings, suspects
+from ddpbench.doctor.links.findings import Carried, Places
+from ddpbench.doctor.links.schedule import MOST_SECONDS, Course, planned
+from ddpbench.doctor.links.suspects import Again, Cell, Rates, Suspect
+from ddpbench.doctor.links.wire import Reading, Wire, walked
 
 UNJUDGED_SECONDS = 0.05  # of one way of a pair
 AGAIN_SECONDS = 0.1
@@ -92,7 +92,7 @@ def _again(
             continue
         context.tell(f"links of {name} again")
         steps = [[cell] for cell in _in_turn(slow, healthy)]
-        seen = Again(suspect, links.upper(best[cell].bytes_per_second for cell in healthy))
+        seen = Again(suspect, suspects.upper(best[cell].bytes_per_second for cell in healthy))
         while not seen.decided:
             its = _joined(walked(context.ranks, wire, steps, AGAIN_SECONDS))
             rates = [[its[c].bytes_per_second for c in cells] for cells in (slow, healthy)]
@@ -121,9 +121,9 @@ def _suspected(
     rates = {cell: each.bytes_per_second for cell, each in crossing.items()}
     views: list[tuple[str, Rates, Sequence[Reading]]] = []
     if crossing:
-        views.append(("host", links.between(rates, host), [*crossing.values()]))
+        views.append(("host", suspects.between(rates, host), [*crossing.values()]))
         if course.kind == "ranks":
-            views.append(("rank", links.shares(rates, host), [*crossing.values()]))
+            views.append(("rank", suspects.shares(rates, host), [*crossing.values()]))
     for each in course.hosts if _gpus(context) else ():
         inside = {c: its for c, its in readings.items() if {host[end] for end in c} == {each}}
         rates = {cell: its.bytes_per_second for cell, its in inside.items()}
@@ -131,8 +131,8 @@ def _suspected(
     suspected = []
     for kind, its, read in views:
         spread = median(each.spread for each in read) if read else 0.0
-        found = links.merged(links.suspects(its, spread), course.cuts) if its else []
-        suspected += [(kind, each, *links.again(each, its, found)) for each in found]
+        found = suspects.merged(suspects.suspects(its, spread), course.cuts) if its else []
+        suspected += [(kind, each, *suspects.again(each, its, found)) for each in found]
     return suspected
 
 
@@ -142,20 +142,18 @@ def _outcome(
 ) -> Outcome:  # fmt: skip
     crossing = {c: its for c, its in carried.items() if course.host[c[0]] != course.host[c[1]]}
     within = {c: its for c, its in carried.items() if c not in crossing}
-    told = [course.cost, *link_findings.told("between hosts", crossing)]
-    told += link_findings.told("within hosts", within)
+    told = [course.cost, *findings.told("between hosts", crossing)]
+    told += findings.told("within hosts", within)
     if seen:
         confirmed = sum(each.confirmed for _, each in seen)
         told.append(
             f"measured again beside healthy links, since they looked slow: {len(seen)}; slow each "
-            f"of {links.TIMES} times: {confirmed}"
+            f"of {suspects.TIMES} times: {confirmed}"
         )
     places, two = _places(context), len(course.hosts) == 2
-    found = [
-        link_findings.finding(each, kind, places, two) for kind, each in seen if each.confirmed
-    ]
+    found = [findings.finding(each, kind, places, two) for kind, each in seen if each.confirmed]
     rates = {cell: its.bytes_per_second for cell, its in crossing.items()}
-    found += link_findings.below_nominal(rates, places)
+    found += findings.below_nominal(rates, places)
     unchecked = [*course.unchecked, *doubts, *([TWO_HOSTS] if two else [])]
     unchecked += [WITHIN] if within and not _gpus(context) else []
     figures = _figures(course, carried, places, seen)
@@ -201,7 +199,7 @@ def _places(context: Context) -> Places:
     return Places(
         host={who.rank: who.host for who in context.ranks.who},
         ethernet=context.backend.transport == "tcp" and len(context.ranks.hosts) > 1,
-        mtu_nbytes=min(its.get("mtu_nbytes") or link_findings.MTU_NBYTES for its in facts),
+        mtu_nbytes=min(its.get("mtu_nbytes") or findings.MTU_NBYTES for its in facts),
         nominal={r: its.get("nominal_bytes_per_second") for r, its in enumerate(facts)},
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from ddpbench.analysis.links import Again, Cell, Rates, Suspect
+from ddpbench.doctor.links.suspects import Again, Cell, Rates, Suspect
 from ddpbench.records.schema import Finding
 
 # Of a full frame, besides its MTU: preamble, header, checksum and gap; of the MTU, the headers of

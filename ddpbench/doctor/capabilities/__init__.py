@@ -1,0 +1,1 @@
+"""Capabilities: every operation, reduce operation and dtype, tried on the backend and checked."""

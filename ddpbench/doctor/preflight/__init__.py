@@ -1,0 +1,1 @@
+"""Preflight: the settings of all ranks and hosts, compared and checked."""

@@ -1,1 +1,0 @@
-"""What the doctor looks at: one module an examination, `examine(context)` in every rank."""
