@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ANSWER_SECONDS = 1.0  # of a store that lives
 SAY_SECONDS = 2.0
+CLOSE_SECONDS = 6.0  # longer than the time-out of a client of the store
 LOOK_SECONDS = 0.05  # between looks at what the others say
 
 
@@ -42,7 +43,8 @@ class Line:
         self.store, self.gone = store, False  # gone: it has closed the connection
         self._open = _connection(store)
         self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._serve, name="ddpbench-store", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="ddpbench-store", daemon=True)
+        self._thread.start()
 
     def ask(self, seconds: float, question: Callable[[dist.Store], T]) -> T | None:
         """The answer; None when the store fails, or does not answer in time."""
@@ -63,9 +65,14 @@ class Line:
             done.wait(seconds)
         return answers[0] if answers else None
 
-    def close(self) -> None:
-        """End the thread once it is through."""
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """End the thread, and wait for it.
+
+        Where the interpreter ends while a thread of it is in C++, that thread cannot come back: C++
+        calls std::terminate, and the process ends with SIGABRT.
+        """
         self._asked.put(None)
+        self._thread.join(seconds)
 
     def _has_left(self) -> bool:
         try:

@@ -181,6 +181,7 @@ class Guard:
         if at_exit and self._rank == 0 and board.is_here(self._board.line.store):
             self._board.await_leaving(LINGER_SECONDS)
         self._board.line.close()
+        self._thread.join(CLOSE_SECONDS)  # see Line.close
         _on = None
 
     def _watch(self) -> None:

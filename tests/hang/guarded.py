@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 
@@ -128,14 +129,14 @@ def play_quiet(rank: int) -> None:
     """Nothing is wrong; the ranks leave one after the other, the first with a child of its own."""
     with contextlib.suppress(ValueError):
         ddpbench.watchdog(timeout=0)
-    guard = ddpbench.watchdog(timeout=1.0)
+    guard = ddpbench.watchdog(timeout=3.0)
     with contextlib.suppress(RuntimeError):
         ddpbench.watchdog()
     for _ in range(3):
         step()
-        time.sleep(0.6 * rank)
+        time.sleep(1.2 * rank)
     guard.close()
-    with ddpbench.watchdog(timeout=1.0):
+    with ddpbench.watchdog(timeout=3.0):
         step()
         if os.fork() == 0:
             sys.exit(0)
@@ -282,6 +283,15 @@ def play_worker(rank: int) -> None:
         step()
 
 
+def play_short(rank: int) -> None:
+    """Rank 1 is late, and gloo's own time-out in rank 0 is shorter than the watchdog's."""
+    ddpbench.watchdog(timeout=20.0)
+    step()
+    if rank == 1:
+        time.sleep(30)
+    step()
+
+
 def play_healthy(rank: int) -> None:
     """Nothing is wrong; the rank with the store is the first to leave."""
     ddpbench.watchdog(timeout=30.0)
@@ -298,7 +308,8 @@ def main(play: str) -> None:
     if mpi:
         import_module("ddpbench.mpi")
     torch.set_num_threads(1)
-    dist.init_process_group("mpi4py" if mpi else "gloo")
+    timeout = timedelta(seconds=2 if play == "short" else 600)
+    dist.init_process_group("mpi4py" if mpi else "gloo", timeout=timeout)
     globals()[f"play_{play}"](dist.get_rank())
     if dist.is_initialized():
         time.sleep(0.02)  # gloo of torch 2.7 may hang where its group ends right after a call

@@ -170,6 +170,13 @@ def test_a_healthy_job_is_left_alone(folder: Path) -> None:
     assert told == []
 
 
+def test_a_process_that_ends_while_its_store_is_asked_is_not_aborted() -> None:
+    """The thread that asks comes back from C++ before the interpreter ends."""
+    with running(sys.executable, str(SCRIPT.with_name("leaving.py"))) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+
+
 HANGS = {
     "pairs": rf"rank 1 calls #1 barrier at play_pairs {HERE} where rank 0 calls {REDUCE} at step "
     rf"{HERE}.*",
