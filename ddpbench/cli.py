@@ -29,10 +29,9 @@ from typing import TypeVar
 
 from ddpbench import __version__, collectives, ddp
 from ddpbench.catalog import backends
-from ddpbench.commands import ab, baseline, calibrate, compare, history, manifest, slurm
+from ddpbench.commands import ab, baseline, calibrate, compare, guide, history, manifest, slurm
 from ddpbench.commands import launch as launch_node
 from ddpbench.doctor import command as doctor
-from ddpbench.guide import command as guide
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
 from ddpbench.launch import forks, placement, starters
@@ -47,9 +46,10 @@ from ddpbench.render.rows import COLUMNS, UnknownColumn
 from ddpbench.render.steps import STEP_COLUMNS
 from ddpbench.runtime.agree import first_line
 from ddpbench.selftest import command as selftest
-from ddpbench.session import launching, options
+from ddpbench.session import options, run_folder
+from ddpbench.session.run_options import RunOptions
 
-T = TypeVar("T", bound=launching.Options)
+T = TypeVar("T", bound=RunOptions)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def resolve(asked: T, place: Placement | None) -> T:
     return replace(asked, device=device, backend=names, launches=launches)
 
 
-def _nproc(asked: launching.Options) -> int:
+def _nproc(asked: RunOptions) -> int:
     """How many ranks to start here: what was asked for, else one a GPU, else two."""
     if asked.nproc is not None or asked.device == "cpu":
         return asked.nproc or 2
@@ -180,7 +180,7 @@ def _nproc(asked: launching.Options) -> int:
     return torch.cuda.device_count()
 
 
-def start(asked: launching.Options, words: Sequence[str]) -> int:
+def start(asked: RunOptions, words: Sequence[str]) -> int:
     """Start the ranks of every launch, each backend's by its launcher; then show the run."""
     from ddpbench.session import run_end
 
@@ -188,9 +188,9 @@ def start(asked: launching.Options, words: Sequence[str]) -> int:
         placement.require_free(asked.master_port)
     assert asked.nproc is not None
     try:
-        folder = launching.new_run(asked, asked.nproc, words)
+        folder = run_folder.create_run(asked, asked.nproc, words)
     except OSError as error:
-        raise Refused(launching.cannot_write(error)) from None
+        raise Refused(run_folder.explain_unwritable(error)) from None
     end, refusals = None, 0
     failed = set[str]()  # backends: what ended or refused one launch does so to the next
     for number, name in _schedule(asked, store.read(folder).plan.seed):
@@ -217,7 +217,7 @@ def start(asked: launching.Options, words: Sequence[str]) -> int:
     return run_end.finish(folder, asked.format, asked.columns, asked.quiet, end)
 
 
-def _schedule(asked: launching.Options, seed: int) -> Iterator[tuple[int, str]]:
+def _schedule(asked: RunOptions, seed: int) -> Iterator[tuple[int, str]]:
     """The launches in their order: in randomised blocks of one a backend, drift meets all alike."""
     order, launches = random.Random(seed), asked.launches or 1
     for block in range(launches):
@@ -229,7 +229,7 @@ def _schedule(asked: launching.Options, seed: int) -> Iterator[tuple[int, str]]:
 
 
 def _launch(
-    asked: launching.Options, words: Sequence[str], name: str, folder: Path, number: int
+    asked: RunOptions, words: Sequence[str], name: str, folder: Path, number: int
 ) -> tuple[int, str]:
     """One backend's ranks, started and awaited; their exit code, and what was told from here of one
     that was killed or stopped."""

@@ -30,8 +30,9 @@ from ddpbench.render.rows import COLUMNS
 from ddpbench.runtime import agree, cpu, environment
 from ddpbench.runtime.subgroups import GROUPS, Partition
 from ddpbench.runtime.world import World
-from ddpbench.session import launch_loop, launching, options
+from ddpbench.session import launch_facts, launch_loop, options
 from ddpbench.session.launch_loop import LaunchContext, Work
+from ddpbench.session.run_options import RunOptions
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +49,7 @@ DEFAULT_SIZES = {"cpu": "4:64M:x4", "cuda": "8:1G:x4"}
 
 
 @dataclass(frozen=True)
-class Options(launching.Options):
+class Options(RunOptions):
     """What a sweep was asked for."""
 
     command = "collectives"
@@ -239,7 +240,7 @@ def prepare(at: LaunchContext[Options]) -> Work[Numbered]:
     ranks, asked = at.ranks, at.asked
     teams = at.closing.enter_context(ranks.teams(at.name, at.tested, asked.groups))
     for team in teams.values():
-        launching.connect(ranks, at.backend, team.group)
+        launch_loop.barrier_to_connect(ranks, at.backend, team.group)
     loop.settle()
     splits = [team.split for team in teams.values()]
     wanted = list(cases(asked, at.backend, at.plan, splits))
@@ -301,11 +302,11 @@ class Sweep:
         )  # fmt: skip
         off = self.together.again(team.split.teams)
         mine = [
-            launching.spent(self.meter), samples.huge_share, samples.page_faults,
+            launch_facts.read_spent_seconds(self.meter), samples.huge_share, samples.page_faults,
             self.handoff and self.handoff.seconds(),
         ]  # fmt: skip
         used, shares, faults, handoffs = zip(*agree.everyones(ranks, mine), strict=True)
-        share = launching.share_of_others(ranks, used)
+        share = launch_facts.compute_others_share(ranks, used)
         if share is not None:  # else the case is too short to tell, and the next adds to it
             self.meter, self.share = cpu.CpuMeter(), share
         result = Result(

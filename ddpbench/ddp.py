@@ -23,7 +23,7 @@ from ddpbench.records.schema import StepCase
 from ddpbench.render.steps import STEP_COLUMNS
 from ddpbench.runtime import agree
 from ddpbench.runtime.world import World
-from ddpbench.session import launch_loop, launching, options
+from ddpbench.session import launch_facts, launch_loop, options
 from ddpbench.session.launch_loop import LaunchContext, Measure, Work
 from ddpbench.session.recorder import Outcome
 from ddpbench.session.step_options import DEFAULT
@@ -225,7 +225,7 @@ def prepare(at: LaunchContext[Options]) -> Work[str]:
 
     from ddpbench.session.trial import Trial
 
-    threads = at.asked.threads or launching.threads(at.ranks)
+    threads = at.asked.threads or launch_facts.agree_thread_count(at.ranks)
     torch.set_num_threads(threads)
     _require_hook(at.ranks, at.asked, at.backend)
 

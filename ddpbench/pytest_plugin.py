@@ -156,10 +156,10 @@ def _saved(files: Sequence[tuple[Path, Any]], accepted_only: bool) -> dict[str, 
                 saved.setdefault(each["fullname"], []).append((number, each["extra_info"][KEY]))
     if not saved:
         return {}
-    from ddpbench.commands import measured
+    from ddpbench.nested import one_case
 
     return {
-        name: [measured.from_json(stored, number) for number, stored in every[-LEARNT_FROM:]]
+        name: [one_case.from_json(stored, number) for number, stored in every[-LEARNT_FROM:]]
         for name, every in saved.items()
     }
 
@@ -214,26 +214,26 @@ def ddp_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
 def _benchmark(request: pytest.FixtureRequest, settings: dict[str, Any]) -> Run:
     """Measure, and hand the medians of the launches to pytest-benchmark."""
     benchmark, clock = _pytest_benchmark(request)
-    from ddpbench.commands import measured
+    from ddpbench.nested import one_case
 
     option, folder = request.config.getoption, _folder(request)
     command, defaults, short = COMMANDS[str(request.fixturename)]
-    words = [*defaults, f"--launches={option('--ddpbench-launches')}", *measured.words(settings)]
+    words = [*defaults, f"--launches={option('--ddpbench-launches')}", *one_case.words(settings)]
     if benchmark.disabled:  # checked, not timed
         words += [*short, "--launches=1"]
     try:
-        run = measured.measure(command, words, folder, option("--ddpbench-deadline"))
-        found = measured.only_case(run)
-    except measured.Unmeasured as problem:
+        run = one_case.measure(command, words, folder, option("--ddpbench-deadline"))
+        found = one_case.only_case(run)
+    except one_case.Unmeasured as problem:
         _give_up(benchmark, problem)
         raise pytest.fail.Exception(str(problem), pytrace=False) from None
     if found.side is None:
         pytest.skip(found.reason)
-    told = measured.to_json(run, found, _margin(run, found.case), folder)
+    told = one_case.to_json(run, found, _margin(run, found.case), folder)
     benchmark.extra_info[KEY] = told
     if not benchmark.disabled:
         suite = request.config.stash[SUITE]
-        suite.measured[request.node.nodeid] = measured.from_json(told)
+        suite.measured[request.node.nodeid] = one_case.from_json(told)
     _feed(benchmark, clock, found.side.times)
     return run
 

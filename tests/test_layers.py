@@ -45,16 +45,20 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "version", "records", "analysis", "launch", "runtime", "catalog", "render", "measure",
         "replicas", "session",
     ),
+    "nested": (
+        "version", "records", "analysis", "verdicts", "launch", "catalog", "render", "session",
+        "doctor", "measuring",
+    ),
+    "guide": (),
     "commands": (
         "version", "records", "analysis", "verdicts", "launch", "catalog", "render", "interchange",
-        "session", "doctor", "measuring",
+        "session", "doctor", "measuring", "nested", "guide",
     ),
-    "guide": ("launch", "session"),
     "cli": (
         "version", "records", "analysis", "launch", "runtime", "catalog", "render", "interchange",
-        "session", "selftest", "doctor", "measuring", "commands", "guide",
+        "session", "selftest", "doctor", "measuring", "commands",
     ),
-    "pytest_plugin": ("version", "records", "analysis", "verdicts", "render", "commands"),
+    "pytest_plugin": ("version", "records", "analysis", "verdicts", "render", "nested", "commands"),
     "__main__": ("cli",),
 }  # fmt: skip
 

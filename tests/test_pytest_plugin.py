@@ -17,7 +17,7 @@ from test_verdict import medians
 
 import ddpbench.render.regression  # noqa: F401  likewise
 from ddpbench import pytest_plugin
-from ddpbench.commands import measured
+from ddpbench.nested import one_case
 from ddpbench.records.schema import Case, Run
 
 pytest_plugins = ["pytester"]
@@ -75,7 +75,7 @@ class Fake:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Nothing is measured."""
     made = Fake()
-    monkeypatch.setattr(measured, "measure", made.measure)
+    monkeypatch.setattr(one_case, "measure", made.measure)
     return made
 
 
@@ -206,7 +206,7 @@ def test_what_was_not_measured_fails_with_its_sentence_and_is_not_saved(
     pytest-benchmark about an unused fixture."""
 
     def die(run: Run) -> Run:
-        raise measured.Unmeasured("rank 1 got 4 at index 3, expected 5")
+        raise one_case.Unmeasured("rank 1 got 4 at index 3, expected 5")
 
     fake.change = die
     result = repository("--benchmark-json=out.json")

@@ -24,9 +24,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpbench.commands import compare, interleaved
-from ddpbench.commands.interleaved import End, Failed, Variant
+from ddpbench.commands import compare
 from ddpbench.launch.placement import Refused
+from ddpbench.nested import turns
+from ddpbench.nested.turns import End, Failed, Variant
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.visible import tell
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"blocks that would end later are not begun; {ALWAYS} always are; default 900",
     )
     compare.add_judging(parser)
-    interleaved.add_measured(parser, "results/")
+    turns.add_measured(parser, "results/")
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
@@ -70,9 +71,9 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     Where a side fails: print what was measured, then why it failed, and answer with 5, or with its
     own 2, 4 or 130. Raises Refused for a request that is wrong.
     """
-    namespace.words = interleaved.measured_words(namespace, ["collectives"])
-    variants = [interleaved.variant(name, getattr(namespace, name)) for name in ("a", "b")]
-    folder = interleaved.prepared(namespace, variants, Path("results"), "ab")
+    namespace.words = turns.measured_words(namespace, ["collectives"])
+    variants = [turns.variant(name, getattr(namespace, name)) for name in ("a", "b")]
+    folder = turns.prepared(namespace, variants, Path("results"), "ab")
     end, confidence = _measure(namespace, variants, folder)
     try:
         verdict = _judge(namespace, variants, folder, confidence)
@@ -108,14 +109,14 @@ def _measure(
     order, began, done = random.Random(namespace.seed), time.monotonic(), 0
     confidence = LOOKS[0][1]
     try:
-        with interleaved.sides(variants, namespace, folder, LOOKS[-1][0]) as sides:
+        with turns.sides(variants, namespace, folder, LOOKS[-1][0]) as sides:
             for blocks, level in LOOKS:
                 spent = time.monotonic() - began
                 if done >= ALWAYS and spent * blocks / done > namespace.budget:
                     break
                 for number in range(done, blocks):
-                    interleaved.show_progress(f"block {number + 1}, judged after {blocks}")
-                    interleaved.block(sides, order)
+                    turns.show_progress(f"block {number + 1}, judged after {blocks}")
+                    turns.block(sides, order)
                 done, confidence = blocks, level
                 if INCONCLUSIVE not in _compared(namespace, variants, folder, confidence).counts:
                     break
@@ -123,7 +124,7 @@ def _measure(
         return End(130), confidence
     except Failed as error:
         return End(error.code, str(error)), confidence
-    return interleaved.wrong(sides), confidence
+    return turns.wrong(sides), confidence
 
 
 def _compared(

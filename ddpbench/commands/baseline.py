@@ -29,7 +29,7 @@ from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import BASELINES, InvalidRun
 from ddpbench.records.visible import escape, escape_record, tell
-from ddpbench.session import launching, options
+from ddpbench.session import options, run_folder
 from ddpbench.verdicts.differences import differences, other_machine
 
 HELP = "save a run to compare with later; measure again and compare"
@@ -222,7 +222,7 @@ def _check(namespace: argparse.Namespace, measure: Measure) -> int:
         try:
             target = store.new_folder(f"{base[0].command}-check-{namespace.name}")
         except OSError as error:
-            raise Refused(launching.cannot_write(error)) from None
+            raise Refused(run_folder.explain_unwritable(error)) from None
         code = _measure([*words, "--output", str(target)], measure, target)
         if code not in (0, 1, 4):  # those of a complete run, be its findings as bad as they may
             return code

@@ -17,8 +17,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpbench.commands import compare, interleaved
-from ddpbench.commands.interleaved import End, Failed, Variant
+from ddpbench.commands import compare
+from ddpbench.nested import turns
+from ddpbench.nested.turns import End, Failed, Variant
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.visible import tell
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"default {compare.MARGIN_PERCENT:g}",
     )
     parser.add_argument("--format", choices=FORMATS, default="table", help="default table")
-    interleaved.add_measured(parser, "results/calibrations/")
+    turns.add_measured(parser, "results/calibrations/")
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
@@ -60,9 +61,9 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     Where a launch fails: print what was measured, then why it failed, and answer with 5, or with
     the launch's own 2, 4 or 130. Raises Refused for a request that is wrong.
     """
-    namespace.words = interleaved.measured_words(namespace, USUAL)
+    namespace.words = turns.measured_words(namespace, USUAL)
     alike = [Variant(name, sys.executable, {}, ()) for name in ("a", "b")]
-    folder = interleaved.prepared(namespace, alike, Path("results/calibrations"), "calibration")
+    folder = turns.prepared(namespace, alike, Path("results/calibrations"), "calibration")
     end = _measure(namespace, alike, folder)
     try:
         _show(namespace, alike, folder)
@@ -79,15 +80,15 @@ def _measure(namespace: argparse.Namespace, alike: Sequence[Variant], folder: Pa
     """All blocks of launches; how it ended if something went wrong."""
     order = random.Random(namespace.seed)
     try:
-        with interleaved.sides(alike, namespace, folder, namespace.launches) as sides:
+        with turns.sides(alike, namespace, folder, namespace.launches) as sides:
             for number in range(namespace.launches):
-                interleaved.show_progress(f"block {number + 1} of {namespace.launches}")
-                interleaved.block(sides, order)
+                turns.show_progress(f"block {number + 1} of {namespace.launches}")
+                turns.block(sides, order)
     except KeyboardInterrupt:
         return End(130)
     except Failed as error:
         return End(error.code, str(error))
-    return interleaved.wrong(sides)
+    return turns.wrong(sides)
 
 
 def _show(namespace: argparse.Namespace, alike: Sequence[Variant], folder: Path) -> None:

@@ -26,12 +26,12 @@ from typing import Any
 
 import psutil
 
-from ddpbench.commands.measuring import IN_RANKS, checked
 from ddpbench.launch import family, nodes, processes, supervise
 from ddpbench.launch.nodes import Nodes
 from ddpbench.launch.placement import Refused
 from ddpbench.launch.processes import Child
 from ddpbench.launch.supervise import Deadline, Watch
+from ddpbench.nested.command_line import IN_RANKS, checked
 from ddpbench.session import options
 
 HELP = "start the ranks of one node of several, on which their numbers may differ"

@@ -23,8 +23,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpbench.commands.measuring import IN_RANKS, MEASURING, checked
 from ddpbench.launch.placement import Refused
+from ddpbench.nested.command_line import IN_RANKS, MEASURING, checked
 from ddpbench.records import redact
 
 HELP = "submit a Slurm job that measures"

@@ -29,8 +29,9 @@ from ddpbench.launch.placement import Placement
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
 from ddpbench.render.doctor import FINDING_COLUMNS
 from ddpbench.selftest import trials
-from ddpbench.session import launch_loop, launching, options
+from ddpbench.session import launch_facts, launch_loop, options
 from ddpbench.session.launch_loop import LaunchContext, Measure, Work
+from ddpbench.session.run_options import RunOptions
 
 if TYPE_CHECKING:
     from ddpbench.session.progress import Progress
@@ -60,7 +61,7 @@ EXAMINATIONS: dict[str, Examiner] = {
 
 
 @dataclass(frozen=True)
-class Options(launching.Options):
+class Options(RunOptions):
     """What was asked for."""
 
     command = "doctor"
@@ -164,7 +165,7 @@ def prepare(at: LaunchContext[Options]) -> Work[str]:
     """The examinations of one launch."""
     import torch
 
-    torch.set_num_threads(launching.threads(at.ranks))
+    torch.set_num_threads(launch_facts.agree_thread_count(at.ranks))
 
     def begin(recorder: Recorder, progress: Progress) -> Measure[str]:
         context = Context(

@@ -1,1 +1,1 @@
-"""The manual: Markdown, one chapter per file, and the command that shows it."""
+"""The manual: Markdown, one chapter per file."""

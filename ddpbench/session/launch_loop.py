@@ -16,10 +16,11 @@ from ddpbench.catalog.backends import Backend
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.schema import Plan
 from ddpbench.records.visible import tell
-from ddpbench.runtime import agree, cpu, world
+from ddpbench.runtime import agree, cpu, network, world
 from ddpbench.runtime.world import World
-from ddpbench.session import launching
+from ddpbench.session import launch_facts, run_folder
 from ddpbench.session.recorder import Outcome
+from ddpbench.session.run_options import RunOptions
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ddpbench.session.progress import Progress
     from ddpbench.session.recorder import Recorder
 
-T = TypeVar("T", bound=launching.Options)
+T = TypeVar("T", bound=RunOptions)
 C = TypeVar("C")  # what one case is to a command
 Measure = Callable[[C], tuple[Outcome, dict[str, Any] | None]]  # the outcome, its samples' columns
 
@@ -71,7 +72,7 @@ def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
             import_module(name)
     with world.opened(place, asked.rendezvous(), asked.share_gpu) as ranks:
         agree.require_same_options(ranks, asked.named())
-        folder, plan = launching.run_folder(ranks, asked)
+        folder, plan = run_folder.broadcast_run_folder(ranks, asked)
         ranks.watchdog.on_end = lambda *end: run_end.mark(folder, *end)
         end = None
         for number, name in enumerate(asked.backend):
@@ -116,15 +117,15 @@ def _measure(
 
     device = ranks.device(asked.device)
     with ExitStack() as closing:
-        name = launching.torch_name(ranks, backend)
+        name = agree_torch_name(ranks, backend)
         tested = closing.enter_context(ranks.tested(name))
-        launching.connect(ranks, backend, tested)
+        barrier_to_connect(ranks, backend, tested)
         began, whole = time.monotonic(), cpu.CpuMeter()
         work = prepare(
             LaunchContext(ranks, backend, name, tested, asked, plan, device, index, closing)
         )
         times = agree.from_rank_0(ranks, clock.properties())
-        launch = launching.launch_record(
+        launch = launch_facts.gather_launch_record(
             ranks, backend, asked.device, index, times, work.facts, len(work.cases)
         )
         writes = ranks.rank == 0
@@ -141,7 +142,43 @@ def _measure(
             failure = agree.from_rank_0(ranks, recorder.failure)
             if failure is not None:
                 break
-        used = launching.used(ranks, whole)
+        used = launch_facts.gather_usage(ranks, whole)
         progress.stop()
         recorder.close(time.monotonic() - began, used)
     return failure
+
+
+def agree_torch_name(ranks: World, backend: Backend) -> str:
+    """The name by which torch knows the backend. Refused in all ranks together where the
+    backend's own launcher did not start them."""
+    name = backend.register() if backend.register else backend.name
+    size, objection = backend.size(), None
+    if backend.interfaces:
+        objection = network.misnamed(backend.interfaces, len(ranks.hosts) > 1)
+    if size is not None and size != ranks.world_size:
+        objection = (
+            f"{backend.name} sees a world of {size}, not of {ranks.world_size} ranks: start them "
+            f"with the mpirun of {backend.library()}, or with srun and the --mpi that it knows "
+            "(pmix for Open MPI, pmi2 for MPICH)"
+        )
+    if (sentence := agree.first_objection(ranks, objection)) is not None:
+        raise Refused(sentence)
+    return name
+
+
+def barrier_to_connect(ranks: World, backend: Backend, tested: dist.ProcessGroup | None) -> None:
+    """One barrier, so that connections made at the first call are no part of the first case.
+
+    All ranks call it; None: this one is not in the group.
+    """
+    import torch.distributed as dist
+
+    objection = None
+    try:
+        if tested is not None:
+            dist.barrier(group=tested)
+    except RuntimeError as error:
+        lines = [line for line in str(error).splitlines() if line.strip()] or ["no text"]
+        objection = f"{backend.name} cannot connect its ranks: {lines[0]} {lines[-1]}"
+    if (sentence := agree.first_objection(ranks, objection)) is not None:
+        raise Refused(sentence)

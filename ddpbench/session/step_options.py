@@ -9,13 +9,13 @@ from ddpbench.catalog.task import Workload
 from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.launch.placement import Refused
 from ddpbench.records.schema import Plan
-from ddpbench.session import launching
+from ddpbench.session.run_options import RunOptions
 
 DEFAULT = {"cpu": ("mlp",), "cuda": ("transformer",)}
 
 
 @dataclass(frozen=True)
-class Options(launching.Options):
+class Options(RunOptions):
     """What was asked for; None: as the workload or the device has it."""
 
     command = "ddp"

@@ -25,7 +25,7 @@ from ddpbench.records.schema import Epoch, Figure, Plan, Replicas, StepCase, Ste
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import agree, cpu, environment
 from ddpbench.runtime.world import World
-from ddpbench.session import launching
+from ddpbench.session import launch_facts
 from ddpbench.session.progress import Progress
 from ddpbench.session.summary import step_columns
 
@@ -91,7 +91,7 @@ class Trial:
             losses=tuple(losses) if None not in losses else (),
             epochs=epochs,
             notes=tuple(notes),
-            others_share=launching.others_share(self.ranks, meter),
+            others_share=launch_facts.gather_others_share(self.ranks, meter),
         )
         return replace(result, wall_seconds=time.monotonic() - began), columns
 

@@ -18,9 +18,10 @@ from ranks import environment
 from test_store import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench import cli
-from ddpbench.commands import ab, interleaved
-from ddpbench.commands.interleaved import Failed, Variant, variant
+from ddpbench.commands import ab
 from ddpbench.launch.placement import Refused
+from ddpbench.nested import turns
+from ddpbench.nested.turns import Failed, Variant, variant
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
 
@@ -79,7 +80,7 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeSide]:
         "times": {"a": lambda n: float(1e-3 * np.exp(noise[n])),
                   "b": lambda n: float(1e-3 * np.exp(noise[n + 100]))},
     })  # fmt: skip
-    monkeypatch.setattr(interleaved, "Side", kind)
+    monkeypatch.setattr(turns, "Side", kind)
     return kind
 
 
@@ -420,5 +421,5 @@ def test_blocks_are_drawn() -> None:
 
     order = random.Random(1)
     for _ in range(20):
-        interleaved.block([Turn("a"), Turn("b")], order)  # type: ignore[list-item]
+        turns.block([Turn("a"), Turn("b")], order)  # type: ignore[list-item]
     assert {"".join(turns[i : i + 2]) for i in range(0, 40, 2)} == {"ab", "ba"}

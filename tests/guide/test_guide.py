@@ -33,7 +33,7 @@ from test_collectives import call, command
 from test_layers import RUN, python
 
 from ddpbench import cli
-from ddpbench.guide import command as guide
+from ddpbench.commands import guide
 from ddpbench.guide import pager
 from ddpbench.launch import placement
 

@@ -28,8 +28,8 @@ import numpy.typing as npt
 from tabulate import tabulate
 
 from ddpbench.catalog.sizes import readable
-from ddpbench.commands.interleaved import Side, Variant
 from ddpbench.launch import starters
+from ddpbench.nested.turns import Side, Variant
 from ddpbench.records import store
 from ddpbench.verdicts.verdict import Shift, paired_shift
 

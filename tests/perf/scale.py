@@ -43,7 +43,7 @@ from ddpbench.runtime import cpu
 from ddpbench.runtime.network import NetPlace
 from ddpbench.runtime.subgroups import Subgroup, split
 from ddpbench.runtime.world import World
-from ddpbench.session import launching, recorder, run_end
+from ddpbench.session import launch_facts, recorder, run_end
 from ddpbench.session.summary import summarise_result
 
 WORLDS = (16, 1024, 16384)
@@ -132,7 +132,7 @@ def measured(world: int, folder: Path) -> dict[str, float]:
         run = Run("", "collectives", (), PLAN, store.now(), backends=("gloo",))
         store.create(folder, run, "scale")
         whole = cpu.CpuMeter()
-        launch = launching.launch_record(group, backend, "cpu", 0, {}, {}, CASES)
+        launch = launch_facts.gather_launch_record(group, backend, "cpu", 0, {}, {}, CASES)
         record = recorder.FileRecorder(folder, launch)
     for number in range(CASES):
         case = Case(
@@ -144,7 +144,7 @@ def measured(world: int, folder: Path) -> dict[str, float]:
         with timed("gather s", CASES):
             samples = pace.measure(case, operation, PLAN, group, team, nothing, 0.0, None)
         with timed("summary s", CASES):
-            launching.others_share(group, cpu.CpuMeter())
+            launch_facts.gather_others_share(group, cpu.CpuMeter())
             result = Result(case, 0, 1.0, 4.0, 4, wrong=tuple(pace.everyones_wrong(group, samples)))
             outcome = summarise_result(result, samples, 0.0)
         with timed("store s", CASES):
@@ -153,7 +153,7 @@ def measured(world: int, folder: Path) -> dict[str, float]:
         assert outcome[0].summary is not None
         assert outcome[0].summary.repetitions == PLAN.max_repetitions
     with timed("end s"), contextlib.redirect_stderr(io.StringIO()):
-        record.close(1.0, launching.used(group, whole))
+        record.close(1.0, launch_facts.gather_usage(group, whole))
         with contextlib.redirect_stdout(io.StringIO()):
             run_end.finish(folder, "table", None, False)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from ranks import environment
 
-from ddpbench.commands import interleaved, slurm
+from ddpbench.commands import slurm
+from ddpbench.nested import turns
 from ddpbench.records import redact, store
 from ddpbench.records.redact import Owner
 from ddpbench.records.schema import Launch, Plan, Run
@@ -128,8 +129,8 @@ def test_a_record_nested_too_deeply_is_damaged(tmp_path: Path) -> None:
 
 def test_the_sides_of_an_ab_are_told_apart_without_their_secrets() -> None:
     """What is hidden says whether the other side has the same."""
-    one = interleaved.variant("a", "HF_TOKEN=abc1 OMP_NUM_THREADS=1 --api-key x1")
-    two = interleaved.variant("b", "HF_TOKEN=abc2 OMP_NUM_THREADS=2")
+    one = turns.variant("a", "HF_TOKEN=abc1 OMP_NUM_THREADS=1 --api-key x1")
+    two = turns.variant("b", "HF_TOKEN=abc2 OMP_NUM_THREADS=2")
     assert one.shown(two) == "HF_TOKEN=(hidden, differs) OMP_NUM_THREADS=1 --api-key '***'"
     assert str(one).startswith("HF_TOKEN=(hidden) OMP_NUM_THREADS=1")
 

@@ -39,7 +39,7 @@ def planned(words: Sequence[str]) -> list[Case | StepCase] | None:
     return found
 
 
-def own_sentence(said: str) -> str:
+def last_message(said: str) -> str:
     """The last sentence of a ddpbench's stderr, other than where it stored what there is."""
     lines = [line for line in said.splitlines() if line.strip()]
     own = [line for line in lines if line.startswith("ddpbench: ") and ": stored in " not in line]

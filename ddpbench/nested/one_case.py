@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ddpbench.analysis import bandwidth, stats
-from ddpbench.commands import measuring
+from ddpbench.nested.command_line import last_message
 from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Case, Run, StepCase
 from ddpbench.verdicts import matching
@@ -74,9 +74,9 @@ def measure(command: str, asked: Sequence[str], folder: Path, deadline_seconds: 
     try:
         run = store.read(folder)
     except store.InvalidRun:
-        raise Unmeasured(measuring.own_sentence(said)) from None
+        raise Unmeasured(last_message(said)) from None
     if run.state != "complete" or (process.returncode not in TOLD and _any_measured(run)):
-        raise Unmeasured(measuring.own_sentence(said))
+        raise Unmeasured(last_message(said))
     for finding in run.findings:
         if finding.severity == "error":
             raise Unmeasured(f"{finding.sentence}. Next: {finding.next_step}")

@@ -11,7 +11,7 @@ import pytest
 from test_steps import a_step_result, a_step_run
 from test_store import a_case, a_result, a_run, a_summary
 
-from ddpbench.commands import measured
+from ddpbench.nested import one_case
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run, Wrong
 
@@ -49,7 +49,7 @@ def ended(stub: Path, run: Run | None, code: int, stderr: str = "", sleep: float
     text = json.dumps(asdict(run)) if run else ""
     script = {"run": text, "code": code, "stderr": stderr, "sleep": sleep > 0}
     (stub / "script.json").write_text(json.dumps(script))
-    return measured.measure("collectives", ["--op=all_reduce"], stub / "run", sleep or 60.0)
+    return one_case.measure("collectives", ["--op=all_reduce"], stub / "run", sleep or 60.0)
 
 
 def test_the_run_of_a_clean_command_is_read(stub: Path) -> None:
@@ -81,7 +81,7 @@ def test_what_went_wrong_is_one_sentence(
     stub: Path, run: Run | None, code: int, stderr: str, sentence: str
 ) -> None:
     """A refusal, a crash, silence, a dead rank, a wrong result: each in ddpbench's own words."""
-    with pytest.raises(measured.Unmeasured) as caught:
+    with pytest.raises(one_case.Unmeasured) as caught:
         ended(stub, run, code, stderr)
     assert str(caught.value) == sentence
 
@@ -90,14 +90,14 @@ def test_a_case_that_the_backend_does_not_have_is_a_run(stub: Path) -> None:
     """All skipped, exit code 2: the reason is in the run, and is no failure."""
     skipped = replace(a_result(), summary=None, reason="mpi has no max of complex numbers")
     run = ended(stub, a_run(skipped, exit_code=2), 2)
-    found = measured.only_case(run)
+    found = one_case.only_case(run)
     assert (found.side, found.reason) == (None, "mpi has no max of complex numbers")
 
 
 def test_when_time_is_up_all_its_processes_end(stub: Path) -> None:
     """A command that hangs, with a child of its own, is ended as a whole and named."""
     for seconds in (0.5, 5, 50):  # until it has come so far as to have a child
-        with pytest.raises(measured.Unmeasured, match=r"`ddpbench collectives \S+` was not done"):
+        with pytest.raises(one_case.Unmeasured, match=r"`ddpbench collectives \S+` was not done"):
             ended(stub, None, 0, sleep=seconds)
         if (stub / "child").exists():
             break
@@ -118,20 +118,20 @@ def test_when_time_is_up_all_its_processes_end(stub: Path) -> None:
 def test_keywords_are_options() -> None:
     """True is a flag, False and None are left out, `options` are words as they are."""
     asked = {"sizes": "1M", "ranks": 2, "no_check": True, "limit": None, "static_graph": False}
-    assert measured.words({**asked, "options": ("--import", "x")}) == [
+    assert one_case.words({**asked, "options": ("--import", "x")}) == [
         "--sizes=1M", "--nproc=2", "--no-check", "--import", "x",
     ]  # fmt: skip
-    assert measured.words({"options": "--async"}) == ["--async"]
+    assert one_case.words({"options": "--async"}) == ["--async"]
 
 
 def test_only_one_valid_case_is_taken() -> None:
     """Several cases, or a wrong one, are refused with what they are."""
     two = a_run(a_result(), a_result(a_case(nbytes=8, count=2)))
-    with pytest.raises(measured.Unmeasured, match="one case is measured at a time, not 2"):
-        measured.only_case(two)
+    with pytest.raises(one_case.Unmeasured, match="one case is measured at a time, not 2"):
+        one_case.only_case(two)
     wrong = a_run(a_result(wrong=(Wrong(1, 0, 0, "3", "4"),)))
-    with pytest.raises(measured.Unmeasured, match="rank 1 got a wrong result"):
-        measured.only_case(wrong)
+    with pytest.raises(one_case.Unmeasured, match="rank 1 got a wrong result"):
+        one_case.only_case(wrong)
 
 
 def test_json_gives_the_same_again(tmp_path: Path) -> None:
@@ -141,14 +141,14 @@ def test_json_gives_the_same_again(tmp_path: Path) -> None:
     for run, key in ((a_run(*results), "busbw_bytes_per_second"),
                      (a_step_run(a_step_result()), "steps_verified")):  # fmt: skip
         store.create(tmp_path / key, run, "x")
-        found = measured.only_case(run)
-        stored = json.loads(json.dumps(measured.to_json(run, found, 0.04, tmp_path)))
-        again = measured.from_json(stored, "0001")
+        found = one_case.only_case(run)
+        stored = json.loads(json.dumps(one_case.to_json(run, found, 0.04, tmp_path)))
+        again = one_case.from_json(stored, "0001")
         assert (again.case, again.side) == (found.case, found.side)
         assert (again.margin, again.source) == (0.04, "0001")
         assert key in stored
-    stored = measured.to_json(a_run(*results), measured.only_case(a_run(*results)), None, tmp_path)
+    stored = one_case.to_json(a_run(*results), one_case.only_case(a_run(*results)), None, tmp_path)
     assert stored["algbw_bytes_per_second"] == pytest.approx(4096 / 3.5e-3)
     assert stored["interval_seconds"] == pytest.approx([1e-3, 6e-3])
     with pytest.raises(ValueError, match="0001 holds no figures of ddpbench"):
-        measured.from_json({"case": {}}, "0001")
+        one_case.from_json({"case": {}}, "0001")

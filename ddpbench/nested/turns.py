@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ddpbench
-from ddpbench.commands.measuring import MEASURING, checked, own_sentence, planned
 from ddpbench.launch.placement import Refused
+from ddpbench.nested.command_line import MEASURING, checked, last_message, planned
 from ddpbench.records import redact, store
-from ddpbench.session import launching, options
+from ddpbench.session import options, run_folder
 
 TAKEN = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
 PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
@@ -112,7 +112,7 @@ def prepared(
         folder = Path(namespace.output)
         folder.mkdir(parents=True, exist_ok=False)
     except OSError as error:
-        raise Refused(launching.cannot_write(error)) from None
+        raise Refused(run_folder.explain_unwritable(error)) from None
     return folder
 
 
@@ -179,7 +179,7 @@ class Side:
         if code is None:  # it has ended, perhaps before its turn
             code, told = self._process.wait(60), 0
         self._errors.seek(told)
-        raise Failed(self, own_sentence(self._errors.read()), code)
+        raise Failed(self, last_message(self._errors.read()), code)
 
     def interrupt(self) -> None:
         """As Ctrl-C would: it stores what it has."""

@@ -1,0 +1,78 @@
+"""The options that every measuring command has, parsed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
+
+from ddpbench.records.schema import Plan
+from ddpbench.runtime.world import Rendezvous
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the user asked for, checked; None: the default depends on device or launcher."""
+
+    command: ClassVar[str]
+    usual_launches: ClassVar[int] = 1  # where ddpbench starts the ranks and nobody said how many
+
+    backend: tuple[str, ...]
+    device: str
+    nproc: int | None
+    modules: tuple[str, ...]
+    share_gpu: bool
+    init_method: str | None
+    master_addr: str | None
+    master_port: int | None
+    timeout: float
+    watchdog: str
+    launches: int | None
+    seed: int | None
+    format: str
+    columns: tuple[str, ...] | None
+    quiet: bool
+    output: str | None
+    join: str | None
+    launch: int
+    progress: bool
+    paced: bool  # each launch waits for a line of stdin, and its exit code goes to stdout
+
+    @classmethod
+    def of(cls, namespace: argparse.Namespace) -> Self:
+        """These options as a command line gave them."""
+        given = {field.name: getattr(namespace, field.name) for field in fields(cls)}
+        return cls(**{**given, "modules": tuple(given["modules"])})
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """What is measured, by name."""
+        raise NotImplementedError
+
+    def plan(self, seed: int) -> Plan:
+        """The protocol as it is stored with the run."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises Refused, with one sentence, for options that do not go together."""
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether a terminal is there for it: here, or where ddpbench started the ranks."""
+        return not self.quiet and (self.progress or sys.stderr.isatty())
+
+    def rendezvous(self) -> Rendezvous:
+        """How the ranks meet; a file serves one launch only."""
+        method = self.init_method
+        if method and method.startswith("file://") and self.join is not None:
+            method = f"{method}.{self.launch}"
+        return Rendezvous(method, self.master_addr, self.master_port, self.timeout, self.watchdog)
+
+    def named(self) -> dict[str, object]:
+        """What must be the same in all ranks, by the names of the options."""
+        names = {"async_op": "async", "modules": "import"}
+        return {names.get(k, k.replace("_", "-")): v for k, v in asdict(self).items()}
