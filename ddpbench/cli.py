@@ -40,10 +40,10 @@ from ddpbench.launch.supervise import Deadline
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.visible import escape, prepare_streams, silence_stdout, tell
+from ddpbench.render.collective_columns import COLUMNS, UnknownColumn
 from ddpbench.render.doctor import FINDING_COLUMNS
 from ddpbench.render.formats import FORMATS
-from ddpbench.render.rows import COLUMNS, UnknownColumn
-from ddpbench.render.steps import STEP_COLUMNS
+from ddpbench.render.step_columns import STEP_COLUMNS
 from ddpbench.runtime.agree import first_line
 from ddpbench.selftest import command as selftest
 from ddpbench.session import options, run_folder

@@ -26,7 +26,7 @@ from ddpbench.launch.placement import Placement, Refused
 from ddpbench.measure import memory
 from ddpbench.measure.start import STARTS
 from ddpbench.records.schema import Case, Limit, Plan, Result
-from ddpbench.render.rows import COLUMNS
+from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.runtime import agree, cpu, environment
 from ddpbench.runtime.subgroups import GROUPS, Partition
 from ddpbench.runtime.world import World

@@ -20,7 +20,7 @@ from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.schema import StepCase
-from ddpbench.render.steps import STEP_COLUMNS
+from ddpbench.render.step_columns import STEP_COLUMNS
 from ddpbench.runtime import agree
 from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts, launch_loop, options

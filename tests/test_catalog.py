@@ -17,7 +17,8 @@ from dataclasses import replace
 from ddpbench.analysis import findings, lines
 from ddpbench.catalog import backends, operations
 from ddpbench.records.schema import Finding
-from ddpbench.render import formats, rows
+from ddpbench.render import collective_columns as rows
+from ddpbench.render import formats
 
 operations.OPERATIONS["all_reduce_twice"] = replace(
     operations.OPERATIONS["broadcast"], name="all_reduce_twice", help="a fake"

@@ -153,12 +153,15 @@ UP = {
     "of a module": ("analysis/stats.py", "import ddpbench.runtime.world"),
     "of a whole package": ("analysis/stats.py", "from ddpbench import runtime"),
     "in a function": ("runtime/agree.py", "def f():\n    from ddpbench.measure import loop"),
-    "for types": ("catalog/sizes.py", "if TYPE_CHECKING:\n    from ddpbench.render import rows"),
+    "for types": (
+        "catalog/sizes.py",
+        "if TYPE_CHECKING:\n    from ddpbench.render import formats",
+    ),
     "by name": ("measure/clock.py", "importlib.import_module('ddpbench.collectives')"),
     "relatively": ("runtime/cpu.py", "from ..catalog import backends"),
     "from a package": ("render/__init__.py", "from ..measure.loop import Samples"),
     "to the front door": ("collectives.py", "def f():\n    from ddpbench import cli"),
-    "beside": ("render/rows.py", "from ddpbench.catalog.backends import BACKENDS"),
+    "beside": ("render/collective_columns.py", "from ddpbench.catalog.backends import BACKENDS"),
     "of what users are given": ("runtime/agree.py", "from ddpbench import verify_replicas"),
     "in the package itself": ("__init__.py", "from ddpbench.replicas import Report"),
     "under another test": (

@@ -10,8 +10,8 @@ from ddpbench.analysis import stats
 from ddpbench.analysis.lines import BUSY_SHARE
 from ddpbench.records.schema import Run, StepCase
 from ddpbench.records.visible import escaped
+from ddpbench.render.collective_columns import digits
 from ddpbench.render.comparison import label
-from ddpbench.render.rows import digits
 from ddpbench.render.style import TERMINAL
 from ddpbench.verdicts import noise
 from ddpbench.verdicts.noise import Noise

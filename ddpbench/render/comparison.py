@@ -12,7 +12,7 @@ from ddpbench.analysis.stats import half_width
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Interval, StepCase
 from ddpbench.records.visible import escaped
-from ddpbench.render.rows import at_once, digits
+from ddpbench.render.collective_columns import at_once, digits
 from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 from ddpbench.verdicts.comparison import ONLY_BASE, ONLY_NEW, Comparison, Row, exit_code
 from ddpbench.verdicts.differences import Difference

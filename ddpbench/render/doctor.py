@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from ddpbench.analysis.setup import counted
 from ddpbench.records.schema import Examination, Finding, Run
-from ddpbench.render import capabilities, links, preflight, rows, stragglers
-from ddpbench.render.rows import Column
+from ddpbench.render import capabilities, links, preflight, stragglers
+from ddpbench.render import collective_columns as rows
+from ddpbench.render.collective_columns import Column
 from ddpbench.render.style import Style
 
 FINDING_COLUMNS: dict[str, Column[Finding]] = {

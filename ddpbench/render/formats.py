@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.visible import escaped
-from ddpbench.render import prometheus, pyperf, rows
+from ddpbench.render import collective_columns as rows
+from ddpbench.render import prometheus, pyperf
 from ddpbench.render.doctor import FINDING_COLUMNS
-from ddpbench.render.steps import STEP_COLUMNS
+from ddpbench.render.step_columns import STEP_COLUMNS
 from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 
 if TYPE_CHECKING:

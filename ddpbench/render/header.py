@@ -9,7 +9,7 @@ from ddpbench.analysis import stats
 from ddpbench.analysis.lines import FLAGS, Line
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Finding, Launch, Run
-from ddpbench.render.rows import digits
+from ddpbench.render.collective_columns import digits
 
 TENSORS = 2  # that differ, told above the tables
 

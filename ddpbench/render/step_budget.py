@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ddpbench.analysis import steps
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Bucket, Part, Run
-from ddpbench.render.steps import bounded, ms, named, percent, span, uncertain
+from ddpbench.render.step_columns import bounded, ms, named, percent, span, uncertain
 from ddpbench.render.style import Style
 
 BUCKETS, ENDS = 12, 5  # so many buckets are shown, else so many of either end

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Epoch, Replicas, Run
-from ddpbench.render.rows import digits
-from ddpbench.render.steps import ms, named, percent
+from ddpbench.render.collective_columns import digits
+from ddpbench.render.step_columns import ms, named, percent
 from ddpbench.render.style import Style
 
 EPOCHS, FEW = 18, 3  # so many epochs are shown, else so many of either end and ten between

@@ -8,8 +8,8 @@ from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Run, StepCase
 from ddpbench.render import step_budget, step_replicas
-from ddpbench.render.rows import chosen, digits, ranks, text
-from ddpbench.render.steps import STEP_COLUMNS
+from ddpbench.render.collective_columns import chosen, digits, ranks, text
+from ddpbench.render.step_columns import STEP_COLUMNS
 from ddpbench.render.style import Style
 
 Columns = tuple[str, ...] | None

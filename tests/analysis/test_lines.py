@@ -10,7 +10,7 @@ from test_store import a_case, a_launch, a_result, a_run, a_summary
 from ddpbench.analysis import lines, stats
 from ddpbench.analysis.lines import Line
 from ddpbench.records.schema import Case, Limit, Plan, Result, Wrong
-from ddpbench.render import rows
+from ddpbench.render import collective_columns as rows
 
 # --- one launch -----------------------------------------------------------------------------------
 

@@ -15,9 +15,10 @@ from ddpbench import collectives
 from ddpbench.analysis import lines
 from ddpbench.records import codec
 from ddpbench.records.schema import Finding, Limit, Plan, Run, Wrong
-from ddpbench.render import formats, rows
+from ddpbench.render import collective_columns as rows
+from ddpbench.render import formats
+from ddpbench.render.collective_columns import COLUMNS, Column, digits
 from ddpbench.render.formats import FORMATS
-from ddpbench.render.rows import COLUMNS, Column, digits
 from ddpbench.session import options
 
 

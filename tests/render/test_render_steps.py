@@ -22,11 +22,11 @@ from test_steps import (
 from ddpbench.analysis import findings, step_lines, steps
 from ddpbench.records import codec
 from ddpbench.records.schema import Finding, Plan, Run, StepResult
+from ddpbench.render import collective_columns as displayed
 from ddpbench.render import formats
-from ddpbench.render import rows as displayed
+from ddpbench.render.collective_columns import Column, UnknownColumn
 from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
-from ddpbench.render.rows import Column, UnknownColumn
-from ddpbench.render.steps import STEP_COLUMNS, ms
+from ddpbench.render.step_columns import STEP_COLUMNS, ms
 
 TITLE = "mlp  width=1024 depth=8  8.397 M parameters (33.59 MB)  batch 64 a rank  sgd  2 ranks  cpu"
 

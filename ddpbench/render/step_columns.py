@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.render.rows import Column
+from ddpbench.render.collective_columns import Column
 
 if TYPE_CHECKING:
     from ddpbench.analysis.step_lines import StepLine
