@@ -44,7 +44,7 @@ from ddpbench.render.collective_columns import COLUMNS, UnknownColumn
 from ddpbench.render.doctor import FINDING_COLUMNS
 from ddpbench.render.formats import FORMATS
 from ddpbench.render.step_columns import STEP_COLUMNS
-from ddpbench.runtime.agree import first_line
+from ddpbench.runtime.control import first_line
 from ddpbench.selftest import command as selftest
 from ddpbench.session import options, run_folder
 from ddpbench.session.run_options import RunOptions

@@ -27,7 +27,7 @@ from ddpbench.measure import memory
 from ddpbench.measure.start import STARTS
 from ddpbench.records.schema import Case, Limit, Plan, Result
 from ddpbench.render.collective_columns import COLUMNS
-from ddpbench.runtime import agree, cpu, environment
+from ddpbench.runtime import control, cpu, environment
 from ddpbench.runtime.subgroups import GROUPS, Partition
 from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts, launch_loop, options
@@ -238,7 +238,7 @@ def prepare(at: LaunchContext[Options]) -> Work[Numbered]:
     from ddpbench.measure import calibrate, loop
 
     ranks, asked = at.ranks, at.asked
-    teams = at.closing.enter_context(ranks.teams(at.name, at.tested, asked.groups))
+    teams = at.closing.enter_context(ranks.agree_subgroups(at.name, at.tested, asked.groups))
     for team in teams.values():
         launch_loop.barrier_to_connect(ranks, at.backend, team.group)
     loop.settle()
@@ -305,7 +305,7 @@ class Sweep:
             launch_facts.read_spent_seconds(self.meter), samples.huge_share, samples.page_faults,
             self.handoff and self.handoff.seconds(),
         ]  # fmt: skip
-        used, shares, faults, handoffs = zip(*agree.everyones(ranks, mine), strict=True)
+        used, shares, faults, handoffs = zip(*control.gather_values(ranks, mine), strict=True)
         share = launch_facts.compute_others_share(ranks, used)
         if share is not None:  # else the case is too short to tell, and the next adds to it
             self.meter, self.share = cpu.CpuMeter(), share

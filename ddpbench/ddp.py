@@ -21,7 +21,7 @@ from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.schema import StepCase
 from ddpbench.render.step_columns import STEP_COLUMNS
-from ddpbench.runtime import agree
+from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts, launch_loop, options
 from ddpbench.session.launch_loop import LaunchContext, Measure, Work
@@ -261,7 +261,7 @@ def _require_hook(ranks: World, asked: Options, backend: Backend) -> None:
             asked.comm_hook, backend.name, asked.device, 0.8 * asked.timeout,
             asked.ddp_options(), asked.modules,
         )  # fmt: skip
-    sentence = agree.from_rank_0(ranks, sentence)
+    sentence = control.broadcast_value(ranks, sentence)
     if sentence is not None:
         raise Refused(f"--comm-hook {sentence}; use --comm-hook none, or another backend")
 

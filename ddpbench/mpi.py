@@ -40,7 +40,7 @@ def _tell() -> None:
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(place.local_rank),
     }
-    os.environ["MASTER_ADDR"], _, os.environ["MASTER_PORT"] = mpi_library.meeting_point(
+    os.environ["MASTER_ADDR"], _, os.environ["MASTER_PORT"] = mpi_library.broadcast_meeting_point(
         place.local_world_size == size, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     ).rpartition(":")
 

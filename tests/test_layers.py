@@ -152,7 +152,7 @@ UP = {
     "at the top": ("records/codec.py", "from ddpbench.analysis import stats"),
     "of a module": ("analysis/stats.py", "import ddpbench.runtime.world"),
     "of a whole package": ("analysis/stats.py", "from ddpbench import runtime"),
-    "in a function": ("runtime/agree.py", "def f():\n    from ddpbench.measure import loop"),
+    "in a function": ("runtime/control.py", "def f():\n    from ddpbench.measure import loop"),
     "for types": (
         "catalog/sizes.py",
         "if TYPE_CHECKING:\n    from ddpbench.render import formats",
@@ -162,7 +162,7 @@ UP = {
     "from a package": ("render/__init__.py", "from ..measure.loop import Samples"),
     "to the front door": ("collectives.py", "def f():\n    from ddpbench import cli"),
     "beside": ("render/collective_columns.py", "from ddpbench.catalog.backends import BACKENDS"),
-    "of what users are given": ("runtime/agree.py", "from ddpbench import verify_replicas"),
+    "of what users are given": ("runtime/control.py", "from ddpbench import verify_replicas"),
     "in the package itself": ("__init__.py", "from ddpbench.replicas import Report"),
     "under another test": (
         "session/recorder.py",

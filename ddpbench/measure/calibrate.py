@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ddpbench.launch.sockets import family
 from ddpbench.measure import clock
 from ddpbench.records.schema import Limit
-from ddpbench.runtime import agree
+from ddpbench.runtime import control
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
 
@@ -75,8 +75,8 @@ def rates(group: World, sizes: Iterable[int], splits: Iterable[Partition]) -> Ra
     for nbytes in copied:
         group.watchdog.rearm()
         copy = partial(_copy_rate, group, source[:nbytes], target[:nbytes])
-        together = agree.everyones(group, copy(True))
-        single = agree.everyones(group, copy(first_of_host))
+        together = control.gather_values(group, copy(True))
+        single = control.gather_values(group, copy(first_of_host))
         copies[nbytes] = min(usual for usual, _ in together)
         alone[nbytes] = min(usual for usual, _ in single if usual)
         fastest = max(fastest, *(best for _, best in together + single))
@@ -89,7 +89,7 @@ def _copy_rate(
     group: World, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], copies_too: bool
 ) -> tuple[float, float]:
     """Median and best rate of this rank's copies while others copy; 0 where it stands aside."""
-    agree.decision(group, 0)
+    control.broadcast_decision(group, 0)
     if not copies_too:
         return 0.0, 0.0
     spans: list[int] = []
@@ -117,14 +117,14 @@ def _ring_rates(group: World, split: Partition) -> tuple[float | None, float | N
         server = sockets.enter_context(
             socket.create_server(place, family=family(group.address), backlog=1)
         )
-        addresses = agree.everyones(group, [group.address, server.getsockname()[1]])
+        addresses = control.gather_values(group, [group.address, server.getsockname()[1]])
         address = tuple(addresses[team[(at + 1) % len(team)]])
         failure = None
         try:
             outward = sockets.enter_context(socket.create_connection(address, CONNECT_SECONDS))
         except OSError as error:
             failure = str(error)
-        if agree.first_objection(group, failure) is not None:  # before one waits for the other
+        if control.agree_objection(group, failure) is not None:  # before one waits for the other
             return None, None
         server.settimeout(deadline)
         inward = sockets.enter_context(server.accept()[0])
@@ -163,7 +163,7 @@ def _stream(
     group.watchdog.rearm()
     sends = group.rank in senders
     hears = previous in senders
-    agree.decision(group, 0)
+    control.broadcast_decision(group, 0)
     sender = threading.Thread(target=send, daemon=True)
     if sends:
         sender.start()
@@ -179,5 +179,5 @@ def _stream(
             ended = clock.now_ns()
     if sends:
         sender.join()
-    rates = agree.everyones(group, total / ((ended - began) * 1e-9) if hears else None)
+    rates = control.gather_values(group, total / ((ended - began) * 1e-9) if hears else None)
     return float(min(rate for rate in rates if rate is not None))

@@ -13,7 +13,7 @@ import secrets
 from statistics import median
 
 from ddpbench.measure import clock
-from ddpbench.runtime import agree
+from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 
 ROUNDS, DEADLINE_NS = 100, 2_000_000
@@ -40,10 +40,10 @@ class Handoff:
             mine[:2] = os.getpid(), fd
         except (OSError, AttributeError):
             words = None
-        everyone = agree.everyones(group, mine)
+        everyone = control.gather_values(group, mine)
         if at ^ 1 < len(group.neighbours):
             self._words = words if self._first else _opened(*everyone[group.neighbours[at ^ 1]])
-        agree.everyones(group, None)  # only now has everyone opened what others hold open
+        control.gather_values(group, None)  # only now has everyone opened what others hold open
         if fd is not None:
             os.close(fd)
 
@@ -53,7 +53,7 @@ class Handoff:
         All ranks together; a pair that does not get its cores at once gives up in 2 ms.
         """
         words, self._turn = self._words, self._turn + 1
-        agree.together()
+        control.barrier_all()
         if words is None:
             return None
         spans = []

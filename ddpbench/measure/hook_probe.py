@@ -23,7 +23,7 @@ from ddpbench.catalog.hooks import HOOKS
 from ddpbench.launch.placement import Refused
 from ddpbench.measure import throwaway
 from ddpbench.measure.throwaway import Tell, Trial
-from ddpbench.runtime import agree
+from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 
 MODULE = "ddpbench.measure.hook_probe"
@@ -117,7 +117,7 @@ def _try(request: Request, ranks: World, tell: Tell) -> None:
     with throwaway.tested(request, ranks) as (tested, device):
         parameters = _train(request, tested, device, ranks.rank, tell)
         tell("doing", "the comparison of the replicas")
-        if len(set(agree.everyones(ranks, _digest(parameters)))) > 1:
+        if len(set(control.gather_values(ranks, _digest(parameters)))) > 1:
             raise Refused(f"the replicas' parameters differ after {STEPS} steps")
     tell("works")
 

@@ -20,7 +20,7 @@ from ddpbench.analysis.clocks import Ahead
 from ddpbench.launch import sockets
 from ddpbench.measure import clock
 from ddpbench.records.schema import Offset
-from ddpbench.runtime import agree
+from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 
 # Of all clocks together, so that many hosts take no longer than few; of each one at least.
@@ -119,7 +119,7 @@ def _connect(
             told = stack.enter_context(server).getsockname()[:2]
         except OSError as error:
             failure = f"{group.address} cannot be listened on ({error.strerror})"
-    address = agree.from_rank_0(group, told)
+    address = control.broadcast_value(group, told)
     if address is not None and group.rank in others:
         try:
             peers[0] = stack.enter_context(
@@ -128,7 +128,7 @@ def _connect(
             peers[0].sendall(RANK.pack(group.rank))
         except OSError as error:
             failure = f"{address[0]} cannot be connected to ({error})"
-    objection = agree.first_objection(group, failure)  # before rank 0 waits for who cannot come
+    objection = control.agree_objection(group, failure)  # before rank 0 waits for who cannot come
     if objection is None and server is not None:
         server.settimeout(_patience(group))
         for _ in others:
@@ -163,7 +163,7 @@ def _compared(group: World, ranks: list[list[int]], peers: dict[int, socket.sock
                 f"rank {rank} ({other.host}) is lost while the clocks are compared: {error}"
             ) from None
     told = [[each.least_ns, each.most_ns] for each in found]
-    return [Ahead(*each) for each in agree.from_rank_0(group, told)]
+    return [Ahead(*each) for each in control.broadcast_value(group, told)]
 
 
 def _asked(peer: socket.socket) -> tuple[int, int, int]:

@@ -20,7 +20,7 @@ from ddpbench.analysis.kept import Kept
 from ddpbench.catalog.operations import Operation
 from ddpbench.measure.loop import Bench
 from ddpbench.records.schema import Case, Plan, Wrong
-from ddpbench.runtime import agree
+from ddpbench.runtime import control
 from ddpbench.runtime.subgroups import Subgroup
 from ddpbench.runtime.world import World
 
@@ -74,8 +74,8 @@ def measure(
         try:
             bench = Bench(case, operation, plan, group, team, device)
         except (OSError, MemoryError, RuntimeError, TypeError, AttributeError) as error:
-            objection = f"cannot make the buffers: {agree.first_line(error)}"
-    samples.objection = agree.first_objection(group, objection)
+            objection = f"cannot make the buffers: {control.first_line(error)}"
+    samples.objection = control.agree_objection(group, objection)
     if samples.objection is not None or bench is None:
         return samples
     samples.huge_share = bench.huge_share
@@ -99,8 +99,8 @@ def _measure(bench: Bench, samples: Samples, shortest_seconds: float, ahead_ns: 
     try:
         cold = bench.repeat(1)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        objection = f"not supported: {agree.first_line(error)}"
-    samples.objection = agree.first_objection(group, objection)
+        objection = f"not supported: {control.first_line(error)}"
+    samples.objection = control.agree_objection(group, objection)
     if samples.objection is not None:
         return
     pace = Pace(bench, samples, seconds=time.monotonic() - began, ahead_ns=ahead_ns)
@@ -133,7 +133,7 @@ class Pace:
     def gathered(self, stamps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         """At rank 0 all ranks' stamps in its clock."""
         ahead = np.array([self.ahead_ns, self.ahead_ns, 0], dtype=np.int64)
-        return agree.at_rank_0(self.bench.group, stamps - ahead)
+        return control.gather_to_rank_0(self.bench.group, stamps - ahead)
 
     def fitting(self, wanted: int, until: float, least: int = 1) -> int:
         """How many of the wanted repetitions fit the time left and a burst; where no time is left
@@ -150,7 +150,7 @@ class Pace:
         bench, group = self.bench, self.bench.group
         if group.rank == 0 and group.watchdog.signal is not None:
             wanted = INTERRUPTED
-        count = agree.decision(group, wanted)
+        count = control.broadcast_decision(group, wanted)
         if count <= 0:
             if count == INTERRUPTED:
                 self.samples.stop_reason = "interrupted"
@@ -210,7 +210,7 @@ def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
         median = float(np.median(windows.over[-1].times(1)))
         if 0 < median < shortest_seconds:
             batch = int(shortest_seconds / median) + 1
-    return agree.decision(pace.bench.group, batch)
+    return control.broadcast_decision(pace.bench.group, batch)
 
 
 def _settled(windows: Kept, calls: int) -> bool:
@@ -266,7 +266,7 @@ def _check(bench: Bench, samples: Samples, repetition: int) -> None:
 
 def everyones_wrong(group: World, samples: Samples) -> list[Wrong]:
     """The first wrong element of each rank that has one, in every rank."""
-    if not agree.any_rank(bool(samples.wrong)):
+    if not control.agree_any(bool(samples.wrong)):
         return []
-    found = agree.everyones(group, [vars(w) for w in samples.wrong])
+    found = control.gather_values(group, [vars(w) for w in samples.wrong])
     return [Wrong(**wrong) for mine in found for wrong in mine]

@@ -20,7 +20,7 @@ from ddpbench.analysis.steps import Samples
 from ddpbench.catalog.faults import Planted
 from ddpbench.measure import clock
 from ddpbench.measure.step import Marks, Replica, own_timers, phases, since
-from ddpbench.runtime import agree
+from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 
 WARM_UP = 4  # steps: DDP's buckets have their final order after one, powersgd compresses from two
@@ -116,11 +116,11 @@ class Rounds:
 
     def _measure(self, measured: Measured, until: float, seconds: float) -> None:
         count = self.pace.in_a_row or (IN_A_ROW if IN_A_ROW * seconds < STRETCH_SECONDS else 1)
-        count = measured.in_a_row = agree.decision(self.group, count)
+        count = measured.in_a_row = control.broadcast_decision(self.group, count)
         order = random.Random(self.seed)  # the same in every rank
         began = time.monotonic()
         while not self.stopped:
-            reason = agree.decision(self.group, self._over(until))
+            reason = control.broadcast_decision(self.group, self._over(until))
             if reason:
                 measured.stop_reason = STOPS[reason]
                 return
@@ -175,7 +175,7 @@ class Rounds:
         marks, wall, taken = Marks(replica.device), 0, 0
         ready = [replica.batches(ahead) for ahead in range(count)]
         self.group.watchdog.rearm()
-        agree.together()
+        control.barrier_all()
         self._synchronise()
         began = clock.now_ns()
         for batches in ready:
@@ -235,7 +235,7 @@ class Rounds:
         walls = {arm: self._all(each[:rounds]) for arm, each in sorted(self._walls.items())}
         verify = self._all(self.verify_ns) if self.verify_ns else None
         names = sorted(set.intersection(*(set(each) for each in self._timers)))
-        agreed = agree.everyones(self.group, names)
+        agreed = control.gather_values(self.group, names)
         common = [name for name in names if all(name in each for each in agreed)]
         timers = {
             name: self._all([round(each[name] * 1e9) for each in self._timers]) for name in common
@@ -259,4 +259,4 @@ class Rounds:
         )
 
     def _all(self, mine: Any) -> npt.NDArray[np.int64] | None:
-        return agree.at_rank_0(self.group, np.array(mine, np.int64))
+        return control.gather_to_rank_0(self.group, np.array(mine, np.int64))

@@ -223,7 +223,7 @@ def _rank(request: Request, folder: Path, attempt: Callable[[World, Tell], None]
             for module in request.modules:
                 import_module(module)
             meeting = Rendezvous(timeout_seconds=request.seconds)
-            with world.opened(place, meeting, share_gpu=True) as ranks:
+            with world.join_world(place, meeting, share_gpu=True) as ranks:
                 _told(lambda: attempt(ranks, tell), tell)
         except Exception as error:
             tell("failed", sentence(error))
@@ -245,6 +245,6 @@ def tested(request: Request, ranks: World) -> Iterator[tuple[dist.ProcessGroup, 
     """A group of all ranks on the backend asked for, and this rank's device."""
     backend = backends.get(request.backend)
     name = backend.register() if backend.register else backend.name
-    device = ranks.device(request.device)
-    with ranks.tested(name) as found:
+    device = ranks.agree_device(request.device)
+    with ranks.agree_group(name) as found:
         yield found, device

@@ -17,7 +17,7 @@ from ddpbench.launch.placement import Refused
 from ddpbench.measure import clock
 from ddpbench.records import store
 from ddpbench.records.schema import Epoch
-from ddpbench.runtime import agree
+from ddpbench.runtime import control
 
 if TYPE_CHECKING:
     from ddpbench.catalog.task import Task, Training
@@ -61,7 +61,7 @@ def train(
     ranks.watchdog.phase("the start of the training")
     folder = checkpoint.parent if checkpoint and ranks.rank == 0 else Path()
     absent = None if folder.is_dir() else f"--checkpoint {checkpoint}: there is no folder {folder}"
-    if (sentence := agree.first_objection(ranks, absent)) is not None:
+    if (sentence := control.agree_objection(ranks, absent)) is not None:
         raise Refused(sentence)
     ddp = DistributedDataParallel(task.model, process_group=tested)
     _build_buckets(ddp, task, training)
@@ -77,7 +77,7 @@ def train(
         if checkpoint is not None:
             _save(ranks, checkpoint, state)
         seen(trained[-1])
-        if agree.first_objection(ranks, ranks.interrupted) is not None:
+        if control.agree_objection(ranks, ranks.interrupted) is not None:
             break
     return tuple(trained)
 
@@ -127,7 +127,7 @@ def _epoch(
         number=state.epoch,
         train_loss=train_loss / trained,
         validation_loss=validation_loss / validated,
-        seconds=max(agree.everyones(ranks, seconds)),
+        seconds=max(control.gather_values(ranks, seconds)),
         replicas_equal=None if check is None else equal,
     )
 
@@ -177,7 +177,7 @@ def _save(ranks: World, path: Path, state: _State) -> None:
                 f"the checkpoint {path} cannot be written after epoch {state.epoch} "
                 f"({error.strerror}): name a file that can"
             )
-    if (sentence := agree.first_objection(ranks, objection)) is not None:
+    if (sentence := control.agree_objection(ranks, objection)) is not None:
         raise Refused(sentence)
 
 
@@ -207,9 +207,9 @@ def _resume(ranks: World, path: Path | None, state: _State, epochs: int) -> None
             content = path.read_bytes()
         except OSError as error:
             objection = f"the checkpoint {path} cannot be read ({error.strerror}): start without it"
-    if (objection := agree.from_rank_0(ranks, objection)) is None:
-        content = agree.bytes_from_rank_0(ranks, content)
-        objection = agree.first_objection(ranks, _taken(content, path, state, epochs))
+    if (objection := control.broadcast_value(ranks, objection)) is None:
+        content = control.broadcast_bytes(ranks, content)
+        objection = control.agree_objection(ranks, _taken(content, path, state, epochs))
     if objection is not None:
         raise Refused(objection)
 
@@ -221,7 +221,7 @@ def _taken(content: bytes, path: Path, state: _State, epochs: int) -> str | None
         # count of steps would otherwise stay on a GPU, and each step wait for it.
         read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever damaged bytes lead the reader to
-        return f"the checkpoint {path} is damaged ({agree.first_line(error)}): start without it"
+        return f"the checkpoint {path} is damaged ({control.first_line(error)}): start without it"
     if not isinstance(read, dict) or read.keys() != _stored(state).keys():
         return f"{path} is no checkpoint of ddpbench's: start without it"
     theirs = read["settings"]
@@ -241,6 +241,6 @@ def _taken(content: bytes, path: Path, state: _State, epochs: int) -> str | None
         state.model.load_state_dict(read["model"])
         state.optimizer.load_state_dict(read["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
-        return f"the checkpoint {path} is of another model: {agree.first_line(error)}"
+        return f"the checkpoint {path} is of another model: {control.first_line(error)}"
     state.epoch, state.step = read["epoch"], read["step"]
     return None

@@ -154,14 +154,14 @@ def _create(given: Any, _: Any) -> dist.ProcessGroup:
     lane = Lane(given.group_rank, given.timeout, str(given.group_id))
     lane.inside = (0, "new_group", None, 0)
     try:
-        comm = _communicator(ranks, str(given.group_id))
+        comm = _agree_communicator(ranks, str(given.group_id))
     finally:
         lane.inside = None
     comm.Set_errhandler(mpi().ERRORS_RETURN)
     return ProcessGroupMPI4PY(comm, str(given.group_id), lane)
 
 
-def _communicator(ranks: list[int], name: str) -> Any:
+def _agree_communicator(ranks: list[int], name: str) -> Any:
     """A new communicator of these ranks of MPI's world, in this order; all of them must call."""
     comm = mpi().COMM_WORLD
     if ranks == list(range(comm.Get_size())):

@@ -172,7 +172,9 @@ def broadcast_text(text: str | None) -> str:
     return data.decode()
 
 
-def meeting_point(local: bool, address: str | None = None, port: str | int | None = None) -> str:
+def broadcast_meeting_point(
+    local: bool, address: str | None = None, port: str | int | None = None
+) -> str:
     """Rank 0's "address:port" for a store, in every rank; `local`: all are on one host.
 
     What is given of the two is kept: rank 0's host and a free port of it stand in for the rest.

@@ -27,7 +27,7 @@ from ddpbench.launch.placement import Placement, Refused
 from ddpbench.launch.rendezvous import serve
 from ddpbench.launch.sockets import Connection
 from ddpbench.records import redact
-from ddpbench.runtime import agree, network, subgroups
+from ddpbench.runtime import control, network, subgroups
 from ddpbench.runtime.network import NetPlace
 from ddpbench.runtime.subgroups import Partition, Subgroup
 
@@ -67,7 +67,7 @@ class World:
     timeout: timedelta
     share_gpu: bool = False
     gpu_mates: list[int] = field(default_factory=list)  # the ranks on this rank's GPU
-    control: frozenset[Connection] = frozenset()  # the connections that are not the backend's
+    control_connections: frozenset[Connection] = frozenset()  # not the backend's
 
     @property
     def rank(self) -> int:
@@ -118,10 +118,10 @@ class World:
         used first. Found in this process's sockets; a backend that uses none has no address."""
         mine = self.net[self.rank]
         theirs = (place.addresses for place in self.net if place.network != mine.network)
-        new = sockets.connections() - self.control
+        new = sockets.connections() - self.control_connections
         return sockets.local_addresses(new, frozenset().union(*theirs))
 
-    def device(self, kind: str) -> torch.device:
+    def agree_device(self, kind: str) -> torch.device:
         """This rank's device: a GPU of its own, in order of the ranks on the machine.
 
         All ranks call it together. Raises Refused, naming the ranks, when two would share one.
@@ -132,7 +132,7 @@ class World:
             return torch.device("cpu")
         index = self.neighbours.index(self.rank) % max(1, torch.cuda.device_count())
         gpu = str(torch.cuda.get_device_properties(index).uuid)  # a task may see its own GPU only
-        everyones = agree.everyones(self, [self.who[self.rank].boot_id, gpu])
+        everyones = control.gather_values(self, [self.who[self.rank].boot_id, gpu])
         same = [rank for rank, each in enumerate(everyones) if each == everyones[self.rank]]
         shared = [rank for rank, each in enumerate(everyones) if everyones.count(each) > 1]
         allowed = self.share_gpu or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -147,7 +147,7 @@ class World:
         return device
 
     @contextlib.contextmanager
-    def tested(
+    def agree_group(
         self, torch_name: str, members: Sequence[int] | None = None
     ) -> Iterator[dist.ProcessGroup]:
         """A group of these ranks, None: all, on the backend that torch knows by this name.
@@ -160,7 +160,7 @@ class World:
         try:
             group = dist.new_group(members, backend=torch_name, timeout=self.timeout)
         except (AssertionError, ImportError, TypeError, ValueError) as error:
-            raise RuntimeError(f"no group on {torch_name}: {agree.first_line(error)}") from error
+            raise RuntimeError(f"no group on {torch_name}: {control.first_line(error)}") from error
         try:
             yield group
         finally:
@@ -168,7 +168,7 @@ class World:
                 _destroy(group)
 
     @contextlib.contextmanager
-    def teams(
+    def agree_subgroups(
         self, torch_name: str, everyone: dist.ProcessGroup, names: Sequence[str]
     ) -> Iterator[dict[str, Subgroup]]:
         """This rank's team in each of these splits, by name; `everyone` is the group of all on the
@@ -177,10 +177,10 @@ class World:
             found = {}
             for name in names:
                 split = subgroups.split(name, list(self.hosts.values()))
-                found[name] = self._team(split, torch_name, everyone, groups)
+                found[name] = self._agree_subgroup(split, torch_name, everyone, groups)
             yield found
 
-    def _team(
+    def _agree_subgroup(
         self, split: Partition, torch_name: str, everyone: dist.ProcessGroup,
         groups: contextlib.ExitStack,
     ) -> Subgroup:  # fmt: skip
@@ -188,14 +188,16 @@ class World:
         if split.size == self.world_size:
             return Subgroup(split, everyone, None if split.objection else everyone, rank=self.rank)
         for number, members in enumerate(split.teams):
-            group = groups.enter_context(self.tested(torch_name, members))
+            group = groups.enter_context(self.agree_group(torch_name, members))
             if self.rank in members:
                 mine = Subgroup(split, everyone, group, number, members.index(self.rank))
         return mine
 
 
 @contextlib.contextmanager
-def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) -> Iterator[World]:
+def join_world(
+    place: Placement, rendezvous: Rendezvous, share_gpu: bool = False
+) -> Iterator[World]:
     """All ranks, met. Raises Refused, naming the ranks, when some do not come in time;
     ends this process where these are seen to be stopped."""
     import torch.distributed as dist
@@ -203,7 +205,7 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
     family.report(family.JOINS)
     timeout = timedelta(seconds=rendezvous.timeout_seconds)
     store = _meet(place, rendezvous, timeout)
-    who, net = _introduced(store, place, rendezvous.timeout_seconds)
+    who, net = _gather_introductions(store, place, rendezvous.timeout_seconds)
     second = board.client(store, place.world_size)
     hurried = place.launcher == "mpirun" and placement.PATIENT not in os.environ
     patience = HURRIED_SECONDS if hurried else SIGNAL_SECONDS
@@ -221,12 +223,14 @@ def opened(place: Placement, rendezvous: Rendezvous, share_gpu: bool = False) ->
                 world_size=place.world_size,
                 timeout=rendezvous.patience,
             )
-        control = sockets.connections()
-        group = World(place, who, net, watchdog, rendezvous.patience, share_gpu, control=control)
+        own = sockets.connections()
+        group = World(
+            place, who, net, watchdog, rendezvous.patience, share_gpu, control_connections=own
+        )
         yield group
         # The ranks leave together: the store lives in one of them.
         watchdog.phase("the end of the run")
-        agree.decision(group, 0)
+        control.broadcast_decision(group, 0)
     except Refused:
         raise
     except Exception as error:
@@ -273,7 +277,7 @@ def _meet(place: Placement, rendezvous: Rendezvous, timeout: timedelta) -> dist.
             return serve(host, int(port), timeout, one_host)
         return dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
-        reason = agree.first_line(error)
+        reason = control.first_line(error)
         family.end_if_stopped(place.rank, rendezvous.timeout_seconds)
         raise Refused(
             f"rank {place.rank} could not meet the others at {url} within "
@@ -304,11 +308,11 @@ def _url(place: Placement, rendezvous: Rendezvous) -> str:
         host, number = placement.slurm_address()
         return f"tcp://{address or slurm.node_address(host, place)}:{port or number}"
     if place.launcher == "mpirun":
-        return f"tcp://{_address_over_mpi(place, rendezvous, address, port)}"
+        return f"tcp://{_broadcast_address_over_mpi(place, rendezvous, address, port)}"
     return f"tcp://{address or '127.0.0.1'}:{port or placement.free_port()}"
 
 
-def _address_over_mpi(
+def _broadcast_address_over_mpi(
     place: Placement, rendezvous: Rendezvous, address: str | None, port: str | int | None
 ) -> str:
     """Rank 0's address and a free port there, told to all over MPI itself."""
@@ -329,10 +333,10 @@ def _address_over_mpi(
             f"{size}: mpi4py uses another MPI than this mpirun; use the mpirun that belongs to it"
         )
     local = place.local_world_size == place.world_size
-    return mpi_library.meeting_point(local, address, port)
+    return mpi_library.broadcast_meeting_point(local, address, port)
 
 
-def _introduced(
+def _gather_introductions(
     store: dist.Store, place: Placement, seconds: float
 ) -> tuple[tuple[Who, ...], tuple[NetPlace, ...]]:
     """Who and where all ranks are, once gloo can connect them.
@@ -341,13 +345,13 @@ def _introduced(
     """
     me, said = whoami(place.rank), os.environ.get(network.GLOO)
     with network.standing(place.rank, f"{me.boot_id}/{me.network}", said) as mine:
-        told = _exchanged(store, place, seconds, "here", [asdict(me), asdict(mine)])
+        told = _gather_over_store(store, place, seconds, "here", [asdict(me), asdict(mine)])
         who = tuple(Who(**each) for each, _ in told)
         places = tuple(NetPlace(**each) for _, each in told)
         sentence = network.objection(places)
         if sentence is None and len({each.network for each in places}) > 1:
             why = network.unreached(place.rank, places, min(REACH_SECONDS, seconds))
-            answers = _exchanged(store, place, seconds, "reached", why)
+            answers = _gather_over_store(store, place, seconds, "reached", why)
             sentence = next((each for each in answers if each is not None), None)
     if sentence is not None:
         store.set(f"ddpbench/refused/{place.rank}", "1")
@@ -358,7 +362,9 @@ def _introduced(
     return who, places
 
 
-def _exchanged(store: dist.Store, place: Placement, seconds: float, what: str, mine: Any) -> Any:
+def _gather_over_store(
+    store: dist.Store, place: Placement, seconds: float, what: str, mine: Any
+) -> Any:
     """Every rank's JSON-able value, over the store. Raises Refused, naming who did not come."""
     store.set(f"ddpbench/{what}/{place.rank}", json.dumps(mine))
     _await_all(store, place, seconds, what)

@@ -12,7 +12,7 @@ import psutil
 from ddpbench.catalog.backends import Backend
 from ddpbench.records import store
 from ddpbench.records.schema import Launch
-from ddpbench.runtime import agree, cpu, environment
+from ddpbench.runtime import control, cpu, environment
 from ddpbench.runtime.world import World
 
 
@@ -36,7 +36,7 @@ def gather_launch_record(
         "addresses": addresses,
         "gpu_before": environment.gpu_state(),
     }
-    everyone = agree.everyones(ranks, mine)
+    everyone = control.gather_values(ranks, mine)
     return Launch(
         index=index,
         backend=backend.name,
@@ -59,22 +59,22 @@ def agree_thread_count(ranks: World) -> int:
     """
     said = os.environ.get("OMP_NUM_THREADS", "")
     cores = sorted(os.sched_getaffinity(0))
-    everyones = agree.everyones(ranks, cores)
+    everyones = control.gather_values(ranks, cores)
     sharers = sum(everyones[rank] == cores for rank in ranks.neighbours)  # bound ranks share none
     by_torchrun = said == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     own = int(said) if said.isdecimal() and int(said) and not by_torchrun else 0
-    return int(min(agree.everyones(ranks, own or max(1, len(cores) // sharers))))
+    return int(min(control.gather_values(ranks, own or max(1, len(cores) // sharers))))
 
 
 def gather_usage(ranks: World, whole: cpu.CpuMeter) -> list[dict[str, object]]:
     """What each rank used since the meter's start, for the end of a launch's record."""
     mine = {"cpu": asdict(whole.stop()), "gpu_after": environment.gpu_state()}
-    return agree.everyones(ranks, mine)
+    return control.gather_values(ranks, mine)
 
 
 def gather_others_share(ranks: World, meter: cpu.CpuMeter) -> float | None:
     """The largest share of a host's cores that other processes used, over the hosts."""
-    return compute_others_share(ranks, agree.everyones(ranks, read_spent_seconds(meter)))
+    return compute_others_share(ranks, control.gather_values(ranks, read_spent_seconds(meter)))
 
 
 def read_spent_seconds(meter: cpu.CpuMeter) -> list[float | None]:

@@ -16,7 +16,7 @@ from ddpbench.catalog.backends import Backend
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.schema import Plan
 from ddpbench.records.visible import tell
-from ddpbench.runtime import agree, cpu, network, world
+from ddpbench.runtime import control, cpu, network, world
 from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts, run_folder
 from ddpbench.session.recorder import Outcome
@@ -70,8 +70,8 @@ def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
     if place.rank == 0:
         for name in ("scipy.special", "pyarrow.parquet"):  # slow: not while the others wait
             import_module(name)
-    with world.opened(place, asked.rendezvous(), asked.share_gpu) as ranks:
-        agree.require_same_options(ranks, asked.named())
+    with world.join_world(place, asked.rendezvous(), asked.share_gpu) as ranks:
+        control.agree_same_options(ranks, asked.named())
         folder, plan = run_folder.broadcast_run_folder(ranks, asked)
         ranks.watchdog.on_end = lambda *end: run_end.mark(folder, *end)
         end = None
@@ -87,7 +87,7 @@ def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
                 raise
             if failure is not None:
                 end = run_end.End("failed", failure, 5)
-            elif (by := agree.first_objection(ranks, ranks.interrupted)) is not None:
+            elif (by := control.agree_objection(ranks, ranks.interrupted)) is not None:
                 end = run_end.interrupted(by)
             if end is not None:
                 break
@@ -97,7 +97,7 @@ def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
                 if end.code == 5:
                     tell(end.reason or "")
             # Whoever started the ranks ends them all when the first one fails: not before this.
-            agree.together()
+            control.barrier_all()
     if place.rank == 0 and asked.join is None:
         return run_end.finish(folder, asked.format, asked.columns, asked.quiet, end)
     return end.code if end else 0
@@ -115,16 +115,16 @@ def _measure(
     from ddpbench.session.progress import Bar, Progress
     from ddpbench.session.recorder import FileRecorder, Recorder
 
-    device = ranks.device(asked.device)
+    device = ranks.agree_device(asked.device)
     with ExitStack() as closing:
         name = agree_torch_name(ranks, backend)
-        tested = closing.enter_context(ranks.tested(name))
+        tested = closing.enter_context(ranks.agree_group(name))
         barrier_to_connect(ranks, backend, tested)
         began, whole = time.monotonic(), cpu.CpuMeter()
         work = prepare(
             LaunchContext(ranks, backend, name, tested, asked, plan, device, index, closing)
         )
-        times = agree.from_rank_0(ranks, clock.properties())
+        times = control.broadcast_value(ranks, clock.properties())
         launch = launch_facts.gather_launch_record(
             ranks, backend, asked.device, index, times, work.facts, len(work.cases)
         )
@@ -134,12 +134,12 @@ def _measure(
         progress = Bar(backend.name, len(work.cases)) if shown else Progress()
         measure, failure = work.begin(recorder, progress), None
         for case in work.cases:
-            if agree.first_objection(ranks, ranks.interrupted) is not None:
+            if control.agree_objection(ranks, ranks.interrupted) is not None:
                 break
             ranks.watchdog.phase(work.phase(case))
             recorder.add(*measure(case))
             progress.advance(1)
-            failure = agree.from_rank_0(ranks, recorder.failure)
+            failure = control.broadcast_value(ranks, recorder.failure)
             if failure is not None:
                 break
         used = launch_facts.gather_usage(ranks, whole)
@@ -161,7 +161,7 @@ def agree_torch_name(ranks: World, backend: Backend) -> str:
             f"with the mpirun of {backend.library()}, or with srun and the --mpi that it knows "
             "(pmix for Open MPI, pmi2 for MPICH)"
         )
-    if (sentence := agree.first_objection(ranks, objection)) is not None:
+    if (sentence := control.agree_objection(ranks, objection)) is not None:
         raise Refused(sentence)
     return name
 
@@ -180,5 +180,5 @@ def barrier_to_connect(ranks: World, backend: Backend, tested: dist.ProcessGroup
     except RuntimeError as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or ["no text"]
         objection = f"{backend.name} cannot connect its ranks: {lines[0]} {lines[-1]}"
-    if (sentence := agree.first_objection(ranks, objection)) is not None:
+    if (sentence := control.agree_objection(ranks, objection)) is not None:
         raise Refused(sentence)

@@ -12,7 +12,7 @@ from typing import Any
 from ddpbench.launch.placement import Refused
 from ddpbench.records import store
 from ddpbench.records.schema import Plan, Run
-from ddpbench.runtime import agree
+from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 from ddpbench.session.run_options import RunOptions
 
@@ -28,7 +28,7 @@ def broadcast_run_folder(ranks: World, asked: RunOptions) -> tuple[Path, Plan]:
             found = {"folder": str(folder.resolve()), "plan": asdict(store.read(folder).plan)}
         except (OSError, store.InvalidRun) as error:
             found = {"error": explain_unwritable(error)}
-    found = agree.from_rank_0(ranks, found)
+    found = control.broadcast_value(ranks, found)
     if "error" in found:
         raise Refused(str(found["error"]))
     return Path(found["folder"]), Plan(**found["plan"])

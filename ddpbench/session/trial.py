@@ -23,7 +23,7 @@ from ddpbench.measure.rounds import ARMS, Measured, Pace, Rounds
 from ddpbench.measure.step import Replica
 from ddpbench.records.schema import Epoch, Figure, Plan, Replicas, StepCase, StepResult
 from ddpbench.replicas import Report, Verifier
-from ddpbench.runtime import agree, cpu, environment
+from ddpbench.runtime import control, cpu, environment
 from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts
 from ddpbench.session.progress import Progress
@@ -80,7 +80,7 @@ class Trial:
             columns = step_columns(case.key, self.index, measured.samples)
         assert main.loss is not None
         loss = float(main.loss)
-        losses = agree.everyones(self.ranks, loss if abs(loss) < float("inf") else None)
+        losses = control.gather_values(self.ranks, loss if abs(loss) < float("inf") else None)
         result = StepResult(
             case=case,
             launch=self.index,
@@ -135,7 +135,7 @@ class Trial:
         )
         objection = objection or self._too_large(case, replicas=1 + hooked)
         objection = self._unlike(task) or objection
-        if (sentence := agree.first_objection(self.ranks, objection)) is not None:
+        if (sentence := control.agree_objection(self.ranks, objection)) is not None:
             return case, None, sentence
         assert task is not None
         made = None
@@ -148,8 +148,8 @@ class Trial:
             wants = [each.objection(made, case.world_size) for each in self.planted]
             objection = next((want for want in wants if want is not None), None)
         except (RuntimeError, ValueError, TypeError) as error:
-            objection = f"DDP refuses it: {agree.first_line(error, 300)}"
-        sentence = agree.first_objection(self.ranks, objection)
+            objection = f"DDP refuses it: {control.first_line(error, 300)}"
+        sentence = control.agree_objection(self.ranks, objection)
         self.ranks.watchdog.rearm()  # building may take long, and so may the first step
         return case, made if sentence is None else None, sentence
 
@@ -161,7 +161,7 @@ class Trial:
                 [name, list(each.shape), str(each.dtype), each.requires_grad]
                 for name, each in task.model.named_parameters()
             ]
-        everyones = agree.everyones(self.ranks, mine)
+        everyones = control.gather_values(self.ranks, mine)
         if mine is None or None in everyones or mine == everyones[0]:
             return None
         pairs = itertools.zip_longest(mine, everyones[0])
@@ -306,5 +306,5 @@ class Ledger:
 def _told(error: Exception) -> str:
     """A sentence; of what nobody here has raised on purpose also its kind and place."""
     if isinstance(error, (ValueError, MemoryError)):
-        return agree.first_line(error, 300)
-    return f"{type(error).__name__}: {agree.first_line(error, 300)}, at {place_of_error(error)}"
+        return control.first_line(error, 300)
+    return f"{type(error).__name__}: {control.first_line(error, 300)}, at {place_of_error(error)}"

@@ -36,7 +36,7 @@ from ddpbench.records import store
 from ddpbench.records.schema import Examination
 from ddpbench.render import capabilities as table
 from ddpbench.render.style import TERMINAL
-from ddpbench.runtime import agree, subgroups
+from ddpbench.runtime import control, subgroups
 from ddpbench.runtime.subgroups import Subgroup
 
 SUM = Combination("all_reduce", "tensor", "sum", "float32")
@@ -152,7 +152,7 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     )
     world = dist.group.WORLD
     assert world is not None
-    monkeypatch.setattr(agree, "everyones", lambda group, mine: [mine])
+    monkeypatch.setattr(control, "gather_values", lambda group, mine: [mine])
     ranks: Any = SimpleNamespace(rank=0, watchdog=SimpleNamespace(rearm=lambda: None))
     team = Subgroup(subgroups.split("world", [[0]]), world, world)
 

@@ -22,7 +22,7 @@ from ddpbench.launch import family
 PROGRAM = """
 import os, signal, sys, time
 from ddpbench.launch import forks, placement
-from ddpbench.runtime.world import Rendezvous, opened
+from ddpbench.runtime.world import Rendezvous, join_world
 from ddpbench.launch.supervise import Deadline
 def main():
     place = placement.read_placement()
@@ -51,7 +51,7 @@ def test_ranks_are_placed_and_meet() -> None:
     """Each knows its rank, the world and its launcher; they meet at a store that is no rank's, and
     what they read of stdin is nothing. Who waits for them meanwhile wakes seldom."""
     code, out, err = ended(
-        "with opened(place, Rendezvous()) as group:\n"
+        "with join_world(place, Rendezvous()) as group:\n"
         "        pids = {who.pid for who in group.who}\n"
         "    def wakes():\n"
         "        return int(open(f'/proc/{os.getppid()}/status').read().split()[-3])\n"
@@ -123,7 +123,7 @@ def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
     assert (process.returncode, out) == (130, "1\n1\n")
 
 
-MEET = "with opened(place, Rendezvous(timeout_seconds=3.0)): pass\n"
+MEET = "with join_world(place, Rendezvous(timeout_seconds=3.0)): pass\n"
 BLOW = "if place.rank == 1: os.kill(os.getpid(), signal.{blow})\n"
 
 

@@ -227,11 +227,11 @@ def test_mpirun_s_exit_code_is_passed_on(capfd: pytest.CaptureFixture[str]) -> N
 LOST = """
 import atexit, os, signal
 from ddpbench.launch import placement, starters
-from ddpbench.runtime.world import Rendezvous, opened
+from ddpbench.runtime.world import Rendezvous, join_world
 place = placement.read_placement()
 blow = lambda: place.rank == 1 and os.kill(os.getpid(), signal.{blow})
 {first}
-with opened(place, Rendezvous(timeout_seconds=4.0)): pass
+with join_world(place, Rendezvous(timeout_seconds=4.0)): pass
 """
 LONGER = r"is stopped \(SIGSTOP\) at its end, for longer than 4 s \(--timeout\)\. Next: "
 WAITED = r"is stopped \(SIGSTOP\): rank 0 has waited for it longer than 4 s \(--timeout\)\. Next: "

@@ -25,7 +25,7 @@ from ddpbench.measure.pace import Samples
 from ddpbench.records import store
 from ddpbench.records.schema import Offset, Result
 from ddpbench.render import formats
-from ddpbench.runtime import agree
+from ddpbench.runtime import control
 
 # --- what ping-pongs say --------------------------------------------------------------------------
 from ddpbench.session.summary import summarise_result
@@ -158,8 +158,8 @@ def test_clocks_that_cannot_be_compared_are_left_apart(monkeypatch: pytest.Monke
     run goes on."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    monkeypatch.setattr(agree, "from_rank_0", lambda group, value: ["127.0.0.1", port])
-    monkeypatch.setattr(agree, "first_objection", lambda group, mine: mine)
+    monkeypatch.setattr(control, "broadcast_value", lambda group, value: ["127.0.0.1", port])
+    monkeypatch.setattr(control, "agree_objection", lambda group, mine: mine)
     with offsets.opened(a_group(1), [{"hostname": "node1"}, {"hostname": "node2"}]) as its:
         assert "127.0.0.1 cannot be connected to" in str(its.objection)
         assert (its.again([[0, 1]]), its.ahead_ns, its.offsets) == (None, 0, ())

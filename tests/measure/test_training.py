@@ -35,7 +35,7 @@ from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.measure import training
 from ddpbench.records.schema import Epoch
-from ddpbench.runtime.world import Rendezvous, World, opened
+from ddpbench.runtime.world import Rendezvous, World, join_world
 
 CPU = torch.device("cpu")
 SMALL = {"width": 16, "depth": 3}
@@ -265,7 +265,7 @@ def job(folder: Path, rank: int, size: int, *names: str) -> None:
     place = Placement("torchrun", rank, size, rank, size)
     outcomes: dict[str, Any] = {}
     meeting = Rendezvous(f"file://{folder / 'store'}", timeout_seconds=60)
-    with opened(place, meeting) as ranks, ranks.tested("gloo") as tested:
+    with join_world(place, meeting) as ranks, ranks.agree_group("gloo") as tested:
         for name in names:
             try:
                 outcomes[name] = PLAYS[name](Bench(ranks, tested, folder))

@@ -4,7 +4,7 @@
 
 The ranks are simulated below torch.distributed: a gather gives as many stamps as there would be
 ranks, each time other ones, and every rank tells the facts of this one. All else is what rank 0 of
-a sweep runs: pace, agree, session, book, store, the tables. Three cases of 5000 repetitions, the
+a sweep runs: pace, control, session, book, store, the tables. Three cases of 5000 repetitions, the
 most there are, 8 ranks a host, each world in a fresh process. Seconds are of this process's CPU
 time; what the network would take is not in them. facts and end: once a launch; gather, summary and
 store: a case. memory: the most, above what the imports take.

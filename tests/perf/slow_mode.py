@@ -38,7 +38,7 @@ def looks(seconds: float) -> list[tuple[float, ...]]:
     assert place is not None
     comm = mpi().COMM_WORLD
     found: list[tuple[float, ...]] = []
-    with world.opened(place, world.Rendezvous()) as ranks:
+    with world.join_world(place, world.Rendezvous()) as ranks:
         torch.set_num_threads(1)
         handoff = Handoff(ranks)
         ours, copy = np.zeros(NBYTES // 4, np.float32), np.zeros(NBYTES // 4, np.float32)

@@ -29,7 +29,7 @@ from ddpbench.doctor.capabilities.verdicts import (
     rows,
 )
 from ddpbench.doctor.context import Context, Outcome
-from ddpbench.runtime import agree
+from ddpbench.runtime import control
 
 MOST = 3  # times the seconds of an examination: what hangs, twice, and fresh ranks take their time
 WORDS = {
@@ -48,7 +48,7 @@ def examine(context: Context) -> Outcome:
         if ranks.rank == 0:
             going = trying(asked, trials, MOST * context.seconds)
             stack.callback(going.close)
-        while agree.first_objection(ranks, ranks.interrupted or _over(going)) is None:
+        while control.agree_objection(ranks, ranks.interrupted or _over(going)) is None:
             ranks.watchdog.rearm()
     return _outcome(context, asked, trials) if ranks.rank == 0 else Outcome()
 

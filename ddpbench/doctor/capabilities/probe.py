@@ -24,7 +24,7 @@ from ddpbench.doctor.capabilities.verdicts import OK, UNSUPPORTED, WRONG, Combin
 from ddpbench.measure import throwaway
 from ddpbench.measure.throwaway import Tell
 from ddpbench.records.schema import Case, Plan
-from ddpbench.runtime import agree, subgroups
+from ddpbench.runtime import control, subgroups
 from ddpbench.runtime.subgroups import Subgroup
 from ddpbench.runtime.world import World
 
@@ -138,7 +138,7 @@ def walk(
 
 
 def _everyones(ranks: World, mine: Verdict) -> list[Verdict]:
-    return [Verdict(**each) for each in agree.everyones(ranks, asdict(mine))]
+    return [Verdict(**each) for each in control.gather_values(ranks, asdict(mine))]
 
 
 def attempted(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpbench.doctor.links.suspects import DEVIATION, Cell, upper
 from ddpbench.measure import clock
-from ddpbench.runtime import agree
+from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:
@@ -137,14 +137,14 @@ def walked(
         who = " and ".join(f"rank {a} to {b}" for a, b in cells[:2])
         more = f" and {len(cells) - 2} more" if len(cells) > 2 else ""
         ranks.watchdog.phase(f"the measurement of links: {who}{more}")
-        agree.together()
+        control.barrier_all()
         for sender, receiver in cells:
             if ranks.rank == sender:
                 mine.append([number, receiver, *astuple(wire.lead(receiver, seconds))])
             elif ranks.rank == receiver:
                 wire.follow(sender)
     found: list[dict[Cell, Reading]] = [{} for _ in steps]
-    for sender, its in enumerate(agree.everyones(ranks, mine)):
+    for sender, its in enumerate(control.gather_values(ranks, mine)):
         for number, receiver, *values in its:
             found[number][sender, receiver] = Reading(*values)
     return found

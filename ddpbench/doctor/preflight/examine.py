@@ -22,7 +22,7 @@ from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.preflight import checks
 from ddpbench.measure import clock
 from ddpbench.records import redact
-from ddpbench.runtime import agree, environment
+from ddpbench.runtime import control, environment
 
 # What the record of a launch has for a purpose of its own.
 LEFT_OUT = ("gpu_before", "boot_id", "time_namespace", "pid", "load_average")
@@ -42,7 +42,7 @@ def examine(context: Context) -> Outcome:
         "host": environment.host_facts() if first else None,
     }
     ahead, objection = _clocks_ahead(context)
-    everyone = agree.everyones(group, mine)
+    everyone = control.gather_values(group, mine)
     ranks = [
         {**{k: v for k, v in known.items() if k not in LEFT_OUT}, **told,
          "clock_ahead_seconds": seconds}
@@ -70,7 +70,7 @@ def _clocks_ahead(context: Context) -> tuple[list[float | None], str | None]:
     with offsets.opened(context.ranks, context.launch.ranks) as clocks:
         # The time of day less the clock of stamps does not change; that clock is compared.
         since = time.time_ns() - clock.now_ns() + clocks.ahead_ns
-        everyones = agree.everyones(context.ranks, since)
+        everyones = control.gather_values(context.ranks, since)
         own = {rank for ranks in clocks.ranks[1:] for rank in ranks} if clocks.objection else set()
         ahead = [
             None if rank in own else (its - everyones[0]) * 1e-9

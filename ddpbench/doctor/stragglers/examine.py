@@ -23,7 +23,7 @@ from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.stragglers import judge, turns
 from ddpbench.doctor.stragglers.causes import ALONE, TOGETHER, Load, Pass, Shown
 from ddpbench.doctor.stragglers.loads import COPY, COPY_NBYTES, prepared
-from ddpbench.runtime import agree, environment
+from ddpbench.runtime import control, environment
 
 SLICE_SECONDS = 0.02, 0.1  # of a turn at one load: at least, and at most
 PERIOD_SECONDS = 0.12  # at least where a quota may stop a rank: beyond the kernel's period of 0.1 s
@@ -74,7 +74,7 @@ def _passes(context: Context, efforts: turns.Efforts, company: bool) -> tuple[li
         done, waited = {ALONE: alone}, []
         gpu = turns.gpu_at_work(context.device, work)
         if not passes:
-            each = agree.everyones(group, alone.seconds[work.load.name])
+            each = control.gather_values(group, alone.seconds[work.load.name])
             times, work_seconds = turns.often(each, WORK_SECONDS)
         if company:
             context.tell("all ranks at once")
@@ -85,8 +85,8 @@ def _passes(context: Context, efforts: turns.Efforts, company: bool) -> tuple[li
             {when: its.kept.shares for when, its in done.items()},
             waited, alone.hertz, alone.thermal, gpu, alone.neighbours,
         )  # fmt: skip
-        passes.append([Shown(**its) for its in agree.everyones(group, asdict(mine))])
-        if not agree.decision(group, int(judge.suspected(passes, work_seconds))):
+        passes.append([Shown(**its) for its in control.gather_values(group, asdict(mine))])
+        if not control.broadcast_decision(group, int(judge.suspected(passes, work_seconds))):
             break
     return passes, work_seconds
 
@@ -105,7 +105,7 @@ def _full_machines(context: Context) -> list[str]:
 def _copy_nbytes(context: Context) -> int:
     """What every rank has room to copy, the same in all."""
     share = MEMORY_SHARE * (environment.free_memory_nbytes() or 0) / len(context.ranks.neighbours)
-    return min(COPY_NBYTES["cpu"], *map(int, agree.everyones(context.ranks, share)))
+    return min(COPY_NBYTES["cpu"], *map(int, control.gather_values(context.ranks, share)))
 
 
 def _told(passes: Sequence[Pass], loads: Mapping[str, Load], work_seconds: float) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ddpbench.doctor.stragglers import loads
 from ddpbench.doctor.stragglers.loads import Effort
 from ddpbench.measure import start
-from ddpbench.runtime import agree, cpu, environment
+from ddpbench.runtime import control, cpu, environment
 from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:
@@ -91,11 +91,11 @@ def alone(group: World, efforts: Efforts, slice_seconds: float, look_around: boo
     for number in range(ROUNDS):
         for turn in range(mates):
             group.watchdog.rearm()
-            agree.together()
+            control.barrier_all()
             if (own + number) % mates == turn:
                 mine.kept.during(partial(_carry, efforts, slice_seconds, mine.seconds))
                 mine.hertz = cpu.core_hertz(cores)
-    agree.together()
+    control.barrier_all()
     hotter = cpu.thermal_events(cores)
     mine.thermal = None if heat is None or hotter is None else hotter - heat
     if look_around:
@@ -113,9 +113,9 @@ def together(group: World, efforts: Efforts, slice_seconds: float) -> Turns:
     for _ in range(ROUNDS):
         group.watchdog.rearm()
         for name, each in efforts.items():
-            agree.together()
+            control.barrier_all()
             mine.kept.during(partial(_carry, {name: each}, slice_seconds, mine.seconds))
-    agree.together()
+    control.barrier_all()
     return mine
 
 

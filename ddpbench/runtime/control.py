@@ -22,7 +22,7 @@ class Membership(Protocol):
     def world_size(self) -> int: ...
 
 
-def everyones(group: Membership, mine: Any) -> list[Any]:
+def gather_values(group: Membership, mine: Any) -> list[Any]:
     """Every rank's JSON-able value, in order of rank, in every rank."""
     import torch
     import torch.distributed as dist
@@ -41,18 +41,18 @@ def everyones(group: Membership, mine: Any) -> list[Any]:
     ]
 
 
-def from_rank_0(group: Membership, value: Any) -> Any:
+def broadcast_value(group: Membership, value: Any) -> Any:
     """Rank 0's JSON-able value, in every rank."""
     content = json.dumps(value).encode() if group.rank == 0 else b""
-    return json.loads(bytes_from_rank_0(group, content))
+    return json.loads(broadcast_bytes(group, content))
 
 
-def bytes_from_rank_0(group: Membership, content: bytes) -> bytes:
+def broadcast_bytes(group: Membership, content: bytes) -> bytes:
     """Rank 0's bytes, in every rank."""
     import torch
     import torch.distributed as dist
 
-    length = decision(group, len(content))
+    length = broadcast_decision(group, len(content))
     tensor = torch.empty(length, dtype=torch.uint8)
     if group.rank == 0 and length:
         tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -61,7 +61,7 @@ def bytes_from_rank_0(group: Membership, content: bytes) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def decision(group: Membership, value: int) -> int:
+def broadcast_decision(group: Membership, value: int) -> int:
     """Rank 0's whole number, in every rank: the cheap one, made between repetitions."""
     import torch
     import torch.distributed as dist
@@ -71,7 +71,7 @@ def decision(group: Membership, value: int) -> int:
     return int(cell.item())
 
 
-def together() -> None:
+def barrier_all() -> None:
     """No rank goes on before all have come. After a decision some may: a rank hears it from one
     other, and waits for nobody else."""
     import torch.distributed as dist
@@ -79,8 +79,8 @@ def together() -> None:
     dist.barrier()
 
 
-def any_rank(mine: bool) -> bool:
-    """Whether it is so in any rank: one small reduction, where `everyones` takes two gathers."""
+def agree_any(mine: bool) -> bool:
+    """Whether `mine` is true in any rank: one reduction, cheaper than `gather_values`."""
     import torch
     import torch.distributed as dist
 
@@ -89,7 +89,9 @@ def any_rank(mine: bool) -> bool:
     return bool(cell.item())
 
 
-def at_rank_0(group: Membership, mine: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+def gather_to_rank_0(
+    group: Membership, mine: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64] | None:
     """Arrays of one shape from all ranks: int64[world, …] in rank 0, None elsewhere."""
     import numpy as np
     import torch
@@ -104,11 +106,11 @@ def at_rank_0(group: Membership, mine: npt.NDArray[np.int64]) -> npt.NDArray[np.
     return whole.numpy()
 
 
-def first_objection(group: Membership, mine: str | None) -> str | None:
+def agree_objection(group: Membership, mine: str | None) -> str | None:
     """None when no rank objects; else the lowest objecting rank's sentence, naming the ranks."""
-    if not any_rank(mine is not None):
+    if not agree_any(mine is not None):
         return None
-    objections = {r: text for r, text in enumerate(everyones(group, mine)) if text is not None}
+    objections = {r: text for r, text in enumerate(gather_values(group, mine)) if text is not None}
     text: str = objections[min(objections)]
     if len(objections) == group.world_size:
         return text
@@ -120,14 +122,14 @@ def first_line(error: BaseException, most: int = 200) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:most]
 
 
-def require_same_options(group: Membership, mine: dict[str, Any]) -> None:
+def agree_same_options(group: Membership, mine: dict[str, Any]) -> None:
     """Raises Refused, naming the rank and the option, when a rank was started differently."""
-    sentence = differing_option(everyones(group, mine))
+    sentence = find_differing_option(gather_values(group, mine))
     if sentence is not None:
         raise Refused(sentence)
 
 
-def differing_option(everyone: list[dict[str, Any]]) -> str | None:
+def find_differing_option(everyone: list[dict[str, Any]]) -> str | None:
     """A sentence naming the rank and the option that is not as rank 0's; None when all agree."""
     for rank, options in enumerate(everyone):
         for name, value in everyone[0].items():
