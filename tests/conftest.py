@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Hosts, missing
-from ranks import Pool
+from rank_pool import Pool
+from simulated_hosts import Hosts, missing
 
 # Test modules import from one another across folders.
 sys.path[1:1] = [str(path) for path in Path(__file__).parent.iterdir() if path.is_dir()]

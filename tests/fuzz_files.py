@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fuzzing import Ended, Tally, alone, called, fault_of, main, typed
-from ranks import HERE, ROOT
+from fuzz_harness import Ended, Tally, alone, called, fault_of, main, typed
+from rank_pool import HERE, ROOT
 
 from ddpbench.records import store
 from ddpbench.records.visible import escape

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from fuzzing import Tally, alone, called, fault_of, main, process, typed
-from ranks import ROOT
+from fuzz_harness import Tally, alone, called, fault_of, main, process, typed
+from rank_pool import ROOT
 
 from ddpbench import cli
 from ddpbench.launch import placement

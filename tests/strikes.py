@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from ranks import environment
+from rank_pool import environment
 
 from ddpbench.launch import placement
 

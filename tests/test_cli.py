@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzzing import called
+from fuzz_harness import called
 from test_collectives import QUICK, call, command, environment, torchrun
 
 from ddpbench.launch import placement

@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 import psutil
 import pytest
-from ranks import Pool, environment
+from rank_pool import Pool, environment
 
 from ddpbench.launch import placement
 from ddpbench.records import store
@@ -328,7 +328,7 @@ def test_wrong_results_are_caught_with_op_size_rank_and_index(
     tmp_path: Path, fault: str, ranks: set[int], sizes: set[int]
 ) -> None:
     """A planted wrong result is named with operation, size, rank and index, and exits with 4."""
-    words = ["--import", "faulty", "--backend", "faulty", "--op", "all_reduce"]
+    words = ["--import", "faulty_backend", "--backend", "faulty", "--op", "all_reduce"]
     done = call(
         command("collectives", *words, "-n", "2", "--sizes", "4,1K,64K", *QUICK),
         tmp_path,
@@ -449,15 +449,21 @@ def test_a_dead_or_stopped_rank_is_named_and_the_rest_is_kept(
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("raise:1", r"rank 1: RuntimeError: planted error, at allreduce \(faulty\.py:\d+\)"),
-        ("hang:1", r"rank 1: missed the deadline of 4 s \(--timeout\), at allreduce \(faulty\.py"),
+        (
+            "raise:1",
+            r"rank 1: RuntimeError: planted error, at allreduce \(faulty_backend\.py:\d+\)",
+        ),
+        (
+            "hang:1",
+            r"rank 1: missed the deadline of 4 s \(--timeout\), at allreduce \(faulty_backend\.py",
+        ),
     ],
 )
 def test_a_rank_that_raises_or_sleeps_is_named_with_its_line(
     tmp_path: Path, fault: str, sentence: str
 ) -> None:
     """An error in one rank, and a rank that never joins, are told with the line of code."""
-    words = ["--import", "faulty", "--backend", "faulty", "--op", "all_reduce", "-n", "2"]
+    words = ["--import", "faulty_backend", "--backend", "faulty", "--op", "all_reduce", "-n", "2"]
     done = call(
         command("collectives", *words, "--sizes", "4", "--slice", "1", "--timeout", "4"),
         tmp_path,

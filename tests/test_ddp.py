@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from ranks import Done, Pool
+from rank_pool import Done, Pool
 from test_collectives import (
     MPI,
     call,

@@ -7,7 +7,7 @@ import random
 import fuzz_files
 import fuzz_options
 import pytest
-from fuzzing import Tally
+from fuzz_harness import Tally
 
 SECONDS = 12.0  # of each
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import scipy.stats  # noqa: F401  an inner pytest forgets what it imported, which numpy does not bear
-from ranks import environment
+from rank_pool import environment
 from test_layers import python
 from test_store import a_case, a_result, a_run, a_summary
 from test_verdict import medians

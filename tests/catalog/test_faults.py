@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from ranks import Pool, environment
+from rank_pool import Pool, environment
 
 from ddpbench.catalog import faults, setup_faults, step_faults
 from ddpbench.catalog.faults import IN_SET_UP, IN_STEP

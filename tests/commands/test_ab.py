@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import environment
+from rank_pool import environment
 from test_store import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench import cli

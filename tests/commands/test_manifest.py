@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ranks import environment
+from rank_pool import environment
 from test_cli import refused
 
 from ddpbench import cli

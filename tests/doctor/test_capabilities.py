@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Pool
+from rank_pool import Pool
 from test_hooks import left_running
 
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS

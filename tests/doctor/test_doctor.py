@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Pool
+from rank_pool import Pool
 from test_store import a_run
 
 from ddpbench.analysis import findings

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hosts import PORT, Hosts, payload
-from ranks import Pool
+from rank_pool import Pool
+from simulated_hosts import PORT, Hosts, payload
 
 from ddpbench.doctor.links import findings, pairing, suspects
 from ddpbench.doctor.links.findings import Carried, Places

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Pool
+from rank_pool import Pool
 from test_store import a_launch, a_run
 
 from ddpbench.analysis import findings
@@ -326,7 +326,7 @@ def test_a_time_of_day_that_is_off_is_found(pool: Pool, tmp_path: Path) -> None:
         {"RANK": "1", "LOCAL_RANK": "1", "AHEAD_NS": str(86_400 * 10**9),
          "DAY_AHEAD_NS": str(90 * 10**9)},
     ]  # fmt: skip
-    words = ("doctor", "--only", "preflight", "--import", "apart", "--output", "run")
+    words = ("doctor", "--only", "preflight", "--import", "shifted_clock", "--output", "run")
     pool.call(2, tmp_path, "--version")
     try:
         done = pool.ask(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Pool
+from rank_pool import Pool
 from test_preflight import a_rank, a_setup
 
 from ddpbench.analysis.setup import Setup

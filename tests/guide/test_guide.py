@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ranks import ROOT, environment
+from rank_pool import ROOT, environment
 from test_cli import refused
 from test_collectives import call, command
 from test_layers import RUN, python

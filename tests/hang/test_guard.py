@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import environment
+from rank_pool import environment
 
 import ddpbench
 from ddpbench.hang import flight
 from ddpbench.launch import placement
 
-SCRIPT = Path(__file__).parent / "guarded.py"
+SCRIPT = Path(__file__).parent / "watched_scripts.py"
 MPI = pytest.mark.skipif(
     placement.find_mpirun() is None, reason="there is no mpirun: install the extra `mpi`"
 )
 REDUCE = r"all_reduce float32\[1024\]"
-HERE = r"\(guarded\.py:\d+\)"
+HERE = r"\(watched_scripts\.py:\d+\)"
 STOPPED = rf"rank 1 \([^)]+, pid \d+\) is stopped \(SIGSTOP\), last seen in load_batch {HERE}"
 INSIDE = rf"{STOPPED.replace('load_batch', 'step')}, in #4 {REDUCE}; rank 0 waits"
 RAISED = rf"rank 1: ValueError: bad batch, at load_batch {HERE}, before #2 {REDUCE}; rank 0 waits"
@@ -216,7 +216,7 @@ def test_an_error_is_told_with_its_own_line(folder: Path) -> None:
     codes, told, err = said(folder, "cleanup")
     assert codes == [5, 5]
     assert re.match(rf"rank 1: ValueError: bad batch, at play_cleanup {HERE}", told[0]), err
-    number = re.search(r"guarded\.py:(\d+)", told[0])
+    number = re.search(r"watched_scripts\.py:(\d+)", told[0])
     assert number is not None
     lines = SCRIPT.read_text().splitlines()
     assert "raise ValueError" in lines[int(number[1]) - 1]

@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from ranks import environment
+from rank_pool import environment
 from strikes import MARK, members
 
 from ddpbench.launch import family

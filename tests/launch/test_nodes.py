@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hosts import Hosts
+from simulated_hosts import Hosts
 from test_cli import refused
 from test_collectives import command
 

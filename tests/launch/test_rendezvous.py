@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from ranks import ROOT, environment
+from rank_pool import ROOT, environment
 
 from ddpbench.launch import placement, rendezvous
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import slurm as bench
-from ranks import ROOT, Done, Pool
-from slurm import Cluster
+import slurm_cluster as bench
+from rank_pool import ROOT, Done, Pool
+from slurm_cluster import Cluster
 
 from ddpbench import cli
 from ddpbench.commands import slurm as command

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Pool
+from rank_pool import Pool
 from test_kept import filled, some_stamps
 from test_store import a_case, a_launch, a_result, a_run, a_summary
 
@@ -200,7 +200,7 @@ def test_planted_offsets_are_found_and_corrected(far: Pool, tmp_path: Path) -> N
         for rank, ns in enumerate(planted)
     ]
     done = far.ask(
-        tmp_path, environs, "collectives", "--import", "apart", "--backend", "gloo", "--op",
+        tmp_path, environs, "collectives", "--import", "shifted_clock", "--backend", "gloo", "--op",
         "all_reduce", "--sizes", "4,4M", "--slice", "0.2", "--limit", "100",
         "--output", "run", "--init-method", f"file://{tmp_path / 'meeting'}",
     )  # fmt: skip

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' own modules
 
-from ranks import Pool
+from rank_pool import Pool
 
 from ddpbench.records import store
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' own modules
 
-from hosts import Hosts, missing, payload
+from simulated_hosts import Hosts, missing, payload
 from tabulate import tabulate
 
 from ddpbench.analysis import bandwidth, limits

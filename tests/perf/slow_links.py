@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' own modules
 
-from hosts import Hosts, missing
+from simulated_hosts import Hosts, missing
 from tabulate import tabulate
 
 from ddpbench.records import store

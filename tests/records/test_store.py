@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from fuzzing import called
+from fuzz_harness import called
 
 from ddpbench.records import codec, store
 from ddpbench.records.schema import (

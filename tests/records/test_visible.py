@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import called
-from ranks import ROOT
+from fuzz_harness import called
+from rank_pool import ROOT
 from test_collectives import QUICK, call, command, environment, stored
 
 from ddpbench.records import visible

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts import PORT, Hosts
-from ranks import Done, Pool, environment
+from rank_pool import Done, Pool, environment
+from simulated_hosts import PORT, Hosts
 
 from ddpbench.records import store
 from ddpbench.records.schema import Run
@@ -179,7 +179,7 @@ def test_the_groups_of_two_hosts_measure_and_check(
     done = sweep(
         bench, ranks, tmp_path, environs, "--op", "all_reduce,broadcast,all_gather,send_recv",
         "--root", "1", "--groups", "host,cross,world", "--slice", "0.01", "--limit", "1000",
-        "--import", "faulty", "--backend", "gloo,faulty",
+        "--import", "faulty_backend", "--backend", "gloo,faulty",
     )  # fmt: skip
     assert done.returncode == 4, done
     run = only_run(tmp_path)
@@ -288,7 +288,8 @@ def test_the_bound_of_the_clocks_holds_between_hosts(
     ranks.calls += 1
     done = ranks.ask(
         tmp_path, [{"LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "", **each} for each in places],
-        "collectives", "--import", "apart", "--op", "all_reduce", "--sizes", "4M", "--slice", "0.1",
+        "collectives", "--import", "shifted_clock", "--op", "all_reduce", "--sizes", "4M",
+        "--slice", "0.1",
         "--backend", "gloo", "--timeout", "20", "--limit", "100", "--output", "run",
         "--init-method", f"tcp://{bench[0].address}:{PORT + ranks.calls}",
     )  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ranks import environment
+from rank_pool import environment
 from test_store import a_run
 
 from ddpbench import cli

@@ -1,5 +1,5 @@
-"""`--import apart`: a rank with AHEAD_NS in its environment has a clock of its own, that far on;
-with DAY_AHEAD_NS its time of day is ahead."""
+"""`--import shifted_clock` shifts a rank's clock forward by AHEAD_NS, an environment variable, and
+its time of day by DAY_AHEAD_NS."""
 
 import os
 import time

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ranks import environment
+from rank_pool import environment
 
 from ddpbench import cli
 from ddpbench.runtime import world

@@ -1,4 +1,4 @@
-"""A backend over gloo with a planted fault: `--import faulty --backend faulty`, fault in FAULT.
+"""A gloo backend with the fault that FAULT names: `--import faulty_backend --backend faulty`.
 
 element:RANK:NBYTES  one element of rank RANK's result is wrong when it has NBYTES
 drop:RANK            a sum that leaves out rank RANK

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ranks import Pool, environment, stay
+from rank_pool import Pool, environment, stay
 
 from ddpbench.selftest import hosts
 from ddpbench.selftest.hosts import PORT, missing, payload

@@ -1,6 +1,8 @@
-"""Users' scripts under ddpbench's watchdog: `python guarded.py FOLDER PLAY…`, each play in two
-ranks that it forks, all at once; under mpirun in the rank that it is then. Rank 1, or the one that
-the play names, does not do its part. A play leaves PLAY.err and PLAY.codes in the folder.
+"""Users' scripts under ddpbench's watchdog: `python watched_scripts.py FOLDER PLAY…`.
+
+It forks two ranks for each play and runs all plays at once; under mpirun it is itself one of the
+ranks. Rank 1, or the rank that the play names, does not do its part. A play leaves PLAY.err and
+PLAY.codes in the folder.
 """
 
 import contextlib

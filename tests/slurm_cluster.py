@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ranks import environment
+from rank_pool import environment
 
 from ddpbench.launch.placement import free_port
 
