@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from rank_pool import Pool
 from simulated_hosts import Hosts, missing
-
-# Test modules import from one another across folders.
-sys.path[1:1] = [str(path) for path in Path(__file__).parent.iterdir() if path.is_dir()]
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fuzz_harness import Ended, Tally, alone, called, fault_of, main, typed
-from rank_pool import HERE, ROOT
+from command_lines import ROOT, TESTS
+from fuzz_harness import Tally, fault_of, main, typed
+from in_process import Ended, alone, call_in_process
 
 from ddpbench.records import store
 from ddpbench.records.visible import escape
@@ -159,7 +160,7 @@ def bench() -> Iterator[list[dict[str, Any]]]:
         reference = ROOT / "results/reference"
         runs = [
             shrunk(reference / "cpu-2-ranks", 6), shrunk(reference / "ddp-cpu-2-ranks", 0),
-            json.loads((HERE / "records/stored_doctor.json").read_bytes()),
+            json.loads((TESTS / "records/stored_doctor.json").read_bytes()),
         ]  # fmt: skip
         for i, run in enumerate(runs):
             (Path("sound") / str(i)).mkdir(parents=True)
@@ -209,7 +210,7 @@ def one(rng: random.Random, runs: list[dict[str, Any]]) -> tuple[list[str], Ende
     words = command(rng, kind, str(target.parent if kind < len(runs) else target))
     if words[:2] in (["baseline", "check"], ["baseline", "list"]) and kind < len(runs):
         shutil.copytree(folder, "results/baselines/b", symlinks=True, copy_function=os.link)
-    return words, called(words)
+    return words, call_in_process(words)
 
 
 def samples(rng: random.Random) -> Ended:

@@ -3,49 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import os
 import random
 import shlex
-import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
-from rank_pool import environment
-
-from ddpbench import cli
-from ddpbench.runtime import world
-from ddpbench.session import options
+from command_lines import environment
+from in_process import PATIENCE_SECONDS, Ended
 
 CODES = frozenset({0, 1, 2, 3, 4, 5, 130})
-PATIENCE_SECONDS = 60.0  # of one command; the machine may be busy
 LINES = 3  # that a refusal may have
-
-
-class Started(BaseException):
-    """The command would start a process now: the options were accepted."""
-
-
-class Hung(BaseException):
-    """The command did not end in time."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended; code None: it would have started a process."""
-
-    code: int | None
-    out: str
-    err: str
 
 
 @dataclass
@@ -73,63 +45,6 @@ class Tally:
             f"{self.tried} tried (exit codes {ends}), {self.tracebacks} tracebacks, "
             f"{self.hangs} hangs, {len(self.faults)} faults"
         )
-
-
-def _start(*args: Any, **settings: Any) -> Any:
-    raise Started
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """No launcher's variables, and no process is started."""
-    clean = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
-    with (
-        mock.patch.dict(os.environ, clean, clear=True),
-        mock.patch.object(subprocess, "Popen", _start),
-        mock.patch.object(os, "fork", _start),
-        mock.patch.object(world, "opened", _start),
-        mock.patch.object(options, "WAIT_FOR_SPEAKER_SECONDS", 0.0),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def deadline() -> Iterator[None]:
-    """Raises Hung after PATIENCE_SECONDS; a timer that was set goes on afterwards."""
-
-    def hang(number: int, frame: object) -> None:
-        raise Hung
-
-    handler = signal.signal(signal.SIGALRM, hang)
-    rest, _ = signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, rest)
-        signal.signal(signal.SIGALRM, handler)
-
-
-def called(words: Sequence[str]) -> Ended:
-    """The command in this process, as far as it starts no other."""
-    out = io.TextIOWrapper(io.BytesIO(), "utf-8")
-    err = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace")
-    code: int | None
-    try:
-        with deadline(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = cli.main(words)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    except Started:
-        code = None
-    except Hung:
-        return Ended(1, "", "hung")
-    except Exception:
-        err.write(traceback.format_exc())
-        code = 1
-    out.flush()
-    err.flush()
-    texts = [stream.buffer.getvalue().decode() for stream in (out, err)]  # type: ignore[attr-defined]
-    return Ended(code, *texts)
 
 
 def process(words: Sequence[str], cwd: Path) -> Ended:

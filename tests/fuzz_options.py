@@ -21,8 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from fuzz_harness import Tally, alone, called, fault_of, main, process, typed
-from rank_pool import ROOT
+from command_lines import ROOT
+from fuzz_harness import Tally, fault_of, main, process, typed
+from in_process import alone, call_in_process
 
 from ddpbench import cli
 from ddpbench.launch import placement
@@ -133,7 +134,7 @@ def fuzz(rng: random.Random, seconds: float) -> Tally:
             words = command_line(rng, known)
             extra = environ(rng)
             with alone(), mock.patch.dict(os.environ, extra):
-                ended = called(words)
+                ended = call_in_process(words)
             os.chdir(here)
             silent = bool(extra) and ended.code == 2 and not ended.err  # not rank 0
             tally.add(f"{extra} {typed(words)}", ended, None if silent else fault_of(ended))

@@ -17,22 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from command_lines import environment
+
 from ddpbench import cli
 from ddpbench.selftest.ranks import Done
 from ddpbench.session import options
 
-__all__ = ["HERE", "ROOT", "Done", "Pool", "environment", "stay"]
-
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-
-
-def environment(**extra: str) -> dict[str, str]:
-    """This environment without what a launcher or a user may have set, plus `extra`."""
-    foreign = ("OMPI_", "PMI", "SLURM_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-    path = f"{ROOT}{os.pathsep}{HERE}"
-    return {**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
+__all__ = ["Done", "Pool", "stay"]
 
 
 def stay(prefix: Sequence[str] = ()) -> subprocess.Popen[str]:

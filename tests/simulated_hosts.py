@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rank_pool import Pool, environment, stay
+from command_lines import environment
+from rank_pool import Pool, stay
 
 from ddpbench.selftest import hosts
 from ddpbench.selftest.hosts import PORT, missing, payload

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rank_pool import environment
+from command_lines import environment
 
 from ddpbench.launch.placement import free_port
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from rank_pool import environment
+from command_lines import environment
 
 from ddpbench.launch import placement
 

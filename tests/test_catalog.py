@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from test_collectives import QUICK, environment
+from command_lines import QUICK, environment
 
 # What a user's own module would hold, registered before the command line is read.
 FAKES = """

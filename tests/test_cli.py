@@ -12,20 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzz_harness import called
-from test_collectives import QUICK, call, command, environment, torchrun
+from command_lines import ONE_LINE, QUICK, call, command, environment, refused, torchrun
+from in_process import call_in_process
 
 from ddpbench.launch import placement
-
-ONE_LINE = re.compile(r"ddpbench: [^\n]+\n")
-
-
-def refused(done: subprocess.CompletedProcess[str], sentence: str, code: int = 2) -> None:
-    """One sentence on stderr, nothing on stdout, this exit code."""
-    assert done.returncode == code, done.stderr
-    assert ONE_LINE.fullmatch(done.stderr), done.stderr
-    assert re.search(sentence, done.stderr), done.stderr
-    assert done.stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -73,7 +63,7 @@ def test_an_odd_request_is_one_sentence(
     """No traceback for a name that only torch's list knows, half a command, a time in which nobody
     can meet, a port that is missing, arguments that are not UTF-8 or longer than a file's name."""
     monkeypatch.chdir(tmp_path)
-    ended = called(words)
+    ended = call_in_process(words)
     assert ended.code == (3 if words[0] == "show" else 2)
     assert ONE_LINE.fullmatch(ended.err), ended.err
     assert re.search(sentence, ended.err.removesuffix("\n")), ended.err
@@ -95,7 +85,7 @@ def test_variables_that_cannot_be_are_one_sentence(
     known = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**known, "MASTER_PORT": "1", **environ}.items():
         monkeypatch.setenv(name, value)
-    ended = called(["collectives", "--backend", "gloo", "--timeout", "3"])
+    ended = call_in_process(["collectives", "--backend", "gloo", "--timeout", "3"])
     assert ended.code == 2
     assert ONE_LINE.fullmatch(ended.err), ended.err
     assert re.search(sentence, ended.err), ended.err

@@ -10,75 +10,30 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 import psutil
 import pytest
-from rank_pool import Pool, environment
+from command_lines import (
+    MPI,
+    QUICK,
+    call,
+    command,
+    environment,
+    mpirun,
+    running,
+    stored,
+    torchrun,
+    wait_for_a_result,
+)
+from rank_pool import Pool
 
 from ddpbench.launch import placement
 from ddpbench.records import store
-from ddpbench.records.schema import Run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-QUICK = ("--slice", "0.1", "--timeout", "10", "--launches", "1")
-MPI = pytest.mark.skipif(
-    placement.find_mpirun() is None, reason="there is no mpirun: install the extra `mpi`"
-)
-
-
-def command(*words: str) -> list[str]:
-    """ddpbench's front door in this Python."""
-    return [sys.executable, "-m", "ddpbench", *words]
-
-
-def call(
-    words: list[str], cwd: Path, timeout: float = 90, **extra: str
-) -> subprocess.CompletedProcess[str]:
-    """Run to the end, which comes."""
-    return subprocess.run(
-        words,
-        cwd=cwd,
-        env=environment(**extra),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-
-
-def stored(cwd: Path) -> tuple[Path, Run]:
-    """The one run in this folder's results/."""
-    (folder,) = store.runs(cwd / "results")
-    return folder, store.read(folder)
-
-
-def mpirun(nproc: int) -> list[str]:
-    """mpirun as a user types it."""
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [
-        str(placement.find_mpirun()),
-        *root,
-        "--oversubscribe",
-        "-n",
-        str(nproc),
-        sys.executable,
-    ]
-
-
-def torchrun(nproc: int) -> list[str]:
-    """torchrun as a user types it."""
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(nproc),
-    ]
 
 
 def heads(text: str) -> list[str]:
@@ -349,32 +304,6 @@ def test_wrong_results_are_caught_with_op_size_rank_and_index(
         assert float(wrong.got) == float(wrong.expected) + 1
 
 
-@contextlib.contextmanager
-def running(words: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run in a session of its own; whatever the test finds, no rank of it stays behind."""
-    process = subprocess.Popen(
-        words,
-        cwd=cwd,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    seen: list[psutil.Process] = []
-    try:
-        seen = [psutil.Process(process.pid)]
-        yield process
-    finally:
-        for parent in seen:
-            with contextlib.suppress(psutil.Error):
-                seen = [*parent.children(recursive=True), parent]
-        for each in seen:
-            with contextlib.suppress(psutil.Error):
-                each.kill()
-        process.wait()
-
-
 def ranks_of(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
     """The rank processes below a launcher, in order of rank: forked, or a program of their own."""
     until = time.monotonic() + 40
@@ -392,18 +321,6 @@ def ranks_of(process: subprocess.Popen[str], count: int) -> list[psutil.Process]
             return [ranked[rank] for rank in range(count)]
         time.sleep(0.1)
     raise AssertionError("the ranks did not start")
-
-
-def wait_for_a_result(cwd: Path) -> None:
-    """Until one case is stored."""
-    until = time.monotonic() + 40
-    while time.monotonic() < until:
-        folders = store.runs(cwd / "results")
-        if folders and any(outcome.summary for outcome in store.read(folders[0]).outcomes):
-            return
-        time.sleep(0.05)
-    ends = [(run.state, run.state_reason) for run in map(store.read, folders)]
-    raise AssertionError(f"nothing was measured: {ends}")
 
 
 @pytest.mark.parametrize(

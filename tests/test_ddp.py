@@ -11,17 +11,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from command_lines import MPI, call, command, mpirun, running, stored, torchrun, wait_for_a_result
 from rank_pool import Done, Pool
-from test_collectives import (
-    MPI,
-    call,
-    command,
-    mpirun,
-    running,
-    stored,
-    torchrun,
-    wait_for_a_result,
-)  # fmt: skip
 
 from ddpbench import cli
 from ddpbench.catalog import faults

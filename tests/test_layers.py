@@ -1,15 +1,13 @@
 """The house plan: imports run down, and the torch-free floors work where there is no torch."""
 
 import ast
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_store import a_case, a_result, a_run
+from stored_runs import a_case, a_result, a_run
+from without_torch import RUN_AND_PRINT_CODE, RUN_DDPBENCH, run_without
 
 import ddpbench
 from ddpbench.records import store
@@ -196,26 +194,6 @@ def test_a_module_that_is_run_may_call_the_front_door(tmp_path: Path) -> None:
 
 # --- without torch --------------------------------------------------------------------------------
 
-NO_TORCH = """
-import importlib, runpy, sys
-class Hook:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in FORBIDDEN:
-            raise ImportError(f"{name} is imported")
-sys.meta_path.insert(0, Hook())
-"""
-
-
-def python(program: str, *words: str, forbidden: tuple[str, ...] = ("torch",)) -> str:
-    """The output of a program in which importing these packages fails."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"FORBIDDEN = {forbidden!r}{NO_TORCH}{program}", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        check=False, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
 
 TORCH_FREE = ("analysis", "records", "render", "catalog", "interchange", "selftest", "doctor")
 
@@ -251,7 +229,7 @@ def test_without_torch_all_its_free_floors_can_be_imported() -> None:
         if (ROOT / f"ddpbench/{name}.py").exists()
     ]
     assert len(modules) > 15
-    said = python(
+    said = run_without(
         "for name in sys.argv[1:]: importlib.import_module(name)\n"
         "try: import torch\nexcept ImportError as error: print(error)",
         *modules,
@@ -262,7 +240,7 @@ def test_without_torch_all_its_free_floors_can_be_imported() -> None:
 def test_the_package_gives_without_torch_what_needs_none() -> None:
     """`import ddpbench` loads no torch, and no numpy; what needs torch is imported when it is asked
     for, and an unknown name is an AttributeError."""
-    said = python(
+    said = run_without(
         "import ddpbench; print(ddpbench.__version__, hasattr(ddpbench, 'nothing'))\n"
         "try: ddpbench.verify_replicas\nexcept ImportError as error: print(error)",
         forbidden=("torch", "numpy", "xxhash"),
@@ -273,16 +251,13 @@ def test_the_package_gives_without_torch_what_needs_none() -> None:
         assert getattr(ddpbench, name)
 
 
-RUN = "sys.argv = ['ddpbench', *sys.argv[1:]]; runpy.run_module('ddpbench', run_name='__main__')"
-
-
 def test_help_loads_nothing_heavy() -> None:
     """`python -m ddpbench collectives --help` works without torch, numpy, pandas, scipy, pyarrow
     and MPI, and so does a refused option: typing is answered at once."""
     heavy = ("torch", "numpy", "pandas", "scipy", "pyarrow", "mpi4py")
-    assert "--reduce-op" in python(RUN, "collectives", "--help", forbidden=heavy)
-    said = python(
-        RUN.replace("; runpy", "\ntry: runpy") + "\nexcept SystemExit as end: print(end.code)",
+    assert "--reduce-op" in run_without(RUN_DDPBENCH, "collectives", "--help", forbidden=heavy)
+    said = run_without(
+        RUN_AND_PRINT_CODE,
         "collectives", "--op", "none", forbidden=heavy,
     )  # fmt: skip
     assert said == "2\n"
@@ -293,6 +268,6 @@ def test_a_stored_run_is_shown_without_torch(tmp_path: Path, form: str) -> None:
     """`show` reads and prints a run, in every format, on a machine that has no torch."""
     run = a_run(a_result(), a_result(a_case(nbytes=8, count=2)))
     store.create(tmp_path / "mine", run, "x")
-    said = python(RUN, "show", str(tmp_path / "mine"), "--format", form)
+    said = run_without(RUN_DDPBENCH, "show", str(tmp_path / "mine"), "--format", form)
     assert "all_reduce" in said
     assert "gloo" in said

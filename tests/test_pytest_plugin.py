@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import scipy.stats  # noqa: F401  an inner pytest forgets what it imported, which numpy does not bear
-from rank_pool import environment
-from test_layers import python
-from test_store import a_case, a_result, a_run, a_summary
-from test_verdict import medians
+from command_lines import environment
+from stored_runs import a_case, a_result, a_run, a_summary, launch_medians
+from without_torch import run_without
 
 import ddpbench.render.regression  # noqa: F401  likewise
 from ddpbench import pytest_plugin
@@ -66,7 +65,7 @@ class Fake:
         self.asked.append((command, *words))
         launches = [word for word in words if word.startswith("--launches=")][-1]
         count = int(launches.partition("=")[2])
-        times = medians(count, 1e-3 * self.factor, 0.002, seed=len(self.asked))
+        times = launch_medians(count, 1e-3 * self.factor, 0.002, seed=len(self.asked))
         results = [a_result(self.case, i, a_summary(float(t))) for i, t in enumerate(times)]
         return self.change(a_run(*results))
 
@@ -148,7 +147,7 @@ def test_a_round_is_a_launch_to_the_last_bit(
     result = repository("--benchmark-json=out.json", "--benchmark-group-by=group")
     result.assert_outcomes(passed=1)
     (told,) = saved()["benchmarks"]
-    assert told["stats"]["data"] == [float(t) for t in medians(6, 1e-3, 0.002, seed=1)]
+    assert told["stats"]["data"] == [float(t) for t in launch_medians(6, 1e-3, 0.002, seed=1)]
     assert (told["group"], told["options"]["timer"]) == ("mine", "launch_median")
     extra = told["extra_info"]["ddpbench"]
     assert extra["case"] == json.loads(json.dumps(asdict(a_case())))
@@ -268,7 +267,7 @@ def test_importing_it_costs_nothing() -> None:
     """Every pytest in this environment loads it: without torch, numpy, scipy, or pytest-benchmark,
     and without any other module of ddpbench."""
     heavy = ("torch", "numpy", "scipy", "pandas", "tabulate", "rich", "psutil", "pytest_benchmark")
-    said = python(
+    said = run_without(
         "import ddpbench.pytest_plugin\nprint([n for n in sys.modules if n[:9] == 'ddpbench.'])",
         forbidden=heavy,
     )

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_steps import (
+from stored_runs import a_case, a_launch, a_result, a_run, a_summary
+from stored_steps import (
     a_step_case,
     a_step_result,
     a_step_run,
@@ -14,7 +15,6 @@ from test_steps import (
     some_epochs,
     some_replicas,
 )
-from test_store import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench.analysis import findings, step_lines
 from ddpbench.records import codec

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_store import a_case, a_launch, a_result, a_run, a_summary
+from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench.analysis import lines, stats
 from ddpbench.analysis.lines import Line

@@ -10,23 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from random_stamps import random_stamps
 from scipy.stats import quantile_test
 
 from ddpbench.analysis import stats
 from ddpbench.analysis.modes import modes
 from ddpbench.records import codec
-
-Stamps = npt.NDArray[np.int64]
-
-
-def some_stamps(world: int, count: int, seed: int, device: bool = False) -> Stamps:
-    """Random entries within 1 ms and durations of 1 to 3 ms, on a clock that began long ago."""
-    draw = np.random.default_rng(seed)
-    began = 10**12 + 10**7 * np.arange(count) + draw.integers(0, 10**6, (world, count))
-    ended = began + draw.integers(10**6, 3 * 10**6, (world, count))
-    on_device = draw.integers(0, 10**6, (world, count)) if device else np.full((world, count), -1)
-    return np.stack([began, ended, on_device], axis=2)
-
 
 # --- the time of a repetition ---------------------------------------------------------------------
 
@@ -34,7 +23,7 @@ def some_stamps(world: int, count: int, seed: int, device: bool = False) -> Stam
 def test_the_time_of_a_repetition_is_that_of_its_slowest_rank() -> None:
     """t_max is, for each repetition, the largest exit - entry over the ranks, in seconds a call."""
     for seed, calls in ((0, 1), (1, 2), (2, 20)):
-        stamps = some_stamps(5, 30, seed)
+        stamps = random_stamps(5, 30, seed)
         times = stats.t_max(stamps, calls)
         for repetition in range(30):
             slowest = max(
@@ -46,7 +35,7 @@ def test_the_time_of_a_repetition_is_that_of_its_slowest_rank() -> None:
 
 def test_the_time_of_a_repetition_needs_no_common_clock() -> None:
     """Shifting one rank's clock by an hour changes neither t_max nor the mean over ranks."""
-    stamps = some_stamps(4, 50, 3)
+    stamps = random_stamps(4, 50, 3)
     shifted = stamps.copy()
     shifted[2, :, :2] += 3600 * 10**9
     one, other = (stats.summarise(s, 1, common_clock=False) for s in (stamps, shifted))
@@ -57,7 +46,7 @@ def test_the_time_of_a_repetition_needs_no_common_clock() -> None:
 def test_device_time_is_used_where_every_stamp_has_one() -> None:
     """Device times, 0 among them, stand for exit - entry when all are there; one that was not
     taken (-1) and the host's stamps are used."""
-    stamps = some_stamps(3, 10, 4, device=True)
+    stamps = random_stamps(3, 10, 4, device=True)
     stamps[1, 1, 2] = 0
     wanted = [[int(v) / 10**9 / 2 for v in row] for row in stamps[:, :, 2]]
     np.testing.assert_allclose(stats.spent_ns(stamps) * 1e-9 / 2, wanted, rtol=1e-14)
@@ -270,7 +259,7 @@ def test_the_bracket_holds_the_time(world: int, calls: int) -> None:
     """In one repetition: last-in ≤ t_max ≤ global, and global - last-in is the skew, of which a
     call has its share. In a summary, of medians: last-in ≤ t_max ≤ global and t_min ≤ t_mean ≤
     t_max, and of one repetition every figure is the one computed by hand."""
-    stamps = some_stamps(world, 40, seed=world * 100 + calls)
+    stamps = random_stamps(world, 40, seed=world * 100 + calls)
     whole = stats.summarise(stamps, calls, common_clock=True)
     assert whole.last_in_seconds is not None
     assert whole.global_seconds is not None
@@ -303,7 +292,7 @@ def test_the_bracket_holds_the_time(world: int, calls: int) -> None:
 def test_a_summary_is_of_t_max() -> None:
     """Median, mean, extremes, percentiles, outliers and autocorrelation are those of the series of
     slowest ranks."""
-    stamps = some_stamps(3, 500, 7)
+    stamps = random_stamps(3, 500, 7)
     stamps[1, 17, 1] += 10**9
     summary = stats.summarise(stamps, 1, common_clock=True)
     times = [float(max(row)) / 1e9 for row in (stamps[:, :, 1] - stamps[:, :, 0]).T]
@@ -325,7 +314,7 @@ def test_a_summary_is_of_t_max() -> None:
 
 def test_a_repetition_of_many_calls_has_no_percentiles() -> None:
     """Percentiles of averages over calls would not be percentiles of calls."""
-    stamps = some_stamps(2, 500, 8)
+    stamps = random_stamps(2, 500, 8)
     several = stats.summarise(stamps, 2, common_clock=True, single=False)
     assert several.percentiles_seconds == {}
     assert stats.summarise(stamps, 1, common_clock=True).percentiles_seconds != {}
@@ -336,7 +325,7 @@ def test_every_summary_can_be_stored(count: int) -> None:
     """Whatever the clock's resolution makes of the times, many ties among them, a summary holds no
     NaN and encodes."""
     for seed in range(20):
-        stamps = some_stamps(2, count, seed)
+        stamps = random_stamps(2, count, seed)
         stamps[:, :, 1] = stamps[:, :, 0] + (stamps[:, :, 1] % 3 + 1) // 2 * 10**6 + 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -1,6 +1,5 @@
 """Figures of a DDP step from samples whose truth is known, and against plain loops."""
 
-import functools
 import json
 import math
 import statistics
@@ -8,157 +7,27 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from stored_steps import (
+    MS,
+    a_step_case,
+    a_step_result,
+    a_step_run,
+    a_step_summary,
+    some_epochs,
+    some_replicas,
+    step_samples,
+)
 
 from ddpbench.analysis import step_lines, steps
-from ddpbench.analysis.steps import BucketInfo, Samples
 from ddpbench.records import codec
 from ddpbench.records.schema import (
-    Epoch,
-    Launch,
     Part,
-    Plan,
-    Replicas,
-    Run,
-    StepCase,
     StepResult,
     StepSummary,
 )
 
-Ints = npt.NDArray[np.int64]
-MS = 1_000_000  # ns
-
 # --- samples and records that other tests build on too --------------------------------------------
-
-
-def some_buckets(count: int) -> list[BucketInfo]:
-    """Buckets of 4 MB, from the last layer to the first."""
-    return [
-        BucketInfo(i, 4_000_000, 2, f"layers.{count - i}.weight", f"layers.{count - i}.bias")
-        for i in range(count)
-    ]
-
-
-def some_samples(
-    world: int = 2, rounds: int = 24, in_a_row: int = 5, *, compute: float = 60.0,
-    copies: float = 1.0, exposed: float = 18.0, hook: float = 0.5, late: tuple[int, float] = (0, 0),
-    noise: float = 0.002, buckets: int = 4, wire: float = 8.0, timers: bool = True, seed: int = 0,
-) -> Samples:  # fmt: skip
-    """Samples of ranks whose arms take these milliseconds, with this relative noise.
-
-    late: a rank and the milliseconds that its forward takes longer than the others'.
-    """
-    draw = np.random.default_rng(seed)
-    rank, delay = late
-
-    def around(value: float, *shape: int) -> npt.NDArray[np.float64]:
-        return value * MS * draw.normal(1, noise, shape)
-
-    def arm(extra: float, waits: bool) -> Ints:
-        shape = (world, rounds, in_a_row)
-        forward, backward = around(compute * 0.25, *shape), around(compute * 0.72 + extra, *shape)
-        forward[rank] += delay * MS
-        if waits:
-            backward += forward.max(axis=0) - forward
-        marks = np.stack([0 * forward, forward, backward, around(compute * 0.03, *shape)], axis=3)
-        clocks = draw.integers(0, 10**15, (world, 1, 1, 1))
-        return np.asarray(marks.cumsum(axis=3) + clocks, dtype=np.int64)
-
-    stamps = {
-        "ddp": arm(copies + exposed, True), "noop": arm(copies, False), "no_sync": arm(0, False),
-        "timed": arm(copies + exposed + hook, True),
-    }  # fmt: skip
-    walls = {
-        name: (each[..., 3] - each[..., 0]).sum(axis=2) + 10_000 for name, each in stamps.items()
-    }
-    handed = np.arange(1, buckets + 1) * compute * 0.72 / max(1, buckets)
-    late_ms = np.where(np.arange(world) == rank, delay, 0.0)[:, None, None]
-    first = (handed + late_ms) * MS * draw.normal(1, noise, (world, rounds, buckets))
-    took = (wire + delay - late_ms) * MS * draw.normal(1, noise, (world, rounds, buckets))
-    own = {"forward": 15.1, "backward": 60.2, "communication": 40.0, "overlap": 22.0}
-    return Samples(
-        stamps=stamps,
-        walls=walls,
-        timers={
-            name: around(value, world, rounds) / MS / 1e3 for name, value in own.items() if timers
-        },
-        buckets=some_buckets(buckets),
-        bucket_stamps=np.stack([first, first + took], axis=3).astype(np.int64),
-        verify=around(4.5, world, 30).astype(np.int64),
-    )
-
-
-def a_step_case(**other: Any) -> StepCase:
-    """A perceptron on gloo between two ranks."""
-    known: dict[str, Any] = {
-        "workload": "mlp", "settings": ("width=1024", "depth=8"), "parameters": 8_396_800,
-        "parameter_nbytes": 33_587_200, "backend": "gloo", "provider": "native", "device": "cpu",
-        "batch": 64, "accumulate": 1, "optimizer": "sgd", "amp": None, "bucket_cap_mb": None,
-        "gradient_as_bucket_view": False, "static_graph": False, "find_unused_parameters": False,
-        "comm_hook": "none", "threads": 1, "world_size": 2, "ranks_per_host": (2,),
-    }  # fmt: skip
-    return StepCase(**{**known, **other})
-
-
-@functools.cache
-def a_step_summary(batch: int = 128, **samples: Any) -> StepSummary:
-    """What some_samples say."""
-    return steps.summarise(some_samples(**samples), batch, 16)
-
-
-def some_replicas(**other: Any) -> Replicas:
-    """Equal after each of 136 steps."""
-    known: dict[str, Any] = {
-        "verified": 136, "last_step": 136, "equal": True, "ok": True, "nbytes": 33_587_200,
-        "compared": {"parameter": 16, "optimizer": 16, "buffer": 0},
-        "cost": steps.figure(np.full(30, 4.5e-3)), "share": 0.056, "equal_until": 136,
-        "text": "step 136: replicas equal in ranks 0, 1: 16 parameters",
-    }  # fmt: skip
-    return Replicas(**{**known, **other})
-
-
-def a_step_result(
-    case: StepCase | None = None, launch: int = 0, summary: StepSummary | None = None, **other: Any
-) -> StepResult:
-    """A measured step, without any fault."""
-    known: dict[str, Any] = {
-        "cold_seconds": 0.2, "stop_reason": "time slice", "replicas": some_replicas(),
-        "losses": (1.021, 0.9835), "others_share": 0.01, "wall_seconds": 20.0,
-    }  # fmt: skip
-    return StepResult(
-        case or a_step_case(), launch, summary=summary or a_step_summary(), **{**known, **other}
-    )
-
-
-def a_step_run(*results: StepResult, **other: Any) -> Run:
-    """A complete run of these results, a launch for each index and backend in them."""
-    facts = {"ddpbench": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "kernel": "6.1",
-             "cpu_model": "AMD EPYC", "cores_logical": 2}  # fmt: skip
-    rank = {"hostname": "node", "threads": 1, "cpuset": "0-1", **facts}
-    kinds = dict.fromkeys((r.launch, r.case.backend, r.case.world_size) for r in results)
-    launches = tuple(
-        Launch(index, backend, "native", f"lib{backend} 1.2", "torchrun", world, facts,
-               (rank,) * world)
-        for index, backend, world in kinds
-    )  # fmt: skip
-    known: dict[str, Any] = {
-        "id": "a-run", "command": "ddp", "command_line": ("ddpbench", "ddp"), "plan": Plan(seed=7),
-        "started": "2026-01-01T00:00:00Z", "state": "complete", "exit_code": 0,
-        "operations": tuple(dict.fromkeys(r.case.workload for r in results)),
-        "backends": tuple(dict.fromkeys(r.case.backend for r in results)),
-        "launches": launches, "steps": results,
-    }  # fmt: skip
-    return Run(**{**known, **other})
-
-
-def some_epochs(count: int, **last: Any) -> tuple[Epoch, ...]:
-    """Epochs of falling loss."""
-    found = [
-        Epoch(n, 0.5 * 0.9**n, 0.55 * 0.9**n, 0.312, replicas_equal=True)
-        for n in range(1, count + 1)
-    ]
-    return (*found[:-1], replace(found[-1], **last))
 
 
 def parts(summary: StepSummary) -> dict[str, Part]:
@@ -172,7 +41,7 @@ def parts(summary: StepSummary) -> dict[str, Part]:
 def test_the_step_is_the_slowest_ranks_wall_over_the_steps_in_a_row() -> None:
     """Per round the largest wall / K, then the median over rounds, with an interval of rounds;
     samples a second follow from it."""
-    samples = some_samples(world=3, rounds=11, in_a_row=4, noise=0.05)
+    samples = step_samples(world=3, rounds=11, in_a_row=4, noise=0.05)
     found = steps.summarise(samples, 192, 9)
     each = [max(int(w[r]) for w in samples.walls["ddp"]) / 4 / 1e9 for r in range(11)]
     assert found.step.value == pytest.approx(statistics.median(each))
@@ -186,7 +55,7 @@ def test_the_step_is_the_slowest_ranks_wall_over_the_steps_in_a_row() -> None:
 def test_phases_are_those_of_the_slowest_rank_of_each_step() -> None:
     """Forward, backward, optimizer and step against plain loops: the slowest rank's mean over the
     steps of a round, the fastest's, and who was slowest how often."""
-    samples = some_samples(world=4, rounds=7, in_a_row=3, noise=0.05, late=(2, 9.0))
+    samples = step_samples(world=4, rounds=7, in_a_row=3, noise=0.05, late=(2, 9.0))
     stamps = samples.stamps["ddp"]
     found = steps.summarise(samples, 1, 0).phases
     assert [phase.name for phase in found] == ["forward", "backward", "optimizer", "step"]
@@ -206,7 +75,7 @@ def test_phases_are_those_of_the_slowest_rank_of_each_step() -> None:
 
 def test_no_common_clock_is_needed() -> None:
     """Shifting one rank's clock by an hour changes nothing."""
-    samples = some_samples()
+    samples = step_samples()
     hour = 3600 * 10**9 * np.array([0, 1])[:, None, None, None]
     shifted = {name: stamps + hour for name, stamps in samples.stamps.items()}
     one, other = (steps.summarise(s, 1, 0) for s in (samples, replace(samples, stamps=shifted)))
@@ -219,7 +88,7 @@ def test_no_common_clock_is_needed() -> None:
 def test_the_budget_finds_what_was_put_in() -> None:
     """Compute, copies, exposed and hidden communication and what neither backward nor buckets on
     their way explain lie within their intervals' reach of the truth, and are resolved."""
-    samples = some_samples(noise=0.01, rounds=60, compute=60, copies=2, exposed=18)
+    samples = step_samples(noise=0.01, rounds=60, compute=60, copies=2, exposed=18)
     found = steps.summarise(samples, 128, 16)
     # Four buckets of 8 ms, the last of which is handed over at the end of backward.
     truth = {"compute": 60, "bucket copies": 2, "exposed communication": 18, "exposed transfer": 8,
@@ -262,7 +131,7 @@ def test_the_budget_adds_up_in_one_launch_and_over_several(
     parts of; medians of differences alone would miss the step."""
     found = []
     for seed in range(7):
-        samples = some_samples(world=3, rounds=12, noise=noise, late=(1, 8), seed=seed)
+        samples = step_samples(world=3, rounds=12, noise=noise, late=(1, 8), seed=seed)
         stamps = {name: samples.stamps[name] for name in arms}
         found.append(steps.summarise(replace(samples, stamps=stamps), 1, 0))
     for each in found:
@@ -278,7 +147,7 @@ def test_the_budget_adds_up_in_one_launch_and_over_several(
 def test_hidden_communication_is_never_below_0() -> None:
     """One bucket, which is on its way for 2 ms after backward while the step is 4 ms longer:
     nothing is hidden, exactly, and the 2 ms that are no transfer have a row of their own."""
-    samples = some_samples(compute=0.5, copies=0.05, exposed=4, buckets=1, wire=2, noise=0.02)
+    samples = step_samples(compute=0.5, copies=0.05, exposed=4, buckets=1, wire=2, noise=0.02)
     budget = parts(steps.summarise(samples, 1, 0))
     hidden, overhead = budget["hidden communication"], budget["communication overhead"]
     assert hidden.figure.interval is not None
@@ -295,7 +164,7 @@ def test_hidden_communication_is_never_below_0() -> None:
 def test_differences_are_paired_round_by_round() -> None:
     """A machine that becomes twice as slow in the course of the rounds, for all arms alike, leaves
     a difference of 1 % of the step resolved."""
-    samples = some_samples(copies=0.8, noise=0.0005)
+    samples = step_samples(copies=0.8, noise=0.0005)
     drift = np.linspace(0, 80 * MS, 24).astype(np.int64)[None, :, None, None] * np.array(
         [0, 0, 1, 1]
     )
@@ -344,7 +213,7 @@ def test_a_late_rank_is_found_after_any_number_of_rounds(rounds: int) -> None:
 def test_parts_without_their_arm_are_left_out() -> None:
     """Without no_sync compute and copies are one part and the gain is that of communication; with
     DDP alone, or one rank, there is nothing to subtract."""
-    samples = some_samples()
+    samples = step_samples()
 
     def budget(*arms: str, **other: Any) -> StepSummary:
         stamps = {name: samples.stamps[name] for name in arms}
@@ -360,7 +229,7 @@ def test_parts_without_their_arm_are_left_out() -> None:
     assert static.speed_up.value == pytest.approx(79 / 61, rel=0.01)
     alone = budget("ddp", timers={}, bucket_stamps=None)
     assert (alone.budget, alone.speed_up, alone.buckets, alone.observer) == ((), None, (), None)
-    one = steps.summarise(some_samples(world=1), 1, 0)
+    one = steps.summarise(step_samples(world=1), 1, 0)
     assert list(parts(one)) == ["compute"]
     assert one.speed_up is None
     assert {bucket.late_rank for bucket in one.buckets} == {None}
@@ -371,7 +240,7 @@ def test_communication_is_split_where_backward_ends() -> None:
     rank where that is least: waiting for a late rank is neither communication nor hidden. What
     comes after the last bucket is handed over is exposed, the rest hidden. Without stamps it is not
     known."""
-    samples = some_samples(rounds=1, buckets=3)
+    samples = step_samples(rounds=1, buckets=3)
     spans = [[(0, 10), (30, 50), (40, 45)], [(5, 60), (50, 65), (90, 100)]]  # 30 and 70
     stamps = np.array(spans, np.int64)[:, None] * MS
     for order in (slice(None), slice(None, None, -1)):
@@ -388,7 +257,7 @@ def test_communication_is_split_where_backward_ends() -> None:
 
 def test_buckets_are_told_without_a_common_clock() -> None:
     """Wire, wait and hand-over of each bucket against plain loops; names and sizes as given."""
-    samples = some_samples(world=3, rounds=7, noise=0.05, late=(2, 5.0))
+    samples = step_samples(world=3, rounds=7, noise=0.05, late=(2, 5.0))
     found = steps.summarise(samples, 1, 0).buckets
     assert [(b.index, b.nbytes, b.parameters, b.first, b.last) for b in found] == [
         tuple(vars(info).values()) for info in samples.buckets
@@ -420,7 +289,7 @@ def test_few_rounds_have_no_intervals_and_resolve_nothing(rounds: int) -> None:
 def test_what_is_not_known_is_dropped_not_stored_as_nan() -> None:
     """Timers that are NaN in a rank do not count in that round, and not at all in every round; no
     NaN is left in the record."""
-    samples = some_samples(rounds=8)
+    samples = step_samples(rounds=8)
     some, none = samples.timers["forward"].copy(), np.full((2, 8), np.nan)
     some[1, 3] = np.nan
     found = steps.summarise(replace(samples, timers={"forward": some, "overlap": none}), 1, 0)
@@ -432,7 +301,7 @@ def test_what_is_not_known_is_dropped_not_stored_as_nan() -> None:
 
 def test_a_round_that_was_cut_short_does_not_count() -> None:
     """Arms that ran once more than DDP before the end are cut to the rounds that all have."""
-    samples = some_samples(rounds=9)
+    samples = step_samples(rounds=9)
     fewer = replace(
         samples, walls={**samples.walls, "ddp": samples.walls["ddp"][:, :8]},
         stamps={**samples.stamps, "ddp": samples.stamps["ddp"][:, :8]},
@@ -448,7 +317,7 @@ def test_a_round_that_was_cut_short_does_not_count() -> None:
 
 def test_many_ranks_are_summarised() -> None:
     """16,384 ranks in a few rounds: nothing loops over ranks."""
-    samples = some_samples(world=16_384, rounds=3, in_a_row=1, buckets=2, late=(16_000, 30))
+    samples = step_samples(world=16_384, rounds=3, in_a_row=1, buckets=2, late=(16_000, 30))
     found = steps.summarise(samples, 1, 0)
     assert found.budget[-1].rank == 16_000
     assert found.phases[0].slowest_rank == 16_000
@@ -456,12 +325,12 @@ def test_many_ranks_are_summarised() -> None:
 
 def test_a_verifications_cost_is_its_slowest_ranks() -> None:
     """The median over verifications, and its share of the step; none without one."""
-    samples = replace(some_samples(), verify=np.array([[1, 5, 3], [2, 1, 4]]) * MS)
+    samples = replace(step_samples(), verify=np.array([[1, 5, 3], [2, 1, 4]]) * MS)
     figure, share = steps.cost(samples, 0.08)
     assert figure is not None
     assert (figure.value, figure.interval) == (pytest.approx(4e-3), None)
     assert share == pytest.approx(0.05)
-    many, _ = steps.cost(some_samples(), 0.08)
+    many, _ = steps.cost(step_samples(), 0.08)
     assert many is not None
     assert many.interval is not None
     assert many.interval.of == "median of 30 verifications"

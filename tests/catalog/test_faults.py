@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from rank_pool import Pool, environment
+from command_lines import environment
+from rank_pool import Pool
 
 from ddpbench.catalog import faults, setup_faults, step_faults
 from ddpbench.catalog.faults import IN_SET_UP, IN_STEP

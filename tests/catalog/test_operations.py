@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from test_store import a_case
+from stored_runs import a_case
 
 from ddpbench.catalog import payload
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS

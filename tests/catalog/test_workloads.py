@@ -23,8 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import mpi_jobs
 import pytest
-import test_mpi
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -376,7 +376,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[A
 def run_gloo(folder: Path, size: int) -> str:
     words = [sys.executable, __file__, "job_gloo", str(folder), str(size)]
     ranks = subprocess.Popen(
-        words, env=test_mpi.ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True
+        words, env=mpi_jobs.ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         return ranks.communicate(timeout=150)[1]
@@ -386,7 +386,7 @@ def run_gloo(folder: Path, size: int) -> str:
 
 
 def run_mpi(folder: Path, size: int) -> str:
-    return test_mpi.run_job(job_mpi, size, folder, __file__).stderr
+    return mpi_jobs.run_job(job_mpi, size, folder).stderr
 
 
 GROUPS = ["gloo-2", "gloo-3", "mpi-2"]

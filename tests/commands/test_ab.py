@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_pool import environment
-from test_store import a_case, a_launch, a_result, a_run, a_summary
+from command_lines import environment
+from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench import cli
 from ddpbench.commands import ab

@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_compare import Said, results, said, simple, with_facts
-from test_layers import RUN, python
-from test_store import a_case, a_result, a_run, a_summary, some_samples
-from test_verdict import medians
+from in_process import Answer, answer
+from stored_runs import (
+    a_case,
+    a_result,
+    a_run,
+    a_summary,
+    base_and_new,
+    launch_medians,
+    launch_results,
+    sample_columns,
+    with_facts,
+)
+from without_torch import RUN_DDPBENCH, run_without
 
 from ddpbench import cli
 from ddpbench.analysis import stats
@@ -19,7 +28,7 @@ from ddpbench.commands import baseline, compare
 from ddpbench.records import store
 from ddpbench.records.schema import Run, Wrong
 
-Call = Callable[..., Said]
+Call = Callable[..., Answer]
 LINE = ("ddpbench", "collectives", "--op", "all_reduce", "--launches=6", "-n", "4", "--output",
         "results/x", "--backend", "gloo")  # fmt: skip
 
@@ -31,7 +40,7 @@ def call(
     """The command in an empty folder: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
-    return lambda *words: said(capsys, *words, command="baseline")
+    return lambda *words: answer(capsys, *words, command="baseline")
 
 
 def stored(name: str, run: Run) -> Path:
@@ -41,7 +50,7 @@ def stored(name: str, run: Run) -> Path:
     store.write(folder, replace(run, id=name))
     for table in ("table.csv", "table.txt"):
         (folder / table).write_text(f"{table} of {name}")
-    store.add_samples(folder, 0, some_samples("a", 0, 400, 1))
+    store.add_samples(folder, 0, sample_columns("a", 0, 400, 1))
     store.join_samples(folder)
     return folder
 
@@ -58,7 +67,7 @@ def files(folder: Path) -> list[str]:
 def test_a_baseline_is_a_copy_of_the_run(call: Call, samples: bool) -> None:
     """run.json and the tables, byte for byte, of the last run by default; the raw samples only when
     asked for, their size told otherwise; and it can be shown by its name."""
-    stored("before", simple(1.0)[0])
+    stored("before", base_and_new(1.0)[0])
     code, out, err = call("save", "nightly", *(["--samples"] if samples else []))
     assert (code, err) == (0, "")
     assert re.match(r"saved results/baselines/nightly \(\d+ kB\): 1 run, 6 launches of each", out)
@@ -74,9 +83,9 @@ def test_a_baseline_is_a_copy_of_the_run(call: Call, samples: bool) -> None:
 
 def test_a_folder_of_runs_is_kept_as_one(call: Call) -> None:
     """Six runs of one launch: six folders, compared as a pool of six launches."""
-    for n, seconds in enumerate(medians(6, 1e-3, 0.002, 1)):
+    for n, seconds in enumerate(launch_medians(6, 1e-3, 0.002, 1)):
         stored(f"pool/{n}", a_run(a_result(None, 0, a_summary(float(seconds)))))
-    stored("after", simple(1.2)[1])
+    stored("after", base_and_new(1.2)[1])
     code, out, err = call("save", "pooled", "pool")
     assert (code, err) == (0, "")
     assert "6 runs, 6 launches of each case" in out
@@ -89,8 +98,8 @@ def test_a_folder_of_runs_is_kept_as_one(call: Call) -> None:
 def test_a_baseline_is_replaced_only_on_demand(call: Call) -> None:
     """The second of a name is refused and changes nothing; with --replace nothing of the first is
     left."""
-    stored("one", simple(1.0)[0])
-    stored("two", simple(1.0)[1])
+    stored("one", base_and_new(1.0)[0])
+    stored("two", base_and_new(1.0)[1])
     call("save", "mine", "one", "--samples")
     code, out, err = call("save", "mine", "two")
     assert (code, out) == (2, "")
@@ -106,7 +115,7 @@ def test_a_baseline_is_replaced_only_on_demand(call: Call) -> None:
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "-x", "a b", "last", "ä"])
 def test_a_name_is_checked(call: Call, name: str) -> None:
     """One word without slashes that begins with a letter or a digit; exit 2, nothing is written."""
-    stored("one", simple(1.0)[0])
+    stored("one", base_and_new(1.0)[0])
     code, out, err = call("save", "--", name)
     assert (code, out) == (2, "")
     assert err.startswith(f"ddpbench: {name!r} is no name for a baseline: write letters, ")
@@ -120,7 +129,7 @@ def test_a_name_is_checked(call: Call, name: str) -> None:
          "ddpbench collectives --op all_reduce --backend gloo -n 2 --launches 6"),
         ({"state": "running"}, "one is running, and no baseline"),
         ({"state": "failed", "launches": ()}, "measure again with 6 launches, as it was measured"),
-        ({"results": tuple(results(1e-3, wrong=(Wrong(1, 3, 7, "3", "nan"),)))},
+        ({"results": tuple(launch_results(1e-3, wrong=(Wrong(1, 3, 7, "3", "nan"),)))},
          "all_reduce 4 KiB float32 sum in place gloo 2 ranks: launch 0: rank 1 got a wrong result"),
         ({"results": (a_result(summary=a_summary(0.0)),)}, "a median of 0.0 s"),
         ({"results": (replace(a_result(), summary=None, reason="none"),)},
@@ -132,7 +141,7 @@ def test_what_cannot_be_compared_with_is_no_baseline(
 ) -> None:
     """A run that did not end, or has a result that is not to be used: exit 3, one sentence, nothing
     written."""
-    stored("one", replace(a_run(*results(1e-3), command_line=LINE), **change))
+    stored("one", replace(a_run(*launch_results(1e-3), command_line=LINE), **change))
     code, out, err = call("save", "mine")
     assert (code, out) == (3, "")
     assert re.fullmatch(r"ddpbench: [^\n]+\n", err)
@@ -143,7 +152,7 @@ def test_what_cannot_be_compared_with_is_no_baseline(
 def test_few_launches_are_told_with_what_to_type(call: Call) -> None:
     """Five are saved with a warning that names the command line of six; on several hosts none can
     be named."""
-    run = a_run(*results(1e-3, launches=5), command_line=LINE)
+    run = a_run(*launch_results(1e-3, launches=5), command_line=LINE)
     stored("one", run)
     code, _, err = call("save", "mine")
     assert code == 0
@@ -163,7 +172,7 @@ def test_few_launches_are_told_with_what_to_type(call: Call) -> None:
 def test_the_baselines_are_listed(call: Call) -> None:
     """Name, what was measured, by how many launches, where; a damaged one is told, none is too."""
     assert call("list") == (0, "", "ddpbench: no baselines in results/baselines/\n")
-    stored("one", simple(1.0)[0])
+    stored("one", base_and_new(1.0)[0])
     call("save", "mine")
     Path("results/baselines/broken").mkdir()
     code, out, err = call("list")
@@ -193,18 +202,20 @@ def test_a_check_is_a_comparison(
 ) -> None:
     """With a stored run: the words, the output and the exit code of compare, which finds the
     baseline by its name too."""
-    base, new = simple(factor)
+    base, new = base_and_new(factor)
     stored("before", base)
     call("save", "mine")
     stored("after", new)
     got = call("check", "mine", "after", *words)
     assert got[0] == code
-    assert got == said(capsys, "mine", "after", *words) == said(capsys, "before", "after", *words)
+    assert (
+        got == answer(capsys, "mine", "after", *words) == answer(capsys, "before", "after", *words)
+    )
 
 
 def test_a_run_is_not_checked_against_itself(call: Call) -> None:
     """The run that was saved, wherever it lies, is refused: it could only be the same."""
-    stored("one", simple(1.0)[0])
+    stored("one", base_and_new(1.0)[0])
     call("save", "mine")
     code, out, err = call("check", "mine", "last")
     assert (code, out) == (2, "")
@@ -228,7 +239,7 @@ def test_another_machine_is_told_in_every_format(
 ) -> None:
     """Another CPU, or only another hostname; in CSV, which has no place for it, on stderr. Another
     kernel on the same machine is no such thing."""
-    base, new = simple(1.0)
+    base, new = base_and_new(1.0)
     stored("before", base)
     call("save", "mine")
     stored("after", with_facts(new, facts, rank))
@@ -267,7 +278,7 @@ def test_without_a_run_it_measures_again_as_then(
 ) -> None:
     """The words of the baseline, its ranks and launches, into a new folder in results/; stdout is
     the comparison alone, and the exit code is its own."""
-    base, new = simple(1.1)
+    base, new = base_and_new(1.1)
     stored("before", replace(base, command_line=LINE))
     call("save", "mine")
     got = measured(code, new)
@@ -289,7 +300,7 @@ def test_a_measurement_that_fails_ends_the_check(
     call: Call, measured: Callable[[int, Run | None], list[Sequence[str]]], code: int
 ) -> None:
     """Its exit code, no comparison, and no empty folder."""
-    stored("before", replace(simple(1.0)[0], command_line=LINE))
+    stored("before", replace(base_and_new(1.0)[0], command_line=LINE))
     call("save", "mine")
     measured(code, None)
     done, out, _ = call("check", "mine")
@@ -310,7 +321,7 @@ def test_a_measurement_that_fails_ends_the_check(
 )
 def test_bad_input_is_one_sentence(call: Call, words: tuple[str, ...], sentence: str) -> None:
     """What was given and what to do instead; exit 2, nothing on stdout, nothing measured."""
-    run = a_run(*results(1e-3))
+    run = a_run(*launch_results(1e-3))
     hosts = tuple({"hostname": name} for name in ("a", "b"))
     stored("one", replace(run, command_line=("pytest", "tests")))
     stored("two", replace(run, command_line=LINE, launches=tuple(
@@ -327,7 +338,7 @@ def test_under_a_launcher_a_check_does_not_measure(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that somebody started cannot start ranks."""
-    stored("one", replace(simple(1.0)[0], command_line=LINE))
+    stored("one", replace(base_and_new(1.0)[0], command_line=LINE))
     call("save", "mine")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
@@ -338,8 +349,10 @@ def test_under_a_launcher_a_check_does_not_measure(
 
 def test_no_torch_is_needed(call: Call) -> None:
     """A check against a stored run works where importing torch fails."""
-    base, new = (replace(run, results=run.results[:6]) for run in simple(1.0))
+    base, new = (replace(run, results=run.results[:6]) for run in base_and_new(1.0))
     stored("before", base)
     call("save", "mine")
-    stored("after", replace(new, results=tuple(results(1e-3, a_case(), seed=9))))
-    assert "1 case compared: 1 SAME" in python(RUN, "baseline", "check", "mine", "after")
+    stored("after", replace(new, results=tuple(launch_results(1e-3, a_case(), seed=9))))
+    assert "1 case compared: 1 SAME" in run_without(
+        RUN_DDPBENCH, "baseline", "check", "mine", "after"
+    )

@@ -11,13 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_layers import RUN, python
-from test_steps import a_step_case, a_step_result, a_step_run, a_step_summary, some_epochs
-from test_steps import some_replicas as replicas
-from test_store import a_case, a_launch, a_result, a_run, a_summary
-from test_verdict import medians
+from in_process import Answer, answer
+from stored_runs import (
+    a_case,
+    a_launch,
+    a_result,
+    a_run,
+    a_summary,
+    base_and_new,
+    launch_medians,
+    launch_results,
+    with_facts,
+)
+from stored_steps import (
+    a_step_case,
+    a_step_result,
+    a_step_run,
+    a_step_summary,
+    some_epochs,
+    some_replicas,
+)
+from without_torch import RUN_AND_PRINT_CODE, RUN_DDPBENCH, run_without
 
-from ddpbench import cli
 from ddpbench.commands import compare
 from ddpbench.records import codec, store
 from ddpbench.records.schema import SCHEMA, Case, Limit, Result, Run, Wrong
@@ -26,8 +41,7 @@ from ddpbench.verdicts import comparison, verdict
 from ddpbench.verdicts.differences import Difference, differences
 from ddpbench.verdicts.matching import Source
 
-Said = tuple[int, str, str]
-Compare = Callable[..., Said]
+Compare = Callable[..., Answer]
 
 
 @pytest.fixture
@@ -37,10 +51,10 @@ def compared(
     """The command on runs that are stored first: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
-    def call(base: Run, new: Run, *words: str) -> Said:
+    def call(base: Run, new: Run, *words: str) -> Answer:
         for name, run in (("before", base), ("after", new)):
             put(name, run)
-        return said(capsys, "before", "after", *words)
+        return answer(capsys, "before", "after", *words)
 
     return call
 
@@ -56,25 +70,6 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str, command: str = "compare") -> Said:
-    """What the command answers: exit code, stdout, stderr."""
-    try:
-        code = cli.main([command, *words])
-    except SystemExit as end:
-        code = int(str(end.code))
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def results(
-    seconds: float, case: Case | None = None, launches: int = 6, noise: float = 0.002,
-    seed: int = 0, **other: Any,
-) -> list[Result]:  # fmt: skip
-    """One case in launches whose medians lie around these seconds."""
-    each = medians(launches, seconds, noise, seed)
-    return [a_result(case, n, a_summary(float(t)), **other) for n, t in enumerate(each)]
-
-
 def sized(nbytes: int, **other: Any) -> Case:
     """all_reduce of this size."""
     return a_case(nbytes=nbytes, count=nbytes // 4, **other)
@@ -83,14 +78,6 @@ def sized(nbytes: int, **other: Any) -> Case:
 def runs_of(*sides: Iterable[Result]) -> tuple[Run, ...]:
     """A run a side, of all these results."""
     return tuple(a_run(*side) for side in sides)
-
-
-def simple(factor: float, noise: float = 0.002, launches: int = 6) -> tuple[Run, Run]:
-    """One case of 1 ms, and the same times this factor."""
-    return (
-        a_run(*results(1e-3, launches=launches, noise=noise, seed=1)),
-        a_run(*results(1e-3 * factor, launches=launches, noise=noise, seed=2)),
-    )
 
 
 def verdicts(out: str) -> dict[str, str]:
@@ -118,7 +105,7 @@ def test_each_verdict_has_its_exit_code(
     compared: Compare, factor: float, noise: float, words: tuple[str, ...], name: str, code: int
 ) -> None:
     """The same case times a factor, with little noise and with much."""
-    got, out, err = compared(*simple(factor, noise), *words)
+    got, out, err = compared(*base_and_new(factor, noise), *words)
     assert (got, err) == (code, "")
     assert re.search(
         rf"1 case compared: 1 {name}; margin ±{words[-1] if '15' in words else 3} %", out
@@ -127,7 +114,7 @@ def test_each_verdict_has_its_exit_code(
 
 def test_the_figures_in_the_table_are_those_of_the_launch_medians(compared: Compare) -> None:
     """Medians with their units and intervals, the change and its interval, both runs' names."""
-    base, new = simple(1.1)
+    base, new = base_and_new(1.1)
     _, out, _ = compared(base, new)
     sides = [[r.summary.median_seconds for r in run.results if r.summary] for run in (base, new)]
     each = sorted(b / a for a in sides[0] for b in sides[1])
@@ -145,7 +132,7 @@ def test_the_figures_in_the_table_are_those_of_the_launch_medians(compared: Comp
 @pytest.mark.parametrize("launches", [1, 4, 5, 6])
 def test_too_few_launches_are_told_with_what_to_type(compared: Compare, launches: int) -> None:
     """Below five a side a change of 50 % is INCONCLUSIVE; from five on it is SLOWER."""
-    code, out, _ = compared(*simple(1.5, launches=launches))
+    code, out, _ = compared(*base_and_new(1.5, launches=launches))
     assert code == (1 if launches >= 5 else 0)
     advice = "1 INCONCLUSIVE: needs about 6 launches a side: run with --launches 6"
     assert (advice in out) == (launches < 5)
@@ -155,15 +142,15 @@ def test_too_few_launches_are_told_with_what_to_type(compared: Compare, launches
 def test_wide_intervals_are_told_with_the_launches_needed(compared: Compare) -> None:
     """The number follows from the half-width, is the same in the row and in the advice; where
     launches are no answer, another advice is given."""
-    base, new = simple(1.0, noise=0.03)
+    base, new = base_and_new(1.0, noise=0.03)
     _, out, _ = compared(base, new)
-    shift = verdict.shift(medians(6, 1e-3, 0.03, 1), medians(6, 1e-3, 0.03, 2))
+    shift = verdict.shift(launch_medians(6, 1e-3, 0.03, 1), launch_medians(6, 1e-3, 0.03, 2))
     needed = verdict.launches_needed(shift, 0.03)
     assert needed is not None
     assert 6 < needed <= 100
     assert f"needs about {needed} launches a side: run with --launches {needed}\n" in out
     assert re.search(rf"±\d\.\d %, needs about {needed} launches a side\n", out)
-    _, out, _ = compared(*simple(1.0, noise=0.5))
+    _, out, _ = compared(*base_and_new(1.0, noise=0.5))
     assert "more than 100 launches would be needed: measure on a quieter host" in out
     assert "run with" not in out
 
@@ -177,12 +164,16 @@ def test_what_matters_stands_first(compared: Compare) -> None:
         [(1.0, 0.002), (0.5, 0.002), (1.0, 0.2), (1.2, 0.002), (1.6, 0.002), (0.8, 0.002)]
     ):
         case = sized(4 << n)
-        base += results(1e-3, case, 8, noise, seed=n)
-        new += results(1e-3 * factor, case, 8, noise, seed=n + 50)
-    base += results(1e-3, sized(1024)) + results(1e-3, sized(2048)) + results(1e-3, sized(4096))
-    new += results(1e-3, sized(1024, start="none"))
-    new += results(1e-3, sized(2048), wrong=(Wrong(1, 3, 7, "3", "nan"),))
-    new += results(1e-3, sized(8192))
+        base += launch_results(1e-3, case, 8, noise, seed=n)
+        new += launch_results(1e-3 * factor, case, 8, noise, seed=n + 50)
+    base += (
+        launch_results(1e-3, sized(1024))
+        + launch_results(1e-3, sized(2048))
+        + launch_results(1e-3, sized(4096))
+    )
+    new += launch_results(1e-3, sized(1024, start="none"))
+    new += launch_results(1e-3, sized(2048), wrong=(Wrong(1, 3, 7, "3", "nan"),))
+    new += launch_results(1e-3, sized(8192))
     code, out, _ = compared(*runs_of(base, new), "--format", "csv")
     assert code == 1
     found = [(name.split(" ")[1], word) for name, word in verdicts(out).items()]
@@ -197,10 +188,10 @@ def test_a_sweep_is_corrected_for_its_cases(compared: Compare) -> None:
     """Five launches a side: one clear change alone is SLOWER, among 30 cases INCONCLUSIVE, with the
     launches that a sweep of 30 needs; and alone again with --only."""
     sizes = [4 << n for n in range(30)]
-    base = [r for n, s in enumerate(sizes) for r in results(1e-3, sized(s), 5, seed=n)]
+    base = [r for n, s in enumerate(sizes) for r in launch_results(1e-3, sized(s), 5, seed=n)]
     new = [
         r for n, s in enumerate(sizes)
-        for r in results(1e-3 * (1.5 if s == 64 else 1), sized(s), 5, seed=n + 99)
+        for r in launch_results(1e-3 * (1.5 if s == 64 else 1), sized(s), 5, seed=n + 99)
     ]  # fmt: skip
     code, out, _ = compared(*runs_of(base, new))
     assert (code, "1 INCONCLUSIVE, 29 SAME" in out) == (0, True)
@@ -246,7 +237,7 @@ def test_another_identity_is_incomparable(
 ) -> None:
     """The same row asked for with another identity: exit 3, the fields with both values, and no
     ratio of the two."""
-    base, new = results(1e-3), results(2e-3, a_case(**other))
+    base, new = launch_results(1e-3), launch_results(2e-3, a_case(**other))
     code, out, _ = compared(*runs_of(base, new))
     assert code == 3
     row = next(line for line in out.splitlines() if "INCOMPARABLE" in line)
@@ -261,7 +252,7 @@ def test_a_rounded_size_is_still_the_row_that_was_asked_for(compared: Compare) -
     base = a_case(**asked, nbytes=1024, count=128)
     new = a_case(**asked, nbytes=1020, count=85, world_size=3, ranks_per_host=(3,))
     code, out, _ = compared(
-        *runs_of(results(1e-3, base), results(1e-3, new, requested_nbytes=1024))
+        *runs_of(launch_results(1e-3, base), launch_results(1e-3, new, requested_nbytes=1024))
     )
     assert code == 3
     assert "nbytes 1024 → 1020, count 128 → 85, world_size 2 → 3, ranks_per_host 2 → 3" in out
@@ -273,7 +264,7 @@ def test_of_several_the_case_that_differs_least_is_its_partner(compared: Compare
 
     def both(**ranks: Any) -> list[Result]:
         kinds = ({"dtype": "bfloat16", "count": 2048}, {})
-        return [r for kind in kinds for r in results(1e-3, a_case(**kind, **ranks))]
+        return [r for kind in kinds for r in launch_results(1e-3, a_case(**kind, **ranks))]
 
     code, out, _ = compared(*runs_of(both(), both(world_size=4, ranks_per_host=(4,))[::-1]))
     assert code == 3
@@ -295,8 +286,12 @@ def test_cases_of_one_side_are_listed(compared: Compare) -> None:
     """Sizes that one run alone has are named, and what was skipped with the reason; they are no
     failure, but --strict asks for all that BASE has."""
     skipped = replace(a_result(sized(64)), summary=None, reason="no memory")
-    base = [*results(1e-3), *results(1e-3, sized(64)), *results(1e-3, sized(8))]
-    new = [*results(1e-3), skipped, *results(1e-3, sized(16))]
+    base = [
+        *launch_results(1e-3),
+        *launch_results(1e-3, sized(64)),
+        *launch_results(1e-3, sized(8)),
+    ]
+    new = [*launch_results(1e-3), skipped, *launch_results(1e-3, sized(16))]
     runs = runs_of(base, new)
     code, out, _ = compared(*runs)
     assert code == 0
@@ -310,7 +305,9 @@ def test_cases_of_one_side_are_listed(compared: Compare) -> None:
 
 def test_runs_with_nothing_in_common_end_with_3(compared: Compare) -> None:
     """No case of one is in the other: exit 3, both lists are printed."""
-    code, out, _ = compared(*runs_of(results(1e-3, sized(8)), results(1e-3, sized(16))))
+    code, out, _ = compared(
+        *runs_of(launch_results(1e-3, sized(8)), launch_results(1e-3, sized(16)))
+    )
     assert code == 3
     assert "0 cases compared: 1 ONLY BASE, 1 ONLY NEW" in out
 
@@ -328,24 +325,27 @@ def test_a_fault_in_one_launch_makes_the_case_invalid(
 ) -> None:
     """A wrong result, an impossible speed, a time that is none: exit 3, the reason, no figure; and
     no other case suffers."""
-    bad = results(1e-3)
+    bad = launch_results(1e-3)
     bad[0] = replace(bad[0], **fault)
-    good = results(1e-3, sized(64))
-    code, out, _ = compared(*runs_of([*results(1e-3), *good], [*bad, *good]))
+    good = launch_results(1e-3, sized(64))
+    code, out, _ = compared(*runs_of([*launch_results(1e-3), *good], [*bad, *good]))
     assert code == 3
     row = next(line for line in out.splitlines() if "INVALID" in line)
     assert row.endswith(why)
     assert "% …" not in row
     assert "2 cases compared: 1 INVALID, 1 SAME" in out
-    good, bad = (results(s, sized(64)) for s in (1e-3, 2e-3))
+    good, bad = (launch_results(s, sized(64)) for s in (1e-3, 2e-3))
     assert compared(*runs_of(good, bad))[0] == 1
 
 
 def test_slower_wins_over_invalid(compared: Compare) -> None:
     """A case that is slower is an answer whatever the others are: exit 1."""
-    wrong = results(1e-3, sized(64), wrong=(Wrong(1, 3, 7, "3", "nan"),))
+    wrong = launch_results(1e-3, sized(64), wrong=(Wrong(1, 3, 7, "3", "nan"),))
     code, out, _ = compared(
-        *runs_of([*results(1e-3), *results(1e-3, sized(64))], [*results(2e-3), *wrong])
+        *runs_of(
+            [*launch_results(1e-3), *launch_results(1e-3, sized(64))],
+            [*launch_results(2e-3), *wrong],
+        )
     )
     assert code == 1
     assert "1 SLOWER, 1 INVALID" in out
@@ -354,8 +354,8 @@ def test_slower_wins_over_invalid(compared: Compare) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        {"replicas": replicas(equal=False, ok=False)},
-        {"replicas": replicas(ok=False)},
+        {"replicas": some_replicas(equal=False, ok=False)},
+        {"replicas": some_replicas(ok=False)},
         {"epochs": some_epochs(2, replicas_equal=False)},
     ],
 )
@@ -376,7 +376,7 @@ def test_a_step_whose_replicas_are_not_ok_is_invalid(
 
 def pool(name: str, runs: int, factor: float, **other: Any) -> None:
     """A folder of runs of one launch each."""
-    for n, seconds in enumerate(medians(runs, 1e-3 * factor, 0.002, seed=int(factor * 100))):
+    for n, seconds in enumerate(launch_medians(runs, 1e-3 * factor, 0.002, seed=int(factor * 100))):
         put(f"{name}/{n}", a_run(a_result(a_case(**other), 0, a_summary(float(seconds)))))
 
 
@@ -388,14 +388,16 @@ def test_a_folder_of_runs_is_pooled(
     monkeypatch.chdir(tmp_path)
     pool("base", 6, 1)
     pool("slow", 7, 1.2)
-    put("one", simple(1.2)[1])
+    put("one", base_and_new(1.2)[1])
     for words in (("base", "slow"), ("results/base/", str(tmp_path / "results/slow"))):
-        code, out, _ = said(capsys, *words)
+        code, out, _ = answer(capsys, *words)
         assert (code, "1 SLOWER" in out) == (1, True)
         assert re.search(r"^BASE  \S*base   6 launches of 6 runs, from 2026", out)
         assert re.search(r"^NEW   \S*slow   7 launches of 7 runs, from 2026", out, re.M)
-    assert said(capsys, "base", "one")[0] == said(capsys, "base", "results/one/run.json")[0] == 1
-    assert said(capsys, "base", "last")[0] == 1
+    assert (
+        answer(capsys, "base", "one")[0] == answer(capsys, "base", "results/one/run.json")[0] == 1
+    )
+    assert answer(capsys, "base", "last")[0] == 1
 
 
 def test_pooled_runs_must_have_measured_the_same(
@@ -407,7 +409,7 @@ def test_pooled_runs_must_have_measured_the_same(
     pool("mixed", 6, 1.2)
     pool("mixed/..", 1, 1)
     put("mixed/9", a_run(a_result(a_case(start="none"))))
-    code, out, err = said(capsys, "base", "mixed")
+    code, out, err = answer(capsys, "base", "mixed")
     assert (code, out) == (3, "")
     assert re.fullmatch(
         r"ddpbench: the runs in mixed are not comparable with each other: all_reduce/\S+ has start "
@@ -418,23 +420,11 @@ def test_pooled_runs_must_have_measured_the_same(
 # --- what differs beside --------------------------------------------------------------------------
 
 
-def with_facts(run: Run, facts: dict[str, Any], rank: dict[str, Any], **launch: Any) -> Run:
-    """The run in another environment."""
-    changed = tuple(
-        replace(
-            each, facts={**each.facts, **facts},
-            ranks=tuple({**before, **rank} for before in each.ranks), **launch,
-        )
-        for each in run.launches
-    )  # fmt: skip
-    return replace(run, launches=changed)
-
-
 def test_only_what_differs_in_the_environments_is_told() -> None:
     """Versions, revision, host, threads, library, launcher, plan and variables: those that differ,
     with both values; what passes (loads, seeds, job numbers) and what one side did not record do
     not."""
-    run = a_run(*results(1e-3))
+    run = a_run(*launch_results(1e-3))
     base = with_facts(
         run,
         {"git_revision": "a" * 40, "git_dirty": False, "nccl": None, "smt": True,
@@ -468,14 +458,14 @@ def test_only_what_differs_in_the_environments_is_told() -> None:
 
 def test_a_backend_that_one_side_alone_has_differs_in_nothing() -> None:
     """Only launches of the backends that both sides have are held against each other."""
-    gloo = a_run(*results(1e-3))
+    gloo = a_run(*launch_results(1e-3))
     mpi = replace(a_launch(9, "mpi"), launcher="mpirun", facts={"torch": "2.12.0"})
     assert differences([gloo], [replace(gloo, launches=(*gloo.launches, mpi))]) == ()
 
 
 def test_all_values_of_a_pool_are_told() -> None:
     """Ranks on several hosts, runs of several versions: each value once, sorted."""
-    base = a_run(*results(1e-3))
+    base = a_run(*launch_results(1e-3))
     other = with_facts(base, {"torch": "2.12.0"}, {"hostname": "b"})
     assert differences([base], [other, base]) == (
         Difference("torch", ("2.13.0",), ("2.12.0", "2.13.0")),
@@ -485,7 +475,7 @@ def test_all_values_of_a_pool_are_told() -> None:
 
 def test_differences_stand_in_the_text_formats(compared: Compare) -> None:
     """One line each, above the table and, folded, in Markdown."""
-    base, new = simple(1.0)
+    base, new = base_and_new(1.0)
     new = with_facts(new, {"torch": "2.14.0"}, {})
     for form in ("table", "markdown"):
         assert "differs: torch: 2.13.0 → 2.14.0\n" in compared(base, new, "--format", form)[1]
@@ -494,7 +484,7 @@ def test_differences_stand_in_the_text_formats(compared: Compare) -> None:
 def test_what_weakens_a_verdict_is_noted(compared: Compare) -> None:
     """A run that is not complete, a busy host, and a change between launches that were not taken
     by turns."""
-    base, new = simple(1.2)
+    base, new = base_and_new(1.2)
     busy = tuple(replace(r, others_share=0.2 * (r.launch > 3)) for r in new.results)
     new = replace(new, results=busy, state="interrupted")
 
@@ -530,7 +520,7 @@ def verdict_of(table: str) -> str:
 def test_what_drift_may_be_is_no_change(compared: Compare) -> None:
     """Sides that are apart in time differ by drift too: below what is assumed, nothing is claimed;
     a larger change, or the same one by turns, is."""
-    base, new = simple(1.15)
+    base, new = base_and_new(1.15)
     assert compared(base, new)[0] == 1  # nobody knows when they were
     code, out, _ = compared(at(base, 0, "base"), at(new, 37, "new"))
     assert (code, verdict_of(out)) == (0, "INCONCLUSIVE")
@@ -538,10 +528,10 @@ def test_what_drift_may_be_is_no_change(compared: Compare) -> None:
     assert "±20.5 %" in out  # of one case: 1.645 × 0.08 × √2 in log
     assert "runs apart may differ by ±20.5 %" in out
     assert "measure the two by turns, with `ab`" in out
-    base, new = simple(1.3)
+    base, new = base_and_new(1.3)
     code, out, _ = compared(at(base, 0, "base"), at(new, 37, "new"))
     assert (code, verdict_of(out)) == (1, "SLOWER")
-    base, new = simple(1.0)
+    base, new = base_and_new(1.0)
     code, out, _ = compared(at(base, 0, "base"), at(new, 37, "new"))
     assert (code, verdict_of(out)) == (0, "SAME")
 
@@ -549,12 +539,12 @@ def test_what_drift_may_be_is_no_change(compared: Compare) -> None:
 def test_stored_runs_tell_how_a_machine_drifts(compared: Compare) -> None:
     """Of the same environment, NEW left out: on a quiet machine 15 % is a change then."""
     for number in range(6):
-        one = a_run(*results(1e-3, seed=number))
+        one = a_run(*launch_results(1e-3, seed=number))
         put(f"earlier-{number}", at(one, 2 * number, f"earlier-{number}"))
-    other = at(a_run(*results(2e-3)), 20, "elsewhere")
+    other = at(a_run(*launch_results(2e-3)), 20, "elsewhere")
     facts = tuple(replace(each, facts={**each.facts, "torch": "1.0"}) for each in other.launches)
     put("elsewhere", replace(other, launches=facts))
-    base, new = simple(1.15)
+    base, new = base_and_new(1.15)
     code, out, _ = compared(at(base, 30, "base"), at(new, 37, "new"))
     assert (code, verdict_of(out)) == (1, "SLOWER")
     assert "as 7 or more stored runs of BASE's environment have it" in out
@@ -567,7 +557,7 @@ def test_a_change_that_follows_the_cores_is_no_change(compared: Compare) -> None
     near, far = 4e-7, 6e-6
 
     def side(factor: float, seed: int, handoff: float | None) -> Run:
-        return a_run(*results(1e-3 * factor, seed=seed, handoff_seconds=handoff))
+        return a_run(*launch_results(1e-3 * factor, seed=seed, handoff_seconds=handoff))
 
     for before, after, name in (
         (near, far, "INCONCLUSIVE"), (far, near, "SLOWER"), (far, far, "SLOWER"),
@@ -590,7 +580,7 @@ def test_quartiles_are_compared_where_both_sides_have_them(compared: Compare) ->
     quartiles, medians are all there is."""
 
     def made(median: float, seed: int, quantiles: bool) -> Run:
-        each = medians(6, 1e-3, 0.002, seed)
+        each = launch_medians(6, 1e-3, 0.002, seed)
         known = [tuple([float(t)] * 10 + [median] * 11) if quantiles else () for t in each]
         return a_run(*(
             a_result(None, n, a_summary(median, quantiles_seconds=known[n])) for n in range(6)
@@ -608,14 +598,14 @@ def test_quartiles_are_compared_where_both_sides_have_them(compared: Compare) ->
 
 def test_json_and_csv_have_all_figures(compared: Compare) -> None:
     """Every row with its identity, medians, intervals, change, launches; numbers unrounded."""
-    base, new = simple(1.1)
+    base, new = base_and_new(1.1)
     code, out, _ = compared(base, new, "--format", "json")
     data = json.loads(out)
     assert (code, data["exit_code"], data["exit_code_strict"]) == (1, 1, 1)
     assert (data["margin"], data["counts"]) == (0.03, {"SLOWER": 1})
     assert data["base"] == {"name": "before", "runs": ["before"]}
     (row,) = data["rows"]
-    shift = verdict.shift(medians(6, 1e-3, 0.002, 1), medians(6, 1.1e-3, 0.002, 2))
+    shift = verdict.shift(launch_medians(6, 1e-3, 0.002, 1), launch_medians(6, 1.1e-3, 0.002, 2))
     assert shift is not None
     assert row["change"] == pytest.approx(2.718281828459045**shift.estimate - 1)
     assert row["change_low"] < row["change"] < row["change_high"]
@@ -635,8 +625,8 @@ def test_markdown_shows_what_is_not_the_same_and_folds_the_rest(compared: Compar
     base: list[Result] = []
     new: list[Result] = []
     for n, factor in enumerate((1.0, 1.3, 1.0)):
-        base += results(1e-3, sized(4 << n), seed=n)
-        new += results(1e-3 * factor, sized(4 << n), seed=n + 9)
+        base += launch_results(1e-3, sized(4 << n), seed=n)
+        new += launch_results(1e-3 * factor, sized(4 << n), seed=n + 9)
     _, out, _ = compared(*runs_of(base, new), "--format", "markdown")
     assert out.splitlines()[0] == ("**ddpbench: 3 cases compared: 1 SLOWER, 2 SAME** (margin ±3 %)")
     shown, folded = out.split("<details><summary>2 SAME</summary>\n\n|", 1)
@@ -664,7 +654,9 @@ def test_labels_tell_all_cases_of_a_run_apart() -> None:
 
 def test_words_that_all_cases_share_are_said_once() -> None:
     """Above the table, not in each row; where they differ they stand in the rows."""
-    base, new = runs_of(*([*results(s), *results(s, sized(8, dtype="int32"))] for s in (1, 2)))
+    base, new = runs_of(
+        *([*launch_results(s), *launch_results(s, sized(8, dtype="int32"))] for s in (1, 2))
+    )
     found = comparison.compare(Source("a", (base,)), Source("b", (new,)), comparison.Rule())
     out = render.table(found)
     assert "all   sum, in place, gloo, 2 ranks\n" in out
@@ -696,8 +688,8 @@ def test_bad_input_is_one_sentence(
     words: tuple[str, ...], code: int, sentence: str,
 ) -> None:  # fmt: skip
     """What was given, what is wrong with it; nothing on stdout."""
-    compared(*simple(1.0))
-    got, out, err = said(capsys, *words)
+    compared(*base_and_new(1.0))
+    got, out, err = answer(capsys, *words)
     assert (got, out) == (code, "")
     assert re.fullmatch(r"ddpbench: [^\n]+\n", err)
     assert sentence in err
@@ -726,12 +718,12 @@ def test_stored_data_that_cannot_be_read_end_with_3(
     compared: Compare, capsys: pytest.CaptureFixture[str], data: bytes, sentence: str
 ) -> None:
     """On either side, alone or in a folder of runs: one sentence that names the file."""
-    compared(*simple(1.0))
+    compared(*base_and_new(1.0))
     bad = made(Path("results/pool/bad"))
     (bad / "run.json").write_bytes(data)
-    put("pool/good", simple(1.0)[0])
+    put("pool/good", base_and_new(1.0)[0])
     for words in (("pool/bad", "after"), ("before", "pool/bad"), ("before", "results/pool")):
-        code, out, err = said(capsys, *words)
+        code, out, err = answer(capsys, *words)
         assert (code, out) == (3, "")
         assert re.fullmatch(r"ddpbench: [^\n]+\n", err)
         assert sentence in err
@@ -751,13 +743,13 @@ def test_a_run_in_which_all_was_skipped_has_nothing_to_compare(compared: Compare
 
 def test_runs_are_compared_without_torch(tmp_path: Path) -> None:
     """On a machine that has no torch; and the help loads nothing heavy."""
-    for name, run in zip(("before", "after"), simple(1.0), strict=True):
+    for name, run in zip(("before", "after"), base_and_new(1.0), strict=True):
         store.create(tmp_path / name, run, "x")
-    said = python(
-        RUN.replace("; runpy", "\ntry: runpy") + "\nexcept SystemExit as end: print(end.code)",
+    output = run_without(
+        RUN_AND_PRINT_CODE,
         "compare", str(tmp_path / "before"), str(tmp_path / "after"),
     )  # fmt: skip
-    assert "1 SAME" in said
-    assert said.endswith("\n0\n")
+    assert "1 SAME" in output
+    assert answer.endswith("\n0\n")
     heavy = ("torch", "numpy", "pandas", "scipy", "pyarrow", "mpi4py")
-    assert "--margin" in python(RUN, "compare", "--help", forbidden=heavy)
+    assert "--margin" in run_without(RUN_DDPBENCH, "compare", "--help", forbidden=heavy)

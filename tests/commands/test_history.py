@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from test_compare import Said, results, said, with_facts
-from test_layers import RUN, python
-from test_steps import a_step_case, a_step_result, a_step_run
-from test_store import a_case, a_result, a_run, a_summary
+from in_process import Answer, answer
+from stored_runs import a_case, a_result, a_run, a_summary, launch_results, with_facts
+from stored_steps import a_step_case, a_step_result, a_step_run
+from without_torch import RUN_DDPBENCH, run_without
 
 from ddpbench.commands import history
 from ddpbench.records import store
@@ -26,7 +26,7 @@ from ddpbench.render.comparison import label
 from ddpbench.verdicts import trend
 
 Floats = npt.NDArray[np.float64]
-Call = Callable[..., Said]
+Call = Callable[..., Answer]
 OLD, NEW = {"torch": "2.12.0"}, {"torch": "2.13.0", "git_revision": "0123456789abcdef"}
 
 
@@ -37,7 +37,7 @@ def call(
     """The command in an empty folder: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
-    return lambda *words: said(capsys, *words, command="history")
+    return lambda *words: answer(capsys, *words, command="history")
 
 
 def put(day: int, run: Run, folder: str = "results") -> None:
@@ -51,7 +51,7 @@ def put(day: int, run: Run, folder: str = "results") -> None:
 def put_days(seconds: Sequence[float], case: Case | None = None, **other: Any) -> None:
     """A run of two launches a day, from torch 2.12 to 2.13 on the sixth."""
     for day, each in enumerate(seconds, 1):
-        run = a_run(*results(each, case, 2, 0.001, seed=day), **other)
+        run = a_run(*launch_results(each, case, 2, 0.001, seed=day), **other)
         put(day, with_facts(run, OLD if day < 6 else NEW, {}))
 
 
@@ -234,18 +234,18 @@ def test_a_change_is_told_with_its_runs_and_their_environments(call: Call) -> No
     put_days(step())
     code, out, err = call("all_reduce", "gloo")
     assert (code, err) == (0, "")
-    said = re.search(
+    change_line = re.search(
         r"^CHANGE \+(\S+) % between run-05 and run-06: (\S+) µs → (\S+) µs, (\S+) noise widths\n"
         r"((?:  differs: .*\n)+)",
         out,
         re.M,
     )
-    assert said is not None
-    change, before, after, widths = map(float, said.groups()[:4])
+    assert change_line is not None
+    change, before, after, widths = map(float, change_line.groups()[:4])
     assert change == pytest.approx(20, abs=2)
     assert after / before == pytest.approx(1 + change / 100, abs=0.001)
     assert widths > 10
-    assert said[5] == "  differs: torch: 2.12.0 → 2.13.0\n"
+    assert change_line[5] == "  differs: torch: 2.12.0 → 2.13.0\n"
     assert re.search(r"^2026-01-06 00:00  run-06 .*  torch 2\.13\.0$", out, re.M)
     assert re.search(
         r"^10 runs, from \S+ µs to \S+ µs \(\+\S+ %\); noise between runs ±\d", out, re.M
@@ -346,4 +346,4 @@ def test_without_ruptures_the_trend_is_shown(call: Call, monkeypatch: pytest.Mon
 def test_no_torch_is_needed(call: Call) -> None:
     """The command works where importing torch fails."""
     put(1, a_run(a_result(summary=a_summary(2e-3))))
-    assert "2000 µs" in python(RUN, "history", "all_reduce")
+    assert "2000 µs" in run_without(RUN_DDPBENCH, "history", "all_reduce")

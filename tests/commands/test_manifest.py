@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from rank_pool import environment
-from test_cli import refused
+from command_lines import environment, refused
 
 from ddpbench import cli
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_pool import Pool
-from test_store import a_run
+from stored_runs import a_run
 
 from ddpbench.analysis import findings
 from ddpbench.doctor.command import EXAMINATIONS

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rank_pool import Pool
-from test_preflight import a_rank, a_setup
+from rank_setups import a_rank, a_setup
 
 from ddpbench.analysis.setup import Setup
 from ddpbench.doctor.stragglers import causes, judge, turns

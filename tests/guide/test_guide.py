@@ -27,10 +27,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rank_pool import ROOT, environment
-from test_cli import refused
-from test_collectives import call, command
-from test_layers import RUN, python
+from command_lines import ROOT, call, command, environment, refused
+from without_torch import RUN_DDPBENCH, run_without
 
 from ddpbench import cli
 from ddpbench.commands import guide
@@ -289,7 +287,7 @@ HEAVY = ("torch", "numpy", "pandas", "scipy", "pyarrow", "mpi4py", "rich")
 
 def test_the_commands_are_listed_by_purpose() -> None:
     """`ddpbench --help` lists every command once, under its group, and loads nothing heavy."""
-    text = python(RUN, "--help", forbidden=HEAVY)
+    text = run_without(RUN_DDPBENCH, "--help", forbidden=HEAVY)
     groups = re.findall(r"^(\w+):\n((?:  .*\n)+)", text, re.MULTILINE)
     listed = {title: re.findall(r"^  (\w+) +\S", lines, re.MULTILINE) for title, lines in groups}
     assert listed == {title: list(commands) for title, commands in cli.GROUPS.items()}
@@ -299,7 +297,7 @@ def test_the_commands_are_listed_by_purpose() -> None:
 
 def test_the_list_has_every_chapter() -> None:
     """Without a chapter, each is listed with its first sentence; nothing heavy is loaded."""
-    text = python(RUN, "guide", forbidden=HEAVY)
+    text = run_without(RUN_DDPBENCH, "guide", forbidden=HEAVY)
     listed = re.findall(r"^  (\w+) +(\S.*)$", text, re.MULTILINE)
     assert [name for name, _ in listed] == list(guide.read_chapters())
     assert {name for name, _ in listed} == {path.stem for path in CHAPTERS}
@@ -316,7 +314,7 @@ def test_a_pipe_gets_the_markdown(path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_pipe_needs_nothing_heavy() -> None:
     """A chapter is printed without torch and without rich."""
-    assert python(RUN, "guide", "contributing", forbidden=HEAVY).startswith("# ")
+    assert run_without(RUN_DDPBENCH, "guide", "contributing", forbidden=HEAVY).startswith("# ")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rank_pool import environment
+from command_lines import environment
 
 import ddpbench
 from ddpbench.hang import flight

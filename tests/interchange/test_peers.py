@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_stats import some_stamps
-from test_store import a_case, a_result, a_run, a_summary
+from random_stamps import random_stamps
+from stored_runs import a_case, a_result, a_run, a_summary
 
 from ddpbench.analysis import lines, peers, stats
 from ddpbench.catalog.operations import OPERATIONS
@@ -20,7 +20,7 @@ def test_the_figures_are_those_of_the_others_own_loops(device: bool) -> None:
     mean over ranks. nccl-tests does so with the time of calls in flight, divided by their number.
     Both read the host's clock, on a GPU too."""
     world, count, depth = 3, 50, 20
-    stamps = some_stamps(world, count, seed=5, device=device)
+    stamps = random_stamps(world, count, seed=5, device=device)
     averages = []
     for rank in range(world):
         timer = 0
@@ -43,7 +43,7 @@ def test_the_figures_are_those_of_the_others_own_loops(device: bool) -> None:
 
 def test_the_figure_of_teams_is_over_all_of_them() -> None:
     """A rank that is in no team does not count."""
-    stamps = some_stamps(5, 30, seed=6)
+    stamps = random_stamps(5, 30, seed=6)
     over = stats.over_ranks(stamps, [[0, 2], [3, 4]])
     spent = stamps[[0, 2, 3, 4], :, 1] - stamps[[0, 2, 3, 4], :, 0]
     assert over.host_mean.tolist() == pytest.approx(spent.mean(axis=0).tolist())

@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from rank_pool import environment
+from command_lines import environment
 from strikes import MARK, members
 
 from ddpbench.launch import family

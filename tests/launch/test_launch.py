@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rank_pool import environment
+from command_lines import environment
 
 from ddpbench.launch import family, placement, starters
 from ddpbench.launch.placement import Placement, Refused

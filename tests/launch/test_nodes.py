@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_lines import command, refused
 from simulated_hosts import Hosts
-from test_cli import refused
-from test_collectives import command
 
 from ddpbench.launch import nodes, placement, processes
 from ddpbench.launch.nodes import Nodes, Said

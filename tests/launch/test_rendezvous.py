@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from rank_pool import ROOT, environment
+from command_lines import ROOT, environment
 
 from ddpbench.launch import placement, rendezvous
 

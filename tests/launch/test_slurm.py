@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster as bench
-from rank_pool import ROOT, Done, Pool
+from command_lines import ROOT
+from rank_pool import Done, Pool
 from slurm_cluster import Cluster
 
 from ddpbench import cli

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from random_stamps import kept_in_bursts, stamps_on_one_clock
 from rank_pool import Pool
-from test_kept import filled, some_stamps
-from test_store import a_case, a_launch, a_result, a_run, a_summary
+from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench.analysis import clocks, stats
 from ddpbench.analysis.clocks import Ahead
@@ -86,7 +86,7 @@ def test_a_corrected_bracket_is_off_by_no_more_than_the_bound() -> None:
     what one clock says; the time itself is the same to the ns."""
     names = ("skew_seconds", "last_in_seconds", "global_seconds")
     for seed in range(50):
-        draw, true = random.Random(seed), some_stamps(4, 9, seed)
+        draw, true = random.Random(seed), stamps_on_one_clock(4, 9, seed)
         truths = [0, *(draw.randrange(-(10**12), 10**12) for _ in range(3))]
         found = [Ahead(0, 0), *(clocks.ahead(exchanges(draw, t, 20)) for t in truths[1:])]
         shift = np.array([t - its.middle_ns for t, its in zip(truths, found, strict=True)])
@@ -115,9 +115,9 @@ def test_ranks_share_a_clock_by_boot_and_time_namespace() -> None:
 def test_there_is_no_skew_where_the_bound_is_too_wide(off: float | None, shown: bool) -> None:
     """Of repetitions of 1 ms: with ± 49 µs there is a bracket, with ± 51 µs none; the bound is
     stored, and the time is there."""
-    stamps = some_stamps(2, 30)
+    stamps = stamps_on_one_clock(2, 30)
     stamps[:, :, 1] = stamps[:, :, 0] + 10**6
-    samples = Samples(cold=stamps[:, :1], timed=filled(stamps, 30))
+    samples = Samples(cold=stamps[:, :1], timed=kept_in_bursts(stamps, 30))
     result, _ = summarise_result(a_result(), samples, off)
     assert result.summary is not None
     assert result.clock_off_seconds == off
@@ -232,9 +232,9 @@ def assert_one_clock(result: Result) -> None:
 
 def test_a_batched_case_is_judged_by_its_whole_repetition() -> None:
     """50 calls of 1 ms in a repetition may be bracketed with a bound of 1 ms."""
-    stamps = some_stamps(2, 30)
+    stamps = stamps_on_one_clock(2, 30)
     stamps[:, :, 1] = stamps[:, :, 0] + 50 * 10**6
-    samples = Samples(calls=50, cold=stamps[:, :1], timed=filled(stamps, 30))
+    samples = Samples(calls=50, cold=stamps[:, :1], timed=kept_in_bursts(stamps, 30))
     result, _ = summarise_result(a_result(replace(a_case(), nbytes=4)), samples, 1e-3)
     assert_one_clock(result)
     assert result.summary is not None

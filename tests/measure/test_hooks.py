@@ -7,16 +7,15 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from test_collectives import MPI, environment
+from command_lines import MPI, environment
+from left_processes import left_running
 
 from ddpbench.catalog import hooks
 from ddpbench.catalog.hooks import HOOKS
@@ -56,22 +55,6 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return ("planted",)
-
-
-def left_running(folder: Path) -> list[str]:
-    """The command lines of the processes that were told a folder in this one, and are still there
-    when the one that cleans up after a killed process has had time for it."""
-    until = time.monotonic() + 10
-    while found := _told(folder):
-        if time.monotonic() > until:
-            break
-        time.sleep(0.1)
-    return found
-
-
-def _told(folder: Path) -> list[str]:
-    lines = {p.pid: " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])}
-    return [e for pid, e in lines.items() if f"{folder}{os.sep}" in e and pid != os.getpid()]
 
 
 # --- the table ------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import mpi_jobs
 import pytest
-import test_mpi
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -286,7 +286,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]
         names = ["play_converged"] if size > 3 else sorted(PLAYS, key="play_interrupted".__eq__)
         words = [sys.executable, __file__, str(folder), str(size), *names]
         ranks = subprocess.Popen(
-            words, env=test_mpi.ENVIRONMENT, stderr=subprocess.PIPE, text=True,
+            words, env=mpi_jobs.ENVIRONMENT, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
         )  # fmt: skip
         try:

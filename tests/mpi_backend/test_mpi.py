@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -31,30 +30,27 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from mpi_jobs import (
+    ENVIRONMENT,
+    FLOATS,
+    FOLDS,
+    HALF,
+    OP,
+    SIGNED,
+    Group,
+    all_gather_single,
+    mpirun_command,
+    reduce_scatter_single,
+    run_job,
+    start_group,
+)
 from torch import Tensor
 
 from ddpbench import mpi
-from ddpbench.launch import placement
 from ddpbench.mpi_backend import library as mpi_library
 
-Group = Any
-SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
-HALF = [torch.float16, torch.bfloat16]
-FLOATS = [torch.float32, torch.float64, *HALF]
 DTYPES = [*FLOATS, *SIGNED, torch.uint8]
 MOVED = [torch.float32, torch.float16, torch.int8, torch.bool, torch.float8_e5m2, torch.complex64]
-OP = dist.ReduceOp
-FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
-    OP.SUM: torch.add,
-    OP.PRODUCT: torch.mul,
-    OP.MIN: torch.minimum,
-    OP.MAX: torch.maximum,
-    OP.BAND: torch.bitwise_and,
-    OP.BOR: torch.bitwise_or,
-    OP.BXOR: torch.bitwise_xor,
-}
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def given(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -708,22 +704,12 @@ def run_checks(group: Group, folder: Path) -> None:
         (folder / f"{rank}.json").write_text(json.dumps(outcomes))
 
 
-def start(backend: str, folder: Path, seconds: float = 60) -> None:
-    store, (rank, size) = (
-        dist.FileStore(str(folder / "store"), mpi_library.world()[1]),
-        mpi_library.world(),
-    )
-    deadline = timedelta(seconds=seconds)
-    mpi.register()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
-
-
 def workers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "mpi4py worker"]
 
 
 def job_default(folder: Path) -> None:
-    start(mpi.NAME, folder)
+    start_group(mpi.NAME, folder)
     run_checks(dist.group.WORLD, folder)
     assert len(workers()) == 1
     dist.destroy_process_group()
@@ -732,7 +718,7 @@ def job_default(folder: Path) -> None:
 
 
 def job_beside_gloo(folder: Path) -> None:
-    start("gloo", folder)
+    start_group("gloo", folder)
     group = dist.new_group(backend=mpi.NAME)
     run_checks(group, folder)
     dist.destroy_process_group()
@@ -741,14 +727,14 @@ def job_beside_gloo(folder: Path) -> None:
 
 
 def job_leave(folder: Path) -> None:
-    start(mpi.NAME, folder)
+    start_group(mpi.NAME, folder)
     dist.all_reduce(torch.ones(1 << 20))
     dist.all_reduce(torch.ones(1 << 20), async_op=True)  # neither waited for nor destroyed
     builtins.kept = dist.group.WORLD  # type: ignore[attr-defined]  # and deleted last of all
 
 
 def job_one_thread(folder: Path) -> None:
-    start(mpi.NAME, folder)
+    start_group(mpi.NAME, folder)
     assert mpi_library.thread_level() == "SERIALIZED"
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     for check in (check_queue, check_futures, check_point_to_point, check_errors):
@@ -758,14 +744,14 @@ def job_one_thread(folder: Path) -> None:
 
 
 def job_die(folder: Path) -> None:
-    start(mpi.NAME, folder)
+    start_group(mpi.NAME, folder)
     if dist.get_rank() == 1:
         raise RuntimeError("this rank dies of an exception")
     dist.barrier()
 
 
 def job_hang(folder: Path) -> None:
-    start(mpi.NAME, folder, seconds=1)
+    start_group(mpi.NAME, folder, seconds=1)
     if dist.get_rank() == 0:
         dist.barrier(async_op=True)  # which rank 1 never joins
     else:
@@ -774,7 +760,7 @@ def job_hang(folder: Path) -> None:
 
 def late(folder: Path, seconds: float = 1) -> int:
     """Start; rank 1 then does nothing but live until rank 0 is done."""
-    start(mpi.NAME, folder, seconds)
+    start_group(mpi.NAME, folder, seconds)
     dist.barrier()
     if dist.get_rank() == 1:
         while not (folder / "done").exists():
@@ -805,7 +791,7 @@ def job_late_to_futures(folder: Path) -> None:
 
 
 def job_late_to_backward(folder: Path) -> None:
-    start(mpi.NAME, folder, 1)
+    start_group(mpi.NAME, folder, 1)
     replica = ddp(dist.group.WORLD, torch.nn.Linear(2, 2))
     if dist.get_rank() == 0:
         loss = replica(torch.ones(1, 2)).sum()
@@ -844,13 +830,13 @@ def job_absent(folder: Path) -> None:
 
 
 def job_exit(folder: Path) -> None:
-    start(mpi.NAME, folder)
+    start_group(mpi.NAME, folder)
     dist.all_reduce(torch.ones(1), async_op=True)
     sys.exit(3)
 
 
 def job_killed(folder: Path) -> None:
-    start(mpi.NAME, folder)
+    start_group(mpi.NAME, folder)
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -858,7 +844,7 @@ def job_killed(folder: Path) -> None:
 
 
 def job_forever(folder: Path) -> None:
-    start(mpi.NAME, folder)
+    start_group(mpi.NAME, folder)
     dist.barrier()
     (folder / f"up{dist.get_rank()}").touch()
     if dist.get_rank() == 0:
@@ -959,7 +945,7 @@ def job_lightning(folder: Path) -> None:
 
 
 def job_memory(folder: Path) -> None:
-    start(mpi.NAME, folder)
+    start_group(mpi.NAME, folder)
     tensor, whole = torch.zeros(1000), torch.zeros(1000 * dist.get_world_size())
     parts, strided = list(whole.chunk(dist.get_world_size())), torch.zeros(10, 100).t()
     peer, me = 1 - dist.get_rank(), psutil.Process()
@@ -1004,55 +990,9 @@ def job_alone(folder: Path) -> None:
 
 
 JOBS = {name: job for name, job in globals().items() if name.startswith("job_")}
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parent}",
-    "OMP_NUM_THREADS": "1",
-    "OMPI_MCA_mpi_yield_when_idle": "1",  # the ranks poll, and there may be fewer cores
-    "I_MPI_THREAD_YIELD": "2",
-}
 
 
 COMPLAINTS = re.compile("Traceback|Exception ignored|Abort|abort|signal")
-
-
-def command(
-    job: Callable[..., None], ranks: int, folder: Path, script: str = __file__
-) -> list[str]:
-    """The words that start a job; skips the test where there is no MPI."""
-    if importlib.util.find_spec("mpi4py") is None:
-        pytest.skip("mpi4py is not installed")
-    if (mpirun := placement.find_mpirun()) is None:
-        pytest.skip("mpirun is neither beside this Python nor in PATH")
-    ENVIRONMENT["PATH"] = f"{Path(mpirun).parent}:{os.environ['PATH']}"  # Intel's looks there
-    words = [mpirun, "-n", str(ranks)]
-    version = subprocess.run(
-        [mpirun, "--version"], capture_output=True, text=True, check=False, env=ENVIRONMENT
-    )
-    if "Open MPI" in version.stdout or "PRRTE" in version.stdout:
-        words += ["--allow-run-as-root", "--oversubscribe"]
-    return [*words, sys.executable, script, job.__name__, str(folder)]
-
-
-def run_job(
-    job: Callable[..., None], ranks: int, folder: Path, script: str = __file__, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    words = command(job, ranks, folder, script)
-    process = subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT | variables,
-        start_new_session=True,
-    )
-    try:
-        said = process.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # mpirun takes its ranks along
-        process.communicate(timeout=30)
-        raise
-    return subprocess.CompletedProcess(words, process.returncode, *said)
 
 
 @pytest.fixture(scope="module")
@@ -1160,7 +1100,7 @@ def left_behind(folder: Path) -> list[int]:
 def test_ctrl_c(tmp_path: Path) -> None:
     """Ctrl-C ends ranks that wait inside MPI, at once and all of them."""
     process = subprocess.Popen(
-        command(job_forever, 2, tmp_path),
+        mpirun_command(job_forever, 2, tmp_path),
         stderr=subprocess.PIPE,
         env=ENVIRONMENT,
         start_new_session=True,

@@ -22,13 +22,13 @@ from itertools import accumulate, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mpi_jobs
 import pytest
-import test_mpi
 import torch
 import torch.distributed as dist
-from test_mpi import FLOATS, FOLDS, OP, SIGNED, Group
-from test_mpi import all_gather_single as gather_single
-from test_mpi import reduce_scatter_single as scatter_single
+from mpi_jobs import FLOATS, FOLDS, OP, SIGNED, Group
+from mpi_jobs import all_gather_single as gather_single
+from mpi_jobs import reduce_scatter_single as scatter_single
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
@@ -701,7 +701,7 @@ def job_matrix(folder: Path) -> None:
 def job_hang(folder: Path) -> None:
     """One rank never joins a coalesced call of the other's."""
     warnings.simplefilter("ignore")
-    test_mpi.start(mpi.NAME, folder, seconds=1)
+    mpi_jobs.start_group(mpi.NAME, folder, seconds=1)
     if dist.get_rank() == 0:
         dist.all_reduce_coalesced([torch.zeros(1), torch.zeros(1)])
     time.sleep(20)
@@ -718,7 +718,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[A
     def run(size: int) -> list[Any]:
         folder = tmp_path_factory.mktemp(f"matrix{size}")
         try:
-            words = test_mpi.run_job(job_matrix, size, folder, script=__file__).stderr
+            words = mpi_jobs.run_job(job_matrix, size, folder).stderr
         except subprocess.TimeoutExpired as late:
             words = str(late)
         reports = [folder / f"{rank}.jsonl" for rank in range(size)]
@@ -739,7 +739,7 @@ def test_matrix(outcomes: Callable[[int], list[Any]], size: int, name: str) -> N
 
 def test_coalesced_deadline(tmp_path: Path) -> None:
     """A synchronous coalesced call that never ends is cut at the group's time-out, by name."""
-    process = test_mpi.run_job(job_hang, 2, tmp_path, script=__file__)
+    process = mpi_jobs.run_job(job_hang, 2, tmp_path)
     assert process.returncode == 5, process.stderr
     assert "all_reduce on rank 0 has not ended" in process.stderr
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from test_steps import a_step_result, a_step_run
-from test_store import a_case, a_result, a_run, a_summary
+from stored_runs import a_case, a_result, a_run, a_summary
+from stored_steps import a_step_result, a_step_run
 
 from ddpbench.nested import one_case
 from ddpbench.records import store

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from rank_pool import environment
+from command_lines import environment
 
 from ddpbench.commands import slurm
 from ddpbench.nested import turns

@@ -12,108 +12,20 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from fuzz_harness import called
+from in_process import call_in_process
+from stored_runs import a_case, a_launch, a_result, a_run, a_summary, sample_columns
+from stored_steps import a_step_result
 
 from ddpbench.records import codec, store
 from ddpbench.records.schema import (
     SCHEMA,
-    Case,
     Finding,
-    Interval,
-    Launch,
     Limit,
-    Plan,
-    Result,
     Run,
-    Summary,
     Wrong,
 )
 
 # --- records that other tests build on too --------------------------------------------------------
-
-
-def a_case(**other: Any) -> Case:
-    """An all_reduce of 4 KiB on gloo between two ranks."""
-    known: dict[str, Any] = {
-        "operation": "all_reduce", "form": "tensor", "backend": "gloo", "provider": "native",
-        "device": "cpu", "dtype": "float32", "reduce_op": "sum", "root": None, "nbytes": 4096,
-        "count": 1024, "in_place": True, "async_op": False, "issue": "isolated",
-        "start": "barrier", "depth": 1, "world_size": 2, "ranks_per_host": (2,),
-    }  # fmt: skip
-    return Case(**{**known, **other})
-
-
-def a_summary(seconds: float = 1e-3, width: float | None = 0.01, **other: Any) -> Summary:
-    """A median of `seconds` known to ± `width` of it; None: no interval."""
-    interval = (
-        None
-        if width is None
-        else Interval(seconds * (1 - width), seconds * (1 + width), 0.95, "median of 6 medians")
-    )
-    known: dict[str, Any] = {
-        "repetitions": 400, "median_seconds": seconds, "interval": interval,
-        "mean_seconds": seconds * 1.125, "min_seconds": seconds / 2, "max_seconds": seconds * 4,
-        "percentiles_seconds": {"p50": seconds, "p90": seconds * 2, "p99": seconds * 3},
-        "rank_mean_seconds": seconds * 0.75, "rank_min_seconds": seconds * 0.5,
-        "skew_seconds": seconds / 64, "last_in_seconds": seconds * 0.9375,
-        "global_seconds": seconds * 1.0625, "outliers": 3, "far_outliers": 1, "lag1": 0.25,
-    }  # fmt: skip
-    return Summary(**{**known, **other})
-
-
-def a_result(
-    case: Case | None = None, launch: int = 0, summary: Summary | None = None, **other: Any
-) -> Result:
-    """A measured case, without any fault."""
-    case = case or a_case()
-    known: dict[str, Any] = {
-        "bus_factor": 1.0, "least_nbytes": float(case.nbytes), "requested_nbytes": case.nbytes,
-        "checks": 3, "cold_seconds": 0.01, "warm_up": 50, "stop_reason": "precision",
-        "summary": summary or a_summary(),
-    }  # fmt: skip
-    return Result(case, launch, **{**known, **other})
-
-
-def a_launch(index: int = 0, backend: str = "gloo", **other: Any) -> Launch:
-    """Two ranks of one host with two cores each."""
-    facts = {"ddpbench": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "cpuset": "0-3"}
-    ranks = tuple({"hostname": "node", "threads": 1, **facts} for _ in range(2))
-    known: dict[str, Any] = {
-        "provider": "native", "library": f"lib{backend} 1.2", "launcher": "torchrun",
-        "world_size": 2, "facts": {**facts, "kernel": "6.1", "cpu_model": "CPU X",
-                                   "cores_logical": 4}, "ranks": ranks,
-    }  # fmt: skip
-    return Launch(index, backend, **{**known, **other})
-
-
-def a_run(*results: Result, **other: Any) -> Run:
-    """A complete run of these results, a launch for each index and backend in them."""
-    kinds = dict.fromkeys((r.launch, r.case.backend) for r in results)
-    known: dict[str, Any] = {
-        "id": "a-run", "command": "collectives", "command_line": ("ddpbench", "collectives"),
-        "plan": Plan(), "started": "2026-01-01T00:00:00Z", "state": "complete", "exit_code": 0,
-        "operations": tuple(dict.fromkeys(r.case.operation for r in results)),
-        "launches": tuple(a_launch(index, backend) for index, backend in kinds),
-        "results": results,
-    }  # fmt: skip
-    return Run(**{**known, **other})
-
-
-def some_samples(case: str, launch: int, count: int, seed: int) -> dict[str, Any]:
-    """Columns as a command stores them: the case's name as a dictionary."""
-    import pyarrow as pa
-
-    draw = np.random.default_rng(seed)
-    return {
-        "case": pa.array([case] * count).dictionary_encode(),
-        "launch": np.full(count, launch, dtype=np.int32),
-        "repetition": np.arange(count, dtype=np.int32) - 2,
-        "rank": (np.arange(count) % 2).astype(np.int32),
-        "entry_ns": draw.integers(0, 2**62, count),
-        "exit_ns": draw.integers(0, 2**62, count),
-        "device_ns": np.full(count, -1),
-        "warm_up": np.arange(count) < 2,
-    }
 
 
 # --- the codec ------------------------------------------------------------------------------------
@@ -220,17 +132,16 @@ def test_a_run_that_was_written_is_read_again(tmp_path: Path) -> None:
 def test_a_run_grows_by_lines(tmp_path: Path) -> None:
     """Launches and outcomes that were appended are read with the rest, in order; a line that is
     being written is not, and what run.json has already is not read twice."""
-    from test_steps import a_step_result as a_step  # which imports this module
 
     store.create(tmp_path, a_run(), "")
     store.append(tmp_path, {"launches": asdict(a_launch(0))})
     store.append(tmp_path, {"number": 0, "results": asdict(a_result())})
     store.append(tmp_path, {"launches": asdict(replace(a_launch(0), cases=7))})
-    store.append(tmp_path, {"number": 1, "steps": asdict(a_step())})
+    store.append(tmp_path, {"number": 1, "steps": asdict(a_step_result())})
     with (tmp_path / store.GROWING).open("ab") as file:
         file.write(b'{"number": 2, "resu')
     run = store.read(tmp_path)
-    assert (run.results, run.steps) == ((a_result(),), (a_step(),))
+    assert (run.results, run.steps) == ((a_result(),), (a_step_result(),))
     assert [launch.cases for launch in run.launches] == [7]
     store.write(tmp_path, run)  # as a rank does that marks it, while the rest goes on
     assert store.read(tmp_path) == run
@@ -484,7 +395,7 @@ def test_figures_that_cannot_be_shown_are_told(tmp_path: Path) -> None:
     for examination in run["examinations"]:
         examination["figures"] = {"ranks": 5, "cells": 5, "verdicts": 5}
         (tmp_path / "run.json").write_text(json.dumps({**run, "examinations": [examination]}))
-        ended = called(["show", str(tmp_path)])
+        ended = call_in_process(["show", str(tmp_path)])
         assert ended.code == 3
         assert re.fullmatch(
             r"ddpbench: .* holds values that cannot be shown \(\w+: .*, at \w+\.py:\d+\): .*\n",
@@ -495,7 +406,7 @@ def test_figures_that_cannot_be_shown_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 3, 100])
 def test_damaged_samples_are_an_invalid_run(tmp_path: Path, size: int) -> None:
     """A file that is cut is told as damage, not as an error of the library that reads it."""
-    store.add_samples(tmp_path, 0, some_samples("a", 0, 4, seed=0))
+    store.add_samples(tmp_path, 0, sample_columns("a", 0, 4, seed=0))
     store.join_samples(tmp_path)
     path = tmp_path / "samples.parquet"
     path.write_bytes(path.read_bytes()[:size])
@@ -509,7 +420,7 @@ def test_damaged_samples_are_an_invalid_run(tmp_path: Path, size: int) -> None:
 def test_samples_are_the_same_before_and_after_joining(tmp_path: Path) -> None:
     """Parts stored in any order read as one frame, value for value and type for type, before and
     after they become one file; then the parts are gone."""
-    parts = [some_samples(f"case {n % 3}", n // 3, 3 + n, seed=n) for n in range(12)]
+    parts = [sample_columns(f"case {n % 3}", n // 3, 3 + n, seed=n) for n in range(12)]
     for number in (3, 0, 11, 10, 1, 2, 4, 5, 6, 7, 8, 9):
         store.add_samples(tmp_path, number, parts[number])
     before = store.read_samples(tmp_path)
@@ -526,7 +437,7 @@ def test_samples_are_the_same_before_and_after_joining(tmp_path: Path) -> None:
 
 def test_a_part_that_was_not_finished_is_not_read(tmp_path: Path) -> None:
     """What a crash left half written beside the parts is no sample."""
-    store.add_samples(tmp_path, 0, some_samples("a", 0, 4, seed=0))
+    store.add_samples(tmp_path, 0, sample_columns("a", 0, 4, seed=0))
     (tmp_path / "samples.parts/.part-00001").write_bytes(b"PAR1 half")
     (tmp_path / ".samples.parquet").write_bytes(b"PAR1 half")
     assert len(store.read_samples(tmp_path)) == 4

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz_harness import called
-from rank_pool import ROOT
-from test_collectives import QUICK, call, command, environment, stored
+from command_lines import QUICK, ROOT, call, command, environment, stored
+from in_process import call_in_process
 
 from ddpbench.records import visible
 from ddpbench.render.formats import FORMATS
@@ -58,12 +57,12 @@ def test_no_control_character_of_a_stored_name_is_printed(
     lines += [["compare", "one", f"two{EVIL}", "--format", form] for form in ("table", "csv")]
     lines += [["show", f"no{EVIL}such"], ["collectives", "--op", EVIL], ["list", EVIL]]
     for words in lines:
-        ended = called(words)
+        ended = call_in_process(words)
         text = ended.out + ended.err
         assert text, words
         assert {c for c in text if not c.isprintable()} == {"\n"}, words
         assert not re.search("^FORGED", text, re.MULTILINE), words
-    assert json.loads(called(["show", "one", "--format", "json"]).out)["id"] == raw["id"]
+    assert json.loads(call_in_process(["show", "one", "--format", "json"]).out)["id"] == raw["id"]
     assert EVIL in raw["id"]
 
 
@@ -181,12 +180,16 @@ def test_what_was_not_measured_has_its_reason_in_every_format(kind: str, tmp_pat
         result.update(summary=None, reason="no, 1.5 GB", replicas=None, epochs=[])
     (tmp_path / "run.json").write_text(json.dumps(run))
     for form in FORMATS:
-        ended = called(["show", str(tmp_path), "--format", form])
+        ended = call_in_process(["show", str(tmp_path), "--format", form])
         assert ended.code == 0, ended.err
         assert "no, 1.5 GB" in ended.out, form
-    rows = list(csv.DictReader(io.StringIO(called(["show", str(tmp_path), "--format", "csv"]).out)))
+    rows = list(
+        csv.DictReader(io.StringIO(call_in_process(["show", str(tmp_path), "--format", "csv"]).out))
+    )
     assert [row["reason"] for row in rows].count("no, 1.5 GB") == 1
-    chosen = called(["show", str(tmp_path), "--format", "json", "--columns", "backend,reason"]).out
+    chosen = call_in_process(
+        ["show", str(tmp_path), "--format", "json", "--columns", "backend,reason"]
+    ).out
     assert {"backend": skipped["backend"], "reason": "no, 1.5 GB"} in json.loads(chosen)
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from test_render import cells as cells_of_all
-from test_steps import (
+from stored_steps import (
     a_step_case,
     a_step_result,
     a_step_run,
@@ -18,6 +17,7 @@ from test_steps import (
     some_epochs,
     some_replicas,
 )
+from text_tables import table_cells
 
 from ddpbench.analysis import findings, step_lines, steps
 from ddpbench.records import codec
@@ -52,7 +52,7 @@ def shown(*results: StepResult, **other: Any) -> str:
 def cells(said: str, title: str) -> list[dict[str, str]]:
     """The rows of a table by head, without the lines of text that follow it."""
     text = re.sub(r"\n(without|DDP's|the hook|too few) .*", "", said)
-    return cells_of_all(text, title)
+    return table_cells(text, title)
 
 
 DIFFER = some_replicas(

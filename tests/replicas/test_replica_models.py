@@ -17,11 +17,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import mpi_jobs
 import pytest
-import test_mpi
 import torch
 import torch.distributed as dist
-from test_replicas import seen
+from replica_reports import report_as_json
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -551,7 +551,7 @@ def job(folder: Path, rank: int) -> None:
     outcomes: dict[str, Any] = {}
     for name, play in PLAYS.items():
         try:
-            outcomes[name] = seen(play())
+            outcomes[name] = report_as_json(play())
         except Exception:
             outcomes[name] = {"error": traceback.format_exc()}
             break  # the ranks may no longer be together
@@ -566,7 +566,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     line = [sys.executable, __file__, str(folder)]
     ranks = [
         subprocess.Popen(
-            [*line, str(rank)], stderr=subprocess.PIPE, text=True, env=test_mpi.ENVIRONMENT
+            [*line, str(rank)], stderr=subprocess.PIPE, text=True, env=mpi_jobs.ENVIRONMENT
         )
         for rank in range(SIZE)
     ]

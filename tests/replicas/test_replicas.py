@@ -21,10 +21,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import mpi_jobs
 import pytest
-import test_mpi
 import torch
 import torch.distributed as dist
+from replica_reports import report_as_json
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -67,13 +68,13 @@ def test_a_digest_is_of_bits(formula: Formula, dtype: torch.dtype) -> None:
     whole = formula(tensor)
     assert formula(tensor.clone()) == whole
     raw = tensor.view(torch.uint8)
-    seen = {whole}
+    digests = {whole}
     for byte in range(raw.numel()):
         for bit in range(8):
             raw[byte] ^= 1 << bit
-            seen.add(formula(tensor))
+            digests.add(formula(tensor))
             raw[byte] ^= 1 << bit
-    assert len(seen) == 1 + 8 * raw.numel()
+    assert len(digests) == 1 + 8 * raw.numel()
     assert formula(tensor) == whole
 
 
@@ -130,14 +131,14 @@ def test_the_device_formula_over_many_blocks(monkeypatch: pytest.MonkeyPatch) ->
     whole = on_device(tensor)
     assert on_device(torch.cat([tensor[8:16], tensor[:8], tensor[16:]])) != whole
     powers = 2.0 ** (torch.arange(64, dtype=torch.float64) % 2)
-    seen = set()
+    digests = set()
     for i in range(0, 64, 2):
         for j in range(1, 64, 2):
             swapped = powers.clone()
             swapped[i], swapped[j] = powers[j], powers[i]
-            seen.add(on_device(swapped))
-    assert len(seen) == 32 * 32
-    assert on_device(powers) not in seen
+            digests.add(on_device(swapped))
+    assert len(digests) == 32 * 32
+    assert on_device(powers) not in digests
 
 
 def test_reading_on_a_device_waits_once() -> None:
@@ -845,29 +846,12 @@ def job(folder: Path) -> None:
     for name, play in plays.items():
         try:
             report = play(dist.group.WORLD)
-            outcomes[name] = None if report is None else seen(report)
+            outcomes[name] = None if report is None else report_as_json(report)
         except Exception:
             outcomes[name] = {"error": traceback.format_exc()}
             break  # the ranks may no longer be together
     (folder / f"{rank}.json").write_text(json.dumps(outcomes))
     dist.destroy_process_group()
-
-
-def seen(report: Any) -> dict[str, Any]:
-    """A report as JSON, with what it derives."""
-    return {
-        **dataclasses.asdict(report),
-        "equal": report.equal,
-        "ok": report.ok,
-        "failed": report.failed,
-        "cause": report.cause.code if report.cause else None,
-        "severity": report.cause.severity if report.cause else None,
-        "minorities": [d.minority for d in report.differences],
-        "faults": report.faults,
-        "minority": report.minority,
-        "headline": report.headline,
-        "text": str(report),
-    }
 
 
 def job_gloo(folder: Path, rank: int, size: int) -> None:
@@ -906,7 +890,7 @@ def run_gloo(folder: Path, size: int) -> str:
     words = [sys.executable, __file__, "job_gloo", str(folder)]
     ranks = [
         subprocess.Popen(
-            [*words, str(rank), str(size)], stderr=subprocess.PIPE, env=test_mpi.ENVIRONMENT,
+            [*words, str(rank), str(size)], stderr=subprocess.PIPE, env=mpi_jobs.ENVIRONMENT,
             text=True,
         )
         for rank in range(size)
@@ -919,7 +903,7 @@ def run_gloo(folder: Path, size: int) -> str:
 
 
 def run_mpi(folder: Path, size: int) -> str:
-    return test_mpi.run_job(job_mpi, size, folder, __file__).stderr  # type: ignore[arg-type]
+    return mpi_jobs.run_job(job_mpi, size, folder).stderr  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass

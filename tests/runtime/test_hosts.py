@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rank_pool import Done, Pool, environment
+from command_lines import environment
+from rank_pool import Done, Pool
 from simulated_hosts import PORT, Hosts
 
 from ddpbench.records import store

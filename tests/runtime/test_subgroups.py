@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from test_store import a_case, a_result, a_run
+from stored_runs import a_case, a_result, a_run
 
 from ddpbench import collectives
 from ddpbench.analysis import stats

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rank_pool import environment
-from test_store import a_run
+from command_lines import environment
+from stored_runs import a_run
 
 from ddpbench import cli
 from ddpbench.analysis.selftest import Expected, Tried, judged, told, unharmed

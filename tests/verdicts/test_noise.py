@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_store import a_case, a_launch, a_result, a_run, a_summary
+from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench.records.schema import Run
 from ddpbench.verdicts import comparison, noise, verdict

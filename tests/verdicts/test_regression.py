@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_store import a_case
-from test_verdict import medians
+from stored_runs import a_case, launch_medians
 
 from ddpbench.analysis import stats
 from ddpbench.render import regression as render
@@ -25,7 +24,7 @@ def measured(
 
 def times(factor: float = 1.0, launches: int = 6, seed: int = 0) -> list[float]:
     """Launch medians around 1 ms times this factor."""
-    return [float(t) for t in medians(launches, 1e-3 * factor, 0.002, seed)]
+    return [float(t) for t in launch_medians(launches, 1e-3 * factor, 0.002, seed)]
 
 
 def steady(base: Measured) -> list[Measured]:

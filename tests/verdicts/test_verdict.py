@@ -6,20 +6,12 @@ import statistics
 import warnings
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from scipy import stats as scipy_stats
+from stored_runs import Floats, launch_medians
 
 from ddpbench.verdicts import verdict
 from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, SAME, SLOWER, Chance, Shift
-
-Floats = npt.NDArray[np.float64]
-
-
-def medians(count: int, middle: float = 1e-3, noise: float = 0.005, seed: int = 0) -> Floats:
-    """Launch medians around `middle` seconds, with this relative noise."""
-    draw = np.random.default_rng(seed)
-    return np.asarray(middle * np.exp(draw.normal(0, noise, count)), dtype=np.float64)
 
 
 def found(base: Floats, new: Floats) -> Shift:
@@ -35,7 +27,7 @@ def found(base: Floats, new: Floats) -> Shift:
 @pytest.mark.parametrize(("base", "new"), [(5, 5), (6, 6), (6, 9), (12, 8), (30, 30)])
 def test_the_shift_is_the_median_of_all_differences_of_logs(base: int, new: int) -> None:
     """Hodges–Lehmann against a plain loop over all pairs, its interval against theilslopes."""
-    a, b = medians(base, seed=1), medians(new, 1.2e-3, 0.02, seed=2)
+    a, b = launch_medians(base, seed=1), launch_medians(new, 1.2e-3, 0.02, seed=2)
     shift = found(a, b)
     each = [math.log(y / x) for x, y in itertools.product(a, b)]
     assert shift.estimate == pytest.approx(statistics.median(each), abs=1e-9)
@@ -49,7 +41,7 @@ def test_the_shift_is_the_median_of_all_differences_of_logs(base: int, new: int)
 def test_the_interval_is_that_of_the_mann_whitney_test() -> None:
     """Of 5 and 5 launches it ends at the 3rd differences from either end: those that the exact
     test at 5 % leaves."""
-    a, b = medians(5, seed=3), medians(5, seed=4)
+    a, b = launch_medians(5, seed=3), launch_medians(5, seed=4)
     each = sorted(math.log(y / x) for x, y in itertools.product(a, b))
     shift = found(a, b)
     assert (shift.low, shift.high) == pytest.approx((each[2], each[-3]), abs=1e-9)
@@ -59,7 +51,7 @@ def test_the_interval_is_that_of_the_mann_whitney_test() -> None:
 
 def test_the_other_way_round_the_shift_has_the_other_sign() -> None:
     """BASE and NEW swapped: the same figures mirrored, and SLOWER becomes FASTER."""
-    a, b = medians(6, seed=5), medians(7, 1.1e-3, seed=6)
+    a, b = launch_medians(6, seed=5), launch_medians(7, 1.1e-3, seed=6)
     there, back = found(a, b), found(b, a)
     assert (back.estimate, back.low, back.high) == pytest.approx(
         (-there.estimate, -there.high, -there.low), abs=1e-9
@@ -71,7 +63,7 @@ def test_the_other_way_round_the_shift_has_the_other_sign() -> None:
 def test_below_five_launches_a_side_there_is_no_verdict(base: int, new: int) -> None:
     """However far the sides lie apart, and however many launches the other has: INCONCLUSIVE, and
     six are asked for."""
-    shift = verdict.shift(medians(base), medians(new, 1.0))
+    shift = verdict.shift(launch_medians(base), launch_medians(new, 1.0))
     assert shift is None
     assert verdict.judge(shift, 0.03) == INCONCLUSIVE
     assert verdict.launches_needed(shift, 0.03) == 6
@@ -80,9 +72,9 @@ def test_below_five_launches_a_side_there_is_no_verdict(base: int, new: int) -> 
 @pytest.mark.parametrize("launches", [5, 6])
 def test_from_five_launches_on_a_plain_change_is_seen(launches: int) -> None:
     """20 % at half a percent of noise is SLOWER or FASTER, nothing is SAME."""
-    base = medians(launches, noise=0.002, seed=7)
+    base = launch_medians(launches, noise=0.002, seed=7)
     for factor, wanted in ((1.2, SLOWER), (1.0, SAME), (1 / 1.2, FASTER)):
-        new = medians(launches, 1e-3 * factor, 0.002, seed=8)
+        new = launch_medians(launches, 1e-3 * factor, 0.002, seed=8)
         assert verdict.judge(found(base, new), 0.03) == wanted
 
 
@@ -116,7 +108,7 @@ def test_ties_do_not_narrow_the_interval() -> None:
 def test_pairs_are_judged_without_the_drift_that_both_of_a_pair_meet() -> None:
     """SLOWER in pairs, INCONCLUSIVE where the launches of each side are taken as one lot."""
     drift = np.exp(np.linspace(0, 1, 8))
-    base, new = medians(8, seed=9) * drift, medians(8, 1.1e-3, seed=10) * drift
+    base, new = launch_medians(8, seed=9) * drift, launch_medians(8, 1.1e-3, seed=10) * drift
     assert verdict.judge(verdict.paired_shift(base, new), 0.03) == SLOWER
     assert verdict.judge(verdict.shift(base, new), 0.03) == INCONCLUSIVE
 
@@ -128,7 +120,7 @@ def test_the_paired_interval_is_scipys_signed_rank_test_inverted(
 ) -> None:
     """Shifts within it have p values above 1 - confidence, those outside at most that; the
     one-sided chances are scipy's own p values."""
-    base, new = medians(pairs, seed=pairs), medians(pairs, 1.1e-3, seed=pairs + 1)
+    base, new = launch_medians(pairs, seed=pairs), launch_medians(pairs, 1.1e-3, seed=pairs + 1)
     shift, each = verdict.paired_shift(base, new, confidence), np.log(new) - np.log(base)
     assert shift is not None
     for end, outward in ((shift.low, -1), (shift.high, 1)):
@@ -187,7 +179,7 @@ def test_the_whole_interval_must_lie_beyond_the_margin_or_inside(
 
 def test_the_test_is_of_a_change_beyond_the_margin() -> None:
     """The p values are scipy's of NEW against BASE·1.03, and of NEW·1.03 against BASE."""
-    base, new = medians(6, seed=11), medians(7, 1.05e-3, 0.02, seed=12)
+    base, new = launch_medians(6, seed=11), launch_medians(7, 1.05e-3, 0.02, seed=12)
     chance = verdict.chance(base, new, 0.03)
     slower = scipy_stats.mannwhitneyu(new, base * 1.03, alternative="greater").pvalue
     faster = scipy_stats.mannwhitneyu(new * 1.03, base, alternative="less").pvalue
@@ -222,7 +214,7 @@ def test_identical_code_is_seldom_called_different_in_a_sweep() -> None:
     alone = swept = 0
     for sweep in range(60):
         sides = [
-            (medians(6, noise=0.1, seed=n), medians(6, noise=0.1, seed=n + 10**6))
+            (launch_medians(6, noise=0.1, seed=n), launch_medians(6, noise=0.1, seed=n + 10**6))
             for n in range(sweep * 20, sweep * 20 + 20)
         ]
         chances = verdict.adjusted([verdict.chance(a, b, 0.03) for a, b in sides])

@@ -1,0 +1,100 @@
+"""Jobs that mpirun starts from a test module, and the dtypes and operations that they try.
+
+A rank runs the test module itself: `mpirun -n 2 python test_mpi.py JOB FOLDER`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from command_lines import ROOT, TESTS
+from torch import Tensor
+
+from ddpbench import mpi
+from ddpbench.launch import placement
+from ddpbench.mpi_backend import library as mpi_library
+
+Group = Any
+SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
+HALF = [torch.float16, torch.bfloat16]
+FLOATS = [torch.float32, torch.float64, *HALF]
+OP = dist.ReduceOp
+FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    OP.SUM: torch.add,
+    OP.PRODUCT: torch.mul,
+    OP.MIN: torch.minimum,
+    OP.MAX: torch.maximum,
+    OP.BAND: torch.bitwise_and,
+    OP.BOR: torch.bitwise_or,
+    OP.BXOR: torch.bitwise_xor,
+}
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def start_group(backend: str, folder: Path, seconds: float = 60) -> None:
+    store, (rank, size) = (
+        dist.FileStore(str(folder / "store"), mpi_library.world()[1]),
+        mpi_library.world(),
+    )
+    deadline = timedelta(seconds=seconds)
+    mpi.register()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
+
+
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}",
+    "OMP_NUM_THREADS": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",  # the ranks poll, and there may be fewer cores
+    "I_MPI_THREAD_YIELD": "2",
+}
+
+
+def mpirun_command(job: Callable[..., None], ranks: int, folder: Path) -> list[str]:
+    """Return the command that starts a job; skip the test where there is no MPI."""
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("mpi4py is not installed")
+    if (mpirun := placement.find_mpirun()) is None:
+        pytest.skip("mpirun is neither beside this Python nor in PATH")
+    ENVIRONMENT["PATH"] = f"{Path(mpirun).parent}:{os.environ['PATH']}"  # Intel's looks there
+    words = [mpirun, "-n", str(ranks)]
+    version = subprocess.run(
+        [mpirun, "--version"], capture_output=True, text=True, check=False, env=ENVIRONMENT
+    )
+    if "Open MPI" in version.stdout or "PRRTE" in version.stdout:
+        words += ["--allow-run-as-root", "--oversubscribe"]
+    return [*words, sys.executable, inspect.getfile(job), job.__name__, str(folder)]
+
+
+def run_job(
+    job: Callable[..., None], ranks: int, folder: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    words = mpirun_command(job, ranks, folder)
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT | variables,
+        start_new_session=True,
+    )
+    try:
+        said = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # mpirun takes its ranks along
+        process.communicate(timeout=30)
+        raise
+    return subprocess.CompletedProcess(words, process.returncode, *said)

@@ -1,0 +1,23 @@
+"""Reports on replicas in a form that a rank can write to a file."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+def report_as_json(report: Any) -> dict[str, Any]:
+    """A report as JSON, with what it derives."""
+    return {
+        **dataclasses.asdict(report),
+        "equal": report.equal,
+        "ok": report.ok,
+        "failed": report.failed,
+        "cause": report.cause.code if report.cause else None,
+        "severity": report.cause.severity if report.cause else None,
+        "minorities": [d.minority for d in report.differences],
+        "faults": report.faults,
+        "minority": report.minority,
+        "headline": report.headline,
+        "text": str(report),
+    }

@@ -1,0 +1,155 @@
+"""Stored runs of a DDP step, and samples of a step whose times are known."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpbench.analysis import steps
+from ddpbench.analysis.steps import BucketInfo, Samples
+from ddpbench.records.schema import (
+    Epoch,
+    Launch,
+    Plan,
+    Replicas,
+    Run,
+    StepCase,
+    StepResult,
+    StepSummary,
+)
+
+Ints = npt.NDArray[np.int64]
+MS = 1_000_000  # ns
+
+
+def some_buckets(count: int) -> list[BucketInfo]:
+    """Buckets of 4 MB, from the last layer to the first."""
+    return [
+        BucketInfo(i, 4_000_000, 2, f"layers.{count - i}.weight", f"layers.{count - i}.bias")
+        for i in range(count)
+    ]
+
+
+def step_samples(
+    world: int = 2, rounds: int = 24, in_a_row: int = 5, *, compute: float = 60.0,
+    copies: float = 1.0, exposed: float = 18.0, hook: float = 0.5, late: tuple[int, float] = (0, 0),
+    noise: float = 0.002, buckets: int = 4, wire: float = 8.0, timers: bool = True, seed: int = 0,
+) -> Samples:  # fmt: skip
+    """Samples of ranks whose arms take these milliseconds, with this relative noise.
+
+    late: a rank and the milliseconds that its forward takes longer than the others'.
+    """
+    draw = np.random.default_rng(seed)
+    rank, delay = late
+
+    def around(value: float, *shape: int) -> npt.NDArray[np.float64]:
+        return value * MS * draw.normal(1, noise, shape)
+
+    def arm(extra: float, waits: bool) -> Ints:
+        shape = (world, rounds, in_a_row)
+        forward, backward = around(compute * 0.25, *shape), around(compute * 0.72 + extra, *shape)
+        forward[rank] += delay * MS
+        if waits:
+            backward += forward.max(axis=0) - forward
+        marks = np.stack([0 * forward, forward, backward, around(compute * 0.03, *shape)], axis=3)
+        clocks = draw.integers(0, 10**15, (world, 1, 1, 1))
+        return np.asarray(marks.cumsum(axis=3) + clocks, dtype=np.int64)
+
+    stamps = {
+        "ddp": arm(copies + exposed, True), "noop": arm(copies, False), "no_sync": arm(0, False),
+        "timed": arm(copies + exposed + hook, True),
+    }  # fmt: skip
+    walls = {
+        name: (each[..., 3] - each[..., 0]).sum(axis=2) + 10_000 for name, each in stamps.items()
+    }
+    handed = np.arange(1, buckets + 1) * compute * 0.72 / max(1, buckets)
+    late_ms = np.where(np.arange(world) == rank, delay, 0.0)[:, None, None]
+    first = (handed + late_ms) * MS * draw.normal(1, noise, (world, rounds, buckets))
+    took = (wire + delay - late_ms) * MS * draw.normal(1, noise, (world, rounds, buckets))
+    own = {"forward": 15.1, "backward": 60.2, "communication": 40.0, "overlap": 22.0}
+    return Samples(
+        stamps=stamps,
+        walls=walls,
+        timers={
+            name: around(value, world, rounds) / MS / 1e3 for name, value in own.items() if timers
+        },
+        buckets=some_buckets(buckets),
+        bucket_stamps=np.stack([first, first + took], axis=3).astype(np.int64),
+        verify=around(4.5, world, 30).astype(np.int64),
+    )
+
+
+def a_step_case(**other: Any) -> StepCase:
+    """A perceptron on gloo between two ranks."""
+    known: dict[str, Any] = {
+        "workload": "mlp", "settings": ("width=1024", "depth=8"), "parameters": 8_396_800,
+        "parameter_nbytes": 33_587_200, "backend": "gloo", "provider": "native", "device": "cpu",
+        "batch": 64, "accumulate": 1, "optimizer": "sgd", "amp": None, "bucket_cap_mb": None,
+        "gradient_as_bucket_view": False, "static_graph": False, "find_unused_parameters": False,
+        "comm_hook": "none", "threads": 1, "world_size": 2, "ranks_per_host": (2,),
+    }  # fmt: skip
+    return StepCase(**{**known, **other})
+
+
+@functools.cache
+def a_step_summary(batch: int = 128, **samples: Any) -> StepSummary:
+    """What some_samples say."""
+    return steps.summarise(step_samples(**samples), batch, 16)
+
+
+def some_replicas(**other: Any) -> Replicas:
+    """Equal after each of 136 steps."""
+    known: dict[str, Any] = {
+        "verified": 136, "last_step": 136, "equal": True, "ok": True, "nbytes": 33_587_200,
+        "compared": {"parameter": 16, "optimizer": 16, "buffer": 0},
+        "cost": steps.figure(np.full(30, 4.5e-3)), "share": 0.056, "equal_until": 136,
+        "text": "step 136: replicas equal in ranks 0, 1: 16 parameters",
+    }  # fmt: skip
+    return Replicas(**{**known, **other})
+
+
+def a_step_result(
+    case: StepCase | None = None, launch: int = 0, summary: StepSummary | None = None, **other: Any
+) -> StepResult:
+    """A measured step, without any fault."""
+    known: dict[str, Any] = {
+        "cold_seconds": 0.2, "stop_reason": "time slice", "replicas": some_replicas(),
+        "losses": (1.021, 0.9835), "others_share": 0.01, "wall_seconds": 20.0,
+    }  # fmt: skip
+    return StepResult(
+        case or a_step_case(), launch, summary=summary or a_step_summary(), **{**known, **other}
+    )
+
+
+def a_step_run(*results: StepResult, **other: Any) -> Run:
+    """A complete run of these results, a launch for each index and backend in them."""
+    facts = {"ddpbench": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "kernel": "6.1",
+             "cpu_model": "AMD EPYC", "cores_logical": 2}  # fmt: skip
+    rank = {"hostname": "node", "threads": 1, "cpuset": "0-1", **facts}
+    kinds = dict.fromkeys((r.launch, r.case.backend, r.case.world_size) for r in results)
+    launches = tuple(
+        Launch(index, backend, "native", f"lib{backend} 1.2", "torchrun", world, facts,
+               (rank,) * world)
+        for index, backend, world in kinds
+    )  # fmt: skip
+    known: dict[str, Any] = {
+        "id": "a-run", "command": "ddp", "command_line": ("ddpbench", "ddp"), "plan": Plan(seed=7),
+        "started": "2026-01-01T00:00:00Z", "state": "complete", "exit_code": 0,
+        "operations": tuple(dict.fromkeys(r.case.workload for r in results)),
+        "backends": tuple(dict.fromkeys(r.case.backend for r in results)),
+        "launches": launches, "steps": results,
+    }  # fmt: skip
+    return Run(**{**known, **other})
+
+
+def some_epochs(count: int, **last: Any) -> tuple[Epoch, ...]:
+    """Epochs of falling loss."""
+    found = [
+        Epoch(n, 0.5 * 0.9**n, 0.55 * 0.9**n, 0.312, replicas_equal=True)
+        for n in range(1, count + 1)
+    ]
+    return (*found[:-1], replace(found[-1], **last))
