@@ -34,9 +34,11 @@ from ddpbench.hang.status import (
     Silent,
 )  # fmt: skip
 
-# What gloo, NCCL and MPI say where another rank has gone: that one is the cause.
-LOST = re.compile(
-    r"(closed|reset) by peer|broken pipe|remote process|socket closed|connection (closed|lost)",
+# Errors with which a backend reacts to another rank: that one has gone, or does not come.
+SYMPTOM = re.compile(
+    r"(closed|reset) by peer|broken pipe|remote process|socket closed|connection (closed|lost)"
+    r"|timed out waiting \d+ ?ms for|timeout caused pair closure|collective operation timeout"
+    r"|on rank \d+ has not ended within",
     re.IGNORECASE,
 )
 
@@ -56,14 +58,15 @@ def verdict(
     found = hangs(words)
     blamed = _blamed(silent, together, any(each.late for each in words.values()))
     failed = {rank: each for rank, each in words.items() if each.cause and not each.late}
-    failed = {r: each for r, each in failed.items() if not LOST.search(each.cause)} or failed
+    failed = {r: each for r, each in failed.items() if not SYMPTOM.search(each.cause)} or failed
     # Of those that have left, the last word may still tell that they have called other things.
     seen = {**{s.rank: s.seen for s in silent if s.seen}, **words}
     parts = mismatches(seen)
-    excuse = parts or any(not LOST.search(each.cause) for each in failed.values())
+    excuse = parts or any(not SYMPTOM.search(each.cause) for each in failed.values())
     owing = {s.rank for s in blamed if _owed(s.rank, s.seen, words)}
     blamed = [s for s in blamed if s.state != LEFT or s.rank in owing or not (owing or excuse)]
     early = [] if blamed or excuse else _early(words, failed)
+    absent = [] if blamed or excuse or early else _absent(words, failed)
     if blamed:
         texts = [_silence(each, found, words) for each in blamed]
         waited = all(each.state in (LEFT, ENDED, OVER) for each in blamed)
@@ -72,6 +75,8 @@ def verdict(
         others = [rank for rank in words if rank not in early]
         texts = [_destroyed(rank, words) for rank in early]
         parts.append("; ".join(texts) + who_waits(others, words, True))
+    elif absent:
+        parts += absent
     elif failed:
         waiting = {rank for hang in found for rank in hang.waiting}
         waiting |= {rank for rank, each in words.items() if each.late or each.cause}
@@ -157,6 +162,24 @@ def _early(words: Mapping[int, RankStatus], failed: Mapping[int, RankStatus]) ->
     return owing or (left if failed else [])
 
 
+def _absent(words: Mapping[int, RankStatus], failed: Mapping[int, RankStatus]) -> list[str]:
+    """Sentences on the ranks whose part of a collective is missing, where others only show it."""
+    owed: dict[tuple[str, str], list[int]] = {}
+    for rank, each in words.items():
+        if rank not in failed and (call := _owed(rank, each, failed)):
+            owed.setdefault((call, each.place), []).append(rank)
+    rest = set(words) - {rank for ranks in owed.values() for rank in ranks}
+    texts = [_joined(ranks, call, place) for (call, place), ranks in owed.items()]
+    return ["; ".join(texts) + who_waits(rest, words, True)] if texts else []
+
+
+def _joined(ranks: Sequence[int], call: str, place: str) -> str:
+    return (
+        f"{name_ranks(ranks)} never joined {call}; "
+        f"{'it is' if len(ranks) == 1 else 'they are'} in {place}"
+    )
+
+
 def _destroyed(rank: int, words: Mapping[int, RankStatus]) -> str:
     call = _owed(rank, words[rank], words)
     before = f" before {call}" if call else ""
@@ -197,11 +220,7 @@ def _absence(hang: Hang, words: Mapping[int, RankStatus]) -> list[str]:
     places: dict[str, list[int]] = {}
     for rank in hang.absent:
         places.setdefault(where_else(words[rank], hang.group), []).append(rank)
-    told = [
-        f"{name_ranks(ranks)} never joined {hang}; "
-        f"{'it is' if len(ranks) == 1 else 'they are'} in {at}"
-        for at, ranks in places.items()
-    ]
+    told = [_joined(ranks, str(hang), at) for at, ranks in places.items()]
     return ["; ".join(told) + who_waits(hang.waiting, words)] if told else []
 
 

@@ -34,7 +34,7 @@ GLOO = (
     ("talk", "inside", "store", "raise", "receive", "quiet", "order", "shape"),
     (
         "pairs", "pipeline", "cycle", "ring", "posted", "cleanup", "uneven", "alive", "compute",
-        "replicas", "finally", "worker",
+        "replicas", "finally", "worker", "short",
     ),
 )  # fmt: skip
 
@@ -130,6 +130,16 @@ def test_an_exception_ends_all_ranks_with_one_verdict(folder: Path) -> None:
     assert len(told) == 2, err
     assert all(re.fullmatch(RAISED, each) for each in told), err
     assert err.count("Traceback") == 1
+
+
+def test_a_time_out_of_gloo_s_own_blames_the_rank_that_is_late(folder: Path) -> None:
+    """It comes in the rank that waits, before the watchdog's: the late rank is named, not that."""
+    codes, told, err = said(folder, "short")
+    assert codes == [5, 5]
+    late = rf"rank 1 never joined #2 {REDUCE}; it is in play_short {HERE}; rank 0 waited for it"
+    assert len(told) == 2, err
+    assert all(re.fullmatch(late, each) for each in told), err
+    assert "Timed out waiting" in err
 
 
 def test_a_skipped_collective_is_named(folder: Path) -> None:

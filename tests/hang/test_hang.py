@@ -203,6 +203,26 @@ def test_an_error_is_told_with_who_waits_for_that_rank() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "RuntimeError: [x.cc:78] Timed out waiting 2000ms for recv operation to complete",
+        "RuntimeError: Connection closed by peer",
+        "DistBackendError: all_reduce on rank 0 has not ended within 0:00:02",
+    ],
+)
+def test_a_backend_s_own_time_out_is_a_symptom(cause: str) -> None:
+    """The rank that is late is blamed, not the one in which the backend gives up first; where none
+    is late, the error is all that is known."""
+    failed = words(*[REDUCE] * 4, cause=cause, place="train (t.py:9)")
+    assert verdict([], {0: failed, 1: LOADS, 2: replace(WAITS, late=False)}) == (
+        "rank 1 never joined #4 all_reduce float32[1024]; it is in load_batch (data.py:22); "
+        "ranks 0, 2 waited for it"
+    )
+    other = words(*[REDUCE] * 4)
+    assert verdict([], {0: failed, 1: other}) == f"rank 0: {cause}, at train (t.py:9)"
+
+
 def test_a_rank_that_has_left_is_blamed_where_nothing_else_is_wrong() -> None:
     """Its script has ended while others wait, or lose their connections; but not where one of
     those has failed by itself."""
