@@ -237,18 +237,18 @@ def prepare(at: LaunchContext[Options]) -> Work[Numbered]:
     """All cases of one launch, in shuffled order, and what the ranks can move at all."""
     from ddpbench.measure import calibrate, loop
 
-    ranks, asked = at.ranks, at.asked
-    teams = at.closing.enter_context(ranks.agree_subgroups(at.name, at.tested, asked.groups))
+    world, asked = at.world, at.asked
+    teams = at.closing.enter_context(world.agree_subgroups(at.name, at.tested, asked.groups))
     for team in teams.values():
-        launch_loop.barrier_to_connect(ranks, at.backend, team.group)
+        launch_loop.barrier_to_connect(world, at.backend, team.group)
     loop.settle()
     splits = [team.split for team in teams.values()]
     wanted = list(cases(asked, at.backend, at.plan, splits))
     random.Random(f"{at.plan.seed}/{at.index}").shuffle(wanted)
-    ranks.watchdog.phase("the calibration of limits")
+    world.watchdog.phase("the calibration of limits")
     on_cpu = at.device.type == "cpu" and asked.limit is None
     sizes = {case.nbytes for case, _ in wanted} if on_cpu else set()
-    rates = calibrate.rates(ranks, sizes, splits if on_cpu else ())
+    rates = calibrate.rates(world, sizes, splits if on_cpu else ())
     return Work(
         [Numbered(number, *each) for number, each in enumerate(wanted, 1)],
         lambda this: (
@@ -282,8 +282,8 @@ class Sweep:
         from ddpbench.measure.handoff import Handoff
 
         self.at, self.teams, self.rates, self.recorder = at, teams, rates, recorder
-        self.together = at.closing.enter_context(offsets.opened(at.ranks, recorder.launch.ranks))
-        self.handoff = Handoff(at.ranks) if at.device.type == "cpu" else None
+        self.together = at.closing.enter_context(offsets.opened(at.world, recorder.launch.ranks))
+        self.handoff = Handoff(at.world) if at.device.type == "cpu" else None
         self.shortest_seconds = clock.shortest_seconds(recorder.launch.clock)
         self.meter = cpu.CpuMeter()
         self.share: float | None = None  # of the cores, that other processes used
@@ -293,11 +293,11 @@ class Sweep:
         from ddpbench.measure import pace
         from ddpbench.session.summary import summarise_result
 
-        at, ranks, case, started = self.at, self.at.ranks, this.case, time.monotonic()
+        at, world, case, started = self.at, self.at.world, this.case, time.monotonic()
         operation, team = OPERATIONS[case.operation], self.teams[case.group]
-        objection = team.split.objection or _objection(case, operation, at.plan, ranks, at.device)
+        objection = team.split.objection or _objection(case, operation, at.plan, world, at.device)
         samples = pace.measure(
-            case, operation, at.plan, ranks, team, at.device, self.shortest_seconds, objection,
+            case, operation, at.plan, world, team, at.device, self.shortest_seconds, objection,
             self.together.ahead_ns,
         )  # fmt: skip
         off = self.together.again(team.split.teams)
@@ -305,8 +305,8 @@ class Sweep:
             launch_facts.read_spent_seconds(self.meter), samples.huge_share, samples.page_faults,
             self.handoff and self.handoff.seconds(),
         ]  # fmt: skip
-        used, shares, faults, handoffs = zip(*control.gather_values(ranks, mine), strict=True)
-        share = launch_facts.compute_others_share(ranks, used)
+        used, shares, faults, handoffs = zip(*control.gather_values(world, mine), strict=True)
+        share = launch_facts.compute_others_share(world, used)
         if share is not None:  # else the case is too short to tell, and the next adds to it
             self.meter, self.share = cpu.CpuMeter(), share
         result = Result(
@@ -316,7 +316,7 @@ class Sweep:
             least_nbytes=operation.least_nbytes(case),
             requested_nbytes=this.requested_nbytes,
             reason=samples.objection,
-            wrong=tuple(pace.everyones_wrong(ranks, samples)),
+            wrong=tuple(pace.everyones_wrong(world, samples)),
             others_share=self.share,
             huge_share=min(filter(_known, shares), default=None),
             page_faults=max(filter(_known, faults), default=None),
@@ -391,7 +391,7 @@ def _known(value: float | None) -> bool:
 
 
 def _objection(
-    case: Case, operation: Operation, plan: Plan, ranks: World, device: torch.device
+    case: Case, operation: Operation, plan: Plan, world: World, device: torch.device
 ) -> str | None:
     """Why this rank cannot measure the case, known before anything is allocated."""
     from ddpbench.measure import loop
@@ -405,12 +405,12 @@ def _objection(
     if operation.rooted and (case.root or 0) >= case.world_size:
         return f"root {case.root} is not one of {case.world_size} ranks"
     element = DTYPES[case.dtype].nbytes
-    free, sharers, where = environment.free_memory_nbytes(), len(ranks.neighbours), "host"
+    free, sharers, where = environment.free_memory_nbytes(), len(world.neighbours), "host"
     if device.type == "cuda":
         import torch
 
         torch.cuda.empty_cache()  # what earlier cases left is free
-        free, sharers, where = torch.cuda.mem_get_info(device)[0], len(ranks.gpu_mates), "GPU"
+        free, sharers, where = torch.cuda.mem_get_info(device)[0], len(world.gpu_mates), "GPU"
     needed = loop.needed_nbytes(case, operation, element) * sharers
     if free is not None and needed > 0.9 * free:
         where = f"the {sharers} rank{'s' if sharers > 1 else ''} on this {where}"

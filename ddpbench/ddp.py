@@ -225,13 +225,13 @@ def prepare(at: LaunchContext[Options]) -> Work[str]:
 
     from ddpbench.session.trial import Trial
 
-    threads = at.asked.threads or launch_facts.agree_thread_count(at.ranks)
+    threads = at.asked.threads or launch_facts.agree_thread_count(at.world)
     torch.set_num_threads(threads)
-    _require_hook(at.ranks, at.asked, at.backend)
+    _require_hook(at.world, at.asked, at.backend)
 
     def begin(recorder: Recorder, progress: Progress) -> Measure[str]:
         trial = Trial(
-            at.ranks, at.tested, at.backend, at.asked, at.plan, at.device, threads, at.index
+            at.world, at.tested, at.backend, at.asked, at.plan, at.device, threads, at.index
         )
 
         def measure(name: str) -> tuple[Outcome, dict[str, Any] | None]:
@@ -248,20 +248,20 @@ def prepare(at: LaunchContext[Options]) -> Work[str]:
     )
 
 
-def _require_hook(ranks: World, asked: Options, backend: Backend) -> None:
+def _require_hook(world: World, asked: Options, backend: Backend) -> None:
     """Refused in all ranks together where the hook, really tried elsewhere, does not work."""
     if asked.comm_hook == "none":
         return
     from ddpbench.measure import hook_probe
 
-    ranks.watchdog.phase(f"the trial of the communication hook {asked.comm_hook}")
+    world.watchdog.phase(f"the trial of the communication hook {asked.comm_hook}")
     sentence = None
-    if ranks.rank == 0:
+    if world.rank == 0:
         sentence = hook_probe.refusal(
             asked.comm_hook, backend.name, asked.device, 0.8 * asked.timeout,
             asked.ddp_options(), asked.modules,
         )  # fmt: skip
-    sentence = control.broadcast_value(ranks, sentence)
+    sentence = control.broadcast_value(world, sentence)
     if sentence is not None:
         raise Refused(f"--comm-hook {sentence}; use --comm-hook none, or another backend")
 

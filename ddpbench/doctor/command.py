@@ -165,11 +165,11 @@ def prepare(at: LaunchContext[Options]) -> Work[str]:
     """The examinations of one launch."""
     import torch
 
-    torch.set_num_threads(launch_facts.agree_thread_count(at.ranks))
+    torch.set_num_threads(launch_facts.agree_thread_count(at.world))
 
     def begin(recorder: Recorder, progress: Progress) -> Measure[str]:
         context = Context(
-            at.ranks, at.backend, at.tested, at.device, recorder.launch, at.plan.seed,
+            at.world, at.backend, at.tested, at.device, recorder.launch, at.plan.seed,
             at.asked.seconds, at.asked.by, at.asked.max_pairs, at.asked.modules, at.asked.timeout,
             progress.describe,
         )  # fmt: skip

@@ -63,33 +63,33 @@ class Rates:
         return None
 
 
-def rates(group: World, sizes: Iterable[int], splits: Iterable[Partition]) -> Rates:
+def rates(world: World, sizes: Iterable[int], splits: Iterable[Partition]) -> Rates:
     """Measure on all ranks together: about 30 ms a size, and for the streams of each split half a
     second, between hosts 2 seconds."""
     copies: dict[int, float] = {}
     alone: dict[int, float] = {}
     fastest = 0.0
-    first_of_host = group.neighbours[0] == group.rank
+    first_of_host = world.neighbours[0] == world.rank
     copied = sorted({size for size in sizes if 0 < size <= 2**28})
     source, target = (np.full(max(copied, default=0), one, np.uint8) for one in (1, 0))
     for nbytes in copied:
-        group.watchdog.rearm()
-        copy = partial(_copy_rate, group, source[:nbytes], target[:nbytes])
-        together = control.gather_values(group, copy(True))
-        single = control.gather_values(group, copy(first_of_host))
+        world.watchdog.rearm()
+        copy = partial(_copy_rate, world, source[:nbytes], target[:nbytes])
+        together = control.gather_values(world, copy(True))
+        single = control.gather_values(world, copy(first_of_host))
         copies[nbytes] = min(usual for usual, _ in together)
         alone[nbytes] = min(usual for usual, _ in single if usual)
         fastest = max(fastest, *(best for _, best in together + single))
-    rings = {split.name: _ring_rates(group, split) for split in splits if split.size > 1}
+    rings = {split.name: _ring_rates(world, split) for split in splits if split.size > 1}
     both_ways, one_way = rings.pop("world", (None, None))
     return Rates(copies, alone, fastest or None, both_ways, one_way, rings)
 
 
 def _copy_rate(
-    group: World, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], copies_too: bool
+    world: World, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], copies_too: bool
 ) -> tuple[float, float]:
     """Median and best rate of this rank's copies while others copy; 0 where it stands aside."""
-    control.broadcast_decision(group, 0)
+    control.broadcast_decision(world, 0)
     if not copies_too:
         return 0.0, 0.0
     spans: list[int] = []
@@ -102,29 +102,29 @@ def _copy_rate(
     return source.nbytes / (usual * 1e-9), source.nbytes / (best * 1e-9)
 
 
-def _ring_rates(group: World, split: Partition) -> tuple[float | None, float | None]:
+def _ring_rates(world: World, split: Partition) -> tuple[float | None, float | None]:
     """The slowest rank's receiving rate while each sends to the next of its team and hears the
     previous one, all teams at once.
 
     Then again while only every second rank sends. None where the ranks cannot open sockets to
     each other.
     """
-    deadline = group.timeout.total_seconds()
-    team = split.of(group.rank) or (group.rank,)  # one in no team stands aside
-    at = team.index(group.rank)
+    deadline = world.timeout.total_seconds()
+    team = split.of(world.rank) or (world.rank,)  # one in no team stands aside
+    at = team.index(world.rank)
     with contextlib.ExitStack() as sockets:
-        place = (group.address, 0)
+        place = (world.address, 0)
         server = sockets.enter_context(
-            socket.create_server(place, family=family(group.address), backlog=1)
+            socket.create_server(place, family=family(world.address), backlog=1)
         )
-        addresses = control.gather_values(group, [group.address, server.getsockname()[1]])
+        addresses = control.gather_values(world, [world.address, server.getsockname()[1]])
         address = tuple(addresses[team[(at + 1) % len(team)]])
         failure = None
         try:
             outward = sockets.enter_context(socket.create_connection(address, CONNECT_SECONDS))
         except OSError as error:
             failure = str(error)
-        if control.agree_objection(group, failure) is not None:  # before one waits for the other
+        if control.agree_objection(world, failure) is not None:  # before one waits for the other
             return None, None
         server.settimeout(deadline)
         inward = sockets.enter_context(server.accept()[0])
@@ -133,7 +133,7 @@ def _ring_rates(group: World, split: Partition) -> tuple[float | None, float | N
         everyone = {rank for its in split.teams for rank in its}
         every_second = {rank for its in split.teams for rank in its[: split.size - 1 : 2]}
         nanoseconds = STREAM_BETWEEN_HOSTS_NS if len(split.ranks_per_host) > 1 else STREAM_NS
-        ring = partial(_stream, group, outward, inward, team[at - 1], nanoseconds)
+        ring = partial(_stream, world, outward, inward, team[at - 1], nanoseconds)
         # The best of some, in turn: where the scheduler puts sender and receiver halves a rate, and
         # it stays there until the pattern changes.
         both_ways = one_way = 0.0
@@ -144,7 +144,7 @@ def _ring_rates(group: World, split: Partition) -> tuple[float | None, float | N
 
 
 def _stream(
-    group: World, outward: socket.socket, inward: socket.socket, previous: int, stream_ns: int,
+    world: World, outward: socket.socket, inward: socket.socket, previous: int, stream_ns: int,
     senders: Container[int],
 ) -> float:  # fmt: skip
     """The slowest receiver's bytes a second while the senders send to their next rank.
@@ -160,10 +160,10 @@ def _stream(
                 outward.sendall(data)
             outward.sendall(END)
 
-    group.watchdog.rearm()
-    sends = group.rank in senders
+    world.watchdog.rearm()
+    sends = world.rank in senders
     hears = previous in senders
-    control.broadcast_decision(group, 0)
+    control.broadcast_decision(world, 0)
     sender = threading.Thread(target=send, daemon=True)
     if sends:
         sender.start()
@@ -179,5 +179,5 @@ def _stream(
             ended = clock.now_ns()
     if sends:
         sender.join()
-    rates = control.gather_values(group, total / ((ended - began) * 1e-9) if hears else None)
+    rates = control.gather_values(world, total / ((ended - began) * 1e-9) if hears else None)
     return float(min(rate for rate in rates if rate is not None))

@@ -24,11 +24,11 @@ PING, PONG, TOKEN = 0, 16, 32  # places of 8 bytes, each in cache lines of its o
 class Handoff:
     """Pairs of neighbouring ranks of a host, each with a page of memory that both can write."""
 
-    def __init__(self, group: World) -> None:
+    def __init__(self, world: World) -> None:
         """Map the page; all ranks together. A pair that cannot share memory measures nothing."""
         self._words: memoryview[int] | None = None
         self._turn = 0
-        at = group.neighbours.index(group.rank)
+        at = world.neighbours.index(world.rank)
         self._first = at % 2 == 0
         mine = [0, 0, secrets.randbits(63)]
         fd = None
@@ -40,10 +40,10 @@ class Handoff:
             mine[:2] = os.getpid(), fd
         except (OSError, AttributeError):
             words = None
-        everyone = control.gather_values(group, mine)
-        if at ^ 1 < len(group.neighbours):
-            self._words = words if self._first else _opened(*everyone[group.neighbours[at ^ 1]])
-        control.gather_values(group, None)  # only now has everyone opened what others hold open
+        everyone = control.gather_values(world, mine)
+        if at ^ 1 < len(world.neighbours):
+            self._words = words if self._first else _opened(*everyone[world.neighbours[at ^ 1]])
+        control.gather_values(world, None)  # only now has everyone opened what others hold open
         if fd is not None:
             os.close(fd)
 

@@ -111,13 +111,13 @@ def main(folder: Path) -> int:
     return throwaway.run(MODULE, folder, request, lambda ranks, tell: _try(request, ranks, tell))
 
 
-def _try(request: Request, ranks: World, tell: Tell) -> None:
+def _try(request: Request, world: World, tell: Tell) -> None:
     """Train a small model with the hook. Raises what that raises; Refused for a wrong outcome."""
     tell("doing", "the set-up of the group")
-    with throwaway.tested(request, ranks) as (tested, device):
-        parameters = _train(request, tested, device, ranks.rank, tell)
+    with throwaway.tested(request, world) as (tested, device):
+        parameters = _train(request, tested, device, world.rank, tell)
         tell("doing", "the comparison of the replicas")
-        if len(set(control.gather_values(ranks, _digest(parameters)))) > 1:
+        if len(set(control.gather_values(world, _digest(parameters)))) > 1:
             raise Refused(f"the replicas' parameters differ after {STEPS} steps")
     tell("works")
 

@@ -47,15 +47,15 @@ def stamped(
 class Bench:
     """One case set up in one rank: buffers filled, call bound, ready to be repeated.
 
-    `group` is all ranks, which keep in step; the operation runs in this rank's team.
+    `world` is all ranks, which keep in step; the operation runs in this rank's team.
     """
 
     def __init__(
-        self, case: Case, operation: Operation, plan: Plan, group: World, team: Subgroup,
+        self, case: Case, operation: Operation, plan: Plan, world: World, team: Subgroup,
         device: torch.device,
     ) -> None:  # fmt: skip
         """Raises whatever allocation raises; no communication."""
-        self.case, self.operation, self.plan, self.group = case, operation, plan, group
+        self.case, self.operation, self.plan, self.world = case, operation, plan, world
         self.team, self.device = team, device
         self._tables: dict[tuple[int | None, int], npt.NDArray[np.float64]] = {}
         self.calls = case.depth * operation.messages
@@ -120,7 +120,7 @@ class Bench:
                     buffers.output, piece, self._table(piece.rank), tolerance
                 )
                 if found is not None:
-                    return Wrong(self.group.rank, repetition, *found)
+                    return Wrong(self.world.rank, repetition, *found)
         return None
 
     def _table(self, rank: int | None) -> npt.NDArray[np.float64]:

@@ -34,7 +34,7 @@ ASKED, STAMP, RANK = b"?", struct.Struct("!q"), struct.Struct("!i")
 class Clocks:
     """The clocks of all ranks, as they were compared last. All ranks hold the same."""
 
-    group: World
+    world: World
     ranks: list[list[int]]  # of each clock, rank 0's first
     objection: str | None = None  # why they cannot be compared
     peers: dict[int, socket.socket] = field(default_factory=dict)  # rank at the other end → to it
@@ -44,7 +44,7 @@ class Clocks:
     @property
     def ahead_ns(self) -> int:
         """What to subtract from this rank's stamps to have them in rank 0's clock, about."""
-        own = [self.group.rank in ranks for ranks in self.ranks].index(True)
+        own = [self.world.rank in ranks for ranks in self.ranks].index(True)
         return self.ahead[own].middle_ns if self.ahead else 0
 
     @property
@@ -52,7 +52,7 @@ class Clocks:
         """Of all clocks but rank 0's, over all comparisons so far."""
         return tuple(
             Offset(
-                host=self.group.who[ranks[0]].host,
+                host=self.world.who[ranks[0]].host,
                 ranks=tuple(ranks),
                 seconds=its.middle_ns * 1e-9,
                 bound_seconds=its.off_ns(its.middle_ns) * 1e-9,
@@ -84,86 +84,86 @@ class Clocks:
 
     def _compare(self) -> None:
         if len(self.ranks) > 1 and self.objection is None:
-            self.ahead = _compared(self.group, self.ranks, self.peers)
+            self.ahead = _compared(self.world, self.ranks, self.peers)
             self.ever = list(map(Ahead.joined, self.ever or self.ahead, self.ahead))
 
 
 @contextlib.contextmanager
-def opened(group: World, facts: Sequence[Mapping[str, Any]]) -> Iterator[Clocks]:
+def opened(world: World, facts: Sequence[Mapping[str, Any]]) -> Iterator[Clocks]:
     """The clocks, compared for the first time, for as long as the context lasts; all ranks call it
     together.
 
     facts: of each rank, which tell what clock it reads: `analysis.clocks.clocks`.
     """
-    its = Clocks(group, clocks.clocks(facts))
+    its = Clocks(world, clocks.clocks(facts))
     with contextlib.ExitStack() as stack:
         if len(its.ranks) > 1:
-            group.watchdog.phase("the comparison of the hosts' clocks")
-            its.objection = _connect(group, [each[0] for each in its.ranks[1:]], its.peers, stack)
+            world.watchdog.phase("the comparison of the hosts' clocks")
+            its.objection = _connect(world, [each[0] for each in its.ranks[1:]], its.peers, stack)
         its._compare()
         yield its
 
 
 def _connect(
-    group: World,
+    world: World,
     others: Sequence[int],
     peers: dict[int, socket.socket],
     stack: contextlib.ExitStack,
 ) -> str | None:
     """Connections between rank 0 and the others into `peers`; in all ranks why there are none."""
     server, told, failure = None, None, None
-    if group.rank == 0:
+    if world.rank == 0:
         try:
-            family = sockets.family(group.address)
-            server = socket.create_server((group.address, 0), family=family, backlog=len(others))
+            family = sockets.family(world.address)
+            server = socket.create_server((world.address, 0), family=family, backlog=len(others))
             told = stack.enter_context(server).getsockname()[:2]
         except OSError as error:
-            failure = f"{group.address} cannot be listened on ({error.strerror})"
-    address = control.broadcast_value(group, told)
-    if address is not None and group.rank in others:
+            failure = f"{world.address} cannot be listened on ({error.strerror})"
+    address = control.broadcast_value(world, told)
+    if address is not None and world.rank in others:
         try:
             peers[0] = stack.enter_context(
                 socket.create_connection(tuple(address), CONNECT_SECONDS)
             )
-            peers[0].sendall(RANK.pack(group.rank))
+            peers[0].sendall(RANK.pack(world.rank))
         except OSError as error:
             failure = f"{address[0]} cannot be connected to ({error})"
-    objection = control.agree_objection(group, failure)  # before rank 0 waits for who cannot come
+    objection = control.agree_objection(world, failure)  # before rank 0 waits for who cannot come
     if objection is None and server is not None:
-        server.settimeout(_patience(group))
+        server.settimeout(_patience(world))
         for _ in others:
             peer = stack.enter_context(server.accept()[0])
-            peer.settimeout(_patience(group))
+            peer.settimeout(_patience(world))
             peers[RANK.unpack(_received(peer, RANK.size))[0]] = peer
     for peer in peers.values():
-        peer.settimeout(_patience(group))
+        peer.settimeout(_patience(world))
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return objection
 
 
-def _patience(group: World) -> float:
-    return group.timeout.total_seconds() + LATE_SECONDS
+def _patience(world: World) -> float:
+    return world.timeout.total_seconds() + LATE_SECONDS
 
 
-def _compared(group: World, ranks: list[list[int]], peers: dict[int, socket.socket]) -> list[Ahead]:
+def _compared(world: World, ranks: list[list[int]], peers: dict[int, socket.socket]) -> list[Ahead]:
     """What each clock is ahead now, in all ranks."""
-    group.watchdog.phase("the comparison of the hosts' clocks")
+    world.watchdog.phase("the comparison of the hosts' clocks")
     others = [each[0] for each in ranks[1:]]
     count = max(FEWEST, EXCHANGES // len(others))
     found = [Ahead(0, 0)]
     for rank, peer in sorted(peers.items()):
         try:
-            if group.rank:
+            if world.rank:
                 _answer(peer, count)
             else:
                 found.append(clocks.ahead(np.array([_asked(peer) for _ in range(count)])))
         except OSError as error:
-            other = group.who[rank]
+            other = world.who[rank]
             raise RuntimeError(
                 f"rank {rank} ({other.host}) is lost while the clocks are compared: {error}"
             ) from None
     told = [[each.least_ns, each.most_ns] for each in found]
-    return [Ahead(*each) for each in control.broadcast_value(group, told)]
+    return [Ahead(*each) for each in control.broadcast_value(world, told)]
 
 
 def _asked(peer: socket.socket) -> tuple[int, int, int]:

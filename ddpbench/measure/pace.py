@@ -58,7 +58,7 @@ class Samples:
 
 
 def measure(
-    case: Case, operation: Operation, plan: Plan, group: World, team: Subgroup,
+    case: Case, operation: Operation, plan: Plan, world: World, team: Subgroup,
     device: torch.device, shortest_seconds: float, objection: str | None, ahead_ns: int = 0,
 ) -> Samples:  # fmt: skip
     """Measure one case on all ranks together, or skip it on all ranks together.
@@ -67,15 +67,15 @@ def measure(
     what its clock is ahead of rank 0's, in which all stamps are gathered. Returns what rank 0
     gathered; in other ranks only `objection`, `checks` and `stop_reason` mean something.
     """
-    teams = team.split.teams if team.split.size < group.world_size else ()
+    teams = team.split.teams if team.split.size < world.world_size else ()
     samples = Samples(warm_up=Kept(teams), timed=Kept(teams))
     bench = None
     if objection is None:
         try:
-            bench = Bench(case, operation, plan, group, team, device)
+            bench = Bench(case, operation, plan, world, team, device)
         except (OSError, MemoryError, RuntimeError, TypeError, AttributeError) as error:
             objection = f"cannot make the buffers: {control.first_line(error)}"
-    samples.objection = control.agree_objection(group, objection)
+    samples.objection = control.agree_objection(world, objection)
     if samples.objection is not None or bench is None:
         return samples
     samples.huge_share = bench.huge_share
@@ -92,7 +92,7 @@ def measure(
 
 
 def _measure(bench: Bench, samples: Samples, shortest_seconds: float, ahead_ns: int) -> None:
-    group, plan = bench.group, bench.plan
+    world, plan = bench.world, bench.plan
     began = time.monotonic()
     until = began + plan.slice_seconds
     objection = None
@@ -100,7 +100,7 @@ def _measure(bench: Bench, samples: Samples, shortest_seconds: float, ahead_ns: 
         cold = bench.repeat(1)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         objection = f"not supported: {control.first_line(error)}"
-    samples.objection = control.agree_objection(group, objection)
+    samples.objection = control.agree_objection(world, objection)
     if samples.objection is not None:
         return
     pace = Pace(bench, samples, seconds=time.monotonic() - began, ahead_ns=ahead_ns)
@@ -133,13 +133,13 @@ class Pace:
     def gathered(self, stamps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         """At rank 0 all ranks' stamps in its clock."""
         ahead = np.array([self.ahead_ns, self.ahead_ns, 0], dtype=np.int64)
-        return control.gather_to_rank_0(self.bench.group, stamps - ahead)
+        return control.gather_to_rank_0(self.bench.world, stamps - ahead)
 
     def fitting(self, wanted: int, until: float, least: int = 1) -> int:
         """How many of the wanted repetitions fit the time left and a burst; where no time is left
         as many of the least as fit a burst, and one."""
         left = min(until - time.monotonic(), BURST_SECONDS)
-        wanted = min(wanted, kept.fitting(self.bench.group.world_size))
+        wanted = min(wanted, kept.fitting(self.bench.world.world_size))
         if not self.seconds:
             return 1
         least = min(least, int(BURST_SECONDS / self.seconds))
@@ -147,15 +147,15 @@ class Pace:
 
     def burst(self, wanted: int, batch: int, check: bool, into: Kept) -> bool:
         """Repeat as often as rank 0 says and gather there; False when it says stop."""
-        bench, group = self.bench, self.bench.group
-        if group.rank == 0 and group.watchdog.signal is not None:
+        bench, world = self.bench, self.bench.world
+        if world.rank == 0 and world.watchdog.signal is not None:
             wanted = INTERRUPTED
-        count = control.broadcast_decision(group, wanted)
+        count = control.broadcast_decision(world, wanted)
         if count <= 0:
             if count == INTERRUPTED:
                 self.samples.stop_reason = "interrupted"
             return False
-        group.watchdog.rearm()
+        world.watchdog.rearm()
         stamps = self._repeat(count, batch, check and batch == 1 and bench.plan.check)
         gathered = self.gathered(stamps)
         if gathered is not None:
@@ -194,7 +194,7 @@ class Pace:
 
 def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
     """Repeat until two neighbouring windows agree; then the number of calls in one repetition."""
-    samples, rank = pace.samples, pace.bench.group.rank
+    samples, rank = pace.samples, pace.bench.world.rank
     most = time.monotonic() + WARM_UP_SHARE * (until - time.monotonic())
     windows = samples.warm_up
     while True:
@@ -210,7 +210,7 @@ def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
         median = float(np.median(windows.over[-1].times(1)))
         if 0 < median < shortest_seconds:
             batch = int(shortest_seconds / median) + 1
-    return control.broadcast_decision(pace.bench.group, batch)
+    return control.broadcast_decision(pace.bench.world, batch)
 
 
 def _settled(windows: Kept, calls: int) -> bool:
@@ -221,7 +221,7 @@ def _settled(windows: Kept, calls: int) -> bool:
 
 def _timed(pace: Pace, until: float, batch: int) -> None:
     """Repeat until the median is known well enough, the slice is over, or there are enough."""
-    samples, plan, rank = pace.samples, pace.bench.plan, pace.bench.group.rank
+    samples, plan, rank = pace.samples, pace.bench.plan, pace.bench.world.rank
     reasons = ["", "precision", "time slice", "most repetitions"]
     reason = 0
     times = np.empty(0)
@@ -264,9 +264,9 @@ def _check(bench: Bench, samples: Samples, repetition: int) -> None:
         samples.wrong.append(wrong)
 
 
-def everyones_wrong(group: World, samples: Samples) -> list[Wrong]:
+def everyones_wrong(world: World, samples: Samples) -> list[Wrong]:
     """The first wrong element of each rank that has one, in every rank."""
     if not control.agree_any(bool(samples.wrong)):
         return []
-    found = control.gather_values(group, [vars(w) for w in samples.wrong])
+    found = control.gather_values(world, [vars(w) for w in samples.wrong])
     return [Wrong(**wrong) for mine in found for wrong in mine]

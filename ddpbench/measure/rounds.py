@@ -63,7 +63,7 @@ class Rounds:
     the arms that let replicas drift apart or change the reduction; None: only `main` is measured.
     """
 
-    group: World
+    world: World
     main: Replica
     probe: Replica | None
     arms: tuple[str, ...]
@@ -116,11 +116,11 @@ class Rounds:
 
     def _measure(self, measured: Measured, until: float, seconds: float) -> None:
         count = self.pace.in_a_row or (IN_A_ROW if IN_A_ROW * seconds < STRETCH_SECONDS else 1)
-        count = measured.in_a_row = control.broadcast_decision(self.group, count)
+        count = measured.in_a_row = control.broadcast_decision(self.world, count)
         order = random.Random(self.seed)  # the same in every rank
         began = time.monotonic()
         while not self.stopped:
-            reason = control.broadcast_decision(self.group, self._over(until))
+            reason = control.broadcast_decision(self.world, self._over(until))
             if reason:
                 measured.stop_reason = STOPS[reason]
                 return
@@ -142,7 +142,7 @@ class Rounds:
 
     def _over(self, until: float) -> int:
         """Rank 0's reason to stop as an index of STOPS; 0: go on."""
-        if self.group.watchdog.signal is not None:
+        if self.world.watchdog.signal is not None:
             return STOPS.index("interrupted")
         done = self._rounds
         if self.pace.rounds is not None:
@@ -174,7 +174,7 @@ class Rounds:
         verify = self.verify if arm == "ddp" else None
         marks, wall, taken = Marks(replica.device), 0, 0
         ready = [replica.batches(ahead) for ahead in range(count)]
-        self.group.watchdog.rearm()
+        self.world.watchdog.rearm()
         control.barrier_all()
         self._synchronise()
         began = clock.now_ns()
@@ -211,7 +211,7 @@ class Rounds:
         for fault in self.faults:
             # What makes replicas differ is planted in the one that is verified.
             if replica is self.main or fault.fault.name in ("slow-rank", "slow-link"):
-                fault.act(replica, self.group.rank, self.group.world_size, before)
+                fault.act(replica, self.world.rank, self.world.world_size, before)
         replica.steps -= before
 
     def _synchronise(self) -> None:
@@ -235,13 +235,13 @@ class Rounds:
         walls = {arm: self._all(each[:rounds]) for arm, each in sorted(self._walls.items())}
         verify = self._all(self.verify_ns) if self.verify_ns else None
         names = sorted(set.intersection(*(set(each) for each in self._timers)))
-        agreed = control.gather_values(self.group, names)
+        agreed = control.gather_values(self.world, names)
         common = [name for name in names if all(name in each for each in agreed)]
         timers = {
             name: self._all([round(each[name] * 1e9) for each in self._timers]) for name in common
         }
         buckets = self._all(self._buckets[:rounds]) if self._buckets else None
-        if self.group.rank:
+        if self.world.rank:
             return None
         hook = self.probe.hook if self.probe else None
         infos = [hook.infos[i] for i in sorted(hook.infos)] if hook else []
@@ -255,8 +255,8 @@ class Rounds:
             },
             buckets=infos,
             bucket_stamps=buckets,
-            verify=np.empty((self.group.world_size, 0), np.int64) if verify is None else verify,
+            verify=np.empty((self.world.world_size, 0), np.int64) if verify is None else verify,
         )
 
     def _all(self, mine: Any) -> npt.NDArray[np.int64] | None:
-        return control.gather_to_rank_0(self.group, np.array(mine, np.int64))
+        return control.gather_to_rank_0(self.world, np.array(mine, np.int64))

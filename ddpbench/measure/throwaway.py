@@ -28,8 +28,7 @@ from ddpbench.catalog import backends
 from ddpbench.launch import forks, placement, starters
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.launch.supervise import Deadline
-from ddpbench.runtime import world
-from ddpbench.runtime.world import Rendezvous, World
+from ddpbench.runtime.world import Rendezvous, World, join_world
 
 if TYPE_CHECKING:
     import torch
@@ -223,8 +222,8 @@ def _rank(request: Request, folder: Path, attempt: Callable[[World, Tell], None]
             for module in request.modules:
                 import_module(module)
             meeting = Rendezvous(timeout_seconds=request.seconds)
-            with world.join_world(place, meeting, share_gpu=True) as ranks:
-                _told(lambda: attempt(ranks, tell), tell)
+            with join_world(place, meeting, share_gpu=True) as world:
+                _told(lambda: attempt(world, tell), tell)
         except Exception as error:
             tell("failed", sentence(error))
             raise
@@ -241,10 +240,10 @@ def _told(attempt: Callable[[], None], tell: Tell) -> None:
 
 
 @contextlib.contextmanager
-def tested(request: Request, ranks: World) -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
+def tested(request: Request, world: World) -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
     """A group of all ranks on the backend asked for, and this rank's device."""
     backend = backends.get(request.backend)
     name = backend.register() if backend.register else backend.name
-    device = ranks.agree_device(request.device)
-    with ranks.agree_group(name) as found:
+    device = world.agree_device(request.device)
+    with world.agree_group(name) as found:
         yield found, device

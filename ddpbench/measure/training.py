@@ -39,7 +39,7 @@ class _State:
 
 
 def train(
-    ranks: World, tested: dist.ProcessGroup, task: Task,
+    world: World, tested: dist.ProcessGroup, task: Task,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], epochs: int,
     checkpoint: Path | None, resume: bool, verify: Verify | None, seen: Callable[[Epoch], None],
 ) -> tuple[Epoch, ...]:  # fmt: skip
@@ -58,26 +58,26 @@ def train(
     training = task.training
     if training is None:
         raise ValueError("this task has no training: only its steps can be measured")
-    ranks.watchdog.phase("the start of the training")
-    folder = checkpoint.parent if checkpoint and ranks.rank == 0 else Path()
+    world.watchdog.phase("the start of the training")
+    folder = checkpoint.parent if checkpoint and world.rank == 0 else Path()
     absent = None if folder.is_dir() else f"--checkpoint {checkpoint}: there is no folder {folder}"
-    if (sentence := control.agree_objection(ranks, absent)) is not None:
+    if (sentence := control.agree_objection(world, absent)) is not None:
         raise Refused(sentence)
     ddp = DistributedDataParallel(task.model, process_group=tested)
     _build_buckets(ddp, task, training)
     optimizer = make_optimizer(ddp)
     state = _State(ddp.module, optimizer, _settings(training, optimizer))
     if resume:
-        _resume(ranks, checkpoint, state, epochs)
+        _resume(world, checkpoint, state, epochs)
     check = verify(ddp, optimizer) if verify else None
     trained: list[Epoch] = []
     while state.epoch < epochs:
-        ranks.watchdog.phase(f"epoch {state.epoch + 1} of the training")
-        trained.append(_epoch(ranks, tested, task, training, ddp, state, check))
+        world.watchdog.phase(f"epoch {state.epoch + 1} of the training")
+        trained.append(_epoch(world, tested, task, training, ddp, state, check))
         if checkpoint is not None:
-            _save(ranks, checkpoint, state)
+            _save(world, checkpoint, state)
         seen(trained[-1])
-        if control.agree_objection(ranks, ranks.interrupted) is not None:
+        if control.agree_objection(world, world.interrupted) is not None:
             break
     return tuple(trained)
 
@@ -101,7 +101,7 @@ def _build_buckets(ddp: DistributedDataParallel, task: Task, training: Training)
 
 
 def _epoch(
-    ranks: World, tested: dist.ProcessGroup, task: Task, training: Training,
+    world: World, tested: dist.ProcessGroup, task: Task, training: Training,
     ddp: DistributedDataParallel, state: _State, check: Check | None,
 ) -> Epoch:  # fmt: skip
     """Train and validate once through the data; the same record in all ranks."""
@@ -118,8 +118,8 @@ def _epoch(
         _add(sums[:2], loss, samples)
         if check is not None:
             equal = check(state.step) and equal
-        ranks.watchdog.rearm()
-    _validate(ranks, task, training, ddp.module, sums[2:])
+        world.watchdog.rearm()
+    _validate(world, task, training, ddp.module, sums[2:])
     dist.all_reduce(sums, group=tested)
     train_loss, trained, validation_loss, validated = sums.tolist()
     seconds = (clock.now_ns() - began) * 1e-9
@@ -127,14 +127,14 @@ def _epoch(
         number=state.epoch,
         train_loss=train_loss / trained,
         validation_loss=validation_loss / validated,
-        seconds=max(control.gather_values(ranks, seconds)),
+        seconds=max(control.gather_values(world, seconds)),
         replicas_equal=None if check is None else equal,
     )
 
 
 @torch.no_grad()
 def _validate(
-    ranks: World, task: Task, training: Training, module: nn.Module, sums: Tensor
+    world: World, task: Task, training: Training, module: nn.Module, sums: Tensor
 ) -> None:
     """Add this rank's share of the validation to float64[2]: losses and samples.
 
@@ -144,7 +144,7 @@ def _validate(
     module.eval()
     for batch, samples in training.validation:
         _add(sums, task.loss(module, batch), samples)
-        ranks.watchdog.rearm()
+        world.watchdog.rearm()
     module.train()
 
 
@@ -163,11 +163,11 @@ def _settings(training: Training, optimizer: torch.optim.Optimizer) -> dict[str,
     return {**training.settings, "optimizer": type(optimizer).__name__, "learning rate": rate}
 
 
-def _save(ranks: World, path: Path, state: _State) -> None:
+def _save(world: World, path: Path, state: _State) -> None:
     """Rank 0 writes the checkpoint. Raises Refused, in all ranks, when it cannot."""
-    ranks.watchdog.phase("the saving of the checkpoint")
+    world.watchdog.phase("the saving of the checkpoint")
     objection = None
-    if ranks.rank == 0:
+    if world.rank == 0:
         content = io.BytesIO()
         torch.save(_stored(state), content)
         try:
@@ -177,7 +177,7 @@ def _save(ranks: World, path: Path, state: _State) -> None:
                 f"the checkpoint {path} cannot be written after epoch {state.epoch} "
                 f"({error.strerror}): name a file that can"
             )
-    if (sentence := control.agree_objection(ranks, objection)) is not None:
+    if (sentence := control.agree_objection(world, objection)) is not None:
         raise Refused(sentence)
 
 
@@ -192,7 +192,7 @@ def _stored(state: _State) -> dict[str, Any]:
     }
 
 
-def _resume(ranks: World, path: Path | None, state: _State, epochs: int) -> None:
+def _resume(world: World, path: Path | None, state: _State, epochs: int) -> None:
     """Put the checkpoint's content into the state; Refused, in all ranks, when that cannot be.
 
     Rank 0 reads the bytes and sends them to all: ranks on other hosts may not see its file, or see
@@ -200,16 +200,16 @@ def _resume(ranks: World, path: Path | None, state: _State, epochs: int) -> None
     """
     if path is None:
         raise ValueError("nothing to resume from: name the checkpoint")
-    ranks.watchdog.phase("the reading of the checkpoint")
+    world.watchdog.phase("the reading of the checkpoint")
     content, objection = b"", None
-    if ranks.rank == 0:
+    if world.rank == 0:
         try:
             content = path.read_bytes()
         except OSError as error:
             objection = f"the checkpoint {path} cannot be read ({error.strerror}): start without it"
-    if (objection := control.broadcast_value(ranks, objection)) is None:
-        content = control.broadcast_bytes(ranks, content)
-        objection = control.agree_objection(ranks, _taken(content, path, state, epochs))
+    if (objection := control.broadcast_value(world, objection)) is None:
+        content = control.broadcast_bytes(world, content)
+        objection = control.agree_objection(world, _taken(content, path, state, epochs))
     if objection is not None:
         raise Refused(objection)
 

@@ -22,18 +22,18 @@ class Membership(Protocol):
     def world_size(self) -> int: ...
 
 
-def gather_values(group: Membership, mine: Any) -> list[Any]:
+def gather_values(world: Membership, mine: Any) -> list[Any]:
     """Every rank's JSON-able value, in order of rank, in every rank."""
     import torch
     import torch.distributed as dist
 
     content = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
     length = torch.tensor([content.numel()])
-    lengths = [torch.empty_like(length) for _ in range(group.world_size)]
+    lengths = [torch.empty_like(length) for _ in range(world.world_size)]
     dist.all_gather(lengths, length)
     room = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
     room[: content.numel()] = content
-    rows = [torch.empty_like(room) for _ in range(group.world_size)]
+    rows = [torch.empty_like(room) for _ in range(world.world_size)]
     dist.all_gather(rows, room)
     return [
         json.loads(row[: int(size)].numpy().tobytes())
@@ -41,27 +41,27 @@ def gather_values(group: Membership, mine: Any) -> list[Any]:
     ]
 
 
-def broadcast_value(group: Membership, value: Any) -> Any:
+def broadcast_value(world: Membership, value: Any) -> Any:
     """Rank 0's JSON-able value, in every rank."""
-    content = json.dumps(value).encode() if group.rank == 0 else b""
-    return json.loads(broadcast_bytes(group, content))
+    content = json.dumps(value).encode() if world.rank == 0 else b""
+    return json.loads(broadcast_bytes(world, content))
 
 
-def broadcast_bytes(group: Membership, content: bytes) -> bytes:
+def broadcast_bytes(world: Membership, content: bytes) -> bytes:
     """Rank 0's bytes, in every rank."""
     import torch
     import torch.distributed as dist
 
-    length = broadcast_decision(group, len(content))
+    length = broadcast_decision(world, len(content))
     tensor = torch.empty(length, dtype=torch.uint8)
-    if group.rank == 0 and length:
+    if world.rank == 0 and length:
         tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     if length:
         dist.broadcast(tensor, src=0)
     return tensor.numpy().tobytes()
 
 
-def broadcast_decision(group: Membership, value: int) -> int:
+def broadcast_decision(world: Membership, value: int) -> int:
     """Rank 0's whole number, in every rank: the cheap one, made between repetitions."""
     import torch
     import torch.distributed as dist
@@ -90,7 +90,7 @@ def agree_any(mine: bool) -> bool:
 
 
 def gather_to_rank_0(
-    group: Membership, mine: npt.NDArray[np.int64]
+    world: Membership, mine: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64] | None:
     """Arrays of one shape from all ranks: int64[world, …] in rank 0, None elsewhere."""
     import numpy as np
@@ -98,21 +98,21 @@ def gather_to_rank_0(
     import torch.distributed as dist
 
     tensor = torch.from_numpy(np.ascontiguousarray(mine))
-    if group.rank:
+    if world.rank:
         dist.gather(tensor, dst=0)
         return None
-    whole = torch.empty((group.world_size, *tensor.shape), dtype=tensor.dtype)
+    whole = torch.empty((world.world_size, *tensor.shape), dtype=tensor.dtype)
     dist.gather(tensor, list(whole.unbind()), dst=0)
     return whole.numpy()
 
 
-def agree_objection(group: Membership, mine: str | None) -> str | None:
+def agree_objection(world: Membership, mine: str | None) -> str | None:
     """None when no rank objects; else the lowest objecting rank's sentence, naming the ranks."""
     if not agree_any(mine is not None):
         return None
-    objections = {r: text for r, text in enumerate(gather_values(group, mine)) if text is not None}
+    objections = {r: text for r, text in enumerate(gather_values(world, mine)) if text is not None}
     text: str = objections[min(objections)]
-    if len(objections) == group.world_size:
+    if len(objections) == world.world_size:
         return text
     return f"{text} (rank {', '.join(map(str, objections))})"
 
@@ -122,9 +122,9 @@ def first_line(error: BaseException, most: int = 200) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:most]
 
 
-def agree_same_options(group: Membership, mine: dict[str, Any]) -> None:
+def agree_same_options(world: Membership, mine: dict[str, Any]) -> None:
     """Raises Refused, naming the rank and the option, when a rank was started differently."""
-    sentence = find_differing_option(gather_values(group, mine))
+    sentence = find_differing_option(gather_values(world, mine))
     if sentence is not None:
         raise Refused(sentence)
 

@@ -224,13 +224,13 @@ def join_world(
                 timeout=rendezvous.patience,
             )
         own = sockets.connections()
-        group = World(
+        world = World(
             place, who, net, watchdog, rendezvous.patience, share_gpu, control_connections=own
         )
-        yield group
+        yield world
         # The ranks leave together: the store lives in one of them.
         watchdog.phase("the end of the run")
-        control.broadcast_decision(group, 0)
+        control.broadcast_decision(world, 0)
     except Refused:
         raise
     except Exception as error:

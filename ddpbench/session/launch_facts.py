@@ -17,7 +17,7 @@ from ddpbench.runtime.world import World
 
 
 def gather_launch_record(
-    ranks: World,
+    world: World,
     backend: Backend,
     device: str,
     index: int,
@@ -29,22 +29,22 @@ def gather_launch_record(
 
     facts: what the command adds to those of the environment.
     """
-    addresses = ranks.addresses
+    addresses = world.addresses
     mine = {
         **environment.rank_facts(),
-        "interface": environment.interface_of(next(iter(addresses), ranks.address)),
+        "interface": environment.interface_of(next(iter(addresses), world.address)),
         "addresses": addresses,
         "gpu_before": environment.gpu_state(),
     }
-    everyone = control.gather_values(ranks, mine)
+    everyone = control.gather_values(world, mine)
     return Launch(
         index=index,
         backend=backend.name,
         provider=backend.provider(device),
         library=backend.library(),
-        launcher=ranks.place.launcher,
-        world_size=ranks.world_size,
-        facts={**environment.run_facts(), **facts} if ranks.rank == 0 else {},
+        launcher=world.place.launcher,
+        world_size=world.world_size,
+        facts={**environment.run_facts(), **facts} if world.rank == 0 else {},
         ranks=tuple(everyone),
         clock=times,
         started=store.now(),
@@ -52,29 +52,29 @@ def gather_launch_record(
     )
 
 
-def agree_thread_count(ranks: World) -> int:
+def agree_thread_count(world: World) -> int:
     """Compute threads of one rank, the same in all: what the user set, else its share of cores.
 
     torchrun sets OMP_NUM_THREADS to 1 where the user has not.
     """
     said = os.environ.get("OMP_NUM_THREADS", "")
     cores = sorted(os.sched_getaffinity(0))
-    everyones = control.gather_values(ranks, cores)
-    sharers = sum(everyones[rank] == cores for rank in ranks.neighbours)  # bound ranks share none
+    everyones = control.gather_values(world, cores)
+    sharers = sum(everyones[rank] == cores for rank in world.neighbours)  # bound ranks share none
     by_torchrun = said == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     own = int(said) if said.isdecimal() and int(said) and not by_torchrun else 0
-    return int(min(control.gather_values(ranks, own or max(1, len(cores) // sharers))))
+    return int(min(control.gather_values(world, own or max(1, len(cores) // sharers))))
 
 
-def gather_usage(ranks: World, whole: cpu.CpuMeter) -> list[dict[str, object]]:
+def gather_usage(world: World, whole: cpu.CpuMeter) -> list[dict[str, object]]:
     """What each rank used since the meter's start, for the end of a launch's record."""
     mine = {"cpu": asdict(whole.stop()), "gpu_after": environment.gpu_state()}
-    return control.gather_values(ranks, mine)
+    return control.gather_values(world, mine)
 
 
-def gather_others_share(ranks: World, meter: cpu.CpuMeter) -> float | None:
+def gather_others_share(world: World, meter: cpu.CpuMeter) -> float | None:
     """The largest share of a host's cores that other processes used, over the hosts."""
-    return compute_others_share(ranks, control.gather_values(ranks, read_spent_seconds(meter)))
+    return compute_others_share(world, control.gather_values(world, read_spent_seconds(meter)))
 
 
 def read_spent_seconds(meter: cpu.CpuMeter) -> list[float | None]:
@@ -84,10 +84,10 @@ def read_spent_seconds(meter: cpu.CpuMeter) -> list[float | None]:
     return [used.own_seconds, used.host_busy_seconds, used.wall_seconds]
 
 
-def compute_others_share(ranks: World, everyone: Sequence[Sequence[Any]]) -> float | None:
+def compute_others_share(world: World, everyone: Sequence[Sequence[Any]]) -> float | None:
     """The same as `others_share`, of what every rank has told."""
     shares = []
-    for members in ranks.machines.values():
+    for members in world.machines.values():
         _, busy, wall = everyone[members[0]]
         own = [everyone[rank][0] for rank in members]
         shares.append(cpu.others_share(busy, own, wall, psutil.cpu_count() or 1))

@@ -16,8 +16,8 @@ from ddpbench.catalog.backends import Backend
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.schema import Plan
 from ddpbench.records.visible import tell
-from ddpbench.runtime import control, cpu, network, world
-from ddpbench.runtime.world import World
+from ddpbench.runtime import control, cpu, network
+from ddpbench.runtime.world import World, join_world
 from ddpbench.session import launch_facts, run_folder
 from ddpbench.session.recorder import Outcome
 from ddpbench.session.run_options import RunOptions
@@ -38,7 +38,7 @@ Measure = Callable[[C], tuple[Outcome, dict[str, Any] | None]]  # the outcome, i
 class LaunchContext(Generic[T]):
     """One launch on one backend, as one rank sees it."""
 
-    ranks: World
+    world: World
     backend: Backend
     name: str  # by which torch knows the backend
     tested: dist.ProcessGroup  # all ranks, on that backend
@@ -70,16 +70,16 @@ def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
     if place.rank == 0:
         for name in ("scipy.special", "pyarrow.parquet"):  # slow: not while the others wait
             import_module(name)
-    with world.join_world(place, asked.rendezvous(), asked.share_gpu) as ranks:
-        control.agree_same_options(ranks, asked.named())
-        folder, plan = run_folder.broadcast_run_folder(ranks, asked)
-        ranks.watchdog.on_end = lambda *end: run_end.mark(folder, *end)
+    with join_world(place, asked.rendezvous(), asked.share_gpu) as world:
+        control.agree_same_options(world, asked.named())
+        folder, plan = run_folder.broadcast_run_folder(world, asked)
+        world.watchdog.on_end = lambda *end: run_end.mark(folder, *end)
         end = None
         for number, name in enumerate(asked.backend):
             try:
                 backend = backends.get(name)
                 failure = _measure(
-                    ranks, backend, asked, plan, asked.launch + number, folder, prepare
+                    world, backend, asked, plan, asked.launch + number, folder, prepare
                 )
             except Refused:
                 if place.rank == 0 and asked.join is None:
@@ -87,7 +87,7 @@ def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
                 raise
             if failure is not None:
                 end = run_end.End("failed", failure, 5)
-            elif (by := control.agree_objection(ranks, ranks.interrupted)) is not None:
+            elif (by := control.agree_objection(world, world.interrupted)) is not None:
                 end = run_end.interrupted(by)
             if end is not None:
                 break
@@ -104,7 +104,7 @@ def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
 
 
 def _measure(
-    ranks: World, backend: Backend, asked: T, plan: Plan, index: int, folder: Path,
+    world: World, backend: Backend, asked: T, plan: Plan, index: int, folder: Path,
     prepare: Prepare[T],
 ) -> str | None:  # fmt: skip
     """The launch loop: connect, record the launch, measure each case and store it at once.
@@ -115,58 +115,58 @@ def _measure(
     from ddpbench.session.progress import Bar, Progress
     from ddpbench.session.recorder import FileRecorder, Recorder
 
-    device = ranks.agree_device(asked.device)
+    device = world.agree_device(asked.device)
     with ExitStack() as closing:
-        name = agree_torch_name(ranks, backend)
-        tested = closing.enter_context(ranks.agree_group(name))
-        barrier_to_connect(ranks, backend, tested)
+        name = agree_torch_name(world, backend)
+        tested = closing.enter_context(world.agree_group(name))
+        barrier_to_connect(world, backend, tested)
         began, whole = time.monotonic(), cpu.CpuMeter()
         work = prepare(
-            LaunchContext(ranks, backend, name, tested, asked, plan, device, index, closing)
+            LaunchContext(world, backend, name, tested, asked, plan, device, index, closing)
         )
-        times = control.broadcast_value(ranks, clock.properties())
+        times = control.broadcast_value(world, clock.properties())
         launch = launch_facts.gather_launch_record(
-            ranks, backend, asked.device, index, times, work.facts, len(work.cases)
+            world, backend, asked.device, index, times, work.facts, len(work.cases)
         )
-        writes = ranks.rank == 0
+        writes = world.rank == 0
         recorder = FileRecorder(folder, launch) if writes else Recorder(launch)
         shown = writes and asked.shows_progress
         progress = Bar(backend.name, len(work.cases)) if shown else Progress()
         measure, failure = work.begin(recorder, progress), None
         for case in work.cases:
-            if control.agree_objection(ranks, ranks.interrupted) is not None:
+            if control.agree_objection(world, world.interrupted) is not None:
                 break
-            ranks.watchdog.phase(work.phase(case))
+            world.watchdog.phase(work.phase(case))
             recorder.add(*measure(case))
             progress.advance(1)
-            failure = control.broadcast_value(ranks, recorder.failure)
+            failure = control.broadcast_value(world, recorder.failure)
             if failure is not None:
                 break
-        used = launch_facts.gather_usage(ranks, whole)
+        used = launch_facts.gather_usage(world, whole)
         progress.stop()
         recorder.close(time.monotonic() - began, used)
     return failure
 
 
-def agree_torch_name(ranks: World, backend: Backend) -> str:
+def agree_torch_name(world: World, backend: Backend) -> str:
     """The name by which torch knows the backend. Refused in all ranks together where the
     backend's own launcher did not start them."""
     name = backend.register() if backend.register else backend.name
     size, objection = backend.size(), None
     if backend.interfaces:
-        objection = network.misnamed(backend.interfaces, len(ranks.hosts) > 1)
-    if size is not None and size != ranks.world_size:
+        objection = network.misnamed(backend.interfaces, len(world.hosts) > 1)
+    if size is not None and size != world.world_size:
         objection = (
-            f"{backend.name} sees a world of {size}, not of {ranks.world_size} ranks: start them "
+            f"{backend.name} sees a world of {size}, not of {world.world_size} ranks: start them "
             f"with the mpirun of {backend.library()}, or with srun and the --mpi that it knows "
             "(pmix for Open MPI, pmi2 for MPICH)"
         )
-    if (sentence := control.agree_objection(ranks, objection)) is not None:
+    if (sentence := control.agree_objection(world, objection)) is not None:
         raise Refused(sentence)
     return name
 
 
-def barrier_to_connect(ranks: World, backend: Backend, tested: dist.ProcessGroup | None) -> None:
+def barrier_to_connect(world: World, backend: Backend, tested: dist.ProcessGroup | None) -> None:
     """One barrier, so that connections made at the first call are no part of the first case.
 
     All ranks call it; None: this one is not in the group.
@@ -180,5 +180,5 @@ def barrier_to_connect(ranks: World, backend: Backend, tested: dist.ProcessGroup
     except RuntimeError as error:
         lines = [line for line in str(error).splitlines() if line.strip()] or ["no text"]
         objection = f"{backend.name} cannot connect its ranks: {lines[0]} {lines[-1]}"
-    if (sentence := control.agree_objection(ranks, objection)) is not None:
+    if (sentence := control.agree_objection(world, objection)) is not None:
         raise Refused(sentence)

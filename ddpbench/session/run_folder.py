@@ -17,18 +17,18 @@ from ddpbench.runtime.world import World
 from ddpbench.session.run_options import RunOptions
 
 
-def broadcast_run_folder(ranks: World, asked: RunOptions) -> tuple[Path, Plan]:
+def broadcast_run_folder(world: World, asked: RunOptions) -> tuple[Path, Plan]:
     """The run's folder, made by rank 0 unless it exists already, and its plan."""
     found: dict[str, Any] = {}
-    if ranks.rank == 0:
+    if world.rank == 0:
         try:
             folder = (
-                Path(asked.join) if asked.join else create_run(asked, len(ranks.who), sys.argv[1:])
+                Path(asked.join) if asked.join else create_run(asked, len(world.who), sys.argv[1:])
             )
             found = {"folder": str(folder.resolve()), "plan": asdict(store.read(folder).plan)}
         except (OSError, store.InvalidRun) as error:
             found = {"error": explain_unwritable(error)}
-    found = control.broadcast_value(ranks, found)
+    found = control.broadcast_value(world, found)
     if "error" in found:
         raise Refused(str(found["error"]))
     return Path(found["folder"]), Plan(**found["plan"])

@@ -40,7 +40,7 @@ COPIES = 2  # of the parameters beside themselves: gradients and buckets
 class Trial:
     """Where and how a workload is measured: one backend in one rank."""
 
-    ranks: World
+    world: World
     tested: dist.ProcessGroup
     backend: Backend
     asked: Options
@@ -80,7 +80,7 @@ class Trial:
             columns = step_columns(case.key, self.index, measured.samples)
         assert main.loss is not None
         loss = float(main.loss)
-        losses = control.gather_values(self.ranks, loss if abs(loss) < float("inf") else None)
+        losses = control.gather_values(self.world, loss if abs(loss) < float("inf") else None)
         result = StepResult(
             case=case,
             launch=self.index,
@@ -91,13 +91,13 @@ class Trial:
             losses=tuple(losses) if None not in losses else (),
             epochs=epochs,
             notes=tuple(notes),
-            others_share=launch_facts.gather_others_share(self.ranks, meter),
+            others_share=launch_facts.gather_others_share(self.world, meter),
         )
         return replace(result, wall_seconds=time.monotonic() - began), columns
 
     def _place(self, batch: int) -> Place:
         return Place(
-            self.ranks.rank, self.ranks.world_size, batch, self.device, self.plan.seed, self.tested
+            self.world.rank, self.world.world_size, batch, self.device, self.plan.seed, self.tested
         )
 
     def _replica(
@@ -128,14 +128,14 @@ class Trial:
             amp=asked.amp,
             comm_hook=asked.comm_hook,
             threads=self.threads,
-            world_size=self.ranks.world_size,
-            ranks_per_host=tuple(len(host) for host in self.ranks.hosts.values()),
+            world_size=self.world.world_size,
+            ranks_per_host=tuple(len(host) for host in self.world.hosts.values()),
             clock="device" if asked.device == "cuda" else "host",
             **asked.ddp_options(),
         )
         objection = objection or self._too_large(case, replicas=1 + hooked)
         objection = self._unlike(task) or objection
-        if (sentence := control.agree_objection(self.ranks, objection)) is not None:
+        if (sentence := control.agree_objection(self.world, objection)) is not None:
             return case, None, sentence
         assert task is not None
         made = None
@@ -149,8 +149,8 @@ class Trial:
             objection = next((want for want in wants if want is not None), None)
         except (RuntimeError, ValueError, TypeError) as error:
             objection = f"DDP refuses it: {control.first_line(error, 300)}"
-        sentence = control.agree_objection(self.ranks, objection)
-        self.ranks.watchdog.rearm()  # building may take long, and so may the first step
+        sentence = control.agree_objection(self.world, objection)
+        self.world.watchdog.rearm()  # building may take long, and so may the first step
         return case, made if sentence is None else None, sentence
 
     def _unlike(self, task: Task | None) -> str | None:
@@ -161,7 +161,7 @@ class Trial:
                 [name, list(each.shape), str(each.dtype), each.requires_grad]
                 for name, each in task.model.named_parameters()
             ]
-        everyones = control.gather_values(self.ranks, mine)
+        everyones = control.gather_values(self.world, mine)
         if mine is None or None in everyones or mine == everyones[0]:
             return None
         pairs = itertools.zip_longest(mine, everyones[0])
@@ -170,10 +170,10 @@ class Trial:
 
     def _too_large(self, case: StepCase, replicas: int) -> str | None:
         """Why this rank cannot hold so many replicas, none of which has stepped yet."""
-        free, sharers, where = environment.free_memory_nbytes(), self.ranks.neighbours, "host"
+        free, sharers, where = environment.free_memory_nbytes(), self.world.neighbours, "host"
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            free, sharers = torch.cuda.mem_get_info(self.device)[0], self.ranks.gpu_mates
+            free, sharers = torch.cuda.mem_get_info(self.device)[0], self.world.gpu_mates
             where = "GPU"
         copies = COPIES + OPTIMIZERS[case.optimizer].copies
         needed = replicas * copies * case.parameter_nbytes * len(sharers)
@@ -212,7 +212,7 @@ class Trial:
             ledger.verifier = Verifier(main.ddp, main.optimizer, dist.group.WORLD)
             verify = ledger.check
         measured = Rounds(
-            self.ranks, main, probe, arms, Pace(asked.seconds, asked.rounds, asked.in_a_row),
+            self.world, main, probe, arms, Pace(asked.seconds, asked.rounds, asked.in_a_row),
             self.plan.seed, verify, asked.verify,
             self.planted, advance,
         ).run()  # fmt: skip
@@ -232,7 +232,7 @@ class Trial:
             return lambda number: not verifier.check(number).failed
 
         return training.train(
-            self.ranks,
+            self.world,
             self.tested,
             workload.build(self.asked.settings_of(workload), self._place(case.batch)),
             lambda model: OPTIMIZERS[case.optimizer].make(model.parameters(), rate),
@@ -245,7 +245,7 @@ class Trial:
 
     def _tell(self, case: StepCase, epoch: Epoch) -> None:
         """An epoch on stderr, as it ends, where somebody watches."""
-        if self.ranks.rank == 0 and not self.asked.quiet and sys.stderr.isatty():
+        if self.world.rank == 0 and not self.asked.quiet and sys.stderr.isatty():
             sys.stderr.write(
                 f"ddpbench: {case.workload} on {case.backend}, epoch {epoch.number}: "
                 f"train {epoch.train_loss:.4g}, validation {epoch.validation_loss:.4g}\n"

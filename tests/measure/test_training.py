@@ -45,7 +45,7 @@ SMALL = {"width": 16, "depth": 3}
 class Bench:
     """One rank, and what a training in it is made of."""
 
-    ranks: World
+    world: World
     tested: Any
     folder: Path
     seed: int = 3
@@ -54,9 +54,9 @@ class Bench:
 
     def place(self, rank: int | None = None) -> Place:
         """This rank's place, or another's without a group."""
-        size = self.ranks.world_size
+        size = self.world.world_size
         if rank is None:
-            return Place(self.ranks.rank, size, 8, CPU, self.seed, self.tested)
+            return Place(self.world.rank, size, 8, CPU, self.seed, self.tested)
         return Place(rank, size, 8, CPU, self.seed, None)
 
     def task(self, rank: int | None = None) -> Task:
@@ -71,7 +71,7 @@ class Bench:
         """All ranks together."""
         path = self.folder / checkpoint if checkpoint else None
         return training.train(
-            self.ranks, self.tested, task or self.task(),
+            self.world, self.tested, task or self.task(),
             lambda model: torch.optim.Adam(model.parameters(), lr=self.rate),
             epochs, path, resume, verify, seen,
         )  # fmt: skip
@@ -120,7 +120,7 @@ def play_losses(bench: Bench) -> Any:
     bench.rate = 0.0
     task = bench.task()
     (epoch,) = bench.train(1, task=task)
-    others = [bench.task(rank).training for rank in range(bench.ranks.world_size)]
+    others = [bench.task(rank).training for rank in range(bench.world.world_size)]
     shares = [share for share in others if share is not None]
     total = samples = 0.0
     with torch.no_grad():
@@ -140,7 +140,7 @@ def play_losses(bench: Bench) -> Any:
 def play_start(bench: Bench) -> Any:
     """What comes before the first epoch leaves weights, buffers and random state as they are."""
     model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
-    model[1].running_mean += bench.ranks.rank
+    model[1].running_mean += bench.world.rank
     replica = DistributedDataParallel(model, process_group=bench.tested)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
@@ -186,12 +186,12 @@ def play_seen(bench: Bench) -> Any:
 
 def play_refused(bench: Bench) -> Any:
     """What a checkpoint can have against being gone on from, by name."""
-    if bench.ranks.rank == 0:
+    if bench.world.rank == 0:
         (bench.folder / "text.pt").write_text("no checkpoint")
         (bench.folder / "empty.pt").write_bytes(b"")
         torch.save({"weights": torch.ones(3)}, bench.folder / "foreign.pt")
     bench.train(1, "good.pt")
-    if bench.ranks.rank == 0:
+    if bench.world.rank == 0:
         content = (bench.folder / "good.pt").read_bytes()
         (bench.folder / "half.pt").write_bytes(content[: len(content) // 2])
         stored = torch.load(bench.folder / "good.pt", weights_only=True)
@@ -228,7 +228,7 @@ def play_interrupted(bench: Bench) -> Any:
     """The last rank gets SIGINT after the second epoch. The last play: the watchdog waits now."""
 
     def seen(epoch: Epoch) -> None:
-        if epoch.number == 2 and bench.ranks.rank == bench.ranks.world_size - 1:
+        if epoch.number == 2 and bench.world.rank == bench.world.world_size - 1:
             os.kill(os.getpid(), signal.SIGINT)
 
     epochs = bench.train(4, "interrupted.pt", seen=seen)
@@ -247,7 +247,7 @@ def play_converged(bench: Bench) -> Any:
     assert whole is not None
     start = validated(task.model, [whole])
     epochs = training.train(
-        bench.ranks, bench.tested, task,
+        bench.world, bench.tested, task,
         lambda model: torch.optim.Adam(model.parameters(), lr=workload.learning_rate),
         20, None, False, None, str,
     )  # fmt: skip
@@ -265,10 +265,10 @@ def job(folder: Path, rank: int, size: int, *names: str) -> None:
     place = Placement("torchrun", rank, size, rank, size)
     outcomes: dict[str, Any] = {}
     meeting = Rendezvous(f"file://{folder / 'store'}", timeout_seconds=60)
-    with join_world(place, meeting) as ranks, ranks.agree_group("gloo") as tested:
+    with join_world(place, meeting) as world, world.agree_group("gloo") as tested:
         for name in names:
             try:
-                outcomes[name] = PLAYS[name](Bench(ranks, tested, folder))
+                outcomes[name] = PLAYS[name](Bench(world, tested, folder))
             except Exception:
                 outcomes[name] = traceback.format_exc()
                 break

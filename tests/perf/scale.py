@@ -52,7 +52,7 @@ MADE_UP = [0.0]  # seconds that the simulation itself took, which are no cost of
 PLAN = Plan(check=False, precision=1e-9, slice_seconds=1e6)  # to the most repetitions
 
 
-def simulate(world: int) -> World:
+def simulate(size: int) -> World:
     """Rank 0 of so many; what torch.distributed would carry is made up here."""
     noise = np.random.default_rng(1)
 
@@ -80,10 +80,10 @@ def simulate(world: int) -> World:
     }
     for name, fake in fakes.items():
         setattr(dist, name, fake)
-    who = tuple(Who(r, f"host{r // A_HOST}", r, f"boot{r // A_HOST}") for r in range(world))
+    who = tuple(Who(r, f"host{r // A_HOST}", r, f"boot{r // A_HOST}") for r in range(size))
     watchdog: Any = SimpleNamespace(signal=None, rearm=lambda: None, phase=lambda what: None)
     net = tuple(NetPlace(r, its.host, its.boot_id, "", {}, {}) for r, its in enumerate(who))
-    place = Placement("torchrun", 0, world, 0, A_HOST)
+    place = Placement("torchrun", 0, size, 0, A_HOST)
     return World(place, who, net, watchdog, timedelta(seconds=60))
 
 
@@ -94,9 +94,9 @@ class Bench:
     huge_share, page_faults = None, 0
 
     def __init__(
-        self, case: Case, operation: Any, plan: Plan, group: World, *_: object
+        self, case: Case, operation: Any, plan: Plan, world: World, *_: object
     ) -> None:  # as of loop.Bench
-        self.case, self.operation, self.plan, self.group = case, operation, plan, group
+        self.case, self.operation, self.plan, self.world = case, operation, plan, world
         self.at = 0
 
     def repeat(self, count: int, batch: int = 1) -> Any:
@@ -111,7 +111,7 @@ class Bench:
     refill = rest
 
 
-def measured(world: int, folder: Path) -> dict[str, float]:
+def measured(size: int, folder: Path) -> dict[str, float]:
     """One launch of CASES cases; seconds and MB by name."""
     spent: dict[str, float] = {}
 
@@ -125,27 +125,27 @@ def measured(world: int, folder: Path) -> dict[str, float]:
     pace.Bench = Bench  # type: ignore[assignment,misc]
     for name in ("scipy.stats", "pyarrow.parquet", "pandas"):
         import_module(name)
-    group = simulate(world)
-    backend, operation, hosts = backends.get("gloo"), OPERATIONS["all_reduce"], len(group.hosts)
+    world = simulate(size)
+    backend, operation, hosts = backends.get("gloo"), OPERATIONS["all_reduce"], len(world.hosts)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with timed("facts s"):
         run = Run("", "collectives", (), PLAN, store.now(), backends=("gloo",))
         store.create(folder, run, "scale")
         whole = cpu.CpuMeter()
-        launch = launch_facts.gather_launch_record(group, backend, "cpu", 0, {}, {}, CASES)
+        launch = launch_facts.gather_launch_record(world, backend, "cpu", 0, {}, {}, CASES)
         record = recorder.FileRecorder(folder, launch)
     for number in range(CASES):
         case = Case(
             "all_reduce", "tensor", "gloo", "native", "cpu", "float32", "sum", None, 4 << number,
-            1 << number, True, False, "isolated", "barrier", 1, world, (A_HOST,) * hosts,
+            1 << number, True, False, "isolated", "barrier", 1, size, (A_HOST,) * hosts,
         )  # fmt: skip
         nothing = cast(Any, None)
-        team = Subgroup(split("world", [range(world)]), nothing, nothing)
+        team = Subgroup(split("world", [range(size)]), nothing, nothing)
         with timed("gather s", CASES):
-            samples = pace.measure(case, operation, PLAN, group, team, nothing, 0.0, None)
+            samples = pace.measure(case, operation, PLAN, world, team, nothing, 0.0, None)
         with timed("summary s", CASES):
-            launch_facts.gather_others_share(group, cpu.CpuMeter())
-            result = Result(case, 0, 1.0, 4.0, 4, wrong=tuple(pace.everyones_wrong(group, samples)))
+            launch_facts.gather_others_share(world, cpu.CpuMeter())
+            result = Result(case, 0, 1.0, 4.0, 4, wrong=tuple(pace.everyones_wrong(world, samples)))
             outcome = summarise_result(result, samples, 0.0)
         with timed("store s", CASES):
             record.add(*outcome)
@@ -153,7 +153,7 @@ def measured(world: int, folder: Path) -> dict[str, float]:
         assert outcome[0].summary is not None
         assert outcome[0].summary.repetitions == PLAN.max_repetitions
     with timed("end s"), contextlib.redirect_stderr(io.StringIO()):
-        record.close(1.0, launch_facts.gather_usage(group, whole))
+        record.close(1.0, launch_facts.gather_usage(world, whole))
         with contextlib.redirect_stdout(io.StringIO()):
             run_end.finish(folder, "table", None, False)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

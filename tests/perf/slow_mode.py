@@ -24,7 +24,7 @@ from tabulate import tabulate
 from ddpbench.launch import placement, starters
 from ddpbench.measure.handoff import Handoff
 from ddpbench.mpi_backend.library import mpi
-from ddpbench.runtime import world
+from ddpbench.runtime.world import Rendezvous, join_world
 
 NBYTES, CALLS = 1 << 20, 100
 DISTANCES = (-16, 0, 16, 32, 64)
@@ -38,13 +38,13 @@ def looks(seconds: float) -> list[tuple[float, ...]]:
     assert place is not None
     comm = mpi().COMM_WORLD
     found: list[tuple[float, ...]] = []
-    with world.join_world(place, world.Rendezvous()) as ranks:
+    with join_world(place, Rendezvous()) as world:
         torch.set_num_threads(1)
-        handoff = Handoff(ranks)
+        handoff = Handoff(world)
         ours, copy = np.zeros(NBYTES // 4, np.float32), np.zeros(NBYTES // 4, np.float32)
         until = time.monotonic() + seconds
         while comm.bcast(time.monotonic() < until):
-            ranks.watchdog.rearm()
+            world.watchdog.rearm()
             told = comm.bcast(handoff.seconds())
             taken, copies = [], []
             for _ in range(CALLS):
