@@ -242,7 +242,7 @@ def prepare(at: LaunchContext[Options]) -> Work[Numbered]:
     for team in teams.values():
         launch_loop.barrier_to_connect(world, at.backend, team.group)
     loop.settle()
-    splits = [team.split for team in teams.values()]
+    splits = [team.partition for team in teams.values()]
     wanted = list(cases(asked, at.backend, at.plan, splits))
     random.Random(f"{at.plan.seed}/{at.index}").shuffle(wanted)
     world.watchdog.phase("the calibration of limits")
@@ -295,12 +295,14 @@ class Sweep:
 
         at, world, case, started = self.at, self.at.world, this.case, time.monotonic()
         operation, team = OPERATIONS[case.operation], self.teams[case.group]
-        objection = team.split.objection or _objection(case, operation, at.plan, world, at.device)
+        objection = team.partition.objection or _objection(
+            case, operation, at.plan, world, at.device
+        )
         samples = pace.measure(
             case, operation, at.plan, world, team, at.device, self.shortest_seconds, objection,
             self.together.ahead_ns,
         )  # fmt: skip
-        off = self.together.again(team.split.teams)
+        off = self.together.again(team.partition.subgroups)
         mine = [
             launch_facts.read_spent_seconds(self.meter), samples.huge_share, samples.page_faults,
             self.handoff and self.handoff.seconds(),
@@ -379,7 +381,7 @@ def cases(
                 buffers=asked.buffers,
                 clock="device" if asked.device == "cuda" else "host",
                 group=split.name,
-                groups=len(split.teams),
+                groups=len(split.subgroups),
             )
             if case not in seen:
                 seen.add(case)

@@ -102,7 +102,7 @@ def _copy_rate(
     return source.nbytes / (usual * 1e-9), source.nbytes / (best * 1e-9)
 
 
-def _ring_rates(world: World, split: Partition) -> tuple[float | None, float | None]:
+def _ring_rates(world: World, partition: Partition) -> tuple[float | None, float | None]:
     """The slowest rank's receiving rate while each sends to the next of its team and hears the
     previous one, all teams at once.
 
@@ -110,7 +110,7 @@ def _ring_rates(world: World, split: Partition) -> tuple[float | None, float | N
     each other.
     """
     deadline = world.timeout.total_seconds()
-    team = split.of(world.rank) or (world.rank,)  # one in no team stands aside
+    team = partition.subgroup_of(world.rank) or (world.rank,)  # one in no team stands aside
     at = team.index(world.rank)
     with contextlib.ExitStack() as sockets:
         place = (world.address, 0)
@@ -130,9 +130,11 @@ def _ring_rates(world: World, split: Partition) -> tuple[float | None, float | N
         inward = sockets.enter_context(server.accept()[0])
         outward.settimeout(deadline)
         inward.settimeout(deadline)
-        everyone = {rank for its in split.teams for rank in its}
-        every_second = {rank for its in split.teams for rank in its[: split.size - 1 : 2]}
-        nanoseconds = STREAM_BETWEEN_HOSTS_NS if len(split.ranks_per_host) > 1 else STREAM_NS
+        everyone = {rank for its in partition.subgroups for rank in its}
+        every_second = {
+            rank for its in partition.subgroups for rank in its[: partition.size - 1 : 2]
+        }
+        nanoseconds = STREAM_BETWEEN_HOSTS_NS if len(partition.ranks_per_host) > 1 else STREAM_NS
         ring = partial(_stream, world, outward, inward, team[at - 1], nanoseconds)
         # The best of some, in turn: where the scheduler puts sender and receiver halves a rate, and
         # it stays there until the pattern changes.

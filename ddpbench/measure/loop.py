@@ -47,28 +47,28 @@ def stamped(
 class Bench:
     """One case set up in one rank: buffers filled, call bound, ready to be repeated.
 
-    `world` is all ranks, which keep in step; the operation runs in this rank's team.
+    `world` is all ranks, which keep in step; the operation runs in this rank's subgroup.
     """
 
     def __init__(
-        self, case: Case, operation: Operation, plan: Plan, world: World, team: Subgroup,
+        self, case: Case, operation: Operation, plan: Plan, world: World, subgroup: Subgroup,
         device: torch.device,
     ) -> None:  # fmt: skip
         """Raises whatever allocation raises; no communication."""
         self.case, self.operation, self.plan, self.world = case, operation, plan, world
-        self.team, self.device = team, device
+        self.subgroup, self.device = subgroup, device
         self._tables: dict[tuple[int | None, int], npt.NDArray[np.float64]] = {}
         self.calls = case.depth * operation.messages
-        self.start = start.of_team(case.start, team, device)
+        self.start = start.of_team(case.start, subgroup, device)
         # Before a burst: where repetitions have no common start the first has, or it would wait
         # for a rank that still decides or checks.
         self.begin: Callable[[], object] = idle
         if case.start == "none":
-            self.begin = start.of_team("barrier", team, device)
+            self.begin = start.of_team("barrier", subgroup, device)
         self.buffers: list[Buffers] = []
         self._issues: list[Call] = [idle]
-        if team.group is not None:
-            rank, its = team.rank, team.group
+        if subgroup.group is not None:
+            rank, its = subgroup.rank, subgroup.group
             self.buffers = [_allocate(case, operation, rank, device) for _ in range(case.depth)]
             self._issues = [operation.bind(case, b, its, rank) for b in self.buffers]
         self._events: list[tuple[Any, Any]] = []
@@ -84,7 +84,7 @@ class Bench:
         for buffers in self.buffers:
             if self.operation.sized:
                 payload.poison(buffers.output)
-                payload.fill(buffers.input, self._table(self.team.rank))
+                payload.fill(buffers.input, self._table(self.subgroup.rank))
 
     def rest(self) -> None:
         """Values that a reduction in place leaves as they are, for repetitions not checked.
@@ -113,7 +113,7 @@ class Bench:
         """This rank's first wrong element in the outputs that lie in the buffers now."""
         case = self.case
         for buffers in self.buffers:
-            for piece in self.operation.expected(case, self.team.rank):
+            for piece in self.operation.expected(case, self.subgroup.rank):
                 power_of_two = case.world_size & (case.world_size - 1) == 0
                 tolerance = 0.0 if case.reduce_op != "avg" or power_of_two else 2.0**-6
                 found = payload.first_wrong(
@@ -128,8 +128,8 @@ class Bench:
         if key not in self._tables:
             self._tables = {k: v for k, v in self._tables.items() if k[1] == self.generation}
             case, n = self.case, self.case.world_size
-            # Each team has data of its own: what comes from another team is seen to be wrong.
-            own = self.generation * case.groups + self.team.number
+            # Each subgroup has data of its own: what comes from another is seen to be wrong.
+            own = self.generation * case.groups + self.subgroup.number
             self._tables[key] = (
                 payload.reduced(own, case.dtype, case.reduce_op or "sum", n)
                 if rank is None

@@ -58,21 +58,21 @@ class Samples:
 
 
 def measure(
-    case: Case, operation: Operation, plan: Plan, world: World, team: Subgroup,
+    case: Case, operation: Operation, plan: Plan, world: World, subgroup: Subgroup,
     device: torch.device, shortest_seconds: float, objection: str | None, ahead_ns: int = 0,
 ) -> Samples:  # fmt: skip
     """Measure one case on all ranks together, or skip it on all ranks together.
 
-    The operation runs in this rank's team. objection: its reason not to, found before. ahead_ns:
+    The operation runs in this rank's subgroup. objection: its reason not to, found before. ahead_ns:
     what its clock is ahead of rank 0's, in which all stamps are gathered. Returns what rank 0
     gathered; in other ranks only `objection`, `checks` and `stop_reason` mean something.
     """
-    teams = team.split.teams if team.split.size < world.world_size else ()
+    teams = subgroup.partition.subgroups if subgroup.partition.size < world.world_size else ()
     samples = Samples(warm_up=Kept(teams), timed=Kept(teams))
     bench = None
     if objection is None:
         try:
-            bench = Bench(case, operation, plan, world, team, device)
+            bench = Bench(case, operation, plan, world, subgroup, device)
         except (OSError, MemoryError, RuntimeError, TypeError, AttributeError) as error:
             objection = f"cannot make the buffers: {control.first_line(error)}"
     samples.objection = control.agree_objection(world, objection)

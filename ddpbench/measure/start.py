@@ -54,18 +54,18 @@ def none(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]
     return lambda: None
 
 
-def of_team(name: str, team: Subgroup, device: torch.device) -> Callable[[], object]:
+def of_team(name: str, subgroup: Subgroup, device: torch.device) -> Callable[[], object]:
     """The start of STARTS by this name: of all ranks, so that all teams work at once.
 
     A team inside a host then starts once more on its own, so that its ranks enter as close as they
     would alone. Not one between hosts: its messages would wait behind the data of the teams that
     have begun, and the last would have the link to itself.
     """
-    together = STARTS[name](team.everyone, device)
-    inside = len(team.split.ranks_per_host) == 1
-    if team.group is None or team.group is team.everyone or not inside:
+    together = STARTS[name](subgroup.world_group, device)
+    inside = len(subgroup.partition.ranks_per_host) == 1
+    if subgroup.group is None or subgroup.group is subgroup.world_group or not inside:
         return together
-    alone = STARTS[name](team.group, device)
+    alone = STARTS[name](subgroup.group, device)
 
     def meet() -> None:
         together()

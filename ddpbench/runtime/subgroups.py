@@ -1,7 +1,7 @@
-"""Teams: ranks that run an operation among themselves, while other teams run the same one.
+"""Subgroups: ranks that run an operation among themselves while other subgroups run the same one.
 
-Inside each host, between hosts (the first ranks of all hosts, the second ones, …), or all as one.
-One entry of GROUPS adds a way to divide them.
+A partition divides the ranks: inside each host, between hosts (the first ranks of all hosts, the
+second ones, …), or all as one. One entry of GROUPS adds a way to divide them.
 """
 
 from __future__ import annotations
@@ -14,48 +14,49 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 Hosts = Sequence[Sequence[int]]  # the ranks of each host
+Members = tuple[tuple[int, ...], ...]  # the ranks of each subgroup
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The ranks divided into teams of one size that work at once; a rank may be in none."""
+    """The ranks divided into subgroups of one size that work at once; a rank may be in none."""
 
     name: str
-    teams: tuple[tuple[int, ...], ...]  # the ranks of each, in their order
-    ranks_per_host: tuple[int, ...]  # of one team
-    objection: str | None = None  # why these ranks cannot be divided so; `teams` is then all as one
+    subgroups: Members  # in the order of their ranks
+    ranks_per_host: tuple[int, ...]  # of one subgroup
+    objection: str | None = None  # why the ranks cannot be divided so; then all are one subgroup
 
     @property
     def size(self) -> int:
-        """How many ranks a team has."""
-        return len(self.teams[0])
+        """The number of ranks in a subgroup."""
+        return len(self.subgroups[0])
 
-    def of(self, rank: int) -> tuple[int, ...]:
-        """The team in which a rank is; empty: in none."""
-        return next((team for team in self.teams if rank in team), ())
+    def subgroup_of(self, rank: int) -> tuple[int, ...]:
+        """The subgroup that holds a rank; empty if none does."""
+        return next((members for members in self.subgroups if rank in members), ())
 
 
 @dataclass(frozen=True)
 class Subgroup:
-    """What a rank must know to measure in its team."""
+    """The part of a partition in which this rank measures."""
 
-    split: Partition
-    everyone: dist.ProcessGroup  # all ranks, on the tested backend
-    group: dist.ProcessGroup | None  # the team's; None: this rank is in none
-    number: int = 0  # of the team among the teams
-    rank: int = 0  # this rank's place in the team
+    partition: Partition
+    world_group: dist.ProcessGroup  # all ranks, on the tested backend
+    group: dist.ProcessGroup | None  # the subgroup's; None: this rank is in no subgroup
+    number: int = 0  # of the subgroup in the partition
+    rank: int = 0  # of this process in the subgroup
 
 
-def _inside(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
+def _inside(hosts: Hosts) -> Members:
     return tuple(tuple(host) for host in hosts)
 
 
-def _between(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
-    # As many teams as the smallest host has ranks. torch has a group's ranks in ascending order.
-    return tuple(tuple(sorted(team)) for team in zip(*hosts, strict=False))
+def _between(hosts: Hosts) -> Members:
+    # The smallest host limits the number of subgroups. torch orders a group's ranks ascending.
+    return tuple(tuple(sorted(members)) for members in zip(*hosts, strict=False))
 
 
-def _all(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
+def _all(hosts: Hosts) -> Members:
     return (tuple(sorted(rank for host in hosts for rank in host)),)
 
 
@@ -73,22 +74,19 @@ def _between_objection(hosts: Hosts) -> str | None:
     return "all ranks are on one host: there is nothing between hosts" if len(hosts) == 1 else None
 
 
-# name → (who works together, why they cannot)
-GROUPS: dict[
-    str,
-    tuple[Callable[[Hosts], tuple[tuple[int, ...], ...]], Callable[[Hosts], str | None]],
-] = {
+# name → (how to divide the ranks, why they cannot be divided so)
+GROUPS: dict[str, tuple[Callable[[Hosts], Members], Callable[[Hosts], str | None]]] = {
     "host": (_inside, _inside_objection),
     "cross": (_between, _between_objection),
     "world": (_all, lambda hosts: None),
 }
 
 
-def split(name: str, hosts: Hosts) -> Partition:
-    """The ranks of these hosts divided as GROUPS says."""
-    divide, objects = GROUPS[name]
-    objection = objects(hosts)
-    teams = (_all if objection else divide)(hosts)
-    first = set(teams[0])
+def divide_ranks(name: str, hosts: Hosts) -> Partition:
+    """The partition of these hosts' ranks by an entry of GROUPS."""
+    divide, find_objection = GROUPS[name]
+    objection = find_objection(hosts)
+    members = (_all if objection else divide)(hosts)
+    first = set(members[0])
     counts = [len(first & set(host)) for host in hosts]
-    return Partition(name, teams, tuple(count for count in counts if count), objection)
+    return Partition(name, members, tuple(count for count in counts if count), objection)

@@ -27,9 +27,9 @@ from ddpbench.launch.placement import Placement, Refused
 from ddpbench.launch.rendezvous import serve
 from ddpbench.launch.sockets import Connection
 from ddpbench.records import redact
-from ddpbench.runtime import control, network, subgroups
+from ddpbench.runtime import control, network
 from ddpbench.runtime.network import NetPlace
-from ddpbench.runtime.subgroups import Partition, Subgroup
+from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -169,29 +169,35 @@ class World:
 
     @contextlib.contextmanager
     def agree_subgroups(
-        self, torch_name: str, everyone: dist.ProcessGroup, names: Sequence[str]
+        self, torch_name: str, world_group: dist.ProcessGroup, names: Sequence[str]
     ) -> Iterator[dict[str, Subgroup]]:
-        """This rank's team in each of these splits, by name; `everyone` is the group of all on the
-        same backend."""
+        """This rank's subgroup in each of these partitions, by name.
+
+        world_group: all ranks, on the same backend.
+        """
         with contextlib.ExitStack() as groups:
-            found = {}
-            for name in names:
-                split = subgroups.split(name, list(self.hosts.values()))
-                found[name] = self._agree_subgroup(split, torch_name, everyone, groups)
-            yield found
+            yield {
+                name: self._agree_subgroup(name, torch_name, world_group, groups) for name in names
+            }
 
     def _agree_subgroup(
-        self, split: Partition, torch_name: str, everyone: dist.ProcessGroup,
+        self,
+        name: str,
+        torch_name: str,
+        world_group: dist.ProcessGroup,
         groups: contextlib.ExitStack,
-    ) -> Subgroup:  # fmt: skip
-        mine = Subgroup(split, everyone, None)
-        if split.size == self.world_size:
-            return Subgroup(split, everyone, None if split.objection else everyone, rank=self.rank)
-        for number, members in enumerate(split.teams):
+    ) -> Subgroup:
+        partition = divide_ranks(name, list(self.hosts.values()))
+        if partition.size == self.world_size:
+            group = None if partition.objection else world_group
+            return Subgroup(partition, world_group, group, rank=self.rank)
+        subgroup = Subgroup(partition, world_group, None)
+        for number, members in enumerate(partition.subgroups):
             group = groups.enter_context(self.agree_group(torch_name, members))
             if self.rank in members:
-                mine = Subgroup(split, everyone, group, number, members.index(self.rank))
-        return mine
+                rank = members.index(self.rank)
+                subgroup = Subgroup(partition, world_group, group, number, rank)
+        return subgroup
 
 
 @contextlib.contextmanager

@@ -154,7 +154,7 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     assert world is not None
     monkeypatch.setattr(control, "gather_values", lambda group, mine: [mine])
     ranks: Any = SimpleNamespace(rank=0, watchdog=SimpleNamespace(rearm=lambda: None))
-    team = Subgroup(subgroups.split("world", [[0]]), world, world)
+    team = Subgroup(subgroups.divide_ranks("world", [[0]]), world, world)
 
     def walked(wanted: Sequence[Combination]) -> tuple[dict[int, Verdict], list[str]]:
         notes: dict[int, Verdict] = {}

@@ -41,7 +41,7 @@ from ddpbench.records import store
 from ddpbench.records.schema import Case, Plan, Result, Run
 from ddpbench.runtime import cpu
 from ddpbench.runtime.network import NetPlace
-from ddpbench.runtime.subgroups import Subgroup, split
+from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts, recorder, run_end
 from ddpbench.session.summary import summarise_result
@@ -140,7 +140,7 @@ def measured(size: int, folder: Path) -> dict[str, float]:
             1 << number, True, False, "isolated", "barrier", 1, size, (A_HOST,) * hosts,
         )  # fmt: skip
         nothing = cast(Any, None)
-        team = Subgroup(split("world", [range(size)]), nothing, nothing)
+        team = Subgroup(divide_ranks("world", [range(size)]), nothing, nothing)
         with timed("gather s", CASES):
             samples = pace.measure(case, operation, PLAN, world, team, nothing, 0.0, None)
         with timed("summary s", CASES):

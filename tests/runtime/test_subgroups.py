@@ -17,7 +17,7 @@ from ddpbench.measure import start
 from ddpbench.measure.calibrate import Rates
 from ddpbench.records.schema import Case, Limit, Plan
 from ddpbench.render import comparison, formats
-from ddpbench.runtime.subgroups import Subgroup, split
+from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 from ddpbench.verdicts import matching
 
 TWO = [[0, 1], [2, 3]]
@@ -39,7 +39,7 @@ def test_ranks_are_divided(
 ) -> None:
     """All as one; those of each host; the first of all hosts, the second, as far as every host has
     one, in ascending order as torch has the ranks of a group."""
-    found = split(name, hosts)
+    found = divide_ranks(name, hosts)
     assert (found.teams, found.ranks_per_host, found.objection) == (teams, ranks_per_host, None)
 
 
@@ -53,7 +53,7 @@ def test_ranks_are_divided(
 )
 def test_what_cannot_be_divided_says_why(name: str, hosts: list[list[int]], sentence: str) -> None:
     """Unequal hosts, hosts with nothing inside, one host."""
-    assert (split(name, hosts).objection or "").startswith(sentence)
+    assert (divide_ranks(name, hosts).objection or "").startswith(sentence)
 
 
 def bench(rank: int, case: Case, hosts: list[list[int]] = TWO) -> Any:
@@ -62,10 +62,10 @@ def bench(rank: int, case: Case, hosts: list[list[int]] = TWO) -> Any:
 
     from ddpbench.measure.loop import Bench
 
-    its = split(case.group, hosts)
+    its = divide_ranks(case.group, hosts)
     nothing = cast(Any, None)
     team = Subgroup(its, nothing, None)
-    for number, members in enumerate(its.teams):
+    for number, members in enumerate(its.subgroups):
         if rank in members:
             team = Subgroup(its, nothing, cast(Any, "group"), number, members.index(rank))
     group: Any = SimpleNamespace(rank=rank, world_size=sum(map(len, hosts)))

@@ -97,7 +97,7 @@ def main(folder: Path) -> int:
                 if ranks.rank == 0:
                     file.write(json.dumps([number, asdict(verdict)]) + "\n")
 
-            everyone = subgroups.split("world", list(ranks.hosts.values()))
+            everyone = subgroups.divide_ranks("world", list(ranks.hosts.values()))
             team = Subgroup(everyone, tested, tested, rank=ranks.rank)
             dist.barrier(group=tested)  # nor are connections made in it
             walk(request, ranks, team, device, tell, note)
@@ -171,7 +171,7 @@ def attempted(
 
 
 def _case(request: Request, each: Combination, elements: int, team: Subgroup) -> Case:
-    operation, size = OPERATIONS[each.operation], team.split.size
+    operation, size = OPERATIONS[each.operation], team.partition.size
     dtype = each.dtype or "uint8"
     count = elements if operation.sized else 0
     return Case(
@@ -191,7 +191,7 @@ def _case(request: Request, each: Combination, elements: int, team: Subgroup) ->
         start=PLAN.start,
         depth=1,
         world_size=size,
-        ranks_per_host=team.split.ranks_per_host,
+        ranks_per_host=team.partition.ranks_per_host,
     )
 
 
