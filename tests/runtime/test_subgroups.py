@@ -40,7 +40,7 @@ def test_ranks_are_divided(
     """All as one; those of each host; the first of all hosts, the second, as far as every host has
     one, in ascending order as torch has the ranks of a group."""
     found = divide_ranks(name, hosts)
-    assert (found.teams, found.ranks_per_host, found.objection) == (teams, ranks_per_host, None)
+    assert (found.subgroups, found.ranks_per_host, found.objection) == (teams, ranks_per_host, None)
 
 
 @pytest.mark.parametrize(
