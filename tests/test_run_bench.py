@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from ddpbench.cli import COMMANDS
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 GPU_DEVICES = [Path("/dev") / name for name in ("nvidiactl", "kfd", "dxg")]
 HAS_GPU = any(device.exists() for device in GPU_DEVICES)
@@ -123,13 +125,26 @@ def test_an_unknown_command_is_one_sentence(checkout: Path, arguments: list[str]
 
 
 def test_help_lists_the_commands(checkout: Path) -> None:
-    """--help needs no Python, goes to stdout, and names every sub-command."""
+    """--help needs no Python, goes to stdout, and names every command, also those of ddpbench."""
     result = run_bench(checkout, "--help", env=environment(PYTHON="/nowhere/python"))
     assert (result.returncode, result.stderr) == (0, "")
-    listed = {line.split()[0] for line in result.stdout.splitlines() if line.startswith("  ")}
-    assert listed == {
-        "cpu", "gpu", "mpi", "all", "ddp", "slurm", "regress", "test", "python"
-    }  # fmt: skip
+    rows = [line.split() for line in result.stdout.splitlines() if line.startswith("  ")]
+    own = {"cpu", "gpu", "mpi", "all", "ddp", "slurm", "regress", "test", "python"}
+    assert {row[0] for row in rows[: len(own)]} == own
+    assert own | set(rows[len(own)]) == own | set(COMMANDS)
+    assert len(rows) == len(own) + 1
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"ddp", "slurm"}))
+def test_each_command_of_ddpbench_is_passed_on(
+    checkout: Path, tmp_path: Path, command: str
+) -> None:
+    """`run_bench.sh COMMAND …` is `ddpbench COMMAND …`, with its exit code."""
+    active = make_environment(tmp_path / "active", checkout)
+    env = environment(VIRTUAL_ENV=str(active), STUB_EXIT="3")
+    result = run_bench(checkout, command, "a b", "--c", env=env)
+    assert [call["argv"] for call in said(result)] == [[command, "a b", "--c"]]
+    assert result.returncode == 3
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
@@ -161,22 +176,43 @@ def test_an_active_environment_without_ddpbench_is_passed_over(
     active = make_environment(tmp_path / "active")
     env = environment(VIRTUAL_ENV=str(active))
     result = run_bench(checkout, "python", "-m", "ddpbench", cwd=checkout, env=env)
-    assert said(result)[0]["python"] == sys.executable
+    assert said(result)[0]["python"] == str(checkout / ".venv/bin/python")
 
 
-def test_a_python_with_everything_runs_from_the_checkout(checkout: Path, tmp_path: Path) -> None:
+def test_a_python_with_everything_is_all_that_is_needed(checkout: Path, tmp_path: Path) -> None:
     """With torch and all the rest at hand nothing is installed, and the checkout's ddpbench runs.
 
-    It does so through a link, from another directory, which stays the current one.
+    It does so through a link, from another directory, which stays the current one. Afterwards
+    .venv/bin/ddpbench is the command.
     """
     (tmp_path / "bench").symlink_to(checkout / "run_bench.sh")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    code = "import ddpbench, json, os; print(json.dumps([ddpbench.__file__, os.getcwd()]))"
+    code = "import ddpbench, json, os, torch; print(json.dumps([ddpbench.__file__, os.getcwd()]))"
     command = [str(tmp_path / "bench"), "python", "-c", code]
     output = subprocess.check_output(command, cwd=elsewhere, env=environment(), text=True)
     assert json.loads(output) == [str(checkout / "ddpbench" / "__init__.py"), str(elsewhere)]
-    assert not (checkout / ".venv").exists()
+    (packages,) = checkout.glob(".venv/lib/python*/site-packages")
+    assert [path.name for path in packages.iterdir()] == ["ddpbench-checkout.pth"]
+
+    (tmp_path / "ddpbench").symlink_to(checkout / ".venv/bin/ddpbench")
+    ended = subprocess.run(
+        [tmp_path / "ddpbench", "show", "a b"],
+        cwd=elsewhere, env=environment(STUB_EXIT="4"), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    (call,) = said(ended)
+    assert (call["argv"], ended.returncode) == (["show", "a b"], 4)
+    assert call["python"] == str(checkout / ".venv/bin/python")
+
+
+def test_a_checkout_that_cannot_be_written(checkout: Path) -> None:
+    """A Python with everything runs without .venv; with something missing there is one sentence."""
+    (checkout / ".venv").touch()  # so that not even root can make the folder
+    result = run_bench(checkout, "cpu")
+    assert said(result)[0]["python"] == sys.executable
+    assert "(at hand, with its own torch)" in result.stderr
+    add_dependency(checkout, "ddpbench_probe>=1")
+    assert "cannot write" in refused(run_bench(checkout, "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -238,13 +274,19 @@ def test_what_is_missing_is_installed_beside_the_torch_at_hand(
 
 
 def test_an_extra_that_cannot_be_had_stops_nothing(checkout: Path) -> None:
-    """What only some backends need is tried for, then left out by name: ddpbench tells the rest."""
+    """What only some backends need is tried for, then left out by name: ddpbench reports the rest.
+
+    It is neither with a .venv of the user's, which is left alone, nor where pip cannot install it.
+    """
     project = checkout / "pyproject.toml"
     project.write_text(project.read_text().replace("mpi = [", 'mpi = ["ddpbench_probe>=1", ', 1))
-    make_environment(checkout / ".venv")  # so that the set-up is refused, and at once
-    result = run_bench(checkout, "mpi")
-    assert said(result)[0]["python"] == sys.executable
-    assert "with its own torch, but without ddpbench_probe>=1" in result.stderr
+    foreign = make_environment(checkout / ".venv")
+    for _ in range(2):
+        result = run_bench(checkout, "mpi")
+        assert said(result)[0]["python"] == sys.executable
+        assert "with its own torch, but without ddpbench_probe>=1" in result.stderr
+        shutil.rmtree(foreign)  # the second call sets up its own
+    assert "could not install ddpbench_probe>=1 into" in result.stderr
 
 
 def test_a_foreign_venv_is_left_alone(checkout: Path) -> None:
