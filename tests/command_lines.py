@@ -20,35 +20,51 @@ from ddpbench.records.schema import Run
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-
-
-def environment(**extra: str) -> dict[str, str]:
-    """This environment without what a launcher or a user may have set, plus `extra`."""
-    foreign = ("OMPI_", "PMI", "SLURM_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-    path = f"{ROOT}{os.pathsep}{TESTS}"
-    return {**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
-
-
 QUICK = ("--slice", "0.1", "--timeout", "10", "--launches", "1")
-MPI = pytest.mark.skipif(
+ONE_SENTENCE = re.compile(r"ddpbench: [^\n]+\n")
+
+needs_mpirun = pytest.mark.skipif(
     placement.find_mpirun() is None, reason="there is no mpirun: install the extra `mpi`"
 )
 
 
-def command(*words: str) -> list[str]:
-    """ddpbench's front door in this Python."""
+def clean_environment(**variables: str) -> dict[str, str]:
+    """Return this environment without a launcher's variables, plus `variables`.
+
+    Python finds this checkout's ddpbench and the helper modules of the tests in it.
+    """
+    foreign = ("OMPI_", "PMI", "SLURM_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    path = f"{ROOT}{os.pathsep}{TESTS}"
+    return {**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+
+
+def ddpbench_command(*words: str) -> list[str]:
+    """Return the command line that starts ddpbench in this Python."""
     return [sys.executable, "-m", "ddpbench", *words]
 
 
-def call(
-    words: list[str], cwd: Path, timeout: float = 90, **extra: str
+def mpirun(nproc: int) -> list[str]:
+    """Return mpirun's command line for Python in `nproc` ranks, as a user types it."""
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    mpirun = str(placement.find_mpirun())
+    return [mpirun, *root, "--oversubscribe", "-n", str(nproc), sys.executable]
+
+
+def torchrun(nproc: int) -> list[str]:
+    """Return torchrun's command line for `nproc` ranks, as a user types it."""
+    module = ["-m", "torch.distributed.run", "--standalone"]
+    return [sys.executable, *module, "--nproc-per-node", str(nproc)]
+
+
+def run_command(
+    words: list[str], cwd: Path, timeout: float = 90, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end, which comes."""
+    """Run a command line until it ends; fail after `timeout` seconds."""
     return subprocess.run(
         words,
         cwd=cwd,
-        env=environment(**extra),
+        env=clean_environment(**variables),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -56,65 +72,47 @@ def call(
     )
 
 
-def stored(cwd: Path) -> tuple[Path, Run]:
-    """The one run in this folder's results/."""
-    (folder,) = store.runs(cwd / "results")
-    return folder, store.read(folder)
-
-
-def mpirun(nproc: int) -> list[str]:
-    """mpirun as a user types it."""
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [
-        str(placement.find_mpirun()),
-        *root,
-        "--oversubscribe",
-        "-n",
-        str(nproc),
-        sys.executable,
-    ]
-
-
-def torchrun(nproc: int) -> list[str]:
-    """torchrun as a user types it."""
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(nproc),
-    ]
+def run_ddpbench(
+    cwd: Path, *words: str, timeout: float = 90, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `ddpbench WORDS…` until it ends; fail after `timeout` seconds."""
+    return run_command(ddpbench_command(*words), cwd, timeout, **variables)
 
 
 @contextlib.contextmanager
-def running(words: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run in a session of its own; whatever the test finds, no rank of it stays behind."""
+def running_command(words: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a command line in a session of its own; kill what is left of it at the end."""
     process = subprocess.Popen(
         words,
         cwd=cwd,
-        env=environment(),
+        env=clean_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    seen: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     try:
-        seen = [psutil.Process(process.pid)]
+        processes = [psutil.Process(process.pid)]
         yield process
     finally:
-        for parent in seen:
+        for parent in processes:
             with contextlib.suppress(psutil.Error):
-                seen = [*parent.children(recursive=True), parent]
-        for each in seen:
+                processes = [*parent.children(recursive=True), parent]
+        for survivor in processes:
             with contextlib.suppress(psutil.Error):
-                each.kill()
+                survivor.kill()
         process.wait()
 
 
-def wait_for_a_result(cwd: Path) -> None:
-    """Until one case is stored."""
+def read_stored_run(cwd: Path) -> tuple[Path, Run]:
+    """Return the folder and the record of the only run in results/ of `cwd`."""
+    (folder,) = store.runs(cwd / "results")
+    return folder, store.read(folder)
+
+
+def wait_for_result(cwd: Path) -> None:
+    """Wait until a run in results/ of `cwd` holds a measured case; fail after 40 s."""
     until = time.monotonic() + 40
     while time.monotonic() < until:
         folders = store.runs(cwd / "results")
@@ -125,12 +123,9 @@ def wait_for_a_result(cwd: Path) -> None:
     raise AssertionError(f"nothing was measured: {ends}")
 
 
-ONE_LINE = re.compile(r"ddpbench: [^\n]+\n")
-
-
-def refused(done: subprocess.CompletedProcess[str], sentence: str, code: int = 2) -> None:
-    """One sentence on stderr, nothing on stdout, this exit code."""
+def assert_refused(done: subprocess.CompletedProcess[str], sentence: str, code: int = 2) -> None:
+    """Assert that a command ended with this exit code, one sentence on stderr, and no output."""
     assert done.returncode == code, done.stderr
-    assert ONE_LINE.fullmatch(done.stderr), done.stderr
+    assert ONE_SENTENCE.fullmatch(done.stderr), done.stderr
     assert re.search(sentence, done.stderr), done.stderr
     assert done.stdout == ""

@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
-from rank_pool import Pool
+from rank_pool import RankPool
 from simulated_hosts import Hosts, missing
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool() -> Iterator[RankPool]:
     """Ranks on this host that stay for all tests."""
-    ranks = Pool()
+    ranks = RankPool()
     yield ranks
     ranks.close()
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from command_lines import ROOT, TESTS
 from fuzz_harness import Tally, fault_of, main, typed
-from in_process import Ended, alone, call_in_process
+from in_process import Outcome, call_in_process, forbid_processes
 
 from ddpbench.records import store
 from ddpbench.records.visible import escape
@@ -188,7 +188,7 @@ def command(rng: random.Random, kind: int, stored: str) -> list[str]:
     ))  # fmt: skip
 
 
-def one(rng: random.Random, runs: list[dict[str, Any]]) -> tuple[list[str], Ended]:
+def one(rng: random.Random, runs: list[dict[str, Any]]) -> tuple[list[str], Outcome]:
     """One damaged file, one command."""
     for name in ("results", "log.txt"):
         with contextlib.suppress(FileNotFoundError):
@@ -213,7 +213,7 @@ def one(rng: random.Random, runs: list[dict[str, Any]]) -> tuple[list[str], Ende
     return words, call_in_process(words)
 
 
-def samples(rng: random.Random) -> Ended:
+def samples(rng: random.Random) -> Outcome:
     """Damaged raw samples are read, or refused as an invalid run."""
     folder = Path("results/samples")
     folder.mkdir(parents=True, exist_ok=True)
@@ -221,16 +221,16 @@ def samples(rng: random.Random) -> Ended:
     try:
         store.read_samples(folder)
     except store.InvalidRun as error:
-        return Ended(3, "", f"{escape(str(error))}\n")
+        return Outcome(3, "", f"{escape(str(error))}\n")
     except Exception as error:
-        return Ended(1, "", f"Traceback: {error!r}")
-    return Ended(0, "", "")
+        return Outcome(1, "", f"Traceback: {error!r}")
+    return Outcome(0, "", "")
 
 
 def fuzz(rng: random.Random, seconds: float) -> Tally:
     """Damaged files until the time is over."""
     tally = Tally()
-    with bench() as runs, alone():
+    with bench() as runs, forbid_processes():
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if rng.random() < 0.05:
@@ -247,7 +247,7 @@ def fuzz(rng: random.Random, seconds: float) -> Tally:
     return tally
 
 
-def unreadable(words: list[str], ended: Ended) -> str | None:
+def unreadable(words: list[str], ended: Outcome) -> str | None:
     """What is wrong with JSON that was printed."""
     if ended.code in (0, 1) and ended.out and {"json", "pyperf"} & set(words):
         try:

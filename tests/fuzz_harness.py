@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from command_lines import environment
-from in_process import PATIENCE_SECONDS, Ended
+from command_lines import clean_environment
+from in_process import PATIENCE_SECONDS, Outcome
 
 CODES = frozenset({0, 1, 2, 3, 4, 5, 130})
 LINES = 3  # that a refusal may have
@@ -30,7 +30,7 @@ class Tally:
     hangs: int = 0
     faults: list[str] = field(default_factory=list)
 
-    def add(self, about: str, ended: Ended, fault: str | None) -> None:
+    def add(self, about: str, ended: Outcome, fault: str | None) -> None:
         """Count one end, and keep the fault, if it is one, with what led to it."""
         self.tried += 1
         self.ends["started" if ended.code is None else str(ended.code)] += 1
@@ -47,20 +47,22 @@ class Tally:
         )
 
 
-def process(words: Sequence[str], cwd: Path) -> Ended:
+def process(words: Sequence[str], cwd: Path) -> Outcome:
     """The command in a process of its own."""
     command = [sys.executable, "-m", "ddpbench", *words]
     try:
         done = subprocess.run(
-            command, cwd=cwd, env=environment(), capture_output=True, check=False,
+            command, cwd=cwd, env=clean_environment(), capture_output=True, check=False,
             timeout=PATIENCE_SECONDS, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return Ended(1, "", "hung")
-    return Ended(done.returncode, *(o.decode(errors="replace") for o in (done.stdout, done.stderr)))
+        return Outcome(1, "", "hung")
+    return Outcome(
+        done.returncode, *(o.decode(errors="replace") for o in (done.stdout, done.stderr))
+    )
 
 
-def fault_of(ended: Ended) -> str | None:
+def fault_of(ended: Outcome) -> str | None:
     """What is wrong with an end, if anything is."""
     if ended.err == "hung":
         return f"it did not end within {PATIENCE_SECONDS:g} s"

@@ -23,7 +23,7 @@ from unittest import mock
 
 from command_lines import ROOT
 from fuzz_harness import Tally, fault_of, main, process, typed
-from in_process import alone, call_in_process
+from in_process import call_in_process, forbid_processes
 
 from ddpbench import cli
 from ddpbench.launch import placement
@@ -133,7 +133,7 @@ def fuzz(rng: random.Random, seconds: float) -> Tally:
         while time.monotonic() < until:
             words = command_line(rng, known)
             extra = environ(rng)
-            with alone(), mock.patch.dict(os.environ, extra):
+            with forbid_processes(), mock.patch.dict(os.environ, extra):
                 ended = call_in_process(words)
             os.chdir(here)
             silent = bool(extra) and ended.code == 2 and not ended.err  # not rank 0

@@ -17,28 +17,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from command_lines import environment
+from command_lines import clean_environment
 
 from ddpbench import cli
 from ddpbench.selftest.ranks import Done
 from ddpbench.session import options
 
-__all__ = ["Done", "Pool", "stay"]
+__all__ = ["Done", "RankPool", "start_rank"]
 
 
-def stay(prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
+def start_rank(prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
     """A rank that stays; `prefix` is what runs its command elsewhere, as in another host."""
     return subprocess.Popen(
         [*prefix, sys.executable, __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment(),
+        env=clean_environment(),
     )
 
 
 @dataclass
-class Pool:
+class RankPool:
     """Up to as many ranks as any test asked for."""
 
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Pool:
     def call(self, world_size: int, cwd: Path, *words: str) -> Done:
         """Run the words in each of the ranks, which meet over a file in cwd."""
         while len(self.processes) < world_size:
-            self.processes.append(stay())
+            self.processes.append(start_rank())
         self.calls += 1
         meeting = cwd / f"meeting-{self.calls}"
         environs = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from command_lines import environment
+from command_lines import clean_environment
 
 from ddpbench.launch.placement import free_port
 
@@ -52,7 +52,7 @@ PartitionName=all Nodes=n0,n1 Default=YES State=UP
 NODE = "NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 Gres=gpu:2\n"
 
 
-def why_not() -> str | None:
+def explain_missing() -> str | None:
     """Why there can be no Slurm here; None where there can."""
     path = f"{os.environ.get('PATH', '')}:{SYSTEM}"
     if missing := [name for name in NEEDED if shutil.which(name, path=path) is None]:
@@ -91,7 +91,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path) -> Iterator[Cluster]:
+def start_cluster(folder: Path) -> Iterator[Cluster]:
     """A Slurm of two nodes in this folder, up and idle; taken down at the end.
 
     Raises RuntimeError, with what the daemons said, when it does not come up.
@@ -111,7 +111,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     key = folder / "munge" / "key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(1024))
-    environ = environment(SLURM_CONF=str(configuration))
+    environ = clean_environment(SLURM_CONF=str(configuration))
     environ["PATH"] = f"{environ['PATH']}:{SYSTEM}"
     munge = {
         f"--{what}-file": folder / "munge" / what for what in ("key", "pid", "log", "seed")

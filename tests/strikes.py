@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from command_lines import environment
+from command_lines import clean_environment
 
 from ddpbench.launch import placement
 
@@ -80,7 +80,7 @@ def draw(order: random.Random, commands: list[str]) -> Strike:
     return Strike(command, backend, blow, victim, 10 ** order.uniform(-3, 0.9))
 
 
-def try_it(strike: Strike, order: random.Random) -> tuple[float, list[str]] | None:
+def try_strike(strike: Strike, order: random.Random) -> tuple[float, list[str]] | None:
     """Seconds from the strike to the end, and what went wrong; None where all was over before."""
     with tempfile.TemporaryDirectory(prefix="strike-") as name:
         folder, token = Path(name), uuid.uuid4().hex
@@ -93,7 +93,7 @@ def try_it(strike: Strike, order: random.Random) -> tuple[float, list[str]] | No
         with (folder / "err").open("w+") as err:
             process = subprocess.Popen(
                 [sys.executable, "-m", "ddpbench", *words], cwd=folder, start_new_session=True,
-                env=environment(**{MARK: token, "TMPDIR": str(folder / "tmp")}),
+                env=clean_environment(**{MARK: token, "TMPDIR": str(folder / "tmp")}),
                 stdout=subprocess.DEVNULL, stderr=err,
             )  # fmt: skip
             try:
@@ -106,7 +106,7 @@ def try_it(strike: Strike, order: random.Random) -> tuple[float, list[str]] | No
                 wrong = _awaited(process, token, TIMEOUT_SECONDS + BEYOND_SECONDS)
                 seconds = time.monotonic() - struck
             finally:
-                for each in members(token):
+                for each in list_members(token):
                     each.kill()
                 process.wait()
             text = (folder / "err").read_text()
@@ -185,14 +185,14 @@ def _awaited(process: subprocess.Popen[bytes], token: str, seconds: float) -> li
     """What was not over in time."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if process.poll() is not None and not members(token):
+        if process.poll() is not None and not list_members(token):
             return []
         time.sleep(0.1)
-    wrong = [f"{each.pid} {each.status()} {each.name()} is left" for each in members(token)]
+    wrong = [f"{each.pid} {each.status()} {each.name()} is left" for each in list_members(token)]
     return [f"not over after {seconds:g} s", *wrong]
 
 
-def members(token: str) -> list[psutil.Process]:
+def list_members(token: str) -> list[psutil.Process]:
     """The living processes of a trial."""
     found = []
     for each in psutil.process_iter():
@@ -211,7 +211,7 @@ def main() -> int:
     print(f"seed {seed}")
     while done < count:
         strike = draw(order, commands)
-        if (result := try_it(strike, order)) is None:
+        if (result := try_strike(strike, order)) is None:
             continue
         seconds, wrong = result
         done += 1

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from command_lines import QUICK, environment
+from command_lines import QUICK, clean_environment
 
 # What a user's own module would hold, registered before the command line is read.
 FAKES = """
@@ -39,7 +39,7 @@ def call(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "front.py", *words],
         cwd=tmp_path,
-        env=environment(PYTHONPATH=f"{Path(__file__).parents[1]}:{tmp_path}"),
+        env=clean_environment(PYTHONPATH=f"{Path(__file__).parents[1]}:{tmp_path}"),
         capture_output=True,
         text=True,
         timeout=90,
@@ -67,7 +67,7 @@ def test_fakes_are_swept_and_shown(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, *torchrun, "front.py", *words, *extra, *QUICK],
             cwd=tmp_path,
-            env=environment(),
+            env=clean_environment(),
             capture_output=True,
             text=True,
             timeout=90,

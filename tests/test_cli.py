@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_lines import ONE_LINE, QUICK, call, command, environment, refused, torchrun
+from command_lines import (
+    ONE_SENTENCE,
+    QUICK,
+    assert_refused,
+    clean_environment,
+    ddpbench_command,
+    run_command,
+    run_ddpbench,
+    torchrun,
+)
 from in_process import call_in_process
 
 from ddpbench.launch import placement
@@ -36,7 +45,7 @@ from ddpbench.launch import placement
 )
 def test_bad_input_is_one_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:
     """What was given, what is allowed, what to type instead; exit 2; no results folder."""
-    refused(call(command(*words), tmp_path), sentence)
+    assert_refused(run_ddpbench(tmp_path, *words), sentence)
     assert not (tmp_path / "results").exists()
 
 
@@ -65,7 +74,7 @@ def test_an_odd_request_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     ended = call_in_process(words)
     assert ended.code == (3 if words[0] == "show" else 2)
-    assert ONE_LINE.fullmatch(ended.err), ended.err
+    assert ONE_SENTENCE.fullmatch(ended.err), ended.err
     assert re.search(sentence, ended.err.removesuffix("\n")), ended.err
     assert not list(tmp_path.iterdir())
 
@@ -87,7 +96,7 @@ def test_variables_that_cannot_be_are_one_sentence(
         monkeypatch.setenv(name, value)
     ended = call_in_process(["collectives", "--backend", "gloo", "--timeout", "3"])
     assert ended.code == 2
-    assert ONE_LINE.fullmatch(ended.err), ended.err
+    assert ONE_SENTENCE.fullmatch(ended.err), ended.err
     assert re.search(sentence, ended.err), ended.err
 
 
@@ -102,34 +111,37 @@ def test_a_limit_that_is_too_low_is_told_before_the_ranks_start(
     tmp_path: Path, limit: str, sentence: str
 ) -> None:
     """One sentence with what is needed, where the ranks would fail in C++ or never end."""
-    words = shlex.join(command("collectives", "-n", "2", "--backend", "gloo"))
-    refused(call(["bash", "-c", f"ulimit {limit}; {words}"], tmp_path), sentence)
+    words = shlex.join(ddpbench_command("collectives", "-n", "2", "--backend", "gloo"))
+    assert_refused(run_command(["bash", "-c", f"ulimit {limit}; {words}"], tmp_path), sentence)
     assert not (tmp_path / "results").exists()
 
 
 def test_an_address_without_a_port_is_one_sentence(tmp_path: Path) -> None:
     """The port that the launcher's own store has is not taken for the one that is meant."""
     words = ["-n", "2", "--backend", "gloo", "--master-addr", "127.0.0.1", *QUICK]
-    refused(call(command("collectives", *words), tmp_path), r"needs a port.*give --master-port too")
+    assert_refused(
+        run_ddpbench(tmp_path, "collectives", *words),
+        r"needs a port.*give --master-port too",
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_nccl_without_a_gpu_says_so(tmp_path: Path) -> None:
     """No traceback: why not, and what to do."""
-    done = call(command("collectives", "--backend", "nccl"), tmp_path)
-    refused(done, r"no GPU is visible|CPU build|built without NCCL")
+    done = run_ddpbench(tmp_path, "collectives", "--backend", "nccl")
+    assert_refused(done, r"no GPU is visible|CPU build|built without NCCL")
 
 
 def test_under_torchrun_only_rank_0_speaks(tmp_path: Path) -> None:
     """A typo in three ranks is one sentence of ours; torchrun adds its own report."""
-    done = call([*torchrun(3), "-m", "ddpbench.collectives", "--op", "all_redcue"], tmp_path)
+    done = run_command([*torchrun(3), "-m", "ddpbench.collectives", "--op", "all_redcue"], tmp_path)
     assert done.returncode != 0
     assert len(re.findall(r"^ddpbench: ", done.stderr, re.MULTILINE)) == 1
 
 
 def test_mpi_under_torchrun_offers_the_command_that_works(tmp_path: Path) -> None:
     """torchrun's ranks are MPI worlds of their own; the sentence has the mpirun line."""
-    done = call([*torchrun(2), "-m", "ddpbench.collectives", "--backend", "mpi"], tmp_path)
+    done = run_command([*torchrun(2), "-m", "ddpbench.collectives", "--backend", "mpi"], tmp_path)
     assert done.returncode != 0
     told = re.findall(r"^ddpbench: .*", done.stderr, re.MULTILINE)
     assert len(told) == 1
@@ -143,8 +155,8 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None
         taken.listen()
         port = taken.getsockname()[1]
         words = ["collectives", "--backend", "gloo", "--master-port", str(port)]
-        done = call(command(*words), tmp_path)
-    refused(done, rf"--master-port {port} cannot be used \(Address already in use\)")
+        done = run_ddpbench(tmp_path, *words)
+    assert_refused(done, rf"--master-port {port} cannot be used \(Address already in use\)")
     assert not (tmp_path / "results").exists()
 
 
@@ -155,8 +167,10 @@ def test_a_launcher_that_is_missing_is_named_with_its_remedy(tmp_path: Path) -> 
     )
     block += "from ddpbench.cli import main; sys.exit(main())"
     words = ["collectives", "--backend", "mpi", "-n", "2"]
-    done = call([sys.executable, "-c", block, *words], tmp_path)
-    refused(done, r"no mpirun beside this Python.*pip install|mpi4py is not installed: pip install")
+    done = run_command([sys.executable, "-c", block, *words], tmp_path)
+    assert_refused(
+        done, r"no mpirun beside this Python.*pip install|mpi4py is not installed: pip install"
+    )
 
 
 def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
@@ -166,7 +180,7 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
         subprocess.Popen(
             [sys.executable, "-m", "ddpbench.collectives", "--timeout", "5"],
             cwd=tmp_path,
-            env=environment(
+            env=clean_environment(
                 RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3",
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
             ),
@@ -184,9 +198,9 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
 def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
     """The second run into one --output is refused; the first stays."""
     words = ["collectives", "--backend", "gloo", "--op", "barrier", "--output", "mine", *QUICK]
-    assert call(command(*words), tmp_path).returncode == 0
+    assert run_ddpbench(tmp_path, *words).returncode == 0
     before = (tmp_path / "mine" / "run.json").read_bytes()
-    refused(call(command(*words), tmp_path), r"mine already holds a run")
+    assert_refused(run_ddpbench(tmp_path, *words), r"mine already holds a run")
     assert (tmp_path / "mine" / "run.json").read_bytes() == before
 
 
@@ -200,14 +214,13 @@ def test_a_full_disk_keeps_what_was_measured(tmp_path: Path) -> None:
         pytest.skip("this container may not mount")
     try:
         words = ["--op", "all_reduce", "--sizes", "4:64K:x2", "--slice", "0.1"]
-        done = call(
-            command("collectives", "--backend", "gloo", *words, "--output", str(small / "run")),
-            tmp_path,
+        done = run_ddpbench(
+            tmp_path, "collectives", "--backend", "gloo", *words, "--output", str(small / "run")
         )
         assert done.returncode == 5, done.stderr
         assert "any more (No space left on device)" in done.stderr
         assert "Traceback" not in done.stderr
-        shown = call(command("show", str(small / "run")), tmp_path)
+        shown = run_ddpbench(tmp_path, "show", str(small / "run"))
         assert shown.returncode == 0
         assert "PARTIAL" in shown.stdout
         assert "gloo" in shown.stdout
@@ -221,7 +234,7 @@ def test_stored_runs_that_cannot_be_read_exit_with_3(tmp_path: Path, content: st
     folder = tmp_path / "results" / "x"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(content)
-    refused(call(command("show", "x"), tmp_path), r"run\.json", code=3)
+    assert_refused(run_ddpbench(tmp_path, "show", "x"), r"run\.json", code=3)
 
 
 def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
@@ -229,7 +242,7 @@ def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
     block = (
         "import sys; sys.modules['torch'] = None; from ddpbench.cli import main; sys.exit(main())"
     )
-    done = call([sys.executable, "-c", block, "collectives", "--help"], tmp_path)
+    done = run_command([sys.executable, "-c", block, "collectives", "--help"], tmp_path)
     assert done.returncode == 0
     assert "--backend" in done.stdout
     assert not list(tmp_path.iterdir())

@@ -16,18 +16,19 @@ import pandas as pd
 import psutil
 import pytest
 from command_lines import (
-    MPI,
     QUICK,
-    call,
-    command,
-    environment,
+    clean_environment,
+    ddpbench_command,
     mpirun,
-    running,
-    stored,
+    needs_mpirun,
+    read_stored_run,
+    run_command,
+    run_ddpbench,
+    running_command,
     torchrun,
-    wait_for_a_result,
+    wait_for_result,
 )
-from rank_pool import Pool
+from rank_pool import RankPool
 
 from ddpbench.launch import placement
 from ddpbench.records import store
@@ -46,18 +47,17 @@ def sizes_in(text: str) -> list[str]:
     return re.findall(r"^ *(\d+ (?:B|[KMG]iB))  ", text, re.MULTILINE)
 
 
-@MPI
+@needs_mpirun
 def test_one_command_measures_gloo_and_mpi_into_one_table(tmp_path: Path) -> None:
     """Both backends stand under each size, checked, and the files load with pandas."""
-    done = call(
-        command("collectives", "--backend", "gloo,mpi", "-n", "2", "--sizes", "8,64K", *QUICK),
-        tmp_path,
+    done = run_ddpbench(
+        tmp_path, "collectives", "--backend", "gloo,mpi", "-n", "2", "--sizes", "8,64K", *QUICK
     )
     assert done.returncode == 0, done.stderr
     assert len(heads(done.stdout)) == 3
     assert "Open MPI" in done.stdout
     assert "provider mpi4py" in done.stdout
-    folder, run = stored(tmp_path)
+    folder, run = read_stored_run(tmp_path)
     assert run.state == "complete"
     assert {(r.case.backend, r.case.operation, r.case.nbytes) for r in run.results} == {
         (backend, operation, nbytes)
@@ -84,7 +84,7 @@ def test_one_command_measures_gloo_and_mpi_into_one_table(tmp_path: Path) -> Non
 
 def test_torchrun_gives_the_table_from_rank_0_once(tmp_path: Path) -> None:
     """Under torchrun the same module prints one table, and only rank 0 speaks."""
-    done = call(
+    done = run_command(
         [
             *torchrun(2),
             "-m",
@@ -100,19 +100,19 @@ def test_torchrun_gives_the_table_from_rank_0_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(heads(done.stdout)) == 1
     assert sizes_in(done.stdout) == ["4 B", "1 KiB"]
-    assert stored(tmp_path)[1].launches[0].launcher == "torchrun"
+    assert read_stored_run(tmp_path)[1].launches[0].launcher == "torchrun"
 
 
-@MPI
+@needs_mpirun
 @pytest.mark.parametrize("backend", ["mpi", "gloo"])
 def test_mpirun_gives_the_table_from_rank_0_once(tmp_path: Path, backend: str) -> None:
     """Under mpirun both mpi and gloo run; the ranks meet over MPI itself."""
     words = ["-m", "ddpbench.collectives", "--backend", backend, "--op", "all_reduce,barrier"]
-    done = call([*mpirun(2), *words, "--sizes", "4,1K", *QUICK], tmp_path)
+    done = run_command([*mpirun(2), *words, "--sizes", "4,1K", *QUICK], tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(heads(done.stdout)) == 2
     assert sizes_in(done.stdout)[:2] == ["4 B", "1 KiB"]
-    assert stored(tmp_path)[1].launches[0].launcher == "mpirun"
+    assert read_stored_run(tmp_path)[1].launches[0].launcher == "mpirun"
 
 
 def as_tasks(
@@ -123,7 +123,7 @@ def as_tasks(
         subprocess.Popen(
             [sys.executable, "-m", "ddpbench.collectives", *each],
             cwd=tmp_path,
-            env=environment(
+            env=clean_environment(
                 SLURM_PROCID=str(rank),
                 SLURM_LOCALID=str(rank),
                 SLURM_NTASKS=str(len(words)),
@@ -152,7 +152,7 @@ def test_slurm_tasks_find_each_other_by_their_variables(tmp_path: Path) -> None:
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert sizes_in(first.stdout) == ["4 B", "1 KiB"]
     assert second.stdout == ""
-    assert stored(tmp_path)[1].launches[0].launcher == "srun"
+    assert read_stored_run(tmp_path)[1].launches[0].launcher == "srun"
 
 
 def test_different_options_are_found_before_measuring(tmp_path: Path) -> None:
@@ -175,17 +175,19 @@ def test_init_methods_meet(tmp_path: Path, method: str) -> None:
         f"tcp://127.0.0.1:{placement.free_port()}" if method == "tcp" else f"file://{tmp_path}/meet"
     )
     words = ["--init-method", url, "--op", "barrier", *QUICK]
-    done = call([*torchrun(2), "-m", "ddpbench.collectives", *words], tmp_path)
+    done = run_command([*torchrun(2), "-m", "ddpbench.collectives", *words], tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(heads(done.stdout)) == 1
 
 
-def test_every_operation_form_place_and_pipelining_is_checked(pool: Pool, tmp_path: Path) -> None:
+def test_every_operation_form_place_and_pipelining_is_checked(
+    pool: RankPool, tmp_path: Path
+) -> None:
     """All operations in both forms, in and out of place, on three ranks: measured and right."""
     words = ["--op", "all", "--form", "tensor,list", "--place", "in,out", "--sizes", "1000"]
     done = pool.call(3, tmp_path, "collectives", "--backend", "gloo", *words, *QUICK)
     assert done.returncode == 0, done.stdout + done.stderr
-    _, run = stored(tmp_path)
+    _, run = read_stored_run(tmp_path)
     measured = {(r.case.operation, r.case.form, r.case.in_place) for r in run.results if r.summary}
     assert len(measured) >= 15
     assert {operation for operation, _, _ in measured} == {
@@ -195,17 +197,14 @@ def test_every_operation_form_place_and_pipelining_is_checked(pool: Pool, tmp_pa
     assert all(r.checks and not r.wrong for r in run.results if r.summary and r.case.nbytes)
 
 
-@MPI
+@needs_mpirun
 def test_dtypes_and_reduce_ops_are_right_or_refused_together(tmp_path: Path) -> None:
     """What a backend cannot do is skipped on all ranks with its reason; the rest is right."""
     words = ["--op", "all_reduce,all_gather", "--dtype", "all", "--reduce-op", "all"]
-    done = call(
-        command("collectives", "--backend", "gloo,mpi", "-n", "2", *words, "--sizes", "100", *QUICK,
-                "--slice", "0.02"),
-        tmp_path,
-    )  # fmt: skip
+    words += ["--sizes", "100", *QUICK, "--slice", "0.02"]
+    done = run_ddpbench(tmp_path, "collectives", "--backend", "gloo,mpi", "-n", "2", *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    _, run = stored(tmp_path)
+    _, run = read_stored_run(tmp_path)
     skipped = [r for r in run.results if r.summary is None]
     right = {(r.case.backend, r.case.dtype, r.case.reduce_op) for r in run.results if r.summary}
     assert all(r.reason for r in skipped)
@@ -215,7 +214,7 @@ def test_dtypes_and_reduce_ops_are_right_or_refused_together(tmp_path: Path) -> 
     assert ("mpi", "bfloat16", "sum") in right
 
 
-def test_pipelined_and_async_calls_are_waited_for(pool: Pool, tmp_path: Path) -> None:
+def test_pipelined_and_async_calls_are_waited_for(pool: RankPool, tmp_path: Path) -> None:
     """Pipelined repetitions hold several calls and no percentiles, and their results are right, in
     buffers for which huge pages were asked for, too: how many were granted is known and shown, and
     what a cache line takes between the ranks' cores, where both get one."""
@@ -223,7 +222,7 @@ def test_pipelined_and_async_calls_are_waited_for(pool: Pool, tmp_path: Path) ->
     words += ["--buffers", "huge"]
     done = pool.call(2, tmp_path, "collectives", "--backend", "gloo", *words, *QUICK)
     assert done.returncode == 0, done.stdout + done.stderr
-    _, run = stored(tmp_path)
+    _, run = read_stored_run(tmp_path)
     for result in run.results:
         assert result.summary is not None
         assert result.calls == 4
@@ -240,28 +239,28 @@ def test_pipelined_and_async_calls_are_waited_for(pool: Pool, tmp_path: Path) ->
 def test_launches_are_fresh_processes_summarised_over(tmp_path: Path) -> None:
     """Three launches have three sets of pids; below six there is no interval over launches."""
     words = ["--launches", "3", "--op", "barrier", "--slice", "0.05"]
-    done = call(command("collectives", "--backend", "gloo", "-n", "2", *words), tmp_path)
+    done = run_ddpbench(tmp_path, "collectives", "--backend", "gloo", "-n", "2", *words)
     assert done.returncode == 0, done.stderr
-    _, run = stored(tmp_path)
+    _, run = read_stored_run(tmp_path)
     pids = {rank["pid"] for each in run.launches for rank in each.ranks}
     assert len(pids) == 6
     assert len(run.results) == 3
     assert "the interval is over launches, and needs 6 launches" in done.stdout
 
 
-def test_one_rank_works_and_says_what_it_is_not(pool: Pool, tmp_path: Path) -> None:
+def test_one_rank_works_and_says_what_it_is_not(pool: RankPool, tmp_path: Path) -> None:
     """World size 1 measures, with bus bandwidth 0 by definition, and says so. Nothing is handed
     over between cores."""
     words = ["--op", "all_reduce", "--sizes", "1K", *QUICK]
     done = pool.call(1, tmp_path, "collectives", "--backend", "gloo", *words)
     assert done.returncode == 0, done.stderr
     assert "bus bandwidth is 0" in done.stdout
-    table = pd.read_csv(stored(tmp_path)[0] / "table.csv")
+    table = pd.read_csv(read_stored_run(tmp_path)[0] / "table.csv")
     assert list(table["busbw"]) == [0.0]
-    assert [r.handoff_seconds for r in stored(tmp_path)[1].results] == [None]
+    assert [r.handoff_seconds for r in read_stored_run(tmp_path)[1].results] == [None]
 
 
-def test_a_case_that_does_not_fit_is_skipped_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_a_case_that_does_not_fit_is_skipped_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     """A size beyond the memory is skipped with both figures; the others are measured."""
     words = ["--op", "all_gather", "--sizes", "4K,4096G", *QUICK]
     done = pool.call(2, tmp_path, "collectives", "--backend", "gloo", *words)
@@ -284,13 +283,11 @@ def test_wrong_results_are_caught_with_op_size_rank_and_index(
 ) -> None:
     """A planted wrong result is named with operation, size, rank and index, and exits with 4."""
     words = ["--import", "faulty_backend", "--backend", "faulty", "--op", "all_reduce"]
-    done = call(
-        command("collectives", *words, "-n", "2", "--sizes", "4,1K,64K", *QUICK),
-        tmp_path,
-        FAULT=fault,
+    done = run_ddpbench(
+        tmp_path, "collectives", *words, "-n", "2", "--sizes", "4,1K,64K", *QUICK, FAULT=fault
     )
     assert done.returncode == 4, done.stdout + done.stderr
-    _, run = stored(tmp_path)
+    _, run = read_stored_run(tmp_path)
     found = {(wrong.rank, r.case.nbytes) for r in run.results for wrong in r.wrong}
     assert found == {(rank, size) for rank in ranks for size in sizes}
     for rank, size in found:
@@ -328,8 +325,8 @@ def ranks_of(process: subprocess.Popen[str], count: int) -> list[psutil.Process]
     [
         ("gloo", signal.SIGKILL, 0, "has died"),
         ("gloo", signal.SIGSTOP, 1, "is stopped (SIGSTOP)"),
-        pytest.param("mpi", signal.SIGKILL, 1, "has died", marks=MPI),
-        pytest.param("mpi", signal.SIGSTOP, 0, "is stopped (SIGSTOP)", marks=MPI),
+        pytest.param("mpi", signal.SIGKILL, 1, "has died", marks=needs_mpirun),
+        pytest.param("mpi", signal.SIGSTOP, 0, "is stopped (SIGSTOP)", marks=needs_mpirun),
     ],
 )
 def test_a_dead_or_stopped_rank_is_named_and_the_rest_is_kept(
@@ -337,10 +334,12 @@ def test_a_dead_or_stopped_rank_is_named_and_the_rest_is_kept(
 ) -> None:
     """The others end within the deadline, name the rank once, and `show` prints what there is."""
     words = ["--backend", backend, "-n", "2", "--op", "all_reduce", "--sizes", "4:1M:x2"]
-    run_it = command("collectives", *words, "--slice", "1", "--timeout", "6", "--launches", "2")
-    with running(run_it, tmp_path) as process:
+    run_it = ddpbench_command(
+        "collectives", *words, "--slice", "1", "--timeout", "6", "--launches", "2"
+    )
+    with running_command(run_it, tmp_path) as process:
         ranks = ranks_of(process, 2)
-        wait_for_a_result(tmp_path)
+        wait_for_result(tmp_path)
         struck = time.monotonic()
         ranks[victim].send_signal(blow)
         stdout, stderr = process.communicate(timeout=40)
@@ -352,11 +351,11 @@ def test_a_dead_or_stopped_rank_is_named_and_the_rest_is_kept(
     )
     assert len(re.findall(pattern, stderr)) == 1, stderr
     assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)
-    folder, run = stored(tmp_path)
+    folder, run = read_stored_run(tmp_path)
     assert run.state == "failed"
     assert run.exit_code == 5
     assert "PARTIAL (failed)" in stdout
-    shown = call(command("show", str(folder)), tmp_path)
+    shown = run_ddpbench(tmp_path, "show", str(folder))
     assert shown.returncode == 0
     assert "PARTIAL (failed): rank" in shown.stdout
     assert sizes_in(shown.stdout)
@@ -381,9 +380,16 @@ def test_a_rank_that_raises_or_sleeps_is_named_with_its_line(
 ) -> None:
     """An error in one rank, and a rank that never joins, are told with the line of code."""
     words = ["--import", "faulty_backend", "--backend", "faulty", "--op", "all_reduce", "-n", "2"]
-    done = call(
-        command("collectives", *words, "--sizes", "4", "--slice", "1", "--timeout", "4"),
+    done = run_ddpbench(
         tmp_path,
+        "collectives",
+        *words,
+        "--sizes",
+        "4",
+        "--slice",
+        "1",
+        "--timeout",
+        "4",
         FAULT=fault,
     )
     assert done.returncode == 5
@@ -391,18 +397,20 @@ def test_a_rank_that_raises_or_sleeps_is_named_with_its_line(
     assert done.stderr.count("planted error") == (1 if fault == "raise:1" else 0)
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=MPI)])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpirun)])
 def test_ctrl_c_leaves_a_partial_marked_result(tmp_path: Path, backend: str) -> None:
     """SIGINT to the terminal's process group ends the run with 130 and what was measured."""
     words = ["--backend", backend, "-n", "2", "--op", "all_reduce", "--sizes", "4:1M:x2"]
-    with running(command("collectives", *words, "--slice", "1"), tmp_path) as process:
+    with running_command(
+        ddpbench_command("collectives", *words, "--slice", "1"), tmp_path
+    ) as process:
         ranks_of(process, 2)
-        wait_for_a_result(tmp_path)
+        wait_for_result(tmp_path)
         os.killpg(process.pid, signal.SIGINT)
         stdout, stderr = process.communicate(timeout=40)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
-    folder, run = stored(tmp_path)
+    folder, run = read_stored_run(tmp_path)
     assert run.state == "interrupted"
     assert "PARTIAL (interrupted)" in stdout
     assert any(r.summary for r in run.results)
@@ -414,9 +422,9 @@ def test_two_sweeps_at_once_do_not_meet(tmp_path: Path) -> None:
     words = ["--backend", "gloo", "-n", "2", "--op", "all_reduce", "--sizes", "4,1K", *QUICK]
     both = [
         subprocess.Popen(
-            command("collectives", *words),
+            ddpbench_command("collectives", *words),
             cwd=tmp_path,
-            env=environment(),
+            env=clean_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -433,11 +441,11 @@ def test_two_sweeps_at_once_do_not_meet(tmp_path: Path) -> None:
 def test_a_closed_stdout_costs_nothing_measured(tmp_path: Path) -> None:
     """`| head -1` ends without a traceback; the run is complete on disk."""
     words = ["--backend", "gloo", "-n", "2", "--op", "barrier", *QUICK]
-    line = " ".join(command("collectives", *words)) + " | head -c 1"
+    line = " ".join(ddpbench_command("collectives", *words)) + " | head -c 1"
     done = subprocess.run(
         ["bash", "-c", line],
         cwd=tmp_path,
-        env=environment(),
+        env=clean_environment(),
         capture_output=True,
         text=True,
         timeout=60,
@@ -445,20 +453,20 @@ def test_a_closed_stdout_costs_nothing_measured(tmp_path: Path) -> None:
     )
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
-    assert stored(tmp_path)[1].state == "complete"
+    assert read_stored_run(tmp_path)[1].state == "complete"
 
 
-def test_json_and_show_agree(pool: Pool, tmp_path: Path) -> None:
+def test_json_and_show_agree(pool: RankPool, tmp_path: Path) -> None:
     """`--format json` is the stored run; `show --format csv` prints it without torch."""
     words = ["--backend", "gloo", "--op", "barrier", "--format", "json", *QUICK]
     done = pool.call(2, tmp_path, "collectives", *words)
     assert done.returncode == 0
-    folder, run = stored(tmp_path)
+    folder, run = read_stored_run(tmp_path)
     assert json.loads(done.stdout)["id"] == run.id
     block = "import sys; sys.modules['torch'] = None; from ddpbench.cli import main; "
     block += "sys.exit(main(['show', 'last', '--format', 'csv']))"
-    shown = call([sys.executable, "-c", block], tmp_path)
+    shown = run_command([sys.executable, "-c", block], tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout == (folder / "table.csv").read_text()
-    listed = call(command("list"), tmp_path)
+    listed = run_ddpbench(tmp_path, "list")
     assert run.id in listed.stdout

@@ -11,8 +11,18 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from command_lines import MPI, call, command, mpirun, running, stored, torchrun, wait_for_a_result
-from rank_pool import Done, Pool
+from command_lines import (
+    ddpbench_command,
+    mpirun,
+    needs_mpirun,
+    read_stored_run,
+    run_command,
+    run_ddpbench,
+    running_command,
+    torchrun,
+    wait_for_result,
+)
+from rank_pool import Done, RankPool
 
 from ddpbench import cli
 from ddpbench.catalog import faults
@@ -33,7 +43,7 @@ TINY = (
 
 def one(cwd: Path) -> StepResult:
     """The one result of the one run in this folder."""
-    (result,) = stored(cwd)[1].steps
+    (result,) = read_stored_run(cwd)[1].steps
     return result
 
 
@@ -47,7 +57,7 @@ def test_torchrun_prints_all_tables(tmp_path: Path) -> None:
     """Phases, budget, buckets and replicas from rank 0 alone, exit code 0; what is stored agrees:
     each step was verified, phases add up to the step, both gradients' buckets were seen."""
     words = [*torchrun(2), "-m", "ddpbench.ddp", *SMALL, *FEW]
-    done = call(words, tmp_path)
+    done = run_command(words, tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search("replicas.*equal.*after each of 16 steps", done.stdout, re.S)
     for word in ("forward", "backward", "optimizer", "exposed communication", "wire"):
@@ -65,25 +75,25 @@ def test_torchrun_prints_all_tables(tmp_path: Path) -> None:
     assert sum(bucket.nbytes for bucket in summary.buckets) == result.case.parameter_nbytes
     assert {"compute", "bucket copies", "exposed communication"} <= set(parts(result))
     assert len(set(result.losses)) == 2  # each rank has data of its own
-    frame = store.read_samples(stored(tmp_path)[0])
+    frame = store.read_samples(read_stored_run(tmp_path)[0])
     of_arm = frame[frame["case"] == "mlp/gloo/cpu/ddp/backward"]
     assert len(of_arm) == 2 * 12
     assert (of_arm["exit_ns"] > of_arm["entry_ns"]).all()
     (folder,) = store.runs(tmp_path / "results")
     table = pd.read_csv(folder / "table.csv")
     assert len(table) == 1
-    shown = call(command("show", "last"), tmp_path)
+    shown = run_ddpbench(tmp_path, "show", "last")
     assert shown.stdout == done.stdout
 
 
-@MPI
+@needs_mpirun
 def test_every_workload_runs_on_gloo_and_mpi(tmp_path: Path) -> None:
     """Side by side in one run, with replicas equal after each step, and a loss of its own in each
     rank, but for contrastive, whose loss is of the joined batch."""
     words = ("ddp", "-n", "2", "--backend", "gloo,mpi", "--workload", "all", "--rounds", "2")
-    done = call(command(*words, *TINY), tmp_path)
+    done = run_ddpbench(tmp_path, *words, *TINY)
     assert done.returncode == 0, done.stdout + done.stderr
-    results = stored(tmp_path)[1].steps
+    results = read_stored_run(tmp_path)[1].steps
     assert {(result.case.workload, result.case.backend) for result in results} == {
         (workload, backend) for workload in WORKLOADS for backend in ("gloo", "mpi")
     }
@@ -97,11 +107,11 @@ def test_every_workload_runs_on_gloo_and_mpi(tmp_path: Path) -> None:
         assert len(result.epochs) == (2 if result.case.workload == "regression" else 0)
 
 
-@MPI
+@needs_mpirun
 def test_mpirun_starts_ranks_too(tmp_path: Path) -> None:
     """Three ranks under mpirun itself."""
     words = [*mpirun(3), "-m", "ddpbench.ddp", "--backend", "mpi", *SMALL, *FEW]
-    done = call(words, tmp_path)
+    done = run_command(words, tmp_path)
     assert done.returncode == 0, done.stderr
     assert one(tmp_path).case.world_size == 3
 
@@ -117,7 +127,7 @@ def test_mpirun_starts_ranks_too(tmp_path: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_ddp_options(pool: Pool, tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_ddp_options(pool: RankPool, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Each of DDP's options is measured, recorded, and leaves the replicas equal."""
     done = pool.call(2, tmp_path, "ddp", *SMALL, *FEW, *options)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -146,7 +156,7 @@ def test_ddp_options(pool: Pool, tmp_path: Path, options: tuple[str, ...]) -> No
         assert case.threads == 2
 
 
-def test_one_rank_has_a_step_and_no_communication(pool: Pool, tmp_path: Path) -> None:
+def test_one_rank_has_a_step_and_no_communication(pool: RankPool, tmp_path: Path) -> None:
     """World size 1 measures phases, and says nothing about communication."""
     done = pool.call(1, tmp_path, "ddp", *SMALL, *FEW)
     assert done.returncode == 0, done.stderr
@@ -168,7 +178,7 @@ FOUND: dict[str, tuple[tuple[str, ...], str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FOUND)
-def test_a_planted_fault_is_found_at_its_step(pool: Pool, tmp_path: Path, fault: str) -> None:
+def test_a_planted_fault_is_found_at_its_step(pool: RankPool, tmp_path: Path, fault: str) -> None:
     """Right after the step in which it was planted: the tensor, the ranks and the cause; exit code
     4, a stored finding, and the steps before are known to have been equal."""
     extra, kind, cause = FOUND[fault]
@@ -176,7 +186,7 @@ def test_a_planted_fault_is_found_at_its_step(pool: Pool, tmp_path: Path, fault:
     done = pool.call(3, tmp_path, "ddp", *SMALL, *FEW, "--inject", fault, *extra)
     assert done.returncode == 4, done.stdout + done.stderr
     assert cause in done.stdout
-    result, run = one(tmp_path), stored(tmp_path)[1]
+    result, run = one(tmp_path), read_stored_run(tmp_path)[1]
     replicas = result.replicas
     assert replicas is not None
     assert not replicas.ok
@@ -191,7 +201,7 @@ def test_a_planted_fault_is_found_at_its_step(pool: Pool, tmp_path: Path, fault:
     assert run.exit_code == 4
 
 
-def test_an_edited_buffer_is_no_fault(pool: Pool, tmp_path: Path) -> None:
+def test_an_edited_buffer_is_no_fault(pool: RankPool, tmp_path: Path) -> None:
     """DDP sends rank 0's buffers to all before the next forward: exit code 0."""
     words = ("ddp", "--workload", "convnet", *FEW, "--width", "8", "--batch", "4")
     done = pool.call(2, tmp_path, *words, "--inject", "buffer:step=6,rank=1")
@@ -202,7 +212,7 @@ def test_an_edited_buffer_is_no_fault(pool: Pool, tmp_path: Path) -> None:
     assert replicas.compared["buffer"] > 0
 
 
-def test_going_on_after_a_mismatch(pool: Pool, tmp_path: Path) -> None:
+def test_going_on_after_a_mismatch(pool: RankPool, tmp_path: Path) -> None:
     """--on-mismatch continue measures to the end, tells the first bad step, and ends with 4."""
     words = ("ddp", *SMALL, *FEW, "--inject", "bit-flip", "--on-mismatch", "continue")
     done = pool.call(2, tmp_path, *words)
@@ -214,7 +224,7 @@ def test_going_on_after_a_mismatch(pool: Pool, tmp_path: Path) -> None:
     assert (result.replicas.first_bad, result.replicas.last_step) == (5, 16)
 
 
-def test_a_planted_slow_link_is_recovered(pool: Pool, tmp_path: Path) -> None:
+def test_a_planted_slow_link_is_recovered(pool: RankPool, tmp_path: Path) -> None:
     """The last bucket takes 40 ms from hand-over to reduction: exposed communication is those
     40 ms, within its own interval or a millisecond of it (sleeping ends late)."""
     words = ("ddp", "--workload", "linear", "--rounds", "12", "--in-a-row", "1")
@@ -229,7 +239,7 @@ def test_a_planted_slow_link_is_recovered(pool: Pool, tmp_path: Path) -> None:
     assert exposed.resolved
 
 
-def test_a_slow_rank_is_named(pool: Pool, tmp_path: Path) -> None:
+def test_a_slow_rank_is_named(pool: RankPool, tmp_path: Path) -> None:
     """A rank whose forward takes 40 ms more is the slowest, and the one the others wait for; that
     they are ahead of it after an arm without communication lengthens no step of the next."""
     words = ("ddp", "--workload", "linear", "--rounds", "12", "--in-a-row", "1")
@@ -289,7 +299,7 @@ def test_bad_input_is_one_sentence(
     ],
 )
 def test_what_cannot_be_here_is_one_sentence(
-    pool: Pool, tmp_path: Path, words: tuple[str, ...], told: str
+    pool: RankPool, tmp_path: Path, words: tuple[str, ...], told: str
 ) -> None:
     """Found out in the ranks, all of which skip it together: exit code 2."""
     done = pool.call(2, tmp_path, "ddp", *words)
@@ -303,25 +313,25 @@ def test_what_cannot_be_here_is_one_sentence(
 def test_a_rank_that_fails_ends_the_run(tmp_path: Path, fault: str, told: str) -> None:
     """Named with its line within the deadline, exit code 5, marked as partial."""
     words = ("ddp", "-n", "2", *SMALL, "--timeout", "6", "--inject", f"{fault}:rank=1")
-    done = call(command(*words), tmp_path)
+    done = run_ddpbench(tmp_path, *words)
     assert done.returncode == 5, done.stdout + done.stderr
     assert "rank 1" in done.stderr
     assert told in done.stderr
-    assert stored(tmp_path)[1].state == "failed"
+    assert read_stored_run(tmp_path)[1].state == "failed"
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=MPI)])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpirun)])
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, backend: str) -> None:
     """SIGINT in the second workload ends the run with 130 and the first one's result."""
-    words = command("ddp", "-n", "2", "--backend", backend, "--workload", "linear,mlp")
-    with running([*words, *SMALL, "--seconds", "4"], tmp_path) as process:
-        wait_for_a_result(tmp_path)
+    words = ddpbench_command("ddp", "-n", "2", "--backend", backend, "--workload", "linear,mlp")
+    with running_command([*words, *SMALL, "--seconds", "4"], tmp_path) as process:
+        wait_for_result(tmp_path)
         os.killpg(process.pid, signal.SIGINT)
         stdout, stderr = process.communicate(timeout=40)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
     assert "PARTIAL (interrupted)" in stdout
-    run = stored(tmp_path)[1]
+    run = read_stored_run(tmp_path)[1]
     assert run.state == "interrupted"
     assert run.steps[0].summary is not None
 
@@ -356,13 +366,13 @@ def unused(rank, world_size, device):
 """
 
 
-def own(pool: Pool, cwd: Path, function: str) -> Done:
+def own(pool: RankPool, cwd: Path, function: str) -> Done:
     """The user's own model, in the folder where ddpbench is called."""
     (cwd / "mine.py").write_text(OWN)
     return pool.call(2, cwd, "ddp", "--model", f"mine:{function}", *FEW)
 
 
-def test_the_users_own_model(pool: Pool, tmp_path: Path) -> None:
+def test_the_users_own_model(pool: RankPool, tmp_path: Path) -> None:
     """Is measured as the others are; weights that differ before DDP are equal in it."""
     done = own(pool, tmp_path, "build")
     assert done.returncode == 0, done.stderr
@@ -383,7 +393,7 @@ def test_the_users_own_model(pool: Pool, tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_model_function_is_told(
-    pool: Pool, tmp_path: Path, function: str, told: str
+    pool: RankPool, tmp_path: Path, function: str, told: str
 ) -> None:
     """What it should return, which parameter differs, or where it failed; exit code 2."""
     done = own(pool, tmp_path, function)
@@ -391,14 +401,16 @@ def test_a_wrong_model_function_is_told(
     assert told in done.stdout + done.stderr
 
 
-def test_a_parameter_that_the_loss_does_not_use_is_the_cause(pool: Pool, tmp_path: Path) -> None:
+def test_a_parameter_that_the_loss_does_not_use_is_the_cause(
+    pool: RankPool, tmp_path: Path
+) -> None:
     """DDP then leaves its bucket unreduced: replicas differ, and the option is told that helps."""
     done = own(pool, tmp_path, "unused")
     assert done.returncode == 4
     assert "--find-unused-parameters" in done.stdout
 
 
-def test_regression_is_resumed_to_the_same_losses(pool: Pool, tmp_path: Path) -> None:
+def test_regression_is_resumed_to_the_same_losses(pool: RankPool, tmp_path: Path) -> None:
     """Four epochs at once, and two and two: the same losses bit for bit, on three ranks."""
     words = ("ddp", "--workload", "regression", "--rounds", "1", "--no-budget")
     for folder, extra in (

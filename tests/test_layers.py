@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from stored_runs import a_case, a_result, a_run
-from without_torch import RUN_AND_PRINT_CODE, RUN_DDPBENCH, run_without
+from without_torch import RUN_AND_PRINT_CODE, RUN_DDPBENCH, run_without_torch
 
 import ddpbench
 from ddpbench.records import store
@@ -229,7 +229,7 @@ def test_without_torch_all_its_free_floors_can_be_imported() -> None:
         if (ROOT / f"ddpbench/{name}.py").exists()
     ]
     assert len(modules) > 15
-    said = run_without(
+    said = run_without_torch(
         "for name in sys.argv[1:]: importlib.import_module(name)\n"
         "try: import torch\nexcept ImportError as error: print(error)",
         *modules,
@@ -240,7 +240,7 @@ def test_without_torch_all_its_free_floors_can_be_imported() -> None:
 def test_the_package_gives_without_torch_what_needs_none() -> None:
     """`import ddpbench` loads no torch, and no numpy; what needs torch is imported when it is asked
     for, and an unknown name is an AttributeError."""
-    said = run_without(
+    said = run_without_torch(
         "import ddpbench; print(ddpbench.__version__, hasattr(ddpbench, 'nothing'))\n"
         "try: ddpbench.verify_replicas\nexcept ImportError as error: print(error)",
         forbidden=("torch", "numpy", "xxhash"),
@@ -255,8 +255,10 @@ def test_help_loads_nothing_heavy() -> None:
     """`python -m ddpbench collectives --help` works without torch, numpy, pandas, scipy, pyarrow
     and MPI, and so does a refused option: typing is answered at once."""
     heavy = ("torch", "numpy", "pandas", "scipy", "pyarrow", "mpi4py")
-    assert "--reduce-op" in run_without(RUN_DDPBENCH, "collectives", "--help", forbidden=heavy)
-    said = run_without(
+    assert "--reduce-op" in run_without_torch(
+        RUN_DDPBENCH, "collectives", "--help", forbidden=heavy
+    )
+    said = run_without_torch(
         RUN_AND_PRINT_CODE,
         "collectives", "--op", "none", forbidden=heavy,
     )  # fmt: skip
@@ -268,6 +270,6 @@ def test_a_stored_run_is_shown_without_torch(tmp_path: Path, form: str) -> None:
     """`show` reads and prints a run, in every format, on a machine that has no torch."""
     run = a_run(a_result(), a_result(a_case(nbytes=8, count=2)))
     store.create(tmp_path / "mine", run, "x")
-    said = run_without(RUN_DDPBENCH, "show", str(tmp_path / "mine"), "--format", form)
+    said = run_without_torch(RUN_DDPBENCH, "show", str(tmp_path / "mine"), "--format", form)
     assert "all_reduce" in said
     assert "gloo" in said

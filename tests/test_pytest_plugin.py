@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import scipy.stats  # noqa: F401  an inner pytest forgets what it imported, which numpy does not bear
-from command_lines import environment
+from command_lines import clean_environment
 from stored_runs import a_case, a_result, a_run, a_summary, launch_medians
-from without_torch import run_without
+from without_torch import run_without_torch
 
 import ddpbench.render.regression  # noqa: F401  likewise
 from ddpbench import pytest_plugin
@@ -118,7 +118,7 @@ def test_a_fresh_repository_sees_a_planted_slowdown(
         slowed=SLOWED,
     )
     pytester.makeconftest(QUICK)
-    for name, value in environment().items():
+    for name, value in clean_environment().items():
         monkeypatch.setenv(name, value)
     words = ["-p", "ddpbench.pytest_plugin", "--ddpbench-launches=1", "--benchmark-autosave"]
     first = pytester.runpytest_subprocess(*words, timeout=120)
@@ -267,7 +267,7 @@ def test_importing_it_costs_nothing() -> None:
     """Every pytest in this environment loads it: without torch, numpy, scipy, or pytest-benchmark,
     and without any other module of ddpbench."""
     heavy = ("torch", "numpy", "scipy", "pandas", "tabulate", "rich", "psutil", "pytest_benchmark")
-    said = run_without(
+    said = run_without_torch(
         "import ddpbench.pytest_plugin\nprint([n for n in sys.modules if n[:9] == 'ddpbench.'])",
         forbidden=heavy,
     )

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from signal import SIGKILL, SIGSTOP
 
 import pytest
-from strikes import Strike, try_it
+from strikes import Strike, try_strike
 
 from ddpbench.launch import placement
 
@@ -23,5 +23,5 @@ def test_a_strike_is_named_in_time_and_leaves_nothing() -> None:
     """Stops and kills of ranks, of mpirun and of the parent: the end comes within the deadline and
     10 s, with who it was, and no process, shared memory or temporary folder is left."""
     with ThreadPoolExecutor(len(STRIKES)) as at_once:
-        results = list(at_once.map(lambda strike: try_it(strike, random.Random(7)), STRIKES))
+        results = list(at_once.map(lambda strike: try_strike(strike, random.Random(7)), STRIKES))
     assert [result and result[1] for result in results] == [[]] * len(STRIKES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 
-def table_cells(text: str, title: str) -> list[dict[str, str]]:
+def read_table(text: str, title: str) -> list[dict[str, str]]:
     """The rows of the text table under a title, by head."""
     below = text.split("\n" + title, 1)[1].split("\n", 1)[1]
     heads, rule, *body = below.split("\n\n", 1)[0].splitlines()

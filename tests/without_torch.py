@@ -25,7 +25,7 @@ sys.meta_path.insert(0, Hook())
 """
 
 
-def run_without(program: str, *words: str, forbidden: tuple[str, ...] = ("torch",)) -> str:
+def run_without_torch(program: str, *words: str, forbidden: tuple[str, ...] = ("torch",)) -> str:
     """The output of a program in which importing these packages fails."""
     done = subprocess.run(
         [sys.executable, "-c", f"FORBIDDEN = {forbidden!r}{NO_TORCH}{program}", *words],

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from command_lines import environment
-from rank_pool import Pool
+from command_lines import clean_environment
+from rank_pool import RankPool
 
 from ddpbench.catalog import faults, setup_faults, step_faults
 from ddpbench.catalog.faults import IN_SET_UP, IN_STEP
@@ -100,7 +100,7 @@ def test_busy_processes_end_with_a_rank_that_is_killed() -> None:
         "print(*[child.pid for child in psutil.Process().children()], flush=True)\nos._exit(9)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True,
+        [sys.executable, "-c", program], env=clean_environment(), capture_output=True, text=True,
         timeout=60, check=False,
     )  # fmt: skip
     pids = [int(pid) for pid in done.stdout.split()]
@@ -130,7 +130,7 @@ def test_an_allocation_really_fails() -> None:
     ],
 )
 def test_the_doctor_finds_what_is_planted_in_a_set_up(
-    pool: Pool, tmp_path: Path, fault: str, code: int, told: str
+    pool: RankPool, tmp_path: Path, fault: str, code: int, told: str
 ) -> None:
     """With the rank and the variable; and in the same ranks without the fault no longer."""
     words = ("doctor", "--only", "preflight", "--seconds", "1", "--fail-on", "warning")

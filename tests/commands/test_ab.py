@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_lines import environment
+from command_lines import clean_environment
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench import cli
@@ -215,7 +215,7 @@ def test_a_side_that_fails_says_why(
     sentence, the side, its command, and exit code 5."""
     (tmp_path / "faulty_side.py").write_text(FAULTY)
     monkeypatch.chdir(tmp_path)
-    for name, value in environment().items():
+    for name, value in clean_environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     assert called(*words, "--output", "out", "--", *ONE) == code
@@ -385,7 +385,7 @@ def test_a_slowdown_in_the_environment_of_one_side_is_found(
     SLOWER, in pairs, and is named as the difference; nothing is left running."""
     (tmp_path / "slowed.py").write_text(SLOWED)
     monkeypatch.chdir(tmp_path)
-    for name, value in environment().items():
+    for name, value in clean_environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     code = called(

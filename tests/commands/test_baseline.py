@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import Answer, answer
+from in_process import Outcome, capture_command
 from stored_runs import (
     a_case,
     a_result,
@@ -20,7 +20,7 @@ from stored_runs import (
     sample_columns,
     with_facts,
 )
-from without_torch import RUN_DDPBENCH, run_without
+from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench import cli
 from ddpbench.analysis import stats
@@ -28,7 +28,7 @@ from ddpbench.commands import baseline, compare
 from ddpbench.records import store
 from ddpbench.records.schema import Run, Wrong
 
-Call = Callable[..., Answer]
+Call = Callable[..., Outcome]
 LINE = ("ddpbench", "collectives", "--op", "all_reduce", "--launches=6", "-n", "4", "--output",
         "results/x", "--backend", "gloo")  # fmt: skip
 
@@ -40,7 +40,7 @@ def call(
     """The command in an empty folder: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
-    return lambda *words: answer(capsys, *words, command="baseline")
+    return lambda *words: capture_command(capsys, *words, command="baseline")
 
 
 def stored(name: str, run: Run) -> Path:
@@ -209,7 +209,9 @@ def test_a_check_is_a_comparison(
     got = call("check", "mine", "after", *words)
     assert got[0] == code
     assert (
-        got == answer(capsys, "mine", "after", *words) == answer(capsys, "before", "after", *words)
+        got
+        == capture_command(capsys, "mine", "after", *words)
+        == capture_command(capsys, "before", "after", *words)
     )
 
 
@@ -353,6 +355,6 @@ def test_no_torch_is_needed(call: Call) -> None:
     stored("before", base)
     call("save", "mine")
     stored("after", replace(new, results=tuple(launch_results(1e-3, a_case(), seed=9))))
-    assert "1 case compared: 1 SAME" in run_without(
+    assert "1 case compared: 1 SAME" in run_without_torch(
         RUN_DDPBENCH, "baseline", "check", "mine", "after"
     )

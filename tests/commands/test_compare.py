@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import Answer, answer
+from in_process import Outcome, capture_command
 from stored_runs import (
     a_case,
     a_launch,
@@ -31,7 +31,7 @@ from stored_steps import (
     some_epochs,
     some_replicas,
 )
-from without_torch import RUN_AND_PRINT_CODE, RUN_DDPBENCH, run_without
+from without_torch import RUN_AND_PRINT_CODE, RUN_DDPBENCH, run_without_torch
 
 from ddpbench.commands import compare
 from ddpbench.records import codec, store
@@ -41,7 +41,7 @@ from ddpbench.verdicts import comparison, verdict
 from ddpbench.verdicts.differences import Difference, differences
 from ddpbench.verdicts.matching import Source
 
-Compare = Callable[..., Answer]
+Compare = Callable[..., Outcome]
 
 
 @pytest.fixture
@@ -51,10 +51,10 @@ def compared(
     """The command on runs that are stored first: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
-    def call(base: Run, new: Run, *words: str) -> Answer:
+    def call(base: Run, new: Run, *words: str) -> Outcome:
         for name, run in (("before", base), ("after", new)):
             put(name, run)
-        return answer(capsys, "before", "after", *words)
+        return capture_command(capsys, "before", "after", *words)
 
     return call
 
@@ -390,14 +390,16 @@ def test_a_folder_of_runs_is_pooled(
     pool("slow", 7, 1.2)
     put("one", base_and_new(1.2)[1])
     for words in (("base", "slow"), ("results/base/", str(tmp_path / "results/slow"))):
-        code, out, _ = answer(capsys, *words)
+        code, out, _ = capture_command(capsys, *words)
         assert (code, "1 SLOWER" in out) == (1, True)
         assert re.search(r"^BASE  \S*base   6 launches of 6 runs, from 2026", out)
         assert re.search(r"^NEW   \S*slow   7 launches of 7 runs, from 2026", out, re.M)
     assert (
-        answer(capsys, "base", "one")[0] == answer(capsys, "base", "results/one/run.json")[0] == 1
+        capture_command(capsys, "base", "one")[0]
+        == capture_command(capsys, "base", "results/one/run.json")[0]
+        == 1
     )
-    assert answer(capsys, "base", "last")[0] == 1
+    assert capture_command(capsys, "base", "last")[0] == 1
 
 
 def test_pooled_runs_must_have_measured_the_same(
@@ -409,7 +411,7 @@ def test_pooled_runs_must_have_measured_the_same(
     pool("mixed", 6, 1.2)
     pool("mixed/..", 1, 1)
     put("mixed/9", a_run(a_result(a_case(start="none"))))
-    code, out, err = answer(capsys, "base", "mixed")
+    code, out, err = capture_command(capsys, "base", "mixed")
     assert (code, out) == (3, "")
     assert re.fullmatch(
         r"ddpbench: the runs in mixed are not comparable with each other: all_reduce/\S+ has start "
@@ -689,7 +691,7 @@ def test_bad_input_is_one_sentence(
 ) -> None:  # fmt: skip
     """What was given, what is wrong with it; nothing on stdout."""
     compared(*base_and_new(1.0))
-    got, out, err = answer(capsys, *words)
+    got, out, err = capture_command(capsys, *words)
     assert (got, out) == (code, "")
     assert re.fullmatch(r"ddpbench: [^\n]+\n", err)
     assert sentence in err
@@ -723,7 +725,7 @@ def test_stored_data_that_cannot_be_read_end_with_3(
     (bad / "run.json").write_bytes(data)
     put("pool/good", base_and_new(1.0)[0])
     for words in (("pool/bad", "after"), ("before", "pool/bad"), ("before", "results/pool")):
-        code, out, err = answer(capsys, *words)
+        code, out, err = capture_command(capsys, *words)
         assert (code, out) == (3, "")
         assert re.fullmatch(r"ddpbench: [^\n]+\n", err)
         assert sentence in err
@@ -745,11 +747,11 @@ def test_runs_are_compared_without_torch(tmp_path: Path) -> None:
     """On a machine that has no torch; and the help loads nothing heavy."""
     for name, run in zip(("before", "after"), base_and_new(1.0), strict=True):
         store.create(tmp_path / name, run, "x")
-    output = run_without(
+    output = run_without_torch(
         RUN_AND_PRINT_CODE,
         "compare", str(tmp_path / "before"), str(tmp_path / "after"),
     )  # fmt: skip
     assert "1 SAME" in output
-    assert answer.endswith("\n0\n")
+    assert output.endswith("\n0\n")
     heavy = ("torch", "numpy", "pandas", "scipy", "pyarrow", "mpi4py")
-    assert "--margin" in run_without(RUN_DDPBENCH, "compare", "--help", forbidden=heavy)
+    assert "--margin" in run_without_torch(RUN_DDPBENCH, "compare", "--help", forbidden=heavy)

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from in_process import Answer, answer
+from in_process import Outcome, capture_command
 from stored_runs import a_case, a_result, a_run, a_summary, launch_results, with_facts
 from stored_steps import a_step_case, a_step_result, a_step_run
-from without_torch import RUN_DDPBENCH, run_without
+from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench.commands import history
 from ddpbench.records import store
@@ -26,7 +26,7 @@ from ddpbench.render.comparison import label
 from ddpbench.verdicts import trend
 
 Floats = npt.NDArray[np.float64]
-Call = Callable[..., Answer]
+Call = Callable[..., Outcome]
 OLD, NEW = {"torch": "2.12.0"}, {"torch": "2.13.0", "git_revision": "0123456789abcdef"}
 
 
@@ -37,7 +37,7 @@ def call(
     """The command in an empty folder: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
-    return lambda *words: answer(capsys, *words, command="history")
+    return lambda *words: capture_command(capsys, *words, command="history")
 
 
 def put(day: int, run: Run, folder: str = "results") -> None:
@@ -346,4 +346,4 @@ def test_without_ruptures_the_trend_is_shown(call: Call, monkeypatch: pytest.Mon
 def test_no_torch_is_needed(call: Call) -> None:
     """The command works where importing torch fails."""
     put(1, a_run(a_result(summary=a_summary(2e-3))))
-    assert "2000 µs" in run_without(RUN_DDPBENCH, "history", "all_reduce")
+    assert "2000 µs" in run_without_torch(RUN_DDPBENCH, "history", "all_reduce")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_lines import environment, refused
+from command_lines import assert_refused, clean_environment
 
 from ddpbench import cli
 
@@ -102,7 +102,7 @@ def test_what_cannot_run_is_refused(
     except SystemExit as end:
         code = int(str(end.code))
     said = capfd.readouterr()
-    refused(subprocess.CompletedProcess([], code, said.out, said.err), sentence)
+    assert_refused(subprocess.CompletedProcess([], code, said.out, said.err), sentence)
 
 
 def test_it_is_printed_from_any_folder_without_torch(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_it_is_printed_from_any_folder_without_torch(tmp_path: Path) -> None:
         "from ddpbench.cli import main; sys.exit(main())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", block, "manifest"], cwd=tmp_path, env=environment(),
+        [sys.executable, "-c", block, "manifest"], cwd=tmp_path, env=clean_environment(),
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from left_processes import left_running
-from rank_pool import Pool
+from left_processes import wait_for_left_processes
+from rank_pool import RankPool
 
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
@@ -364,7 +364,7 @@ def test_a_crash_is_found_and_nothing_is_left(
     assert [verdict.outcome for verdict in trials.verdicts] == [OK, CRASH, OK]
     assert trials.verdicts[1].why.startswith("a rank was aborted (SIGABRT)")
     assert capfd.readouterr() == ("", "")
-    assert left_running(tmp_path) == []
+    assert wait_for_left_processes(tmp_path) == []
     assert [*tmp_path.glob("ddpbench-*")] == []
 
 
@@ -377,7 +377,7 @@ def test_no_time_is_told() -> None:
     assert trials.given_up == "the 0 s for it were over; --seconds gives it more"
 
 
-def test_two_ranks_have_their_backend_tried(pool: Pool, tmp_path: Path) -> None:
+def test_two_ranks_have_their_backend_tried(pool: RankPool, tmp_path: Path) -> None:
     """The examination stores a verdict for each combination, and finds nothing wrong with gloo; the
     table stands in what is printed."""
     done = pool.call(2, tmp_path, "doctor", "--only", "capabilities", "--seconds", "40")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_pool import Pool
+from rank_pool import RankPool
 from stored_runs import a_run
 
 from ddpbench.analysis import findings
@@ -67,7 +67,7 @@ def test_the_verdict_counts_what_is_worse_than_a_note() -> None:
     ]  # fmt: skip
 
 
-def test_two_ranks_are_examined(pool: Pool, tmp_path: Path) -> None:
+def test_two_ranks_are_examined(pool: RankPool, tmp_path: Path) -> None:
     """All examinations are stored, in their order; the run is a doctor's and can be shown again."""
     done = pool.call(2, tmp_path, "doctor", "--seconds", "2", "--format", "json")
     # gloo of torch 2.7 sums in reduce_scatter whatever it is asked for: 4 where there was time to

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_pool import Pool
+from rank_pool import RankPool
 from simulated_hosts import PORT, Hosts, payload
 
 from ddpbench.doctor.links import findings, pairing, suspects
@@ -307,7 +307,7 @@ def test_few_links_are_shown_as_a_matrix_many_by_their_slowest() -> None:
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-def measured(pool: Pool, world_size: int, cwd: Path, *words: str) -> dict[str, Any]:
+def measured(pool: RankPool, world_size: int, cwd: Path, *words: str) -> dict[str, Any]:
     """The examination of links that these ranks make, as it is stored."""
     done = pool.call(
         world_size, cwd, "doctor", "--only", "links", "--backend", "gloo", "--seconds", "1",
@@ -318,7 +318,7 @@ def measured(pool: Pool, world_size: int, cwd: Path, *words: str) -> dict[str, A
     return dict(examination)
 
 
-def test_four_ranks_measure_all_their_links(pool: Pool, tmp_path: Path) -> None:
+def test_four_ranks_measure_all_their_links(pool: RankPool, tmp_path: Path) -> None:
     """Every way alone and all at once; within a host nothing is judged."""
     its = measured(pool, 4, tmp_path)
     cells = its["figures"]["cells"]
@@ -329,7 +329,7 @@ def test_four_ranks_measure_all_their_links(pool: Pool, tmp_path: Path) -> None:
     assert "shown, not judged" in its["unchecked"][0]
 
 
-def test_more_links_than_max_pairs_are_halved(pool: Pool, tmp_path: Path) -> None:
+def test_more_links_than_max_pairs_are_halved(pool: RankPool, tmp_path: Path) -> None:
     """Only across the cuts, all at once; how many were left out is told."""
     its = measured(pool, 4, tmp_path, "--max-pairs", "5")
     assert {tuple(cell[:2]) for cell in its["figures"]["cells"] if cell[0] < cell[1]} == {
@@ -339,7 +339,7 @@ def test_more_links_than_max_pairs_are_halved(pool: Pool, tmp_path: Path) -> Non
     assert its["unchecked"][0].startswith("2 of 6 links were not measured")
 
 
-def test_where_there_is_no_link_nothing_is_measured(pool: Pool, tmp_path: Path) -> None:
+def test_where_there_is_no_link_nothing_is_measured(pool: RankPool, tmp_path: Path) -> None:
     """One rank; --by host on one host."""
     assert measured(pool, 1, tmp_path)["unchecked"] == ["one rank: there is no link"]
     (why,) = measured(pool, 2, tmp_path, "--by", "host")["unchecked"]
@@ -357,14 +357,16 @@ def bench(hosts: Callable[..., Hosts]) -> Hosts:
 
 
 @pytest.fixture(scope="module")
-def ranks(bench: Hosts) -> Iterator[Pool]:
+def ranks(bench: Hosts) -> Iterator[RankPool]:
     """A rank in each host."""
     pool = bench.pool((1, 1, 1, 1))
     yield pool
     pool.close()
 
 
-def test_a_slow_link_and_a_slow_host_are_found(bench: Hosts, ranks: Pool, tmp_path: Path) -> None:
+def test_a_slow_link_and_a_slow_host_are_found(
+    bench: Hosts, ranks: RankPool, tmp_path: Path
+) -> None:
     """The link by both its hosts, the host by its name, nothing else; with rates that are
     about the planted ones (how close, tests/perf/slow_links.py tells)."""
     places = [{"RANK": str(rank), "LOCAL_RANK": "0"} for rank in range(4)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_pool import Pool
+from rank_pool import RankPool
 from rank_setups import GIB, a_host, a_rank, a_setup
 from stored_runs import a_launch, a_run
 
@@ -265,7 +265,7 @@ def test_ranks_are_named_in_spans() -> None:
 # --- real ranks -----------------------------------------------------------------------------------
 
 
-def test_real_ranks_are_compared(pool: Pool, tmp_path: Path) -> None:
+def test_real_ranks_are_compared(pool: RankPool, tmp_path: Path) -> None:
     """Two ranks here: a planted difference is named with its rank; nothing else is above a note;
     the block holds this machine, and no rank's secret."""
     planted = [{"UCX_TLS": "tcp", "NCCL_API_KEY": "hunter2"}, {"UCX_TLS": "shm"}]
@@ -288,7 +288,7 @@ def test_real_ranks_are_compared(pool: Pool, tmp_path: Path) -> None:
     assert "hunter2" not in done.stdout + (tmp_path / "run/run.json").read_text()
 
 
-def test_a_time_of_day_that_is_off_is_found(pool: Pool, tmp_path: Path) -> None:
+def test_a_time_of_day_that_is_off_is_found(pool: RankPool, tmp_path: Path) -> None:
     """Rank 1 reads a clock of its own, which started a day before, and a time of day that is 90 s
     ahead: the 90 s are found."""
     environs = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_pool import Pool
+from rank_pool import RankPool
 from rank_setups import a_rank, a_setup
 
 from ddpbench.analysis.setup import Setup
@@ -307,7 +307,7 @@ def test_waiting_for_a_core_is_counted() -> None:
 
 
 @contextmanager
-def pinned(pool: Pool, rank: int, core: int) -> Iterator[None]:
+def pinned(pool: RankPool, rank: int, core: int) -> Iterator[None]:
     """A rank of the pool with all its threads on one core, beside three busy processes."""
     spin = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
     busy = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(3)]
@@ -330,7 +330,7 @@ def pinned(pool: Pool, rank: int, core: int) -> Iterator[None]:
 WORDS = ("doctor", "--only", "stragglers", "--seconds", "1", "--output", "run")
 
 
-def test_equal_real_ranks_are_left_in_peace(pool: Pool, tmp_path: Path) -> None:
+def test_equal_real_ranks_are_left_in_peace(pool: RankPool, tmp_path: Path) -> None:
     """Two ranks here: alone and at once each load has a rate in each rank, what they wait is known,
     and nothing is found above a note."""
     done = pool.call(2, tmp_path, *WORDS)
@@ -348,7 +348,7 @@ def test_equal_real_ranks_are_left_in_peace(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a rank needs a core of its own")
-def test_a_rank_beside_busy_processes_is_named(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_beside_busy_processes_is_named(pool: RankPool, tmp_path: Path) -> None:
     """Rank 1 is bound to a core that three processes keep busy: it is slow, by its neighbours."""
     pool.call(2, tmp_path, "--version")
     with pinned(pool, 1, max(os.sched_getaffinity(0))):
@@ -365,7 +365,7 @@ def test_a_rank_beside_busy_processes_is_named(pool: Pool, tmp_path: Path) -> No
         assert "waited for a core" in slow[0].sentence
 
 
-def test_crowded_ranks_are_looked_at_alone(pool: Pool, tmp_path: Path) -> None:
+def test_crowded_ranks_are_looked_at_alone(pool: RankPool, tmp_path: Path) -> None:
     """More threads than cores: what all show at once would mean nothing and is not looked at, which
     is said; the only finding is that they are too many."""
     many = str(len(os.sched_getaffinity(0)) + 1)
@@ -382,7 +382,7 @@ def test_crowded_ranks_are_looked_at_alone(pool: Pool, tmp_path: Path) -> None:
     assert "they have more threads than cores" in done.stdout
 
 
-def test_one_rank_has_nobody_to_be_slower_than(pool: Pool, tmp_path: Path) -> None:
+def test_one_rank_has_nobody_to_be_slower_than(pool: RankPool, tmp_path: Path) -> None:
     """It is measured, and what cannot be said of it is named."""
     done = pool.call(1, tmp_path, *WORDS)
     assert done.returncode == 0, done

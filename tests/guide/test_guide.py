@@ -27,8 +27,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from command_lines import ROOT, call, command, environment, refused
-from without_torch import RUN_DDPBENCH, run_without
+from command_lines import (
+    ROOT,
+    assert_refused,
+    clean_environment,
+    ddpbench_command,
+    run_ddpbench,
+)
+from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench import cli
 from ddpbench.commands import guide
@@ -100,7 +106,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             folders.append(scripts)
     if (mpirun := placement.find_mpirun()) is not None:
         folders.append(Path(mpirun).parent)
-    clean = {k: v for k, v in environment().items() if not k.startswith("PYTEST_")}
+    clean = {k: v for k, v in clean_environment().items() if not k.startswith("PYTEST_")}
     if os.geteuid() == 0:  # mpirun refuses root; a reader is someone else
         clean |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     path = os.pathsep.join([*map(str, dict.fromkeys(folders)), clean["PATH"]])
@@ -178,7 +184,7 @@ def test_a_command_that_fails_is_shown(tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     with pytest.raises(pytest.fail.Exception) as failure:
-        run_block(block, folder, environment(), 10)
+        run_block(block, folder, clean_environment(), 10)
     message = str(failure.value)
     assert message.startswith("x.md, line 4: ")
     assert "ended with exit code" in message
@@ -194,7 +200,7 @@ def test_a_command_that_does_not_end_is_shown(tmp_path: Path) -> None:
     folder.mkdir()
     block = Block("x.md, line 1", "sh", "sleep 60 & echo $! > pid; wait\n")
     with pytest.raises(pytest.fail.Exception, match="did not end within 1 s"):
-        run_block(block, folder, environment(), 1)
+        run_block(block, folder, clean_environment(), 1)
     pid = int((folder / "pid").read_text())
     until = time.monotonic() + 10
     while is_running(pid) and time.monotonic() < until:
@@ -287,7 +293,7 @@ HEAVY = ("torch", "numpy", "pandas", "scipy", "pyarrow", "mpi4py", "rich")
 
 def test_the_commands_are_listed_by_purpose() -> None:
     """`ddpbench --help` lists every command once, under its group, and loads nothing heavy."""
-    text = run_without(RUN_DDPBENCH, "--help", forbidden=HEAVY)
+    text = run_without_torch(RUN_DDPBENCH, "--help", forbidden=HEAVY)
     groups = re.findall(r"^(\w+):\n((?:  .*\n)+)", text, re.MULTILINE)
     listed = {title: re.findall(r"^  (\w+) +\S", lines, re.MULTILINE) for title, lines in groups}
     assert listed == {title: list(commands) for title, commands in cli.GROUPS.items()}
@@ -297,7 +303,7 @@ def test_the_commands_are_listed_by_purpose() -> None:
 
 def test_the_list_has_every_chapter() -> None:
     """Without a chapter, each is listed with its first sentence; nothing heavy is loaded."""
-    text = run_without(RUN_DDPBENCH, "guide", forbidden=HEAVY)
+    text = run_without_torch(RUN_DDPBENCH, "guide", forbidden=HEAVY)
     listed = re.findall(r"^  (\w+) +(\S.*)$", text, re.MULTILINE)
     assert [name for name, _ in listed] == list(guide.read_chapters())
     assert {name for name, _ in listed} == {path.stem for path in CHAPTERS}
@@ -314,7 +320,9 @@ def test_a_pipe_gets_the_markdown(path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_pipe_needs_nothing_heavy() -> None:
     """A chapter is printed without torch and without rich."""
-    assert run_without(RUN_DDPBENCH, "guide", "contributing", forbidden=HEAVY).startswith("# ")
+    assert run_without_torch(RUN_DDPBENCH, "guide", "contributing", forbidden=HEAVY).startswith(
+        "# "
+    )
 
 
 @pytest.mark.parametrize(
@@ -324,7 +332,7 @@ def test_a_pipe_needs_nothing_heavy() -> None:
 def test_an_unknown_chapter_is_one_sentence(tmp_path: Path, word: str, end: str) -> None:
     """It names the chapters and the nearest; exit code 2."""
     sentence = rf"unknown chapter '{word}': choose .*or contributing{end}$"
-    refused(call(command("guide", word), tmp_path), sentence)
+    assert_refused(run_ddpbench(tmp_path, "guide", word), sentence)
 
 
 # What would change how a terminal is used.
@@ -335,7 +343,7 @@ def on_a_terminal(words: list[str], **extra: str) -> str:
     """Run these words on a terminal of 100 columns; return what it shows."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    clean = {k: v for k, v in environment().items() if k not in HIDDEN}
+    clean = {k: v for k, v in clean_environment().items() if k not in HIDDEN}
     process = subprocess.Popen(
         words, stdin=follower, stdout=follower, stderr=follower,
         env={**clean, "TERM": "xterm-256color", **extra},
@@ -352,7 +360,9 @@ def on_a_terminal(words: list[str], **extra: str) -> str:
 
 def test_a_terminal_gets_a_page() -> None:
     """On a terminal, a chapter is formatted and goes through the user's pager."""
-    lines = on_a_terminal(command("guide", "contributing"), PAGER="sed 's/^/| /'").splitlines()
+    lines = on_a_terminal(
+        ddpbench_command("guide", "contributing"), PAGER="sed 's/^/| /'"
+    ).splitlines()
     assert all(line.startswith("| ") for line in lines)
     assert "\x1b[" in "".join(lines)
     assert not {"| ```", "| ```sh", "| ```text"} & {line.rstrip() for line in lines}
@@ -370,7 +380,7 @@ def test_a_chapter_can_be_formatted(path: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_terminal_gets_a_list_that_fits() -> None:
     """On a terminal, long sentences are wrapped below each other."""
-    lines = on_a_terminal(command("guide")).splitlines()
+    lines = on_a_terminal(ddpbench_command("guide")).splitlines()
     assert max(map(len, lines)) <= 100
     assert any(line.startswith("  contributing  ") for line in lines)
 

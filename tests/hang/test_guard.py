@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_lines import environment
+from command_lines import clean_environment
 
 import ddpbench
 from ddpbench.hang import flight
@@ -43,7 +43,7 @@ GLOO = (
 def running(*words: str) -> Iterator[subprocess.Popen[str]]:
     """The script; nothing of it is left at the end."""
     process = subprocess.Popen(
-        words, env=environment(), text=True, start_new_session=True,
+        words, env=clean_environment(), text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from stored_runs import a_case, a_result, a_run, a_summary
 from stored_steps import a_step_case, a_step_result, a_step_run, some_replicas
-from without_torch import RUN_DDPBENCH, run_without
+from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench import cli
 from ddpbench.analysis import lines
@@ -862,7 +862,7 @@ def test_a_log_is_shown_with_what_it_says_of_itself(tmp_path: Path) -> None:
     """Without torch: the tool, the machine, the definition, what was assumed; CSV and JSON too."""
     path = tmp_path / "a.log"
     path.write_text(nccl(row()))
-    shown = run_without(RUN_DDPBENCH, "show", str(path))
+    shown = run_without_torch(RUN_DDPBENCH, "show", str(path))
     assert f"nccl-tests 2.19.6   {redact.text(str(path))}" in shown
     assert "where     4 ranks: 4 on node1; NVIDIA H100" in shown
     assert "mean over calls, mean over ranks, of loop of calls with one wait at its end" in shown

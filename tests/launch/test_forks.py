@@ -13,8 +13,8 @@ import uuid
 from pathlib import Path
 
 import pytest
-from command_lines import environment
-from strikes import MARK, members
+from command_lines import clean_environment
+from strikes import MARK, list_members
 
 from ddpbench.launch import family
 
@@ -35,7 +35,7 @@ def started(body: str, ranks: int = 2, **extra: str) -> subprocess.Popen[str]:
     """A program that forks ranks with this body."""
     program = PROGRAM.format(body=body, ranks=ranks)
     return subprocess.Popen(
-        [sys.executable, "-c", program], env=environment(**extra), text=True,
+        [sys.executable, "-c", program], env=clean_environment(**extra), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -172,11 +172,11 @@ def test_nothing_is_left_where_the_parent_is_killed(tmp_path: Path) -> None:
     until = time.monotonic() + 60
     while len(list(tmp_path.glob("there*"))) < 2 and time.monotonic() < until:
         time.sleep(0.05)
-    assert len(members(token)) >= 5
+    assert len(list_members(token)) >= 5
     process.kill()
     process.communicate(timeout=20)
     until = time.monotonic() + 10
-    while (left := members(token)) and time.monotonic() < until:
+    while (left := list_members(token)) and time.monotonic() < until:
         time.sleep(0.05)
     assert left == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there0", "there1"]

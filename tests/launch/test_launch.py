@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from command_lines import environment
+from command_lines import clean_environment
 
 from ddpbench.launch import family, placement, starters
 from ddpbench.launch.placement import Placement, Refused
@@ -287,7 +287,7 @@ def test_under_a_user_s_own_mpirun_the_ranks_name_it(tmp_path: Path) -> None:
         "-c",
     ]
     done = subprocess.run(
-        [*words, lost("SIGSTOP")], env=environment(TMPDIR=str(tmp_path)), capture_output=True,
+        [*words, lost("SIGSTOP")], env=clean_environment(TMPDIR=str(tmp_path)), capture_output=True,
         text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 5, done.stderr

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_lines import command, refused
+from command_lines import assert_refused, ddpbench_command
 from simulated_hosts import Hosts
 
 from ddpbench.launch import nodes, placement, processes
@@ -228,7 +228,7 @@ def test_what_cannot_be_launched_is_one_sentence(
     except SystemExit as end:
         code = int(str(end.code))
     said = capfd.readouterr()
-    refused(subprocess.CompletedProcess([], code, said.out, said.err), sentence)
+    assert_refused(subprocess.CompletedProcess([], code, said.out, said.err), sentence)
 
 
 def test_hosts_that_disagree_are_refused_by_name(
@@ -242,7 +242,7 @@ def test_hosts_that_disagree_are_refused_by_name(
         text = f"host1 slots=2\nhost2 slots=1\nhost3 slots={last}\n"
         (tmp_path / f"{index}.txt").write_text(text)
     words = {
-        i: command("launch", "--hosts", f"{i}.txt", "--", "collectives", "--op", "barrier")
+        i: ddpbench_command("launch", "--hosts", f"{i}.txt", "--", "collectives", "--op", "barrier")
         for i in range(3)
     }
     for done in bench.run(words, tmp_path):
@@ -277,7 +277,7 @@ def test_unequal_hosts_measure_together_over_ssh(
         "launch", "--hosts", "hosts.txt", "--ssh", "--ssh-command", str(ssh), "--",
         "collectives", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.1", "--format", "json",
     ]  # fmt: skip
-    (done,) = bench.run({0: command(*words)}, tmp_path, NAMESPACES=namespaces)
+    (done,) = bench.run({0: ddpbench_command(*words)}, tmp_path, NAMESPACES=namespaces)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["state"] == "complete"
     (folder,) = store.runs(tmp_path / "results")

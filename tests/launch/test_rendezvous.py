@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from command_lines import ROOT, environment
+from command_lines import ROOT, clean_environment
 
 from ddpbench.launch import placement, rendezvous
 
@@ -38,7 +38,7 @@ def seen_listening(words: list[str], cwd: Path) -> set[tuple[str, int]]:
     """All that a command and its ranks listened on until their end, which must be a good one."""
     seen: set[tuple[str, int]] = set()
     with subprocess.Popen(
-        [sys.executable, *words], cwd=cwd, env=environment(), stdout=subprocess.DEVNULL,
+        [sys.executable, *words], cwd=cwd, env=clean_environment(), stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         until = time.monotonic() + 90

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import slurm_cluster as bench
 from command_lines import ROOT
-from rank_pool import Done, Pool
+from rank_pool import Done, RankPool
 from slurm_cluster import Cluster
 
 from ddpbench import cli
@@ -104,7 +104,7 @@ if os.environ["RANK"] == "1":
 """
 
 
-def test_sigusr1_ends_a_run_with_what_was_measured(tmp_path: Path, pool: Pool) -> None:
+def test_sigusr1_ends_a_run_with_what_was_measured(tmp_path: Path, pool: RankPool) -> None:
     """One rank alone gets Slurm's warning in the middle: all stop, the run is marked with the
     signal's name and the rank, its cases are kept, and the exit code is 130."""
     (tmp_path / "warned.py").write_text(WARNED)

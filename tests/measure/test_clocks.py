@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from random_stamps import kept_in_bursts, stamps_on_one_clock
-from rank_pool import Pool
+from rank_pool import RankPool
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench.analysis import clocks, stats
@@ -184,14 +184,14 @@ def test_of_one_clock_nothing_is_asked() -> None:
 
 
 @pytest.fixture
-def far(pool: Pool, tmp_path: Path) -> Iterator[Pool]:
+def far(pool: RankPool, tmp_path: Path) -> Iterator[RankPool]:
     """Three ranks of the pool; they read the true clock again afterwards."""
     pool.call(3, tmp_path, "--version")
     yield pool
     pool.ask(Path.cwd(), [{"AHEAD_NS": ""}] * 3, "--version")
 
 
-def test_planted_offsets_are_found_and_corrected(far: Pool, tmp_path: Path) -> None:
+def test_planted_offsets_are_found_and_corrected(far: RankPool, tmp_path: Path) -> None:
     """Three ranks, two with clocks of their own, a day ahead and 2 s behind: each offset is found
     to within its bound, and in the stored stamps no rank leaves an all_reduce before all are in."""
     planted = (0, 86_400_000_000_007, -2_000_000_000)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from command_lines import MPI, environment
-from left_processes import left_running
+from command_lines import clean_environment, needs_mpirun
+from left_processes import wait_for_left_processes
 
 from ddpbench.catalog import hooks
 from ddpbench.catalog.hooks import HOOKS
@@ -241,7 +241,7 @@ def test_hooks_on_gloo(
         )
     assert said is None or "\n" not in said
     assert capfd.readouterr() == ("", "")
-    assert left_running(tmp_path) == []
+    assert wait_for_left_processes(tmp_path) == []
     assert [path.name for path in tmp_path.glob("ddpbench-*")] == []
 
 
@@ -269,7 +269,7 @@ def test_a_faulty_hook_of_a_module(
     said = hook_probe.refusal(hook, "gloo", "cpu", 60, {}, planted)
     assert said is not None
     assert re.fullmatch(f"{hook} on gloo: {reason}", said)
-    assert left_running(tmp_path) == []
+    assert wait_for_left_processes(tmp_path) == []
 
 
 def test_the_deadline_holds_from_the_start(planted: tuple[str, ...], tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_the_deadline_holds_from_the_start(planted: tuple[str, ...], tmp_path: P
     said = hook_probe.refusal("fp16", "gloo", "cpu", 0.7, {})
     assert said is not None
     assert re.match(r"fp16 on gloo: it(s trial was not over after| did not end within) 0.7 s", said)
-    assert left_running(tmp_path) == []
+    assert wait_for_left_processes(tmp_path) == []
 
 
 INSIDE = """
@@ -293,7 +293,7 @@ while not done.exists():
 """
 
 
-@MPI
+@needs_mpirun
 def test_a_rank_of_mpirun_may_ask(tmp_path: Path) -> None:
     """In a rank under mpirun, with MPI running, a trial on mpi starts an mpirun of its own; the job
     ends well. PowerSGD works there, with several buckets too."""
@@ -307,7 +307,7 @@ def test_a_rank_of_mpirun_may_ask(tmp_path: Path) -> None:
     done = subprocess.run(
         [found, *(root if "Open MPI" in version else []), "-n", "2", sys.executable, "-c", INSIDE,
          str(outcome)],
-        env=environment(), capture_output=True, text=True, timeout=120, check=False,
+        env=clean_environment(), capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
     assert outcome.read_text() == "None"

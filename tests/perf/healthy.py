@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' own modules
 
-from rank_pool import Pool
+from rank_pool import RankPool
 
 from ddpbench.records import store
 
@@ -37,7 +37,7 @@ SHAPES = {
 
 def main(runs: int) -> int:
     """Run them all; 1 if any raised an alarm."""
-    pool, steps, alarms = Pool(), 0, 0
+    pool, steps, alarms = RankPool(), 0, 0
     optimizers = itertools.cycle(("sgd", "adam", "adamw"))
     with tempfile.TemporaryDirectory() as name:
         for seed in range(runs):

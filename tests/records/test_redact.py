@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from command_lines import environment
+from command_lines import clean_environment
 
 from ddpbench.commands import slurm
 from ddpbench.nested import turns
@@ -181,7 +181,7 @@ def test_nothing_that_was_planted_is_found_again(tmp_path: Path) -> None:
     are."""
     home = tmp_path / "home" / PLANTED["name"]
     home.mkdir(parents=True)
-    environ = environment(
+    environ = clean_environment(
         HOME=str(home), USER=PLANTED["name"], LOGNAME=PLANTED["name"],
         HF_TOKEN=PLANTED["token"], NCCL_NET_TOKEN=PLANTED["token"], NCCL_DEBUG="WARN",
         NCCL_TOPO_FILE=f"{home}/topo.xml", GLOO_PROXY=f"http://u:{PLANTED['password']}@proxy:1",

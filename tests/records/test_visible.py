@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import QUICK, ROOT, call, command, environment, stored
+from command_lines import (
+    QUICK,
+    ROOT,
+    clean_environment,
+    ddpbench_command,
+    read_stored_run,
+    run_command,
+)
 from in_process import call_in_process
 
 from ddpbench.records import visible
@@ -78,9 +85,9 @@ def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
     number is the same."""
     shown = {}
     for name, extra in {"utf-8": {"PYTHONIOENCODING": "utf-8"}, **ENCODINGS}.items():
-        words = command("show", str(RUNS["collectives"].parent))
+        words = ddpbench_command("show", str(RUNS["collectives"].parent))
         done = subprocess.run(
-            words, cwd=tmp_path, env=environment(**extra), capture_output=True, check=True,
+            words, cwd=tmp_path, env=clean_environment(**extra), capture_output=True, check=True,
             timeout=60,
         )  # fmt: skip
         shown[name] = done.stdout
@@ -100,8 +107,8 @@ def test_measuring_on_an_ascii_terminal_in_a_folder_that_is_not_utf_8(tmp_path: 
     words = ["--backend", "gloo", "--op", "all_reduce", "--sizes", "4", *QUICK]
     folder = os.fsencode(tmp_path) + b"/r\xff\xc3\xa4"
     done = subprocess.run(
-        [*command("collectives", *words), "--output", folder], cwd=tmp_path, timeout=90,
-        env=environment(**ENCODINGS["C"]), capture_output=True, check=False,
+        [*ddpbench_command("collectives", *words), "--output", folder], cwd=tmp_path, timeout=90,
+        env=clean_environment(**ENCODINGS["C"]), capture_output=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert b"time us" in done.stdout
@@ -109,9 +116,13 @@ def test_measuring_on_an_ascii_terminal_in_a_folder_that_is_not_utf_8(tmp_path: 
     assert done.stderr.isascii()
     assert "time µs" in (Path(os.fsdecode(folder)) / "table.txt").read_text(encoding="utf-8")
     shown = subprocess.run(
-        [*command("show"), folder], cwd=tmp_path, capture_output=True, check=False, timeout=60,
-        env=environment(PYTHONIOENCODING="utf-8"),
-    )  # fmt: skip
+        [*ddpbench_command("show"), folder],
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+        timeout=60,
+        env=clean_environment(PYTHONIOENCODING="utf-8"),
+    )
     assert shown.returncode == 0, shown.stderr
     assert b"r\\udcff" in shown.stdout
 
@@ -119,7 +130,7 @@ def test_measuring_on_an_ascii_terminal_in_a_folder_that_is_not_utf_8(tmp_path: 
 def bash(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """A line of bash in which $D is this ddpbench."""
     python = f"{sys.executable} -m ddpbench"
-    return call(["bash", "-c", script.replace("$D", python)], cwd)
+    return run_command(["bash", "-c", script.replace("$D", python)], cwd)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +170,7 @@ def test_results_are_stored_where_nothing_can_be_printed(tmp_path: Path) -> None
     the same without stdin, stdout and stderr."""
     words = f"collectives --backend gloo --op barrier {' '.join(QUICK)}"
     done = bash(f"$D {words} > /dev/full", tmp_path)
-    folder, run = stored(tmp_path)
+    folder, run = read_stored_run(tmp_path)
     assert (done.returncode, run.state) == (0, "complete")
     assert done.stderr == (
         "ddpbench: stdout cannot be written (No space left on device); stored in "

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
-from text_tables import table_cells
+from text_tables import read_table
 
 from ddpbench import collectives
 from ddpbench.analysis import lines
@@ -96,7 +96,7 @@ def test_a_row_shows_what_its_heads_say() -> None:
         case, summary=a_summary(1e-3, 0.05), bus_factor=1.5, limit=Limit(4e9, "memcpy"),
         others_share=0.5,
     )  # fmt: skip
-    (row,) = table_cells(
+    (row,) = read_table(
         formats.table(a_run(result)), "all_reduce  float32  sum  in place  2 ranks  cpu"
     )
     assert row == {
@@ -110,7 +110,7 @@ def test_a_row_shows_what_its_heads_say() -> None:
 def test_what_is_not_known_is_a_dash() -> None:
     """No interval, no percentile, no common clock, no limit, no check: a dash each, never a 0."""
     summary = a_summary(1e-3, None, percentiles_seconds={}, skew_seconds=None)
-    (row,) = table_cells(formats.table(a_run(a_result(summary=summary, checks=0))), "all_reduce")
+    (row,) = read_table(formats.table(a_run(a_result(summary=summary, checks=0))), "all_reduce")
     dashed = {head for head, cell in row.items() if cell == "-"}
     assert dashed == {"95 %", "p99 µs", "skew µs", "% limit", "check"}
 
@@ -120,7 +120,7 @@ def test_a_wrong_result_stands_in_its_row_and_above() -> None:
     wrong = a_result(wrong=(Wrong(1, 2, 3, "4", "5"),))
     run = a_run(wrong, findings=(Finding("error", "wrong-result", "It is wrong", "do this"),))
     text = formats.table(run)
-    (row,) = table_cells(text, "all_reduce")
+    (row,) = read_table(text, "all_reduce")
     assert (row["check"], row["flags"]) == ("WRONG", "WRONG")
     assert "ERROR: It is wrong. Next: do this" in text.splitlines()
     assert "WRONG: a result was wrong; do not use the row" in text.splitlines()
@@ -129,7 +129,7 @@ def test_a_wrong_result_stands_in_its_row_and_above() -> None:
 def test_the_faster_backend_has_a_star_and_sizes_stand_once() -> None:
     """Under one size the backends stand in order; the one whose interval lies below the other's
     has a star; size and count are not repeated; overlapping intervals have no star."""
-    found = table_cells(formats.table(two_backends()), "all_reduce")
+    found = read_table(formats.table(two_backends()), "all_reduce")
     assert [(row["size"], row["count"], row["backend"]) for row in found] == [
         ("4 B", "1", "gloo"), ("", "", "mpi *"), ("1 MiB", "262144", "gloo"), ("", "", "mpi *"),
     ]  # fmt: skip
@@ -144,7 +144,7 @@ def test_a_skipped_case_has_no_row_and_a_reason() -> None:
     more = replace(run.results[-1].case, nbytes=2**31, count=2**29)
     text = formats.table(replace(run, results=(*run.results, replace(run.results[-1], case=more))))
     assert "skipped all_reduce float32 sum on mpi, 1 GiB … 2 GiB: no memory" in text.splitlines()
-    assert len(table_cells(text, "all_reduce")) == 4
+    assert len(read_table(text, "all_reduce")) == 4
 
 
 def test_what_is_not_the_same_stands_in_tables_of_its_own() -> None:
@@ -168,7 +168,7 @@ def test_what_is_not_the_same_stands_in_tables_of_its_own() -> None:
         "barrier  1 rank  cpu",
     ):
         assert text.splitlines().count(title) == 1
-        assert len(table_cells(text, title)) == 1
+        assert len(read_table(text, title)) == 1
 
 
 @pytest.mark.parametrize("state", ["running", "interrupted", "failed", "complete"])
@@ -356,7 +356,7 @@ def test_a_format_and_a_column_that_are_added_can_be_asked_for(
     namespace = parser.parse_args(["--format", "mine", "--columns", "double"])
     run = two_backends()
     assert FORMATS[namespace.format](run, namespace.columns, False) == "a-run!"
-    assert [r["double"] for r in table_cells(formats.table(run), "all_reduce")] == [
+    assert [r["double"] for r in read_table(formats.table(run), "all_reduce")] == [
         "8", "8", "2097152", "2097152",
     ]  # fmt: skip
     assert formats.csv(run, namespace.columns).split() == ["double", *["8"] * 2, *["2097152"] * 2]

@@ -17,7 +17,7 @@ from stored_steps import (
     some_epochs,
     some_replicas,
 )
-from text_tables import table_cells
+from text_tables import read_table
 
 from ddpbench.analysis import findings, step_lines, steps
 from ddpbench.records import codec
@@ -52,7 +52,7 @@ def shown(*results: StepResult, **other: Any) -> str:
 def cells(said: str, title: str) -> list[dict[str, str]]:
     """The rows of a table by head, without the lines of text that follow it."""
     text = re.sub(r"\n(without|DDP's|the hook|too few) .*", "", said)
-    return table_cells(text, title)
+    return read_table(text, title)
 
 
 DIFFER = some_replicas(

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command_lines import environment
-from rank_pool import Done, Pool
+from command_lines import clean_environment
+from rank_pool import Done, RankPool
 from simulated_hosts import PORT, Hosts
 
 from ddpbench.records import store
@@ -26,14 +26,14 @@ def bench(hosts: Callable[..., Hosts]) -> Hosts:
 
 
 @pytest.fixture(scope="module")
-def ranks(bench: Hosts) -> Iterator[Pool]:
+def ranks(bench: Hosts) -> Iterator[RankPool]:
     """Two ranks in each host."""
     pool = bench.pool((2, 2))
     yield pool
     pool.close()
 
 
-def measure(bench: Hosts, ranks: Pool, cwd: Path, *of_host: str, master: str = "") -> Done:
+def measure(bench: Hosts, ranks: RankPool, cwd: Path, *of_host: str, master: str = "") -> Done:
     """A small all_reduce over three of the ranks; GLOO_SOCKET_IFNAME in each host, "" is unset."""
     told = of_host or ("", "")
     environs = [{"GLOO_SOCKET_IFNAME": name} for name in (told[0], *told)]
@@ -42,7 +42,7 @@ def measure(bench: Hosts, ranks: Pool, cwd: Path, *of_host: str, master: str = "
 
 
 def sweep(
-    bench: Hosts, ranks: Pool, cwd: Path, environs: list[dict[str, str]], *words: str,
+    bench: Hosts, ranks: RankPool, cwd: Path, environs: list[dict[str, str]], *words: str,
     master: str = "",
 ) -> Done:  # fmt: skip
     """4 KiB in as many ranks as there are environments, which fill the first host first."""
@@ -104,7 +104,7 @@ def test_nothing_stays_of_a_bench(hosts: Callable[..., Hosts]) -> None:
     leave = "import os; from hosts import Hosts; b = Hosts(1); b.__enter__(); print(b.switch); "
     left = subprocess.run(
         [sys.executable, "-c", leave + "os.sys.stdout.flush(); os._exit(9)"],
-        env=environment(),
+        env=clean_environment(),
         capture_output=True,
         text=True,
         timeout=30,
@@ -116,7 +116,7 @@ def test_nothing_stays_of_a_bench(hosts: Callable[..., Hosts]) -> None:
 
 
 def test_ranks_of_two_hosts_measure_and_tell_their_addresses(
-    bench: Hosts, ranks: Pool, tmp_path: Path
+    bench: Hosts, ranks: RankPool, tmp_path: Path
 ) -> None:
     """2 ranks on one host and 1 on the other, without any variable: the header and the record have
     the hosts, and the addresses that the backend's sockets have."""
@@ -148,7 +148,7 @@ def listened_on(pid: int) -> set[str]:
 
 
 def test_between_hosts_sockets_listen_on_the_address_in_use(
-    bench: Hosts, ranks: Pool, tmp_path: Path
+    bench: Hosts, ranks: RankPool, tmp_path: Path
 ) -> None:
     """The store, gloo and the streams listen on the host's one address in the ranks' network while
     they measure, and nowhere else."""
@@ -171,7 +171,7 @@ def test_between_hosts_sockets_listen_on_the_address_in_use(
 
 
 def test_the_groups_of_two_hosts_measure_and_check(
-    bench: Hosts, ranks: Pool, tmp_path: Path
+    bench: Hosts, ranks: RankPool, tmp_path: Path
 ) -> None:
     """Inside each host, between them and over all, with a root and with pairs: measured and right
     in both groups at once. A backend whose results are wrong in rank 3, where that is the second of
@@ -202,7 +202,7 @@ def test_the_groups_of_two_hosts_measure_and_check(
 
 
 def test_a_rank_in_no_group_waits_and_does_not_count(
-    bench: Hosts, ranks: Pool, tmp_path: Path
+    bench: Hosts, ranks: RankPool, tmp_path: Path
 ) -> None:
     """Of hosts with 2 and 1 ranks, the first of each work between hosts, and the samples are
     theirs; groups inside hosts would be unequal, so these are skipped, with the reason."""
@@ -224,7 +224,7 @@ def test_a_rank_in_no_group_waits_and_does_not_count(
     assert set(samples["rank"]) == {0, 2}
 
 
-def test_loopback_between_hosts_is_refused(bench: Hosts, ranks: Pool, tmp_path: Path) -> None:
+def test_loopback_between_hosts_is_refused(bench: Hosts, ranks: RankPool, tmp_path: Path) -> None:
     """GLOO_SOCKET_IFNAME=lo on one host: exit code 2, one sentence with what to set."""
     assert refused(measure(bench, ranks, tmp_path, "eth0", "lo")) == (
         "host2 (rank 2) has GLOO_SOCKET_IFNAME=lo, so gloo would listen on 127.0.0.1, which host1 "
@@ -233,7 +233,7 @@ def test_loopback_between_hosts_is_refused(bench: Hosts, ranks: Pool, tmp_path: 
 
 
 def test_a_name_that_stands_for_loopback_is_refused(
-    bench: Hosts, ranks: Pool, tmp_path: Path
+    bench: Hosts, ranks: RankPool, tmp_path: Path
 ) -> None:
     """As Debian writes /etc/hosts: the host's own name is 127.0.1.1 there."""
     names = bench[1].etc / "hosts"
@@ -248,7 +248,7 @@ def test_a_name_that_stands_for_loopback_is_refused(
 
 
 def test_an_interface_that_is_not_there_is_refused(
-    bench: Hosts, ranks: Pool, tmp_path: Path
+    bench: Hosts, ranks: RankPool, tmp_path: Path
 ) -> None:
     """The sentence names the variable, the host, and what it has instead."""
     sentence = refused(measure(bench, ranks, tmp_path, "eth0", "eth9"))
@@ -256,7 +256,9 @@ def test_an_interface_that_is_not_there_is_refused(
     assert "eth0 10.77.0.2/24" in sentence
 
 
-def test_hosts_on_different_subnets_are_refused(bench: Hosts, ranks: Pool, tmp_path: Path) -> None:
+def test_hosts_on_different_subnets_are_refused(
+    bench: Hosts, ranks: RankPool, tmp_path: Path
+) -> None:
     """Interfaces of which one host cannot reach the other's; the sentence names those that can."""
     for host, address in enumerate(("10.88.1.1/24", "10.88.2.2/24")):
         bench.inside(host, "ip", "link", "add", "eth1", "type", "bridge")
@@ -270,7 +272,9 @@ def test_hosts_on_different_subnets_are_refused(bench: Hosts, ranks: Pool, tmp_p
     )
 
 
-def test_a_master_that_nobody_knows_is_refused(bench: Hosts, ranks: Pool, tmp_path: Path) -> None:
+def test_a_master_that_nobody_knows_is_refused(
+    bench: Hosts, ranks: RankPool, tmp_path: Path
+) -> None:
     """At once, by each host that cannot resolve the name, and the sentence names it."""
     done = measure(bench, ranks, tmp_path, master="nowhere")
     told = [line for line in done.stderr.splitlines() if "nowhere" in line]
@@ -281,7 +285,7 @@ def test_a_master_that_nobody_knows_is_refused(bench: Hosts, ranks: Pool, tmp_pa
 
 
 def test_the_bound_of_the_clocks_holds_between_hosts(
-    bench: Hosts, ranks: Pool, tmp_path: Path
+    bench: Hosts, ranks: RankPool, tmp_path: Path
 ) -> None:
     """All hosts here read one clock: told that host2 has another, the ranks find over its link that
     it is ahead by 0, within their bound; so before the sweep as after its case."""

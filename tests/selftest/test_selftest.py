@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from command_lines import environment
+from command_lines import clean_environment
 from stored_runs import a_run
 
 from ddpbench import cli
@@ -199,7 +199,7 @@ def test_real_faults_are_planted_found_and_named(tmp_path: Path) -> None:
     words = ["doctor", "--selftest", "wrong-interface,full-disk", "--healthy", "0"]
     done = subprocess.run(
         [sys.executable, "-m", "ddpbench", *words, "--format", "json"],
-        cwd=tmp_path, env=environment(TMPDIR=str(tmp_path)), capture_output=True, text=True,
+        cwd=tmp_path, env=clean_environment(TMPDIR=str(tmp_path)), capture_output=True, text=True,
         check=False, timeout=150,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
