@@ -72,7 +72,7 @@ def listen(address: str, port: int, one_host: bool = True) -> socket.socket:
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         return socket.create_server(("", port), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
-    return socket.create_server((own, port), family=sockets.family(own), backlog=BACKLOG)
+    return socket.create_server((own, port), family=sockets.address_family(own), backlog=BACKLOG)
 
 
 def _own(address: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What sockets say: which connections this process has, and whether new ones come about."""
+"""Connections and addresses of this process and host."""
 
 from __future__ import annotations
 
@@ -27,41 +27,45 @@ class Connection:
     remote: str
 
 
-def connections() -> frozenset[Connection]:
-    """Those of this process; none where they cannot be read."""
+def list_connections() -> frozenset[Connection]:
+    """The connections of this process; empty if they cannot be read."""
     process: Any = psutil.Process()
-    # psutil 6 renamed it
-    ask: Callable[..., Any] = getattr(process, "net_connections", None) or process.connections
+    # psutil 6 renamed the method.
+    read: Callable[..., Any] = getattr(process, "net_connections", None) or process.connections
     try:
         return frozenset(
-            Connection(plain(one.laddr.ip), one.laddr.port, plain(one.raddr.ip))
-            for one in ask(kind="tcp")
-            if one.status == psutil.CONN_ESTABLISHED
+            Connection(
+                plain_address(entry.laddr.ip), entry.laddr.port, plain_address(entry.raddr.ip)
+            )
+            for entry in read(kind="tcp")
+            if entry.status == psutil.CONN_ESTABLISHED
         )
     except psutil.Error:
         return frozenset()
 
 
-def local_addresses(those: Iterable[Connection], remote: frozenset[str]) -> list[str]:
-    """The local ends of the connections to these remote addresses, the most used first."""
-    used = [one.local for one in those if one.remote in remote]
+def local_addresses(connections: Iterable[Connection], remote: frozenset[str]) -> list[str]:
+    """Local addresses of the connections to these remote addresses, the most used first."""
+    used = [connection.local for connection in connections if connection.remote in remote]
     return sorted(set(used), key=lambda address: (-used.count(address), address))
 
 
-def failures(targets: Sequence[tuple[str, int]], seconds: float) -> dict[tuple[str, int], str]:
-    """Why no connection came about in time, of those addresses and ports to which none did."""
+def try_connections(
+    targets: Sequence[tuple[str, int]], seconds: float
+) -> dict[tuple[str, int], str]:
+    """Connect to addresses and ports at once: target → reason, for those that fail."""
     failed: dict[tuple[str, int], str] = {}
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as sockets, selectors.DefaultSelector() as waiting:
         for target in targets:
-            attempt = sockets.enter_context(socket.socket(family(target[0])))
+            attempt = sockets.enter_context(socket.socket(address_family(target[0])))
             attempt.setblocking(False)
             code = attempt.connect_ex(target)
             if code in (0, errno.EINPROGRESS):
                 waiting.register(attempt, selectors.EVENT_WRITE, (target, attempt))
             else:
                 failed[target] = os.strerror(code)
-        while waiting.get_map() and (left := until - time.monotonic()) > 0:
+        while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in waiting.select(left):
                 target, attempt = waiting.unregister(key.fileobj).data
                 if code := attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -70,28 +74,29 @@ def failures(targets: Sequence[tuple[str, int]], seconds: float) -> dict[tuple[s
     return failed | dict.fromkeys(silent, f"no answer in {seconds:g} s")
 
 
-def interfaces() -> dict[str, str]:
-    """All with an IP address, IPv4 before IPv6 as gloo takes it: name → "10.0.0.1/24"."""
-    found: dict[str, str] = {}
+def list_interfaces() -> dict[str, str]:
+    """Interfaces that have an IP address: name → "10.0.0.1/24"; IPv4 before IPv6, as in gloo."""
+    interfaces: dict[str, str] = {}
     for name, entries in psutil.net_if_addrs().items():
         for entry in sorted(entries, key=lambda entry: entry.family):
-            if entry.family in FAMILIES and name not in found:
-                address = plain(entry.address)
+            if entry.family in FAMILIES and name not in interfaces:
+                address = plain_address(entry.address)
                 mask = entry.netmask if entry.family == socket.AF_INET else None
-                found[name] = ip_interface(f"{address}/{mask}" if mask else address).with_prefixlen
-    return found
+                text = f"{address}/{mask}" if mask else address
+                interfaces[name] = ip_interface(text).with_prefixlen
+    return interfaces
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host itself reaches it; with or without a prefix."""
+    """Whether only this host reaches an address, given with or without a prefix."""
     return ip_interface(address).is_loopback
 
 
-def family(address: str) -> socket.AddressFamily:
-    """IPv4's or IPv6's."""
+def address_family(address: str) -> socket.AddressFamily:
+    """The family of an IPv4 or IPv6 address."""
     return FAMILIES[":" in address]
 
 
-def plain(address: str) -> str:
-    """Without a scope, and of an IPv4 address within IPv6 the IPv4 one."""
+def plain_address(address: str) -> str:
+    """The address without a scope; an IPv4 address inside IPv6 as IPv4."""
     return address.partition("%")[0].removeprefix("::ffff:")

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.launch.sockets import family
+from ddpbench.launch.sockets import address_family
 from ddpbench.measure import clock
 from ddpbench.records.schema import Limit
 from ddpbench.runtime import control
@@ -115,7 +115,7 @@ def _ring_rates(world: World, partition: Partition) -> tuple[float | None, float
     with contextlib.ExitStack() as sockets:
         place = (world.address, 0)
         server = sockets.enter_context(
-            socket.create_server(place, family=family(world.address), backlog=1)
+            socket.create_server(place, family=address_family(world.address), backlog=1)
         )
         addresses = control.gather_values(world, [world.address, server.getsockname()[1]])
         address = tuple(addresses[team[(at + 1) % len(team)]])

@@ -52,7 +52,7 @@ class Clocks:
         """Of all clocks but rank 0's, over all comparisons so far."""
         return tuple(
             Offset(
-                host=self.world.who[ranks[0]].host,
+                host=self.world.members[ranks[0]].host,
                 ranks=tuple(ranks),
                 seconds=its.middle_ns * 1e-9,
                 bound_seconds=its.off_ns(its.middle_ns) * 1e-9,
@@ -114,7 +114,7 @@ def _connect(
     server, told, failure = None, None, None
     if world.rank == 0:
         try:
-            family = sockets.family(world.address)
+            family = sockets.address_family(world.address)
             server = socket.create_server((world.address, 0), family=family, backlog=len(others))
             told = stack.enter_context(server).getsockname()[:2]
         except OSError as error:
@@ -158,7 +158,7 @@ def _compared(world: World, ranks: list[list[int]], peers: dict[int, socket.sock
             else:
                 found.append(clocks.ahead(np.array([_asked(peer) for _ in range(count)])))
         except OSError as error:
-            other = world.who[rank]
+            other = world.members[rank]
             raise RuntimeError(
                 f"rank {rank} ({other.host}) is lost while the clocks are compared: {error}"
             ) from None

@@ -63,9 +63,9 @@ def measure(
 ) -> Samples:  # fmt: skip
     """Measure one case on all ranks together, or skip it on all ranks together.
 
-    The operation runs in this rank's subgroup. objection: its reason not to, found before. ahead_ns:
-    what its clock is ahead of rank 0's, in which all stamps are gathered. Returns what rank 0
-    gathered; in other ranks only `objection`, `checks` and `stop_reason` mean something.
+    The operation runs in this rank's subgroup. objection: its reason not to, found before.
+    ahead_ns: how far its clock is ahead of rank 0's, to which all stamps are converted. Returns
+    what rank 0 gathered; in other ranks only `objection`, `checks` and `stop_reason` mean something.
     """
     teams = subgroup.partition.subgroups if subgroup.partition.size < world.world_size else ()
     samples = Samples(warm_up=Kept(teams), timed=Kept(teams))

@@ -28,7 +28,8 @@ from ddpbench.catalog import backends
 from ddpbench.launch import forks, placement, starters
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.launch.supervise import Deadline
-from ddpbench.runtime.world import Rendezvous, World, join_world
+from ddpbench.runtime.meeting import Rendezvous
+from ddpbench.runtime.world import World, join_world
 
 if TYPE_CHECKING:
     import torch

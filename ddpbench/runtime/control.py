@@ -1,4 +1,4 @@
-"""How ranks agree, over the control group (gloo), never over the backend that is measured."""
+"""Collectives of the control group (gloo): never over the backend that is measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Membership(Protocol):
-    """A rank among all ranks: the part of World that an agreement needs."""
+    """The part of a World that these collectives need."""
 
     @property
     def rank(self) -> int: ...
@@ -22,19 +22,19 @@ class Membership(Protocol):
     def world_size(self) -> int: ...
 
 
-def gather_values(world: Membership, mine: Any) -> list[Any]:
-    """Every rank's JSON-able value, in order of rank, in every rank."""
+def gather_values(world: Membership, value: Any) -> list[Any]:
+    """Every rank's JSON-able value, in order of rank, on every rank."""
     import torch
     import torch.distributed as dist
 
-    content = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+    content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     length = torch.tensor([content.numel()])
     lengths = [torch.empty_like(length) for _ in range(world.world_size)]
     dist.all_gather(lengths, length)
-    room = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
-    room[: content.numel()] = content
-    rows = [torch.empty_like(room) for _ in range(world.world_size)]
-    dist.all_gather(rows, room)
+    padded = torch.zeros(max(map(int, lengths)), dtype=torch.uint8)
+    padded[: content.numel()] = content
+    rows = [torch.empty_like(padded) for _ in range(world.world_size)]
+    dist.all_gather(rows, padded)
     return [
         json.loads(row[: int(size)].numpy().tobytes())
         for row, size in zip(rows, lengths, strict=True)
@@ -42,13 +42,13 @@ def gather_values(world: Membership, mine: Any) -> list[Any]:
 
 
 def broadcast_value(world: Membership, value: Any) -> Any:
-    """Rank 0's JSON-able value, in every rank."""
+    """Rank 0's JSON-able value, on every rank."""
     content = json.dumps(value).encode() if world.rank == 0 else b""
     return json.loads(broadcast_bytes(world, content))
 
 
 def broadcast_bytes(world: Membership, content: bytes) -> bytes:
-    """Rank 0's bytes, in every rank."""
+    """Rank 0's bytes, on every rank."""
     import torch
     import torch.distributed as dist
 
@@ -62,7 +62,7 @@ def broadcast_bytes(world: Membership, content: bytes) -> bytes:
 
 
 def broadcast_decision(world: Membership, value: int) -> int:
-    """Rank 0's whole number, in every rank: the cheap one, made between repetitions."""
+    """Rank 0's integer, on every rank; cheap enough between repetitions."""
     import torch
     import torch.distributed as dist
 
@@ -72,75 +72,79 @@ def broadcast_decision(world: Membership, value: int) -> int:
 
 
 def barrier_all() -> None:
-    """No rank goes on before all have come. After a decision some may: a rank hears it from one
-    other, and waits for nobody else."""
+    """Hold every rank until all have arrived.
+
+    A broadcast does not do so: a rank receives it from one other rank and waits for nobody else.
+    """
     import torch.distributed as dist
 
     dist.barrier()
 
 
-def agree_any(mine: bool) -> bool:
-    """Whether `mine` is true in any rank: one reduction, cheaper than `gather_values`."""
+def agree_any(value: bool) -> bool:
+    """Whether the value is true on any rank; one reduction, cheaper than `gather_values`."""
     import torch
     import torch.distributed as dist
 
-    cell = torch.tensor([mine], dtype=torch.uint8)
+    cell = torch.tensor([value], dtype=torch.uint8)
     dist.all_reduce(cell, dist.ReduceOp.MAX)
     return bool(cell.item())
 
 
 def gather_to_rank_0(
-    world: Membership, mine: npt.NDArray[np.int64]
+    world: Membership, array: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64] | None:
-    """Arrays of one shape from all ranks: int64[world, …] in rank 0, None elsewhere."""
+    """Arrays of one shape from all ranks: int64[world, …] on rank 0, None elsewhere."""
     import numpy as np
     import torch
     import torch.distributed as dist
 
-    tensor = torch.from_numpy(np.ascontiguousarray(mine))
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
     if world.rank:
         dist.gather(tensor, dst=0)
         return None
-    whole = torch.empty((world.world_size, *tensor.shape), dtype=tensor.dtype)
-    dist.gather(tensor, list(whole.unbind()), dst=0)
-    return whole.numpy()
+    rows = torch.empty((world.world_size, *tensor.shape), dtype=tensor.dtype)
+    dist.gather(tensor, list(rows.unbind()), dst=0)
+    return rows.numpy()
 
 
-def agree_objection(world: Membership, mine: str | None) -> str | None:
-    """None when no rank objects; else the lowest objecting rank's sentence, naming the ranks."""
-    if not agree_any(mine is not None):
+def agree_objection(world: Membership, objection: str | None) -> str | None:
+    """The objection of the lowest rank that has one, with the ranks that object; None if none."""
+    if not agree_any(objection is not None):
         return None
-    objections = {r: text for r, text in enumerate(gather_values(world, mine)) if text is not None}
+    objections = {
+        rank: text for rank, text in enumerate(gather_values(world, objection)) if text is not None
+    }
     text: str = objections[min(objections)]
     if len(objections) == world.world_size:
         return text
     return f"{text} (rank {', '.join(map(str, objections))})"
 
 
-def first_line(error: BaseException, most: int = 200) -> str:
-    """What an error says, for an objection: its first line, `most` characters of it."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:most]
+def first_line(error: BaseException, length: int = 200) -> str:
+    """The first line of an error's message, cut to this length."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:length]
 
 
-def agree_same_options(world: Membership, mine: dict[str, Any]) -> None:
-    """Raises Refused, naming the rank and the option, when a rank was started differently."""
-    sentence = find_differing_option(gather_values(world, mine))
+def agree_same_options(world: Membership, options: dict[str, Any]) -> None:
+    """Raises Refused, naming the rank and the option, if a rank was started differently."""
+    sentence = find_differing_option(gather_values(world, options))
     if sentence is not None:
         raise Refused(sentence)
 
 
-def find_differing_option(everyone: list[dict[str, Any]]) -> str | None:
-    """A sentence naming the rank and the option that is not as rank 0's; None when all agree."""
-    for rank, options in enumerate(everyone):
-        for name, value in everyone[0].items():
+def find_differing_option(options_of_ranks: list[dict[str, Any]]) -> str | None:
+    """A sentence on the first option that differs from rank 0's; None if all agree."""
+    for rank, options in enumerate(options_of_ranks):
+        for name, value in options_of_ranks[0].items():
             if options.get(name) != value:
                 return (
                     f"rank {rank} was started with --{name} "
-                    f"{_shown(options.get(name))}, rank 0 with {_shown(value)}: "
+                    f"{_format_option(options.get(name))}, rank 0 with {_format_option(value)}: "
                     "start all ranks with the same options"
                 )
     return None
 
 
-def _shown(value: Any) -> str:
+def _format_option(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)

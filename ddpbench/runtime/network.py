@@ -1,8 +1,8 @@
-"""Where gloo would listen in every rank, and why the ranks could not connect there: found out over
-the store, before gloo would wait for them in vain.
+"""Where gloo would listen in every rank, and why ranks could not connect there.
 
-gloo listens on the interfaces of GLOO_SOCKET_IFNAME, else on the address that the host's own name
-resolves to, else on loopback. Of two ranks the one with the higher address connects.
+The ranks find this out over the store, before gloo would wait in vain. gloo listens on the
+interfaces of GLOO_SOCKET_IFNAME, else on the address that the host's own name resolves to, else on
+loopback. Of two ranks, the one with the higher address connects.
 """
 
 from __future__ import annotations
@@ -21,65 +21,68 @@ GLOO = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
-class NetPlace:
-    """One rank's place in the network."""
+class Endpoint:
+    """Where one rank's gloo listens."""
 
     rank: int
     host: str  # its name
     network: str  # equal for ranks of one host
-    why: str  # what makes gloo listen there
+    reason: str  # why gloo listens there, as the rest of a sentence about the host
     listening: Mapping[str, int]  # address of gloo → port, on which this rank listens for a test
     interfaces: Mapping[str, str]  # of the host: name → "10.0.0.1/24"
-    absent: str | None = None  # an interface it was told, which the host does not have
+    missing: str | None = None  # an interface that was requested and that the host lacks
 
     @property
-    def who(self) -> str:
+    def name(self) -> str:
         return f"{self.host} (rank {self.rank})"
 
     @property
-    def has(self) -> str:
-        """The host's interfaces, in words."""
+    def interface_list(self) -> str:
+        """The host's interfaces, for a sentence."""
         return ", ".join(f"{name} {address}" for name, address in self.interfaces.items())
 
     @property
     def addresses(self) -> frozenset[str]:
-        """All of the host."""
+        """All addresses of the host."""
         return frozenset(address.partition("/")[0] for address in self.interfaces.values())
 
 
 @contextlib.contextmanager
-def standing(rank: int, network: str, said: str | None) -> Iterator[NetPlace]:
-    """This rank's place; it listens where gloo would while the context lasts.
+def open_endpoint(rank: int, network: str, requested: str | None) -> Iterator[Endpoint]:
+    """This rank's endpoint; it listens where gloo would while the context lasts.
 
-    said: the value of GLOO_SOCKET_IFNAME.
+    requested: the value of GLOO_SOCKET_IFNAME.
     """
-    interfaces, host = sockets.interfaces(), socket.gethostname()
-    names = said.split(",") if said and len(said) > 1 else []  # torch ignores a single letter
+    interfaces, host = sockets.list_interfaces(), socket.gethostname()
+    # torch ignores a single letter.
+    names = requested.split(",") if requested and len(requested) > 1 else []
     if names:
-        wanted = [interfaces[n].partition("/")[0] for n in names if n in interfaces]
-        why = f"has {GLOO}={said}"
+        addresses = [interfaces[n].partition("/")[0] for n in names if n in interfaces]
+        reason = f"has {GLOO}={requested}"
     else:
-        address, why = _of_own_name(host)
-        wanted = [address]
+        address, reason = _resolve_own_name(host)
+        addresses = [address]
     listening = {}
     with contextlib.ExitStack() as servers:
-        for address in wanted:
-            server = servers.enter_context(socket.socket(sockets.family(address)))
+        for address in addresses:
+            server = servers.enter_context(socket.socket(sockets.address_family(address)))
             with contextlib.suppress(OSError):
                 server.bind((address, 0))
                 server.listen(1024)
                 listening[address] = int(server.getsockname()[1])
-        absent = next((name for name in names if name not in interfaces), None)
-        yield NetPlace(rank, host, network, why, listening, interfaces, absent)
+        missing = next((name for name in names if name not in interfaces), None)
+        yield Endpoint(rank, host, network, reason, listening, interfaces, missing)
 
 
 @contextlib.contextmanager
-def kept_on_loopback(places: Sequence[NetPlace]) -> Iterator[None]:
-    """A gloo group made meanwhile listens on loopback, where these ranks share a host and nobody
-    has chosen an interface."""
-    has = places[0].interfaces
-    loopback = next((name for name, address in has.items() if sockets.is_loopback(address)), None)
-    if loopback is None or GLOO in os.environ or len({place.network for place in places}) > 1:
+def keep_gloo_on_loopback(endpoints: Sequence[Endpoint]) -> Iterator[None]:
+    """Let a gloo group made meanwhile listen on loopback.
+
+    Only where these ranks share a host and nobody has chosen an interface.
+    """
+    interfaces = endpoints[0].interfaces
+    loopback = next((n for n, address in interfaces.items() if sockets.is_loopback(address)), None)
+    if loopback is None or GLOO in os.environ or len({each.network for each in endpoints}) > 1:
         yield
         return
     os.environ[GLOO] = loopback
@@ -89,86 +92,86 @@ def kept_on_loopback(places: Sequence[NetPlace]) -> Iterator[None]:
         del os.environ[GLOO]
 
 
-def objection(places: Sequence[NetPlace]) -> str | None:
-    """Why gloo cannot connect these ranks, known without trying; None where it may."""
-    for place in places:
-        if place.absent is not None:
+def find_objection(endpoints: Sequence[Endpoint]) -> str | None:
+    """Why gloo cannot connect these ranks, without trying; None if it may."""
+    for endpoint in endpoints:
+        if endpoint.missing is not None:
             return (
-                f"{place.who} {place.why}, and there is no interface {place.absent} with an "
-                f"address: it has {place.has}; correct {GLOO} there"
+                f"{endpoint.name} {endpoint.reason}, and there is no interface {endpoint.missing} "
+                f"with an address: it has {endpoint.interface_list}; correct {GLOO} there"
             )
-    users: dict[str, NetPlace] = {}
-    for place in places:
-        other = next((each for each in places if each.network != place.network), None)
+    users: dict[str, Endpoint] = {}
+    for endpoint in endpoints:
+        other = next((other for other in endpoints if other.network != endpoint.network), None)
         if other is None:
-            return None  # ranks of one host reach each other on whatever it has
-        for address in place.listening:
-            user = users.setdefault(address, place)
+            return None  # ranks of one host reach each other on any interface
+        for address in endpoint.listening:
+            user = users.setdefault(address, endpoint)
             if sockets.is_loopback(address):
                 return (
-                    f"{place.who} {place.why}, so gloo would listen on {address}, which "
-                    f"{other.host} cannot reach: {_advice(place, other)}"
+                    f"{endpoint.name} {endpoint.reason}, so gloo would listen on {address}, which "
+                    f"{other.host} cannot reach: {_advise(endpoint, other)}"
                 )
-            if user.network != place.network:
+            if user.network != endpoint.network:
                 return (
-                    f"{user.who} and {place.who} have the same address {address} for gloo: "
-                    f"{_advice(user, place)}, {_advice(place, user)}"
+                    f"{user.name} and {endpoint.name} have the same address {address} for gloo: "
+                    f"{_advise(user, endpoint)}, {_advise(endpoint, user)}"
                 )
     return None
 
 
-def unreached(rank: int, places: Sequence[NetPlace], seconds: float) -> str | None:
-    """Why this rank cannot connect to where another host's gloo listens, after trying in the
-    direction in which gloo would; None where it can.
+def find_unreachable(rank: int, endpoints: Sequence[Endpoint], seconds: float) -> str | None:
+    """Why this rank cannot connect to another host's gloo, after trying; None if it can.
 
-    seconds: how long an answer may take.
+    One rank tries for its host, in the direction in which gloo connects. seconds: for an answer.
     """
-    me, first = places[rank], {place.network: place for place in reversed(places)}
-    if first[me.network] is not me:
-        return None  # one rank tries for its host
-    mine = max((ip_address(address).packed for address in me.listening), default=b"")
+    own, first = endpoints[rank], {each.network: each for each in reversed(endpoints)}
+    if first[own.network] is not own:
+        return None
+    highest = max((ip_address(address).packed for address in own.listening), default=b"")
     targets = {
-        (address, port): place
-        for place in first.values()
-        for address, port in place.listening.items()
-        if place.network != me.network and ip_address(address).packed < mine
+        (address, port): endpoint
+        for endpoint in first.values()
+        for address, port in endpoint.listening.items()
+        if endpoint.network != own.network and ip_address(address).packed < highest
     }
-    for target, why in sockets.failures(list(targets), seconds).items():
-        place = targets[target]
+    for target, reason in sockets.try_connections(list(targets), seconds).items():
+        other = targets[target]
         return (
-            f"{me.who} cannot connect to {place.who} at {target[0]}, where gloo would listen, "
-            f"because it {place.why} ({why}; {me.host} has {me.has}): {_advice(place, me)}, "
-            f"{_advice(me, place)}"
+            f"{own.name} cannot connect to {other.name} at {target[0]}, where gloo would listen, "
+            f"because it {other.reason} ({reason}; {own.host} has {own.interface_list}): "
+            f"{_advise(other, own)}, {_advise(own, other)}"
         )
     return None
 
 
-def misnamed(
+def check_nccl_interface(
     variable: str, several_hosts: bool, environ: Mapping[str, str] = os.environ
 ) -> str | None:
-    """Why no interface of this host fits what NCCL was told in a variable; None where one does.
+    """Why no interface of this host fits a variable of NCCL; None if one does.
 
-    NCCL takes "eth0,ib" as beginnings of names, "=eth0" as a whole name, "^docker" as what not.
+    NCCL takes "eth0,ib" as beginnings of names, "=eth0" as a whole name, "^docker" as an exclusion.
     """
-    said, interfaces = environ.get(variable, ""), sockets.interfaces()
-    words = [word + ("" if "=" in said[:2] else "*") for word in said.lstrip("^=").split(",")]
+    value, interfaces = environ.get(variable, ""), sockets.list_interfaces()
+    patterns = [name + ("" if "=" in value[:2] else "*") for name in value.lstrip("^=").split(",")]
     fitting = [
         name
         for name, address in interfaces.items()
-        if any(fnmatchcase(name, word) for word in words) != said.startswith("^")
+        if any(fnmatchcase(name, pattern) for pattern in patterns) != value.startswith("^")
         and not (several_hosts and sockets.is_loopback(address))
     ]
-    if not said or fitting:
+    if not value or fitting:
         return None
-    there = ", ".join(f"{name} {address}" for name, address in interfaces.items())
+    existing = ", ".join(f"{name} {address}" for name, address in interfaces.items())
     reached = "that other hosts can reach " if several_hosts else ""
     return (
-        f"{variable}={said} fits no interface {reached}on {socket.gethostname()}, which has {there}"
+        f"{variable}={value} fits no interface {reached}on {socket.gethostname()}, which has "
+        f"{existing}"
     )
 
 
-def unknown(name: str) -> str | None:
-    """Why ranks cannot meet at a host of this name; None where it resolves here."""
+def check_name(name: str) -> str | None:
+    """Why ranks cannot meet at a host of this name; None if it resolves here."""
     try:
         socket.getaddrinfo(name, None)
     except OSError as error:
@@ -179,29 +182,34 @@ def unknown(name: str) -> str | None:
     return None
 
 
-def _of_own_name(host: str) -> tuple[str, str]:
-    """The address that gloo takes when it is told no interface, and why."""
-    found = []
+def _resolve_own_name(host: str) -> tuple[str, str]:
+    """The address that gloo takes if no interface is requested, and the reason."""
+    addresses = []
     with contextlib.suppress(OSError):
-        for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-            found.append(str(entry[4][0]))
-            with contextlib.suppress(OSError), socket.socket(entry[0]) as probe:
-                probe.bind(entry[4])
-                return sockets.plain(found[-1]), f"resolves its own name to {found[-1]}"
-    if found:
-        return "127.0.0.1", f"resolves its own name to {found[0]}, which is not its own"
+        for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            addresses.append(str(address[0]))
+            with contextlib.suppress(OSError), socket.socket(family) as probe:
+                probe.bind(address)
+                plain = sockets.plain_address(addresses[-1])
+                return plain, f"resolves its own name to {addresses[-1]}"
+    if addresses:
+        return "127.0.0.1", f"resolves its own name to {addresses[0]}, which is not its own"
     return "127.0.0.1", "cannot resolve its own name"
 
 
-def _advice(place: NetPlace, other: NetPlace) -> str:
+def _advise(endpoint: Endpoint, other: Endpoint) -> str:
     """What to set on a host so that the other reaches it: an interface on a subnet of both."""
-    usable = {n: ip_interface(a) for n, a in place.interfaces.items() if not sockets.is_loopback(a)}
+    usable = {
+        name: ip_interface(address)
+        for name, address in endpoint.interfaces.items()
+        if not sockets.is_loopback(address)
+    }
     theirs = [ip_interface(address) for address in other.interfaces.values()]
     shared = [
         name
-        for name, mine in usable.items()
-        if any(mine.network == each.network and mine.ip != each.ip for each in theirs)
+        for name, own in usable.items()
+        if any(own.network == their.network and own.ip != their.ip for their in theirs)
     ]
     if names := shared or list(usable):
-        return f"on {place.host} export {GLOO}={' or '.join(names)}"
-    return f"give {place.host} an address first"
+        return f"on {endpoint.host} export {GLOO}={' or '.join(names)}"
+    return f"give {endpoint.host} an address first"

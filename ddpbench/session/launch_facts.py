@@ -42,7 +42,7 @@ def gather_launch_record(
         backend=backend.name,
         provider=backend.provider(device),
         library=backend.library(),
-        launcher=world.place.launcher,
+        launcher=world.placement.launcher,
         world_size=world.world_size,
         facts={**environment.run_facts(), **facts} if world.rank == 0 else {},
         ranks=tuple(everyone),

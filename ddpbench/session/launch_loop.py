@@ -154,7 +154,7 @@ def agree_torch_name(world: World, backend: Backend) -> str:
     name = backend.register() if backend.register else backend.name
     size, objection = backend.size(), None
     if backend.interfaces:
-        objection = network.misnamed(backend.interfaces, len(world.hosts) > 1)
+        objection = network.check_nccl_interface(backend.interfaces, len(world.hosts) > 1)
     if size is not None and size != world.world_size:
         objection = (
             f"{backend.name} sees a world of {size}, not of {world.world_size} ranks: start them "

@@ -23,7 +23,9 @@ def broadcast_run_folder(world: World, asked: RunOptions) -> tuple[Path, Plan]:
     if world.rank == 0:
         try:
             folder = (
-                Path(asked.join) if asked.join else create_run(asked, len(world.who), sys.argv[1:])
+                Path(asked.join)
+                if asked.join
+                else create_run(asked, world.world_size, sys.argv[1:])
             )
             found = {"folder": str(folder.resolve()), "plan": asdict(store.read(folder).plan)}
         except (OSError, store.InvalidRun) as error:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
 from ddpbench.records.schema import Plan
-from ddpbench.runtime.world import Rendezvous
+from ddpbench.runtime.meeting import Rendezvous
 
 if TYPE_CHECKING:
     from typing_extensions import Self

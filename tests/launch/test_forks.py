@@ -22,7 +22,8 @@ from ddpbench.launch import family
 PROGRAM = """
 import os, signal, sys, time
 from ddpbench.launch import forks, placement
-from ddpbench.runtime.world import Rendezvous, join_world
+from ddpbench.runtime.meeting import Rendezvous
+from ddpbench.runtime.world import join_world
 from ddpbench.launch.supervise import Deadline
 def main():
     place = placement.read_placement()

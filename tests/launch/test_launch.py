@@ -227,7 +227,8 @@ def test_mpirun_s_exit_code_is_passed_on(capfd: pytest.CaptureFixture[str]) -> N
 LOST = """
 import atexit, os, signal
 from ddpbench.launch import placement, starters
-from ddpbench.runtime.world import Rendezvous, join_world
+from ddpbench.runtime.meeting import Rendezvous
+from ddpbench.runtime.world import join_world
 place = placement.read_placement()
 blow = lambda: place.rank == 1 and os.kill(os.getpid(), signal.{blow})
 {first}

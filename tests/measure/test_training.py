@@ -35,7 +35,8 @@ from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.measure import training
 from ddpbench.records.schema import Epoch
-from ddpbench.runtime.world import Rendezvous, World, join_world
+from ddpbench.runtime.meeting import Rendezvous
+from ddpbench.runtime.world import World, join_world
 
 CPU = torch.device("cpu")
 SMALL = {"width": 16, "depth": 3}

@@ -40,7 +40,7 @@ from ddpbench.measure import pace
 from ddpbench.records import store
 from ddpbench.records.schema import Case, Plan, Result, Run
 from ddpbench.runtime import cpu
-from ddpbench.runtime.network import NetPlace
+from ddpbench.runtime.network import Endpoint
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts, recorder, run_end
@@ -82,7 +82,7 @@ def simulate(size: int) -> World:
         setattr(dist, name, fake)
     who = tuple(Who(r, f"host{r // A_HOST}", r, f"boot{r // A_HOST}") for r in range(size))
     watchdog: Any = SimpleNamespace(signal=None, rearm=lambda: None, phase=lambda what: None)
-    net = tuple(NetPlace(r, its.host, its.boot_id, "", {}, {}) for r, its in enumerate(who))
+    net = tuple(Endpoint(r, its.host, its.boot_id, "", {}, {}) for r, its in enumerate(who))
     place = Placement("torchrun", 0, size, 0, A_HOST)
     return World(place, who, net, watchdog, timedelta(seconds=60))
 

@@ -24,7 +24,8 @@ from tabulate import tabulate
 from ddpbench.launch import placement, starters
 from ddpbench.measure.handoff import Handoff
 from ddpbench.mpi_backend.library import mpi
-from ddpbench.runtime.world import Rendezvous, join_world
+from ddpbench.runtime.meeting import Rendezvous
+from ddpbench.runtime.world import join_world
 
 NBYTES, CALLS = 1 << 20, 100
 DISTANCES = (-16, 0, 16, 32, 64)

@@ -197,7 +197,7 @@ def _figures(
 def _places(context: Context) -> Places:
     facts = [rank.get("interface") or {} for rank in context.launch.ranks]
     return Places(
-        host={who.rank: who.host for who in context.ranks.who},
+        host={who.rank: who.host for who in context.ranks.members},
         ethernet=context.backend.transport == "tcp" and len(context.ranks.hosts) > 1,
         mtu_nbytes=min(its.get("mtu_nbytes") or findings.MTU_NBYTES for its in facts),
         nominal={r: its.get("nominal_bytes_per_second") for r, its in enumerate(facts)},

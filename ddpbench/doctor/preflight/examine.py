@@ -33,12 +33,12 @@ def examine(context: Context) -> Outcome:
     group = context.ranks
     hosts = list(group.hosts.values())
     first = any(ranks[0] == group.rank for ranks in hosts)
-    place = group.net[group.rank]
+    place = group.endpoints[group.rank]
     mine: dict[str, Any] = {
         **environment.setup_facts(),
         "library": context.backend.library(),
         "address": next(iter(place.listening), None),
-        "why_there": redact.text(place.why),
+        "why_there": redact.text(place.reason),
         "host": environment.host_facts() if first else None,
     }
     ahead, objection = _clocks_ahead(context)

@@ -128,7 +128,9 @@ def _neighbours(
     group: World, before: Mapping[str, float], after: Mapping[str, float], wall: float
 ) -> list[str]:
     """The processes, but these ranks, that used a share of a core meanwhile, the busiest first."""
-    ranks = tuple(f"(pid {who.pid})" for who in group.who if group.who[group.rank].sees(who))
+    ranks = tuple(
+        f"(pid {who.pid})" for who in group.members if group.members[group.rank].sees(who)
+    )
     used = {
         name: seconds - before.get(name, seconds)
         for name, seconds in after.items()

@@ -1,0 +1,190 @@
+"""How the ranks of a launch meet: the store they share, and who and where they are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from ddpbench.hang.self_report import Who, whoami
+from ddpbench.launch import family, slurm
+from ddpbench.launch.placement import (
+    Placement,
+    Refused,
+    free_port,
+    require_free,
+    slurm_address,
+)
+from ddpbench.launch.rendezvous import serve
+from ddpbench.runtime import control, network
+from ddpbench.runtime.network import Endpoint
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+REACH_SECONDS = 10.0  # for the other hosts to answer: TCP asks again after 1, 3 and 7 s
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How ranks are to meet; None where the user leaves it to the launcher."""
+
+    init_method: str | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    timeout_seconds: float = 60.0
+    watchdog: str = "end"  # at a missed deadline: "end" the run, "tell" about it, or "off"
+
+    @property
+    def group_timeout(self) -> timedelta:
+        """The time-out of torch's groups: longer than the watchdog's, which can name ranks."""
+        if self.watchdog != "end":
+            return timedelta(days=20)  # more would overflow 32 bits of milliseconds
+        return timedelta(seconds=self.timeout_seconds + 30)
+
+
+def connect_store(placement: Placement, rendezvous: Rendezvous) -> dist.Store:
+    """The store that all ranks share. Raises Refused if it cannot be reached."""
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=rendezvous.timeout_seconds)
+    url = _choose_url(placement, rendezvous)
+    try:
+        if not url.startswith("tcp://"):  # torchrun's own store, or a file
+            meeting = dist.rendezvous(url, placement.rank, placement.world_size, timeout=timeout)
+            store: dist.Store = next(meeting)[0]
+            return store
+        host, port = url.removeprefix("tcp://").rsplit(":", 1)
+        host = host.strip("[]")
+        if (objection := network.check_name(host)) is not None:
+            # c10d would ask again and again. One rank of each host that cannot resolve it reports.
+            raise Refused(objection, speaker=placement.rank - placement.local_rank)
+        if placement.rank == 0:
+            require_free(int(port))
+            one_host = placement.local_world_size == placement.world_size
+            return serve(host, int(port), timeout, one_host)
+        return dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)
+    except (RuntimeError, ValueError, OSError, OverflowError) as error:
+        reason = control.first_line(error)
+        family.end_if_stopped(placement.rank, rendezvous.timeout_seconds)
+        raise Refused(
+            f"rank {placement.rank} could not meet the others at {url} within "
+            f"{timeout.total_seconds():g} s: {reason}",
+            speaker=placement.rank,
+        ) from None
+
+
+def _choose_url(placement: Placement, rendezvous: Rendezvous) -> str:
+    """The URL of the store: from the user's options, else from the launcher."""
+    if rendezvous.init_method and rendezvous.init_method != "env://":
+        return rendezvous.init_method
+    address = rendezvous.master_addr or os.environ.get("MASTER_ADDR")
+    port = rendezvous.master_port or os.environ.get("MASTER_PORT")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if not (rendezvous.master_addr or rendezvous.master_port):
+            return "env://"
+        if rendezvous.master_port is None:  # MASTER_PORT is the port of the launcher's own store
+            raise Refused(
+                f"--master-addr {rendezvous.master_addr} needs a port that is free there: give "
+                "--master-port too, or neither"
+            )
+    if address and port:
+        return f"tcp://{address}:{port}"
+    if placement.launcher == "srun":
+        host, number = slurm_address()
+        return f"tcp://{address or slurm.node_address(host, placement)}:{port or number}"
+    if placement.launcher == "mpirun":
+        return f"tcp://{_broadcast_address_over_mpi(placement, rendezvous, address, port)}"
+    return f"tcp://{address or '127.0.0.1'}:{port or free_port()}"
+
+
+def _broadcast_address_over_mpi(
+    placement: Placement, rendezvous: Rendezvous, address: str | None, port: str | int | None
+) -> str:
+    """Rank 0's "address:port", on every rank."""
+    if find_spec("mpi4py") is None:
+        raise Refused(
+            "under mpirun the ranks meet over mpi4py, which is not installed: "
+            "pip install 'ddpbench[mpi]', or give --master-addr and --master-port"
+        )
+    from ddpbench.mpi_backend import library as mpi_library
+
+    mpi_library.start(rendezvous.timeout_seconds)
+    rank, size = mpi_library.world()
+    if size != placement.world_size or rank != placement.rank:
+        raise Refused(
+            f"mpirun calls this rank {placement.rank} of {placement.world_size}, mpi4py calls it "
+            f"{rank} of {size}: mpi4py uses another MPI than this mpirun; use the mpirun that "
+            "belongs to it"
+        )
+    one_host = placement.local_world_size == placement.world_size
+    return mpi_library.broadcast_meeting_point(one_host, address, port)
+
+
+def gather_introductions(
+    store: dist.Store, placement: Placement, seconds: float
+) -> tuple[tuple[Who, ...], tuple[Endpoint, ...]]:
+    """Who and where all ranks are, once gloo can connect them.
+
+    Raises Refused on all ranks if gloo cannot, and also names ranks that do not come in time.
+    """
+    me, rank = whoami(placement.rank), placement.rank
+    requested = os.environ.get(network.GLOO)
+    with network.open_endpoint(rank, f"{me.boot_id}/{me.network}", requested) as own:
+        introductions = _gather_over_store(
+            store, placement, seconds, "here", [asdict(me), asdict(own)]
+        )
+        members = tuple(Who(**fields) for fields, _ in introductions)
+        endpoints = tuple(Endpoint(**fields) for _, fields in introductions)
+        objection = network.find_objection(endpoints)
+        if objection is None and len({endpoint.network for endpoint in endpoints}) > 1:
+            reason = network.find_unreachable(rank, endpoints, min(REACH_SECONDS, seconds))
+            answers = _gather_over_store(store, placement, seconds, "reached", reason)
+            objection = next((answer for answer in answers if answer is not None), None)
+    if objection is not None:
+        store.set(f"ddpbench/refused/{rank}", "1")
+        if rank == 0:  # the store lives here: stay until all ranks know
+            with contextlib.suppress(Refused):
+                _await_all(store, placement, 5.0, "refused")
+        raise Refused(objection)
+    return members, endpoints
+
+
+def _gather_over_store(
+    store: dist.Store, placement: Placement, seconds: float, topic: str, value: Any
+) -> Any:
+    """Every rank's JSON-able value, over the store. Raises Refused, naming who did not come."""
+    store.set(f"ddpbench/{topic}/{placement.rank}", json.dumps(value))
+    _await_all(store, placement, seconds, topic)
+    keys = [f"ddpbench/{topic}/{rank}" for rank in range(placement.world_size)]
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def _await_all(store: dist.Store, placement: Placement, seconds: float, topic: str) -> None:
+    """Wait until every rank has set its key. Raises Refused, naming those that do not in time."""
+    deadline = time.monotonic() + seconds
+    absent = list(range(placement.world_size))
+    try:
+        while absent := [r for r in absent if not store.check([f"ddpbench/{topic}/{r}"])]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+    except RuntimeError:
+        family.end_if_stopped(placement.rank, seconds)
+        others = range(1, placement.world_size)
+        speaker = next((rank for rank in others if rank not in absent), placement.rank)
+        raise Refused("rank 0, where the ranks meet, has left", speaker) from None
+    if absent:
+        family.end_if_stopped(placement.rank, seconds)
+        if placement.rank == 0:
+            time.sleep(1.0)  # the others' store lives here: let them come to their own end
+        raise Refused(
+            f"of {placement.world_size} ranks these did not come within {seconds:g} s (--timeout): "
+            f"{', '.join(map(str, absent))}; see why they did not start",
+            speaker=next(r for r in range(placement.world_size) if r not in absent),
+        )
