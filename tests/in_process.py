@@ -16,8 +16,7 @@ import pytest
 from command_lines import clean_environment
 
 from ddpbench import cli
-from ddpbench.runtime import world
-from ddpbench.session import options
+from ddpbench.session import launch_loop, options
 
 PATIENCE_SECONDS = 60.0  # for one command: the machine may be busy
 
@@ -50,7 +49,7 @@ def forbid_processes() -> Iterator[None]:
         mock.patch.dict(os.environ, clean, clear=True),
         mock.patch.object(subprocess, "Popen", _refuse_start),
         mock.patch.object(os, "fork", _refuse_start),
-        mock.patch.object(world, "opened", _refuse_start),
+        mock.patch.object(launch_loop, "join_world", _refuse_start),
         mock.patch.object(options, "WAIT_FOR_SPEAKER_SECONDS", 0.0),
     ):
         yield

@@ -65,7 +65,7 @@ def measure(
 
     The operation runs in this rank's subgroup. objection: its reason not to, found before.
     ahead_ns: how far its clock is ahead of rank 0's, to which all stamps are converted. Returns
-    what rank 0 gathered; in other ranks only `objection`, `checks` and `stop_reason` mean something.
+    what rank 0 gathered; on other ranks, only `objection`, `checks` and `stop_reason` are set.
     """
     teams = subgroup.partition.subgroups if subgroup.partition.size < world.world_size else ()
     samples = Samples(warm_up=Kept(teams), timed=Kept(teams))

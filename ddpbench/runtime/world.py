@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ddpbench.hang import board
 from ddpbench.hang.places import described
@@ -199,34 +199,21 @@ def join_world(
     family.report(family.JOINS)
     store = connect_store(placement, rendezvous)
     members, endpoints = gather_introductions(store, placement, rendezvous.timeout_seconds)
-    hurried = placement.launcher == "mpirun" and PATIENT not in os.environ
-    watchdog = Watchdog(
-        board.client(store, placement.world_size),
-        placement.rank,
-        members,
-        rendezvous.timeout_seconds,
-        board.leave,
-        HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
-        rendezvous.watchdog,
-    )
+    watchdog = _start_watchdog(store, placement, members, rendezvous)
     family.report(family.MET)
     try:
+        timeout = rendezvous.group_timeout
         with network.keep_gloo_on_loopback(endpoints):
             dist.init_process_group(
                 "gloo",
                 store=dist.PrefixStore("ddpbench/control", store),
                 rank=placement.rank,
                 world_size=placement.world_size,
-                timeout=rendezvous.group_timeout,
+                timeout=timeout,
             )
+        own = sockets.list_connections()
         world = World(
-            placement,
-            members,
-            endpoints,
-            watchdog,
-            rendezvous.group_timeout,
-            share_gpu,
-            control_connections=sockets.list_connections(),
+            placement, members, endpoints, watchdog, timeout, share_gpu, control_connections=own
         )
         yield world
         # The ranks leave together: the store lives in one of them.
@@ -235,16 +222,36 @@ def join_world(
     except Refused:
         raise
     except Exception as error:
-        if not isinstance(error, (RuntimeError, OSError, MemoryError)):
-            # Neither a backend nor the machine raises these: it is a defect, shown whole.
-            sys.stderr.write(redact.text("".join(traceback.format_exception(error))))
-        cause, where = described(error)
-        watchdog.end(cause, place=where)
+        _report_error(error, watchdog)
     finally:
         watchdog.close()
         family.report(family.LEFT)
         if dist.is_initialized():
             _destroy_group(None)
+
+
+def _start_watchdog(
+    store: dist.Store, placement: Placement, members: tuple[Who, ...], rendezvous: Rendezvous
+) -> Watchdog:
+    hurried = placement.launcher == "mpirun" and PATIENT not in os.environ
+    return Watchdog(
+        board.client(store, placement.world_size),
+        placement.rank,
+        members,
+        rendezvous.timeout_seconds,
+        board.leave,
+        HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
+        rendezvous.watchdog,
+    )
+
+
+def _report_error(error: Exception, watchdog: Watchdog) -> NoReturn:
+    """Report an error with its place in the code, and end this process."""
+    if not isinstance(error, (RuntimeError, OSError, MemoryError)):
+        # Neither a backend nor the machine raises these: it is a defect, shown whole.
+        sys.stderr.write(redact.text("".join(traceback.format_exception(error))))
+    cause, place = described(error)
+    watchdog.end(cause, place=place)
 
 
 def _destroy_group(group: dist.ProcessGroup | None) -> None:

@@ -74,7 +74,7 @@ def test_only_the_higher_address_connects_and_one_rank_for_its_host(
         tried.append(targets)
         return dict.fromkeys(targets, "No route to host")
 
-    monkeypatch.setattr(sockets, "failures", all_fail)
+    monkeypatch.setattr(sockets, "try_connections", all_fail)
     places = [ONE, TWO, replace(TWO, rank=2)]
     assert [find_unreachable(rank, places, 1.0) for rank in (0, 2)] == [None, None]
     assert find_unreachable(1, places, 1.0) == (
@@ -110,7 +110,7 @@ def test_a_rank_listens_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nccl_s_variable_is_read_as_nccl_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beginnings of names, whole names after =, exclusions after ^; loopback alone does not do
     between hosts; and the sentence says what there is."""
-    monkeypatch.setattr(sockets, "interfaces", lambda: HAS)
+    monkeypatch.setattr(sockets, "list_interfaces", lambda: HAS)
 
     def fits(said: str, several_hosts: bool = True) -> bool:
         return (
