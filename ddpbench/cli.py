@@ -40,7 +40,8 @@ from ddpbench.launch.supervise import Deadline
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.visible import escape, prepare_streams, silence_stdout, tell
-from ddpbench.render.collective_columns import COLUMNS, UnknownColumn
+from ddpbench.render.collective_columns import COLUMNS
+from ddpbench.render.column import UnknownColumn
 from ddpbench.render.doctor import FINDING_COLUMNS
 from ddpbench.render.formats import FORMATS
 from ddpbench.render.step_columns import STEP_COLUMNS

@@ -17,8 +17,9 @@ from dataclasses import replace
 from ddpbench.analysis import findings, lines
 from ddpbench.catalog import backends, operations
 from ddpbench.records.schema import Finding
-from ddpbench.render import collective_columns as rows
 from ddpbench.render import formats
+from ddpbench.render.collective_columns import COLUMNS
+from ddpbench.render.column import extra_column
 
 operations.OPERATIONS["all_reduce_twice"] = replace(
     operations.OPERATIONS["broadcast"], name="all_reduce_twice", help="a fake"
@@ -26,7 +27,7 @@ operations.OPERATIONS["all_reduce_twice"] = replace(
 gloo = backends.BACKENDS["gloo"]
 backends.BACKENDS["gloo2"] = replace(gloo, name="gloo2", register=lambda: "gloo")
 formats.FORMATS["shout"] = lambda run, columns, quiet: f"SHOUTED {len(run.results)} cases\\n"
-rows.COLUMNS["ns"] = rows.Column("time ns", lambda line: (line.seconds or 0) * 1e9, default=False)
+COLUMNS["ns"] = extra_column("time ns", lambda line: (line.seconds or 0) * 1e9)
 findings.CHECKS.append(lambda run: [Finding("note", "fake", "a fake finding")])
 """
 MAIN = "from ddpbench.cli import main\nsys.exit(main())\n"
@@ -76,6 +77,6 @@ def test_fakes_are_swept_and_shown(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert re.search(expected, done.stdout), done.stdout
         if "--columns" in extra:
-            assert "NOTE: a fake finding" in done.stdout
+            assert "NOTE (fake): a fake finding" in done.stdout
             assert "gloo2" in done.stdout
             assert done.stdout.count(" ok") == 2

@@ -1,51 +1,51 @@
-"""One line a case, over all launches of a run: what a table prints and a comparison reads."""
+"""One line per case of collectives, over all launches of a run: read by tables and comparisons."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from ddpbench.analysis import bandwidth, limits, stats
+from ddpbench.analysis.flags import BUSY, STOPPED, Flag, raised_flags
 from ddpbench.analysis.modes import Mode, modes
 from ddpbench.records.schema import Case, Interval, Plan, Result, Run
 
-SKEW_SHARE, BUSY_SHARE = 0.10, 0.05
+SKEW_SHARE = 0.10  # of the time, by which the ranks may enter apart
 OVER_LAUNCHES = 0.10  # half-width of an interval over launches from which a row is imprecise
-DISAGREEING = 1.5  # the longest of the launches' medians over the shortest
+DISAGREEING = 1.5  # longest over shortest median of the launches
 
 
 @dataclass(frozen=True)
 class Line:
-    """One case: times in seconds of one operation, rates in bytes a second."""
+    """One case: times in seconds of one operation, rates in bytes per second."""
 
     case: Case
-    results: tuple[Result, ...]  # one a launch in which it was measured
-    reason: str | None  # why it was measured in none
+    results: tuple[Result, ...]  # one per launch that measured the case
+    reason: str | None  # why no launch measured it
     seconds: float | None
     interval: Interval | None
-    percentiles: dict[str, float]  # of the one launch; medians over several
+    percentiles: dict[str, float]  # medians over launches
     skew: float | None
     algbw: float | None
     busbw: float | None
     fraction: float | None  # of the limit
-    flags: tuple[str, ...]
+    flags: tuple[str, ...] = ()
 
     @property
     def medians(self) -> list[float]:
-        """Of its launches, in order of size; seconds."""
+        """Medians of the launches in seconds, sorted."""
         return sorted(r.summary.median_seconds for r in self.results if r.summary)
 
     @property
     def handoffs(self) -> list[float]:
-        """Between the ranks' cores in its launches, in order of size; seconds."""
+        """Handoffs between the ranks' cores in seconds, one per launch, sorted."""
         return sorted(r.handoff_seconds for r in self.results if r.handoff_seconds)
 
     @cached_property
     def modes(self) -> tuple[Mode, ...]:
-        """Both usual times of the repetitions of all launches, where there are two."""
+        """Both usual times of the repetitions of all launches; empty unless there are two."""
         known = [r.summary for r in self.results if r.summary and r.summary.quantiles_seconds]
         quantiles = np.array([summary.quantiles_seconds for summary in known])
         return modes(quantiles, sum(summary.repetitions for summary in known))
@@ -57,20 +57,21 @@ class Line:
 
 
 def lines(run: Run) -> list[Line]:
-    """The cases of a run by operation, form, dtype, size, then backend in the order measured."""
+    """Return the cases of a run by operation, form, dtype, size, and backend in measured order."""
     by_case: dict[Case, list[Result]] = {}
     for result in run.results:
         by_case.setdefault(result.case, []).append(result)
     names = list(dict.fromkeys([*run.operations, *(r.case.operation for r in run.results)]))
-    backends = list(dict.fromkeys(launch.backend for launch in run.launches))
-    backends += [r.case.backend for r in run.results if r.case.backend not in backends]
+    backends = [launch.backend for launch in run.launches]
+    backends = list(dict.fromkeys([*backends, *(r.case.backend for r in run.results)]))
 
     def order(case: Case) -> tuple[object, ...]:
         return (
-            names.index(case.operation), case.form, case.in_place, case.dtype,
-            case.reduce_op or "", len(case.ranks_per_host), case.world_size,  # inside a host first
-            case.nbytes, backends.index(case.backend),
-        )  # fmt: skip
+            names.index(case.operation),
+            *(case.form, case.in_place, case.dtype, case.reduce_op or ""),
+            *(len(case.ranks_per_host), case.world_size),  # inside a host first
+            *(case.nbytes, backends.index(case.backend)),
+        )
 
     return [_line(case, by_case[case], run.plan) for case in sorted(by_case, key=order)]
 
@@ -78,16 +79,16 @@ def lines(run: Run) -> list[Line]:
 def _line(case: Case, results: list[Result], plan: Plan) -> Line:
     measured = [r for r in results if r.summary is not None]
     if not measured:
-        return Line(case, (), results[0].reason, None, None, {}, None, None, None, None, ())
+        return Line(case, (), results[0].reason, None, None, {}, None, None, None, None)
     summaries = [r.summary for r in measured if r.summary is not None]
     seconds, interval = summaries[0].median_seconds, summaries[0].interval
     if len(summaries) > 1:
         seconds, interval = stats.over_launches(np.array([s.median_seconds for s in summaries]))
-    together = sum(s.repetitions for s in summaries)
+    repetitions = sum(s.repetitions for s in summaries)
     common = set.intersection(*(set(s.percentiles_seconds) for s in summaries))
-    common = {name for name in common if together >= stats.PERCENTILES[name]}
+    common = {name for name in common if repetitions >= stats.PERCENTILES[name]}
     skews = [s.skew_seconds for s in summaries if s.skew_seconds is not None]
-    first = measured[0]
+    factor = measured[0].bus_factor
     fractions = [f for r in measured if (f := limits.fraction(r, seconds)) is not None]
     line = Line(
         case=case,
@@ -101,139 +102,109 @@ def _line(case: Case, results: list[Result], plan: Plan) -> Line:
         },
         skew=float(np.median(skews)) if skews else None,
         algbw=bandwidth.algbw(case.nbytes, seconds) if case.nbytes else None,
-        busbw=bandwidth.busbw(case.nbytes, seconds, first.bus_factor) if case.nbytes else None,
+        busbw=bandwidth.busbw(case.nbytes, seconds, factor) if case.nbytes else None,
         fraction=float(np.median(fractions)) if fractions else None,
-        flags=(),
     )
-    flags = tuple(name for name, (_, raised) in FLAGS.items() if raised(line, plan))
-    return replace(line, flags=flags)
+    return replace(line, flags=raised_flags(line, plan, FLAGS))
 
 
-def _imprecise(line: Line, plan: Plan) -> bool:
-    wanted = plan.precision if len(line.results) == 1 else OVER_LAUNCHES
-    return line.half_width is None or line.half_width > wanted
+def _is_imprecise(line: Line, plan: Plan) -> bool:
+    widest = plan.precision if len(line.results) == 1 else OVER_LAUNCHES
+    return line.half_width is None or line.half_width > widest
 
 
-def _disagreeing(line: Line, plan: Plan) -> bool:
-    """Whether launches differ by more than their own intervals admit, and by much."""
-    spread = sorted((r.summary for r in line.results if r.summary), key=lambda s: s.median_seconds)
-    low, high = spread[0], spread[-1]
+def _launches_differ(line: Line, plan: Plan) -> bool:
+    """Whether launches differ by half or more, and by more than their own intervals allow."""
+    summaries = [r.summary for r in line.results if r.summary]
+    low = min(summaries, key=lambda s: s.median_seconds)
+    high = max(summaries, key=lambda s: s.median_seconds)
     if low.interval is None or high.interval is None:
         return False
     apart = high.median_seconds > DISAGREEING * low.median_seconds
     return apart and high.interval.low > low.interval.high
 
 
-def _moved(line: Line) -> bool:
-    """Whether a handoff between the ranks' cores took longer in some launches, by half or more."""
-    return bool(line.handoffs) and line.handoffs[-1] > DISAGREEING * line.handoffs[0]
+def _cores_moved(line: Line, plan: Plan) -> bool:
+    """Whether launches differ, and handoffs between the ranks' cores do so too."""
+    longer = bool(line.handoffs) and line.handoffs[-1] > DISAGREEING * line.handoffs[0]
+    return longer and _launches_differ(line, plan)
 
 
-def _skewed(line: Line, plan: Plan) -> bool:
-    """A skew is of a repetition, `seconds` of one of its calls."""
+def _is_skewed(line: Line, plan: Plan) -> bool:
+    """Whether ranks entered apart; skew is per repetition, `seconds` per call."""
     calls = min(r.calls for r in line.results)
     return (line.skew or 0) > SKEW_SHARE * (line.seconds or 0) * calls
 
 
-def _faults(result: Result) -> bool:
+def _takes_faults(result: Result) -> bool:
     """Whether a call touched as much new memory as a quarter of its message, and some at all."""
     pages = (result.page_faults or 0.0) / result.calls
     return pages >= 16 and pages * 4096 >= result.case.nbytes / 4
 
 
-def _refused(result: Result) -> bool:
-    """Whether huge pages were asked for and the kernel left a tenth or more in small ones."""
-    return (
-        result.case.buffers == "huge"
-        and (result.huge_share or 0.0) < 0.9
-        and result.case.nbytes > 0
-    )
+def _lacks_huge_pages(result: Result) -> bool:
+    """Whether huge pages were requested, and the kernel left a tenth or more in small ones."""
+    requested = result.case.buffers == "huge" and result.case.nbytes > 0
+    return requested and (result.huge_share or 0.0) < 0.9
 
 
-# name → (legend, whether it is raised); in the order in which a row shows them
-FLAGS: dict[str, tuple[str, Callable[[Line, Plan], bool]]] = {
-    "WRONG": (
-        "a result was wrong; do not use the row",
+FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
+    "WRONG": Flag(
+        "a result was wrong: do not use the row",
         lambda line, plan: any(r.wrong for r in line.results),
     ),
-    "INVALID": (
-        "faster than the data can move; do not use the row",
+    "INVALID": Flag(
+        "faster than the data can move: do not use the row",
         lambda line, plan: any(
             limits.impossible(r, r.summary.median_seconds) for r in line.results if r.summary
         ),
     ),
-    ">limit": (
-        "busbw above the measured limit: caches, or a network that reduces",
+    ">limit": Flag(
+        "busbw is above the measured limit: the data came from a cache, or the network reduces",
         lambda line, plan: (line.fraction or 0) > 1,
     ),
-    "imprecise": (
-        "there is no interval, or it is wider: ±10 % over launches, of one launch --precision",
-        _imprecise,
+    "imprecise": Flag(
+        f"the 95 % interval is missing or too wide: above ±{OVER_LAUNCHES * 100:g} % over several "
+        "launches, above --precision within one launch",
+        _is_imprecise,
     ),
-    "launches": (
-        "the medians of the launches, here the shortest and the longest in µs, differ by half or "
-        "more: no one figure stands for the case",
-        _disagreeing,
+    "launches": Flag(
+        "the medians of the launches (shortest…longest in µs) differ by half or more: no single "
+        "figure describes the case",
+        _launches_differ,
     ),
-    "cores": (
-        "where launches differ, what a cache line took between the ranks' cores and back, here in "
-        "µs, differs too: a hypervisor has put them near each other or apart; make more launches, "
-        "or have the virtual cores pinned",
-        lambda line, plan: _disagreeing(line, plan) and _moved(line),
+    "cores": Flag(
+        "the launches differ, and so does the round trip of a cache line between the ranks' cores "
+        "(shortest…longest in µs): a hypervisor placed the cores near each other or apart; measure "
+        "more launches, or pin the virtual cores",
+        _cores_moved,
     ),
-    "modes": (
-        "the calls have two usual times, here in µs with their shares: the median is one of them, "
-        "or lies between",
+    "modes": Flag(
+        "the calls have two usual times (µs:share): the median is one of them, or lies between",
         lambda line, plan: bool(line.modes),
     ),
-    "skew": (
-        "the ranks entered apart by more than 10 % of the time",
-        _skewed,
+    "skew": Flag(
+        f"the ranks entered apart by more than {SKEW_SHARE * 100:g} % of the time", _is_skewed
     ),
-    "busy": (
-        "other processes used more than 5 % of the cores meanwhile: measure again on a quiet host",
-        lambda line, plan: any((r.others_share or 0) > BUSY_SHARE for r in line.results),
+    "busy": BUSY,
+    "small-pages": Flag(
+        "the kernel did not grant all requested huge pages: check "
+        "/sys/kernel/mm/transparent_hugepage/enabled and the free memory",
+        lambda line, plan: any(_lacks_huge_pages(r) for r in line.results),
     ),
-    "small-pages": (
-        "huge pages were asked for and not granted, or not for all: see what "
-        "/sys/kernel/mm/transparent_hugepage/enabled says and whether memory is free",
-        lambda line, plan: any(_refused(r) for r in line.results),
-    ),
-    "faults": (
-        "each call takes page faults, here their number, for a quarter of its bytes: memory is "
+    "faults": Flag(
+        "each call takes page faults (their number) for a quarter of its bytes or more: memory is "
         "mapped anew each time; MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4000000000 in the "
         "environment lets glibc keep it",
-        lambda line, plan: any(_faults(r) for r in line.results),
+        lambda line, plan: any(_takes_faults(r) for r in line.results),
     ),
-    "batched": (
-        "too short for the clock: several calls a stamp, no percentiles",
+    "batched": Flag(
+        "too short for the clock: one stamp covers several calls, so there are no percentiles",
         lambda line, plan: any(r.batch > 1 for r in line.results),
     ),
-    "rounded": (
-        "the size asked for does not divide into whole elements of every rank",
+    "rounded": Flag(
+        "the requested size does not divide into whole elements on every rank",
         lambda line, plan: any(r.requested_nbytes != r.case.nbytes for r in line.results),
     ),
-    "stopped": (
-        "ended by Ctrl-C or a signal before its time",
-        lambda line, plan: any(r.stop_reason == "interrupted" for r in line.results),
-    ),
+    "stopped": STOPPED,
 }
-
-
-def faster(group: list[Line]) -> Line | None:
-    """Of lines that differ in backend only, the one whose interval lies below all others'.
-
-    None is named on a busy host: a polling backend loses there to any neighbour.
-    """
-    barred = {"WRONG", "INVALID", "busy"}
-    known = [line for line in group if line.interval is not None and not barred & set(line.flags)]
-    if len(known) < 2 or len(known) < len([line for line in group if line.seconds is not None]):
-        return None
-    best = min(known, key=lambda line: line.seconds or 0.0)
-    assert best.interval is not None
-    clear = all(
-        line.interval is not None and best.interval.high < line.interval.low
-        for line in known
-        if line is not best
-    )
-    return best if clear else None

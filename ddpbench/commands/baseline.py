@@ -115,7 +115,7 @@ def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
     for run in runs:
         if run.state != "complete":
             raise InvalidRun(f"{run.id} is {run.state}, and no baseline: {_advice([run])}")
-    from ddpbench.render.comparison import label
+    from ddpbench.render.labels import label
     from ddpbench.verdicts import matching  # loads numpy
 
     try:

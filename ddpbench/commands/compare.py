@@ -119,7 +119,7 @@ def compared(left: Source, right: Source, rule: Rule, only: Sequence[str] | None
 
     Raises Refused where there is no such case, InvalidRun where there is nothing to compare.
     """
-    from ddpbench.render.comparison import label
+    from ddpbench.render.labels import label
     from ddpbench.verdicts import comparison
 
     texts = [text.lower() for text in only or ("",)]

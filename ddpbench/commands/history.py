@@ -51,7 +51,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     runs = _stored(Path(namespace.folder))
 
     from ddpbench.render import history as render
-    from ddpbench.render.comparison import label
+    from ddpbench.render.labels import label
     from ddpbench.verdicts import trend  # loads numpy: after what may be refused
 
     with store.showing(namespace.folder):

@@ -276,7 +276,7 @@ def _check_python(variant: Variant) -> None:
 
 def _check_only(namespace: argparse.Namespace, variants: Sequence[Variant]) -> None:
     """Raises Refused where no case that will be measured has one of the texts in its name."""
-    from ddpbench.render.comparison import label  # loads numpy
+    from ddpbench.render.labels import label  # loads numpy
 
     names: list[str] = []
     for each in variants:

@@ -29,7 +29,7 @@ def blocks(examination: Examination, style: Style) -> list[str]:
     dtypes = list(dict.fromkeys(each["dtype"] for each in verdicts if each["dtype"]))
     heads = ["operation", "reduce op", *map(_abbreviated, dtypes)]
     title = f"what {examination.backend} can do"
-    shown = [style.block(title, style.table(_cells(verdicts, dtypes), heads), 1)]
+    shown = [style.block(title, style.table(_cells(verdicts, dtypes), heads, heads[:2]), 1)]
     if reasons := _reasons(verdicts):
         shown.append(style.gap.join(reasons))
     return shown

@@ -8,16 +8,15 @@ from collections.abc import Callable
 from ddpbench.analysis.setup import counted
 from ddpbench.records.schema import Examination, Finding, Run
 from ddpbench.render import capabilities, links, preflight, stragglers
-from ddpbench.render import collective_columns as rows
-from ddpbench.render.collective_columns import Column
+from ddpbench.render.column import Column, choose_columns, text_column
 from ddpbench.render.style import Style
 
 FINDING_COLUMNS: dict[str, Column[Finding]] = {
-    "severity": Column("severity", lambda f: f.severity),
-    "code": Column("code", lambda f: f.code),
-    "sentence": Column("sentence", lambda f: f.sentence),
-    "next_step": Column("next step", lambda f: f.next_step),
-    "place": Column("place", lambda f: " ".join(f"{k}={v}" for k, v in f.place.items())),
+    "severity": text_column("severity", lambda f: f.severity),
+    "code": text_column("code", lambda f: f.code),
+    "sentence": text_column("sentence", lambda f: f.sentence),
+    "next_step": text_column("next step", lambda f: f.next_step),
+    "place": text_column("place", lambda f: " ".join(f"{k}={v}" for k, v in f.place.items())),
 }
 
 # What an examination shows besides what it told: name → (examination, style) → blocks of text.
@@ -40,13 +39,12 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
         title = f"{each.name}  {each.backend}, {each.seconds:.1f} s"
         shown.append(style.block(title, style.gap.join(lines)))
         shown += TABLES[each.name](each, style)
-    found = header.partial(run) + (header.warnings(run) if columns is None else [])
+    found = header.partial(run) + (header.finding_lines(run) if columns is None else [])
     if found:
         shown.append(style.gap.join(found))
     if columns is not None:
-        names = rows.chosen(columns, FINDING_COLUMNS)
-        cells = [[str(FINDING_COLUMNS[n].value(each)) for n in names] for each in run.findings]
-        shown.append(style.table(cells, [FINDING_COLUMNS[n].head for n in names]))
+        names = choose_columns(columns, FINDING_COLUMNS)
+        shown.append(style.rows(run.findings, [FINDING_COLUMNS[name] for name in names]))
     return [*shown, verdict(run)]
 
 

@@ -1,4 +1,4 @@
-"""From series of runs to text: one entry of FORMATS adds an output."""
+"""Formats of a history, series of runs: one entry of FORMATS adds an output."""
 
 from __future__ import annotations
 
@@ -8,47 +8,56 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ddpbench.analysis.flags import BUSY_SHARE
+from ddpbench.analysis.setup import counted
 from ddpbench.analysis.stats import FEWEST
 from ddpbench.records.visible import escaped
-from ddpbench.render.comparison import difference, label, percent, time, width
+from ddpbench.render.column import Column, text_column
+from ddpbench.render.labels import (
+    format_change,
+    format_difference,
+    format_interval,
+    format_time,
+    label,
+)
 from ddpbench.render.style import TERMINAL
 from ddpbench.verdicts import matching
 from ddpbench.verdicts.differences import MACHINE
 from ddpbench.verdicts.trend import LONE, Change, Point, Series
 
-HEADS = ["date", "run", "launches", "median", "95 %", "of the longest", "flags", "changed to"]
-# What a row tells of the environment; at a change point all that differs is told.
+# What a row shows of the environment; a change point lists all that differs.
 VERSIONS = ("ddpbench", "git", "python", "torch", "cuda", "nccl", "driver", "kernel", *MACHINE)
 BAR = 16  # cells, each of eight steps
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def table(found: Sequence[Series]) -> str:
-    """A table for each series, its change points below it, and what all come to."""
+def table(all_series: Sequence[Series]) -> str:
+    """Format a table for each series, its change points below it, and a summary."""
     blocks = []
-    for number, series in enumerate(found, 1):
-        lines = [_title(number, series, found), "", _table(series), *_legend(series), ""]
-        blocks.append("\n".join([*lines, *_level(series)]))
-    count = sum(len(series.changes) for series in found)
-    words = f"{len(found)} series, {_many(count, 'change point')}"
-    return "\n\n".join([*blocks, words] if len(found) > 1 else blocks) + "\n"
+    for number, series in enumerate(all_series, 1):
+        title = _title(number, series, all_series)
+        blocks.append("\n".join([title, "", _table(series), *_legend(series), "", *_level(series)]))
+    if len(all_series) > 1:
+        changes = sum(len(series.changes) for series in all_series)
+        blocks.append(f"{len(all_series)} series, {counted(changes, 'change point')}")
+    return "\n\n".join(blocks) + "\n"
 
 
-def csv(found: Sequence[Series]) -> str:
-    """One row a run of a series; seconds, and changes as fractions (0.03 is 3 % longer)."""
+def csv(all_series: Sequence[Series]) -> str:
+    """Format one row per run of a series: seconds, and changes as fractions."""
     import pandas as pd
 
     rows = [
         {"series": number, "case": label(series.case), **row}
-        for number, series in enumerate(found, 1)
+        for number, series in enumerate(all_series, 1)
         for row in _rows(series)
     ]
     return str(pd.DataFrame(rows).to_csv(index=False))
 
 
-def as_json(found: Sequence[Series]) -> str:
-    """The series with their identities, runs and change points."""
-    shown = [
+def as_json(all_series: Sequence[Series]) -> str:
+    """Format the series with their identities, runs and change points."""
+    document = [
         {
             "case": label(series.case),
             "identity": asdict(series.case),
@@ -57,9 +66,9 @@ def as_json(found: Sequence[Series]) -> str:
             "changes": [_change(series, change) for change in series.changes],
             "changes_unsought": series.unsought,
         }
-        for series in found
+        for series in all_series
     ]
-    return json.dumps(shown, indent=1, allow_nan=False) + "\n"
+    return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
 
 FORMATS: dict[str, Callable[[Sequence[Series]], str]] = {
@@ -69,43 +78,48 @@ FORMATS: dict[str, Callable[[Sequence[Series]], str]] = {
 }
 
 
-def _title(number: int, series: Series, found: Sequence[Series]) -> str:
-    """The case; and how it differs from the series before that was asked for as the same row."""
-    title = label(series.case) if len(found) == 1 else f"{number}  {label(series.case)}"
+def _title(number: int, series: Series, all_series: Sequence[Series]) -> str:
+    """Name the case, and how it differs from an earlier series with the same row."""
+    title = label(series.case) if len(all_series) == 1 else f"{number}  {label(series.case)}"
     same = [
         (len(matching.fields_differing(other.case, series.case)), i)
-        for i, other in enumerate(found[: number - 1])
+        for i, other in enumerate(all_series[: number - 1])
         if matching.row_of(other.case) == matching.row_of(series.case)
     ]
     if not same:
         return title
     _, nearest = min(same)
-    differing = matching.differing(found[nearest].case, series.case)
-    return f"{title}\nnot to be compared with {nearest + 1}: {differing}"
+    differing = matching.differing(all_series[nearest].case, series.case)
+    return f"{title}\nnot comparable with {nearest + 1}: {differing}"
 
 
 def _table(series: Series) -> str:
-    """The runs as a table; a column that is empty throughout is left out."""
+    """Format the runs; empty columns are left out."""
     longest = max((point.seconds or 0.0 for point in series.points), default=0.0)
-    cells = [
-        [
-            point.run.started.replace("T", " ")[:16],
-            point.run.id,
-            str(len(point.medians) or "-"),
-            "-" if point.seconds is None else time(series.case, point.seconds),
-            width(point.interval) + ("*" if _within(point) else ""),
-            bar(point.seconds / longest) if point.seconds else "",
-            ", ".join(_flags(point)),
-            ", ".join(_versions(point)),
-        ]
-        for point in series.points
+    columns: list[Column[Point]] = [
+        text_column("date", lambda point: point.run.started.replace("T", " ")[:16]),
+        text_column("run", lambda point: point.run.id),
+        Column("launches", lambda point: len(point.medians) or "-"),
+        Column(
+            "median",
+            lambda point: (
+                None if point.seconds is None else format_time(series.case, point.seconds)
+            ),
+        ),
+        Column(
+            "95 %", lambda point: format_interval(point.interval) + ("*" if _within(point) else "")
+        ),
+        text_column(
+            "of the longest", lambda point: bar(point.seconds / longest) if point.seconds else ""
+        ),
+        text_column("flags", lambda point: ", ".join(_flags(point))),
+        text_column("changed to", lambda point: ", ".join(_versions(point))),
     ]
-    used = [i for i in range(len(HEADS)) if any(row[i] for row in cells)]
-    return TERMINAL.table([[row[i] for i in used] for row in cells], [HEADS[i] for i in used])
+    return TERMINAL.rows(series.points, columns, drop_empty=True)
 
 
 def bar(share: float) -> str:
-    """A bar from 0, to an eighth of a cell."""
+    """Draw a bar from 0, to an eighth of a cell."""
     eighths = round(share * BAR * 8)
     return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
 
@@ -126,43 +140,44 @@ def _flags(point: Point) -> Iterator[str]:
 
 
 def _versions(point: Point) -> Iterator[str]:
-    for each in point.changed:
-        if each.name in VERSIONS or each.name.startswith("library of "):
-            yield f"{each.name} {', '.join(each.new)}"
+    for difference in point.changed:
+        if difference.name in VERSIONS or difference.name.startswith("library of "):
+            yield f"{difference.name} {', '.join(difference.new)}"
 
 
 def _legend(series: Series) -> Iterator[str]:
     points = series.points
     if any(map(_within, points)):
-        yield f"*      within one launch; over launches from {FEWEST} on"
+        yield f"*      interval within one launch; {FEWEST} launches give one over launches"
     if any(point.busy for point in points):
-        yield "busy   other processes used more than 5 % of the cores meanwhile"
+        yield f"busy   other processes used more than {BUSY_SHARE * 100:g} % of the cores meanwhile"
     if any(point.lone for point in points):
-        yield f"alone  off from both neighbours by more than {LONE:g} noise widths: no new level"
+        yield f"alone  more than {LONE:g} noise widths from both neighbours: no new level"
 
 
 def _level(series: Series) -> Iterator[str]:
-    """What the series comes to: its change points, and what it could be judged by."""
+    """Summarize the series: first and last run, noise, change points."""
     measured = [point.seconds for point in series.points if point.seconds is not None]
     if len(measured) > 1:
         since = math.log(measured[-1] / measured[0])
         yield (
-            f"{len(measured)} runs, from {time(series.case, measured[0])} to "
-            f"{time(series.case, measured[-1])} ({percent(since)})" + _noise(series)
+            f"{len(measured)} runs, from {format_time(series.case, measured[0])} to "
+            f"{format_time(series.case, measured[-1])} ({format_change(since)}){_noise(series)}"
         )
     if series.unsought:
-        yield f"change points were not looked for: {series.unsought}"
+        yield f"did not search for change points: {series.unsought}"
     elif not series.changes:
         yield "no change point"
     for change in series.changes:
         before, after = series.points[change.at - 1].run, series.points[change.at].run
         yield (
-            f"CHANGE {percent(change.log_ratio)} between {before.id} and {after.id}: "
-            f"{time(series.case, change.before_seconds)} → "
-            f"{time(series.case, change.after_seconds)}, {change.noise_widths:.1f} noise widths"
+            f"CHANGE {format_change(change.log_ratio)} between {before.id} and {after.id}: "
+            f"{format_time(series.case, change.before_seconds)} → "
+            f"{format_time(series.case, change.after_seconds)}, "
+            f"{change.noise_widths:.1f} noise widths"
         )
-        known = [f"  differs: {difference(each)}" for each in change.differences]
-        yield from known or ["  nothing differs in what is recorded of the environment"]
+        known = [f"  differs: {format_difference(each)}" for each in change.differences]
+        yield from known or ["  the recorded environments do not differ"]
 
 
 def _noise(series: Series) -> str:
@@ -172,7 +187,7 @@ def _noise(series: Series) -> str:
 
 
 def _rows(series: Series) -> Iterator[dict[str, Any]]:
-    """The runs for machines."""
+    """Return the runs for machines."""
     begins = {change.at: change for change in series.changes}
     for i, point in enumerate(series.points):
         yield {
@@ -198,7 +213,3 @@ def _change(series: Series, change: Change) -> dict[str, Any]:
         "noise_widths": change.noise_widths,
         "differences": [asdict(each) for each in change.differences],
     }
-
-
-def _many(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"

@@ -46,7 +46,7 @@ def suite(run: Run, columns: tuple[str, ...] | None = None, quiet: bool = False)
 
 def _names(cases: list[Case | StepCase]) -> dict[Case | StepCase, str]:
     """A name of its own for each: pyperf takes none twice."""
-    from ddpbench.render.comparison import label
+    from ddpbench.render.labels import label
 
     names: dict[Case | StepCase, str] = {}
     for case in cases:

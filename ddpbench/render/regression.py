@@ -1,24 +1,36 @@
-"""The verdict on tests as lines for a terminal."""
+"""The verdicts on tests as lines for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddpbench.render.comparison import change_cells, side_cells
+from ddpbench.analysis.setup import counted
+from ddpbench.render.column import Column, text_column
+from ddpbench.render.labels import shift_estimate, shift_interval, side_interval, side_time
 from ddpbench.render.style import TERMINAL
 from ddpbench.verdicts.comparison import ONLY_NEW
 from ddpbench.verdicts.regression import Row, counts
 
-HEADS = ["test", "saved in", "base", "95 %", "new", "95 %", "change", "95 % of it", "margin",
-         "verdict", "why"]  # fmt: skip
+COLUMNS: tuple[Column[Row], ...] = (
+    text_column("test", lambda row: row.test),
+    text_column("saved in", lambda row: row.base.source if row.base else ""),
+    Column("base", lambda row: side_time(row.base.case, row.base.side) if row.base else "-"),
+    Column("95 %", lambda row: side_interval(row.base.side if row.base else None)),
+    Column("new", lambda row: side_time(row.new.case, row.new.side)),
+    Column("95 %", lambda row: side_interval(row.new.side)),
+    Column("change", lambda row: shift_estimate(row.shift)),
+    Column("95 % of it", lambda row: shift_interval(row.shift)),
+    Column("margin", lambda row: f"±{row.margin * 100:.3g} %"),
+    text_column("verdict", lambda row: row.verdict),
+    text_column("why", lambda row: row.why),
+)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """What to know before believing it; the tests that have a base, a row each; those that have
-    none, by name; what it comes to."""
-    cells = [_cells(row) for row in rows if row.base is not None]
+    """Format warnings, a row per test that has a base, the names of the others, and the counts."""
+    compared = [row for row in rows if row.base is not None]
     unknown = [row.test for row in rows if row.base is None]
-    words = ", ".join(f"{count} {name}" for name, count in counts(rows).items())
+    verdicts = ", ".join(f"{count} {name}" for name, count in counts(rows).items())
     notes = [
         f"NOTE: {name}, {row.test}: {warning}"
         for row in rows
@@ -27,22 +39,8 @@ def table(rows: Sequence[Row]) -> str:
     ]
     blocks = [
         *notes,
-        TERMINAL.table(cells, HEADS) if cells else "",
-        f"{ONLY_NEW}, nothing saved to compare with: {', '.join(unknown)}" if unknown else "",
-        f"{len(rows)} test{'' if len(rows) == 1 else 's'} measured: {words}",
+        TERMINAL.rows(compared, COLUMNS) if compared else "",
+        f"{ONLY_NEW}, no saved run to compare with: {', '.join(unknown)}" if unknown else "",
+        f"{counted(len(rows), 'test')} measured: {verdicts}",
     ]
-    return "\n".join(block for block in blocks if block)
-
-
-def _cells(row: Row) -> list[str]:
-    assert row.base is not None
-    return [
-        row.test,
-        row.base.source,
-        *side_cells(row.base.case, row.base.side),
-        *side_cells(row.new.case, row.new.side),
-        *change_cells(row.shift),
-        f"±{row.margin * 100:.3g} %",
-        row.verdict,
-        row.why,
-    ]
+    return "\n".join(filter(None, blocks))

@@ -1,4 +1,4 @@
-"""A self-test as text: one entry of FORMATS adds an output."""
+"""Formats of a self-test: one entry of FORMATS adds an output."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from ddpbench.analysis.selftest import Tried
+from ddpbench.render.column import Column, text_column
 from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 
-MOST = 96  # characters of what was said, in a table
-HEADS = ("fault", "planted", "found", "named", "seconds", "said")
+MOST = 96  # characters of a message in a table
 
 
 def table(rows: Sequence[Tried]) -> str:
-    """A row each, then how many came out as they must, and all that was said of the others."""
+    """Format a row per fault, the summary, and in full the messages of what went wrong."""
     return _text(rows, TERMINAL)
 
 
 def markdown(rows: Sequence[Tried]) -> str:
-    """The same for a pull request."""
+    """Format the same for a pull request."""
     return _text(rows, MARKDOWN)
 
 
 def as_json(rows: Sequence[Tried]) -> str:
-    """All that was said in full."""
+    """Format all rows with their messages in full."""
     return json.dumps([asdict(row) for row in rows], indent=1) + "\n"
 
 
@@ -33,22 +33,19 @@ FORMATS: dict[str, Callable[[Sequence[Tried]], str]] = {
     "markdown": markdown,
     "json": as_json,
 }
+COLUMNS: tuple[Column[Tried], ...] = (
+    text_column("fault", lambda row: row.fault),
+    text_column("planted", lambda row: row.planted),
+    text_column("found", lambda row: _answer(row.found, row)),
+    text_column("named", lambda row: _answer(row.named, row)),
+    Column("seconds", lambda row: "-" if row.seconds is None else f"{row.seconds:.1f}"),
+    text_column("message", lambda row: _short(row.said)),
+)
 
 
 def _text(rows: Sequence[Tried], style: Style) -> str:
-    cells = [
-        [
-            row.fault,
-            row.planted,
-            _answer(row.found, row),
-            _answer(row.named, row),
-            "-" if row.seconds is None else f"{row.seconds:.1f}",
-            _short(row.said).replace("|", "/"),  # which ends a cell in Markdown
-        ]
-        for row in rows
-    ]
     wrong = [f"{row.fault}, {row.planted}: {row.said}" for row in rows if row.right is False]
-    blocks = [style.table(cells, HEADS), verdict(rows), style.gap.join(wrong)]
+    blocks = [style.rows(rows, COLUMNS), verdict(rows), style.gap.join(wrong)]
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
@@ -61,14 +58,14 @@ def _answer(answer: bool | None, row: Tried) -> str:
 
 
 def verdict(rows: Sequence[Tried]) -> str:
-    """One line: how many were found and named, what was not tried, what healthy runs gave."""
+    """Summarize in one line: faults found and named, faults not tried, healthy runs."""
     planted = [row for row in rows if row.fault != "healthy"]
     healthy = [row for row in rows if row.fault == "healthy"]
     tried = [row for row in planted if row.right is not None]
     right = sum(bool(row.right) for row in tried)
     parts = []
     if planted:
-        parts.append(f"{right} of {len(tried)} planted faults found and named rightly")
+        parts.append(f"{right} of {len(tried)} planted faults found and named correctly")
     if len(tried) < len(planted):
         parts.append(f"{len(planted) - len(tried)} not tried here")
     if healthy:

@@ -1,4 +1,4 @@
-"""The tables of where a step's time goes: the budget, and DDP's buckets."""
+"""Tables of where the time of a step goes: the budget, and DDP's buckets."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Iterator
 from ddpbench.analysis import steps
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Bucket, Part, Run
-from ddpbench.render.step_columns import bounded, ms, named, percent, span, uncertain
+from ddpbench.render.step_columns import bounded, ms, percent, span, uncertain, with_backend
 from ddpbench.render.style import Style
 
-BUCKETS, ENDS = 12, 5  # so many buckets are shown, else so many of either end
+BUCKETS, ENDS = 12, 5  # up to BUCKETS are shown, else ENDS at either end
 NAME = 24  # characters of a parameter's name
 
 
 def budget(group: list[StepLine], run: Run, style: Style) -> str:
-    """What the step is made of, and what could be gained; empty where it is not known."""
+    """Format the parts of a step and what could be gained; empty if no part is known."""
     measured = [line for line in group if line.summary and line.summary.budget]
-    told = [line for line in measured if any(_known(part) for part in _parts(line))]
-    cells = [row for line in told for row in named(line, list(_rows(line)))]
-    body = [style.table(cells, ["backend", "part of a step", "ms", "95 %", "% of step"])]
-    body = [*body, *_gain(told)] if told else []
-    if few := [line.case.backend for line in measured if line not in told]:
-        body.append(f"too few rounds, or launches, on {', '.join(few)}: a budget needs six")
-    body += [words for line in measured for words in _timers(line)]
+    known = [line for line in measured if any(map(_known, _parts(line)))]
+    cells = [row for line in known for row in with_backend(line, list(_rows(line)))]
+    headings = ["backend", "part of a step", "ms", "95 %", "% of step"]
+    body = [style.table(cells, headings, headings[:2]), *_gain(known)] if known else []
+    if few := [line.case.backend for line in measured if line not in known]:
+        body.append(f"no budget on {', '.join(few)}: it needs six rounds, or six launches")
+    body += [text for line in measured for text in _timers(line)]
     return style.block("budget", style.gap.join(body), 1) if body else ""
 
 
@@ -37,77 +37,81 @@ def _known(part: Part) -> bool:
 
 
 def _rows(line: StepLine) -> Iterator[list[str]]:
-    """A row a part, and the step below those that make it."""
+    """Format one row per part, and the step below the parts that make it up."""
     total = 0.0
     for part in _parts(line):
-        # What is not resolved accuses no rank.
-        noise = part.rank is not None and not part.resolved
-        name = "waiting for any one rank" if noise else part.name
-        share = uncertain(part, percent(part.share))
-        yield [name, *bounded(part, line.seconds), share]
+        # An unresolved wait accuses no rank.
+        unnamed = part.rank is not None and not part.resolved
+        name = "waiting for any one rank" if unnamed else part.name
+        yield [name, *bounded(part, line.seconds), uncertain(part, percent(part.share))]
         total += part.figure.value
         if part.name == steps.EXPOSED and math.isclose(total, line.seconds or 0.0, rel_tol=1e-6):
             yield ["= step", ms(total, total), span(line.interval, total), "100.0"]
 
 
-def _gain(measured: list[StepLine]) -> Iterator[str]:
-    """What could be gained at most by communicating for nothing."""
-    known = [(line, _factor(line)) for line in measured]
-    told = [f"{factor} faster on {line.case.backend}" for line, factor in known if factor]
-    if told:
-        both = all(line.part(steps.COMPUTE) for line in measured)
+def _gain(known: list[StepLine]) -> Iterator[str]:
+    """State what could be gained at most if communication took no time."""
+    factors = [(line.case.backend, _factor(line)) for line in known]
+    gains = [f"{factor} faster on {backend}" for backend, factor in factors if factor]
+    if gains:
+        both = all(line.part(steps.COMPUTE) for line in known)
         what = "communication and bucket copies" if both else "communication"
-        yield f"without {what}, at most: {', '.join(told)}"
+        yield f"without {what}, at most: {', '.join(gains)}"
 
 
 def _factor(line: StepLine) -> str | None:
-    found = line.summary.speed_up if line.summary else None
-    if found is None or found.interval is None:
+    speed_up = line.summary.speed_up if line.summary else None
+    if speed_up is None or speed_up.interval is None:
         return None
-    if found.interval.low <= 1:
-        return f"less than ×{max(found.interval.high, 1):.2f}"
-    return f"×{found.value:.2f} [{found.interval.low:.2f} … {found.interval.high:.2f}]"
+    low, high = speed_up.interval.low, speed_up.interval.high
+    if low <= 1:
+        return f"less than ×{max(high, 1):.2f}"
+    return f"×{speed_up.value:.2f} [{low:.2f} … {high:.2f}]"
 
 
 def _timers(line: StepLine) -> Iterator[str]:
     timers = line.summary.timers if line.summary else {}
     if timers:
-        words = [f"{name} {ms(seconds, line.seconds)}" for name, seconds in timers.items()]
-        yield f"DDP's own timers, slowest rank's ms on {line.case.backend}: {', '.join(words)}"
+        texts = [f"{name} {ms(seconds, line.seconds)}" for name, seconds in timers.items()]
+        yield f"DDP's own timers, slowest rank's ms on {line.case.backend}: {', '.join(texts)}"
 
 
 def buckets(group: list[StepLine], run: Run, style: Style) -> str:
-    """Each bucket of DDP's, in the order of reduction; empty where they were not timed."""
-    measured = [line for line in group if line.summary and line.summary.buckets]
-    cells = [row for line in measured for row in named(line, _bucket_rows(line))]
+    """Format DDP's buckets in the order of reduction; empty if they were not timed."""
+    cells = [row for line in group for row in with_backend(line, _bucket_rows(line))]
     if not cells:
         return ""
-    heads = ["backend", "#", "MB", "n", "parameters", "handed over ms", "wire ms", "wait ms",
-             "late rank"]  # fmt: skip
-    told = [f"{words} on {line.case.backend}" for line in measured for words in _observer(line)]
-    hook = [f"the hook that timed them adds to a step: {', '.join(told)}"] if told else []
-    return style.block("buckets", style.gap.join([style.table(cells, heads), *hook]), 1)
+    headings = ["backend", "#", "MB", "n", "parameters", "ready after ms", "wire ms", "wait ms"]
+    table = style.table(cells, [*headings, "late rank"], ("backend", "parameters"))
+    costs = [f"{cost} on {line.case.backend}" for line in group for cost in _observer(line)]
+    note = [f"timing the buckets lengthens a step by {', '.join(costs)}"] if costs else []
+    return style.block("buckets", style.gap.join([table, *note]), 1)
 
 
 def _bucket_rows(line: StepLine) -> list[list[str]]:
-    assert line.summary is not None
-    buckets = line.summary.buckets
+    buckets = line.summary.buckets if line.summary else ()
     if len(buckets) <= BUCKETS:
         return [_bucket_row(bucket, line.seconds) for bucket in buckets]
-    first, rest, last = buckets[:ENDS], buckets[ENDS:-ENDS], buckets[-ENDS:]
-    late = {bucket.late_rank for bucket in rest} - {None}
+    middle = buckets[ENDS:-ENDS]
+    late = {bucket.late_rank for bucket in middle} - {None}
+    longest = (
+        max(bucket.handed_seconds for bucket in middle),
+        max(bucket.wire.value for bucket in middle),
+        max(bucket.wait.value for bucket in middle),
+    )
     between = [
         "…",
-        f"{sum(bucket.nbytes for bucket in rest) / 1e6:.2f}",
-        str(sum(bucket.parameters for bucket in rest)),
-        f"{len(rest)} buckets: sums, largest ms",
-        ms(max(bucket.handed_seconds for bucket in rest), line.seconds),
-        ms(max(bucket.wire.value for bucket in rest), line.seconds),
-        ms(max(bucket.wait.value for bucket in rest), line.seconds),
+        f"{sum(bucket.nbytes for bucket in middle) / 1e6:.2f}",
+        str(sum(bucket.parameters for bucket in middle)),
+        f"{len(middle)} buckets: sums, largest ms",
+        *(ms(seconds, line.seconds) for seconds in longest),
         " ".join(sorted(map(str, late))) or "-",
     ]
-    rows = [[_bucket_row(bucket, line.seconds) for bucket in those] for those in (first, last)]
-    return [*rows[0], between, *rows[1]]
+    first, last = (
+        [_bucket_row(bucket, line.seconds) for bucket in end]
+        for end in (buckets[:ENDS], buckets[-ENDS:])
+    )
+    return [*first, between, *last]
 
 
 def _bucket_row(bucket: Bucket, step: float | None) -> list[str]:
@@ -129,7 +133,7 @@ def _short(name: str) -> str:
 
 
 def _observer(line: StepLine) -> Iterator[str]:
-    part = line.summary.observer if line.summary else None
+    part = line.summary.observer if line.summary and line.summary.buckets else None
     if part is not None and _known(part):
         value, interval = bounded(part, line.seconds)
         yield f"{value} ms {interval}"

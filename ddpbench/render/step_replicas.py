@@ -1,4 +1,4 @@
-"""Whether replicas were equal, and the epochs of a training, as text."""
+"""Tables of the replicas' verdicts, and of the epochs of a training."""
 
 from __future__ import annotations
 
@@ -6,99 +6,105 @@ from collections.abc import Iterator, Sequence
 
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Epoch, Replicas, Run
-from ddpbench.render.collective_columns import digits
-from ddpbench.render.step_columns import ms, named, percent
+from ddpbench.render.column import digits
+from ddpbench.render.step_columns import ms, percent, with_backend
 from ddpbench.render.style import Style
 
-EPOCHS, FEW = 18, 3  # so many epochs are shown, else so many of either end and ten between
+EPOCHS, ENDS = 18, 3  # up to EPOCHS are shown, else ENDS at either end and ten between
 LOSSES = 8  # ranks
-KINDS = {"parameter": "parameters", "gradient": "gradients", "buffer": "buffers",
-         "optimizer": "optimizer options and states"}  # fmt: skip
+KINDS = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "buffer": "buffers",
+    "optimizer": "optimizer options and states",
+}
 
 
 def replicas(group: list[StepLine], run: Run, style: Style) -> str:
-    """The verdict of each backend, its cost and the losses; empty where nothing is known."""
-    told = []
+    """Format the verdict of each backend, its cost and the losses; empty if nothing is known."""
     width = max(len(line.case.backend) for line in group)
+    texts = []
     for line in group:
-        words = list(_replicas_of(line, run.plan.verify))
-        names = [line.case.backend, *[""] * len(words)]
-        told += [f"{name:<{width}}  {each}" for name, each in zip(names, words, strict=False)]
-    return style.block("replicas", style.gap.join(told), 1) if told else ""
+        lines = [*_verdict(line, run.plan.verify)]
+        if below := [*_cost(line), *_losses(line)]:
+            lines.append("; ".join(below))
+        names = [line.case.backend, *[""] * len(lines)]
+        texts += [f"{name:<{width}}  {text}" for name, text in zip(names, lines, strict=False)]
+    return style.block("replicas", style.gap.join(texts), 1) if texts else ""
 
 
-def _replicas_of(line: StepLine, every: int) -> Iterator[str]:
-    found = line.replicas
-    if found is None:
+def _verdict(line: StepLine, every: int) -> Iterator[str]:
+    replicas = line.replicas
+    if replicas is None:
         if line.summary is not None:
             yield "not verified"
     elif line.case.world_size == 1:
-        yield "one rank: there is no other replica to be equal to"
-    elif not found.failed:
-        verified = sum(r.replicas.verified for r in line.results if r.replicas)
-        when = _when(verified, every, len(line.results))
-        if found.not_compared:
-            yield "NOT ALL COMPARED"
-            yield from (f"  {each}" for each in found.text.splitlines())
-        else:
-            yield f"replicas equal {when}, bit for bit: {_compared(found)}"
-        if found.buffers:
-            of = found.compared.get("buffer", 0)
-            yield (
-                f"but for {found.buffers} of {of} buffers, each rank's own statistics: DDP sends "
-                "rank 0's before the next forward"
-            )
+        yield "one rank: there is no other replica to compare with"
+    elif replicas.failed:
+        yield _failure(replicas)
+        yield from (f"  {text}" for text in replicas.text.splitlines())
     else:
-        until = found.equal_until
-        before = "" if until is None else f"; equal until step {until}"
-        verdict = "equal, but NOT FINITE" if found.equal else "NOT EQUAL"
-        on = f"; went on: not so after {found.differing} of {found.verified} verified steps"
-        went_on = on if found.last_step != found.first_bad else ""
-        yield f"{verdict} after step {found.first_bad}{before}{went_on}"
-        yield from (f"  {each}" for each in found.text.splitlines())
-    if below := [*_cost(line), *_losses(line)]:
-        yield "; ".join(below)
+        if replicas.not_compared:
+            yield "NOT ALL COMPARED"
+            yield from (f"  {text}" for text in replicas.text.splitlines())
+        else:
+            yield f"replicas equal {_when(line, every)}, bit for bit: {_compared(replicas)}"
+        if replicas.buffers:
+            yield (
+                f"except {replicas.buffers} of {replicas.compared.get('buffer', 0)} buffers, each "
+                "rank's own statistics: DDP sends rank 0's before the next forward"
+            )
+
+
+def _failure(replicas: Replicas) -> str:
+    until, count = replicas.equal_until, replicas.differing
+    verdict = "equal, but NOT FINITE" if replicas.equal else "NOT EQUAL"
+    before = "" if until is None else f"; equal until step {until}"
+    after = ""
+    if replicas.last_step != replicas.first_bad:
+        after = f"; the run went on, and {count} of {replicas.verified} verifications failed"
+    return f"{verdict} after step {replicas.first_bad}{before}{after}"
 
 
 def _cost(line: StepLine) -> Iterator[str]:
-    found = line.replicas
-    if found is not None and found.cost is not None:
-        share = "" if found.share is None else f" = {percent(found.share)} % of a step"
-        yield f"one verification takes {ms(found.cost.value, line.seconds)} ms{share}"
+    replicas = line.replicas
+    if replicas is not None and replicas.cost is not None:
+        share = "" if replicas.share is None else f" = {percent(replicas.share)} % of a step"
+        yield f"one verification takes {ms(replicas.cost.value, line.seconds)} ms{share}"
 
 
 def _losses(line: StepLine) -> Iterator[str]:
     losses = next((r.losses for r in line.results if r.losses), ())
     if losses:
         shown = "  ".join(digits(loss) for loss in losses[:LOSSES])
-        more = " …" if len(losses) > LOSSES else ""
-        yield f"loss of each rank's own last batch: {shown}{more}"
+        yield f"loss of each rank's last batch: {shown}{' …' if len(losses) > LOSSES else ''}"
 
 
-def _when(verified: int, every: int, launches: int) -> str:
-    steps_ = f"{verified} step{'' if verified == 1 else 's'}"
-    when = f"after each of {steps_}" if every == 1 else f"after {steps_}, each {every}th"
-    return when + (f" in {launches} launches" if launches > 1 else "")
+def _when(line: StepLine, every: int) -> str:
+    verified = sum(r.replicas.verified for r in line.results if r.replicas)
+    count = f"{verified} step{'' if verified == 1 else 's'}"
+    when = f"after each of {count}" if every == 1 else f"after {count}, every {every}th"
+    return when + (f" in {len(line.results)} launches" if len(line.results) > 1 else "")
 
 
-def _compared(found: Replicas) -> str:
-    words = [
+def _compared(replicas: Replicas) -> str:
+    counts = [
         f"{count} {KINDS.get(kind, kind) if count > 1 else KINDS.get(kind, kind).rstrip('s')}"
-        for kind, count in found.compared.items()
+        for kind, count in replicas.compared.items()
         if count
     ]
-    return f"{', '.join(words)} ({found.nbytes / 1e6:.1f} MB)"
+    return f"{', '.join(counts)} ({replicas.nbytes / 1e6:.1f} MB)"
 
 
 def training(group: list[StepLine], run: Run, style: Style) -> str:
-    """The epochs; empty where nothing was trained to its end."""
-    cells = [row for line in group for row in named(line, _epoch_rows(line))]
+    """Format the epochs; empty if nothing was trained to its end."""
+    cells = [row for line in group for row in with_backend(line, _epoch_rows(line))]
     if not cells:
         return ""
-    heads = ["backend", "epoch", "train loss", "validation loss", "seconds", "replicas"]
+    headings = ["backend", "epoch", "train loss", "validation loss", "seconds", "replicas"]
     several = max(len(line.results) for line in group) > 1
     title = "training" + (", of the first launch" if several else "")
-    return style.block(title, style.table(cells, heads), 1)
+    return style.block(title, style.table(cells, headings, ("backend", "replicas")), 1)
 
 
 def _epoch_rows(line: StepLine) -> list[list[str]]:
@@ -107,9 +113,7 @@ def _epoch_rows(line: StepLine) -> list[list[str]]:
     return [
         [
             str(epoch.number),
-            digits(epoch.train_loss),
-            digits(epoch.validation_loss),
-            digits(epoch.seconds),
+            *map(digits, (epoch.train_loss, epoch.validation_loss, epoch.seconds)),
             verdicts[epoch.replicas_equal],
         ]
         for epoch in _some(epochs)
@@ -117,11 +121,11 @@ def _epoch_rows(line: StepLine) -> list[list[str]]:
 
 
 def _some(epochs: Sequence[Epoch]) -> list[Epoch]:
-    """All, or of many the first, the last, ten between, and those where replicas differed."""
+    """Choose all epochs, or the first, the last, ten between, and the first that differed."""
     count = len(epochs)
     if count <= EPOCHS:
         return list(epochs)
-    between = {FEW + round((count - 2 * FEW - 1) * i / 11) for i in range(1, 11)}
-    kept = {*range(FEW), *between, *range(count - FEW, count)}
+    between = {ENDS + round((count - 2 * ENDS - 1) * i / 11) for i in range(1, 11)}
+    kept = {*range(ENDS), *between, *range(count - ENDS, count)}
     bad = [i for i, epoch in enumerate(epochs) if epoch.replicas_equal is False]
-    return [epochs[i] for i in sorted(kept | set(bad[:FEW]))]
+    return [epochs[i] for i in sorted(kept | set(bad[:ENDS]))]

@@ -1,4 +1,4 @@
-"""The tables of a run of DDP steps: phases, budget, buckets, replicas, training, legends."""
+"""Tables of a run of DDP steps: phases, budget, buckets, replicas, training, legends."""
 
 from __future__ import annotations
 
@@ -8,64 +8,15 @@ from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Run, StepCase
 from ddpbench.render import step_budget, step_replicas
-from ddpbench.render.collective_columns import chosen, digits, ranks, text
+from ddpbench.render.column import (
+    choose_columns,
+    common_legend,
+    digits,
+    format_ranks,
+    rows_by_backend,
+)
 from ddpbench.render.step_columns import STEP_COLUMNS
 from ddpbench.render.style import Style
-
-Columns = tuple[str, ...] | None
-
-
-def blocks(run: Run, columns: Columns, quiet: bool, style: Style) -> list[str]:
-    """All that stands under the header. With chosen columns one table a workload, of them."""
-    everything = step_lines.lines(run)
-    shown = [line for line in everything if line.results]
-    names = chosen(columns, STEP_COLUMNS)
-    groups: dict[StepCase, list[StepLine]] = {}
-    for line in shown:
-        groups.setdefault(step_lines.same_but_backend(line.case), []).append(line)
-    out, starred = [], False
-    for case, group in groups.items():
-        best = step_lines.faster(group)
-        starred |= best is not None
-        out.append(style.block(title(case), _rows(group, best, names, style)))
-        if columns is None:
-            out += filter(None, (make(group, run, style) for make in TABLES))
-    if not quiet:
-        below = _left_out(everything), _legend(shown, names, starred, columns is None)
-        out += [style.gap.join(told) for told in below if told]
-    return out
-
-
-def title(case: StepCase) -> str:
-    """What all rows of a workload's tables have in common."""
-    parts = [
-        case.workload,
-        " ".join(case.settings),
-        f"{digits(case.parameters / 1e6)} M parameters ({digits(case.parameter_nbytes / 1e6)} MB)",
-        f"batch {case.batch} a rank" + (f" × {case.accumulate}" if case.accumulate > 1 else ""),
-        case.optimizer,
-        f"autocast {case.amp}" if case.amp else "",
-        "" if case.comm_hook == "none" else f"hook {case.comm_hook}",
-        "" if case.bucket_cap_mb is None else f"buckets of {case.bucket_cap_mb:g} MB",
-        "gradients in buckets" if case.gradient_as_bucket_view else "",
-        "static graph" if case.static_graph else "",
-        "unused parameters searched" if case.find_unused_parameters else "",
-        ranks(case),
-        case.device,
-    ]
-    return "  ".join(part for part in parts if part)
-
-
-def _rows(group: list[StepLine], best: StepLine | None, names: list[str], style: Style) -> str:
-    """A row a backend, the faster one marked."""
-    cells = []
-    for line in group:
-        row = {name: text(line, name, STEP_COLUMNS) for name in names}
-        if "backend" in row and line is best:
-            row["backend"] += " *"
-        cells.append(list(row.values()))
-    return style.table(cells, [STEP_COLUMNS[name].head for name in names])
-
 
 TABLES: tuple[Callable[[list[StepLine], Run, Style], str], ...] = (
     step_budget.budget,
@@ -73,57 +24,99 @@ TABLES: tuple[Callable[[list[StepLine], Run, Style], str], ...] = (
     step_replicas.replicas,
     step_replicas.training,
 )
-
-
-def _left_out(everything: list[StepLine]) -> list[str]:
-    """Why cases have no row, and parts of others no figure; backends of one reason together."""
-    told: dict[tuple[str, str, str], dict[str, None]] = {}
-    for line in everything:
-        case = line.case
-        if line.reason is not None:
-            told.setdefault(("skipped", case.workload, line.reason), {})[case.backend] = None
-        for note in (note for result in line.results for note in result.notes):
-            told.setdefault(("note:", case.workload, note), {})[case.backend] = None
-    return [
-        f"{kind} {workload} on {', '.join(backends)}: {words}"
-        for (kind, workload, words), backends in told.items()
-    ]
-
-
-def _legend(shown: list[StepLine], names: list[str], starred: bool, tables: bool) -> list[str]:
-    """What is not obvious in the columns and tables that were printed."""
-    several = any(line.case.world_size > 1 for line in shown)
-    buckets = any(line.summary and line.summary.buckets for line in shown)
-    holds = {
-        "step": "step_ms" in names and any(line.summary for line in shown),
-        "slowest": "slowest_rank" in names and several,
-        **{part: tables and any(line.part(part) for line in shown) for part in PARTS},
-        **dict.fromkeys(("handed", "wait"), tables and buckets),
-        "star": starred,
-    }  # fmt: skip
-    raised = {flag for line in shown for flag in line.flags} if "flags" in names else set()
-    flags = [f"{name}: {words}" for name, (words, _) in step_lines.FLAGS.items() if name in raised]
-    return [LEGEND[name] for name, held in holds.items() if held] + flags
-
-
 PARTS = (steps.EXPOSED, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, steps.WAITING)
+BUCKETS = ("ready", "wire", "wait")
 LEGEND = {
-    "step": "step ms: K steps together / K, median over rounds; 95 %: half-width of its interval; "
-    "forward with zero_grad",
-    "slowest": "slowest rank: in the forward (later the ranks wait for each other) most often, "
-    "in which share of the steps",
+    "arm": "arm: a way to run the step: as it is, without communication, without bucket copies "
+    "too, with timed buckets",
+    "step": "step ms: time of K steps in a row / K, median over rounds; 95 %: half-width of its "
+    "interval; forward includes zero_grad",
+    "slowest": "slowest rank: the one most often slowest in forward, and in how many of the steps; "
+    "later, ranks wait for each other",
     steps.EXPOSED: "step = compute + bucket copies + exposed communication; (x): noise, not "
     "clearly above 0",
     steps.TRANSFER: "exposed communication = exposed transfer + communication overhead; "
     "communication = exposed transfer + hidden",
-    steps.OVERHEAD: "communication overhead: threads that wake up, bookkeeping, ranks out of step, "
-    "backward slowed by what it hides",
+    steps.OVERHEAD: "communication overhead: waking threads, bookkeeping, ranks out of step, "
+    "backward slowed by hidden communication",
     steps.HIDDEN: "communication: while any bucket is on its way, in the rank that waits least; "
     "hidden: while backward computes",
-    steps.WAITING: "waiting: what the slowest rank alone takes longer than the others, a part of "
+    steps.WAITING: "waiting: how much longer the slowest rank computes than the others; a part of "
     "compute",
-    "handed": "handed over: by the last rank, from the start of backward; wire: from then until "
-    "reduced, behind earlier buckets too",
-    "wait": "wait: what the first rank waited for the last; late rank: who was last, beyond noise",
-    "star": "*: the faster backend, its interval clear of the others'",
+    "ready": "ready after: from the start of backward until the last rank hands the bucket over",
+    "wire": "wire: from then until the bucket is reduced, including earlier buckets in the queue",
+    "wait": "wait: how long the earliest rank waited for the latest; late rank: the latest, if the "
+    "wait is more than noise",
 }
+
+
+def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
+    """Format all that stands below the header; chosen columns give one table per workload."""
+    all_lines = step_lines.lines(run)
+    shown = [line for line in all_lines if line.results]
+    names = choose_columns(columns, STEP_COLUMNS)
+    groups: dict[StepCase, list[StepLine]] = {}
+    for line in shown:
+        groups.setdefault(step_lines.same_but_backend(line.case), []).append(line)
+    texts, all_rows = [], []
+    for case, group in groups.items():
+        rows = rows_by_backend(group, names, STEP_COLUMNS)
+        all_rows += rows
+        cells = [list(row.values()) for row in rows]
+        shown_columns = [STEP_COLUMNS[name] for name in names]
+        texts.append(style.block(title(case), style.columns(cells, shown_columns)))
+        if columns is None:
+            texts += filter(None, (table(group, run, style) for table in TABLES))
+    if quiet:
+        return texts
+    legend = _legend(shown, names, columns is None)
+    legend += common_legend(all_rows, shown, names, step_lines.FLAGS)
+    return texts + [style.gap.join(notes) for notes in (_left_out(all_lines), legend) if notes]
+
+
+def title(case: StepCase) -> str:
+    """State what all rows of a workload's tables have in common."""
+    parts = [
+        case.workload,
+        " ".join(case.settings),
+        f"{digits(case.parameters / 1e6)} M parameters ({digits(case.parameter_nbytes / 1e6)} MB)",
+        f"batch {case.batch} per rank" + (f" × {case.accumulate}" if case.accumulate > 1 else ""),
+        case.optimizer,
+        f"autocast {case.amp}" if case.amp else "",
+        "" if case.comm_hook == "none" else f"hook {case.comm_hook}",
+        "" if case.bucket_cap_mb is None else f"buckets of {case.bucket_cap_mb:g} MB",
+        "gradients in buckets" if case.gradient_as_bucket_view else "",
+        "static graph" if case.static_graph else "",
+        "unused parameters searched" if case.find_unused_parameters else "",
+        format_ranks(case),
+        case.device,
+    ]
+    return "  ".join(filter(None, parts))
+
+
+def _left_out(all_lines: list[StepLine]) -> list[str]:
+    """Explain missing rows and figures, the backends of one reason together."""
+    reasons: dict[tuple[str, str, str], dict[str, None]] = {}
+    for line in all_lines:
+        case, notes = line.case, [note for result in line.results for note in result.notes]
+        texts = [("note:", note) for note in notes]
+        texts += [("skipped", line.reason)] if line.reason is not None else []
+        for kind, text in texts:
+            reasons.setdefault((kind, case.workload, text), {})[case.backend] = None
+    return [
+        f"{kind} {workload} on {', '.join(backends)}: {text}"
+        for (kind, workload, text), backends in reasons.items()
+    ]
+
+
+def _legend(shown: list[StepLine], names: list[str], tables: bool) -> list[str]:
+    """Explain the printed columns and tables whose headings do not."""
+    summaries = [line.summary for line in shown if line.summary]
+    needed = {
+        "arm": bool(summaries),
+        "step": "step_ms" in names and bool(summaries),
+        "slowest": "slowest_rank" in names and any(line.case.world_size > 1 for line in shown),
+        **{part: tables and any(line.part(part) for line in shown) for part in PARTS},
+        **dict.fromkeys(BUCKETS, tables and any(summary.buckets for summary in summaries)),
+    }
+    return [LEGEND[name] for name, shown in needed.items() if shown]

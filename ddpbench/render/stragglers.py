@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddpbench.records.schema import Examination
-from ddpbench.render.collective_columns import digits
+from ddpbench.render.column import digits
 from ddpbench.render.style import Style
 
 MOST_ROWS = 16

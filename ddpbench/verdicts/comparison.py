@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddpbench.analysis.lines import BUSY_SHARE
+from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import LEFT_OUT
 from ddpbench.verdicts import drift, judging, matching, verdict
 from ddpbench.verdicts.differences import Difference, differences
@@ -139,7 +139,7 @@ def _judged(rows: list[Row], rule: Rule) -> list[Row]:
         drifts = [rule.drift.margin(rows[place].case, len(todo)) for place, _ in todo]
         todo = [(place, replace(pair, drift=drift))
                 for (place, pair), drift in zip(todo, drifts, strict=True)]  # fmt: skip
-    found = judging.judged([pair for _, pair in todo], rule.paired, rule.confidence)
+    found = judging.judge_pairs([pair for _, pair in todo], rule.paired, rule.confidence)
     for (place, pair), one in zip(todo, found, strict=True):
         rows[place] = replace(
             rows[place], verdict=one.verdict, margin=pair.margin, shift=one.shift,
@@ -193,20 +193,20 @@ def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[s
         busy = sum((o.others_share or 0) > BUSY_SHARE for o in measured)
         if busy:
             yield (
-                f"{name} is of a busy host: other processes used more than "
+                f"{name} was measured on a busy host: other processes used more than "
                 f"{BUSY_SHARE * 100:g} % of the cores in {busy} of {len(measured)} measurements"
             )
     if rule.drift is not None:
         counts = {rule.drift.stored(row.case) for row in rows if row.shift is not None}
         fewest = min(counts, default=0)
         known = (
-            f"as {fewest} or more stored runs of BASE's environment have it"
+            f"estimated from {fewest} or more stored runs of BASE's environment"
             if fewest
-            else f"assumed for what fewer than {drift.FEWEST} stored runs tell of"
+            else f"assumed for cases with fewer than {drift.FEWEST} stored runs"
         )
         yield (
             f"the two sides are {_span(rule.drift.seconds)} apart, and a machine drifts: no change "
-            f"is claimed below the column drift ({known}); `ab` measures by turns, without it"
+            f"below the column drift is claimed ({known}); `ab` measures in turns, without drift"
         )
 
 

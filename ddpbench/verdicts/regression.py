@@ -54,7 +54,7 @@ def judged(
     rows = [_alike(_row(name, base.get(name), each, margin)) for name, each in new.items()]
     todo = [(i, pair) for i, row in enumerate(rows) if (pair := _pair(row))]
     logs = [_logs(rows[i], saved[rows[i].test]) for i, _ in todo]
-    found = judging.judged([
+    found = judging.judge_pairs([
         replace(pair, drift=drift.margin(known, len(todo)))
         for (_, pair), known in zip(todo, logs, strict=True)
     ])  # fmt: skip

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.analysis.lines import BUSY_SHARE
+from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import Interval, Run, StepResult
 from ddpbench.verdicts import matching
 from ddpbench.verdicts.differences import Difference, differences

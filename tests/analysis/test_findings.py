@@ -242,8 +242,7 @@ def test_replicas_that_were_not_all_compared_are_a_warning() -> None:
     assert not {"DIFFER", "NONFINITE"} & set(line.flags)
     column = STEP_COLUMNS["replicas_equal"]
     assert column.value(line) is None
-    assert column.shown is not None
-    assert column.shown(line) == "unknown"
+    assert column.show(line) == "unknown"
     assert "NOT ALL COMPARED" in step_replicas.replicas([line], run, TERMINAL)
     stored = json.loads(codec.encode(partly))
     assert codec.decode(Replicas, stored) == partly

@@ -8,9 +8,10 @@ import pytest
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench.analysis import lines, stats
+from ddpbench.analysis.flags import find_fastest
 from ddpbench.analysis.lines import Line
 from ddpbench.records.schema import Case, Limit, Plan, Result, Wrong
-from ddpbench.render import collective_columns as rows
+from ddpbench.render.collective_columns import COLUMNS
 
 # --- one launch -----------------------------------------------------------------------------------
 
@@ -197,8 +198,8 @@ def test_launches_that_disagree_are_told_and_shown() -> None:
     slow = a_result(launch=5, summary=a_summary(5.5e-4))
     line = only(*quick, slow)
     assert line.flags == ("imprecise", "launches")
-    assert rows.text(line, "flags") == "imprecise launches(100.0…550.0)"
-    assert rows.text(line, "medians") == "100.0 " * 5 + "550.0"
+    assert COLUMNS["flags"].show(line) == "imprecise launches(100.0…550.0)"
+    assert COLUMNS["medians"].show(line) == "100.0 " * 5 + "550.0"
     unsure = a_result(launch=5, summary=a_summary(5.5e-4, width=0.9))
     assert "launches" not in only(*quick, unsure).flags
     near = a_result(launch=5, summary=a_summary(1.49e-4))
@@ -210,9 +211,9 @@ def test_calls_of_two_kinds_are_shown_with_their_shares() -> None:
     kinds = a_summary(quantiles_seconds=(4e-4,) * 14 + (4.1e-3,) * 7)
     line = only(*(a_result(launch=n, summary=kinds) for n in range(6)))
     assert line.flags == ("modes",)
-    assert rows.text(line, "flags") == "modes(400.0:68% 4100:32%)"
-    assert rows.COLUMNS["modes"].value(line) == "400.0:68% 4100:32%"
-    assert rows.COLUMNS["flags"].value(line) == "modes"
+    assert COLUMNS["flags"].show(line) == "modes(400.0:68% 4100:32%)"
+    assert COLUMNS["modes"].value(line) == "400.0:68% 4100:32%"
+    assert COLUMNS["flags"].value(line) == "modes"
 
 
 def test_over_launches_ten_percent_is_precise_enough() -> None:
@@ -310,26 +311,26 @@ def group(*times: tuple[float, float | None], **other: Any) -> list[Line]:
 def test_the_faster_backend_is_the_one_whose_interval_lies_below_all_others() -> None:
     """Apart: the lower one. Touching or overlapping: none, however different the medians."""
     apart = group((1.0, 0.02), (1.1, 0.02), (0.9, 0.02))
-    assert lines.faster(apart) is apart[2]
-    assert lines.faster(apart[:2]) is apart[0]
-    assert lines.faster(group((1.0, 0.05), (1.1, 0.05))) is None
-    assert lines.faster(group((1.0, 0.0), (1.0, 0.0))) is None
-    assert lines.faster(group((1.0, 0.01), (1.02, 0.0099), (5.0, 0.01))) is None
+    assert find_fastest(apart) is apart[2]
+    assert find_fastest(apart[:2]) is apart[0]
+    assert find_fastest(group((1.0, 0.05), (1.1, 0.05))) is None
+    assert find_fastest(group((1.0, 0.0), (1.0, 0.0))) is None
+    assert find_fastest(group((1.0, 0.01), (1.02, 0.0099), (5.0, 0.01))) is None
 
 
 def test_a_single_backend_is_not_the_faster_one() -> None:
     """One line, or none, has nothing to be faster than."""
-    assert lines.faster(group((1.0, 0.01))) is None
-    assert lines.faster([]) is None
+    assert find_fastest(group((1.0, 0.01))) is None
+    assert find_fastest([]) is None
 
 
 def test_without_every_interval_none_is_faster() -> None:
     """A measured line without an interval leaves the question open; a skipped one does not."""
-    assert lines.faster(group((1.0, 0.01), (2.0, None))) is None
-    assert lines.faster(group((1.0, 0.01), (2.0, 0.01), (9.0, None))) is None
+    assert find_fastest(group((1.0, 0.01), (2.0, None))) is None
+    assert find_fastest(group((1.0, 0.01), (2.0, 0.01), (9.0, None))) is None
     measured = group((1.0, 0.01), (2.0, 0.01))
     skipped = only(replace(a_result(a_case(backend="nccl")), summary=None, reason="no GPU"))
-    assert lines.faster([*measured, skipped]) is measured[0]
+    assert find_fastest([*measured, skipped]) is measured[0]
 
 
 @pytest.mark.parametrize(
@@ -338,9 +339,9 @@ def test_without_every_interval_none_is_faster() -> None:
 def test_a_line_that_must_not_be_used_is_never_the_faster_one(cause: dict[str, Any]) -> None:
     """A wrong result or an impossible time beats no other backend, and is beaten by none."""
     good, bad = group((2.0, 0.01)), group((1.0, 0.01), **cause)
-    assert lines.faster([*good, *bad]) is None
+    assert find_fastest([*good, *bad]) is None
     slow = group((9.0, 0.01), **cause)
-    assert lines.faster([*good, *slow]) is None
+    assert find_fastest([*good, *slow]) is None
 
 
 def test_the_precision_of_a_line_is_the_half_width_of_its_interval() -> None:

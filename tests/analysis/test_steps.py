@@ -20,6 +20,7 @@ from stored_steps import (
 )
 
 from ddpbench.analysis import step_lines, steps
+from ddpbench.analysis.flags import find_fastest
 from ddpbench.records import codec
 from ddpbench.records.schema import (
     Part,
@@ -454,9 +455,9 @@ def test_the_faster_backend_is_the_one_whose_interval_lies_below() -> None:
         return step_lines.lines(a_step_run(*both))
 
     apart = group(slow)
-    assert step_lines.faster(apart) is apart[1]
-    assert step_lines.faster(apart[1:]) is None
-    assert step_lines.faster(group(fast)) is None
-    assert step_lines.faster(group(a_step_summary(rounds=3))) is None
-    assert step_lines.faster(group(slow, others_share=0.5)) is None
-    assert step_lines.faster(group(slow, replicas=some_replicas(equal=False, ok=False))) is None
+    assert find_fastest(apart) is apart[1]
+    assert find_fastest(apart[1:]) is None
+    assert find_fastest(group(fast)) is None
+    assert find_fastest(group(a_step_summary(rounds=3))) is None
+    assert find_fastest(group(slow, others_share=0.5)) is None
+    assert find_fastest(group(slow, replicas=some_replicas(equal=False, ok=False))) is None

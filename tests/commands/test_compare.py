@@ -134,9 +134,9 @@ def test_too_few_launches_are_told_with_what_to_type(compared: Compare, launches
     """Below five a side a change of 50 % is INCONCLUSIVE; from five on it is SLOWER."""
     code, out, _ = compared(*base_and_new(1.5, launches=launches))
     assert code == (1 if launches >= 5 else 0)
-    advice = "1 INCONCLUSIVE: needs about 6 launches a side: run with --launches 6"
+    advice = "1 INCONCLUSIVE: needs about 6 launches per side: run with --launches 6"
     assert (advice in out) == (launches < 5)
-    assert ("too few launches, needs 6 a side" in out) == (launches < 5)
+    assert ("too few launches: needs 6 per side" in out) == (launches < 5)
 
 
 def test_wide_intervals_are_told_with_the_launches_needed(compared: Compare) -> None:
@@ -148,10 +148,10 @@ def test_wide_intervals_are_told_with_the_launches_needed(compared: Compare) -> 
     needed = verdict.launches_needed(shift, 0.03)
     assert needed is not None
     assert 6 < needed <= 100
-    assert f"needs about {needed} launches a side: run with --launches {needed}\n" in out
-    assert re.search(rf"±\d\.\d %, needs about {needed} launches a side\n", out)
+    assert f"needs about {needed} launches per side: run with --launches {needed}\n" in out
+    assert re.search(rf"±\d\.\d %: needs about {needed} launches per side\n", out)
     _, out, _ = compared(*base_and_new(1.0, noise=0.5))
-    assert "more than 100 launches would be needed: measure on a quieter host" in out
+    assert "needs more than 100 launches per side: measure on a quieter host" in out
     assert "run with" not in out
 
 
@@ -195,7 +195,7 @@ def test_a_sweep_is_corrected_for_its_cases(compared: Compare) -> None:
     ]  # fmt: skip
     code, out, _ = compared(*runs_of(base, new))
     assert (code, "1 INCONCLUSIVE, 29 SAME" in out) == (0, True)
-    assert "may be chance among so many cases, needs about 6 launches a side" in out
+    assert "may be chance among so many cases: needs about 6 launches per side" in out
     code, out, _ = compared(*runs_of(base, new), "--only", " 64 B")
     assert (code, "1 case compared: 1 SLOWER" in out) == (1, True)
 
@@ -499,7 +499,7 @@ def test_what_weakens_a_verdict_is_noted(compared: Compare) -> None:
     assert "NOTE: NEW is PARTIAL: after is interrupted\n" in out
     assert "5 % of the cores in 2 of 6 measurements" in out
     _, out, _ = compared(timed(base, range(0, 12, 2)), timed(new, range(1, 12, 2)))
-    assert "by turns" not in out
+    assert "in turns" not in out
 
 
 def at(run: Run, minute: int, name: str) -> Run:
@@ -528,8 +528,8 @@ def test_what_drift_may_be_is_no_change(compared: Compare) -> None:
     assert (code, verdict_of(out)) == (0, "INCONCLUSIVE")
     assert "NOTE: the two sides are 36 minutes apart" in out
     assert "±20.5 %" in out  # of one case: 1.645 × 0.08 × √2 in log
-    assert "runs apart may differ by ±20.5 %" in out
-    assert "measure the two by turns, with `ab`" in out
+    assert "two runs of identical code may differ by ±20.5 %" in out
+    assert "measure the two in turns, with `ab`" in out
     base, new = base_and_new(1.3)
     code, out, _ = compared(at(base, 0, "base"), at(new, 37, "new"))
     assert (code, verdict_of(out)) == (1, "SLOWER")
@@ -549,7 +549,7 @@ def test_stored_runs_tell_how_a_machine_drifts(compared: Compare) -> None:
     base, new = base_and_new(1.15)
     code, out, _ = compared(at(base, 30, "base"), at(new, 37, "new"))
     assert (code, verdict_of(out)) == (1, "SLOWER")
-    assert "as 7 or more stored runs of BASE's environment have it" in out
+    assert "estimated from 7 or more stored runs of BASE's environment" in out
 
 
 def test_a_change_that_follows_the_cores_is_no_change(compared: Compare) -> None:
@@ -571,7 +571,7 @@ def test_a_change_that_follows_the_cores_is_no_change(compared: Compare) -> None
     base, new = side(1.0, 1, near), side(2.0, 2, far)
     _, out, _ = compared(at(base, 0, "base"), at(new, 37, "new"))
     assert "a cache line goes there and back in 0.4 µs in BASE, 6 in NEW" in out
-    assert "measure the two by turns, with `ab`" in out
+    assert "measure the two in turns, with `ab`" in out
     code, out, _ = compared(at(new, 0, "base"), at(base, 37, "new"))
     assert (code, verdict_of(out)) == (0, "INCONCLUSIVE")
     assert compared(base, new)[0] == 1  # by turns, or nobody knows when

@@ -22,7 +22,7 @@ from ddpbench.commands import history
 from ddpbench.records import store
 from ddpbench.records.schema import Case, Run, Wrong
 from ddpbench.render import history as render
-from ddpbench.render.comparison import label
+from ddpbench.render.labels import label
 from ddpbench.verdicts import trend
 
 Floats = npt.NDArray[np.float64]
@@ -171,8 +171,8 @@ def test_another_identity_is_another_series(call: Call) -> None:
         f"{n}  all_reduce 4 KiB float32 sum in place gloo {ranks} ranks"
         for n, ranks in ((1, 2), (2, 4), (3, 4))
     ]
-    assert "not to be compared with 1: world_size 2 → 4, ranks_per_host 2 → 4\n" in out
-    assert "not to be compared with 2: issue isolated → pipelined, depth 1 → 20\n" in out
+    assert "not comparable with 1: world_size 2 → 4, ranks_per_host 2 → 4\n" in out
+    assert "not comparable with 2: issue isolated → pipelined, depth 1 → 20\n" in out
     assert re.findall(r"run-\d\d", out) == ["run-01", "run-04", "run-02", "run-05", "run-03",
                                             "run-06"]  # fmt: skip
     assert out.endswith("3 series, 0 change points\n")
@@ -258,7 +258,10 @@ def test_a_change_without_a_cause_says_so(call: Call) -> None:
     """Nothing that is recorded differs between the two runs."""
     pytest.importorskip("ruptures")
     put_days(step(at=7))
-    assert re.search(r"between run-07 and run-08: .*\n  nothing differs", call("all_reduce")[1])
+    assert re.search(
+        r"between run-07 and run-08: .*\n  the recorded environments do not differ",
+        call("all_reduce")[1],
+    )
 
 
 def test_a_flat_series_says_that_there_is_no_change(call: Call) -> None:
@@ -274,7 +277,7 @@ def test_few_runs_say_so(call: Call) -> None:
     """Five runs are shown, without change points and without noise, with how many it takes."""
     put_days(step(runs=5))
     out = call("all_reduce")[1]
-    assert out.endswith("\nchange points were not looked for: that needs 6 runs, not 5\n")
+    assert out.endswith("\ndid not search for change points: that needs 6 runs, not 5\n")
     assert "noise" not in out
 
 
@@ -291,7 +294,11 @@ def test_flags_of_a_run_stand_in_its_row(call: Call) -> None:
     assert re.search(r" 1000 µs  ±1\.0 %\*  .* partial, busy", row["run-12"])
     assert row["run-08"].rstrip().endswith(" alone")
     assert "alone" not in row["run-07"]
-    for word in (r"\*      within one launch", "busy   other processes", "alone  off from both"):
+    for word in (
+        r"\*      interval within one launch",
+        "busy   other processes",
+        "alone  more than 4 noise",
+    ):
         assert re.search(f"^{word}", out, re.M)
     assert "\n11 runs, from" in out
 
@@ -339,7 +346,7 @@ def test_without_ruptures_the_trend_is_shown(call: Call, monkeypatch: pytest.Mon
     assert (code, err) == (0, "")
     assert len(re.findall(r"run-\d\d", out)) == 10
     assert out.endswith(
-        "\nchange points were not looked for: that needs ruptures: pip install ruptures\n"
+        "\ndid not search for change points: that needs ruptures: pip install ruptures\n"
     )
 
 

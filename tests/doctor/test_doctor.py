@@ -53,13 +53,13 @@ def test_the_verdict_counts_what_is_worse_than_a_note() -> None:
     assert "UNDECIDED: nothing found in 1 examination " in partial
     healthy = FORMATS["table"](replace(run, state="complete"), None, False)
     assert "HEALTHY" in healthy
-    assert "NOTE: so it is" in healthy
+    assert "NOTE (a): so it is" in healthy
     assert "not checked: GPUs: none here" in healthy
     two = [Finding("error", "a", "bad"), Finding("warning", "b", "odd", "look")]
     ill = FORMATS["table"](examined(*two), None, False)
     assert "1 ERROR AND 1 WARNING" in ill
-    assert ill.index("ERROR: bad") < ill.index("WARNING: odd. Next: look")
-    assert ill.index("not checked") < ill.index("ERROR: bad") < ill.index("1 ERROR AND")
+    assert ill.index("ERROR (a): bad") < ill.index("WARNING (b): odd. Next: look")
+    assert ill.index("not checked") < ill.index("ERROR (a): bad") < ill.index("1 ERROR AND")
     columns = ("severity", "next_step")
     assert "warning     look" in FORMATS["table"](examined(*two), columns, False)
     assert FORMATS["csv"](examined(*two), columns, False).splitlines() == [

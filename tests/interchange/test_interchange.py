@@ -554,7 +554,7 @@ def test_tests_that_are_not_read_are_reported(
     assert code == 0
     assert "a test is left out, for it is of hypercube_perf, which ddpbench does not read" in out
     assert "a test is left out, for it has no row of results of broadcast_perf" in out
-    assert "NOTE: line 65 is damaged: '8             2  float  sum x" in out
+    assert "NOTE (left-out): line 65 is damaged: '8             2  float  sum x" in out
     Path("osu-n4.txt").write_text(
         ALLREDUCE + osu(" Non-blocking Allreduce Latency Test", "4  2.00") + ALLREDUCE
     )
@@ -852,9 +852,8 @@ def test_a_wrong_result_in_a_log_is_invalid(
     assert out.count("NEW: launch 0: a rank got a wrong result") == 2
     code, out, _ = said(capsys, "show", "bad.log")
     assert code == 0
-    assert (
-        "ERROR: all_reduce on nccl, 1048576 bytes of float32, in place: the log tells of 7" in out
-    )
+    case = "all_reduce on nccl, 1048576 bytes of float32, in place"
+    assert f"ERROR (wrong-result): {case}: the log tells of 7" in out
     assert out.count("WRONG") >= 2
 
 
@@ -866,7 +865,10 @@ def test_a_log_is_shown_with_what_it_says_of_itself(tmp_path: Path) -> None:
     assert f"nccl-tests 2.19.6   {redact.text(str(path))}" in shown
     assert "where     4 ranks: 4 on node1; NVIDIA H100" in shown
     assert "mean over calls, mean over ranks, of loop of calls with one wait at its end" in shown
-    assert "NOTE: nccl-tests prints no -a: its default, the mean over ranks, is assumed" in shown
+    assert (
+        "NOTE (another-tool): nccl-tests prints no -a: its default, the mean over ranks, is assumed"
+        in shown
+    )
     run = sources.read(path)
     assert codec.decode(Run, json.loads(formats.json(run))) == run
     assert "nan" not in formats.csv(run)

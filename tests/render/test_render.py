@@ -16,9 +16,9 @@ from ddpbench import collectives
 from ddpbench.analysis import lines
 from ddpbench.records import codec
 from ddpbench.records.schema import Finding, Limit, Plan, Run, Wrong
-from ddpbench.render import collective_columns as rows
 from ddpbench.render import formats
-from ddpbench.render.collective_columns import COLUMNS, Column, digits
+from ddpbench.render.collective_columns import COLUMNS
+from ddpbench.render.column import Column, digits, format_ranks
 from ddpbench.render.formats import FORMATS
 from ddpbench.session import options
 
@@ -49,7 +49,7 @@ def test_the_table_says_what_was_measured_where_and_with_what() -> None:
         "2 ranks: 2 on node; CPU X, 4 cores", "ddpbench 0.1.0, torch 2.13.0, Python 3.11.7",
         "gloo      libgloo 1.2, torchrun", "mpi       libmpi 1.2 (provider mpi4py), mpirun",
         "isolated calls, start barrier", "median of t_max", "checks on", "seed 99",
-        "launches  1 a backend; the interval is within this launch",
+        "launches  1 launch per backend; the interval covers this launch only",
     ):  # fmt: skip
         assert part in head
 
@@ -76,9 +76,13 @@ def test_the_interfaces_that_were_used_stand_above() -> None:
 @pytest.mark.parametrize(
     ("count", "said"),
     [
-        (1, "launches  1 a backend; the interval is within this launch"),
-        (2, "launches  2 a backend; the interval is over launches, and needs 6 launches"),
-        (6, "launches  6 a backend; the interval is over launches"),
+        (1, "launches  1 launch per backend; the interval covers this launch only"),
+        (
+            2,
+            "launches  2 launches per backend; the interval covers all launches and needs 6 of "
+            "them",
+        ),
+        (6, "launches  6 launches per backend; the interval covers all launches"),
     ],
 )
 def test_launches_are_counted_for_each_backend(count: int, said: str) -> None:
@@ -104,7 +108,7 @@ def test_a_row_shows_what_its_heads_say() -> None:
         "p99 µs": "3000", "skew µs": "15.62", "algbw GB/s": "1.049", "busbw GB/s": "1.573",
         "% limit": "39.3", "check": "ok", "flags": "imprecise busy",
     }  # fmt: skip
-    assert list(row) == [column.head for column in COLUMNS.values() if column.default]
+    assert list(row) == [column.heading for column in COLUMNS.values() if column.default]
 
 
 def test_what_is_not_known_is_a_dash() -> None:
@@ -122,8 +126,8 @@ def test_a_wrong_result_stands_in_its_row_and_above() -> None:
     text = formats.table(run)
     (row,) = read_table(text, "all_reduce")
     assert (row["check"], row["flags"]) == ("WRONG", "WRONG")
-    assert "ERROR: It is wrong. Next: do this" in text.splitlines()
-    assert "WRONG: a result was wrong; do not use the row" in text.splitlines()
+    assert "ERROR (wrong-result): It is wrong. Next: do this" in text.splitlines()
+    assert "WRONG: a result was wrong: do not use the row" in text.splitlines()
 
 
 def test_the_faster_backend_has_a_star_and_sizes_stand_once() -> None:
@@ -179,7 +183,7 @@ def test_a_partial_run_is_marked(form: str, state: str) -> None:
     marks = [line for line in text.splitlines() if line.startswith("PARTIAL")]
     assert marks == {
         "complete": [],
-        "running": ["PARTIAL: the run is still going on, or ended without a word"],
+        "running": ["PARTIAL: the run is still going on, or it ended without a report"],
     }.get(state, [f"PARTIAL ({state}): rank 1 died"])
     assert "mpi *" in text
 
@@ -193,8 +197,9 @@ def test_a_partial_run_says_what_is_missing() -> None:
         backends=("gloo", "mpi"),
         launches=(a_launch(0, "gloo", cases=39),),
     )
-    assert "PARTIAL (interrupted): interrupted by a signal; gloo 1 of 39 cases, mpi not begun" in (
-        formats.table(run).splitlines()
+    assert (
+        "PARTIAL (interrupted): interrupted by a signal; gloo 1 of 39 cases, mpi not started"
+        in (formats.table(run).splitlines())
     )
 
 
@@ -249,8 +254,8 @@ def test_every_column_can_be_shown_for_every_line() -> None:
     barrier = a_case(operation="barrier", nbytes=0, count=0, reduce_op=None)
     run = a_run(a_result(), a_result(barrier, summary=bare, cold_seconds=None, checks=0))
     for line in lines.lines(run):
-        for name, column in COLUMNS.items():
-            assert re.fullmatch(r"[^\n]{0,40}", rows.text(line, name))
+        for column in COLUMNS.values():
+            assert re.fullmatch(r"[^\n]{0,40}", column.show(line))
             assert isinstance(column.value(line), float | int | str | None)
     assert len(formats.csv(run).splitlines()) == 3
 
@@ -376,7 +381,7 @@ def test_the_title_tells_where_the_ranks_are(hosts: tuple[int, ...], told: str) 
     """How many on each host, where there are several; the same count on other hosts is another
     table."""
     case = a_case(world_size=sum(hosts), ranks_per_host=hosts)
-    assert rows.ranks(case) == told
+    assert format_ranks(case) == told
     other = a_case(world_size=sum(hosts), ranks_per_host=(*hosts, 0))
     text = formats.table(a_run(a_result(case), a_result(other)))
     assert f"in place  {told}  cpu" in text

@@ -22,13 +22,14 @@ from text_tables import read_table
 from ddpbench.analysis import findings, step_lines, steps
 from ddpbench.records import codec
 from ddpbench.records.schema import Finding, Plan, Run, StepResult
-from ddpbench.render import collective_columns as displayed
 from ddpbench.render import formats
-from ddpbench.render.collective_columns import Column, UnknownColumn
+from ddpbench.render.column import Column, UnknownColumn
 from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
 from ddpbench.render.step_columns import STEP_COLUMNS, ms
 
-TITLE = "mlp  width=1024 depth=8  8.397 M parameters (33.59 MB)  batch 64 a rank  sgd  2 ranks  cpu"
+TITLE = (
+    "mlp  width=1024 depth=8  8.397 M parameters (33.59 MB)  batch 64 per rank  sgd  2 ranks  cpu"
+)
 
 
 NEW_PARTS = ("exposed transfer", "communication overhead")
@@ -51,7 +52,7 @@ def shown(*results: StepResult, **other: Any) -> str:
 
 def cells(said: str, title: str) -> list[dict[str, str]]:
     """The rows of a table by head, without the lines of text that follow it."""
-    text = re.sub(r"\n(without|DDP's|the hook|too few) .*", "", said)
+    text = re.sub(r"\n(without|DDP's|timing|no budget) .*", "", said)
     return read_table(text, title)
 
 
@@ -69,12 +70,12 @@ def test_the_header_says_how_steps_were_measured() -> None:
     lines = formats.table(two_backends()).splitlines()
     assert lines[0] == "ddpbench ddp   a-run"
     assert (
-        "how       24 rounds of 5 steps an arm, median of the slowest rank; 1 thread a rank; "
-        "verified after each step; seed 7" in lines
+        "how       24 rounds of 5 steps per arm, median of slowest rank; 1 thread per rank; "
+        "replicas verified each step; seed 7" in lines
     )
     off = formats.table(two_backends(plan=Plan(verify=0)))
-    assert "not verified; seed 0" in off
-    assert "verified after each 10th step" in formats.table(two_backends(plan=Plan(verify=10)))
+    assert "replicas not verified; seed 0" in off
+    assert "replicas verified every 10th step" in formats.table(two_backends(plan=Plan(verify=10)))
 
 
 def test_the_title_names_what_is_not_default() -> None:
@@ -85,7 +86,7 @@ def test_the_title_names_what_is_not_default() -> None:
         gradient_as_bucket_view=True, find_unused_parameters=True, world_size=1, settings=(),
     )  # fmt: skip
     assert (
-        "mlp  8.397 M parameters (33.59 MB)  batch 64 a rank × 4  sgd  autocast bf16  hook fp16  "
+        "mlp  8.397 M parameters (33.59 MB)  batch 64 per rank × 4  sgd  autocast bf16  hook fp16  "
         "buckets of 2.5 MB  gradients in buckets  static graph  unused parameters searched  1 rank"
         "  cpu" in shown(a_step_result(case)).splitlines()
     )
@@ -116,7 +117,7 @@ def test_backends_stand_side_by_side_and_the_faster_has_a_star() -> None:
     """A row a backend with step, interval, rate, phases, slowest rank, verdict and flags."""
     run = two_backends()
     gloo, mpi = cells(formats.table(run), TITLE)
-    assert list(gloo) == [column.head for column in STEP_COLUMNS.values() if column.default]
+    assert list(gloo) == [column.heading for column in STEP_COLUMNS.values() if column.default]
     assert (gloo["backend"], mpi["backend"]) == ("gloo", "mpi *")
     summary = run.steps[0].summary
     assert summary is not None
@@ -213,14 +214,14 @@ def test_ddps_own_timers_and_the_hooks_cost_are_shown() -> None:
     text = formats.table(two_backends())
     said = r"\nDDP's own timers, slowest rank's ms on gloo: forward 15\.\d\d, backward 6\d\.\d\d, "
     assert re.search(said, text)
-    assert re.search(r"\nthe hook that timed them adds to a step: .*on gloo, .* on mpi\n", text)
+    assert re.search(r"\ntiming the buckets lengthens a step by .*on gloo, .* on mpi\n", text)
 
 
 def test_too_few_rounds_give_no_budget() -> None:
     """Without any interval one line says why, instead of a table of dashes."""
     text = shown(a_step_result(summary=a_step_summary(rounds=3)))
-    assert "budget\ntoo few rounds, or launches, on gloo: a budget needs six\n" in text
-    assert "exposed communication" not in text.split("\n\nstep ms:")[0]
+    assert "budget\nno budget on gloo: it needs six rounds, or six launches\n" in text
+    assert "exposed communication" not in text.split("\n\narm:")[0]
 
 
 # --- buckets --------------------------------------------------------------------------------------
@@ -277,12 +278,12 @@ def test_equal_replicas_are_one_verdict_with_its_cost() -> None:
         for line in (
             f"{backend}  replicas equal after each of 136 steps, bit for bit: 16 parameters, 16 "
             "optimizer options and states (33.6 MB)",
-            "      one verification takes 4.50 ms = 5.6 % of a step; loss of each rank's own last "
+            "      one verification takes 4.50 ms = 5.6 % of a step; loss of each rank's last "
             "batch: 1.021  0.9835",
         )
     ]
     every = shown(a_step_result(), plan=Plan(verify=10))
-    assert "replicas equal after 136 steps, each 10th, bit for bit: " in every
+    assert "replicas equal after 136 steps, every 10th, bit for bit: " in every
     twice = shown(a_step_result(), a_step_result(launch=1))
     assert "after each of 272 steps in 2 launches, bit for bit: " in twice
     assert "gloo  not verified\n" in shown(a_step_result(replicas=None))
@@ -329,10 +330,10 @@ def test_of_many_tensors_that_differ_two_stand_above_the_tables() -> None:
     run = a_step_run(bad)
     told = formats.table(replace(run, findings=findings.findings(run))).split("\n\n")[1]
     assert told.splitlines()[:4] == [
-        "ERROR: mlp on gloo: likely cause: a bit. Next: replace it",
-        "ERROR: mlp on gloo: parameter 0 differs",
-        "ERROR: mlp on gloo: parameter 1 differs",
-        "  and 3 more of mlp on gloo, under replicas below",
+        "ERROR (bit-flip): mlp on gloo: likely cause: a bit. Next: replace it",
+        "ERROR (replicas-differ): mlp on gloo: parameter 0 differs",
+        "ERROR (replicas-differ): mlp on gloo: parameter 1 differs",
+        "  and 3 more of mlp on gloo: see replicas below",
     ]
 
 
@@ -372,11 +373,11 @@ def test_skipped_cases_and_notes_have_their_reason() -> None:
 def test_legends_explain_what_is_shown_and_no_more() -> None:
     """Flags that were raised, the star, and tables that are there."""
     said = formats.table(two_backends()).split("\n\n")[-1]
-    assert "*: the faster backend" in said
+    assert "*: the fastest backend" in said
     assert "waiting: " in said
     alone = replace(a_step_summary(rounds=3), budget=(), buckets=(), observer=None)
     few = shown(a_step_result(a_step_case(world_size=1), summary=alone)).split("\n\n")[-1]
-    assert [line.split(":")[0] for line in few.splitlines()] == ["step ms", "imprecise"]
+    assert [line.split(":")[0] for line in few.splitlines()] == ["arm", "step ms", "imprecise"]
 
 
 def test_quiet_leaves_the_tables_only() -> None:
@@ -462,7 +463,7 @@ def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
 def test_an_unknown_column_is_one_sentence(form: str) -> None:
     """A column of collectives is none of a step's: an error with those that there are."""
     with pytest.raises(
-        UnknownColumn, match=r"^this run has no column 'p99'; it has workload, .*reason$"
+        UnknownColumn, match=r"^this run has no column 'p99': choose workload, .*reason$"
     ):
         FORMATS[form](two_backends(), ("p99",), False)
 
@@ -485,7 +486,7 @@ def test_every_column_can_be_shown_for_every_line() -> None:
     ]
     for line in step_lines.lines(a_step_run(*results)):
         for name, column in STEP_COLUMNS.items():
-            assert re.fullmatch(r"[^\n]{0,40}", displayed.text(line, name, STEP_COLUMNS)), name
+            assert re.fullmatch(r"[^\n]{0,40}", column.show(line)), name
             assert isinstance(column.value(line), float | int | str | None), name
 
 

@@ -16,7 +16,7 @@ from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.measure import start
 from ddpbench.measure.calibrate import Rates
 from ddpbench.records.schema import Case, Limit, Plan
-from ddpbench.render import comparison, formats
+from ddpbench.render import formats, labels
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 from ddpbench.verdicts import matching
 
@@ -165,7 +165,7 @@ def test_groups_stand_apart_in_names_and_tables() -> None:
         a_case(world_size=2, ranks_per_host=(2,), group="host", groups=2),
     ]
     assert [case.key.split("/")[0] for case in cases] == ["all_reduce", "cross", "host"]
-    assert len({comparison.label(case) for case in cases}) == 3
+    assert len({labels.label(case) for case in cases}) == 3
     results = [a_result(case, limit=Limit(1e9, "streams")) for case in cases]
     shown = formats.table(a_run(*results))
     assert "% limit on gloo of all_reduce (cross groups): busbw over 1.000 GB/s, streams" in shown

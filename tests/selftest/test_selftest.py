@@ -129,14 +129,21 @@ def test_the_table_has_a_row_each_and_a_verdict() -> None:
     """Found, named, seconds, what was said; what is not right is told in full below; JSON has all
     of it."""
     text = FORMATS["table"](ROWS)
-    assert text.splitlines()[0].split() == ["fault", "planted", "found", "named", "seconds", "said"]
+    assert text.splitlines()[0].split() == [
+        "fault",
+        "planted",
+        "found",
+        "named",
+        "seconds",
+        "message",
+    ]
     first = text.splitlines()[2].split("  ")
     assert [cell.strip() for cell in first if cell] == [
-        "stop", "rank 1 is stopped", "yes", "yes", "9.0", "rank 1 / stopped",
+        "stop", "rank 1 is stopped", "yes", "yes", "9.0", "rank 1 | stopped",
     ]  # fmt: skip
     assert "NO" in text
     assert (
-        "1 of 2 planted faults found and named rightly; 1 not tried here; 1 of 1 healthy runs "
+        "1 of 2 planted faults found and named correctly; 1 not tried here; 1 of 1 healthy runs "
         "without a finding above note"
     ) in text
     assert text.endswith("kill, rank 1 is killed: exit code 5: rank 0 has died\n")

@@ -42,7 +42,7 @@ def test_each_verdict(factor: float, launches: int, name: str) -> None:
     base, new = times(launches=launches), times(factor, launches, seed=1)
     (row,) = regression.judged({"t": steady(measured(base))}, {"t": measured(new)}, 0.03)
     assert row.verdict == name
-    assert ("needs 6 a side" in row.why) == (launches == 4)
+    assert ("needs 6 per side" in row.why) == (launches == 4)
 
 
 @pytest.mark.parametrize("side", ["base", "new"])
@@ -81,7 +81,7 @@ def test_what_sessions_drift_by_is_no_change() -> None:
     ):  # fmt: skip
         (row,) = regression.judged({"t": saved}, {"t": measured(times(1.1, seed=1))}, 0.03)
         assert row.verdict == name
-        assert ("runs apart may differ" in row.why) == (name == "INCONCLUSIVE")
+        assert ("two runs of identical code may differ" in row.why) == (name == "INCONCLUSIVE")
         (row,) = regression.judged({"t": saved}, {"t": measured(times(1.5, seed=1))}, 0.03)
         assert row.verdict == "SLOWER"
 
@@ -105,7 +105,7 @@ def test_another_identity_is_incomparable_and_named() -> None:
     assert rows[1].why == "nbytes 4096 → 8192, count 1024 → 2048"
     text = render.table(rows)
     assert "nbytes 4096 → 8192" in text
-    assert "nothing saved to compare with: c" in text
+    assert "no saved run to compare with: c" in text
     assert text.endswith("4 tests measured: 1 SLOWER, 1 INCOMPARABLE, 1 SAME, 1 ONLY NEW")
 
 

@@ -1,0 +1,83 @@
+"""Flags of table rows: one implementation for collectives and DDP steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from ddpbench.records.schema import Interval, Plan, Result, StepResult
+
+BUSY_SHARE = 0.05  # of the cores' time that other processes may use
+# A row with one of these flags is compared with no other backend. On a busy host, a polling backend
+# loses to any neighbour.
+NOT_COMPARABLE = {"WRONG", "INVALID", "DIFFER", "NONFINITE", "busy"}
+
+
+class AnyLine(Protocol):
+    """A line of either kind: a collective's case or a DDP step's, over its launches."""
+
+    @property
+    def results(self) -> Sequence[Result] | Sequence[StepResult]:
+        """One result per launch."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Time of one call or step."""
+
+    @property
+    def interval(self) -> Interval | None:
+        """Interval of `seconds`."""
+
+    @property
+    def half_width(self) -> float | None:
+        """Relative half-width of the interval."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Names of the flags that are raised."""
+
+
+LineT = TypeVar("LineT", bound=AnyLine)
+
+
+@dataclass(frozen=True)
+class Flag(Generic[LineT]):
+    """A remark on a row: its explanation, and the condition that raises it."""
+
+    legend: str
+    is_raised: Callable[[LineT, Plan], bool]
+
+
+BUSY: Flag[Any] = Flag(
+    f"other processes used more than {BUSY_SHARE * 100:g} % of the cores meanwhile: measure again "
+    "on a quiet host",
+    lambda line, plan: any((r.others_share or 0) > BUSY_SHARE for r in line.results),
+)
+STOPPED: Flag[Any] = Flag(
+    "ended early by Ctrl-C or a signal",
+    lambda line, plan: any(r.stop_reason == "interrupted" for r in line.results),
+)
+
+
+def raised_flags(line: LineT, plan: Plan, known: Mapping[str, Flag[LineT]]) -> tuple[str, ...]:
+    """Return the names of the raised flags, in the order of `known`."""
+    return tuple(name for name, flag in known.items() if flag.is_raised(line, plan))
+
+
+def find_fastest(group: Sequence[LineT]) -> LineT | None:
+    """Return the line whose interval lies below all others', of lines that differ in backend only.
+
+    Returns None if one of them has no interval, or a flag of NOT_COMPARABLE.
+    """
+    ends = []
+    measured = [line for line in group if line.seconds is not None]
+    for line in measured:
+        if line.interval is None or NOT_COMPARABLE & set(line.flags):
+            return None
+        ends.append((line.interval.high, line.interval.low))
+    if len(measured) < 2:
+        return None
+    best = min(range(len(measured)), key=lambda i: measured[i].seconds or 0.0)
+    clear = all(ends[best][0] < low for i, (_, low) in enumerate(ends) if i != best)
+    return measured[best] if clear else None

@@ -1,0 +1,131 @@
+"""Tables of a run of collectives: one per operation, then skipped cases and legends."""
+
+from __future__ import annotations
+
+from ddpbench.analysis import lines, stats
+from ddpbench.analysis.lines import Line
+from ddpbench.catalog.sizes import readable
+from ddpbench.records.schema import Run
+from ddpbench.render.collective_columns import COLUMNS
+from ddpbench.render.column import (
+    choose_columns,
+    common_legend,
+    digits,
+    format_ranks,
+    format_subgroups,
+    rows_by_backend,
+)
+from ddpbench.render.style import Style
+
+LEGEND = {
+    "time": "time µs: {statistic} time of one call over repetitions; 95 %: half-width of its "
+    "interval",
+    "p99": f"p99: shown from {stats.PERCENTILES['p99']} repetitions on (all launches together)",
+    "osu": "osu µs: as OSU prints it, the mean over calls and ranks of calls between barriers",
+    "nccl_tests": "nccl-tests µs: as nccl-tests prints it, the time of the calls in flight divided "
+    "by their number, mean over ranks",
+    "skew": "skew µs: how long after the first rank the last rank entered, median",
+    "busbw": "algbw = size / time; busbw = algbw × the operation's bus factor (nccl-tests); "
+    "GB = 10⁹ bytes; size: total buffer, 1 KiB = 1024 bytes",
+}
+
+
+def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
+    """Format all that stands below the header; quiet: the tables alone."""
+    all_lines = lines.lines(run)
+    shown = [line for line in all_lines if line.seconds is not None]
+    names = choose_columns(columns, COLUMNS)
+    texts, all_rows = [], []
+    for title, group in _group_by_title(shown).items():
+        rows = _rows(group, names)
+        all_rows += rows
+        cells = [list(row.values()) for row in rows]
+        texts.append(style.block(title, style.columns(cells, [COLUMNS[name] for name in names])))
+    if quiet:
+        return texts
+    legend = _legend(shown, names) + common_legend(all_rows, shown, names, lines.FLAGS)
+    return texts + [style.gap.join(notes) for notes in (_skipped(all_lines), legend) if notes]
+
+
+def _group_by_title(shown: list[Line]) -> dict[str, list[Line]]:
+    """Group lines under the title of their table, which states what its rows have in common."""
+    groups: dict[str, list[Line]] = {}
+    for line in shown:
+        case = line.case
+        parts = [
+            case.operation,
+            "" if case.form == "tensor" else "(list of tensors)",
+            case.dtype if case.nbytes else "",
+            case.reduce_op or "",
+            "" if case.root is None else f"root {case.root}",
+            ("in place" if case.in_place else "out of place") if case.nbytes else "",
+            "async" if case.async_op else "",
+            format_ranks(case),
+            format_subgroups(case),
+            case.device,
+        ]
+        groups.setdefault("  ".join(filter(None, parts)), []).append(line)
+    return groups
+
+
+def _rows(group: list[Line], names: list[str]) -> list[dict[str, str]]:
+    """Format the rows of a table; size and count stand only once for several backends."""
+    by_size: dict[int, list[Line]] = {}
+    for line in group:
+        by_size.setdefault(line.case.nbytes, []).append(line)
+    rows = []
+    for same in by_size.values():
+        first, *others = rows_by_backend(same, names, COLUMNS)
+        repeated = {name: "" for name in ("size", "count") if name in names}
+        rows += [first, *({**row, **repeated} for row in others)]
+    return rows
+
+
+def _skipped(all_lines: list[Line]) -> list[str]:
+    """Explain why cases have no row, the sizes of one reason together."""
+    reasons: dict[tuple[str, str, str], list[int]] = {}
+    for line in all_lines:
+        if line.reason is not None:
+            case = line.case
+            name = " ".join(filter(None, (case.called, case.dtype, case.reduce_op)))
+            reasons.setdefault((name, case.backend, line.reason), []).append(case.nbytes)
+    return [
+        f"skipped {name} on {backend}, {readable(sizes[0])}"
+        + (f" … {readable(sizes[-1])}" if len(sizes) > 1 else "")
+        + f": {reason}"
+        for (name, backend, reason), sizes in reasons.items()
+    ]
+
+
+def _legend(shown: list[Line], names: list[str]) -> list[str]:
+    """Explain the printed columns whose heading does not."""
+    statistic = shown[0].case.statistic if shown else "median"
+    legend = [text.format(statistic=statistic) for name, text in LEGEND.items() if name in names]
+    summaries = [(r, r.summary) for line in shown for r in line.results if r.summary]
+    if "skew" in names and any(
+        summary.skew_seconds is None and result.clock_off_seconds for result, summary in summaries
+    ):
+        legend.append(
+            "skew -: the hosts' clocks may differ by more than 5 % of the time of a repetition"
+        )
+    return legend + (_limits(shown) if "limit" in names else [])
+
+
+def _limits(shown: list[Line]) -> list[str]:
+    """Name the rates that the column `% limit` refers to: one line per backend, source, group."""
+    rates: dict[tuple[str, str, str], list[float]] = {}
+    operations: dict[tuple[str, str, str], dict[str, None]] = {}
+    for line in shown:
+        for limit in (result.limit for result in line.results):
+            if limit is not None and line.fraction is not None:
+                key = (line.case.backend, limit.source, line.case.group)
+                rates.setdefault(key, []).append(limit.bytes_per_second / 1e9)
+                operations.setdefault(key, {})[line.case.called] = None
+    legend = []
+    for key, values in rates.items():
+        backend, source, _ = key
+        low, high = digits(min(values)), digits(max(values))
+        span = low if low == high else f"{low} … {high} (by size)"
+        names = ", ".join(operations[key])
+        legend.append(f"% limit on {backend} of {names}: busbw over {span} GB/s, {source}")
+    return legend

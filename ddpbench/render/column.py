@@ -1,0 +1,130 @@
+"""Columns of tables: heading, value and alignment. Every table and CSV file is built from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ddpbench.analysis import flags
+from ddpbench.records.schema import Case, StepCase
+
+RowT = TypeVar("RowT")
+LineT = TypeVar("LineT", bound=flags.AnyLine)
+Value = float | int | str | None
+HOST_COUNTS_WIDTH = 24  # characters of "4+4+2+2"
+
+
+class UnknownColumn(Exception):
+    """A requested column that this kind of run does not have."""
+
+
+@dataclass(frozen=True)
+class Column(Generic[RowT]):
+    """A column: its heading in a text table, its value for machines, and its text for people."""
+
+    heading: str
+    value: Callable[[RowT], Value]
+    text: Callable[[RowT], str] | None = None  # default: the value with four digits
+    default: bool = True  # whether a table shows it without --columns
+    left: bool = False  # words are aligned left, numbers right
+
+    def show(self, row: RowT) -> str:
+        """Format one cell of a text table."""
+        return self.text(row) if self.text else digits(self.value(row))
+
+
+def extra_column(
+    heading: str, value: Callable[[RowT], Value], text: Callable[[RowT], str] | None = None
+) -> Column[RowT]:
+    """Build a column that a table shows with --columns only."""
+    return Column(heading, value, text, default=False)
+
+
+def text_column(heading: str, text: Callable[[RowT], str]) -> Column[RowT]:
+    """Build a column of words, aligned left."""
+    return Column(heading, text, text, left=True)
+
+
+def choose_columns(
+    names: Iterable[str] | None, columns: Mapping[str, Column[Any]], *, every: bool = False
+) -> list[str]:
+    """Return the requested column names, else the default ones, else every one.
+
+    Raises UnknownColumn for a name that is not in `columns`.
+    """
+    chosen = list(names or (name for name in columns if every or columns[name].default))
+    for name in chosen:
+        if name not in columns:
+            raise UnknownColumn(f"this run has no column {name!r}: choose {', '.join(columns)}")
+    return chosen
+
+
+def scaled(value: float | None, factor: float) -> float | None:
+    """Multiply a value that may be unknown."""
+    return None if value is None else value * factor
+
+
+def digits(value: Value) -> str:
+    """Format four digits without exponent: 12345, 123.4, 1.234, 0.0123; below 0.001 two."""
+    if value is None:
+        return "-"
+    if isinstance(value, (str, int)):
+        return str(value)
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    exponent = math.floor(math.log10(abs(value)))
+    places = 3 - exponent if exponent >= 0 else 4 if exponent >= -3 else 1 - exponent
+    return f"{value:.{max(0, places)}f}"
+
+
+def format_ranks(case: Case | StepCase) -> str:
+    """Format the number of ranks and their hosts: "4 ranks on 3 hosts (2+1+1)"."""
+    counts = case.ranks_per_host
+    ranks = f"{case.world_size} rank{'s' if case.world_size > 1 else ''}"
+    if len(counts) < 2:
+        return ranks
+    each = f"{counts[0]} each" if len(set(counts)) == 1 else "+".join(map(str, counts))
+    if len(each) > HOST_COUNTS_WIDTH:
+        each = f"{min(counts)} to {max(counts)} each"
+    return f"{ranks} on {len(counts)} hosts ({each})"
+
+
+def format_subgroups(case: Case) -> str:
+    """Format where the subgroup of a row works, and how many work at once; "" for all ranks."""
+    several = f", {case.groups} groups at once" if case.groups > 1 else ""
+    places = {"host": "inside each host", "cross": "between hosts", "world": ""}
+    return places.get(case.group, case.group) + several
+
+
+def format_half_width(line: flags.AnyLine) -> str:
+    """Format the relative half-width of a line's interval: "±1.2%"."""
+    return "-" if line.half_width is None else f"±{line.half_width * 100:.1f}%"
+
+
+def rows_by_backend(
+    group: Sequence[LineT], names: Sequence[str], columns: Mapping[str, Column[LineT]]
+) -> list[dict[str, str]]:
+    """Format lines that differ in their backend only; a star marks the fastest backend."""
+    fastest = flags.find_fastest(group)
+    rows = [{name: columns[name].show(line) for name in names} for line in group]
+    for line, row in zip(group, rows, strict=True):
+        if "backend" in row and line is fastest:
+            row["backend"] += " *"
+    return rows
+
+
+def common_legend(
+    rows: Iterable[Mapping[str, str]],
+    shown: Iterable[flags.AnyLine],
+    names: Sequence[str],
+    known_flags: Mapping[str, flags.Flag[Any]],
+) -> list[str]:
+    """Explain the star and the raised flags, where the printed rows show them."""
+    starred = any(row.get("backend", "").endswith(" *") for row in rows)
+    raised = {flag for line in shown for flag in line.flags} if "flags" in names else set()
+    star = ["*: the fastest backend: its interval lies below those of all others"]
+    return (star if starred else []) + [
+        f"{name}: {flag.legend}" for name, flag in known_flags.items() if name in raised
+    ]
