@@ -34,7 +34,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "version", "records", "analysis", "launch", "hang", "runtime", "catalog", "render",
         "interchange", "measure", "replicas",
     ),
-    "selftest": ("version", "records", "analysis", "launch", "catalog", "render"),
+    "selftest": ("version", "records", "analysis", "launch", "catalog", "render", "session"),
     "doctor": (
         "version", "records", "analysis", "launch", "runtime", "catalog", "render", "measure",
         "session", "selftest",

@@ -21,6 +21,7 @@ from ddpbench.selftest import ranks, trials
 from ddpbench.selftest.hosts import PORT, Hosts
 from ddpbench.selftest.ranks import Done
 from ddpbench.selftest.trials import Trial
+from ddpbench.session.progress import open_progress
 
 TAKEN = ("--selftest", "--healthy", "--format")
 RANKS = 2  # of a healthy run
@@ -40,11 +41,14 @@ def run(asked: argparse.Namespace, words: Sequence[str]) -> int:
     chosen = [trial for trial in trials.TRIALS if trial.fault in asked.selftest]
     chosen += [HEALTHY] * (1 if asked.healthy is None else asked.healthy)
     rows: list[Tried] = []
-    with tempfile.TemporaryDirectory(prefix="ddpbench-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="ddpbench-") as folder,
+        open_progress("selftest", len(chosen)) as progress,
+    ):
         for number, trial in enumerate(chosen, 1):
-            _tell(f"{number} of {len(chosen)}: {trial.fault}, {trial.planted}")
+            progress.describe(f"{trial.fault}, {trial.planted}")
             rows.append(tried(trial, Path(folder, str(number))))
-    _tell("")
+            progress.advance(1)
     sys.stdout.write(FORMATS[asked.format](rows))
     return int(any(row.right is False for row in rows))
 
@@ -113,10 +117,3 @@ def _check(form: str, words: Sequence[str]) -> None:
             f"--selftest starts its ranks itself: leave out the launcher ({place.launcher}) and "
             "type python -m ddpbench doctor --selftest"
         )
-
-
-def _tell(progress: str) -> None:
-    """Where it stands, on a terminal."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{progress}")
-        sys.stderr.flush()

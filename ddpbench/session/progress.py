@@ -1,7 +1,10 @@
-"""Progress on stderr: a bar with the time left, in rank 0 of a run that somebody watches."""
+"""Show progress on stderr: a bar with the time left, if somebody watches."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -53,3 +56,13 @@ class Bar(Progress):
     def stop(self) -> None:
         """Remove the bar."""
         self._bar.stop()
+
+
+@contextlib.contextmanager
+def open_progress(label: str, cases: int) -> Iterator[Progress]:
+    """Show a bar while the block runs if stderr is a terminal."""
+    progress = Bar(label, cases) if sys.stderr.isatty() else Progress()
+    try:
+        yield progress
+    finally:
+        progress.stop()
