@@ -26,12 +26,18 @@ class Bar(Progress):
 
     def __init__(self, label: str, cases: int) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         self.label = label
         # No thread refreshes it: that would run inside timed spans.
         self._bar: Any = Progress(
-            "{task.description}",
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TaskProgressColumn(),
             "left",
