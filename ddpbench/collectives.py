@@ -1,11 +1,4 @@
-"""What every collective costs: a sweep of operations × sizes × dtypes on one or more backends.
-
-python -m ddpbench collectives --backend gloo,mpi -n 2      starts the ranks itself
-torchrun --nproc-per-node 4 -m ddpbench.collectives --op all_reduce --sizes 4:64M:x4
-mpirun -n 4 python -m ddpbench.collectives --backend mpi
-srun -n 4 python -m ddpbench.collectives
-srun -N 2 -n 8 python -m ddpbench.collectives --groups host,cross,world
-"""
+"""Measure collectives: the cases of a sweep, and one launch of it in one rank."""
 
 from __future__ import annotations
 
@@ -41,7 +34,6 @@ if TYPE_CHECKING:
     from ddpbench.runtime.subgroups import Subgroup
     from ddpbench.session.recorder import Recorder
 
-HELP = "what every collective costs, over backends, sizes and dtypes"
 # Seconds for a case, in a launch that stands alone and in one of several: what repetitions leave
 # open within a launch is little beside what differs between launches.
 SLICE, SHORT_SLICE = 2.0, 0.1
@@ -444,7 +436,7 @@ def _nominal(asked: Options, case: Case) -> Limit | None:
 
 
 if __name__ == "__main__":
-    # This module a second time, under its own name: what it defines exists once there.
+    # `-m` loads this module as `__main__`. The command imports it by name: its classes exist once.
     from ddpbench.cli import main
 
     sys.exit(main(["collectives", *sys.argv[1:]]))

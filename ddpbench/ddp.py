@@ -1,10 +1,4 @@
-"""Where the time of a DDP step goes, and whether all replicas are equal after each.
-
-python -m ddpbench ddp --backend gloo,mpi -n 2              starts the ranks itself
-torchrun --nproc-per-node 4 -m ddpbench.ddp --workload transformer --layers 4 --width 256
-mpirun -n 4 python -m ddpbench.ddp --backend mpi
-srun -n 4 python -m ddpbench.ddp --workload mypackage.model:build
-"""
+"""Measure DDP steps: the workloads of a run, and one launch of it in one rank."""
 
 from __future__ import annotations
 
@@ -33,7 +27,6 @@ if TYPE_CHECKING:
     from ddpbench.session.progress import Progress
     from ddpbench.session.recorder import Recorder
 
-HELP = "where the time of a DDP step goes, and whether the replicas are equal after each"
 SETTINGS = tuple(dict.fromkeys(name for each in WORKLOADS.values() for name in each.settings))
 
 
@@ -267,7 +260,7 @@ def _require_hook(world: World, asked: Options, backend: Backend) -> None:
 
 
 if __name__ == "__main__":
-    # This module a second time, under its own name: what it defines exists once there.
+    # `-m` loads this module as `__main__`. The command imports it by name: its classes exist once.
     from ddpbench.cli import main
 
     sys.exit(main(["ddp", *sys.argv[1:]]))

@@ -18,6 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
@@ -48,7 +49,8 @@ SHARE_AS_PROCESS = 200
 def vocabulary() -> dict[tuple[str, ...], list[argparse.Action]]:
     """The actions of each command, and of each action of a command, from their parsers."""
     found = {}
-    for name, command in cli.COMMANDS.items():
+    for name in cli.list_names():
+        command = import_module(f"ddpbench.commands.{name}")
         parser = options.Parser(prog=f"ddpbench {name}")
         command.add_arguments(parser)
         found[(name,)] = parser._actions

@@ -16,7 +16,7 @@ import pytest
 from command_lines import clean_environment
 
 from ddpbench import cli
-from ddpbench.session import launch_loop, options
+from ddpbench.session import errors, launch_loop
 
 PATIENCE_SECONDS = 60.0  # for one command: the machine may be busy
 
@@ -50,7 +50,7 @@ def forbid_processes() -> Iterator[None]:
         mock.patch.object(subprocess, "Popen", _refuse_start),
         mock.patch.object(os, "fork", _refuse_start),
         mock.patch.object(launch_loop, "join_world", _refuse_start),
-        mock.patch.object(options, "WAIT_FOR_SPEAKER_SECONDS", 0.0),
+        mock.patch.object(errors, "WAIT_FOR_SPEAKER_SECONDS", 0.0),
     ):
         yield
 

@@ -21,7 +21,7 @@ from command_lines import clean_environment
 
 from ddpbench import cli
 from ddpbench.selftest.ranks import Done
-from ddpbench.session import options
+from ddpbench.session import errors
 
 __all__ = ["Done", "RankPool", "start_rank"]
 
@@ -96,7 +96,7 @@ def _orders() -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """One rank: commands until its input ends."""
-    options.WAIT_FOR_SPEAKER_SECONDS = 0.0  # no launcher ends the speaker here
+    errors.WAIT_FOR_SPEAKER_SECONDS = 0.0  # no launcher ends the speaker here
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what writes past sys.stdout disturbs no answer
     for order in _orders():

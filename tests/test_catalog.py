@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
+import pytest
 from command_lines import QUICK, clean_environment
+
+import ddpbench
+from ddpbench import cli
 
 # What a user's own module would hold, registered before the command line is read.
 FAKES = """
@@ -80,3 +86,57 @@ def test_fakes_are_swept_and_shown(tmp_path: Path) -> None:
             assert "NOTE (fake): a fake finding" in done.stdout
             assert "gloo2" in done.stdout
             assert done.stdout.count(" ok") == 2
+
+
+COMMAND = """
+'''Greet the ranks.
+
+python -m ddpbench greet --name Ada
+'''
+
+import numpy
+
+GROUP = "diagnose"
+HELP = "greet the ranks"
+
+
+def add_arguments(parser):
+    parser.add_argument("--name", default="you", help="whom to greet (default: you)")
+
+
+def run(namespace, words):
+    print(f"hello {namespace.name}")
+    return 4
+""".lstrip()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        (["--help"], 0, r"(?s)diagnose:\n.*\n  greet +greet the ranks\n\ncompare:"),
+        (["greet", "--help"], 0, r"(?s)usage: ddpbench greet .*Greet the ranks.*whom to greet"),
+        (["greet", "--name", "Ada"], 4, r"hello Ada\n"),
+    ],
+)
+def test_a_command_is_one_file(tmp_path: Path, words: list[str], code: int, expected: str) -> None:
+    """A module in commands/ stands in the overview, in its group, has a help of its own, and runs:
+    no other file knows it. The overview does not import it."""
+    root = Path(ddpbench.__file__).parents[1]
+    shutil.copytree(root / "ddpbench", tmp_path / "ddpbench")
+    (tmp_path / "ddpbench/commands/greet.py").write_text(COMMAND)
+    done = subprocess.run(
+        [sys.executable, "-m", "ddpbench", *words],
+        cwd=tmp_path, env=clean_environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (code, "")
+    assert re.search(expected, done.stdout), done.stdout
+
+
+def test_every_command_declares_its_line() -> None:
+    """Each has a group of the overview, a line that fits into 100 columns, and a description."""
+    for group, entries in cli.read_groups().items():
+        assert group in cli.GROUPS
+        for name, line in entries.items():
+            assert len(line) <= 85
+            assert import_module(f"ddpbench.commands.{name}").__doc__

@@ -30,13 +30,19 @@ from ddpbench.launch import placement
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["colectives"], r"unknown command 'colectives'; did you mean collectives\?"),
-        (["collectives", "--op", "all_redcue"], r"'all_redcue'; did you mean all_reduce\?"),
+        (
+            ["colectives"],
+            r"unknown command 'colectives': choose ab, .*\. Did you mean collectives\?",
+        ),
+        (
+            ["collectives", "--op", "all_redcue"],
+            r"'all_redcue': choose .* Did you mean all_reduce\?",
+        ),
         (["collectives", "--backend", "glo"], r"unknown backend 'glo'.*did you mean gloo\?"),
         (["collectives", "--dtype", "float23"], r"unknown dtype 'float23'"),
         (["collectives", "--sizes", "4:64M"], r"'4:64M' is not a list of sizes: write 4:64M:x4"),
         (["collectives", "--sizes", "0"], r"smallest size is 1 byte"),
-        (["collectives", "--size", "4"], r"unknown option --size; did you mean --sizes\?"),
+        (["collectives", "--size", "4"], r"unknown option --size\. Did you mean --sizes\?"),
         (["collectives", "--timeout", "0"], r"'0' is not a number above 0"),
         (["collectives", "--device", "cpu", "--backend", "nccl"], r"nccl carries CUDA tensors"),
         (["collectives", "--import", "no_such_module"], r"No module named 'no_such_module'"),

@@ -268,7 +268,7 @@ def test_a_slow_rank_is_named(pool: RankPool, tmp_path: Path) -> None:
         (("--checkpoint", "x.pt"), "--workload regression"),
         (("--epochs", "3"), "--workload regression"),
         (("--workload", "regression", "--resume"), "--resume needs --checkpoint"),
-        (("--bukcet-cap-mb", "1"), "did you mean --bucket-cap-mb"),
+        (("--bukcet-cap-mb", "1"), "Did you mean --bucket-cap-mb"),
         (("--columns", "sise"), "--columns"),
         (("--workload", "nowhere.at:all"), "nowhere"),
     ],

@@ -50,12 +50,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "guide": (),
     "commands": (
         "version", "records", "analysis", "verdicts", "launch", "catalog", "render", "interchange",
-        "session", "doctor", "measuring", "nested", "guide",
+        "session", "selftest", "doctor", "measuring", "nested", "guide",
     ),
-    "cli": (
-        "version", "records", "analysis", "launch", "runtime", "catalog", "render", "interchange",
-        "session", "selftest", "doctor", "measuring", "commands",
-    ),
+    # The commands are imported by name, when they are called: see the test of cycles.
+    "cli": ("version", "records", "session", "commands"),
     "pytest_plugin": ("version", "records", "analysis", "verdicts", "render", "nested", "commands"),
     "__main__": ("cli",),
 }  # fmt: skip
@@ -81,15 +79,23 @@ def given_on_demand(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
 
 
-def imported(tree: ast.AST, module: str, modules: set[str]) -> Iterator[tuple[int, str]]:
+def is_left_out(node: ast.AST, module: str) -> bool:
+    """Whether no layer answers for this code: the entry point of a module that is run, and what
+    ddpbench/__init__.py gives its users when they ask for it."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+        return True
+    return module == "ddpbench" and given_on_demand(node)
+
+
+def imported(
+    tree: ast.AST, module: str, modules: set[str], everything: bool = False
+) -> Iterator[tuple[int, str]]:
     """(line, module) of everything of ddpbench that this code imports, at the top, in functions,
-    for type checking, relatively or through import_module; not in `if __name__ == "__main__"`, nor
-    what ddpbench/__init__.py gives its users when they ask for it. Whoever asks for that within
-    ddpbench imports the module that has it."""
+    for type checking, relatively or through import_module with a constant; but for what is left
+    out, unless everything is asked for. Code in ddpbench that uses what the package gives its users
+    imports the module that has it."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
-            continue
-        if module == "ddpbench" and given_on_demand(node):
+        if not everything and is_left_out(node, module):
             continue
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -111,16 +117,21 @@ def imported(tree: ast.AST, module: str, modules: set[str]) -> Iterator[tuple[in
         for name in names:
             if name.split(".")[0] == "ddpbench":
                 yield getattr(node, "lineno", 0), name
-        yield from imported(node, module, modules)
+        yield from imported(node, module, modules, everything)
 
 
-def arrows_up(root: Path) -> list[str]:
-    """Every import below `root`/ddpbench that its floor may not make."""
+def modules_below(root: Path) -> tuple[dict[str, Path], set[str]]:
+    """The files below `root`/ddpbench by dotted name, and all names by which they are imported."""
     paths = {
         ".".join(path.relative_to(root).with_suffix("").parts): path
         for path in (root / "ddpbench").rglob("*.py")
     }
-    modules = {name.removesuffix(".__init__") for name in paths} | set(paths)
+    return paths, {name.removesuffix(".__init__") for name in paths} | set(paths)
+
+
+def arrows_up(root: Path) -> list[str]:
+    """Every import below `root`/ddpbench that its floor may not make."""
+    paths, modules = modules_below(root)
     found = []
     for name, path in paths.items():
         module = name.removesuffix(".__init__")
@@ -130,6 +141,69 @@ def arrows_up(root: Path) -> list[str]:
             if floor(target) != mine and not {floor(target), inside} & set(FLOORS.get(mine, ())):
                 found.append(f"{path.relative_to(root)}:{line} imports {target}")
     return sorted(found)
+
+
+def cycles(root: Path) -> list[list[str]]:
+    """The modules below `root`/ddpbench that import one another, in a circle of any length.
+
+    An import counts wherever it stands. Only an import whose name is computed does not: cli finds
+    a command by its name in the folder commands/, as a shell finds a program, and knows none.
+    """
+    paths, modules = modules_below(root)
+    imports = {
+        name.removesuffix(".__init__"): {
+            target.removesuffix(".__init__")
+            for _, target in imported(
+                ast.parse(path.read_text()), name.removesuffix(".__init__"), modules, True
+            )
+        }
+        for name, path in paths.items()
+    }
+    reached = {name: reachable(name, imports) for name in imports}
+    circles = {
+        tuple(sorted(other for other in reached[name] if name in reached[other]))
+        for name in imports
+        if name in reached[name]
+    }
+    return sorted(map(list, circles))
+
+
+def reachable(start: str, imports: dict[str, set[str]]) -> set[str]:
+    """The modules that this one imports, directly or through others."""
+    reached, left = set[str](), [start]
+    while left:
+        new = imports[left.pop()] & set(imports) - reached
+        reached |= new
+        left += new
+    return reached
+
+
+def test_no_modules_import_one_another() -> None:
+    """No strongly connected component of the imports has two modules, nor one that imports
+    itself."""
+    assert cycles(ROOT) == []
+
+
+CIRCLES = {
+    "for types": ("records/schema.py", "if TYPE_CHECKING:\n    from ddpbench.records import store"),
+    "in a function": ("launch/family.py", "def f():\n    from ddpbench.launch import forks"),
+    "when run": (
+        "session/errors.py",
+        "if __name__ == '__main__':\n    from ddpbench.cli import main",
+    ),
+    "when asked for": ("replicas/verify.py", "from ddpbench import __version__"),
+}
+
+
+@pytest.mark.parametrize("way", CIRCLES)
+def test_a_circle_is_found(tmp_path: Path, way: str) -> None:
+    """An import that closes a circle, planted in a copy wherever Python allows one, is found."""
+    shutil.copytree(ROOT / "ddpbench", tmp_path / "ddpbench")
+    name, planted = CIRCLES[way]
+    path = tmp_path / "ddpbench" / name
+    path.write_text(f"{path.read_text()}{planted}\n")
+    (circle,) = cycles(tmp_path)
+    assert "ddpbench." + name.removesuffix(".py").replace("/", ".") in circle
 
 
 def test_no_arrow_runs_up() -> None:
@@ -249,6 +323,23 @@ def test_the_package_gives_without_torch_what_needs_none() -> None:
     assert said.endswith(" is imported\n")
     for name in ddpbench.__all__:
         assert getattr(ddpbench, name)
+
+
+@pytest.mark.parametrize("words", [("--help",), ("list", "--help")])
+def test_the_overview_imports_little(words: tuple[str, ...]) -> None:
+    """The overview needs a name and a line per command: it imports no command and few modules."""
+    heavy = ("torch", "numpy", "pandas", "scipy", "pyarrow", "rich", "psutil", "tabulate")
+    said = run_without_torch(
+        RUN_AND_PRINT_CODE.replace("as end: print(end.code)", ": print(*sys.modules)"),
+        *words,
+        forbidden=heavy if words == ("--help",) else heavy[:6],
+    )
+    modules = said.splitlines()[-1].split()
+    commands = [name for name in modules if name.startswith("ddpbench.commands.")]
+    assert commands == ([] if words == ("--help",) else ["ddpbench.commands.list"])
+    if not commands:
+        assert len([name for name in modules if name.startswith("ddpbench")]) <= 20
+        assert not {"argparse", "asyncio", "unittest"} & set(modules)
 
 
 def test_help_loads_nothing_heavy() -> None:

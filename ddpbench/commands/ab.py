@@ -36,7 +36,8 @@ from ddpbench.session import options
 if TYPE_CHECKING:
     from ddpbench.verdicts.comparison import Comparison
 
-HELP = "two variants (options, environment, Python), by turns, until the verdict is settled"
+GROUP = "compare"
+HELP = "measure two variants in turns until the verdict is clear"
 # Blocks, and the confidence of the look after them: 3.2 + 1 + 0.5 + 0.25 % false verdicts at most.
 # After the first only what cannot be compared is seen.
 LOOKS = ((1, 0.95), (6, 0.968), (12, 0.99), (24, 0.995), (48, 0.9975))

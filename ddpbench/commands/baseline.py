@@ -19,27 +19,28 @@ import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddpbench.commands import compare
 from ddpbench.launch import placement
 from ddpbench.launch.placement import Refused
+from ddpbench.nested import command_line
 from ddpbench.records import codec, redact, store
+from ddpbench.records.choices import explain_unknown
 from ddpbench.records.schema import Run
 from ddpbench.records.store import BASELINES, InvalidRun
 from ddpbench.records.visible import escape, escape_record, tell
-from ddpbench.session import options, run_folder
+from ddpbench.session import run_folder
 from ddpbench.verdicts.differences import differences, other_machine
 
+GROUP = "compare"
 HELP = "save a run to compare with later; measure again and compare"
 FEWEST = 6  # launches; of analysis.stats, which loads numpy
 FILES = ("run.json", "table.csv", "table.txt")
 SAMPLES = "samples.parquet"
 # Options of a measuring command that a new measurement sets itself.
 RESET = ("-n", "--nproc", "--launches", "--output")
-
-Measure = Callable[[Sequence[str]], int]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,12 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare.add_judging(check)
 
 
-def run(namespace: argparse.Namespace, words: Sequence[str], measure: Measure) -> int:
-    """Do one of the actions; its exit code.
-
-    measure: runs the words of a measuring command, and gives its exit code. Raises Refused for a
-    request that is wrong, InvalidRun for stored data that are.
-    """
+def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    """Do one of the actions; its exit code. Raises Refused and InvalidRun."""
     if namespace.action == "list":
         return _list()
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", namespace.name) or namespace.name == "last":
@@ -74,7 +71,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str], measure: Measure) -
             f"{namespace.name!r} is no name for a baseline: write letters, digits and . _ + -, "
             "a letter or a digit first; `last` is taken"
         )
-    return _save(namespace) if namespace.action == "save" else _check(namespace, measure)
+    return _save(namespace) if namespace.action == "save" else _check(namespace)
 
 
 # --- save -----------------------------------------------------------------------------------------
@@ -205,13 +202,14 @@ def _listed(folder: Path) -> Iterator[list[str]]:
 # --- check ----------------------------------------------------------------------------------------
 
 
-def _check(namespace: argparse.Namespace, measure: Measure) -> int:
+def _check(namespace: argparse.Namespace) -> int:
     folder = BASELINES / namespace.name
     if not folder.is_dir():
         known = sorted(each.name for each in BASELINES.glob("[!.]*"))
         raise Refused(
-            f"no baseline {namespace.name}{options.did_you_mean(namespace.name, known)} "
-            f"(there are: {', '.join(known) or 'none, save one with baseline save NAME RUN'})"
+            explain_unknown("baseline", namespace.name, known)
+            if known
+            else f"no baseline {namespace.name!r}: save one with ddpbench baseline save NAME RUN"
         )
     base = compare.read(store.find_all(str(folder)))
     name = namespace.new
@@ -223,7 +221,7 @@ def _check(namespace: argparse.Namespace, measure: Measure) -> int:
             target = store.new_folder(f"{base[0].command}-check-{namespace.name}")
         except OSError as error:
             raise Refused(run_folder.explain_unwritable(error)) from None
-        code = _measure([*words, "--output", str(target)], measure, target)
+        code = _measure([*words, "--output", str(target)], target)
         if code not in (0, 1, 4):  # those of a complete run, be its findings as bad as they may
             return code
         name = str(target)
@@ -235,12 +233,12 @@ def _check(namespace: argparse.Namespace, measure: Measure) -> int:
     return compare.judge([f"baseline {namespace.name}", name], [base, new], namespace, notes)
 
 
-def _measure(words: Sequence[str], measure: Measure, target: Path) -> int:
+def _measure(words: Sequence[str], target: Path) -> int:
     """Measure; the tables go to stderr: stdout is the comparison's. A folder left empty goes."""
     tell(f"measuring again: {_typed(words)}")
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            return measure(words)
+            return command_line.run(words)
     finally:
         with contextlib.suppress(OSError):
             target.rmdir()

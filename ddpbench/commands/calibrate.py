@@ -25,7 +25,8 @@ from ddpbench.records.store import InvalidRun
 from ddpbench.records.visible import tell
 from ddpbench.session import options
 
-HELP = "this machine's noise: the margin below which nothing can be claimed"
+GROUP = "compare"
+HELP = "measure this machine's noise: the smallest change that compare can report"
 LAUNCHES = 12  # a side
 FORMATS = ("table", "csv", "json")  # of render.calibration, which loads numpy
 USUAL = (

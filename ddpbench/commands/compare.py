@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from ddpbench.verdicts.matching import Source
     from ddpbench.verdicts.noise import Noise
 
-HELP = "two stored runs: what is slower, faster or the same, with an exit code for a CI"
+GROUP = "compare"
+HELP = "compare two stored runs: faster, slower or the same"
 FORMATS = ("table", "csv", "json", "markdown")  # of render.comparison, which loads numpy
 MARGIN_PERCENT = 3.0
 LEARNT_FROM = 20  # stored runs, the newest, that tell how a machine drifts

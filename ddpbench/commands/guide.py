@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 
 from ddpbench.launch.placement import Refused
-from ddpbench.session import options
+from ddpbench.records.choices import explain_unknown
 
-HELP = "read the manual: list its chapters, or show one"
+GROUP = "manual"
+HELP = "read the manual"
 # The order of the list. A chapter that is missing here comes after these.
 ORDER = (
     "collectives", "launchers", "mpi", "ddp", "replicas", "doctor", "hangs", "compare", "pytest",
@@ -47,11 +48,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         return 0
     text = chapters.get(namespace.chapter)
     if text is None:
-        *names, last = chapters
-        raise Refused(
-            f"unknown chapter {namespace.chapter!r}: choose {', '.join(names)} or {last}"
-            f"{options.did_you_mean(namespace.chapter, chapters)}"
-        )
+        raise Refused(explain_unknown("chapter", namespace.chapter, chapters))
     if terminal:
         from ddpbench.guide.pager import page
 

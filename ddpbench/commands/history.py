@@ -20,12 +20,13 @@ from pathlib import Path
 
 from ddpbench.launch.placement import Refused
 from ddpbench.records import store
+from ddpbench.records.choices import did_you_mean
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.visible import tell
-from ddpbench.session import options
 
-HELP = "one case over the stored runs: its trend, and where it changed"
+GROUP = "compare"
+HELP = "show one case over the stored runs: its trend, and where it changed"
 FORMATS = ("table", "csv", "json")  # of render.history, which loads numpy
 # A number and its unit are one word.
 WORD = re.compile(r"(\d+)\s*(?:([KMG])(?:i?B)?|(B)|(rank)s?)(?![^\s,])|[^\s,]+", re.IGNORECASE)
@@ -60,7 +61,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         names = {label(outcome.case): None for run in runs for outcome in run.outcomes}
         known = {word: None for name in names for word in sought(name)}
         strange = [word for word in wanted if word not in known]
-        hint = options.did_you_mean(strange[0], known) if strange else ""
+        hint = did_you_mean(strange[0], known) if strange else ""
         raise Refused(
             f"no measured case in {namespace.folder} has the words "
             f"{', '.join(sorted(wanted))} in its name, as in {next(iter(names))!r}{hint}"

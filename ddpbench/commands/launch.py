@@ -31,10 +31,11 @@ from ddpbench.launch.nodes import Nodes
 from ddpbench.launch.placement import Refused
 from ddpbench.launch.processes import Child
 from ddpbench.launch.supervise import Deadline, Watch
-from ddpbench.nested.command_line import IN_RANKS, checked
+from ddpbench.nested.command_line import IN_RANKS, check
 from ddpbench.session import options
 
-HELP = "start the ranks of one node of several, on which their numbers may differ"
+GROUP = "measure"
+HELP = "start ranks on several hosts, with a different number on each if you like"
 PORT = 29500
 SSH_FAILED = 255  # ssh's own exit code; any other is that of the command
 # What steers the ranks on other machines too; a launcher's own variables stay here.
@@ -113,7 +114,7 @@ def _ranks(text: str) -> tuple[int, ...]:
 def run(asked: argparse.Namespace, words: Sequence[str]) -> int:
     """Start this node's ranks, or with --ssh every node's; the exit code, in node 0 of all."""
     wanted = command(asked.command)
-    given = checked(wanted)
+    given = check(wanted)
     all_nodes = _nodes(asked)
     address, port = _master(asked, all_nodes)
     if asked.ssh:
@@ -144,7 +145,7 @@ def command(words: Sequence[str]) -> list[str]:
             f"after -- comes what the ranks do, one of {', '.join(IN_RANKS)}"
             + (f", not {name!r}" if name else "")
         )
-    given = checked([name, *rest])
+    given = check([name, *rest])
     for option in ("init_method", "master_addr", "master_port"):
         if getattr(given, option) is not None:
             raise Refused(f"--{option.replace('_', '-')} belongs before the -- of launch")

@@ -18,7 +18,8 @@ from ddpbench.launch.placement import Refused
 from ddpbench.records import redact
 from ddpbench.session import options
 
-HELP = "a Kubernetes manifest (Kubeflow PyTorchJob or TrainJob); not tested on a cluster"
+GROUP = "measure"
+HELP = "write a manifest for Kubernetes with Kubeflow; not tested on a cluster"
 KINDS = ("pytorchjob", "trainjob")
 
 

@@ -24,10 +24,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpbench.launch.placement import Refused
-from ddpbench.nested.command_line import IN_RANKS, MEASURING, checked
+from ddpbench.nested.command_line import IN_RANKS, MEASURING, check
 from ddpbench.records import redact
 
+GROUP = "measure"
 HELP = "submit a Slurm job that measures"
+PASSES_ON = True  # its words are for sbatch
 RESULTS = Path("results")
 GPUS = r"(?<!\S)(-G|--gpus|--gres[= ]\S*gpu)"
 TASKS = r"(?<!\S)(-n|--ntasks|--gpus-per-task)"
@@ -112,8 +114,11 @@ def wanted(asked: Sequence[str]) -> list[list[str]]:
     else:
         commands = [[name, *asked] for name in MEASURING]
     for command in commands:
-        if checked(command).output is not None and len(commands) > 1:
-            raise Refused("--output is the folder of one run: say -- collectives or -- ddp first")
+        options = check(command)
+        if options.output is not None and len(commands) > 1:
+            raise Refused("--output is the folder of one run: write -- collectives or -- ddp first")
+        if options.nproc is not None:
+            raise Refused("Slurm starts the ranks: give -n before the --, to sbatch")
     return commands
 
 

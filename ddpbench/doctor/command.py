@@ -1,14 +1,4 @@
-"""What is wrong with this set-up, and where: on which rank, host or link, and what to do.
-
-python -m ddpbench doctor -n 4                               starts the ranks itself
-torchrun --nnodes 2 --nproc-per-node 8 -m ddpbench.doctor
-mpirun -n 4 python -m ddpbench.doctor --backend mpi
-srun -n 4 python -m ddpbench.doctor --only preflight,links
-python -m ddpbench doctor --selftest                         plants faults here, and sees them found
-
-Exit codes: 0 nothing as bad as --fail-on (default error: slow ranks and links are warnings), 1 such
-a finding, 2 the ranks cannot meet, 4 a wrong result, 5 a rank died, hung or missed a deadline.
-"""
+"""Examine this set-up: the options, and one launch of the examinations in one rank."""
 
 from __future__ import annotations
 
@@ -36,8 +26,6 @@ from ddpbench.session.run_options import RunOptions
 if TYPE_CHECKING:
     from ddpbench.session.progress import Progress
     from ddpbench.session.recorder import Recorder
-
-HELP = "what is wrong with this set-up, on which rank, host or link, and what to do"
 
 
 @dataclass(frozen=True)

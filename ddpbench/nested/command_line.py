@@ -1,4 +1,4 @@
-"""The commands that run in ranks, for those that have them run: by turns, on nodes, in a job."""
+"""Command lines of the commands that run in ranks: checked, planned, or run for another command."""
 
 from __future__ import annotations
 
@@ -10,53 +10,75 @@ from types import ModuleType
 from ddpbench import collectives, ddp
 from ddpbench.catalog import backends
 from ddpbench.doctor import command as doctor
+from ddpbench.launch.placement import Refused
+from ddpbench.records.choices import explain_unknown
 from ddpbench.records.schema import Case, StepCase
-from ddpbench.session import options
+from ddpbench.session import options as shared_options
+from ddpbench.session import start_ranks
 
 MEASURING: dict[str, ModuleType] = {"collectives": collectives, "ddp": ddp}
 IN_RANKS: dict[str, ModuleType] = {**MEASURING, "doctor": doctor}
 
 
-def planned(words: Sequence[str]) -> list[Case | StepCase] | None:
-    """The cases that a command line of MEASURING asks for; None: only its ranks can know them.
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command line that begins with one of IN_RANKS.
 
-    Raises Refused where this host does not have the device or a backend.
+    Raises Refused for another command; ends the process with exit code 2 for a wrong option.
     """
-    module, given = MEASURING[words[0]], checked(words)
-    asked = module.Options.of(given)
-    if asked.modules:  # they may add cases
+    name, *rest = words or [""]
+    if name not in IN_RANKS:
+        raise Refused(explain_unknown("command", name, IN_RANKS))
+    parser = shared_options.Parser(prog=f"ddpbench {name}")
+    IN_RANKS[name].add_arguments(parser)
+    return parser.parse_args(rest)
+
+
+def check(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command line, as `parse`, before anything is started with it.
+
+    Raises Refused, as `parse`, and for options that exclude each other.
+    """
+    namespace = parse(words)
+    IN_RANKS[words[0]].Options.of(namespace).check()
+    return namespace
+
+
+def run(words: Sequence[str]) -> int:
+    """Run a command line that begins with one of IN_RANKS in this process; return its exit code.
+
+    Raises Refused, as `parse`, and whatever the command raises.
+    """
+    namespace, module = parse(words), IN_RANKS[words[0]]
+    return start_ranks.run_or_start(module.Options, module.run, namespace, words[1:])
+
+
+def plan_cases(words: Sequence[str]) -> list[Case | StepCase] | None:
+    """Return the cases that a command line of MEASURING measures; None if only ranks know them.
+
+    Raises Refused if this host lacks the device or a backend.
+    """
+    module = MEASURING[words[0]]
+    options = module.Options.of(check(words))
+    if options.modules:  # they may add cases
         return None
-    device = backends.choose_device(asked.backend, asked.device)
-    if device != "cpu" and asked.nproc is None:
-        return None  # a rank a GPU
-    asked = replace(asked, device=device, nproc=asked.nproc or 2)
-    found: list[Case | StepCase] = []
-    for name in backends.choose(asked.backend, device, None):
-        cases = module.planned(asked, backends.get(name))
-        if cases is None:
+    device = backends.choose_device(options.backend, options.device)
+    if device != "cpu" and options.nproc is None:
+        return None  # one rank per GPU
+    options = replace(options, device=device, nproc=options.nproc or 2)
+    cases: list[Case | StepCase] = []
+    for name in backends.choose(options.backend, device, None):
+        planned = module.planned(options, backends.get(name))
+        if planned is None:
             return None
-        found += cases
-    return found
+        cases += planned
+    return cases
 
 
-def last_message(said: str) -> str:
-    """The last sentence of a ddpbench's stderr, other than where it stored what there is."""
-    lines = [line for line in said.splitlines() if line.strip()]
+def last_message(stderr: str) -> str:
+    """Return the last message on a ddpbench's stderr, except where it stored the run."""
+    lines = [line for line in stderr.splitlines() if line.strip()]
     own = [line for line in lines if line.startswith("ddpbench: ") and ": stored in " not in line]
     errors = [line for line in lines if "rror" in line]
     return (own or errors or lines or ["ddpbench ended without a message"])[-1].removeprefix(
         "ddpbench: "
     )
-
-
-def checked(words: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line that begins with one of IN_RANKS: a typo is told at once.
-
-    Raises Refused for options that do not go together; ends with exit code 2 for others.
-    """
-    name, *rest = words
-    parser = options.Parser(prog=f"ddpbench {name}")
-    IN_RANKS[name].add_arguments(parser)
-    given = parser.parse_args(rest)
-    IN_RANKS[name].Options.of(given).check()
-    return given

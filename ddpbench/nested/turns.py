@@ -22,7 +22,7 @@ from pathlib import Path
 
 import ddpbench
 from ddpbench.launch.placement import Refused
-from ddpbench.nested.command_line import MEASURING, checked, last_message, planned
+from ddpbench.nested.command_line import MEASURING, check, last_message, plan_cases
 from ddpbench.records import redact, store
 from ddpbench.session import options, run_folder
 
@@ -282,7 +282,7 @@ def _check_only(namespace: argparse.Namespace, variants: Sequence[Variant]) -> N
     for each in variants:
         cases = None
         if each.python == sys.executable:
-            cases = planned([*namespace.words, *each.words])
+            cases = plan_cases([*namespace.words, *each.words])
         if cases is None:
             return  # known once it is measured
         names += map(label, cases)
@@ -301,4 +301,4 @@ def _check(words: Sequence[str]) -> None:
     for word in words:
         if word.split("=")[0] in TAKEN:
             raise Refused(f"{word} is not to be given here: it is set for both sides")
-    checked(words)
+    check(words)

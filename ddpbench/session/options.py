@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from ddpbench.catalog import backends, faults, sizes
 from ddpbench.interchange import sources
 from ddpbench.launch import placement
-from ddpbench.launch.placement import Placement
-from ddpbench.records.visible import tell
+from ddpbench.records.choices import did_you_mean, explain_unknown
 from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
+from ddpbench.session.errors import refuse
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,40 +46,6 @@ class Parser(argparse.ArgumentParser):
         refuse(f"{message} (see {self.prog} --help)")
 
 
-def refuse(sentence: str) -> NoReturn:
-    """End this process with one sentence on stderr and exit code 2; only rank 0 speaks."""
-    speak(sentence, placement_if_clear(), 0)
-    raise SystemExit(2)
-
-
-def placement_if_clear() -> Placement | None:
-    """This rank's place; None also where the launcher's variables contradict each other."""
-    try:
-        return placement.read_placement()
-    except placement.Refused:
-        return None
-
-
-WAIT_FOR_SPEAKER_SECONDS = 2.0
-
-
-def speak(sentence: str, place: Placement | None, speaker: int) -> None:
-    """One sentence on stderr from one rank; the others wait a moment.
-
-    A launcher ends all ranks as soon as one has left, the speaker too.
-    """
-    if place is None or place.rank == speaker:
-        tell(sentence)
-    else:
-        time.sleep(WAIT_FOR_SPEAKER_SECONDS)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint for a typo, or nothing."""
-    close = difflib.get_close_matches(word, list(known), 1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def names(kind: str, known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
     """The type of a comma list of known names; `all` means every one."""
     table = list(known)
@@ -92,10 +56,7 @@ def names(kind: str, known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
             return tuple(table)
         for word in words:
             if word not in table:
-                raise argparse.ArgumentTypeError(
-                    f"unknown {kind} {word!r}{did_you_mean(word, table) or '.'} "
-                    f"Known: {', '.join(table)}, all"
-                )
+                raise argparse.ArgumentTypeError(explain_unknown(kind, word, [*table, "all"]))
         return words
 
     return parse

@@ -22,11 +22,11 @@ from stored_runs import (
 )
 from without_torch import RUN_DDPBENCH, run_without_torch
 
-from ddpbench import cli
 from ddpbench.analysis import stats
 from ddpbench.commands import baseline, compare
 from ddpbench.records import store
 from ddpbench.records.schema import Run, Wrong
+from ddpbench.session import start_ranks
 
 Call = Callable[..., Outcome]
 LINE = ("ddpbench", "collectives", "--op", "all_reduce", "--launches=6", "-n", "4", "--output",
@@ -260,15 +260,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Run | None], lis
     def plant(code: int, run: Run | None) -> list[Sequence[str]]:
         got: list[Sequence[str]] = []
 
-        def fake(namespace: Any, words: Sequence[str]) -> int:
+        def fake(kind: Any, run_rank: Any, namespace: Any, words: Sequence[str]) -> int:
             got.append(words)
             print("a table")
             if run is not None:
                 store.create(Path(namespace.output), run, "")
             return code
 
-        entry = replace(cli.COMMANDS["collectives"], run=fake)
-        monkeypatch.setitem(cli.COMMANDS, "collectives", entry)
+        monkeypatch.setattr(start_ranks, "run_or_start", fake)
         return got
 
     return plant
@@ -315,8 +314,11 @@ def test_a_measurement_that_fails_ends_the_check(
     [
         ((), "the following arguments are required: save|list|check"),
         (("chek",), "invalid choice: 'chek'"),
-        (("check", "mien"), "no baseline mien; did you mean mine? (there are: foreign, hosts, "),
-        (("check", "mine", "--strikt"), "unknown option --strikt; did you mean --strict?"),
+        (
+            ("check", "mien"),
+            "choose foreign, hosts or mine. Did you mean mine?",
+        ),
+        (("check", "mine", "--strikt"), "unknown option --strikt. Did you mean --strict?"),
         (("check", "foreign"), "one tells no command that measures it again"),
         (("check", "hosts"), "two was measured on 2 hosts (a, b), to be started by their launcher"),
     ],

@@ -677,7 +677,7 @@ def test_words_that_all_cases_share_are_said_once() -> None:
         (("before", "after", "--margin", "nan"), 2, "--margin: 'nan' is not a number above 0"),
         (("before", "after", "--format", "html"), 2, "invalid choice: 'html'"),
         (("before", "after", "--only", "a,,b"), 2, "has an empty name"),
-        (("before", "after", "--strikt"), 2, "unknown option --strikt; did you mean --strict?"),
+        (("before", "after", "--strikt"), 2, "unknown option --strikt. Did you mean --strict?"),
         (("before", "after", "--only", "nccl"), 2,
          "--only nccl: no measured case has that in its name, as in 'all_reduce 4 KiB"),
         (("before", "results/before"), 2,

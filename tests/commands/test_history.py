@@ -211,7 +211,7 @@ def test_another_folder_of_runs(call: Call) -> None:
         ((), "the following arguments are required: CASE"),
         ((",",), "CASE is empty"),
         (("all_redcue",), "no measured case in results has the words all_redcue in its name, as in "
-         "'all_reduce 4 KiB float32 sum in place gloo 2 ranks'; did you mean all_reduce?"),
+         "'all_reduce 4 KiB float32 sum in place gloo 2 ranks'. Did you mean all_reduce?"),
         (("all_reduce", "--folder", "nowhere"), "nowhere holds no run with results"),
         (("all_reduce", "--format", "html"), "invalid choice: 'html'"),
     ],

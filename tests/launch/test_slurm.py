@@ -208,7 +208,7 @@ def test_the_script_is_bash_and_keeps_words_whole(
     [
         (["-N2", "ddp"], "ddp and its options stand behind --, before it sbatch's: "),
         (["--", "dpd"], "'dpd' is not one of collectives, ddp, doctor"),
-        (["--", "ddp", "--sice", "1"], "unknown option --sice; did you mean "),
+        (["--", "ddp", "--sice", "1"], "unknown option --sice. Did you mean "),
         (["--", "collectives", "--sizes", "4;8"], "--sizes: "),
         (["--", "--slice", "1"], "unknown option --slice"),
         (["--", "--output", "here"], "--output is the folder of one run: "),
@@ -343,4 +343,4 @@ def test_a_refusal_under_srun_is_one_rank_s(cluster: Cluster, tmp_path: Path) ->
     words = ("srun", "-N2", "-n4", sys.executable, "-m", "ddpbench.collectives", "--sise", "4")
     done = cluster.call(*words, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.count("ddpbench: unknown option --sise; did you mean ") == 1
+    assert done.stderr.count("ddpbench: unknown option --sise. Did you mean ") == 1

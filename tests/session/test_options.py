@@ -105,17 +105,17 @@ def test_cuda_tensors_are_not_asked_into_the_hosts_huge_pages() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--opp all", "unknown option --opp; did you mean --op?"),
-        ("--size=4", "unknown option --size=4; did you mean --sizes?"),
-        ("--launch-es 2", "unknown option --launch-es; did you mean --launches?"),
+        ("--opp all", "unknown option --opp. Did you mean --op?"),
+        ("--size=4", "unknown option --size=4. Did you mean --sizes?"),
+        ("--launch-es 2", "unknown option --launch-es. Did you mean --launches?"),
         ("--warp", "unknown option --warp"),
         ("4K", "unknown option 4K"),
         ("--op all_redcue",
-         "--op: unknown operation 'all_redcue'; did you mean all_reduce? Known: all_reduce, "),
-        ("--op zzz", "--op: unknown operation 'zzz'. Known: all_reduce, all_gather, "),
-        ("--dtype float31", "--dtype: unknown dtype 'float31'; did you mean float32? Known: "),
+         "--op: unknown operation 'all_redcue': choose all_reduce, "),
+        ("--op zzz", "--op: unknown operation 'zzz': choose all_reduce, all_gather, "),
+        ("--dtype float31", "--dtype: unknown dtype 'float31': choose "),
         ("--reduce-op plus", "--reduce-op: unknown reduce op 'plus'"),
-        ("--columns tim", "--columns: unknown column 'tim'; did you mean time? Known: op, size, "),
+        ("--columns tim", "--columns: unknown column 'tim'. Did you mean time?"),
         ("--op all_reduce,,reduce", "--op: 'all_reduce,,reduce' has an empty name: write a,b,c"),
         ("--sizes 8:4:x2", "--sizes: '8:4:x2' goes from 8 down to 4: write the smaller size first"),
         ("-n 0", "-n: '0' is not a whole number from 1 on"),
@@ -174,7 +174,7 @@ def test_an_operation_that_is_added_can_be_asked_for(
     assert asked("--op", "my_op").op == ("my_op",)
     assert asked("--op", "all").op[-1] == "my_op"
     assert "my_op" in parser().format_help()
-    assert "did you mean my_op?" in refused(capsys, "--op", "my_opp")
+    assert "Did you mean my_op?" in refused(capsys, "--op", "my_opp")
 
 
 # --- which process speaks -------------------------------------------------------------------------
@@ -223,6 +223,6 @@ def test_an_unknown_command_is_refused_by_rank_0_alone_or_without_a_launcher() -
     said = [process.communicate(timeout=60) for process in started]
     assert [process.returncode for process in started] == [2] * 4
     assert [out for out, _ in said] == [""] * 4
-    sentence = "ddpbench: unknown command 'colectives'; did you mean collectives? "
+    sentence = "ddpbench: unknown command 'colectives': choose ab, baseline, "
     assert [err.startswith(sentence) for _, err in said] == [True, True, False, True]
     assert [err.count("\n") for _, err in said] == [1, 1, 0, 1]

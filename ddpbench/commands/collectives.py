@@ -1,0 +1,25 @@
+"""Measure what every collective costs: a sweep of operations × sizes × dtypes × backends.
+
+python -m ddpbench collectives --backend gloo,mpi -n 2      starts the ranks itself
+torchrun --nproc-per-node 4 -m ddpbench.collectives --op all_reduce --sizes 4:64M:x4
+mpirun -n 4 python -m ddpbench.collectives --backend mpi
+srun -n 4 python -m ddpbench.collectives
+srun -N 2 -n 8 python -m ddpbench.collectives --groups host,cross,world
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from ddpbench import collectives
+from ddpbench.session import start_ranks
+
+GROUP = "measure"
+HELP = "measure what every collective costs, over backends, sizes and dtypes"
+add_arguments = collectives.add_arguments
+
+
+def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    """Measure, or start the ranks that do; return the exit code."""
+    return start_ranks.run_or_start(collectives.Options, collectives.run, namespace, words)

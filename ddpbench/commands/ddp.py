@@ -1,0 +1,24 @@
+"""Measure where the time of a DDP step goes, and prove after each step that all replicas are equal.
+
+python -m ddpbench ddp --backend gloo,mpi -n 2              starts the ranks itself
+torchrun --nproc-per-node 4 -m ddpbench.ddp --workload transformer --layers 4 --width 256
+mpirun -n 4 python -m ddpbench.ddp --backend mpi
+srun -n 4 python -m ddpbench.ddp --workload mypackage.model:build
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from ddpbench import ddp
+from ddpbench.session import start_ranks
+
+GROUP = "measure"
+HELP = "measure where the time of a DDP step goes; prove the replicas equal after each step"
+add_arguments = ddp.add_arguments
+
+
+def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    """Measure, or start the ranks that do; return the exit code."""
+    return start_ranks.run_or_start(ddp.Options, ddp.run, namespace, words)

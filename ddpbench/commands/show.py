@@ -1,0 +1,49 @@
+"""Print a stored run, or a log of nccl-tests, rccl-tests or OSU, as a table or in another format.
+
+python -m ddpbench show last
+python -m ddpbench show results/before --format markdown --columns op,size,time,busbw
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ddpbench.interchange import sources
+from ddpbench.interchange.log import Hints
+from ddpbench.launch.placement import Refused
+from ddpbench.records import store
+from ddpbench.render.collective_columns import COLUMNS
+from ddpbench.render.column import UnknownColumn
+from ddpbench.render.doctor import FINDING_COLUMNS
+from ddpbench.render.formats import FORMATS
+from ddpbench.render.step_columns import STEP_COLUMNS
+from ddpbench.session import options
+
+GROUP = "results"
+HELP = "print a stored run"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command; imports no torch."""
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help="a folder, a name in results/, `last`, or a log of nccl-tests, rccl-tests or OSU",
+    )
+    options.add_logs(parser)
+    options.add_shown(parser, [*COLUMNS, *STEP_COLUMNS, *FINDING_COLUMNS])
+
+
+def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    """Print the run; return the exit code. Raises Refused and InvalidRun."""
+    options.require_columns(namespace.format, namespace.columns)
+    run = sources.read(sources.find(namespace.run), Hints(namespace.op, namespace.ranks))
+    try:
+        with store.showing(namespace.run):
+            text = FORMATS[namespace.format](run, namespace.columns, namespace.quiet)
+    except UnknownColumn as error:
+        raise Refused(str(error)) from None
+    sys.stdout.write(text)
+    return 0

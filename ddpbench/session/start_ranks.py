@@ -1,0 +1,178 @@
+"""Run a measuring command: in a rank its part; elsewhere start the ranks of every launch."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import TypeVar
+
+from ddpbench.catalog import backends
+from ddpbench.launch import forks, starters
+from ddpbench.launch.placement import (
+    Placement,
+    Refused,
+    read_placement,
+    require_free,
+    require_limits,
+)
+from ddpbench.launch.supervise import Deadline
+from ddpbench.records import store
+from ddpbench.records.visible import tell
+from ddpbench.session import options as shared_options
+from ddpbench.session import run_folder
+from ddpbench.session.errors import report_errors
+from ddpbench.session.run_options import RunOptions
+
+T = TypeVar("T", bound=RunOptions)
+RunRank = Callable[[T, Placement], int]  # one rank's part of a launch; returns the exit code
+
+
+def run_or_start(
+    kind: type[T], run_rank: RunRank[T], namespace: argparse.Namespace, words: Sequence[str]
+) -> int:
+    """Run this rank's part of a measuring command, or start its ranks; return the exit code.
+
+    kind: the command's options. namespace: these, parsed. words: these, as typed. Raises Refused.
+    """
+    options = kind.of(namespace)
+    shared_options.require_columns(options.format, options.columns)
+    placement = read_placement()
+    _require_world_size(options, placement)
+    require_limits(placement.world_size if placement else options.nproc or 2, placement)
+    for module in options.modules:
+        try:
+            import_module(module)
+        except (ImportError, TypeError, ValueError) as error:
+            raise Refused(f"--import {module}: {error}") from None
+    options = resolve(options, placement)
+    options.check()
+    if placement is not None:
+        return run_rank(options, placement)
+    return _start(replace(options, nproc=_count_ranks(options)), run_rank, words)
+
+
+def _require_world_size(options: RunOptions, placement: Placement | None) -> None:
+    """Raise Refused if -n contradicts the launcher that has started the ranks."""
+    if placement is not None and options.nproc not in (None, placement.world_size):
+        raise Refused(
+            f"-n {options.nproc} does not match the {placement.world_size} ranks that "
+            f"{placement.launcher} has started: leave out -n, or give it to the launcher"
+        )
+
+
+def resolve(options: T, placement: Placement | None) -> T:
+    """Return the options with device, backends and launches decided.
+
+    Raises Refused if this host lacks one of them.
+    """
+    device = backends.choose_device(options.backend, options.device)
+    names = backends.choose(options.backend, device, placement.launcher if placement else None)
+    launches = options.launches or (options.usual_launches if placement is None else 1)
+    if placement is not None and launches > 1:
+        raise Refused(
+            "--launches needs ddpbench to start the ranks: leave out the launcher and type python "
+            f"-m ddpbench {options.command} -n {placement.world_size} --launches {launches} …"
+        )
+    return replace(options, device=device, backend=names, launches=launches)
+
+
+def _count_ranks(options: RunOptions) -> int:
+    """Return how many ranks to start: as requested, else one per GPU, or two on the CPU."""
+    if options.nproc is not None or options.device == "cpu":
+        return options.nproc or 2
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _start(options: T, run_rank: RunRank[T], words: Sequence[str]) -> int:
+    """Start the ranks of every launch, each backend's by its launcher; then show the run."""
+    from ddpbench.session import run_end
+
+    if options.master_port is not None:
+        require_free(options.master_port)
+    assert options.nproc is not None
+    try:
+        folder = run_folder.create_run(options, options.nproc, words)
+    except OSError as error:
+        raise Refused(run_folder.explain_unwritable(error)) from None
+    end, refusals = None, 0
+    failed = set[str]()  # backends; what ends or refuses one launch does so to the next
+    for number, name in _order_launches(options, store.read(folder).plan.seed):
+        if name in failed:
+            continue
+        if options.paced and not sys.stdin.readline():
+            tell("stdin has ended before the last launch")
+            break
+        launch = replace(
+            options, backend=(name,), join=str(folder), launch=number, launches=1,
+            progress=options.progress or sys.stderr.isatty(),
+        )  # fmt: skip
+        code, verdict = _launch(launch, run_rank, words)
+        if options.paced:
+            sys.stdout.write(f"{code}\n")
+            sys.stdout.flush()
+        refusals += code == 2
+        if code == 130:
+            end = run_end.interrupted("a signal")  # unless the ranks have reported which
+            break
+        if code != 0:
+            failed.add(name)
+            reason = verdict or f"the ranks on {name} ended with exit code {code}"
+            end = end or run_end.End("failed", reason, 5)
+    nothing = refusals or not store.read(folder).launches
+    if nothing and run_end.discard(folder):
+        return 2 if refusals or end is None else end.code
+    return run_end.finish(folder, options.format, options.columns, options.quiet, end)
+
+
+def _order_launches(options: RunOptions, seed: int) -> Iterator[tuple[int, str]]:
+    """Yield number and backend of each launch, in randomised blocks of one launch per backend.
+
+    So the backends share whatever drifts on the machine.
+    """
+    order, launches = random.Random(seed), options.launches or 1
+    for block in range(launches):
+        names = list(options.backend)
+        if launches > 1:
+            order.shuffle(names)
+        for name in names:
+            yield block * len(names) + options.backend.index(name), name
+
+
+def _launch(launch: T, run_rank: RunRank[T], words: Sequence[str]) -> tuple[int, str]:
+    """Start the ranks of one launch, with one backend, and wait for them.
+
+    Returns the exit code, and the message about a rank that was killed or stopped, "" if none was.
+    """
+    messages: list[str] = []
+
+    def report(message: str) -> None:
+        tell(message)
+        messages.append(message)
+
+    deadline = Deadline(launch.timeout, launch.watchdog == "end", report)
+    (name,), nproc = launch.backend, launch.nproc or 1
+    starter = backends.get(name).launcher
+    if launch.device == "cpu" and starter == "torchrun":
+        code = forks.run(
+            lambda: report_errors(lambda: _run_forked(launch, run_rank)), nproc, deadline=deadline
+        )
+    else:
+        line = ["-m", f"ddpbench.{launch.command}", *words, "--backend", name]
+        line += ["--device", launch.device, "--join", str(launch.join)]
+        line += ["--launch", str(launch.launch), "--launches", "1"]
+        line += ["--progress"] if launch.progress else []
+        code = starters.STARTERS[starter](line, nproc, deadline)
+    return code, next(iter(messages), "")
+
+
+def _run_forked(launch: T, run_rank: RunRank[T]) -> int:
+    placement = read_placement()
+    assert placement is not None
+    require_limits(placement.world_size, placement)
+    return run_rank(resolve(launch, placement), placement)
