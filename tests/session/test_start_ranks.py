@@ -1,0 +1,67 @@
+"""Starting the ranks of a run: what refusals and failures of its launches make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stored_runs import a_result, a_run
+
+from ddpbench import cli, collectives
+from ddpbench.catalog import backends
+from ddpbench.records import store
+from ddpbench.session import start_ranks
+from ddpbench.session.run_options import RunOptions
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ({"gloo": 0, "gloo2": 2, "gloo3": 0}, 2),
+        ({"gloo": 0, "gloo2": 2, "gloo3": 5}, 5),
+        ({"gloo": 0, "gloo2": 5, "gloo3": 2}, 5),
+        ({"gloo": 2, "gloo2": 2, "gloo3": 2}, 2),
+    ],
+)
+def test_a_refused_backend_is_a_refusal_and_a_dead_rank_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: dict[str, int], expected: int
+) -> None:
+    """Exit code 2 if a backend was refused, 5 if a rank died; what the others measured stays, in a
+    run that is marked; a run in which nothing was measured is removed."""
+
+    def launch(
+        options: RunOptions, run_rank: Callable[..., int], words: Sequence[str]
+    ) -> tuple[int, str]:
+        (name,) = options.backend
+        if codes[name] == 0:
+            folder, measured = Path(str(options.join)), a_run(a_result())
+            parts = {"launches": measured.launches, "results": measured.results}
+            store.write(folder, replace(store.read(folder), **parts))
+        return codes[name], ""
+
+    for name in ("gloo2", "gloo3"):
+        fake = replace(backends.BACKENDS["gloo"], name=name)
+        monkeypatch.setitem(backends.BACKENDS, name, fake)
+    monkeypatch.setattr(start_ranks, "_launch", launch)
+    words = ["collectives", "-n", "2", "--backend", "gloo,gloo2,gloo3", "--launches", "1"]
+    output = tmp_path / "run"
+    assert cli.main([*words, "--device", "cpu", "--output", str(output)]) == expected
+    assert output.exists() == (0 in codes.values())
+    if output.exists():
+        run = store.read(output)
+        assert (run.state, run.exit_code) == ("failed", expected)
+
+
+@pytest.mark.parametrize(("count", "code"), [("3", 2), ("2", 0)])
+def test_a_number_of_ranks_that_the_launcher_contradicts_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: str, code: int
+) -> None:
+    """-n under a launcher is its number of ranks, or one sentence and exit code 2."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(collectives, "run", lambda options, placement: 0)
+    assert cli.main(["collectives", "-n", count, "--backend", "gloo", "--device", "cpu"]) == code
+    sentence = "ddpbench: -n 3 does not match the 2 ranks that torchrun has started: leave out -n, "
+    assert capsys.readouterr().err.startswith(sentence if code else "")
