@@ -107,7 +107,7 @@ def running_command(words: list[str], cwd: Path) -> Iterator[subprocess.Popen[st
 
 def read_stored_run(cwd: Path) -> tuple[Path, Run]:
     """Return the folder and the record of the only run in results/ of `cwd`."""
-    (folder,) = store.runs(cwd / "results")
+    (folder,) = store.list_runs(cwd / "results")
     return folder, store.read(folder)
 
 
@@ -115,7 +115,7 @@ def wait_for_result(cwd: Path) -> None:
     """Wait until a run in results/ of `cwd` holds a measured case; fail after 40 s."""
     until = time.monotonic() + 40
     while time.monotonic() < until:
-        folders = store.runs(cwd / "results")
+        folders = store.list_runs(cwd / "results")
         if folders and any(outcome.summary for outcome in store.read(folders[0]).outcomes):
             return
         time.sleep(0.05)

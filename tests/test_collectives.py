@@ -433,7 +433,7 @@ def test_two_sweeps_at_once_do_not_meet(tmp_path: Path) -> None:
     ]
     ends = [process.communicate(timeout=90) for process in both]
     assert [process.returncode for process in both] == [0, 0], ends
-    runs = [store.read(folder) for folder in store.runs(tmp_path / "results")]
+    runs = [store.read(folder) for folder in store.list_runs(tmp_path / "results")]
     assert [run.state for run in runs] == ["complete", "complete"]
     assert all(len(run.results) == 2 and all(r.summary for r in run.results) for run in runs)
 

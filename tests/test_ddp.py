@@ -79,7 +79,7 @@ def test_torchrun_prints_all_tables(tmp_path: Path) -> None:
     of_arm = frame[frame["case"] == "mlp/gloo/cpu/ddp/backward"]
     assert len(of_arm) == 2 * 12
     assert (of_arm["exit_ns"] > of_arm["entry_ns"]).all()
-    (folder,) = store.runs(tmp_path / "results")
+    (folder,) = store.list_runs(tmp_path / "results")
     table = pd.read_csv(folder / "table.csv")
     assert len(table) == 1
     shown = run_ddpbench(tmp_path, "show", "last")

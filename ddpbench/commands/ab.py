@@ -95,8 +95,8 @@ def _judge(
     from ddpbench.render import comparison as render
 
     found = _compared(namespace, variants, folder, confidence)
-    store.put(folder / "comparison.json", render.as_json(found).encode())
-    store.put(folder / "comparison.txt", render.table(found).encode())
+    store.replace_file(folder / "comparison.json", render.as_json(found).encode())
+    store.replace_file(folder / "comparison.txt", render.table(found).encode())
     return compare.show(found, namespace)
 
 

@@ -82,10 +82,10 @@ def _save(namespace: argparse.Namespace) -> int:
     if target.exists() and not namespace.replace:
         raise Refused(f"there is a baseline {namespace.name} already: replace it with --replace, "
                       "or give another name")  # fmt: skip
-    folders = store.find_all(namespace.run)
+    folders = store.find_runs(namespace.run)
     runs = compare.read(folders)
     name = runs[0].id if len(runs) == 1 else redact.text(namespace.run)
-    with store.showing(name):
+    with store.refuse_impossible_values(name):
         fewest = _require_sound(name, runs)
     if fewest < FEWEST:
         tell(
@@ -179,7 +179,7 @@ def _list() -> int:
 
 def _listed(folder: Path) -> Iterator[list[str]]:
     try:
-        runs = [store.read(each) for each in store.find_all(str(folder))]
+        runs = [store.read(each) for each in store.find_runs(str(folder))]
     except InvalidRun as error:
         tell(str(error))
         return
@@ -211,7 +211,7 @@ def _check(namespace: argparse.Namespace) -> int:
             if known
             else f"no baseline {namespace.name!r}: save one with ddpbench baseline save NAME RUN"
         )
-    base = compare.read(store.find_all(str(folder)))
+    base = compare.read(store.find_runs(str(folder)))
     name = namespace.new
     if name is None:
         if placement.read_placement() is not None:
@@ -225,7 +225,7 @@ def _check(namespace: argparse.Namespace) -> int:
         if code not in (0, 1, 4):  # those of a complete run, be its findings as bad as they may
             return code
         name = str(target)
-    new = compare.read(store.find_all(name))
+    new = compare.read(store.find_runs(name))
     notes = tuple(_other_machine(namespace.name, base, new))
     if namespace.format == "csv":  # which has no place for them
         for note in notes:
@@ -305,7 +305,7 @@ def _other_machine(name: str, base: Sequence[Run], new: Sequence[Run]) -> Iterat
 
 
 def _typed(words: Sequence[str]) -> str:
-    return shlex.join(["python", "-m", "ddpbench", *redact.words(words)])
+    return shlex.join(["python", "-m", "ddpbench", *redact.arguments(words)])
 
 
 def _many(count: int, word: str, plural: str = "s") -> str:

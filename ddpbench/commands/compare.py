@@ -110,7 +110,7 @@ def judge(
         for name, side in zip(names, runs, strict=True)
     )
     rule = Rule(namespace.margin / 100, calibrated(right.runs), drifted(left, right))
-    with store.showing(f"{names[0]} or {names[1]}"):
+    with store.refuse_impossible_values(f"{names[0]} or {names[1]}"):
         found = compared(left, right, rule, namespace.only)
         return show(replace(found, notes=(*notes, *found.notes)), namespace)
 
@@ -153,7 +153,7 @@ def calibrated(runs: Sequence[Run]) -> Noise | None:
     """The noise of this machine, as the newest calibration that serves these runs has it."""
     from ddpbench.verdicts import noise
 
-    for folder in reversed(store.calibrations()):
+    for folder in reversed(store.list_calibrations()):
         sides = [store.read(folder / side) for side in ("a", "b")]
         if all(noise.serves(side, run) for side in sides for run in runs):
             return noise.noise(folder.name, sides)
@@ -169,7 +169,7 @@ def drifted(left: Source, right: Source) -> Drift | None:
 
 def _newest() -> Iterator[Run]:
     """The newest stored runs that can be read."""
-    for folder in store.runs()[-LEARNT_FROM:]:
+    for folder in store.list_runs()[-LEARNT_FROM:]:
         with contextlib.suppress(InvalidRun):
             yield store.read(folder)
 

@@ -55,7 +55,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     from ddpbench.render.labels import label
     from ddpbench.verdicts import trend  # loads numpy: after what may be refused
 
-    with store.showing(namespace.folder):
+    with store.refuse_impossible_values(namespace.folder):
         found = trend.trends(runs, lambda case: wanted <= sought(label(case)))
     if not found:
         names = {label(outcome.case): None for run in runs for outcome in run.outcomes}
@@ -66,7 +66,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
             f"no measured case in {namespace.folder} has the words "
             f"{', '.join(sorted(wanted))} in its name, as in {next(iter(names))!r}{hint}"
         )
-    with store.showing(namespace.folder):
+    with store.refuse_impossible_values(namespace.folder):
         text = render.FORMATS[namespace.format](found)
     sys.stdout.write(text)
     return 0
@@ -89,7 +89,7 @@ def _stored(folder: Path) -> list[Run]:
     pools = [pool for pool in sorted(baselines.glob("*")) if not (pool / "run.json").exists()]
     runs: dict[tuple[str, str], Run] = {}
     for place in (folder, baselines, *pools):
-        for each in store.runs(place):
+        for each in store.list_runs(place):
             try:
                 run = store.read(each)
             except InvalidRun as error:

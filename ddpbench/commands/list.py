@@ -35,7 +35,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     from tabulate import tabulate
 
     rows = []
-    for folder in store.runs(Path(namespace.folder)):
+    for folder in store.list_runs(Path(namespace.folder)):
         try:
             run = store.read(folder)
         except InvalidRun as error:

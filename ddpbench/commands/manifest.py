@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(asked: argparse.Namespace, words: Sequence[str]) -> int:
     """Print it."""
     name, *rest = launch_node.command(asked.command or ["collectives"])
-    if redact.HIDDEN in " ".join(redact.words([asked.image, *rest])):
+    if redact.HIDDEN in " ".join(redact.arguments([asked.image, *rest])):
         raise Refused(
             "a manifest is for everybody who may read it, and these options hold a secret: give it "
             "to the pods as a Kubernetes Secret"

@@ -41,7 +41,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     options.require_columns(namespace.format, namespace.columns)
     run = sources.read(sources.find(namespace.run), Hints(namespace.op, namespace.ranks))
     try:
-        with store.showing(namespace.run):
+        with store.refuse_impossible_values(namespace.run):
             text = FORMATS[namespace.format](run, namespace.columns, namespace.quiet)
     except UnknownColumn as error:
         raise Refused(str(error)) from None

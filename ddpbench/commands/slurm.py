@@ -130,8 +130,8 @@ def script(words: Sequence[str], given: Sequence[str], commands: Sequence[Sequen
     default = "--ntasks-per-gpu=1" if gpus else "--ntasks-per-node=2"
     paths = os.environ.get("PYTHONPATH")
     return SCRIPT.format(
-        words=shlex.join(redact.words(words)).replace("\n", " "),  # stays a comment
-        given=shlex.join(redact.words(given)).replace("\n", " "),
+        words=shlex.join(redact.arguments(words)).replace("\n", " "),  # stays a comment
+        given=shlex.join(redact.arguments(given)).replace("\n", " "),
         tasks="" if tasks else f"#SBATCH {default}\n",
         environment=f"export PYTHONPATH={shlex.quote(paths)}" if paths else "",
         srun=" --gpu-bind=none" if gpus else "",  # ranks of a node reach each other's GPUs

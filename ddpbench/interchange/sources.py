@@ -72,7 +72,7 @@ def find_all(name: str) -> list[Path]:
     if _is_file(Path(name)):
         return [find(name)]
     try:
-        return store.find_all(name)
+        return store.find_runs(name)
     except InvalidRun:
         logs = sorted(path for path in Path(name).glob("*") if path.suffix in SUFFIXES)
         if logs:
@@ -85,7 +85,7 @@ def read(path: Path, hints: Hints = NO_HINTS) -> Run:
     if path.is_dir():
         return store.read(path)
     try:
-        text = decode(store.content(path))
+        text = decode(store.read_file(path))
     except OSError as error:
         raise InvalidRun(f"{path} cannot be read: {error.strerror}") from None
     if not text.strip():

@@ -171,7 +171,7 @@ def _save(world: World, path: Path, state: _State) -> None:
         content = io.BytesIO()
         torch.save(_stored(state), content)
         try:
-            store.put(path, content.getvalue())
+            store.replace_file(path, content.getvalue())
         except OSError as error:
             objection = (
                 f"the checkpoint {path} cannot be written after epoch {state.epoch} "

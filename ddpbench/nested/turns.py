@@ -50,11 +50,11 @@ class Variant:
         variables = []
         for name, value in self.environ.items():
             text = shlex.quote(redact.text(value))
-            if redact.secret_name(name) or redact.HIDDEN in text:
+            if redact.is_secret_name(name) or redact.HIDDEN in text:
                 same = other.environ.get(name, value) == value
                 text = "(hidden)" if same else "(hidden, differs)"
             variables.append(f"{name}={text}")
-        return " ".join([*variables, shlex.join(redact.words([*own, *self.words]))]).strip()
+        return " ".join([*variables, shlex.join(redact.arguments([*own, *self.words]))]).strip()
 
 
 class Failed(Exception):

@@ -91,7 +91,7 @@ def owner() -> Owner:
     return Owner.of(os.environ, user, socket.gethostname())
 
 
-def secret_name(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
     """Whether a variable or an option of this name is to be hidden."""
     return NAMES.search(name) is not None
 
@@ -124,13 +124,13 @@ def _text(shown: str, whose: Owner) -> str:
     return shown
 
 
-def words(line: Sequence[str], whose: Owner | None = None) -> list[str]:
+def arguments(line: Sequence[str], whose: Owner | None = None) -> list[str]:
     """The words of a command line; the value of a secret option may be the next word."""
     whose = owner() if whose is None else whose
     found, hides = [], False
     for word in line:
         found.append(HIDDEN if hides and not word.startswith("--") else text(word, whose))
-        hides = word.startswith("--") and "=" not in word and secret_name(word)
+        hides = word.startswith("--") and "=" not in word and is_secret_name(word)
     return found
 
 
@@ -149,7 +149,7 @@ def _walked(value: Any, whose: Owner) -> Any:
         found = {}
         for name, each in value.items():
             if name == "command_line" and isinstance(each, (list, tuple)):
-                found[name] = words([str(word) for word in each], whose)
+                found[name] = arguments([str(word) for word in each], whose)
             else:
                 found[name] = each if name in KEPT else _walked(each, whose)
         return found
@@ -174,12 +174,12 @@ def _is_secret(name: str, value: str) -> bool:
     number = re.search(r"[A-Za-z]", value) is None
     if word or number or value.startswith("/"):
         return False
-    return len(value) >= SHORTEST_SECRET and secret_name(name)
+    return len(value) >= SHORTEST_SECRET and is_secret_name(name)
 
 
 def _assigned(found: re.Match[str]) -> str:
     name, equals, value = found.groups()
-    return f"{name}{equals}" + (HIDDEN if secret_name(name) else ASSIGNED.sub(_assigned, value))
+    return f"{name}{equals}" + (HIDDEN if is_secret_name(name) else ASSIGNED.sub(_assigned, value))
 
 
 def _without_user(shown: str, name: str, hosts: Sequence[str]) -> str:

@@ -49,8 +49,8 @@ class InvalidRun(ValueError):
     """A stored run that cannot be read; the sentence says which and why."""
 
 
-def now() -> str:
-    """UTC, ISO 8601, to the second."""
+def format_now() -> str:
+    """Format the time now: UTC, ISO 8601, to the second."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -92,7 +92,7 @@ def new_folder(label: str, results: Path = Path("results")) -> Path:
 def write(folder: Path, run: Run) -> None:
     """Store run.json in one step: a reader sees the old or the new one, never a half; and nobody
     sees a secret."""
-    put(folder / "run.json", codec.encode(redact.record(asdict(run))))
+    replace_file(folder / "run.json", codec.encode(redact.record(asdict(run))))
 
 
 def append(folder: Path, line: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ def append(folder: Path, line: dict[str, Any]) -> None:
         file.write(codec.encode(line, indent=None) + b"\n")
 
 
-def put(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Replace a file in one step."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
@@ -115,7 +115,7 @@ def put(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def content(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
     """The bytes of a file. Raises OSError for anything else: a FIFO would never end."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -129,7 +129,7 @@ def read(folder: Path) -> Run:
     """The run in a folder. Raises InvalidRun with one sentence when it cannot be read."""
     path = folder / "run.json"
     try:
-        data = content(path)
+        data = read_file(path)
     except OSError as error:
         raise InvalidRun(f"{folder} holds no run: {error.strerror} ({path.name})") from None
     try:
@@ -145,7 +145,7 @@ def read(folder: Path) -> Run:
         raw = redact.record(raw)  # older ones were stored as they came
         if (folder / GROWING).exists():
             path = folder / GROWING
-            _grow(raw, content(path))
+            _grow(raw, read_file(path))
         return codec.decode(Run, raw)
     except InvalidRun:
         raise
@@ -175,7 +175,7 @@ def _grow(raw: dict[str, Any], data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def showing(name: str) -> Iterator[None]:
+def refuse_impossible_values(name: str) -> Iterator[None]:
     """Raises InvalidRun for an error that the values of the stored run `name` cause.
 
     Every value can have the right type and still be impossible: a time of 0 seconds, or figures of
@@ -197,7 +197,9 @@ def close(folder: Path, state: str, reason: str | None, exit_code: int) -> Run:
     """Mark a run complete, interrupted or failed. An end already marked is kept."""
     run = read(folder)
     if run.state == "running":
-        run = replace(run, state=state, state_reason=reason, exit_code=exit_code, ended=now())
+        run = replace(
+            run, state=state, state_reason=reason, exit_code=exit_code, ended=format_now()
+        )
         write(folder, run)
     return run
 
@@ -213,7 +215,7 @@ def find(name: str) -> Path:
     for candidate in (path, *(place / name for place in PLACES)):
         if os.path.lexists(candidate / "run.json"):
             return candidate
-    folders = runs()
+    folders = list_runs()
     if name == "last" and folders:
         return folders[-1]
     known = ", ".join(folder.name for folder in folders[-3:]) or "there is none in results/ yet"
@@ -222,21 +224,21 @@ def find(name: str) -> Path:
     )
 
 
-def find_all(name: str) -> list[Path]:
+def find_runs(name: str) -> list[Path]:
     """The run of this name, or all runs in the folder of this name. Raises InvalidRun."""
     for folder in (Path(name), *(place / name for place in PLACES)):
-        if not os.path.lexists(folder / "run.json") and (inside := runs(folder)):
+        if not os.path.lexists(folder / "run.json") and (inside := list_runs(folder)):
             return inside
     return [find(name)]
 
 
-def runs(results: Path = Path("results")) -> list[Path]:
+def list_runs(results: Path = Path("results")) -> list[Path]:
     """The folders in results/ that hold a run, oldest first."""
     folders = (path.parent for path in results.glob("*/run.json"))
     return sorted(folders, key=lambda folder: (_started(folder), folder.name))
 
 
-def calibrations(results: Path = Path("results")) -> list[Path]:
+def list_calibrations(results: Path = Path("results")) -> list[Path]:
     """The folders that `calibrate` has made, oldest first; each holds two runs, a and b."""
     return sorted(path.parents[1] for path in results.glob("calibrations/*/b/run.json"))
 
@@ -244,7 +246,7 @@ def calibrations(results: Path = Path("results")) -> list[Path]:
 def _started(folder: Path) -> str:
     """When a run began, as it says itself; a folder's name may be the user's own."""
     try:
-        return str(codec.parse(content(folder / "run.json"))["started"])
+        return str(codec.parse(read_file(folder / "run.json"))["started"])
     except (OSError, ValueError, TypeError, KeyError):
         return ""
 

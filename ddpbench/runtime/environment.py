@@ -158,7 +158,7 @@ def allowed_variables(variables: Mapping[str, str], length: int = 200) -> dict[s
         name: redact.text(value)[:length]
         for name, value in sorted(variables.items())
         if ALLOWED.match(name)
-        and not (redact.secret_name(name) or NOISE.match(name) or family.is_private(name, value))
+        and not (redact.is_secret_name(name) or NOISE.match(name) or family.is_private(name, value))
     }
 
 

@@ -47,7 +47,7 @@ def gather_launch_record(
         facts={**environment.run_facts(), **facts} if world.rank == 0 else {},
         ranks=tuple(everyone),
         clock=times,
-        started=store.now(),
+        started=store.format_now(),
         cases=cases,
     )
 

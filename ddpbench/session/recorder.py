@@ -78,7 +78,7 @@ class FileRecorder(Recorder):
             return
         self._add_launch(replace(
             self.launch,
-            ended=store.now(),
+            ended=store.format_now(),
             sweep_seconds=seconds,
             measuring_seconds=self.measuring_seconds,
             ranks=tuple(

@@ -58,13 +58,17 @@ def finish(
         code = findings.exit_code(run)
         end = end or End("complete", None, 2 if nothing and code < 4 else code)
         run = replace(
-            run, state=end.state, state_reason=end.reason, exit_code=end.code, ended=store.now()
+            run,
+            state=end.state,
+            state_reason=end.reason,
+            exit_code=end.code,
+            ended=store.format_now(),
         )
     try:
         store.write(folder, run)
         (folder / store.GROWING).unlink(missing_ok=True)
-        store.put(folder / "table.csv", FORMATS["csv"](run, None, False).encode())
-        store.put(folder / "table.txt", FORMATS["table"](run, None, False).encode())
+        store.replace_file(folder / "table.csv", FORMATS["csv"](run, None, False).encode())
+        store.replace_file(folder / "table.txt", FORMATS["table"](run, None, False).encode())
         store.join_samples(folder)
         stored = f"stored in {folder}"
     except OSError as error:

@@ -44,7 +44,7 @@ def create_run(asked: RunOptions, world_size: int, words: Sequence[str]) -> Path
         command=asked.command,
         command_line=("ddpbench", asked.command, *words),
         plan=asked.plan(seed),
-        started=store.now(),
+        started=store.format_now(),
         operations=asked.subjects,
         backends=asked.backend,
     )

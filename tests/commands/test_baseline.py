@@ -78,7 +78,7 @@ def test_a_baseline_is_a_copy_of_the_run(call: Call, samples: bool) -> None:
     for name in files(kept):
         assert (kept / name).read_bytes() == Path("results/before", name).read_bytes()
     assert store.find("nightly") == kept
-    assert store.runs() == [Path("results/before")]
+    assert store.list_runs() == [Path("results/before")]
 
 
 def test_a_folder_of_runs_is_kept_as_one(call: Call) -> None:
@@ -292,7 +292,7 @@ def test_without_a_run_it_measures_again_as_then(
     assert " ".join(words[:-1]) == "--op all_reduce --backend gloo -n 2 --launches 6 --output"
     assert re.fullmatch(r"results/\d{8}T\d{6}Z-collectives-check-mine-\S+", words[-1])
     assert f"python -m ddpbench collectives {' '.join(words)}\n" in err
-    assert {run.name for run in store.runs()} == {"before", Path(words[-1]).name}
+    assert {run.name for run in store.list_runs()} == {"before", Path(words[-1]).name}
     assert shown["new"]["runs"] == [Path(words[-1]).name]
 
 

@@ -381,7 +381,7 @@ def test_two_ranks_have_their_backend_tried(pool: RankPool, tmp_path: Path) -> N
     """The examination stores a verdict for each combination, and finds nothing wrong with gloo; the
     table stands in what is printed."""
     done = pool.call(2, tmp_path, "doctor", "--only", "capabilities", "--seconds", "40")
-    (folder,) = store.runs(tmp_path / "results")
+    (folder,) = store.list_runs(tmp_path / "results")
     (found,) = store.read(folder).examinations
     # In torch 2.7 gloo's reduce_scatter adds up, whatever it is asked for.
     bad = {(each.code, each.place["operation"]) for each in found.findings}

@@ -75,7 +75,7 @@ def test_two_ranks_are_examined(pool: RankPool, tmp_path: Path) -> None:
     codes = (0, 4) if torch.__version__ < "2.9" else (0,)
     assert done.returncode in codes, done.stdout + done.stderr
     assert [each["name"] for each in json.loads(done.stdout)["examinations"]] == [*EXAMINATIONS]
-    (folder,) = store.runs(tmp_path / "results")
+    (folder,) = store.list_runs(tmp_path / "results")
     run = store.read(folder)
     assert (run.command, run.state) == ("doctor", "complete")
     assert "examinations in" in (folder / "table.txt").read_text()

@@ -280,7 +280,7 @@ def test_unequal_hosts_measure_together_over_ssh(
     (done,) = bench.run({0: ddpbench_command(*words)}, tmp_path, NAMESPACES=namespaces)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["state"] == "complete"
-    (folder,) = store.runs(tmp_path / "results")
+    (folder,) = store.list_runs(tmp_path / "results")
     run = store.read(folder)
     (result,) = run.results
     assert result.case.ranks_per_host == (2, 1, 1)

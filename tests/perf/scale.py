@@ -129,7 +129,7 @@ def measured(size: int, folder: Path) -> dict[str, float]:
     backend, operation, hosts = backends.get("gloo"), OPERATIONS["all_reduce"], len(world.hosts)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with timed("facts s"):
-        run = Run("", "collectives", (), PLAN, store.now(), backends=("gloo",))
+        run = Run("", "collectives", (), PLAN, store.format_now(), backends=("gloo",))
         store.create(folder, run, "scale")
         whole = cpu.CpuMeter()
         launch = launch_facts.gather_launch_record(world, backend, "cpu", 0, {}, {}, CASES)

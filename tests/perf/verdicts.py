@@ -94,7 +94,7 @@ def identical(trials: int) -> bool:
 
 def stored(results: Path) -> bool:
     """Runs of identical code in a folder, every two within an hour; whether they are told so."""
-    runs = [store.read(folder) for folder in store.runs(results)]
+    runs = [store.read(folder) for folder in store.list_runs(results)]
     runs = [run for run in runs if run.state == "complete"]
     counts: dict[str, Counter[int]] = {
         ALONE: Counter(),
@@ -133,7 +133,7 @@ def apart(count: int, pause: float) -> bool:
 
 def planted(trials: int, size: str, share: float, budget: float) -> Counter[str]:
     """A delay of so many calibrated margins in each call of b, looked for by ab."""
-    (folder,) = store.calibrations()
+    (folder,) = store.list_calibrations()
     known = noise.noise(folder.name, [store.read(folder / side) for side in ("a", "b")])
     case = next(case for case in known.used if case.key.split("/")[-2] == size)
     margin, usual = noise.margin(known.used[case], 6), sorted(known.used[case])

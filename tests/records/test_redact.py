@@ -91,7 +91,7 @@ def test_the_next_word_may_be_the_secret() -> None:
     """`--api-key VALUE` in two words of a command line, but no option that follows."""
     line = ["ddp", "--api-key", "abc", "--token", "--quiet", "--key-averages", "3"]
     shown = ["ddp", "--api-key", "***", "--token", "--quiet", "--key-averages", "3"]
-    assert redact.words(line, ALICE) == shown
+    assert redact.arguments(line, ALICE) == shown
 
 
 def test_a_run_stored_before_is_clean_when_read_and_matches(tmp_path: Path) -> None:

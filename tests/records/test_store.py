@@ -195,13 +195,13 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     """While two threads replace a file, every read gives one of the two contents, whole."""
     path = tmp_path / "run.json"
     contents = [bytes([65 + n]) * (200_000 + n) for n in range(2)]
-    store.put(path, contents[0])
+    store.replace_file(path, contents[0])
     failures: list[BaseException] = []
 
     def replace_it(data: bytes) -> None:
         try:
             for _ in range(150):
-                store.put(path, data)
+                store.replace_file(path, data)
         except OSError as error:
             failures.append(error)
 
@@ -219,7 +219,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> 
     """What cannot be put in place is removed again: here the target is a folder."""
     (tmp_path / "run.json").mkdir()
     with pytest.raises(OSError, match="directory"):
-        store.put(tmp_path / "run.json", b"{}")
+        store.replace_file(tmp_path / "run.json", b"{}")
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
 
 
@@ -300,7 +300,7 @@ def test_a_run_is_found_by_path_by_name_and_as_last(
     assert store.find("20260101T000000Z-a") == first
     assert store.find("old") == Path("results/reference/old")
     assert store.find("last") == second
-    assert store.runs() == [first, second]
+    assert store.list_runs() == [first, second]
 
 
 def test_last_is_the_run_that_began_last_whatever_its_name(
@@ -313,7 +313,7 @@ def test_last_is_the_run_that_began_last_whatever_its_name(
     make("20260103T000000Z-b", "2026-01-03T00:00:00Z")
     (tmp_path / "results/zz").mkdir()
     (tmp_path / "results/zz/run.json").write_text("[]")
-    names = [folder.name for folder in store.runs()]
+    names = [folder.name for folder in store.list_runs()]
     assert names == ["zz", "20260101T000000Z-a", "mine", "20260103T000000Z-b"]
     assert store.find("last").name == "20260103T000000Z-b"
 
