@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from ddpbench.analysis.setup import counted
 from ddpbench.records.schema import Examination, Finding, Run
-from ddpbench.render import capabilities, links, preflight, stragglers
 from ddpbench.render.column import Column, choose_columns, text_column
 from ddpbench.render.style import Style
 
