@@ -136,8 +136,11 @@ def _compared(
     from ddpbench.verdicts.matching import Source
 
     left, right = (
-        Source(f"{each.name}: {each.shown(other)}", (store.read(folder / each.name),))
-        for each, other in zip(variants, reversed(variants), strict=True)
+        Source(
+            f"{variant.name}: {variant.shown(other) or '(no changes)'}",
+            (store.read(folder / variant.name),),
+        )
+        for variant, other in zip(variants, reversed(variants), strict=True)
     )
     rule = Rule(
         namespace.margin / 100, compare.calibrated(right.runs),

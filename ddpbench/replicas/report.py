@@ -196,7 +196,10 @@ class Report:
         equal = f"; equal: {listed_kinds(same)}" if same else ""
         absent = Counter(each.kind for each in self.not_compared)
         rest = f"; not compared: {listed_kinds(absent)}" if absent else ""
-        return f"DIFFERENT in {who}{until}: {', '.join(some)}{equal}{rest}"
+        minorities = {difference.minority for difference in self.differences}
+        odd = minorities.pop() if len(minorities) == 1 else ()
+        where = f": {ranks_text(odd)} of {who}" if odd else f" in {who}"
+        return f"DIFFERENT{where}{until}: {', '.join(some)}{equal}{rest}"
 
     def __str__(self) -> str:
         lines = [self.headline]

@@ -1010,11 +1010,13 @@ def test_headlines(outcomes: Outcomes, group: str) -> None:
     def headline(name: str) -> str:
         return str(same_everywhere(outcomes, group, name)["headline"])
 
-    ranks = ranks_text(tuple(range(int(group[-1]))))
+    size = int(group[-1])
+    ranks = ranks_text(tuple(range(size)))
+    where = f" in {ranks}" if size == 2 else f": rank {size - 1} of {ranks}"
     bit = same_everywhere(outcomes, group, "fault_bit")
     state = f"{bit['compared']['optimizer']} values of the optimizer's options and state, 1 buffer"
     assert headline("fault_bit") == (
-        f"step 3: replicas DIFFERENT in {ranks} (equal after step 2): 1 of 4 parameters; "
+        f"step 3: replicas DIFFERENT{where} (equal after step 2): 1 of 4 parameters; "
         f"equal: {state}, 4 gradients"
     )
     assert headline("fault_nan_everywhere") == (
