@@ -4,7 +4,7 @@ python -m ddpbench doctor -n 4                               starts the ranks it
 torchrun --nnodes 2 --nproc-per-node 8 -m ddpbench.doctor
 mpirun -n 4 python -m ddpbench.doctor --backend mpi
 srun -n 4 python -m ddpbench.doctor --only preflight,links
-python -m ddpbench doctor --selftest                         plants faults here, and sees them found
+python -m ddpbench doctor --selftest                         injects faults and checks the findings
 
 Exit codes: 0 no finding as bad as --fail-on (default error; slow ranks and links are warnings),
 1 such a finding, 2 the ranks cannot meet, 4 a wrong result, 5 a rank died, hung or missed a

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ddpbench.doctor import stored
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
 from ddpbench.launch.placement import Refused
@@ -42,6 +43,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     run = sources.read(sources.find(namespace.run), Hints(namespace.op, namespace.ranks))
     try:
         with store.refuse_impossible_values(namespace.run):
+            run = stored.add_tables(run)
             text = FORMATS[namespace.format](run, namespace.columns, namespace.quiet)
     except UnknownColumn as error:
         raise Refused(str(error)) from None

@@ -1,20 +1,16 @@
-"""Examine this set-up: the options, and one launch of the examinations in one rank."""
+"""The options of the doctor, and one launch of the examinations in one rank."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddpbench.catalog import faults
-from ddpbench.doctor.capabilities import examine as capabilities
-from ddpbench.doctor.context import Context, Outcome
-from ddpbench.doctor.links import examine as links
-from ddpbench.doctor.preflight import examine as preflight
-from ddpbench.doctor.stragglers import examine as stragglers
+from ddpbench.doctor.context import Context
+from ddpbench.doctor.examinations import EXAMINATIONS
 from ddpbench.launch.placement import Placement
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
 from ddpbench.render.doctor import FINDING_COLUMNS
@@ -29,28 +25,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Examiner:
-    """An examination that the doctor makes."""
-
-    name: str
-    help: str
-    examine: Callable[[Context], Outcome]
-
-
-EXAMINATIONS: dict[str, Examiner] = {
-    each.name: each
-    for each in (
-        Examiner("preflight", "every rank's versions, variables, limits", preflight.examine),
-        Examiner("stragglers", "which rank is slow, and why", stragglers.examine),
-        Examiner("links", "what each pair carries, which link or host is slow", links.examine),
-        Examiner("capabilities", "what the backend can do, really tried", capabilities.examine),
-    )
-}
-
-
-@dataclass(frozen=True)
 class Options(RunOptions):
-    """What was asked for."""
+    """The options of the doctor."""
 
     command = "doctor"
 
@@ -63,11 +39,11 @@ class Options(RunOptions):
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """The examinations."""
+        """The names of the examinations."""
         return self.only
 
     def plan(self, seed: int) -> Plan:
-        """The protocol as it is stored with the run."""
+        """Return the protocol that is stored with the run."""
         return Plan(
             slice_seconds=self.seconds,
             timeout_seconds=self.timeout,
@@ -77,43 +53,50 @@ class Options(RunOptions):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this command; imports no torch."""
-    add = parser.add_argument_group("what is examined").add_argument
+    """Add the options of this command. Imports no torch."""
+    add = parser.add_argument_group("examinations").add_argument
+    known = "; ".join(f"{name}: {examiner.help}" for name, examiner in EXAMINATIONS.items())
     add(
         "--only",
         type=options.names("examination", EXAMINATIONS),
         default=tuple(EXAMINATIONS),
         metavar="NAME,…",
-        help="; ".join(f"{each.name}: {each.help}" for each in EXAMINATIONS.values()),
+        help=f"run only these examinations (default: all). {known}",
     )
     add(
         "--seconds",
         type=options.positive,
         default=15.0,
-        help="that one examination may take, about; default 15",
+        help="approximate time for each examination (default: 15)",
     )
-    add("--by", choices=("rank", "host"), default="rank", help="between whom links are measured")
+    add(
+        "--by",
+        choices=("rank", "host"),
+        default="rank",
+        help="measure links between ranks or between hosts (default: rank)",
+    )
     add(
         "--max-pairs",
         type=options.whole(1),
         default=120,
         metavar="N",
-        help="links that are measured one by one; of more, groups are halved; default 120",
+        help="measure up to N pairs one by one; with more, ddpbench divides the ranks into groups "
+        "(default: 120)",
     )
     add(
         "--fail-on",
         choices=SEVERITIES,
         default="error",
-        help="the least severity for which the exit code is 1; default error",
+        help="lowest severity that makes the exit code 1 (default: error)",
     )
-    _add_planted(parser.add_argument_group("what is planted, to see it found"))
+    _add_faults(parser.add_argument_group("faults, to check that the doctor finds them"))
     options.add_where(parser)
-    options.add_repeats(parser, "of all orders; default: drawn")
+    options.add_repeats(parser, "seed of all random orders (default: drawn)")
     options.add_shown(parser, FINDING_COLUMNS)
     options.add_stored(parser)
 
 
-def _add_planted(group: argparse._ArgumentGroup) -> None:
+def _add_faults(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--inject",
@@ -121,8 +104,8 @@ def _add_planted(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="FAULT[:setting=value,…]",
-        help="plant a fault in the last rank, or :rank=0, before it meets the others. "
-        + faults.listed(faults.IN_SET_UP),
+        help="inject a fault before the ranks meet, in the last rank or in the one that :rank=N "
+        f"names (default: none). {faults.listed(faults.IN_SET_UP)}",
     )
     add(
         "--selftest",
@@ -130,49 +113,70 @@ def _add_planted(group: argparse._ArgumentGroup) -> None:
         nargs="?",
         const=trials.NAMES,
         metavar="FAULT,…",
-        help="instead of examining: plant faults one by one in ranks of this machine, tell of each "
-        f"whether it was found and named rightly. By default all: {', '.join(trials.NAMES)}",
+        help="test the doctor instead of this set-up: start ranks on this host, inject one fault "
+        "after the other, and show whether each was found and named correctly (default: all "
+        f"faults). {', '.join(trials.NAMES)}",
     )
     add(
         "--healthy",
         type=options.whole(0),
         metavar="N",
-        help="runs without a fault in the self-test, in which nothing may be found; default 1",
+        help="number of healthy runs in the self-test, in which nothing may be found (default: 1)",
     )
 
 
-def run(asked: Options, place: Placement) -> int:
-    """One rank's part over all backends; the exit code."""
-    with contextlib.ExitStack() as planted:
-        for text in asked.inject:
-            planted.enter_context(faults.parse(text, faults.IN_SET_UP).around(place))
-        return launch_loop.run(asked, place, prepare)
+def run(options: Options, placement: Placement) -> int:
+    """Run one rank's part on all backends; return the exit code."""
+    with contextlib.ExitStack() as injected:
+        for text in options.inject:
+            injected.enter_context(faults.parse(text, faults.IN_SET_UP).around(placement))
+        return launch_loop.run(options, placement, prepare)
 
 
-def prepare(at: LaunchContext[Options]) -> Work[str]:
-    """The examinations of one launch."""
+def prepare(launch: LaunchContext[Options]) -> Work[str]:
+    """Return the examinations of one launch."""
     import torch
 
-    torch.set_num_threads(launch_facts.agree_thread_count(at.world))
+    torch.set_num_threads(launch_facts.agree_thread_count(launch.world))
 
     def begin(recorder: Recorder, progress: Progress) -> Measure[str]:
-        context = Context(
-            at.world, at.backend, at.tested, at.device, recorder.launch, at.plan.seed,
-            at.asked.seconds, at.asked.by, at.asked.max_pairs, at.asked.modules, at.asked.timeout,
-            progress.describe,
-        )  # fmt: skip
+        context = _context(launch, recorder, progress)
 
         def examine(name: str) -> tuple[Examination, None]:
             progress.describe(name)
             started = time.monotonic()
-            found = EXAMINATIONS[name].examine(context)
-            return Examination(
-                name, at.index, at.backend.name, time.monotonic() - started,
-                found.told, found.unchecked, found.findings, found.figures,
-            ), None  # fmt: skip
+            outcome = EXAMINATIONS[name].examine(context)
+            examination = Examination(
+                name=name,
+                launch=launch.index,
+                backend=launch.backend.name,
+                seconds=time.monotonic() - started,
+                told=outcome.lines,
+                unchecked=outcome.unchecked,
+                findings=outcome.findings,
+                figures=outcome.figures,
+                tables=outcome.tables,
+            )
+            return examination, None
 
         return examine
 
-    return Work(
-        at.asked.only, lambda name: f"the examination of {name} on {at.backend.name}", begin
+    backend = launch.backend.name
+    return Work(launch.asked.only, lambda name: f"the examination of {name} on {backend}", begin)
+
+
+def _context(launch: LaunchContext[Options], recorder: Recorder, progress: Progress) -> Context:
+    options = launch.asked
+    return Context(
+        world=launch.world,
+        backend=launch.backend,
+        process_group=launch.tested,
+        device=launch.device,
+        launch=recorder.launch,
+        seed=launch.plan.seed,
+        seconds=options.seconds,
+        by=options.by,
+        max_pairs=options.max_pairs,
+        modules=options.modules,
+        report_progress=progress.describe,
     )

@@ -1,4 +1,4 @@
-"""What an examination is given, and what it answers. No torch."""
+"""The input and the result of an examination. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.catalog.backends import Backend
-from ddpbench.records.schema import Finding, Launch
+from ddpbench.records.schema import Finding, Launch, Table
 from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Context:
-    """All ranks of a launch on one backend, as one of them sees it."""
+    """One launch on one backend, as one rank sees it."""
 
-    ranks: World
+    world: World
     backend: Backend
-    tested: dist.ProcessGroup  # all ranks, on that backend
+    process_group: dist.ProcessGroup  # all ranks, on that backend
     device: torch.device
-    launch: Launch  # what every rank told of itself; in rank 0 of the run too
+    launch: Launch  # its record; `launch.ranks` has the facts of every rank
     seed: int
-    seconds: float  # that one examination may take, about
-    by: str  # "rank" or "host": between whom links are measured
-    max_pairs: int  # of them that are measured one by one
-    modules: tuple[str, ...]  # that the user has imported
-    timeout_seconds: float
-    tell: Callable[[str], None]  # progress: what is done now, in a few words; for people
+    seconds: float  # approximate time for the examination
+    by: str  # "rank" or "host": the ends between which links are measured
+    max_pairs: int  # most links that are measured one by one
+    modules: tuple[str, ...]  # imported with --import
+    report_progress: Callable[[str], None]  # takes a few words for the progress bar
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out; rank 0's is stored. As `Examination` has it."""
+    """The result of an examination. Only that of rank 0 is stored, as an `Examination`."""
 
-    told: tuple[str, ...] = ()
-    unchecked: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()  # results in a line each
+    unchecked: tuple[str, ...] = ()  # questions without an answer, and the reason, a sentence each
     findings: tuple[Finding, ...] = ()
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)  # all numbers, as JSON
+    tables: tuple[Table, ...] = ()

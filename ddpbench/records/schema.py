@@ -352,17 +352,37 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class TableColumn:
+    """A column of a `Table`."""
+
+    heading: str = ""  # with the unit of its numbers; a table without headings is a list of facts
+    align: str = "right"  # or "left", for words
+    decimals: int | None = None  # of its numbers; None: four digits
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of an examination as data: it can be printed without the code that made it."""
+
+    title: str
+    columns: tuple[TableColumn, ...]
+    rows: tuple[tuple[Any, ...], ...]  # a string, a number, or None for an unknown value
+    legend: tuple[str, ...] = ()  # lines below the table
+
+
+@dataclass(frozen=True)
 class Examination:
-    """What the doctor looked at in one launch, and what came out."""
+    """The result of one examination of the doctor in one launch."""
 
     name: str  # "preflight", "links", …
     launch: int
     backend: str
     seconds: float
-    told: tuple[str, ...] = ()  # what was looked at, in figures, a line each
-    unchecked: tuple[str, ...] = ()  # what could not be, and why, a sentence each
+    told: tuple[str, ...] = ()  # results in a line each
+    unchecked: tuple[str, ...] = ()  # questions without an answer, and the reason, a sentence each
     findings: tuple[Finding, ...] = ()
-    figures: dict[str, Any] = field(default_factory=dict)  # JSON; what is in it, its module says
+    figures: dict[str, Any] = field(default_factory=dict)  # JSON; documented in doctor/NAME/
+    tables: tuple[Table, ...] = ()  # none in runs stored before there was this field
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,20 @@
-"""The text of a doctor's run: the verdict, then each examination with its tables."""
+"""The text of a doctor's run: each examination with its tables, then findings and the verdict.
+
+The tables are data, so this module prints an examination without knowing it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from typing import Any
 
 from ddpbench.analysis.setup import counted
-from ddpbench.records.schema import Examination, Finding, Run
-from ddpbench.render.column import Column, choose_columns, text_column
+from ddpbench.records.schema import Examination, Finding, Run, Table, TableColumn
+from ddpbench.render import collective_columns as rows
+from ddpbench.render.collective_columns import Column
 from ddpbench.render.style import Style
+
+FACT_WIDTH = 10  # of the names in a list of facts
 
 FINDING_COLUMNS: dict[str, Column[Finding]] = {
     "severity": text_column("severity", lambda f: f.severity),
@@ -18,43 +24,72 @@ FINDING_COLUMNS: dict[str, Column[Finding]] = {
     "place": text_column("place", lambda f: " ".join(f"{k}={v}" for k, v in f.place.items())),
 }
 
-# What an examination shows besides what it told: name → (examination, style) → blocks of text.
-TABLES: dict[str, Callable[[Examination, Style], list[str]]] = {
-    "preflight": preflight.blocks,
-    "stragglers": stragglers.blocks,
-    "links": links.blocks,
-    "capabilities": capabilities.blocks,
-}
-
 
 def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
-    """Unless quiet, a block or more for each examination; at the end, where a terminal stops, the
-    findings, as sentences or with these columns, and the verdict in one line."""
+    """Return the blocks of text that a blank line separates.
+
+    The verdict comes last, after the findings: a terminal stops there. columns: show the findings
+    as a table of these columns instead of sentences. quiet: leave out the examinations.
+    """
     from ddpbench.render import header  # loads numpy
 
     shown = []
-    for each in run.examinations if not quiet else ():
-        lines = [*each.told, *(f"not checked: {sentence}" for sentence in each.unchecked)]
-        title = f"{each.name}  {each.backend}, {each.seconds:.1f} s"
-        shown.append(style.block(title, style.gap.join(lines)))
-        shown += TABLES[each.name](each, style)
-    found = header.partial(run) + (header.finding_lines(run) if columns is None else [])
-    if found:
-        shown.append(style.gap.join(found))
+    for examination in run.examinations if not quiet else ():
+        shown += _examination(examination, style)
+    notes = header.partial(run) + (header.warnings(run) if columns is None else [])
+    if notes:
+        shown.append(style.gap.join(notes))
     if columns is not None:
         names = choose_columns(columns, FINDING_COLUMNS)
         shown.append(style.rows(run.findings, [FINDING_COLUMNS[name] for name in names]))
     return [*shown, verdict(run)]
 
 
+def _examination(examination: Examination, style: Style) -> list[str]:
+    title = f"{examination.name}  {examination.backend}, {examination.seconds:.1f} s"
+    lines = [*examination.told, *(f"not checked: {text}" for text in examination.unchecked)]
+    shown = [style.block(title, style.gap.join(lines))]
+    return shown + [block for table in examination.tables for block in table_blocks(table, style)]
+
+
+def table_blocks(table: Table, style: Style) -> list[str]:
+    """Return the table under its title and, if it has one, the legend."""
+    block = style.block(table.title, _body(table, style), 1)
+    return [block, style.gap.join(table.legend)] if table.legend else [block]
+
+
+def _body(table: Table, style: Style) -> str:
+    cells = [
+        [_cell(value, column) for value, column in zip(row, table.columns, strict=True)]
+        for row in table.rows
+    ]
+    heads = [column.heading for column in table.columns]
+    if any(heads):
+        return style.table(
+            cells, heads, ["left" if c.align == "left" else "right" for c in table.columns]
+        )
+    facts = ["  ".join([*(f"{name:<{FACT_WIDTH}}" for name in row[:-1]), row[-1]]) for row in cells]
+    return "\n".join(["```", *facts, "```"])  # fenced, for pasting into an issue
+
+
+def _cell(value: Any, column: TableColumn) -> str:
+    if isinstance(value, float) and column.decimals is not None:
+        return f"{value:.{column.decimals}f}"
+    return rows.digits(value)
+
+
 def verdict(run: Run) -> str:
-    """One line: whether anything worse than a note was found."""
+    """Return one line: what was found, or that nothing was found and what remains open."""
     counts = Counter(finding.severity for finding in run.findings)
-    seconds = sum(each.seconds for each in run.examinations)
-    looked = f"{counted(len(run.examinations), 'examination')} in {seconds:.0f} s"
-    told = [counted(counts[name], name).upper() for name in ("error", "warning") if counts[name]]
-    if told:
-        return f"{' AND '.join(told)} in {looked}"
+    seconds = sum(examination.seconds for examination in run.examinations)
+    where = f"{counted(len(run.examinations), 'examination')} in {seconds:.0f} s"
+    bad = [counted(counts[name], name).upper() for name in ("error", "warning") if counts[name]]
+    if bad:
+        return f"{' AND '.join(bad)} in {where}"
     if run.state != "complete":
-        return f"UNDECIDED: nothing found in {looked}, which is not all"
-    return f"HEALTHY: nothing found in {looked}"
+        return f"UNDECIDED: nothing found in {where}, but the run is not complete"
+    open_questions = sum(len(examination.unchecked) for examination in run.examinations)
+    if open_questions:
+        questions = counted(open_questions, "question")
+        return f'NOTHING FOUND in {where}; {questions} not answered (see "not checked")'
+    return f"HEALTHY: nothing found in {where}"

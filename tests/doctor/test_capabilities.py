@@ -21,6 +21,7 @@ from rank_pool import RankPool
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.doctor.capabilities import probe, verdicts
+from ddpbench.doctor.capabilities.table import build_tables
 from ddpbench.doctor.capabilities.trials import Trials, trying
 from ddpbench.doctor.capabilities.verdicts import (
     CRASH,
@@ -33,8 +34,7 @@ from ddpbench.doctor.capabilities.verdicts import (
 )
 from ddpbench.measure import throwaway
 from ddpbench.records import store
-from ddpbench.records.schema import Examination
-from ddpbench.render import capabilities as table
+from ddpbench.render.doctor import table_blocks
 from ddpbench.render.style import TERMINAL
 from ddpbench.runtime import control, subgroups
 from ddpbench.runtime.subgroups import Subgroup
@@ -123,8 +123,8 @@ def test_the_table_has_a_row_for_reduce_ops_that_are_alike() -> None:
         (replace(LIST, dtype="float32"), Verdict(CRASH, "a rank was aborted")),
     ]  # fmt: skip
     figures = {"verdicts": verdicts.rows(tried)}
-    shown, reasons = table.blocks(Examination("capabilities", 0, "gloo", 1.0, (), (), (), figures),
-                                  TERMINAL)  # fmt: skip
+    (table,) = build_tables(figures, "gloo")
+    shown, reasons = table_blocks(table, TERMINAL)
     rows = [line.split() for line in shown.splitlines()]
     assert rows[0] == ["what", "gloo", "can", "do"]
     assert rows[1] == ["operation", "reduce", "op", "f32", "bf16"]
@@ -138,7 +138,7 @@ def test_the_table_has_a_row_for_reduce_ops_that_are_alike() -> None:
         "– all_reduce (avg): AVG needs no BFloat16",
         "CRASH float32 all_gather (list): a rank was aborted",
     ]
-    assert table.blocks(Examination("capabilities", 0, "gloo", 1.0), TERMINAL) == []
+    assert build_tables({}, "gloo") == ()
 
 
 # --- one rank's part, in a group of this process alone --------------------------------------------

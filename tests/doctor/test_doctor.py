@@ -10,7 +10,7 @@ from rank_pool import RankPool
 from stored_runs import a_run
 
 from ddpbench.analysis import findings
-from ddpbench.doctor.command import EXAMINATIONS
+from ddpbench.doctor.examinations import EXAMINATIONS
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding, Plan, Run
 from ddpbench.render.formats import FORMATS
@@ -52,8 +52,8 @@ def test_the_verdict_counts_what_is_worse_than_a_note() -> None:
     partial = FORMATS["table"](replace(run, state="interrupted"), None, False)
     assert "UNDECIDED: nothing found in 1 examination " in partial
     healthy = FORMATS["table"](replace(run, state="complete"), None, False)
-    assert "HEALTHY" in healthy
-    assert "NOTE (a): so it is" in healthy
+    assert 'NOTHING FOUND in 1 examination in 1 s; 1 question not answered (see "not' in healthy
+    assert "NOTE: so it is" in healthy
     assert "not checked: GPUs: none here" in healthy
     two = [Finding("error", "a", "bad"), Finding("warning", "b", "odd", "look")]
     ill = FORMATS["table"](examined(*two), None, False)

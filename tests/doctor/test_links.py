@@ -15,11 +15,12 @@ from simulated_hosts import PORT, Hosts, payload
 
 from ddpbench.doctor.links import findings, pairing, suspects
 from ddpbench.doctor.links.findings import Carried, Places
-from ddpbench.doctor.links.schedule import planned
+from ddpbench.doctor.links.schedule import plan_schedule
 from ddpbench.doctor.links.suspects import Again, Cell, Suspect
+from ddpbench.doctor.links.table import build_tables
 from ddpbench.records import store
-from ddpbench.records.schema import Examination, Finding
-from ddpbench.render import links as rendered
+from ddpbench.records.schema import Finding
+from ddpbench.render.doctor import table_blocks
 from ddpbench.render.style import TERMINAL
 
 FAST, SLOW = 117.7e6, 11.77e6
@@ -75,17 +76,17 @@ def test_a_course_measures_hosts_where_ranks_are_too_many() -> None:
     """All ranks where their pairs are few enough; else a rank of each host; else halves: with what
     is left out, and the cost of the rest."""
     hosts = [range(first, first + 4) for first in range(0, 80, 4)]
-    ranks = planned(hosts, "rank", 3160, 15, 0.2)
+    ranks = plan_schedule(hosts, "rank", 3160, 15, 0.2)
     assert (len(ranks.ends), ranks.pairs, ranks.kind, ranks.unchecked) == (80, 3160, "ranks", ())
-    between = planned(hosts, "rank", 190, 15, 0.2)
+    between = plan_schedule(hosts, "rank", 190, 15, 0.2)
     assert (between.ends[:3], between.pairs, between.kind) == ((0, 4, 8), 190, "hosts")
     assert "80 ranks have 3160 links, more than --max-pairs 190" in between.unchecked[0]
-    halved = planned(hosts, "host", 100, 15, 0.2)
+    halved = plan_schedule(hosts, "host", 100, 15, 0.2)
     assert (len(halved.rounds), halved.alone(0), len(halved.at_once())) == (5, [], 10)
     (left_out,) = halved.unchecked
     assert f"{190 - halved.pairs} of 190 links were not measured" in left_out
     assert "about 3 s" in halved.cost
-    four = planned([[0], [1], [2], [3]], "rank", 120, 15, 0.2)
+    four = plan_schedule([[0], [1], [2], [3]], "rank", 120, 15, 0.2)
     assert sorted(cell for (cell,) in four.alone(7)) == [*itertools.permutations(range(4), 2)]
     assert four.cost == (
         "4 hosts, 6 links, all at once in 3 rounds and one by one, both ways, 200 ms each: "
@@ -267,17 +268,17 @@ def test_links_below_half_of_the_nominal_speed_are_a_note() -> None:
 def test_a_line_tells_what_a_class_of_links_carries() -> None:
     """Median, least and most; a class that is not there has no line."""
     cells = {(0, 1): Carried(100e6, 50e6, 1e-4), (1, 0): Carried(200e6, 80e6, 3e-4)}
-    assert findings.told("between hosts", cells) == [
+    assert findings.summary("between hosts", cells) == [
         "between hosts: 150 (100 … 200) MB/s alone, 45 % of that all at once, "
         "latency 200 (100 … 300) µs"
     ]
-    (line,) = findings.told("within", {(0, 1): Carried(None, 50e6, 1e-4)})
+    (line,) = findings.summary("within", {(0, 1): Carried(None, 50e6, 1e-4)})
     assert "50 (50 … 50) MB/s all at once" in line
-    assert findings.told("within", {}) == []
+    assert findings.summary("within", {}) == []
 
 
-def examined(count: int, host: Callable[[int], str], at_once: float | None = 50e6) -> Examination:
-    """An examination of which rank 1 to 0 was the slowest way."""
+def shown(count: int, host: Callable[[int], str], at_once: float | None = 50e6) -> list[str]:
+    """The text of the tables of an examination in which rank 1 to 0 was the slowest way."""
     cells = [
         [a, b, 1e6 if (a, b) == (1, 0) else 100e6, at_once, 1e-4]
         for a, b in itertools.permutations(range(count), 2)
@@ -285,23 +286,23 @@ def examined(count: int, host: Callable[[int], str], at_once: float | None = 50e
     kind = "hosts" if len({host(rank) for rank in range(count)}) == count else "ranks"
     ends = [[rank, host(rank)] for rank in range(count)]
     figures = {"ends": ends, "kind": kind, "halved": False, "cells": cells}
-    return Examination("links", 0, "gloo", 1.0, figures=figures)
+    return [block for one in build_tables(figures, "gloo") for block in table_blocks(one, TERMINAL)]
 
 
 def test_few_links_are_shown_as_a_matrix_many_by_their_slowest() -> None:
     """Rows send to columns; where nothing was measured nothing is shown."""
-    carried, waits = rendered.blocks(examined(3, lambda rank: f"h{rank}"), TERMINAL)
+    carried, waits = shown(3, lambda rank: f"h{rank}")
     assert carried.splitlines()[0] == "MB/s alone / all at once; each row sends to the columns"
     (row,) = (line.split() for line in carried.splitlines() if line.startswith("h1"))
     assert " ".join(row) == "h1 1 / 50 - 100 / 50"
     assert waits.count("100") == 6
-    (alone, _) = rendered.blocks(examined(2, lambda _: "h", None), TERMINAL)
+    (alone, _) = shown(2, lambda _: "h", None)
     assert alone.startswith("MB/s alone;")
     assert "rank 1" in alone
-    (slowest,) = rendered.blocks(examined(12, lambda rank: f"h{rank // 2}"), TERMINAL)
+    (slowest,) = shown(12, lambda rank: f"h{rank // 2}")
     assert slowest.splitlines()[0] == "the slowest 10 of 132 ways between ranks"
     assert slowest.splitlines()[3].split() == ["1", "h0", "0", "h0", "1", "50", "100"]
-    assert rendered.blocks(Examination("links", 0, "gloo", 1.0), TERMINAL) == []
+    assert build_tables({}, "gloo") == ()
 
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -341,9 +342,9 @@ def test_more_links_than_max_pairs_are_halved(pool: RankPool, tmp_path: Path) ->
 
 def test_where_there_is_no_link_nothing_is_measured(pool: RankPool, tmp_path: Path) -> None:
     """One rank; --by host on one host."""
-    assert measured(pool, 1, tmp_path)["unchecked"] == ["one rank: there is no link"]
+    assert measured(pool, 1, tmp_path)["unchecked"] == ["links: there is only one rank"]
     (why,) = measured(pool, 2, tmp_path, "--by", "host")["unchecked"]
-    assert why.startswith("one host: there is no link between hosts")
+    assert why.startswith("links between hosts: there is only one host")
 
 
 # --- hosts ----------------------------------------------------------------------------------------

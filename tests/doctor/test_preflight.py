@@ -14,9 +14,10 @@ from stored_runs import a_launch, a_run
 from ddpbench.analysis import findings
 from ddpbench.analysis.setup import Setup, folded, named
 from ddpbench.doctor.preflight import checks
+from ddpbench.doctor.preflight.table import build_tables
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
-from ddpbench.render import preflight as rendered
+from ddpbench.render.doctor import table_blocks
 from ddpbench.render.style import TERMINAL
 from ddpbench.runtime import environment
 
@@ -211,7 +212,8 @@ def the_block(*ranks: dict[str, Any]) -> str:
         "backend": "gloo", "device": "cpu", "launcher": "torchrun", "hosts": setup.hosts,
         "ranks": list(setup.ranks),
     }  # fmt: skip
-    (text,) = rendered.blocks(Examination("preflight", 0, "gloo", 1.0, figures=figures), TERMINAL)
+    (table,) = build_tables(figures, "gloo")
+    (text,) = table_blocks(table, TERMINAL)
     return text
 
 
@@ -230,7 +232,7 @@ def test_the_block_folds_what_is_the_same() -> None:
     assert "cpu         CPU X, 8 cores\n" in text
     assert "variables   NCCL_ALGO=Ring\n" in text
     assert "SLURM" not in text
-    assert rendered.blocks(Examination("preflight", 0, "gloo", 1.0), TERMINAL) == []
+    assert build_tables({}, "gloo") == ()
 
 
 def test_the_cores_that_a_control_group_allows(tmp_path: Path) -> None:

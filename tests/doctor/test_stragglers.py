@@ -17,9 +17,10 @@ from rank_setups import a_rank, a_setup
 from ddpbench.analysis.setup import Setup
 from ddpbench.doctor.stragglers import causes, judge, turns
 from ddpbench.doctor.stragglers.causes import ALONE, TOGETHER, Load, Pass, Shown
+from ddpbench.doctor.stragglers.table import build_tables
 from ddpbench.records import store
-from ddpbench.records.schema import Examination, Finding
-from ddpbench.render import stragglers as rendered
+from ddpbench.records.schema import Finding
+from ddpbench.render.doctor import table_blocks
 from ddpbench.render.style import TERMINAL
 from ddpbench.runtime import cpu
 
@@ -243,17 +244,17 @@ def test_a_row_for_each_rank() -> None:
         "hertz": None, "neighbours": [],
     }  # fmt: skip
     figures = {"loads": {"matmul": {"amount": 1e9, "unit": "GFLOP/s"}}, "ranks": [its, its]}
-    each = Examination("stragglers", 0, "gloo", 1.0, figures=figures)
-    text, legend = rendered.blocks(each, TERMINAL)
-    assert text.splitlines()[1].split("  ")[-1] == "no core %"
+    (table,) = build_tables(figures, "gloo")
+    text, legend = table_blocks(table, TERMINAL)
+    assert text.splitlines()[1].split("  ")[-1] == "waiting for core %"
     assert text.splitlines()[-1].split() == ["1", "a", "100.0", "50.00", "1.00", "25"]
     assert "best round" in legend
     slow = {**its, "seconds": {"alone": {"matmul": 0.1}, "together": {"matmul": 0.1}}}
-    each = replace(each, figures={**figures, "ranks": [*[its] * 20, slow]})
-    text, _ = rendered.blocks(each, TERMINAL)
+    (table,) = build_tables({**figures, "ranks": [*[its] * 20, slow]}, "gloo")
+    text, _ = table_blocks(table, TERMINAL)
     assert "the 16 of 21" in text
     assert text.splitlines()[3].split()[:3] == ["20", "a", "10.00"]
-    assert rendered.blocks(replace(each, figures={**figures, "ranks": [its]}), TERMINAL) == []
+    assert build_tables({**figures, "ranks": [its]}, "gloo") == ()
 
 
 def test_what_a_rank_shows_goes_through_json() -> None:
@@ -282,8 +283,8 @@ def test_shares_add_up_over_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_equal_work_is_a_usual_ranks() -> None:
     """How often, by the median of the ranks' medians: one slow rank does not shorten it."""
-    assert turns.often([[1e-3] * 5, [1e-3] * 5, [1e-2] * 5], 5e-3) == (5, pytest.approx(5e-3))
-    assert turns.often([[1.0]], 5e-3) == (1, 1.0)
+    assert turns.equal_work([[1e-3] * 5, [1e-3] * 5, [1e-2] * 5], 5e-3) == (5, pytest.approx(5e-3))
+    assert turns.equal_work([[1.0]], 5e-3) == (1, 1.0)
 
 
 def test_waiting_for_a_core_is_counted() -> None:
@@ -379,12 +380,12 @@ def test_crowded_ranks_are_looked_at_alone(pool: RankPool, tmp_path: Path) -> No
     run = store.read(tmp_path / "run")
     assert {f.code for f in run.findings if f.severity != "note"} == {"oversubscribed"}
     assert set(run.examinations[0].figures["ranks"][0]["seconds"]) == {ALONE}
-    assert "they have more threads than cores" in done.stdout
+    assert "the ranks have more threads than cores" in done.stdout
 
 
 def test_one_rank_has_nobody_to_be_slower_than(pool: RankPool, tmp_path: Path) -> None:
     """It is measured, and what cannot be said of it is named."""
     done = pool.call(1, tmp_path, *WORDS)
     assert done.returncode == 0, done
-    assert "not checked: who is slower than the others: there is one rank" in done.stdout
+    assert "not checked: which rank is slower than the others: there is only one" in done.stdout
     assert "each rank alone, at best: matmul" in done.stdout

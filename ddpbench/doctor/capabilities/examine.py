@@ -1,10 +1,11 @@
-"""What the backend can do here: every operation, reduce op and dtype really tried and checked.
+"""Capabilities: try every operation, reduce op and dtype on the backend, and check every result.
 
-By ranks to throw away, of rank 0's host, while the others wait: trials.py.
+Separate processes on the host of rank 0 try them while the ranks wait: trials.py.
 
 figures: {
-    "ranks": of the group that tried, "elements": [of a block, each combination with all of them],
-    "wanted": how many combinations there are,
+    "ranks": number of ranks that tried,
+    "elements": [elements of a block; each combination is tried with all of them],
+    "wanted": number of combinations,
     "verdicts": [{"operation", "form", "reduce_op" (null: none), "dtype" (null: no data),
                   "outcome": "ok", "unsupported", "wrong", "crash" or "hang", "why": ""}, …]
 }
@@ -15,8 +16,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 
+from ddpbench.analysis.setup import counted
 from ddpbench.doctor.capabilities import probe
 from ddpbench.doctor.capabilities.probe import Request
+from ddpbench.doctor.capabilities.table import build_tables
 from ddpbench.doctor.capabilities.trials import Trials, trying
 from ddpbench.doctor.capabilities.verdicts import (
     CRASH,
@@ -31,59 +34,67 @@ from ddpbench.doctor.capabilities.verdicts import (
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.runtime import control
 
-MOST = 3  # times the seconds of an examination: what hangs, twice, and fresh ranks take their time
-WORDS = {
-    OK: "work", UNSUPPORTED: "are not supported", WRONG: "give a wrong result", CRASH: "crash",
+# Times the seconds of an examination: a hang is tried twice, and fresh ranks need time to start.
+TIME_FACTOR = 3
+OUTCOMES = {
+    OK: "work",
+    UNSUPPORTED: "are not supported",
+    WRONG: "give a wrong result",
+    CRASH: "crash",
     HANG: "hang",
-}  # fmt: skip
+}
 
 
 def examine(context: Context) -> Outcome:
-    """All ranks call it; what rank 0 returns counts."""
-    ranks = context.ranks
-    asked = probe.request(context.backend.name, context.device.type, context.modules)
-    trials = Trials(asked.wanted)
+    """Try all combinations. All ranks call it; the outcome is that of rank 0."""
+    world = context.world
+    request = probe.request(context.backend.name, context.device.type, context.modules)
+    trials = Trials(request.wanted)
     with contextlib.ExitStack() as stack:
-        going: Generator[None, None, None] | None = None
-        if ranks.rank == 0:
-            going = trying(asked, trials, MOST * context.seconds)
-            stack.callback(going.close)
-        while control.agree_objection(ranks, ranks.interrupted or _over(going)) is None:
-            ranks.watchdog.rearm()
-    return _outcome(context, asked, trials) if ranks.rank == 0 else Outcome()
+        steps: Generator[None, None, None] | None = None
+        if world.rank == 0:
+            steps = trying(request, trials, TIME_FACTOR * context.seconds)
+            stack.callback(steps.close)
+        while control.agree_objection(world, world.interrupted or _next_step(steps)) is None:
+            world.watchdog.rearm()
+    return _outcome(context, request, trials) if world.rank == 0 else Outcome()
 
 
-def _over(going: Generator[None, None, None] | None) -> str | None:
-    """A moment of rank 0's trials; a reason to stop once they are over."""
-    return None if going is None else next(going, "over")
+def _next_step(steps: Generator[None, None, None] | None) -> str | None:
+    """Continue the trials of rank 0 for a moment; return a reason to stop once they are over."""
+    return None if steps is None else next(steps, "over")
 
 
-def _outcome(context: Context, asked: Request, trials: Trials) -> Outcome:
-    tried = trials.tried
-    by_outcome = counts(verdict for _, verdict in tried)
-    outcomes = ", ".join(f"{n} {WORDS[name]}" for name, n in by_outcome.items() if n or name == OK)
-    told = [
-        f"{len(tried)} combinations of operation, reduce op and dtype tried, each with "
-        f"{' and '.join(map(str, probe.ELEMENTS))} elements a block, in throw-away "
-        f"groups of {asked.ranks} rank{'s' if asked.ranks > 1 else ''}: {outcomes}"
+def _outcome(context: Context, request: Request, trials: Trials) -> Outcome:
+    by_outcome = counts(verdict for _, verdict in trials.tried)
+    outcomes = [f"{n} {OUTCOMES[name]}" for name, n in by_outcome.items() if n or name == OK]
+    lines = [
+        f"tried {len(trials.tried)} combinations of operation, reduce op and dtype, each with "
+        f"{' and '.join(map(str, probe.ELEMENTS))} elements a block, in separate processes "
+        f"({counted(request.ranks, 'rank')}): {', '.join(outcomes)}"
     ]
-    if asked.ranks == 1:
-        told.append("one GPU is visible to rank 0: nothing was sent between ranks")
-    if len(context.ranks.hosts) > 1:
-        told.append(f"tried on {context.launch.ranks[0]['hostname']} only, rank 0's host")
+    if request.ranks == 1:
+        lines.append("rank 0 sees one GPU, so nothing was sent between ranks")
+    if len(context.world.hosts) > 1:
+        hostname = context.launch.ranks[0]["hostname"]
+        lines.append(f"tried only on {hostname}, the host of rank 0")
     unchecked = []
-    left = len(asked.wanted) - len(tried)
-    if left:
-        why = trials.given_up or "it was interrupted"
-        unchecked.append(f"{left} of {len(asked.wanted)} combinations were not tried: {why}")
+    untried = len(request.wanted) - len(trials.tried)
+    if untried:
+        reason = trials.given_up or "it was interrupted"
+        unchecked.append(
+            f"{untried} of {len(request.wanted)} combinations were not tried: {reason}"
+        )
+    figures = {
+        "ranks": request.ranks,
+        "elements": list(probe.ELEMENTS),
+        "wanted": len(request.wanted),
+        "verdicts": rows(trials.tried),
+    }
     return Outcome(
-        tuple(told),
-        tuple(unchecked),
-        findings(context.backend.name, tried),
-        {
-            "ranks": asked.ranks,
-            "elements": list(probe.ELEMENTS),
-            "wanted": len(asked.wanted),
-            "verdicts": rows(tried),
-        },
+        lines=tuple(lines),
+        unchecked=tuple(unchecked),
+        findings=findings(context.backend.name, trials.tried),
+        figures=figures,
+        tables=build_tables(figures, context.backend.name),
     )

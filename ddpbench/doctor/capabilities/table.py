@@ -1,4 +1,4 @@
-"""What a backend can do as a table: operation and reduce op by dtype, the reasons below."""
+"""What a backend supports as a table: operation and reduce op by dtype, the reasons below."""
 
 from __future__ import annotations
 
@@ -6,60 +6,68 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpbench.records.schema import Examination
-from ddpbench.render.style import Style
+from ddpbench.records.schema import Table, TableColumn
 
-# outcome → cell; what was not tried has none
+# outcome → cell
 CELLS = {"ok": "ok", "unsupported": "–", "wrong": "WRONG", "crash": "CRASH", "hang": "HANG"}
 UNTRIED = "?"
-# By these names, too, torch tells of a dtype or a reduce op.
+# Other names by which torch's messages call a dtype or a reduce op.
 ALIASES = {
-    "float32": ("float",), "float64": ("double",), "float16": ("half",), "int8": ("char",),
-    "int32": ("int",), "int64": ("long",), "uint8": ("byte",), "prod": ("product",),
-}  # fmt: skip
+    "float32": ("float",),
+    "float64": ("double",),
+    "float16": ("half",),
+    "int8": ("char",),
+    "int32": ("int",),
+    "int64": ("long",),
+    "uint8": ("byte",),
+    "prod": ("product",),
+}
 
 Verdict = Mapping[str, Any]
 
 
-def blocks(examination: Examination, style: Style) -> list[str]:
-    """The table, and why what does not work does not; nothing where nothing was tried."""
-    verdicts: Sequence[Verdict] = examination.figures.get("verdicts", [])
+def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
+    """Return the table with the reasons as its legend; none if nothing was tried."""
+    verdicts: Sequence[Verdict] = figures.get("verdicts", [])
     if not verdicts:
-        return []
+        return ()
     dtypes = list(dict.fromkeys(each["dtype"] for each in verdicts if each["dtype"]))
-    heads = ["operation", "reduce op", *map(_abbreviated, dtypes)]
-    title = f"what {examination.backend} can do"
-    shown = [style.block(title, style.table(_cells(verdicts, dtypes), heads, heads[:2]), 1)]
-    if reasons := _reasons(verdicts):
-        shown.append(style.gap.join(reasons))
-    return shown
+    columns = (
+        TableColumn("operation", "left"),
+        TableColumn("reduce op", "left"),
+        *(TableColumn(_abbreviated(dtype)) for dtype in dtypes),
+    )
+    title = f"what {backend} can do"
+    return (Table(title, columns, tuple(_rows(verdicts, dtypes)), tuple(_reasons(verdicts))),)
 
 
-def _cells(verdicts: Sequence[Verdict], dtypes: Sequence[str]) -> list[list[str]]:
-    """A row for each operation and form, and the reduce ops that are alike in it."""
-    outcomes: dict[str, dict[str, dict[str, str]]] = {}  # called → reduce op → dtype → cell
-    for each in verdicts:
-        row = outcomes.setdefault(_called(each), {}).setdefault(each["reduce_op"] or "", {})
-        row[each["dtype"] or ""] = CELLS[each["outcome"]]
-    cells = []
+def _rows(verdicts: Sequence[Verdict], dtypes: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return a row for each operation and form, and for the reduce ops with equal cells."""
+    outcomes: dict[str, dict[str, dict[str, str]]] = {}  # operation → reduce op → dtype → cell
+    for verdict in verdicts:
+        by_op = outcomes.setdefault(_called(verdict), {})
+        row = by_op.setdefault(verdict["reduce_op"] or "", {})
+        row[verdict["dtype"] or ""] = CELLS[verdict["outcome"]]
+    rows = []
     for called, by_op in outcomes.items():
-        alike: dict[tuple[str, ...], list[str]] = {}
+        equal: dict[tuple[str, ...], list[str]] = {}
         for reduce_op, row in by_op.items():
-            values = tuple(row.get(dtype, row.get("", UNTRIED)) for dtype in dtypes)
-            alike.setdefault(values, []).append(reduce_op)
-        for place, (values, ops) in enumerate(alike.items()):
-            cells.append([called if place == 0 else "", " ".join(ops), *values])
-    return cells
+            cells = tuple(row.get(dtype, row.get("", UNTRIED)) for dtype in dtypes)
+            equal.setdefault(cells, []).append(reduce_op)
+        for number, (cells, ops) in enumerate(equal.items()):
+            rows.append(("" if number else called, " ".join(ops), *cells))
+    return rows
 
 
 def _reasons(verdicts: Sequence[Verdict]) -> list[str]:
-    """One line a reason: the dtypes, operations and reduce ops that it holds for; all, unsaid."""
-    same: dict[tuple[str, str], list[Verdict]] = {}
-    for each in verdicts:
-        if each["outcome"] != "ok":
-            same.setdefault((each["outcome"], _without_names(each)), []).append(each)
+    """Return a line for each reason: its dtypes, operations and reduce ops, unless it is all."""
+    groups: dict[tuple[str, str], list[Verdict]] = {}
+    for verdict in verdicts:
+        if verdict["outcome"] != "ok":
+            key = (verdict["outcome"], _without_names(verdict))
+            groups.setdefault(key, []).append(verdict)
     lines = []
-    for (outcome, _), group in same.items():
+    for (outcome, _), group in groups.items():
         ops = _some("reduce_op", group, verdicts)
         words = [
             CELLS[outcome],
@@ -72,17 +80,17 @@ def _reasons(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _without_names(verdict: Verdict) -> str:
-    """Its reason without names and numbers of the very combination: many are alike then."""
-    mine = [verdict[key] for key in ("operation", "dtype", "reduce_op") if verdict[key]]
-    names = "|".join(name for each in mine for name in (each, *ALIASES.get(each, ())))
+    """Return the reason without the names and numbers of this combination, so that more match."""
+    own = [verdict[key] for key in ("operation", "dtype", "reduce_op") if verdict[key]]
+    names = "|".join(name for word in own for name in (word, *ALIASES.get(word, ())))
     unnamed = re.sub(rf"\b({names})\b", "…", verdict["why"], flags=re.IGNORECASE)
     return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?", "…", unnamed)
 
 
-def _some(key: str, group: Sequence[Verdict], everything: Sequence[Verdict]) -> list[str]:
-    """The different values of a key in a group; none where it has all that there are."""
-    mine, known = (dict.fromkeys(e[key] for e in es if e[key]) for es in (group, everything))
-    return [] if len(mine) == len(known) else list(mine)
+def _some(key: str, group: Sequence[Verdict], verdicts: Sequence[Verdict]) -> list[str]:
+    """Return the different values of a key in a group; none if it has all that there are."""
+    own, known = (dict.fromkeys(v[key] for v in some if v[key]) for some in (group, verdicts))
+    return [] if len(own) == len(known) else list(own)
 
 
 def _called(verdict: Verdict) -> str:
@@ -90,5 +98,5 @@ def _called(verdict: Verdict) -> str:
 
 
 def _abbreviated(dtype: str) -> str:
-    """ "float32" → "f32", "bfloat16" → "bf16", "uint8" → "u8": ten columns fit a terminal."""
+    """Shorten "float32" to "f32" and "uint8" to "u8", so that ten columns fit a terminal."""
     return dtype.replace("float", "f").replace("uint", "u").replace("int", "i")

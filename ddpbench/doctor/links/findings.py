@@ -151,7 +151,7 @@ def below_nominal(rates: Rates, places: Places) -> list[Finding]:
     ]
 
 
-def told(title: str, cells: Mapping[Cell, Carried]) -> list[str]:
+def summary(title: str, cells: Mapping[Cell, Carried]) -> list[str]:
     """A line of what the links of a class carry; none where there are none."""
     if not cells:
         return []

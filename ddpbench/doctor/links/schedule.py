@@ -17,7 +17,7 @@ FEW = 4  # of fewer ends each round has one pair, and all at once is alone
 
 
 @dataclass(frozen=True)
-class Course:
+class Schedule:
     """What is measured between whom."""
 
     ends: tuple[int, ...]
@@ -71,9 +71,9 @@ class Course:
         )
 
 
-def planned(
+def plan_schedule(
     hosts: Sequence[Sequence[int]], by: str, max_pairs: int, seconds: float, most_seconds: float
-) -> Course:
+) -> Schedule:
     """Between all ranks of these hosts, or with by "host" the first of each.
 
     Of more pairs than max_pairs: between hosts only; if these are still more, across the cuts of
@@ -100,7 +100,7 @@ def planned(
         )
     steps = 2 * (len(rounds) + (0 if depths else pairs))
     each = max(LEAST_SECONDS, min(SHARE * seconds / max(1, steps), most_seconds))
-    return Course(
+    return Schedule(
         ends,
         {rank: its[0] for its in hosts for rank in its if rank in set(ends)},
         tuple(map(tuple, rounds)),

@@ -124,7 +124,7 @@ class Wire:
             work.wait()
 
 
-def walked(
+def gather_readings(
     ranks: World, wire: Wire, steps: Sequence[Sequence[Cell]], seconds: float
 ) -> list[dict[Cell, Reading]]:
     """Measure step after step, the cells of one at once; of each step what came out, in all ranks,

@@ -1,12 +1,12 @@
-"""What every rank tells of itself, compared: only differences and dangers are worth a word.
+"""Preflight: compare the settings of all ranks; report differences and dangers only.
 
 figures: {"launcher", "backend", "device": their names, "hosts": [the ranks of each, …],
 "ranks": [facts of each rank, …]}. The facts are those of `rank_facts` and `setup_facts` in
-runtime/environment.py, variables as strangers may see them, and
-  library              what carries the data
-  address, why_there   where gloo listens, and why there
-  interface, addresses the interface in use; from where there are connections to other hosts
-  clock_ahead_seconds  what the time of day is ahead of rank 0's; None: not known
+runtime/environment.py, without secrets in the variables, and
+  library              name and version of what carries the data
+  address, why_there   the address where gloo listens, and the reason for it
+  interface, addresses the interface in use; the addresses that accept connections from other hosts
+  clock_ahead_seconds  how far the time of day is ahead of rank 0's; None: not known
   host                 in the first rank of each host: `host_facts`
 """
 
@@ -17,82 +17,92 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from ddpbench.analysis.setup import Setup
+from ddpbench.analysis.setup import Setup, counted
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.preflight import checks
+from ddpbench.doctor.preflight.table import build_tables
 from ddpbench.measure import clock
 from ddpbench.records import redact
 from ddpbench.runtime import control, environment
 
-# What the record of a launch has for a purpose of its own.
+# Facts in the record of a launch that serve another purpose.
 LEFT_OUT = ("gpu_before", "boot_id", "time_namespace", "pid", "load_average")
 
 
 def examine(context: Context) -> Outcome:
-    """All ranks call it."""
-    group = context.ranks
-    hosts = list(group.hosts.values())
-    first = any(ranks[0] == group.rank for ranks in hosts)
-    place = group.endpoints[group.rank]
-    mine: dict[str, Any] = {
-        **environment.setup_facts(),
-        "library": context.backend.library(),
-        "address": next(iter(place.listening), None),
-        "why_there": redact.text(place.reason),
-        "host": environment.host_facts() if first else None,
-    }
-    ahead, objection = _clocks_ahead(context)
-    everyone = control.gather_values(group, mine)
+    """Compare the settings. All ranks call it."""
+    hosts = list(context.world.hosts.values())
+    ahead, objection = _gather_clocks_ahead(context)
+    everyone = control.gather_values(context.world, _own_facts(context))
     ranks = [
-        {**{k: v for k, v in known.items() if k not in LEFT_OUT}, **told,
-         "clock_ahead_seconds": seconds}
-        for known, told, seconds in zip(context.launch.ranks, everyone, ahead, strict=True)
-    ]  # fmt: skip
+        {
+            **{name: fact for name, fact in recorded.items() if name not in LEFT_OUT},
+            **added,
+            "clock_ahead_seconds": seconds,
+        }
+        for recorded, added, seconds in zip(context.launch.ranks, everyone, ahead, strict=True)
+    ]
     setup = Setup(ranks, hosts, context.backend.name, context.device.type, context.launch.launcher)
+    figures = {
+        "launcher": setup.launcher,
+        "backend": setup.backend,
+        "device": setup.device,
+        "hosts": hosts,
+        "ranks": ranks,
+    }
     return Outcome(
-        told=(_told(len(ranks), len(hosts)),),
+        lines=(_summary(len(ranks), len(hosts)),),
         unchecked=tuple(_unchecked(setup, objection)),
         findings=checks.findings(setup),
-        figures={
-            "launcher": setup.launcher,
-            "backend": setup.backend,
-            "device": setup.device,
-            "hosts": hosts,
-            "ranks": ranks,
-        },
+        figures=figures,
+        tables=build_tables(figures, setup.backend),
     )
 
 
-def _clocks_ahead(context: Context) -> tuple[list[float | None], str | None]:
-    """What each rank's time of day is ahead of rank 0's, in seconds; why that is not known."""
+def _own_facts(context: Context) -> dict[str, Any]:
+    world = context.world
+    listening = world.net[world.rank]
+    first_of_host = any(ranks[0] == world.rank for ranks in world.hosts.values())
+    return {
+        **environment.setup_facts(),
+        "library": context.backend.library(),
+        "address": next(iter(listening.listening), None),
+        "why_there": redact.text(listening.why),
+        "host": environment.host_facts() if first_of_host else None,
+    }
+
+
+def _gather_clocks_ahead(context: Context) -> tuple[list[float | None], str | None]:
+    """Return how far each rank's time of day is ahead of rank 0's, in seconds; why any is None."""
     from ddpbench.measure import offsets
 
-    with offsets.opened(context.ranks, context.launch.ranks) as clocks:
-        # The time of day less the clock of stamps does not change; that clock is compared.
-        since = time.time_ns() - clock.now_ns() + clocks.ahead_ns
-        everyones = control.gather_values(context.ranks, since)
+    with offsets.opened(context.world, context.launch.ranks) as clocks:
+        # The time of day minus the clock of the time stamps is constant, and `clocks` knows how far
+        # the clocks of the time stamps are apart.
+        epoch_ns = time.time_ns() - clock.now_ns() + clocks.ahead_ns
+        everyone = control.gather_values(context.world, epoch_ns)
         own = {rank for ranks in clocks.ranks[1:] for rank in ranks} if clocks.objection else set()
         ahead = [
-            None if rank in own else (its - everyones[0]) * 1e-9
-            for rank, its in enumerate(everyones)
+            None if rank in own else (rank_epoch_ns - everyone[0]) * 1e-9
+            for rank, rank_epoch_ns in enumerate(everyone)
         ]
         return ahead, clocks.objection
 
 
-def _told(ranks: int, hosts: int) -> str:
+def _summary(ranks: int, hosts: int) -> str:
     if ranks == 1:
-        return "the facts of 1 rank looked at"
-    return f"the facts of {ranks} ranks on {hosts} host{'s' if hosts > 1 else ''} compared"
+        return "checked the settings of 1 rank"
+    return f"compared the settings of {ranks} ranks on {counted(hosts, 'host')}"
 
 
 def _unchecked(setup: Setup, clocks: str | None) -> Iterator[str]:
     if clocks is not None:
         yield f"the hosts' clocks: {clocks}"
     if len(setup.ranks) == 1:
-        yield "differences between ranks: there is one"
+        yield "differences between ranks: there is only one rank"
     if not any(setup.values("gpu_uuid")):
         yield "GPUs: no rank uses one"
     elif find_spec("pynvml") is None:
         yield "clocks and links of GPUs: pip install nvidia-ml-py"
-    if not any(its.get("allowed_cpus") for its in setup.ranks):
-        yield "cores that are free for binding: the control group does not tell which it allows"
+    if not any(facts.get("allowed_cpus") for facts in setup.ranks):
+        yield "cores that are free for binding: the control group does not list its cores"

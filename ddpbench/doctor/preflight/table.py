@@ -1,58 +1,58 @@
-"""The environment of all ranks in one block that can be pasted into an issue: what is the same is
-told once, what differs with its ranks. One entry of FIELDS adds a line.
+"""The settings of all ranks as a list of facts that can be pasted into an issue.
 
-Variables stand in it as the ranks allowed them to: without secrets, user names, home folders.
+A fact that all ranks share stands there once, else with its ranks. One entry of FIELDS adds a fact.
+The ranks have removed secrets, user names and home folders from their variables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ddpbench.analysis.setup import Facts, Setup, folded, named
-from ddpbench.records.schema import Examination
-from ddpbench.render.style import Style
+from ddpbench.analysis.setup import Facts, Setup, counted, folded, named
+from ddpbench.records.schema import Table, TableColumn
 
 MIB, GIB = 2**20, 2**30
-HIDDEN = ("SLURM_",)  # Slurm tells its steps much, none of which a collective reads
-OF_HOST = ("free_memory_nbytes", "shm_free_nbytes", "shm_nbytes")  # asked at one time
+HIDDEN = ("SLURM_",)  # Slurm sets many variables, and no collective reads them
+OF_HOST = ("free_memory_nbytes", "shm_free_nbytes", "shm_nbytes")  # read once for each host
 
 
-def blocks(examination: Examination, style: Style) -> list[str]:
-    """One block; none where no facts were stored."""
-    figures = examination.figures
+def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
+    """Return the list of facts; none if no facts were stored."""
     if not figures.get("ranks"):
-        return []
+        return ()
     setup = Setup(
-        figures["ranks"], figures["hosts"], figures["backend"], figures["device"],
-        figures["launcher"],
-    )  # fmt: skip
-    world = f"{len(setup.ranks)} on {len(setup.hosts)} host{'s' if len(setup.hosts) > 1 else ''}"
-    lines = [f"{'ranks':<12}{world}, {setup.backend}, {setup.device}, started by {setup.launcher}"]
-    facts = _facts(setup)
-    lines += [
-        f"{label:<12}{_told(values)}"
-        for label, value in FIELDS.items()
-        if any(values := [value(its) for its in facts])
-    ]
-    lines += [f"{'variables':<12}{line}" for line in _variables(setup)]
-    fenced = "\n".join(["```", *lines, "```"])
-    return [style.block("environment, for pasting into an issue", fenced)]
+        ranks=figures["ranks"],
+        hosts=figures["hosts"],
+        backend=figures["backend"],
+        device=figures["device"],
+        launcher=figures["launcher"],
+    )
+    world = f"{len(setup.ranks)} on {counted(len(setup.hosts), 'host')}"
+    rows = [("ranks", f"{world}, {setup.backend}, {setup.device}, started by {setup.launcher}")]
+    everyone = _facts_with_host(setup)
+    for name, describe in FIELDS.items():
+        values = [describe(facts) for facts in everyone]
+        if any(values):
+            rows.append((name, _folded(values)))
+    rows += [("variables", line) for line in _variables(setup)]
+    columns = (TableColumn(align="left"), TableColumn(align="left"))
+    return (Table("environment, for pasting into an issue", columns, tuple(rows)),)
 
 
-def _facts(setup: Setup) -> list[Facts]:
-    """Each rank's, with those of its host."""
-    found: list[Facts] = list(setup.ranks)
+def _facts_with_host(setup: Setup) -> list[Facts]:
+    """Return the facts of each rank together with those of its host."""
+    everyone: list[Facts] = list(setup.ranks)
     for _, ranks, host in setup.of_hosts():
         first = setup.ranks[ranks[0]]
         once = {name: first.get(name) for name in OF_HOST}
         for rank in ranks:
-            found[rank] = {**host, **setup.ranks[rank], **once}
-    return found
+            everyone[rank] = {**host, **setup.ranks[rank], **once}
+    return everyone
 
 
-def _told(values: list[Any]) -> str:
-    """What is the same, once; else each value with its ranks."""
+def _folded(values: list[Any]) -> str:
+    """Show a value that all ranks share once, else each value with its ranks."""
     groups = folded(values)
     if len(groups) == 1:
         return str(groups[0][0])
@@ -60,82 +60,82 @@ def _told(values: list[Any]) -> str:
 
 
 def _variables(setup: Setup) -> list[str]:
-    every = [its.get("variables") or {} for its in setup.ranks]
-    names = sorted(name for name in set().union(*every) if not name.startswith(HIDDEN))
-    return [f"{name}={_told([its.get(name) for its in every])}" for name in names]
+    everyone = [facts.get("variables") or {} for facts in setup.ranks]
+    names = sorted(name for name in set().union(*everyone) if not name.startswith(HIDDEN))
+    return [f"{name}={_folded([own.get(name) for own in everyone])}" for name in names]
 
 
-def _versions(its: Facts) -> str:
-    return ", ".join(f"{name} {its.get(name)}" for name in ("ddpbench", "torch", "python"))
+def _versions(facts: Facts) -> str:
+    return ", ".join(f"{name} {facts.get(name)}" for name in ("ddpbench", "torch", "python"))
 
 
-def _system(its: Facts) -> str:
-    inside = its.get("container") or its.get("virtual_machine")
-    return f"Linux {its.get('kernel')}, {its.get('os')}" + (f", in {inside}" if inside else "")
+def _system(facts: Facts) -> str:
+    inside = facts.get("container") or facts.get("virtual_machine")
+    return f"Linux {facts.get('kernel')}, {facts.get('os')}" + (f", in {inside}" if inside else "")
 
 
-def _processor(its: Facts) -> str:
-    smt = {True: ", SMT on", False: ", SMT off", None: ""}[its.get("smt")]
-    governor = f", governor {its.get('governor')}" if its.get("governor") else ""
-    return f"{its.get('cpu_model')}, {its.get('cores_logical')} cores{smt}{governor}"
+def _processor(facts: Facts) -> str:
+    smt = {True: ", SMT on", False: ", SMT off", None: ""}[facts.get("smt")]
+    governor = f", governor {facts.get('governor')}" if facts.get("governor") else ""
+    return f"{facts.get('cpu_model')}, {facts.get('cores_logical')} cores{smt}{governor}"
 
 
-def _cores(its: Facts) -> str:
-    quota = its.get("cgroup_cpu_quota_cores")
-    nodes = its.get("numa_nodes")
+def _cores(facts: Facts) -> str:
+    quota = facts.get("cgroup_cpu_quota_cores")
+    nodes = facts.get("numa_nodes")
     return (
-        f"threads {its.get('threads')}, on cores {its.get('cpuset')}"
+        f"threads {facts.get('threads')}, on cores {facts.get('cpuset')}"
         + (f" of NUMA node {nodes}" if nodes else "")
         + (f", quota {quota:g} cores" if quota else "")
     )
 
 
-def _memory(its: Facts) -> str:
-    limit = its.get("cgroup_memory_limit_nbytes")
+def _memory(facts: Facts) -> str:
+    limit = facts.get("cgroup_memory_limit_nbytes")
     return (
-        f"{_gib(its.get('memory_nbytes'))}, {_gib(its.get('free_memory_nbytes'))} free"
+        f"{_gib(facts.get('memory_nbytes'))}, {_gib(facts.get('free_memory_nbytes'))} free"
         + (f", limit {_gib(limit)}" if limit else "")
-        + f"; /dev/shm {_gib(its.get('shm_nbytes'))}, {_gib(its.get('shm_free_nbytes'))} free"
+        + f"; /dev/shm {_gib(facts.get('shm_nbytes'))}, {_gib(facts.get('shm_free_nbytes'))} free"
     )
 
 
-def _limits(its: Facts) -> str:
-    files, locked = its.get("ulimit_open_files"), its.get("ulimit_memlock_nbytes")
+def _limits(facts: Facts) -> str:
+    files, locked = facts.get("ulimit_open_files"), facts.get("ulimit_memlock_nbytes")
     return (
         f"{'any number of' if files == -1 else files} open files, "
         f"{'any' if locked == -1 else _gib(locked)} locked memory"
     )
 
 
-def _gpu(its: Facts) -> str | None:
-    if not its.get("gpu_uuid"):
+def _gpu(facts: Facts) -> str | None:
+    if not facts.get("gpu_uuid"):
         return None
-    node = its.get("gpu_numa_node")
+    node = facts.get("gpu_numa_node")
     return (
-        f"{its.get('gpu_index')}: {its.get('gpu_name')}, {_gib(its.get('gpu_nbytes'))}"
+        f"{facts.get('gpu_index')}: {facts.get('gpu_name')}, {_gib(facts.get('gpu_nbytes'))}"
         + (f", NUMA node {node}" if node is not None else "")
-        + f", driver {its.get('driver')}"
+        + f", driver {facts.get('driver')}"
     )
 
 
-def _network(its: Facts) -> str:
-    used = its.get("interface") or {}
+def _network(facts: Facts) -> str:
+    used = facts.get("interface") or {}
     speed = used.get("nominal_bytes_per_second")
-    address = next(iter(its.get("addresses") or []), its.get("address"))
+    address = next(iter(facts.get("addresses") or []), facts.get("address"))
     return (
         f"{used.get('name')} {address}, mtu {used.get('mtu_nbytes')}"
         + (f", {speed * 8e-9:g} Gbit/s nominal" if speed else "")
-        + f"; own name is {its.get('resolved') or 'not resolved'}"
+        + f"; own name is {facts.get('resolved') or 'not resolved'}"
     )
 
 
-def _clock(its: Facts) -> str | None:
-    ahead = its.get("clock_ahead_seconds")
+def _clock(facts: Facts) -> str | None:
+    ahead = facts.get("clock_ahead_seconds")
     return f"{ahead:+.3f} s ahead of rank 0's" if ahead is not None and abs(ahead) > 1e-3 else None
 
 
 def _gib(nbytes: int | None) -> str:
-    """Whole GiB from 10 on, so that what is alike reads alike."""
+    """Format a size. From 10 GiB on it is whole, so that almost equal sizes read the same."""
     if nbytes is None:
         return "unknown"
     if nbytes < GIB / 10:
@@ -144,9 +144,9 @@ def _gib(nbytes: int | None) -> str:
 
 
 FIELDS: dict[str, Callable[[Facts], str | None]] = {
-    "host": lambda its: its.get("hostname"),
+    "host": lambda facts: facts.get("hostname"),
     "versions": _versions,
-    "library": lambda its: its.get("library"),
+    "library": lambda facts: facts.get("library"),
     "system": _system,
     "cpu": _processor,
     "cores": _cores,
@@ -154,6 +154,6 @@ FIELDS: dict[str, Callable[[Facts], str | None]] = {
     "limits": _limits,
     "gpu": _gpu,
     "network": _network,
-    "rdma": lambda its: ", ".join(its.get("rdma_devices") or []) or None,
+    "rdma": lambda facts: ", ".join(facts.get("rdma_devices") or []) or None,
     "clock": _clock,
 }

@@ -1,14 +1,14 @@
-"""Which rank is slow: each rank's computing alone, then with the others, then how long the others
-wait for it in a small all_reduce after equal work.
+"""Stragglers: measure each rank alone, then all at once, then who waits for whom.
 
-Alone: the ranks of a machine in turn, while the others of it rest; all machines at once. What is
-suspected is measured again, until PASSES agree, before it is told.
+Alone means that the ranks of a machine compute in turn while its other ranks rest; all machines do
+so at the same time. After that, every rank does equal work and then waits in a small all_reduce. A
+suspect is measured again until PASSES passes agree.
 
-figures: {"loads": {name: {"amount", "unit"}}, "work_seconds": of equal work, "passes": how many,
+figures: {"loads": {name: {"amount", "unit"}}, "work_seconds": of the equal work, "passes": number,
 "ranks": [{"host", "seconds": {when: {load: of a repetition, in the best round}}, and, of
-the last pass, "kept": {when: {why: share of the time}}, "wait_seconds", "hertz" of its cores,
-"neighbours": processes on these}, …]}. When is "alone" or "together", why as in
-causes.py; None is what is not known.
+the last pass, "kept": {when: {reason: share of the time}}, "wait_seconds", "hertz" of its cores,
+"neighbours": processes on these cores}, …]}. `when` is "alone" or "together"; reasons are as in
+causes.py; None is unknown.
 """
 
 from __future__ import annotations
@@ -22,126 +22,146 @@ from ddpbench.analysis.setup import Setup, crowded
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.stragglers import judge, turns
 from ddpbench.doctor.stragglers.causes import ALONE, TOGETHER, Load, Pass, Shown
-from ddpbench.doctor.stragglers.loads import COPY, COPY_NBYTES, prepared
+from ddpbench.doctor.stragglers.loads import COPY, COPY_NBYTES, Effort, prepare_efforts
+from ddpbench.doctor.stragglers.table import build_tables
 from ddpbench.runtime import control, environment
 
-SLICE_SECONDS = 0.02, 0.1  # of a turn at one load: at least, and at most
-PERIOD_SECONDS = 0.12  # at least where a quota may stop a rank: beyond the kernel's period of 0.1 s
-ALONE_SHARE = 0.25  # of the time that the examination may take, for the first pass
-WORK_SECONDS = 5e-3  # before each all_reduce
+SLICE_SECONDS = 0.02, 0.1  # least and most time of a turn at one load
+PERIOD_SECONDS = 0.12  # least with a CPU quota: longer than the kernel's period of 0.1 s
+ALONE_SHARE = 0.25  # of the time of the examination, for the first pass
+WORK_SECONDS = 5e-3  # of equal work before each all_reduce
 WORDS = {ALONE: "alone", TOGETHER: "all at once"}
-MEMORY_SHARE = 1 / 16  # of what is free, for one of two buffers of all ranks of a machine
+MEMORY_SHARE = 1 / 16  # of the free memory, for one of two buffers of all ranks of a machine
 
 
 def examine(context: Context) -> Outcome:
-    """All ranks call it."""
-    group, kind = context.ranks, context.device.type
-    full = _full_machines(context)
-    efforts = prepared(context.device, _copy_nbytes(context))
-    loads = {name: each.load for name, each in efforts.items()}
-    passes, work_seconds = _passes(context, efforts, company=group.world_size > 1 and not full)
-    setup = Setup(
-        context.launch.ranks, list(group.hosts.values()), context.backend.name, kind,
-        context.launch.launcher,
-    )  # fmt: skip
+    """Measure and judge all ranks. All ranks call it."""
+    world, backend, device = context.world, context.backend.name, context.device.type
+    full_hosts = _full_hosts(context)
+    efforts = prepare_efforts(context.device, _agree_copy_nbytes(context))
+    loads = {name: effort.load for name, effort in efforts.items()}
+    together = world.world_size > 1 and not full_hosts
+    passes, work_seconds = _gather_passes(context, efforts, together)
+    launch = context.launch
+    setup = Setup(launch.ranks, list(world.hosts.values()), backend, device, launch.launcher)
+    figures = {
+        "loads": {name: {"amount": load.amount, "unit": load.unit} for name, load in loads.items()},
+        "work_seconds": work_seconds,
+        "passes": len(passes),
+        "ranks": list(_ranks(passes, setup)),
+    }
     return Outcome(
-        told=tuple(_told(passes, loads, work_seconds)),
-        unchecked=tuple(_unchecked(passes, full, loads, kind)),
+        lines=tuple(_lines(passes, loads, work_seconds)),
+        unchecked=tuple(_unchecked(passes, full_hosts, loads, device)),
         findings=judge.findings(passes, loads, setup, work_seconds),
-        figures={
-            "loads": {n: {"amount": its.amount, "unit": its.unit} for n, its in loads.items()},
-            "work_seconds": work_seconds,
-            "passes": len(passes),
-            "ranks": list(_ranks(passes, setup)),
-        },
+        figures=figures,
+        tables=build_tables(figures, backend),
     )
 
 
-def _passes(context: Context, efforts: turns.Efforts, company: bool) -> tuple[list[Pass], float]:
-    """What all ranks showed, in all of them; and the seconds of a usual rank's equal work."""
-    group = context.ranks
-    least, most = SLICE_SECONDS
-    mates = max(map(len, group.machines.values()))
-    share = ALONE_SHARE * context.seconds / (turns.ROUNDS * mates * len(efforts))
-    limited = any(its.get("cgroup_cpu_quota_cores") for its in context.launch.ranks)
-    slice_seconds = PERIOD_SECONDS if limited else min(max(share, least), most)
+def _gather_passes(
+    context: Context, efforts: Mapping[str, Effort], together: bool
+) -> tuple[list[Pass], float]:
+    """Return what all ranks showed in each pass, and the seconds of a usual rank's equal work.
+
+    together: whether to measure all ranks at once as well.
+    """
+    world = context.world
+    slice_seconds = _slice_seconds(context, len(efforts))
     work = next(e for e in efforts.values() if e.load.device == context.device.type)
     passes: list[Pass] = []
-    times, work_seconds = 0, 0.0
+    repetitions, work_seconds = 0, 0.0
     while len(passes) < judge.PASSES:
-        context.tell("each rank alone" + (", again to be sure" if passes else ""))
-        alone = turns.alone(group, efforts, slice_seconds, look_around=bool(passes))
-        done, waited = {ALONE: alone}, []
+        context.report_progress("each rank alone" + (", again to be sure" if passes else ""))
+        alone = turns.alone(world, efforts, slice_seconds, look_around=bool(passes))
+        measured, waited_ns = {ALONE: alone}, list[int]()
         gpu = turns.gpu_at_work(context.device, work)
         if not passes:
-            each = control.gather_values(group, alone.seconds[work.load.name])
-            times, work_seconds = turns.often(each, WORK_SECONDS)
-        if company:
-            context.tell("all ranks at once")
-            done[TOGETHER] = turns.together(group, efforts, slice_seconds)
-            waited = turns.waits(group, context.tested, context.device, work, times)
-        mine = Shown(
-            {when: its.seconds for when, its in done.items()},
-            {when: its.kept.shares for when, its in done.items()},
-            waited, alone.hertz, alone.thermal, gpu, alone.neighbours,
-        )  # fmt: skip
-        passes.append([Shown(**its) for its in control.gather_values(group, asdict(mine))])
-        if not control.broadcast_decision(group, int(judge.suspected(passes, work_seconds))):
+            everyone = control.gather_values(world, alone.seconds[work.load.name])
+            repetitions, work_seconds = turns.equal_work(everyone, WORK_SECONDS)
+        if together:
+            context.report_progress("all ranks at once")
+            measured[TOGETHER] = turns.together(world, efforts, slice_seconds)
+            waited_ns = turns.waits(world, context.process_group, context.device, work, repetitions)
+        own = Shown(
+            seconds={when: turn.seconds for when, turn in measured.items()},
+            kept={when: turn.kept.shares for when, turn in measured.items()},
+            waited_ns=waited_ns,
+            hertz=alone.hertz,
+            thermal=alone.thermal,
+            gpu=gpu,
+            neighbours=alone.neighbours,
+        )
+        passes.append([Shown(**shown) for shown in control.gather_values(world, asdict(own))])
+        if not control.broadcast_decision(world, int(judge.suspected(passes, work_seconds))):
             break
     return passes, work_seconds
 
 
-def _full_machines(context: Context) -> list[str]:
-    """Those with more threads than cores, by the name of one of their hosts: containers of one
-    machine share its cores."""
+def _slice_seconds(context: Context, loads: int) -> float:
+    """Return the time of one turn at one load."""
+    if any(facts.get("cgroup_cpu_quota_cores") for facts in context.launch.ranks):
+        return PERIOD_SECONDS
+    ranks_of_machine = max(map(len, context.world.machines.values()))
+    least, most = SLICE_SECONDS
+    share = ALONE_SHARE * context.seconds / (turns.ROUNDS * ranks_of_machine * loads)
+    return min(max(share, least), most)
+
+
+def _full_hosts(context: Context) -> list[str]:
+    """Return a host name for each machine with more compute threads than cores.
+
+    Containers of one machine share its cores, so machines count, not host names.
+    """
     found = []
-    for members in context.ranks.machines.values():
+    for members in context.world.machines.values():
         ranks = [context.launch.ranks[rank] for rank in members]
-        name = ranks[0].get("hostname")
-        found += [crowd.host for crowd in crowded([{**its, "hostname": name} for its in ranks])]
+        hostname = ranks[0].get("hostname")
+        found += [crowd.host for crowd in crowded([{**r, "hostname": hostname} for r in ranks])]
     return found
 
 
-def _copy_nbytes(context: Context) -> int:
-    """What every rank has room to copy, the same in all."""
-    share = MEMORY_SHARE * (environment.free_memory_nbytes() or 0) / len(context.ranks.neighbours)
-    return min(COPY_NBYTES["cpu"], *map(int, control.gather_values(context.ranks, share)))
+def _agree_copy_nbytes(context: Context) -> int:
+    """Return how many bytes every rank has room to copy, the same on all ranks."""
+    world = context.world
+    share = MEMORY_SHARE * (environment.free_memory_nbytes() or 0) / len(world.neighbours)
+    return min(COPY_NBYTES["cpu"], *map(int, control.gather_values(world, share)))
 
 
-def _told(passes: Sequence[Pass], loads: Mapping[str, Load], work_seconds: float) -> Iterator[str]:
+def _lines(passes: Sequence[Pass], loads: Mapping[str, Load], work_seconds: float) -> Iterator[str]:
     for when in passes[0][0].seconds:
-        each = [
+        rates = [
             f"{name} {judge.span(judge.rates(passes, load, when))} {load.unit}"
             for name, load in loads.items()
         ]
-        yield f"each rank {WORDS[when]}, at best: {', '.join(each)}"
-    known = [wait for one in passes for wait in judge.wait_seconds(one) if wait is not None]
-    if known:
+        yield f"each rank {WORDS[when]}, at best: {', '.join(rates)}"
+    waits = [wait for one in passes for wait in judge.wait_seconds(one) if wait is not None]
+    if waits:
         yield (
-            f"after {work_seconds * 1e3:.3g} ms of equal work the ranks wait for the last "
-            f"{judge.span([wait * 1e3 for wait in known])} ms in an all_reduce, the median"
+            f"after {work_seconds * 1e3:.3g} ms of equal work the ranks wait for the latest "
+            f"{judge.span([wait * 1e3 for wait in waits])} ms in an all_reduce (median)"
         )
 
 
 def _unchecked(
-    passes: Sequence[Pass], full: Sequence[str], loads: Mapping[str, Load], device: str
+    passes: Sequence[Pass], full_hosts: Sequence[str], loads: Mapping[str, Load], device: str
 ) -> Iterator[str]:
     if len(passes[0]) == 1:
-        yield "who is slower than the others: there is one rank"
-    elif full:
+        yield "which rank is slower than the others: there is only one rank"
+    elif full_hosts:
         yield (
-            f"all ranks at once, and who is late: on {', '.join(full[:4])} they have more threads "
-            "than cores, and would show who got a core"
+            f"all ranks at once, and which is late: on {', '.join(full_hosts[:4])} the ranks have "
+            "more threads than cores, so this would only show which rank got a core"
         )
     for when, share in judge.unjudged(passes).items():
         yield (
-            f"who is slow {WORDS[when]}: the host is busy, and ranks wait for a core for "
+            f"which rank is slow {WORDS[when]}: the host is busy, and ranks wait for a core for "
             f"{min(share, 1.0) * 100:.0f} % of the time"
         )
     if COPY not in loads:
         yield "memory copy: too little memory is free"
     if passes[0][0].kept[ALONE].get("queued") is None:
-        yield "waiting for a core: this kernel does not tell"
+        yield "waiting for a core: this kernel does not report it"
     if device == "cuda" and find_spec("pynvml") is None:
         yield "why a GPU is slow: pip install nvidia-ml-py"
 
@@ -152,8 +172,8 @@ def _ranks(passes: Sequence[Pass], setup: Setup) -> Iterator[dict[str, Any]]:
         yield {
             "host": setup.host(rank),
             "seconds": {
-                when: {load: judge.best(passes, rank, when, load) for load in those}
-                for when, those in last.seconds.items()
+                when: {load: judge.best(passes, rank, when, load) for load in rounds}
+                for when, rounds in last.seconds.items()
             },
             "kept": last.kept,
             "wait_seconds": waits[rank],

@@ -69,7 +69,7 @@ EFFORTS: dict[str, tuple[Load, Prepare]] = {
 COPY = "memory copy"
 
 
-def prepared(device: torch.device, copy_nbytes: int) -> dict[str, Effort]:
+def prepare_efforts(device: torch.device, copy_nbytes: int) -> dict[str, Effort]:
     """What a rank on this device can carry: loads of its CPU, and of its GPU.
 
     copy_nbytes: to copy in the host's memory at a time; below LEAST_COPY_NBYTES that is left out.

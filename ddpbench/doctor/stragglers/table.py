@@ -1,58 +1,66 @@
-"""How fast each rank is, alone and with the others: a row a rank, the slowest of many."""
+"""The speed of each rank as a table: one row for each rank, only the slowest of many."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from ddpbench.records.schema import Examination
-from ddpbench.render.column import digits
-from ddpbench.render.style import Style
+from ddpbench.records.schema import Table, TableColumn
 
 MOST_ROWS = 16
-KEPT = {"queued": "no core %", "throttled": "throttled %", "stolen": "stolen %"}
+# why a rank did not run → heading of the share of its time
+KEPT = {"queued": "waiting for core %", "throttled": "throttled %", "stolen": "stolen %"}
 LEGEND = (
     "rates are those of the best round: while the other ranks of the machine rest, and at once, "
-    "while all compute; wait: for the last rank in an all_reduce after equal work; no core, "
-    "throttled, stolen: of its time alone"
+    "while all compute; wait: for the latest rank in an all_reduce after equal work; waiting for "
+    "core, throttled, stolen: share of the rank's time alone"
 )
 
 
-def blocks(examination: Examination, style: Style) -> list[str]:
-    """A table of the ranks; none where nothing was measured, or there is one rank."""
-    figures: dict[str, Any] = examination.figures
+def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
+    """Return the table of the ranks; none if nothing was measured or there is one rank."""
     ranks = list(enumerate(figures.get("ranks") or []))
     if len(ranks) < 2:
-        return []
+        return ()
     loads, whens = figures["loads"], list(ranks[0][1]["seconds"])
     title = "speed of each rank"
     if len(ranks) > MOST_ROWS:
         first = next(iter(loads))
-        ranks = sorted(ranks, key=lambda its: -its[1]["seconds"]["alone"][first])[:MOST_ROWS]
-        title += f", the {MOST_ROWS} of {len(figures['ranks'])} that are slowest in {first} alone"
-    heads = ["rank", "host"]
-    heads += [
-        f"{name} {load['unit'] if when == 'alone' else 'at once'}"
-        for name, load in loads.items()
-        for when in whens
+        title += f", the {MOST_ROWS} of {len(ranks)} that are slowest in {first} alone"
+        ranks = sorted(ranks, key=lambda item: -item[1]["seconds"]["alone"][first])[:MOST_ROWS]
+    columns = [
+        TableColumn("rank"),
+        TableColumn("host"),
+        *(
+            TableColumn(f"{name} {load['unit'] if when == 'alone' else 'at once'}")
+            for name, load in loads.items()
+            for when in whens
+        ),
+        TableColumn("wait ms", decimals=2),
+        *(TableColumn(heading, decimals=0) for heading in KEPT.values()),
     ]
-    cells = [_cells(rank, its, loads, whens) for rank, its in ranks]
-    # A column of which nothing is known in any rank is left out.
-    tails = ["wait ms", *KEPT.values()]
-    heads += tails
-    known = [n for n, _ in enumerate(heads) if any(row[n] != "-" for row in cells)]
-    table = style.table([[row[n] for n in known] for row in cells], [heads[n] for n in known])
-    return [style.block(title, table), LEGEND]
+    rows = [_row(rank, shown, loads, whens) for rank, shown in ranks]
+    known = [n for n, _ in enumerate(columns) if any(row[n] is not None for row in rows)]
+    return (
+        Table(
+            title,
+            tuple(columns[n] for n in known),
+            tuple(tuple(row[n] for n in known) for row in rows),
+            (LEGEND,),
+        ),
+    )
 
 
-def _cells(rank: int, its: dict[str, Any], loads: dict[str, Any], whens: list[str]) -> list[str]:
-    rates = [
-        digits(load["amount"] / its["seconds"][when][name] / 1e9)
-        for name, load in loads.items()
-        for when in whens
-    ]
-    wait, kept = its["wait_seconds"], its["kept"]["alone"]
-    shares = [kept.get(kind) for kind in KEPT]
+def _row(rank: int, shown: Mapping[str, Any], loads: Mapping[str, Any], whens: list[str]) -> Any:
+    wait, shares = shown["wait_seconds"], shown["kept"]["alone"]
     return [
-        str(rank), its["host"], *rates, "-" if wait is None else f"{wait * 1e3:.2f}",
-        *("-" if share is None else f"{min(share, 1.0) * 100:.0f}" for share in shares),
-    ]  # fmt: skip
+        rank,
+        shown["host"],
+        *(
+            float(load["amount"] / shown["seconds"][when][name] / 1e9)
+            for name, load in loads.items()
+            for when in whens
+        ),
+        None if wait is None else wait * 1e3,
+        *(None if (s := shares.get(reason)) is None else min(s, 1.0) * 100.0 for reason in KEPT),
+    ]

@@ -168,7 +168,9 @@ def waits(
     return [end - begin for begin, end in zip(entry, exits, strict=True)]
 
 
-def often(seconds_of_ranks: Sequence[Sequence[float]], wanted_seconds: float) -> tuple[int, float]:
+def equal_work(
+    seconds_of_ranks: Sequence[Sequence[float]], wanted_seconds: float
+) -> tuple[int, float]:
     """How often a usual rank repeats a load in so many seconds, and what that takes it."""
     each = statistics.median(map(statistics.median, seconds_of_ranks))
     times = max(1, round(wanted_seconds / each))
