@@ -41,6 +41,8 @@ def _run(words: list[str]) -> int:
     from ddpbench.session import options
 
     command = import_module(f"{commands.__name__}.{name}")
+    if getattr(command, "IMPORTS", False):  # it has the option --import
+        options.import_modules(rest)
     parser = options.Parser(prog=f"ddpbench {name}", description=command.__doc__)
     command.add_arguments(parser)
     own = rest

@@ -17,6 +17,7 @@ from ddpbench.session import start_ranks
 
 GROUP = "measure"
 HELP = "measure what every collective costs, over backends, sizes and dtypes"
+IMPORTS = True
 add_arguments = collectives.add_arguments
 
 

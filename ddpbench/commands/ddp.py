@@ -16,6 +16,7 @@ from ddpbench.session import start_ranks
 
 GROUP = "measure"
 HELP = "measure where the time of a DDP step goes; prove the replicas equal after each step"
+IMPORTS = True
 add_arguments = ddp.add_arguments
 
 

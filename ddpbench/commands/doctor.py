@@ -23,6 +23,7 @@ from ddpbench.session import start_ranks
 
 GROUP = "diagnose"
 HELP = "find what is wrong with this set-up: which rank, host or link, and what to do"
+IMPORTS = True
 add_arguments = doctor.add_arguments
 
 

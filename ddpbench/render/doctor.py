@@ -10,8 +10,7 @@ from typing import Any
 
 from ddpbench.analysis.setup import counted
 from ddpbench.records.schema import Examination, Finding, Run, Table, TableColumn
-from ddpbench.render import collective_columns as rows
-from ddpbench.render.collective_columns import Column
+from ddpbench.render.column import Column, choose_columns, digits, text_column
 from ddpbench.render.style import Style
 
 FACT_WIDTH = 10  # of the names in a list of facts
@@ -36,7 +35,7 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
     shown = []
     for examination in run.examinations if not quiet else ():
         shown += _examination(examination, style)
-    notes = header.partial(run) + (header.warnings(run) if columns is None else [])
+    notes = header.partial(run) + (header.finding_lines(run) if columns is None else [])
     if notes:
         shown.append(style.gap.join(notes))
     if columns is not None:
@@ -65,9 +64,7 @@ def _body(table: Table, style: Style) -> str:
     ]
     heads = [column.heading for column in table.columns]
     if any(heads):
-        return style.table(
-            cells, heads, ["left" if c.align == "left" else "right" for c in table.columns]
-        )
+        return style.table(cells, heads, {c.heading for c in table.columns if c.align == "left"})
     facts = ["  ".join([*(f"{name:<{FACT_WIDTH}}" for name in row[:-1]), row[-1]]) for row in cells]
     return "\n".join(["```", *facts, "```"])  # fenced, for pasting into an issue
 
@@ -75,7 +72,7 @@ def _body(table: Table, style: Style) -> str:
 def _cell(value: Any, column: TableColumn) -> str:
     if isinstance(value, float) and column.decimals is not None:
         return f"{value:.{column.decimals}f}"
-    return rows.digits(value)
+    return digits(value)
 
 
 def verdict(run: Run) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from ddpbench.catalog import backends, faults, sizes
@@ -135,6 +137,21 @@ def init_method(text: str) -> str:
     raise argparse.ArgumentTypeError(
         f"{text!r} is not an init method: write env://, tcp://HOST:PORT or file:///PATH"
     )
+
+
+def import_modules(words: Sequence[str]) -> None:
+    """Import the modules that --import names, before a command adds options for what they register.
+
+    Raises Refused for a module that cannot be imported.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--import", action="append", default=[], dest="modules")
+    with contextlib.suppress(argparse.ArgumentError):  # the command's own parser reports it
+        for module in parser.parse_known_args(words)[0].modules:
+            try:
+                import_module(module)
+            except (ImportError, TypeError, ValueError) as error:
+                raise placement.Refused(f"--import {module}: {error}") from None
 
 
 def add_where(parser: argparse.ArgumentParser) -> None:

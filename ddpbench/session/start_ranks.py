@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import TypeVar
 
 from ddpbench.catalog import backends
@@ -43,11 +42,6 @@ def run_or_start(
     placement = read_placement()
     _require_world_size(options, placement)
     require_limits(placement.world_size if placement else options.nproc or 2, placement)
-    for module in options.modules:
-        try:
-            import_module(module)
-        except (ImportError, TypeError, ValueError) as error:
-            raise Refused(f"--import {module}: {error}") from None
     options = resolve(options, placement)
     options.check()
     if placement is not None:

@@ -10,8 +10,9 @@ from rank_pool import RankPool
 from stored_runs import a_run
 
 from ddpbench.analysis import findings
+from ddpbench.doctor import stored
 from ddpbench.doctor.examinations import EXAMINATIONS
-from ddpbench.records import store
+from ddpbench.records import codec, store
 from ddpbench.records.schema import Examination, Finding, Plan, Run
 from ddpbench.render.formats import FORMATS
 
@@ -51,9 +52,14 @@ def test_the_verdict_counts_what_is_worse_than_a_note() -> None:
     run = examined(Finding("note", "a", "so it is"))
     partial = FORMATS["table"](replace(run, state="interrupted"), None, False)
     assert "UNDECIDED: nothing found in 1 examination " in partial
-    healthy = FORMATS["table"](replace(run, state="complete"), None, False)
+    run = replace(run, state="complete")
+    healthy = FORMATS["table"](run, None, False)
     assert 'NOTHING FOUND in 1 examination in 1 s; 1 question not answered (see "not' in healthy
-    assert "NOTE: so it is" in healthy
+    answered = replace(run, examinations=(replace(run.examinations[0], unchecked=()),))
+    assert "HEALTHY: nothing found in 1 examination in 1 s" in FORMATS["table"](
+        answered, None, False
+    )
+    assert "NOTE (a): so it is" in healthy
     assert "not checked: GPUs: none here" in healthy
     two = [Finding("error", "a", "bad"), Finding("warning", "b", "odd", "look")]
     ill = FORMATS["table"](examined(*two), None, False)
@@ -67,6 +73,31 @@ def test_the_verdict_counts_what_is_worse_than_a_note() -> None:
     ]  # fmt: skip
 
 
+def test_tables_of_older_runs_are_built_from_their_figures() -> None:
+    """A run stored without tables shows those of today; what is unknown, or has tables, is left."""
+    folder = Path(__file__).parents[1] / "records"
+    old = codec.decode(Run, codec.parse((folder / "stored_doctor.json").read_bytes()))
+    assert not any(examination.tables for examination in old.examinations)
+    run = stored.add_tables(old)
+    titles = [[table.title for table in each.tables] for each in run.examinations]
+    assert titles == [
+        ["environment, for pasting into an issue"],
+        ["speed of each rank"],
+        [
+            "GB/s alone; each row sends to the columns",
+            "latency µs, half a round trip; each row sends to the columns",
+        ],
+        [],  # its time was over before anything was tried
+    ]
+    assert stored.add_tables(run) == run
+    other = replace(run.examinations[0], name="disk", tables=())
+    assert stored.add_tables(replace(run, examinations=(other,))).examinations == (other,)
+    text = FORMATS["table"](run, None, False)
+    assert "versions    ddpbench 0.1.0, torch 2.13.0+cpu, python 3.11.7\n" in text
+    assert "     1      vm             66.88             38.61" in text
+    assert "rank 1      2.32         -" in text
+
+
 def test_two_ranks_are_examined(pool: RankPool, tmp_path: Path) -> None:
     """All examinations are stored, in their order; the run is a doctor's and can be shown again."""
     done = pool.call(2, tmp_path, "doctor", "--seconds", "2", "--format", "json")
@@ -78,4 +109,15 @@ def test_two_ranks_are_examined(pool: RankPool, tmp_path: Path) -> None:
     (folder,) = store.list_runs(tmp_path / "results")
     run = store.read(folder)
     assert (run.command, run.state) == ("doctor", "complete")
+    assert (
+        stored.add_tables(
+            replace(
+                run,
+                examinations=tuple(
+                    replace(examination, tables=()) for examination in run.examinations
+                ),
+            )
+        )
+        == run
+    )
     assert "examinations in" in (folder / "table.txt").read_text()

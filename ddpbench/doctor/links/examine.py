@@ -221,7 +221,7 @@ def _figures(
 def _places(context: Context) -> Places:
     interfaces = [rank.get("interface") or {} for rank in context.launch.ranks]
     return Places(
-        host={member.rank: member.host for member in context.world.who},
+        host={member.rank: member.host for member in context.world.members},
         ethernet=context.backend.transport == "tcp" and len(context.world.hosts) > 1,
         mtu_nbytes=min(i.get("mtu_nbytes") or findings.MTU_NBYTES for i in interfaces),
         nominal={r: i.get("nominal_bytes_per_second") for r, i in enumerate(interfaces)},

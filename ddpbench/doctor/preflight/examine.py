@@ -61,13 +61,13 @@ def examine(context: Context) -> Outcome:
 
 def _own_facts(context: Context) -> dict[str, Any]:
     world = context.world
-    listening = world.net[world.rank]
+    listening = world.endpoints[world.rank]
     first_of_host = any(ranks[0] == world.rank for ranks in world.hosts.values())
     return {
         **environment.setup_facts(),
         "library": context.backend.library(),
         "address": next(iter(listening.listening), None),
-        "why_there": redact.text(listening.why),
+        "why_there": redact.text(listening.reason),
         "host": environment.host_facts() if first_of_host else None,
     }
 
