@@ -1,4 +1,4 @@
-"""What several test modules share."""
+"""Fixtures of several test modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simulated_hosts import Hosts, missing
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Ranks on this host that stay for all tests."""
+    """Rank processes on this host that all tests share."""
     ranks = RankPool()
     yield ranks
     ranks.close()
@@ -21,10 +21,10 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Callable[..., Hosts]]:
-    """Makes benches of hosts, arguments as of `Hosts`, which stay until the module's end."""
+    """Return a function that makes simulated hosts, which stay until the end of the module."""
     if (why := missing()) is not None:
         if os.environ.get("DDPBENCH_TEST_ALL"):
-            pytest.fail(f"no bench of hosts, and in CI there must be one: {why}")
-        pytest.skip(f"no bench of hosts: {why}")
+            pytest.fail(f"no simulated hosts, and CI must have them: {why}")
+        pytest.skip(f"no simulated hosts: {why}")
     with contextlib.ExitStack() as benches:
         yield lambda *args, **options: benches.enter_context(Hosts(*args, **options))

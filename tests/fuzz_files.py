@@ -1,11 +1,11 @@
-"""Stored files at random: whatever a file holds, it is shown, or refused in one sentence.
+"""Damage stored files at random: each must be shown, or refused in one sentence.
 
 python tests/fuzz_files.py --seconds 600 --seed 1
 
-Runs of all three measuring commands, logs of other tools and Parquet files are damaged as disks,
-editors and version control do it, and as nobody does it: bytes flipped, inserted and cut, values of
-JSON replaced by others of the wrong type or size, keys removed, a FIFO or a device in a file's
-place. Every command that reads stored files is run on them. The same seed makes the same damage.
+It damages runs of all three measuring commands, logs of other tools and Parquet files. It flips,
+inserts and cuts bytes, replaces values of JSON by others of a wrong type or size, removes keys, and
+puts a FIFO or a device in a file's place. It then runs a command that reads stored files. The same
+seed makes the same damage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ VALUES = (
     "[" * 100_000 + "]" * 100_000, '{"x":' * 900 + "0" + "}" * 900, '"1970-01-01T00:00:00Z"',
     '"9999-99-99T99:99:99Z"', '"running"', '"gloo"', '"all_reduce"',
 )  # fmt: skip
+INSERTED = (
+    *(b"\xff", b"\0", b"\x1b[31m", b"\xef\xbb\xbf", b"9" * 400, b"\r\n", b"-", b"\xed\xa0\x80"),
+)
 MARK = "@damage@"
 NCCL_LOG = """\
 # nccl-tests version 2.17.6 nccl-headers=22304 nccl-library=22304
@@ -62,33 +65,31 @@ OSU_LOG = """\
 """
 
 
-def shrunk(folder: Path, kept: int) -> dict[str, Any]:
-    """A stored run with the first of its results only: what is tried often must be quick."""
+def read_shortened_run(folder: Path, kept: int) -> dict[str, Any]:
+    """Read a stored run and keep its first results only, which makes each try quick."""
     run: dict[str, Any] = json.loads((folder / "run.json").read_bytes())
     run["results"] = run.get("results", [])[:kept]
     return run
 
 
-def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The places of all values in JSON."""
+def list_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value in JSON, the outermost first."""
     yield path
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
     for key, item in items:
-        yield from paths(item, (*path, key))
+        yield from list_paths(item, (*path, key))
 
 
-def mutated(rng: random.Random, run: dict[str, Any]) -> bytes:
-    """The run as JSON with one to four of its values removed, repeated or replaced."""
+def mutate_run(rng: random.Random, run: dict[str, Any]) -> bytes:
+    """Return the run as JSON after removing, repeating or replacing one to four of its values."""
     run = json.loads(json.dumps(run))
     texts = []
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        places = list(paths(run))
+        places = list(list_paths(run))
         *above, last = rng.choice(places[1:])
         parent: Any = run
         for key in above:
@@ -109,8 +110,8 @@ def mutated(rng: random.Random, run: dict[str, Any]) -> bytes:
     return data.encode()
 
 
-def damaged(rng: random.Random, data: bytes) -> bytes:
-    """The bytes with some of them flipped, cut away, repeated or inserted."""
+def damage_bytes(rng: random.Random, data: bytes) -> bytes:
+    """Flip, cut, repeat or insert some bytes."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 8, 64))):
         at, end = sorted((rng.randrange(len(out) + 1), rng.randrange(len(out) + 1)))
@@ -120,18 +121,7 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
         elif action == 1:
             del out[at : min(end, at + 40)]
         elif action == 2:
-            out[at:at] = rng.choice(
-                (
-                    b"\xff",
-                    b"\0",
-                    b"\x1b[31m",
-                    b"\xef\xbb\xbf",
-                    b"9" * 400,
-                    b"\r\n",
-                    b"-",
-                    b"\xed\xa0\x80",
-                )
-            )
+            out[at:at] = rng.choice(INSERTED)
         elif action == 3:
             out[at:at] = out[at : min(end, at + 200)]
         elif out and at < len(out):
@@ -139,8 +129,8 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
     return bytes(out)
 
 
-def replaced(rng: random.Random, path: Path) -> None:
-    """Something that is no file, or an odd one, in a file's place."""
+def replace_file(rng: random.Random, path: Path) -> None:
+    """Replace a file by something that is no ordinary file."""
     path.unlink()
     makers: tuple[Callable[[], object], ...] = (
         lambda: os.mkfifo(path), path.mkdir, path.touch, lambda: path.symlink_to(path),
@@ -151,17 +141,18 @@ def replaced(rng: random.Random, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def bench() -> Iterator[list[dict[str, Any]]]:
-    """A folder to work in, with sound runs in sound/; the runs to be damaged."""
+def working_folder() -> Iterator[list[dict[str, Any]]]:
+    """Work in a temporary folder with sound runs in sound/; yield the runs to damage."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as back:
         back.callback(os.chdir, before)
         os.chdir(folder)
         reference = ROOT / "results/reference"
         runs = [
-            shrunk(reference / "cpu-2-ranks", 6), shrunk(reference / "ddp-cpu-2-ranks", 0),
+            read_shortened_run(reference / "cpu-2-ranks", 6),
+            read_shortened_run(reference / "ddp-cpu-2-ranks", 0),
             json.loads((TESTS / "records/stored_doctor.json").read_bytes()),
-        ]  # fmt: skip
+        ]
         for i, run in enumerate(runs):
             (Path("sound") / str(i)).mkdir(parents=True)
             (Path("sound") / str(i) / "run.json").write_text(json.dumps(run))
@@ -169,8 +160,8 @@ def bench() -> Iterator[list[dict[str, Any]]]:
         yield runs
 
 
-def command(rng: random.Random, kind: int, stored: str) -> list[str]:
-    """A command that reads the stored file; `kind` is that of the run it was made of."""
+def choose_command(rng: random.Random, kind: int, stored: str) -> list[str]:
+    """Choose a command that reads the stored file, which was made of the run number `kind`."""
     sound = f"sound/{min(kind, 2)}"
     sides = rng.sample((sound, stored), 2)
     judged = ["--format", rng.choice(("table", "csv", "json", "markdown"))]
@@ -188,8 +179,8 @@ def command(rng: random.Random, kind: int, stored: str) -> list[str]:
     ))  # fmt: skip
 
 
-def one(rng: random.Random, runs: list[dict[str, Any]]) -> tuple[list[str], Outcome]:
-    """One damaged file, one command."""
+def try_damaged_file(rng: random.Random, runs: list[dict[str, Any]]) -> tuple[list[str], Outcome]:
+    """Damage one file and run one command on it; return the command and its outcome."""
     for name in ("results", "log.txt"):
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(name) if Path(name).is_dir() else Path(name).unlink()
@@ -198,26 +189,31 @@ def one(rng: random.Random, runs: list[dict[str, Any]]) -> tuple[list[str], Outc
     target, data = folder / "run.json", b""
     if kind < len(runs):
         data = (
-            mutated(rng, runs[kind])
+            mutate_run(rng, runs[kind])
             if rng.random() < 0.7
-            else damaged(rng, json.dumps(runs[kind]).encode())
+            else damage_bytes(rng, json.dumps(runs[kind]).encode())
         )
     else:
-        target, data = Path("log.txt"), damaged(rng, (NCCL_LOG if kind == 3 else OSU_LOG).encode())
+        target, data = (
+            Path("log.txt"),
+            damage_bytes(rng, (NCCL_LOG if kind == 3 else OSU_LOG).encode()),
+        )
     target.write_bytes(data)
     if rng.random() < 0.05:
-        replaced(rng, target)
-    words = command(rng, kind, str(target.parent if kind < len(runs) else target))
+        replace_file(rng, target)
+    words = choose_command(rng, kind, str(target.parent if kind < len(runs) else target))
     if words[:2] in (["baseline", "check"], ["baseline", "list"]) and kind < len(runs):
         shutil.copytree(folder, "results/baselines/b", symlinks=True, copy_function=os.link)
     return words, call_in_process(words)
 
 
-def samples(rng: random.Random) -> Outcome:
-    """Damaged raw samples are read, or refused as an invalid run."""
+def try_damaged_samples(rng: random.Random) -> Outcome:
+    """Read damaged raw samples; the outcome has code 3 if they are refused as an invalid run."""
     folder = Path("results/samples")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "samples.parquet").write_bytes(damaged(rng, Path("samples.parquet").read_bytes()))
+    (folder / "samples.parquet").write_bytes(
+        damage_bytes(rng, Path("samples.parquet").read_bytes())
+    )
     try:
         store.read_samples(folder)
     except store.InvalidRun as error:
@@ -228,30 +224,30 @@ def samples(rng: random.Random) -> Outcome:
 
 
 def fuzz(rng: random.Random, seconds: float) -> Tally:
-    """Damaged files until the time is over."""
+    """Try damaged files until the time is over."""
     tally = Tally()
-    with bench() as runs, forbid_processes():
+    with working_folder() as runs, forbid_processes():
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if rng.random() < 0.05:
-                words, ended = ["(samples.parquet)"], samples(rng)
+                words, outcome = ["(samples.parquet)"], try_damaged_samples(rng)
             else:
-                words, ended = one(rng, runs)
-            fault = fault_of(ended) or unreadable(words, ended)
+                words, outcome = try_damaged_file(rng, runs)
+            fault = fault_of(outcome) or find_unreadable_json(words, outcome)
             about = typed(words)
             if fault is not None and Path("results/stored/run.json").is_file():
                 kept = Path(tempfile.gettempdir()) / f"fuzz-{tally.tried}.json"
                 shutil.copyfile("results/stored/run.json", kept)
                 about += f" with {kept}"
-            tally.add(about, ended, fault)
+            tally.add(about, outcome, fault)
     return tally
 
 
-def unreadable(words: list[str], ended: Outcome) -> str | None:
-    """What is wrong with JSON that was printed."""
-    if ended.code in (0, 1) and ended.out and {"json", "pyperf"} & set(words):
+def find_unreadable_json(words: list[str], outcome: Outcome) -> str | None:
+    """Return a sentence on printed JSON that cannot be read, or None."""
+    if outcome.code in (0, 1) and outcome.out and {"json", "pyperf"} & set(words):
         try:
-            json.loads(ended.out)
+            json.loads(outcome.out)
         except ValueError as error:
             return f"no JSON on stdout: {error}"
     return None

@@ -1,4 +1,4 @@
-"""What both fuzzers share: a command line run in this process, and what must hold of its end."""
+"""Count and judge the outcomes of random command lines, for both fuzzers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from command_lines import clean_environment
 from in_process import PATIENCE_SECONDS, Outcome
 
 CODES = frozenset({0, 1, 2, 3, 4, 5, 130})
-LINES = 3  # that a refusal may have
+MAX_LINES = 3  # of a refusal
 
 
 @dataclass
 class Tally:
-    """What was tried, and what is wrong with how it ended."""
+    """Counts of outcomes, and a text on each faulty one."""
 
     tried: int = 0
     ends: Counter[str] = field(default_factory=Counter)
@@ -30,14 +30,14 @@ class Tally:
     hangs: int = 0
     faults: list[str] = field(default_factory=list)
 
-    def add(self, about: str, ended: Outcome, fault: str | None) -> None:
-        """Count one end, and keep the fault, if it is one, with what led to it."""
+    def add(self, about: str, outcome: Outcome, fault: str | None) -> None:
+        """Count one outcome; keep the fault, if there is one, with what led to it."""
         self.tried += 1
-        self.ends["started" if ended.code is None else str(ended.code)] += 1
-        self.tracebacks += "Traceback" in ended.err
-        self.hangs += ended.err == "hung"
+        self.ends["started" if outcome.code is None else str(outcome.code)] += 1
+        self.tracebacks += "Traceback" in outcome.err
+        self.hangs += outcome.err == "hung"
         if fault is not None:
-            self.faults.append(f"{about}\n  {fault}\n{ended.err[-2000:]}")
+            self.faults.append(f"{about}\n  {fault}\n{outcome.err[-2000:]}")
 
     def __str__(self) -> str:
         ends = ", ".join(f"{name}: {count}" for name, count in sorted(self.ends.items()))
@@ -47,8 +47,8 @@ class Tally:
         )
 
 
-def process(words: Sequence[str], cwd: Path) -> Outcome:
-    """The command in a process of its own."""
+def run_process(words: Sequence[str], cwd: Path) -> Outcome:
+    """Run a command line of ddpbench as a process of its own."""
     command = [sys.executable, "-m", "ddpbench", *words]
     try:
         done = subprocess.run(
@@ -62,34 +62,34 @@ def process(words: Sequence[str], cwd: Path) -> Outcome:
     )
 
 
-def fault_of(ended: Outcome) -> str | None:
-    """What is wrong with an end, if anything is."""
-    if ended.err == "hung":
+def fault_of(outcome: Outcome) -> str | None:
+    """Return a sentence on what is wrong with an outcome, or None."""
+    if outcome.err == "hung":
         return f"it did not end within {PATIENCE_SECONDS:g} s"
-    if "Traceback" in ended.err:
+    if "Traceback" in outcome.err:
         return "a traceback"
-    if ended.code is not None and ended.code not in CODES:
-        return f"exit code {ended.code}"
-    if ended.code in (2, 3) and not 0 < ended.err.count("\n") <= LINES and not ended.out:
-        return f"exit code {ended.code} with {ended.err.count(chr(10))} lines on stderr"
-    strange = {c for c in ended.out + ended.err if not c.isprintable()} - {"\n"}
+    if outcome.code is not None and outcome.code not in CODES:
+        return f"exit code {outcome.code}"
+    if outcome.code in (2, 3) and not 0 < outcome.err.count("\n") <= MAX_LINES and not outcome.out:
+        return f"exit code {outcome.code} with {outcome.err.count(chr(10))} lines on stderr"
+    strange = {c for c in outcome.out + outcome.err if not c.isprintable()} - {"\n"}
     return f"not printable: {strange}" if strange else None
 
 
 def main(description: str, fuzz: Callable[[random.Random, float], Tally]) -> None:
-    """Fuzz by hand for as long as asked, and report."""
+    """Fuzz for --seconds from --seed, print each fault, and exit with 1 if there was any."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args()
-    began = time.monotonic()
-    tally = fuzz(random.Random(asked.seed), asked.seconds)
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    tally = fuzz(random.Random(arguments.seed), arguments.seconds)
     for fault in tally.faults:
         sys.stdout.write(f"{fault}\n\n")
-    sys.stdout.write(f"seed {asked.seed}, {time.monotonic() - began:.0f} s: {tally}\n")
+    sys.stdout.write(f"seed {arguments.seed}, {time.monotonic() - started:.0f} s: {tally}\n")
     sys.exit(bool(tally.faults))
 
 
 def typed(words: Sequence[str]) -> str:
-    """The command line, to be run again."""
+    """Return the command line in a form that can be typed again."""
     return ascii(shlex.join(["ddpbench", *words]))[:1000]

@@ -1,10 +1,10 @@
-"""Options at random: whatever is typed, the end is an exit code of the table and one sentence.
+"""Type options at random: each command must end with a known exit code and one sentence.
 
 python tests/fuzz_options.py --seconds 600 --seed 1
 
-The options and their choices come from the parsers of the commands, so that a new option is tried
-without a change here. A command runs in this process until it would start another; one of 200 runs
-as a process too. The same seed tries the same command lines.
+It reads options and choices from the commands' parsers, so it tries a new option without a change
+here. A command runs in this process until it would start another; one of 200 runs as a process too.
+The same seed tries the same command lines.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pathlib import Path
 from unittest import mock
 
 from command_lines import ROOT
-from fuzz_harness import Tally, fault_of, main, process, typed
+from fuzz_harness import Tally, fault_of, main, run_process, typed
 from in_process import call_in_process, forbid_processes
 
 from ddpbench import cli
 from ddpbench.launch import placement
 from ddpbench.session import options
 
-# What nobody means, and somebody's shell gives. No path leads out of the folder below.
+# Values that nobody means but a shell may pass. No path leads out of the working folder.
 NASTY = (
     "", " ", ",", "a,,b", "-", "--", "-1", "0", "00", "1", "2", "1e999", "nan", "inf", "-0",
     "1e-320", "1_000", "0x10", "9" * 5000, "2**64", str(2** 64), "٣", "²", "é", "µ", "\u202e",
@@ -46,48 +46,55 @@ NASTY = (
 SHARE_AS_PROCESS = 200
 
 
-def vocabulary() -> dict[tuple[str, ...], list[argparse.Action]]:
-    """The actions of each command, and of each action of a command, from their parsers."""
-    found = {}
+def read_actions() -> dict[tuple[str, ...], list[argparse.Action]]:
+    """Return the argparse actions of each command and of each subcommand."""
+    actions = {}
     for name in cli.list_names():
         command = import_module(f"ddpbench.commands.{name}")
         parser = options.Parser(prog=f"ddpbench {name}")
         command.add_arguments(parser)
-        found[(name,)] = parser._actions
+        actions[(name,)] = parser._actions
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for sub, inner in action.choices.items():
-                    found[(name, sub)] = inner._actions
-    return found
+                    actions[(name, sub)] = inner._actions
+    return actions
 
 
-def command_line(
-    rng: random.Random, known: dict[tuple[str, ...], list[argparse.Action]]
+def choose_command_line(
+    rng: random.Random, actions: dict[tuple[str, ...], list[argparse.Action]]
 ) -> list[str]:
-    """A command with some of its options and positionals, values often of those that it takes."""
-    command = rng.choice(list(known))
+    """Choose a command and some of its options and positionals, mostly with valid values."""
+    command = rng.choice(list(actions))
     words = list(command)
-    sense = rng.choice((0.5, 0.95))  # of the values; where all make sense the command goes further
+    sense = rng.choice(
+        (0.5, 0.95)
+    )  # share of valid values; if all are valid, the command goes further
     for action in rng.sample(
-        known[command], min(len(known[command]), rng.choice((0, 1, 1, 2, 3, 6)))
+        actions[command], min(len(actions[command]), rng.choice((0, 1, 1, 2, 3, 6)))
     ):
         if action.option_strings:
             words.append(rng.choice(action.option_strings))
         if action.nargs != 0:
-            value = _value(rng, action, sense)
+            value = _choose_value(rng, action, sense)
             if action.option_strings and rng.random() < 0.2:
                 words[-1] += f"={value}"
             else:
                 words.append(value)
-    if any(action.nargs == argparse.REMAINDER for action in known[command]) and rng.random() < 0.5:
-        words += [rng.choice(("--", "", "-")), *command_line(rng, known)][: rng.randint(1, 6)]
+    if (
+        any(action.nargs == argparse.REMAINDER for action in actions[command])
+        and rng.random() < 0.5
+    ):
+        words += [rng.choice(("--", "", "-")), *choose_command_line(rng, actions)][
+            : rng.randint(1, 6)
+        ]
     while rng.random() < (1 - sense) / 4:
         words.insert(rng.randint(0, len(words)), rng.choice(NASTY))
     return words
 
 
-def environ(rng: random.Random) -> dict[str, str]:
-    """Mostly nothing; now and then what a launcher sets, or something like it."""
+def choose_environment(rng: random.Random) -> dict[str, str]:
+    """Return mostly no variables; now and then those of a launcher, or something similar."""
     if rng.random() < 0.95:
         return {}
     names = [name for _, *each in placement._VARIABLES for name in each if name]
@@ -96,24 +103,24 @@ def environ(rng: random.Random) -> dict[str, str]:
     return {name: rng.choice(values) for name in rng.sample(names, rng.randint(1, 6))}
 
 
-def _value(rng: random.Random, action: argparse.Action, sense: float) -> str:
-    """A value of the action's choices, of those named in its help, its default, or a nasty one.
+def _choose_value(rng: random.Random, action: argparse.Action, sense: float) -> str:
+    """Choose from the action's choices, from the words of its help, its default, or NASTY.
 
-    sense: the share of those that are not nasty.
+    sense: the share of values that are not from NASTY.
     """
-    known = [str(each) for each in action.choices or ()]
-    known += re.findall(r"[\w.:-]+", (action.help or "").replace("%", "")) if not known else []
+    choices = [str(choice) for choice in action.choices or ()]
+    choices += re.findall(r"[\w.:-]+", (action.help or "").replace("%", "")) if not choices else []
     if isinstance(action.default, (tuple, list)):
-        known += map(str, action.default)
+        choices += map(str, action.default)
     elif action.default is not None:
-        known.append(str(action.default))
-    some = rng.choices(known, k=rng.choice((1, 1, 1, 2))) if known else []
-    return ",".join(some) if some and rng.random() < sense else rng.choice(NASTY)
+        choices.append(str(action.default))
+    chosen = rng.choices(choices, k=rng.choice((1, 1, 1, 2))) if choices else []
+    return ",".join(chosen) if chosen and rng.random() < sense else rng.choice(NASTY)
 
 
 @contextlib.contextmanager
-def place() -> Iterator[Path]:
-    """A folder deep enough that `..` stays in it, with a run, a log, and what is neither."""
+def working_folder() -> Iterator[Path]:
+    """Work in a temporary folder, deep enough for `..`, with a run, a log and two other files."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as back:
         back.callback(os.chdir, before)
@@ -129,21 +136,21 @@ def place() -> Iterator[Path]:
 
 
 def fuzz(rng: random.Random, seconds: float) -> Tally:
-    """Command lines until the time is over."""
-    tally, known, until = Tally(), vocabulary(), time.monotonic() + seconds
-    with place() as here:
+    """Try command lines until the time is over."""
+    tally, actions, until = Tally(), read_actions(), time.monotonic() + seconds
+    with working_folder() as here:
         while time.monotonic() < until:
-            words = command_line(rng, known)
-            extra = environ(rng)
+            words = choose_command_line(rng, actions)
+            extra = choose_environment(rng)
             with forbid_processes(), mock.patch.dict(os.environ, extra):
-                ended = call_in_process(words)
+                outcome = call_in_process(words)
             os.chdir(here)
-            silent = bool(extra) and ended.code == 2 and not ended.err  # not rank 0
-            tally.add(f"{extra} {typed(words)}", ended, None if silent else fault_of(ended))
+            silent = bool(extra) and outcome.code == 2 and not outcome.err  # not rank 0
+            tally.add(f"{extra} {typed(words)}", outcome, None if silent else fault_of(outcome))
             plain = not any("\0" in word for word in words)
-            if plain and ended.code is not None and rng.randrange(SHARE_AS_PROCESS) == 0:
-                ended = process(words, here)
-                tally.add(f"as a process: {typed(words)}", ended, fault_of(ended))
+            if plain and outcome.code is not None and rng.randrange(SHARE_AS_PROCESS) == 0:
+                outcome = run_process(words, here)
+                tally.add(f"as a process: {typed(words)}", outcome, fault_of(outcome))
     return tally
 
 

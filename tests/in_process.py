@@ -1,4 +1,4 @@
-"""Command lines of ddpbench, run in this process."""
+"""Run command lines of ddpbench in this process."""
 
 from __future__ import annotations
 

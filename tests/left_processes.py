@@ -10,16 +10,24 @@ import psutil
 
 
 def wait_for_left_processes(folder: Path) -> list[str]:
-    """The command lines of the processes that were told a folder in this one, and are still there
-    when the one that cleans up after a killed process has had time for it."""
+    """Return the command lines of processes that name a path in this folder and run after 10 s.
+
+    The process that cleans up after a killed one needs some of that time.
+    """
     until = time.monotonic() + 10
-    while found := _list_processes(folder):
+    while command_lines := _list_processes(folder):
         if time.monotonic() > until:
             break
         time.sleep(0.1)
-    return found
+    return command_lines
 
 
 def _list_processes(folder: Path) -> list[str]:
-    lines = {p.pid: " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])}
-    return [e for pid, e in lines.items() if f"{folder}{os.sep}" in e and pid != os.getpid()]
+    command_lines = {
+        p.pid: " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])
+    }
+    return [
+        line
+        for pid, line in command_lines.items()
+        if f"{folder}{os.sep}" in line and pid != os.getpid()
+    ]

@@ -45,10 +45,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def start_group(backend: str, folder: Path, seconds: float = 60) -> None:
-    store, (rank, size) = (
-        dist.FileStore(str(folder / "store"), mpi_library.world()[1]),
-        mpi_library.world(),
-    )
+    """Make the default process group of a job's ranks, which meet over a file in `folder`."""
+    rank, size = mpi_library.world()
+    store = dist.FileStore(str(folder / "store"), size)
     deadline = timedelta(seconds=seconds)
     mpi.register()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
@@ -82,6 +81,7 @@ def mpirun_command(job: Callable[..., None], ranks: int, folder: Path) -> list[s
 def run_job(
     job: Callable[..., None], ranks: int, folder: Path, **variables: str
 ) -> subprocess.CompletedProcess[str]:
+    """Run a job in `ranks` ranks until it ends; end it after 120 s and raise TimeoutExpired."""
     words = mpirun_command(job, ranks, folder)
     process = subprocess.Popen(
         words,
@@ -92,9 +92,9 @@ def run_job(
         start_new_session=True,
     )
     try:
-        said = process.communicate(timeout=120)
+        output = process.communicate(timeout=120)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)  # mpirun takes its ranks along
         process.communicate(timeout=30)
         raise
-    return subprocess.CompletedProcess(words, process.returncode, *said)
+    return subprocess.CompletedProcess(words, process.returncode, *output)

@@ -26,8 +26,8 @@ def stamps_on_one_clock(world: int, count: int, seed: int = 1) -> Stamps:
 
 
 def kept_in_bursts(stamps: Stamps, burst: int) -> Kept:
-    """All repetitions, gathered in bursts."""
-    its = Kept()
+    """Return what is kept of all repetitions, added `burst` repetitions at a time."""
+    kept = Kept()
     for first in range(0, stamps.shape[1], burst):
-        its.add(stamps[:, first : first + burst])
-    return its
+        kept.add(stamps[:, first : first + burst])
+    return kept

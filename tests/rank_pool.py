@@ -1,7 +1,7 @@
-"""Ranks that stay: each has torch in memory and runs one command line of ddpbench after another, as
-if a launcher had just started it. What a test then waits for is ddpbench, not imports.
+"""A pool of rank processes that the tests share, so that no test waits for imports of torch.
 
-Run as a program it is one of these ranks, which hears and answers in lines of JSON.
+Each rank runs one command line of ddpbench after another, as if a launcher had just started it.
+This module, run as a program, is such a rank: it reads orders and writes answers as lines of JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Done", "RankPool", "start_rank"]
 
 
 def start_rank(prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """A rank that stays; `prefix` is what runs its command elsewhere, as in another host."""
+    """Start a rank process; `prefix` is a command that runs it elsewhere, as on another host."""
     return subprocess.Popen(
         [*prefix, sys.executable, __file__],
         stdin=subprocess.PIPE,
@@ -39,13 +39,13 @@ def start_rank(prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
 
 @dataclass
 class RankPool:
-    """Up to as many ranks as any test asked for."""
+    """Rank processes, as many as the largest command so far has needed."""
 
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     calls: int = 0
 
     def call(self, world_size: int, cwd: Path, *words: str) -> Done:
-        """Run the words in each of the ranks, which meet over a file in cwd."""
+        """Run a command line of ddpbench in `world_size` ranks, which meet over a file in `cwd`."""
         while len(self.processes) < world_size:
             self.processes.append(start_rank())
         self.calls += 1
@@ -54,7 +54,7 @@ class RankPool:
         return self.ask(cwd, environs, *words, "--init-method", f"file://{meeting}")
 
     def ask(self, cwd: Path, environs: Sequence[dict[str, str]], *words: str) -> Done:
-        """Run the words in as many of the ranks as there are environments, each in its own."""
+        """Run a command line in one rank per environment; return its output and highest code."""
         world_size = len(environs)
         for process, environ in zip(self.processes, environs, strict=False):
             order = {
@@ -69,7 +69,9 @@ class RankPool:
         for process in self.processes[:world_size]:
             assert process.stdout is not None
             answers.append(json.loads(process.stdout.readline() or '{"code": 5}'))
-        if any("stdout" not in answer for answer in answers):  # one has died: the next get new ones
+        if any(
+            "stdout" not in answer for answer in answers
+        ):  # a rank has died: start new ones next time
             for process in self.processes:
                 process.kill()
             self.close()
@@ -80,7 +82,7 @@ class RankPool:
         )
 
     def close(self) -> None:
-        """End them; one that hangs is killed by pytest's own deadline at the latest."""
+        """End all ranks; pytest's own deadline kills a rank that hangs."""
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.close()
@@ -89,20 +91,20 @@ class RankPool:
         self.processes.clear()
 
 
-def _orders() -> Iterator[dict[str, Any]]:
+def _read_orders() -> Iterator[dict[str, Any]]:
     for line in sys.stdin:
         yield json.loads(line)
 
 
 def main() -> None:
-    """One rank: commands until its input ends."""
-    errors.WAIT_FOR_SPEAKER_SECONDS = 0.0  # no launcher ends the speaker here
+    """Run orders until standard input ends."""
+    errors.WAIT_FOR_SPEAKER_SECONDS = 0.0  # no launcher ends rank 0 here
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what writes past sys.stdout disturbs no answer
-    for order in _orders():
+    os.dup2(2, 1)  # output past sys.stdout must not mix with the answers
+    for order in _read_orders():
         os.environ.update(order["environ"])
         os.chdir(order["cwd"])
-        sys.path.insert(0, order["cwd"])  # as `python -m` has it
+        sys.path.insert(0, order["cwd"])  # as `python -m` does
         sys.argv[1:] = order["words"]
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -10,8 +10,8 @@ GIB = 2**30
 
 
 def a_rank(name: str = "a", **other: Any) -> dict[str, Any]:
-    """One that has all it needs, on a host with eight cores."""
-    known: dict[str, Any] = {
+    """Return the facts of a rank that has all it needs, on a host with eight cores."""
+    healthy: dict[str, Any] = {
         "hostname": name, "ddpbench": "0.1.0", "torch": "2.13.0", "python": "3.11.9",
         "library": "gloo of torch 2.13.0", "cpuset": "0-7", "allowed_cpus": "0-7",
         "numa_nodes": "0", "threads": 1, "variables": {}, "free_memory_nbytes": 64 * GIB,
@@ -20,19 +20,19 @@ def a_rank(name: str = "a", **other: Any) -> dict[str, Any]:
         "interface": {"name": "lo", "mtu_nbytes": 65536, "nominal_bytes_per_second": None},
         "clock_ahead_seconds": 0.0, "gpu_uuid": None, "debug_builds": [], "host": None,
     }  # fmt: skip
-    return {**known, **other}
+    return {**healthy, **other}
 
 
 def a_host(**other: Any) -> dict[str, Any]:
-    """The facts that its first rank tells of it."""
+    """Return the facts of a host, as its first rank reports them."""
     return {"kernel": "6.1.0", "cpu_model": "CPU X", "cores_logical": 8, "driver": None, **other}
 
 
 def a_setup(*ranks: dict[str, Any], backend: str = "gloo", device: str = "cpu") -> Setup:
-    """These ranks, those of a name on one host."""
+    """Return the set-up of these ranks; ranks with the same hostname share a host."""
     hosts: dict[str, list[int]] = {}
-    for rank, its in enumerate(ranks):
-        hosts.setdefault(its["hostname"], []).append(rank)
-    for those in hosts.values():
-        ranks[those[0]]["host"] = ranks[those[0]]["host"] or a_host()
+    for rank, facts in enumerate(ranks):
+        hosts.setdefault(facts["hostname"], []).append(rank)
+    for members in hosts.values():
+        ranks[members[0]]["host"] = ranks[members[0]]["host"] or a_host()
     return Setup(ranks, list(hosts.values()), backend, device)

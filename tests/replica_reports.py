@@ -1,4 +1,4 @@
-"""Reports on replicas in a form that a rank can write to a file."""
+"""Turn reports on replicas into JSON, which a rank can write to a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def report_as_json(report: Any) -> dict[str, Any]:
-    """A report as JSON, with what it derives."""
+    """Return the fields of a report and the properties that it derives from them."""
     return {
         **dataclasses.asdict(report),
         "equal": report.equal,

@@ -13,17 +13,17 @@ true_time_ns = time.time_ns
 
 
 def now_ns() -> int:
-    """What the rank takes for its clock."""
+    """Return the shifted clock in ns."""
     return true_now_ns() + int(os.environ.get("AHEAD_NS") or 0)
 
 
 def time_ns() -> int:
-    """What the rank takes for the time of day."""
+    """Return the shifted time of day in ns."""
     return true_time_ns() + int(os.environ.get("DAY_AHEAD_NS") or 0)
 
 
 def rank_facts() -> dict[str, Any]:
-    """The rank's facts, its clock among them."""
+    """Return the rank's facts, with a time namespace of its own if its clock is shifted."""
     ahead = os.environ.get("AHEAD_NS")
     return {**true_facts(), **({"time_namespace": -1 - int(ahead)} if ahead else {})}
 

@@ -1,7 +1,7 @@
-"""The bench of hosts that ddpbench has for its self-test, and what tests need besides.
+"""Hosts made of network namespaces, as in ddpbench's self-test, with ranks of the tests in them.
 
-In tests use the fixture `hosts`, which takes the arguments of `Hosts`, skips with the reason where
-there can be no such hosts, and fails for it in CI.
+Tests use the fixture `hosts`: it takes the arguments of `Hosts`. Where this machine cannot have
+such hosts it skips the test with the reason; in CI the test fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["PORT", "Hosts", "missing", "payload"]
 
 
 class Hosts(hosts.Hosts):
-    """Some hosts on one switch, in which the tests' own modules are found."""
+    """Hosts on one switch, in which Python finds the helper modules of the tests."""
 
     environment = staticmethod(clean_environment)
 
@@ -27,6 +27,6 @@ class Hosts(hosts.Hosts):
         return self
 
     def pool(self, ranks: Sequence[int]) -> RankPool:
-        """Ranks that stay, as many in each host as `ranks` says; `call` is `ask` for them."""
+        """Return a pool of rank processes, `ranks[i]` of them on host i; use `ask`, not `call`."""
         placed = [host for host, count in enumerate(ranks) for _ in range(count)]
         return RankPool([start_rank(self.into(host)) for host in placed])

@@ -1,8 +1,8 @@
-"""A real Slurm on this machine: a controller and two nodes, n0 and n1, for a test run alone.
+"""A real Slurm cluster on this machine for the tests: a controller and two nodes, n0 and n1.
 
-Everything lies in a folder of its own (configuration, munge key and socket, state, logs) and
-listens on free ports of 127.0.0.1; the node names resolve nowhere, as on some clusters. Needs root,
-since slurmd starts the tasks in the name of whoever submitted them.
+Configuration, munge key and socket, state and logs lie in one folder, and the daemons listen on
+free ports of 127.0.0.1. The node names resolve nowhere, as on some clusters. It needs root, since
+slurmd starts tasks as the user who submitted them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ddpbench.launch.placement import free_port
 
 NODES = ("n0", "n1")
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "sinfo", "setpriv")
-SYSTEM = "/usr/sbin:/sbin"  # where daemons lie, be they in PATH or not
+SYSTEM = "/usr/sbin:/sbin"  # where the daemons are, even if PATH lacks it
 CONFIGURATION = """\
 ClusterName=ddpbench
 SlurmctldHost={host}(127.0.0.1)
@@ -53,7 +53,7 @@ NODE = "NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=
 
 
 def explain_missing() -> str | None:
-    """Why there can be no Slurm here; None where there can."""
+    """Return the reason why Slurm cannot run here, or None if it can."""
     path = f"{os.environ.get('PATH', '')}:{SYSTEM}"
     if missing := [name for name in NEEDED if shutil.which(name, path=path) is None]:
         return f"{', '.join(missing)} not found: Debian's slurm-wlm and munge have them"
@@ -62,14 +62,14 @@ def explain_missing() -> str | None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Slurm that runs: the environment in which Slurm's commands speak to it."""
+    """A running Slurm: the environment with which Slurm's commands reach it."""
 
     environ: Mapping[str, str]
 
     def call(
         self, *words: str | Path, cwd: Path, seconds: float = 120
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end."""
+        """Run a command until it ends."""
         return subprocess.run(
             words, cwd=cwd, env=dict(self.environ), stdin=subprocess.DEVNULL,
             capture_output=True, text=True, timeout=seconds, check=False,
@@ -83,7 +83,7 @@ class Cluster:
         )  # fmt: skip
 
     def until(self, true: Callable[[], bool], seconds: float = 120) -> bool:
-        """Wait for it to be true; whether it was in time."""
+        """Wait until `true()` holds; return False if it does not within `seconds`."""
         deadline = time.monotonic() + seconds
         while not (seen := true()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -92,9 +92,9 @@ class Cluster:
 
 @contextlib.contextmanager
 def start_cluster(folder: Path) -> Iterator[Cluster]:
-    """A Slurm of two nodes in this folder, up and idle; taken down at the end.
+    """Start a Slurm of two idle nodes in this folder; stop it at the end.
 
-    Raises RuntimeError, with what the daemons said, when it does not come up.
+    Raises RuntimeError with the daemons' logs when it does not come up.
     """
     for name in ("munge", "state", *NODES, *(f"tmp.{node}" for node in NODES)):
         (folder / name).mkdir(mode=0o711)
@@ -135,7 +135,7 @@ def start_cluster(folder: Path) -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def _daemon(words: list[str], environ: Mapping[str, str], log: Path) -> Iterator[None]:
-    """A daemon in the foreground; it ends with this process, however that may end."""
+    """Run a daemon in the foreground; the kernel kills it when this process ends."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *words],

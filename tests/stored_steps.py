@@ -85,43 +85,43 @@ def step_samples(
 
 def a_step_case(**other: Any) -> StepCase:
     """A perceptron on gloo between two ranks."""
-    known: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "workload": "mlp", "settings": ("width=1024", "depth=8"), "parameters": 8_396_800,
         "parameter_nbytes": 33_587_200, "backend": "gloo", "provider": "native", "device": "cpu",
         "batch": 64, "accumulate": 1, "optimizer": "sgd", "amp": None, "bucket_cap_mb": None,
         "gradient_as_bucket_view": False, "static_graph": False, "find_unused_parameters": False,
         "comm_hook": "none", "threads": 1, "world_size": 2, "ranks_per_host": (2,),
     }  # fmt: skip
-    return StepCase(**{**known, **other})
+    return StepCase(**{**fields, **other})
 
 
 @functools.cache
 def a_step_summary(batch: int = 128, **samples: Any) -> StepSummary:
-    """What some_samples say."""
+    """The summary of `step_samples` with these arguments."""
     return steps.summarise(step_samples(**samples), batch, 16)
 
 
 def some_replicas(**other: Any) -> Replicas:
     """Equal after each of 136 steps."""
-    known: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "verified": 136, "last_step": 136, "equal": True, "ok": True, "nbytes": 33_587_200,
         "compared": {"parameter": 16, "optimizer": 16, "buffer": 0},
         "cost": steps.figure(np.full(30, 4.5e-3)), "share": 0.056, "equal_until": 136,
         "text": "step 136: replicas equal in ranks 0, 1: 16 parameters",
     }  # fmt: skip
-    return Replicas(**{**known, **other})
+    return Replicas(**{**fields, **other})
 
 
 def a_step_result(
     case: StepCase | None = None, launch: int = 0, summary: StepSummary | None = None, **other: Any
 ) -> StepResult:
     """A measured step, without any fault."""
-    known: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "cold_seconds": 0.2, "stop_reason": "time slice", "replicas": some_replicas(),
         "losses": (1.021, 0.9835), "others_share": 0.01, "wall_seconds": 20.0,
     }  # fmt: skip
     return StepResult(
-        case or a_step_case(), launch, summary=summary or a_step_summary(), **{**known, **other}
+        case or a_step_case(), launch, summary=summary or a_step_summary(), **{**fields, **other}
     )
 
 
@@ -136,20 +136,20 @@ def a_step_run(*results: StepResult, **other: Any) -> Run:
                (rank,) * world)
         for index, backend, world in kinds
     )  # fmt: skip
-    known: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "id": "a-run", "command": "ddp", "command_line": ("ddpbench", "ddp"), "plan": Plan(seed=7),
         "started": "2026-01-01T00:00:00Z", "state": "complete", "exit_code": 0,
         "operations": tuple(dict.fromkeys(r.case.workload for r in results)),
         "backends": tuple(dict.fromkeys(r.case.backend for r in results)),
         "launches": launches, "steps": results,
     }  # fmt: skip
-    return Run(**{**known, **other})
+    return Run(**{**fields, **other})
 
 
 def some_epochs(count: int, **last: Any) -> tuple[Epoch, ...]:
     """Epochs of falling loss."""
-    found = [
+    epochs = [
         Epoch(n, 0.5 * 0.9**n, 0.55 * 0.9**n, 0.312, replicas_equal=True)
         for n in range(1, count + 1)
     ]
-    return (*found[:-1], replace(found[-1], **last))
+    return (*epochs[:-1], replace(epochs[-1], **last))

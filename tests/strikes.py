@@ -1,5 +1,6 @@
-"""Stops and kills at random moments: every command that starts ranks ends in time, names whom it
-lost, and leaves nothing behind.
+"""Stop and kill processes of ddpbench at random moments.
+
+Every command that starts ranks must end in time, name the process it lost, and leave nothing.
 
     python tests/strikes.py 20 [SEED [COMMAND…]]
 """
@@ -27,7 +28,7 @@ from command_lines import clean_environment
 from ddpbench.launch import placement
 
 TIMEOUT_SECONDS, BEYOND_SECONDS = 6, 10
-MARK = "DDPBENCH_STRIKE"  # in the environment of all that a trial starts
+MARK = "DDPBENCH_STRIKE"  # an environment variable of all processes that a trial starts
 CACHE = f"torchinductor_{getpass.getuser()}"
 SWEEP = (
     "collectives",
@@ -55,8 +56,11 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class Strike:
-    """What is done to whom: "rank", or what starts ranks ("mpirun", "parent"); when: seconds after
-    the first of that kind is there."""
+    """A signal to a process of a command.
+
+    victim: "rank", or the process that starts ranks, "mpirun" or "parent". when: seconds after the
+    first such process has started.
+    """
 
     command: str
     backend: str
@@ -69,19 +73,19 @@ class Strike:
         return f"{self.command} on {self.backend}: {blow} to {self.victim} at {self.when:.3f} s"
 
 
-def draw(order: random.Random, commands: list[str]) -> Strike:
-    """One strike; moments from a millisecond on, short ones as likely as long ones."""
-    command = order.choice(commands)
-    backend = "gloo" if command == "launch" else order.choice(["gloo", "mpi"])
-    blow = order.choice([signal.SIGSTOP, signal.SIGKILL])
-    victim = "rank" if order.random() < 0.8 else "mpirun" if backend == "mpi" else "parent"
+def choose_strike(rng: random.Random, commands: list[str]) -> Strike:
+    """Choose a strike; its moment is log-uniform from 1 ms to 8 s."""
+    command = rng.choice(commands)
+    backend = "gloo" if command == "launch" else rng.choice(["gloo", "mpi"])
+    blow = rng.choice([signal.SIGSTOP, signal.SIGKILL])
+    victim = "rank" if rng.random() < 0.8 else "mpirun" if backend == "mpi" else "parent"
     if victim == "parent":
         blow = signal.SIGKILL  # one that is stopped goes on when it is continued: Ctrl-Z
-    return Strike(command, backend, blow, victim, 10 ** order.uniform(-3, 0.9))
+    return Strike(command, backend, blow, victim, 10 ** rng.uniform(-3, 0.9))
 
 
-def try_strike(strike: Strike, order: random.Random) -> tuple[float, list[str]] | None:
-    """Seconds from the strike to the end, and what went wrong; None where all was over before."""
+def try_strike(strike: Strike, rng: random.Random) -> tuple[float, list[str]] | None:
+    """Return the seconds from strike to end, and what went wrong; None if the strike came late."""
     with tempfile.TemporaryDirectory(prefix="strike-") as name:
         folder, token = Path(name), uuid.uuid4().hex
         (folder / "tmp").mkdir()
@@ -97,13 +101,13 @@ def try_strike(strike: Strike, order: random.Random) -> tuple[float, list[str]] 
                 stdout=subprocess.DEVNULL, stderr=err,
             )  # fmt: skip
             try:
-                pid = _struck(process, strike, order)
+                pid = _strike(process, strike, rng)
                 struck = time.monotonic()
                 if pid is None:
                     assert process.returncode == 0, (folder / "err").read_text()
                     return None
                 shared = {path.name for path in (folder / "tmp").rglob("ddpbench-*")}
-                wrong = _awaited(process, token, TIMEOUT_SECONDS + BEYOND_SECONDS)
+                faults = _wait_for_end(process, token, TIMEOUT_SECONDS + BEYOND_SECONDS)
                 seconds = time.monotonic() - struck
             finally:
                 for each in list_members(token):
@@ -112,113 +116,114 @@ def try_strike(strike: Strike, order: random.Random) -> tuple[float, list[str]] 
             text = (folder / "err").read_text()
         if pid != process.pid:
             if process.returncode != 5:
-                wrong.append(f"exit code {process.returncode}")
+                faults.append(f"exit code {process.returncode}")
             named = re.search(rf"\bpid {pid}\b", text, re.IGNORECASE)
             if named is None and not re.search(r"ddpbench: rank \d+ .*(killed|stopped|died)", text):
-                wrong.append("nobody is named")
+                faults.append("nobody is named")
             elif named is None:
-                wrong.append(f"pid {pid} is not named")
+                faults.append(f"pid {pid} is not named")
         left = [
             str(path) for path in (folder / "tmp").iterdir() if "torchinductor" not in path.name
         ]
         left += [f"/dev/shm/{name}" for name in shared if Path("/dev/shm", name).exists()]
-        wrong += [f"{path} is left" for path in left]
-        if wrong:
-            wrong.append(f"pid {pid}, exit code {process.returncode}: {text[-1500:]}")
-        return seconds, wrong
+        faults += [f"{path} is left" for path in left]
+        if faults:
+            faults.append(f"pid {pid}, exit code {process.returncode}: {text[-1500:]}")
+        return seconds, faults
 
 
-def _struck(process: subprocess.Popen[bytes], strike: Strike, order: random.Random) -> int | None:
-    """Strike; whom, None where nobody was left."""
-    for moment in (
-        0.0,
-        strike.when,
-    ):  # from the first victim on, and between launches there is none
+def _strike(process: subprocess.Popen[bytes], strike: Strike, rng: random.Random) -> int | None:
+    """Send the signal; return the pid of the victim, or None if the command had ended."""
+    for moment in (0.0, strike.when):  # count from the first victim; between launches there is none
         time.sleep(moment)
-        while not (victims := _victims(process.pid, strike.victim)):
+        while not (victims := _list_victims(process.pid, strike.victim)):
             if process.poll() is not None:
                 return None
             time.sleep(0.001)
-    pid = order.choice(victims)
+    pid = rng.choice(victims)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, strike.blow)
         return pid
     return None
 
 
-def _victims(top: int, kind: str) -> list[int]:
+def _list_victims(top: int, kind: str) -> list[int]:
     if kind == "parent":
-        inner = [pid for pid, _ in _descendants(top) if "--paced" in _command(pid).split("\0")]
-        return [top, *(pid for pid in inner if b"ddpbench-" not in _bytes(pid, "comm"))]
-    found = []
-    for pid, parent in _descendants(top):
-        command, before = _command(pid), _command(parent)
+        inner = [
+            pid for pid, _ in _list_descendants(top) if "--paced" in _read_command(pid).split("\0")
+        ]
+        return [top, *(pid for pid in inner if b"ddpbench-" not in _read_bytes(pid, "comm"))]
+    processes = []
+    for pid, parent in _list_descendants(top):
+        command, before = _read_command(pid), _read_command(parent)
         if kind == "mpirun" and ("prterun" in command or "mpirun" in command.split("\0")[0]):
-            found.append(pid)
-        launched = b"OMPI_COMM_WORLD_RANK=" in _bytes(pid, "environ")
-        forked = command == before and command != "" and _bytes(pid, "comm")[:10] == b"ddpbench-r"
-        if kind == "rank" and (launched or forked or b"LOCAL_RANK=" in _bytes(pid, "environ")):
-            found.append(pid)
-    return found
+            processes.append(pid)
+        launched = b"OMPI_COMM_WORLD_RANK=" in _read_bytes(pid, "environ")
+        forked = (
+            command == before and command != "" and _read_bytes(pid, "comm")[:10] == b"ddpbench-r"
+        )
+        if kind == "rank" and (launched or forked or b"LOCAL_RANK=" in _read_bytes(pid, "environ")):
+            processes.append(pid)
+    return processes
 
 
-def _descendants(pid: int) -> Iterator[tuple[int, int]]:
+def _list_descendants(pid: int) -> Iterator[tuple[int, int]]:
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in task.read_text().split():
                 yield int(child), pid
-                yield from _descendants(int(child))
+                yield from _list_descendants(int(child))
 
 
-def _command(pid: int) -> str:
-    return _bytes(pid, "cmdline").decode(errors="replace")
+def _read_command(pid: int) -> str:
+    return _read_bytes(pid, "cmdline").decode(errors="replace")
 
 
-def _bytes(pid: int, name: str) -> bytes:
+def _read_bytes(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""
 
 
-def _awaited(process: subprocess.Popen[bytes], token: str, seconds: float) -> list[str]:
-    """What was not over in time."""
+def _wait_for_end(process: subprocess.Popen[bytes], token: str, seconds: float) -> list[str]:
+    """Wait for the end of all processes; return what is left after `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if process.poll() is not None and not list_members(token):
             return []
         time.sleep(0.1)
-    wrong = [f"{each.pid} {each.status()} {each.name()} is left" for each in list_members(token)]
-    return [f"not over after {seconds:g} s", *wrong]
+    faults = [f"{each.pid} {each.status()} {each.name()} is left" for each in list_members(token)]
+    return [f"not over after {seconds:g} s", *faults]
 
 
 def list_members(token: str) -> list[psutil.Process]:
-    """The living processes of a trial."""
-    found = []
+    """Return the living processes of a trial."""
+    processes = []
     for each in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if each.environ().get(MARK) == token and each.status() != psutil.STATUS_ZOMBIE:
-                found.append(each)
-    return found
+                processes.append(each)
+    return processes
 
 
 def main() -> int:
-    """Strike as often as asked for; 0 where all went well."""
+    """Strike as often as the first argument says; return 1 if anything went wrong."""
     count = int(sys.argv[1])
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else random.SystemRandom().randrange(10**6)
     commands = [word for word in sys.argv[3:] if word in COMMANDS] or list(COMMANDS)
-    order, done, bad = random.Random(seed), 0, 0
+    rng, done, failed = random.Random(seed), 0, 0
     print(f"seed {seed}")
     while done < count:
-        strike = draw(order, commands)
-        if (result := try_strike(strike, order)) is None:
+        strike = choose_strike(rng, commands)
+        if (result := try_strike(strike, rng)) is None:
             continue
-        seconds, wrong = result
+        seconds, faults = result
         done += 1
-        bad += bool(wrong)
-        print(f"{done:3} {strike}: {seconds:.1f} s, {'; '.join(wrong) or 'right'}", flush=True)
-    print(f"{done - bad} of {done} right")
-    return int(bad > 0)
+        failed += bool(faults)
+        print(f"{done:3} {strike}: {seconds:.1f} s, {'; '.join(faults) or 'right'}", flush=True)
+    print(f"{done - failed} of {done} right")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

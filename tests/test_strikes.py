@@ -1,4 +1,4 @@
-"""A few of the strikes that `strikes.py` makes by hand in any number."""
+"""Five of the strikes that `strikes.py` makes at random moments."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +20,8 @@ STRIKES = [
 
 @pytest.mark.skipif(placement.find_mpirun() is None, reason="there is no mpirun here")
 def test_a_strike_is_named_in_time_and_leaves_nothing() -> None:
-    """Stops and kills of ranks, of mpirun and of the parent: the end comes within the deadline and
-    10 s, with who it was, and no process, shared memory or temporary folder is left."""
+    """After a rank, mpirun or the parent is stopped or killed, the run ends within 10 s after the
+    deadline and names the victim; no process, shared memory or temporary folder is left."""
     with ThreadPoolExecutor(len(STRIKES)) as at_once:
         results = list(at_once.map(lambda strike: try_strike(strike, random.Random(7)), STRIKES))
     assert [result and result[1] for result in results] == [[]] * len(STRIKES)

@@ -1,4 +1,4 @@
-"""Cells of the tables that ddpbench prints."""
+"""Read the text tables that ddpbench prints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 def read_table(text: str, title: str) -> list[dict[str, str]]:
-    """The rows of the text table under a title, by head."""
+    """Return the rows of the table under a title, as dictionaries by column head."""
     below = text.split("\n" + title, 1)[1].split("\n", 1)[1]
     heads, rule, *body = below.split("\n\n", 1)[0].splitlines()
     spans = [match.span() for match in re.finditer("-+", rule)]

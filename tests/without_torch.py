@@ -1,4 +1,4 @@
-"""Programs in which importing torch, or another package, fails."""
+"""Run programs in which importing torch, or another package, fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ sys.meta_path.insert(0, Hook())
 
 
 def run_without_torch(program: str, *words: str, forbidden: tuple[str, ...] = ("torch",)) -> str:
-    """The output of a program in which importing these packages fails."""
+    """Return the output of a program in which importing the forbidden packages fails."""
     done = subprocess.run(
         [sys.executable, "-c", f"FORBIDDEN = {forbidden!r}{NO_TORCH}{program}", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
