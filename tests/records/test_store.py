@@ -1,4 +1,4 @@
-"""Runs on disk: what is written is what is read, in one step, and damage is told in a sentence."""
+"""Runs on disk: written in one step, read back unchanged, refused in one sentence if damaged."""
 
 import json
 import os
@@ -48,9 +48,9 @@ def full_run() -> Run:
 def test_what_is_encoded_is_decoded_again() -> None:
     """A run with every field set comes back equal, with tuples as tuples and None as None."""
     run = full_run()
-    again = codec.decode(Run, json.loads(codec.encode(run)))
-    assert again == run
-    assert hash(again.results[0].case) == hash(run.results[0].case)
+    decoded = codec.decode(Run, json.loads(codec.encode(run)))
+    assert decoded == run
+    assert hash(decoded.results[0].case) == hash(run.results[0].case)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_is_encoded_is_decoded_again() -> None:
 def test_a_wrong_type_is_named_with_its_place(
     path: tuple[Any, ...], value: Any, sentence: str
 ) -> None:
-    """One wrong value in a run makes a sentence: where, what is there, what should be."""
+    """A value of a wrong type is refused with its path, its type and the type it should have."""
     raw = json.loads(codec.encode(full_run()))
     inner = raw
     for step in path[:-1]:
@@ -86,7 +86,7 @@ def test_a_wrong_type_is_named_with_its_place(
 
 
 def test_a_missing_field_without_default_is_named() -> None:
-    """Fields that have no default must be there; the sentence lists those that are not."""
+    """A run that lacks fields without a default is refused, and the sentence lists them."""
     raw = json.loads(codec.encode(full_run()))
     del raw["results"][1]["case"]["dtype"], raw["results"][1]["case"]["root"]
     with pytest.raises(ValueError, match=r"^\$\.results\[1\]\.case lacks dtype, root$"):
@@ -94,7 +94,8 @@ def test_a_missing_field_without_default_is_named() -> None:
 
 
 def test_unknown_fields_are_left_out_and_absent_ones_get_their_default() -> None:
-    """A record of the same schema by a slightly older or newer ddpbench can be read."""
+    """Unknown fields are ignored and absent ones get their default, so that a slightly older or
+    newer ddpbench of the same schema can be read."""
     run = full_run()
     raw = json.loads(codec.encode(run))
     raw["invented"] = raw["results"][0]["invented"] = 1
@@ -104,14 +105,14 @@ def test_unknown_fields_are_left_out_and_absent_ones_get_their_default() -> None
 
 
 def test_a_whole_number_is_read_as_float_where_one_is_due() -> None:
-    """JSON writers drop the ".0": 3 for a float is 3.0, of type float."""
+    """A whole number in the place of a float is read as a float: JSON writers may drop the ".0"."""
     read = codec.decode(Limit, {"bytes_per_second": 3, "source": "x"})
     assert (read, type(read.bytes_per_second)) == (Limit(3.0, "x"), float)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_no_nan_or_infinity_is_stored(value: float) -> None:
-    """JSON has no NaN: a run that holds one is not written, so that no file is unreadable."""
+    """A run with NaN or infinity is not written, since JSON has neither."""
     with pytest.raises(ValueError, match="not JSON compliant"):
         codec.encode(Limit(value, "x"))
 
@@ -120,7 +121,7 @@ def test_no_nan_or_infinity_is_stored(value: float) -> None:
 
 
 def test_a_run_that_was_written_is_read_again(tmp_path: Path) -> None:
-    """create, write and read give the run back; its id is its folder's name."""
+    """A run that was created and written is read back equal; its id is its folder's name."""
     folder = store.create(tmp_path / "mine", full_run(), "label")
     assert folder == tmp_path / "mine"
     assert store.read(folder) == replace(full_run(), id="mine")
@@ -130,8 +131,8 @@ def test_a_run_that_was_written_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_run_grows_by_lines(tmp_path: Path) -> None:
-    """Launches and outcomes that were appended are read with the rest, in order; a line that is
-    being written is not, and what run.json has already is not read twice."""
+    """Appended launches and outcomes are read in order after those in run.json. A line that is not
+    complete yet is ignored, and nothing is read twice."""
 
     store.create(tmp_path, a_run(), "")
     store.append(tmp_path, {"launches": asdict(a_launch(0))})
@@ -157,23 +158,23 @@ def test_two_runs_in_one_second_get_two_folders(
 ) -> None:
     """20 runs created at once by 4 threads lie in 20 folders, each with its own record."""
     monkeypatch.chdir(tmp_path)
-    made: list[Path] = []
+    folders: list[Path] = []
 
     def create(first: int) -> None:
         for number in range(first, first + 5):
             folder = store.create(None, a_run(started=str(number)), "x-gloo-w2")
-            made.append(folder)
+            folders.append(folder)
 
     threads = [threading.Thread(target=create, args=(5 * n,)) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(made)) == 20
-    assert sorted(int(store.read(folder).started) for folder in made) == list(range(20))
+    assert len(set(folders)) == 20
+    assert sorted(int(store.read(folder).started) for folder in folders) == list(range(20))
     name = re.compile(r"results/\d{8}T\d{6}Z-x-gloo-w2-[A-Za-z0-9-]+")
-    assert all(name.fullmatch(str(folder)) for folder in made)
-    assert all(store.read(folder).id == folder.name for folder in made)
+    assert all(name.fullmatch(str(folder)) for folder in folders)
+    assert all(store.read(folder).id == folder.name for folder in folders)
 
 
 def test_a_folder_that_holds_a_run_is_not_used_again(tmp_path: Path) -> None:
@@ -186,8 +187,8 @@ def test_a_folder_that_holds_a_run_is_not_used_again(tmp_path: Path) -> None:
     assert (tmp_path / "run.json").read_bytes() == before
 
 
-def seen(path: Path, writers: list[threading.Thread]) -> bytes | None:
-    """What a reader sees while writers write; None when they are done."""
+def read_while_written(path: Path, writers: list[threading.Thread]) -> bytes | None:
+    """Read a file while writers write it; return None when they have ended."""
     return path.read_bytes() if any(writer.is_alive() for writer in writers) else None
 
 
@@ -208,7 +209,11 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     threads = [threading.Thread(target=replace_it, args=(data,)) for data in contents]
     for thread in threads:
         thread.start()
-    halves = [data for data in iter(lambda: seen(path, threads), None) if data not in contents]
+    halves = [
+        data
+        for data in iter(lambda: read_while_written(path, threads), None)
+        if data not in contents
+    ]
     for thread in threads:
         thread.join()
     assert (failures, halves) == ([], [])
@@ -216,7 +221,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
-    """What cannot be put in place is removed again: here the target is a folder."""
+    """A write that fails, here onto a folder, leaves no temporary file."""
     (tmp_path / "run.json").mkdir()
     with pytest.raises(OSError, match="directory"):
         store.replace_file(tmp_path / "run.json", b"{}")
@@ -235,16 +240,16 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> 
     ],
 )
 def test_a_damaged_file_is_told_in_one_sentence(tmp_path: Path, data: bytes, sentence: str) -> None:
-    """Whatever lies in run.json, reading it raises InvalidRun with one line that names the file."""
+    """Reading a damaged run.json raises InvalidRun with one line that names the file."""
     (tmp_path / "run.json").write_bytes(data)
-    with pytest.raises(store.InvalidRun, match=sentence) as caught:
+    with pytest.raises(store.InvalidRun, match=sentence) as error:
         store.read(tmp_path)
-    assert str(tmp_path) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_every_truncation_of_a_run_is_refused(tmp_path: Path) -> None:
-    """A run.json cut anywhere is never taken for a run."""
+    """A run.json that is cut at any byte is refused."""
     data = codec.encode(a_run(a_result()))
     for end in range(0, len(data), 37):
         (tmp_path / "run.json").write_bytes(data[:end])
@@ -253,14 +258,14 @@ def test_every_truncation_of_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
-    """A folder that is not there, or is empty, holds no run."""
+    """A folder that is missing or empty is refused: it holds no run."""
     for folder in (tmp_path, tmp_path / "absent"):
         with pytest.raises(store.InvalidRun, match=r"holds no run: No such file .*\(run\.json\)"):
             store.read(folder)
 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    """A run of a later ddpbench is not guessed at: the sentence says both numbers."""
+    """A run of a newer schema is refused with both schema numbers."""
     raw = json.loads(codec.encode(a_run()))
     (tmp_path / "run.json").write_text(json.dumps({**raw, "schema": SCHEMA + 1}))
     with pytest.raises(
@@ -270,7 +275,7 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_the_first_end_of_a_run_is_kept(tmp_path: Path) -> None:
-    """close marks a running run and returns it; a second close changes nothing."""
+    """The first close marks a running run and returns it; a second close changes nothing."""
     store.create(tmp_path, a_run(state="running", exit_code=None), "label")
     first = store.close(tmp_path, "interrupted", "by Ctrl-C", 130)
     assert (first.state, first.state_reason, first.exit_code) == ("interrupted", "by Ctrl-C", 130)
@@ -281,19 +286,20 @@ def test_only_the_first_end_of_a_run_is_kept(tmp_path: Path) -> None:
 # --- finding a run --------------------------------------------------------------------------------
 
 
-def make(name: str, started: str) -> None:
-    """A run in results/."""
+def create_run(name: str, started: str) -> None:
+    """Store a run in results/."""
     store.create(Path("results") / name, a_run(started=started), "x")
 
 
 def test_a_run_is_found_by_path_by_name_and_as_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder, its run.json, a name in results/ or results/reference/, and `last`."""
+    """A run is found by its folder, by its run.json, by its name in results/ or results/reference/,
+    and as `last`."""
     monkeypatch.chdir(tmp_path)
-    make("20260101T000000Z-a", "2026-01-01T00:00:00Z")
-    make("20260102T000000Z-b", "2026-01-02T00:00:00Z")
-    make("reference/old", "2025-01-01T00:00:00Z")
+    create_run("20260101T000000Z-a", "2026-01-01T00:00:00Z")
+    create_run("20260102T000000Z-b", "2026-01-02T00:00:00Z")
+    create_run("reference/old", "2025-01-01T00:00:00Z")
     first, second = Path("results/20260101T000000Z-a"), Path("results/20260102T000000Z-b")
     assert store.find(str(first)) == store.find(f"{first}/run.json") == first
     assert store.find(str(tmp_path / first)) == tmp_path / first
@@ -306,11 +312,12 @@ def test_a_run_is_found_by_path_by_name_and_as_last(
 def test_last_is_the_run_that_began_last_whatever_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder that the user named does not stay the last for ever; a damaged one is the first."""
+    """`last` is the run that started last, whatever its folder is called; a damaged one counts as
+    oldest."""
     monkeypatch.chdir(tmp_path)
-    make("mine", "2026-01-02T00:00:00Z")
-    make("20260101T000000Z-a", "2026-01-01T00:00:00Z")
-    make("20260103T000000Z-b", "2026-01-03T00:00:00Z")
+    create_run("mine", "2026-01-02T00:00:00Z")
+    create_run("20260101T000000Z-a", "2026-01-01T00:00:00Z")
+    create_run("20260103T000000Z-b", "2026-01-03T00:00:00Z")
     (tmp_path / "results/zz").mkdir()
     (tmp_path / "results/zz/run.json").write_text("[]")
     names = [folder.name for folder in store.list_runs()]
@@ -321,12 +328,12 @@ def test_last_is_the_run_that_began_last_whatever_its_name(
 def test_an_unknown_run_names_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sentence names the last three runs, or says that there is none."""
+    """An unknown run is refused with the names of the last three runs, or that there is none."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(store.InvalidRun, match=r"no run 'last'.*there is none in results/ yet"):
         store.find("last")
     for day in range(1, 6):
-        make(f"r{day}", f"2026-01-0{day}T00:00:00Z")
+        create_run(f"r{day}", f"2026-01-0{day}T00:00:00Z")
     with pytest.raises(store.InvalidRun, match=r"no run 'r6': .*\(r3, r4, r5\)$"):
         store.find("r6")
 
@@ -351,8 +358,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_run_is_one_sentence(tmp_path: Path, name: str) -> None:
-    """Numbers that nobody measured, half characters, values in values in values: told, with the
-    place where there is one, and never another error."""
+    """Impossible numbers, half characters and deep nesting are refused in one sentence, with the
+    path of the value if it has one."""
     old, new, sentence = DAMAGE[name]
     text = codec.encode(full_run()).decode()
     text = text.partition(old)[0] if name == "cut" else text.replace(old, new)
@@ -364,33 +371,33 @@ def test_a_damaged_run_is_one_sentence(tmp_path: Path, name: str) -> None:
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A FIFO, a device, a folder or a loop in the place of run.json ends a reader at once, also one
-    that looks for the last run; the sound run beside them is found."""
+    """A FIFO, a device, a folder or a link loop in place of run.json is refused without waiting,
+    and does not hide the sound run beside it from `last`."""
     monkeypatch.chdir(tmp_path)
-    make("sound", "2026-01-01T00:00:00Z")
-    made = {
+    create_run("sound", "2026-01-01T00:00:00Z")
+    folders = {
         "fifo": lambda path: os.mkfifo(path),
         "device": lambda path: path.symlink_to("/dev/zero"),
         "folder": lambda path: path.mkdir(),
         "loop": lambda path: path.symlink_to(path),
     }
-    for name, make_it in made.items():
+    for name, make_it in folders.items():
         (tmp_path / "results" / name).mkdir()
         make_it(tmp_path / "results" / name / "run.json")
-    for name in made:
+    for name in folders:
         with pytest.raises(store.InvalidRun, match=f"^results/{name} holds no run: "):
             store.read(store.find(name))
     assert store.find("last").name == "sound"
 
 
 def test_half_a_character_is_stored_as_an_escape(tmp_path: Path) -> None:
-    """A word of the command line that is not UTF-8 does not keep the run from being stored."""
+    """A run whose command line is not UTF-8 is stored, with the odd bytes escaped."""
     store.write(tmp_path, replace(full_run(), command_line=("ddpbench", "r\udcff")))
     assert store.read(tmp_path).command_line == ("ddpbench", r"r\udcff")
 
 
 def test_figures_that_cannot_be_shown_are_told(tmp_path: Path) -> None:
-    """What an examination found has no types of its own: a key that is missing is damage too."""
+    """Figures of an examination that lack a key are refused as damage; they have no schema."""
     run = json.loads((Path(__file__).parent / "stored_doctor.json").read_bytes())
     for examination in run["examinations"]:
         examination["figures"] = {"ranks": 5, "cells": 5, "verdicts": 5}
@@ -405,7 +412,7 @@ def test_figures_that_cannot_be_shown_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 3, 100])
 def test_damaged_samples_are_an_invalid_run(tmp_path: Path, size: int) -> None:
-    """A file that is cut is told as damage, not as an error of the library that reads it."""
+    """A cut file of samples is refused as an invalid run, not with an error of pyarrow."""
     store.add_samples(tmp_path, 0, sample_columns("a", 0, 4, seed=0))
     store.join_samples(tmp_path)
     path = tmp_path / "samples.parquet"
@@ -436,7 +443,7 @@ def test_samples_are_the_same_before_and_after_joining(tmp_path: Path) -> None:
 
 
 def test_a_part_that_was_not_finished_is_not_read(tmp_path: Path) -> None:
-    """What a crash left half written beside the parts is no sample."""
+    """A part that a crash left half written is ignored."""
     store.add_samples(tmp_path, 0, sample_columns("a", 0, 4, seed=0))
     (tmp_path / "samples.parts/.part-00001").write_bytes(b"PAR1 half")
     (tmp_path / ".samples.parquet").write_bytes(b"PAR1 half")
@@ -446,7 +453,7 @@ def test_a_part_that_was_not_finished_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_run_without_samples_has_an_empty_frame(tmp_path: Path) -> None:
-    """Nothing stored reads as no rows with all columns; joining nothing makes nothing."""
+    """A run without samples reads as a frame with all columns and no rows; joining adds no file."""
     store.join_samples(tmp_path)
     frame = store.read_samples(tmp_path)
     assert (tuple(frame.columns), len(frame)) == (store.SAMPLE_COLUMNS, 0)

@@ -1,4 +1,4 @@
-"""Command lines: what is accepted, and that an error is one sentence from one process, code 2."""
+"""Options are parsed strictly; an error is one sentence from one process, with exit code 2."""
 
 import argparse
 import os
@@ -21,47 +21,50 @@ from ddpbench.session import options
 ROOT = Path(ddpbench.__file__).parents[1]
 
 
-def parser() -> options.Parser:
-    """The parser of a measuring command."""
-    made = options.Parser(prog="ddpbench collectives")
-    collectives.add_arguments(made)
-    return made
+def make_parser() -> options.Parser:
+    """Return the parser of a measuring command."""
+    parser = options.Parser(prog="ddpbench collectives")
+    collectives.add_arguments(parser)
+    return parser
 
 
-def asked(*words: str) -> argparse.Namespace:
-    """What these words ask for."""
-    return parser().parse_args(words)
+def parse(*words: str) -> argparse.Namespace:
+    """Return the options in these words."""
+    return make_parser().parse_args(words)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line that these words end in, with exit code 2."""
-    with pytest.raises(SystemExit) as caught:
-        parser().parse_args(words)
-    assert caught.value.code == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert re.fullmatch(r"ddpbench: .* \(see ddpbench collectives --help\)\n", said.err)
-    return said.err.removeprefix("ddpbench: ").removesuffix(" (see ddpbench collectives --help)\n")
+def read_refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Parse invalid words and return the sentence printed for them; the exit code is 2."""
+    with pytest.raises(SystemExit) as error:
+        make_parser().parse_args(words)
+    assert error.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert re.fullmatch(r"ddpbench: .* \(see ddpbench collectives --help\)\n", output.err)
+    return output.err.removeprefix("ddpbench: ").removesuffix(
+        " (see ddpbench collectives --help)\n"
+    )
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are not ranks, whatever started them."""
+    """Make this process no rank, whatever started it."""
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
 
 
 def test_without_options_the_defaults_stand() -> None:
-    """Every option has the default that its help names, and makes complete Options."""
-    known = vars(asked())
-    assert collectives.Options(**{**known, "modules": tuple(known["modules"])})
-    assert known["op"] == ("all_reduce", "all_gather", "broadcast")
-    assert (known["backend"], known["device"], known["dtype"]) == (("auto",), "auto", ("float32",))
-    assert (known["launches"], known["precision"], known["slice"]) == (None, 2.5, None)
-    one, six = (collectives.Options.of(asked("--launches", n)).plan(0) for n in ("1", "6"))
+    """Without options, every option has the default that its help names."""
+    arguments = vars(parse())
+    assert collectives.Options(**{**arguments, "modules": tuple(arguments["modules"])})
+    assert arguments["op"] == ("all_reduce", "all_gather", "broadcast")
+    assert [arguments[name] for name in ("backend", "dtype")] == [("auto",), ("float32",)]
+    assert arguments["device"] == "auto"
+    assert (arguments["launches"], arguments["precision"], arguments["slice"]) == (None, 2.5, None)
+    one, six = (collectives.Options.of(parse("--launches", n)).plan(0) for n in ("1", "6"))
     assert (one.slice_seconds, six.slice_seconds) == (2.0, 0.1)
-    assert (known["timeout"], known["depth"], known["issue"]) == (60.0, 20, "isolated")
-    assert [known[name] for name in ("sizes", "nproc", "seed", "limit", "output")] == [None] * 5
+    assert (arguments["timeout"], arguments["depth"], arguments["issue"]) == (60.0, 20, "isolated")
+    assert [arguments[name] for name in ("sizes", "nproc", "seed", "limit", "output")] == [None] * 5
 
 
 @pytest.mark.parametrize(
@@ -89,17 +92,17 @@ def test_without_options_the_defaults_stand() -> None:
     ],
 )
 def test_what_is_typed_is_what_is_asked(words: str, name: str, value: Any) -> None:
-    """Lists lose repeats and keep their order, `all` is every one, numbers are numbers."""
-    assert getattr(asked(*words.split()), name) == value
+    """Lists lose repeats and keep their order, `all` stands for all names, numbers are numbers."""
+    assert getattr(parse(*words.split()), name) == value
 
 
 def test_cuda_tensors_are_not_asked_into_the_hosts_huge_pages() -> None:
-    """Refused in one sentence, with what to type; elsewhere, and without them, nothing is."""
-    known = collectives.Options.of(asked("--buffers", "huge", "--device", "cpu"))
-    known.check()
-    replace(known, device="cuda", buffers="torch").check()
+    """--buffers huge on CUDA is refused with what to type; CPU, or other buffers, are accepted."""
+    arguments = collectives.Options.of(parse("--buffers", "huge", "--device", "cpu"))
+    arguments.check()
+    replace(arguments, device="cuda", buffers="torch").check()
     with pytest.raises(Refused, match="leave it out, or add --device cpu"):
-        replace(known, device="cuda").check()
+        replace(arguments, device="cuda").check()
 
 
 @pytest.mark.parametrize(
@@ -138,43 +141,43 @@ def test_cuda_tensors_are_not_asked_into_the_hosts_huge_pages() -> None:
 def test_what_cannot_be_meant_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str], words: str, sentence: str
 ) -> None:
-    """Abbreviations, typos, empty names and numbers out of bounds: one line with the option, what
-    was got and what is allowed, and exit code 2."""
-    assert refused(capsys, *words.split()).startswith(sentence)
+    """Abbreviations, typos, empty names and numbers out of bounds end with exit code 2 and one
+    line: the option, the value given, and the values allowed."""
+    assert read_refusal(capsys, *words.split()).startswith(sentence)
 
 
 def test_an_empty_word_is_refused_too(capsys: pytest.CaptureFixture[str]) -> None:
-    """A shell variable that is empty but quoted gives an argument '': a sentence, no traceback."""
-    assert refused(capsys, "") == "unknown option ''"
-    assert refused(capsys, "", "--op", "reduce") == "unknown option ''"
+    """An empty word, as from a quoted empty shell variable, is refused in a sentence."""
+    assert read_refusal(capsys, "") == "unknown option ''"
+    assert read_refusal(capsys, "", "--op", "reduce") == "unknown option ''"
 
 
 @pytest.mark.parametrize("words", ["-h", "--help"])
 def test_help_shows_everything_that_can_be_asked(
     capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
-    """Every option, operation, dtype and column stands in the help; internal options do not."""
-    with pytest.raises(SystemExit) as caught:
-        parser().parse_args([words])
-    assert caught.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    """The help shows every option, operation, dtype and column, and hides internal options."""
+    with pytest.raises(SystemExit) as error:
+        make_parser().parse_args([words])
+    assert error.value.code == 0
+    help_text = " ".join(capsys.readouterr().out.split())
     for name in ("--op ", "--sizes", "--backend", *OPERATIONS, "float8_e5m2", "p99.9", "markdown"):
-        assert name in shown
+        assert name in help_text
     for hidden in ("--join", "--progress"):
-        assert hidden not in shown
+        assert hidden not in help_text
 
 
 def test_an_operation_that_is_added_can_be_asked_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One entry of the table is enough: it is accepted, means itself under `all`, and is in the
+    """An operation that is only added to the table is accepted, is part of `all`, and stands in the
     help."""
-    mine = replace(OPERATIONS["barrier"], name="my_op")
-    monkeypatch.setitem(OPERATIONS, "my_op", mine)
-    assert asked("--op", "my_op").op == ("my_op",)
-    assert asked("--op", "all").op[-1] == "my_op"
-    assert "my_op" in parser().format_help()
-    assert "Did you mean my_op?" in refused(capsys, "--op", "my_opp")
+    added = replace(OPERATIONS["barrier"], name="my_op")
+    monkeypatch.setitem(OPERATIONS, "my_op", added)
+    assert parse("--op", "my_op").op == ("my_op",)
+    assert parse("--op", "all").op[-1] == "my_op"
+    assert "my_op" in make_parser().format_help()
+    assert "Did you mean my_op?" in read_refusal(capsys, "--op", "my_opp")
 
 
 # --- which process speaks -------------------------------------------------------------------------
@@ -187,8 +190,8 @@ LAUNCHERS: dict[str, Environ] = {
 }
 
 
-def ranks(words: list[str], environs: list[dict[str, str]]) -> list[subprocess.Popen[str]]:
-    """This command in one process for each environment, side by side."""
+def start_ranks(words: list[str], environs: list[dict[str, str]]) -> list[subprocess.Popen[str]]:
+    """Start this command in one process per environment."""
     command = [sys.executable, "-m", "ddpbench", *words]
     return [
         subprocess.Popen(
@@ -201,12 +204,12 @@ def ranks(words: list[str], environs: list[dict[str, str]]) -> list[subprocess.P
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_under_a_launcher_rank_0_alone_speaks(launcher: str) -> None:
-    """A bad option in every rank gives exit code 2 in every rank, and one line, from rank 0."""
+    """If all ranks get a bad option, all end with exit code 2, and only rank 0 prints the line."""
     words = ["collectives", "--sizes", "8:4:x2"]
-    started = ranks(words, [LAUNCHERS[launcher](rank) for rank in (0, 1)])
-    said = [process.communicate(timeout=60) for process in started]
-    assert [process.returncode for process in started] == [2, 2]
-    assert said == [
+    processes = start_ranks(words, [LAUNCHERS[launcher](rank) for rank in (0, 1)])
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert outputs == [
         ("", "ddpbench: --sizes: '8:4:x2' goes from 8 down to 4: write the smaller size first "
          "(see ddpbench collectives --help)\n"),
         ("", ""),
@@ -214,15 +217,15 @@ def test_under_a_launcher_rank_0_alone_speaks(launcher: str) -> None:
 
 
 def test_an_unknown_command_is_refused_by_rank_0_alone_or_without_a_launcher() -> None:
-    """The same for the command's name; without a launcher this process speaks; with contradicting
-    variables every process does, because none knows its rank."""
-    started = ranks(
+    """An unknown command is refused by rank 0, or by a process without a launcher. If a launcher's
+    variables contradict each other, no process knows its rank, and each prints the sentence."""
+    processes = start_ranks(
         ["colectives"],
         [{}, *(LAUNCHERS["torchrun"](rank) for rank in (0, 1)), {"RANK": "9", "WORLD_SIZE": "2"}],
     )
-    said = [process.communicate(timeout=60) for process in started]
-    assert [process.returncode for process in started] == [2] * 4
-    assert [out for out, _ in said] == [""] * 4
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [2] * 4
+    assert [out for out, _ in outputs] == [""] * 4
     sentence = "ddpbench: unknown command 'colectives': choose ab, baseline, "
-    assert [err.startswith(sentence) for _, err in said] == [True, True, False, True]
-    assert [err.count("\n") for _, err in said] == [1, 1, 0, 1]
+    assert [err.startswith(sentence) for _, err in outputs] == [True, True, False, True]
+    assert [err.count("\n") for _, err in outputs] == [1, 1, 0, 1]
