@@ -15,8 +15,9 @@ from rank_pool import RankPool
 from rank_setups import a_rank, a_setup
 
 from ddpbench.analysis.setup import Setup
-from ddpbench.doctor.stragglers import causes, judge, turns
-from ddpbench.doctor.stragglers.causes import ALONE, TOGETHER, Load, Pass, Shown
+from ddpbench.doctor.stragglers import judge, turns
+from ddpbench.doctor.stragglers.causes import Suspect, find_cause
+from ddpbench.doctor.stragglers.readings import ALONE, TOGETHER, Load, Pass, Shown
 from ddpbench.doctor.stragglers.table import build_tables
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
@@ -148,14 +149,14 @@ CAUSES: dict[str, tuple[Shown, Shown, str, str]] = {
     "hypervisor": (shown(alone=2, kept={**FREE, "stolen": 0.5}), shown(), "stolen", "for 50 %"),
     "process": (
         shown(alone=2, kept={**FREE, "queued": 0.45}, neighbours=["stress (pid 7)"]), shown(),
-        "neighbour", "for 45 % of the time: others use its cores 0-7, most of all stress (pid 7)",
+        "neighbour", "45 % of the time: other processes use its cores 0-7, most of all stress (pid 7)",
     ),
     "all the same": (
         shown(alone=2, kept={**FREE, "stolen": 0.3}), shown(kept={**FREE, "stolen": 0.25}),
         "nature", "by nature",
     ),
     "clock": (shown(alone=2, hertz=1.2e9), shown(hertz=3e9), "frequency", "1.2 GHz"),
-    "heat": (shown(alone=2, hertz=1.2e9, thermal=4), shown(hertz=3e9), "throttled", "slowed 4"),
+    "heat": (shown(alone=2, hertz=1.2e9, thermal=4), shown(hertz=3e9), "throttled", "down 4 times"),
     "mates": (shown(at_once=2), shown(), "neighbour", "while all ranks work, at best 50.5"),
     "process beside a few": (
         shown(alone=2, kept={**FREE, "queued": 0.4}), shown(kept={**FREE, "queued": 0.19}),
@@ -192,11 +193,11 @@ def test_a_gpu_that_slows_down_says_why() -> None:
     for power, is none."""
     ranks = [shown(gpu=GPU), shown(alone=2, gpu=HOT), shown(gpu=GPU)]
     setup = a_setup(*[a_rank() for _ in ranks], device="cuda")
-    why = causes.cause(1, ALONE, "cuda", ranks, setup)
+    why = find_cause(Suspect(1, ALONE, "cuda", ranks, setup))
     assert why.name == "throttled"
-    assert why.told == "its GPU slows down (HwThermalSlowdown) to 600 MHz at 91 °C"
+    assert why.sentence == "its GPU slows down (HwThermalSlowdown) to 600 MHz at 91 °C"
     cool = [shown(gpu=GPU)] * 3
-    assert causes.cause(1, ALONE, "cuda", cool, setup).name == "nature"
+    assert find_cause(Suspect(1, ALONE, "cuda", cool, setup)).name == "nature"
 
 
 def test_what_holds_all_up_is_a_note() -> None:
@@ -230,6 +231,17 @@ def test_waiting_that_changes_sides_accuses_nobody() -> None:
     assert found([shown(waited=turns_), shown(waited=turns_[::-1])]) == ()
     brief = [shown(waited=[1.0] * 40), shown(waited=[0.1] * 40)]
     assert found(brief) == ()
+
+
+def test_on_a_busy_host_nobody_is_late() -> None:
+    """Where the other ranks wait for a core in any part of a pass, no rank is late; where only the
+    late rank does, it is."""
+    early, last = shown(waited=[4.1] * 40), shown(waited=[0.1] * 40)
+    for when in (ALONE, TOGETHER):
+        crowd = {ALONE: FREE, TOGETHER: FREE, when: {**FREE, "queued": 0.5}}
+        assert found([replace(early, kept=crowd), replace(last, kept=crowd)]) == ()
+        (finding,) = found([early, replace(last, kept=crowd)])
+        assert finding.code == "late-rank"
 
 
 # --- what is shown --------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from typing import Any
 from ddpbench.analysis.setup import Setup, crowded
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.stragglers import judge, turns
-from ddpbench.doctor.stragglers.causes import ALONE, TOGETHER, Load, Pass, Shown
 from ddpbench.doctor.stragglers.loads import COPY, COPY_NBYTES, Effort, prepare_efforts
+from ddpbench.doctor.stragglers.readings import ALONE, TOGETHER, Load, Pass, Shown
 from ddpbench.doctor.stragglers.table import build_tables
 from ddpbench.runtime import control, environment
 
@@ -73,7 +73,7 @@ def _gather_passes(
     repetitions, work_seconds = 0, 0.0
     while len(passes) < judge.PASSES:
         context.report_progress("each rank alone" + (", again to be sure" if passes else ""))
-        alone = turns.alone(world, efforts, slice_seconds, look_around=bool(passes))
+        alone = turns.barrier_turns_alone(world, efforts, slice_seconds, look_around=bool(passes))
         measured, waited_ns = {ALONE: alone}, list[int]()
         gpu = turns.gpu_at_work(context.device, work)
         if not passes:
@@ -81,8 +81,10 @@ def _gather_passes(
             repetitions, work_seconds = turns.equal_work(everyone, WORK_SECONDS)
         if together:
             context.report_progress("all ranks at once")
-            measured[TOGETHER] = turns.together(world, efforts, slice_seconds)
-            waited_ns = turns.waits(world, context.process_group, context.device, work, repetitions)
+            measured[TOGETHER] = turns.barrier_turns_together(world, efforts, slice_seconds)
+            waited_ns = turns.barrier_waits_ns(
+                world, context.process_group, context.device, work, repetitions
+            )
         own = Shown(
             seconds={when: turn.seconds for when, turn in measured.items()},
             kept={when: turn.kept.shares for when, turn in measured.items()},
@@ -155,8 +157,8 @@ def _unchecked(
         )
     for when, share in judge.unjudged(passes).items():
         yield (
-            f"which rank is slow {WORDS[when]}: the host is busy, and ranks wait for a core for "
-            f"{min(share, 1.0) * 100:.0f} % of the time"
+            f"which rank is slow {WORDS[when]}, or late: the host is busy, and ranks wait for a "
+            f"core for {min(share, 1.0) * 100:.0f} % of the time"
         )
     if COPY not in loads:
         yield "memory copy: too little memory is free"

@@ -1,6 +1,6 @@
-"""What one rank computes and copies by itself, and how long that takes it.
+"""What one rank computes and copies by itself, and how long a repetition takes.
 
-One entry of EFFORTS adds a load.
+One entry of LOADS adds a load.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.doctor.stragglers.causes import Load
+from ddpbench.doctor.stragglers.readings import Load
 from ddpbench.measure import clock
 
 if TYPE_CHECKING:
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 SIDE = {"cpu": 512, "cuda": 4096}  # of the square matrices: some ms on a core, or on a GPU
 COPY_NBYTES = {"cpu": 2**26, "cuda": 2**28}  # beyond all caches that one rank can use
 LEAST_COPY_NBYTES = 2**23
-COPIES = {"cpu": 1, "cuda": 4}  # of a repetition
-FEWEST = 2  # repetitions of a slice
+COPIES = {"cpu": 1, "cuda": 4}  # in a repetition
+LEAST_REPETITIONS = 2  # of a slice
 
 
 @dataclass(frozen=True)
 class Effort:
-    """A load that is ready to be carried, and its buffers."""
+    """A load with its buffers, ready to be carried."""
 
     load: Load
-    call: Callable[[], object]  # one repetition; on a GPU it returns before that is done
-    once: Callable[[], float]  # the same, and its seconds
+    call: Callable[[], object]  # one repetition; on a GPU it may return before the end
+    once: Callable[[], float]  # one repetition to its end; returns its seconds
 
 
 def _matmul(device: torch.device, nbytes: int) -> tuple[float, Callable[[], object]]:
-    """FLOP, and the call."""
+    """Return the FLOP of a repetition, and the call."""
     import torch
 
     side = SIDE[device.type]
@@ -42,7 +42,7 @@ def _matmul(device: torch.device, nbytes: int) -> tuple[float, Callable[[], obje
 
 
 def _copy(device: torch.device, nbytes: int) -> tuple[float, Callable[[], object]]:
-    """Bytes that are copied, and the call."""
+    """Return the bytes that a repetition copies, and the call."""
     import torch
 
     size = nbytes if device.type == "cpu" else COPY_NBYTES[device.type]
@@ -57,7 +57,7 @@ def _copy(device: torch.device, nbytes: int) -> tuple[float, Callable[[], object
 
 
 Prepare = Callable[["torch.device", int], tuple[float, Callable[[], object]]]
-EFFORTS: dict[str, tuple[Load, Prepare]] = {
+LOADS: dict[str, tuple[Load, Prepare]] = {
     load.name: (load, prepare)
     for load, prepare in (
         (Load("matmul", 0.0, "GFLOP/s"), _matmul),
@@ -70,47 +70,49 @@ COPY = "memory copy"
 
 
 def prepare_efforts(device: torch.device, copy_nbytes: int) -> dict[str, Effort]:
-    """What a rank on this device can carry: loads of its CPU, and of its GPU.
+    """Return the loads of this rank's CPU and, if it has one, of its GPU.
 
-    copy_nbytes: to copy in the host's memory at a time; below LEAST_COPY_NBYTES that is left out.
+    copy_nbytes: how much a repetition copies in the memory of the host; below LEAST_COPY_NBYTES
+    that load is left out.
     """
     import torch
 
-    found = {}
-    for name, (load, prepare) in EFFORTS.items():
-        if load.device in ("cpu", device.type) and (
-            name != COPY or copy_nbytes >= LEAST_COPY_NBYTES
-        ):
-            where = device if load.device == device.type else torch.device("cpu")
-            amount, call = prepare(where, copy_nbytes)
-            timed = _events(call, where) if where.type == "cuda" else _stamps(call)
-            found[name] = Effort(replace(load, amount=amount), call, timed)
-    return found
+    efforts = {}
+    for name, (load, prepare) in LOADS.items():
+        if load.device not in ("cpu", device.type):
+            continue
+        if name == COPY and copy_nbytes < LEAST_COPY_NBYTES:
+            continue
+        where = device if load.device == device.type else torch.device("cpu")
+        amount, call = prepare(where, copy_nbytes)
+        once = _timed_on_stream(call, where) if where.type == "cuda" else _timed(call)
+        efforts[name] = Effort(replace(load, amount=amount), call, once)
+    return efforts
 
 
-def slice_of(effort: Effort, seconds: float) -> float:
-    """Seconds of one repetition, the mean over about so many seconds, after one that warms up."""
+def mean_seconds(effort: Effort, seconds: float) -> float:
+    """Repeat a load for about so many seconds after a warm-up; return the mean of a repetition."""
     effort.once()
     spent, count = 0.0, 0
     until = clock.now_ns() + round(seconds * 1e9)
-    while count < FEWEST or clock.now_ns() < until:
+    while count < LEAST_REPETITIONS or clock.now_ns() < until:
         spent += effort.once()
         count += 1
     return spent / count
 
 
-def _stamps(call: Callable[[], object]) -> Callable[[], float]:
+def _timed(call: Callable[[], object]) -> Callable[[], float]:
     from ddpbench.measure import loop
 
     def once() -> float:
-        entry, exits = loop.stamped(1, _nothing, call)
+        entry, exits = loop.stamped(1, lambda: None, call)
         return (exits[0] - entry[0]) * 1e-9
 
     return once
 
 
-def _events(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    """On the stream: what the host does meanwhile is no part of it."""
+def _timed_on_stream(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    """Time a call by events on the stream, which leaves out what the host does meanwhile."""
     import torch
 
     stream = torch.cuda.current_stream(device)
@@ -125,7 +127,3 @@ def _events(call: Callable[[], object], device: torch.device) -> Callable[[], fl
         return float(begin.elapsed_time(end)) * 1e-3
 
     return once
-
-
-def _nothing() -> None:
-    return None

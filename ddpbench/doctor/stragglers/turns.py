@@ -1,6 +1,6 @@
-"""Ranks that compute alone, in turn, then all at once, then equal work before an all_reduce.
+"""What each rank shows alone, in turn, then all at once, then after equal work in an all_reduce.
 
-All ranks call each function together; what it gives is this rank's own.
+All ranks call a function whose name begins with barrier_. It returns what this rank showed.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
-from ddpbench.doctor.stragglers import loads
-from ddpbench.doctor.stragglers.loads import Effort
+from ddpbench.doctor.stragglers.loads import Effort, mean_seconds
 from ddpbench.measure import start
 from ddpbench.runtime import control, cpu, environment
 from ddpbench.runtime.world import World
@@ -22,9 +20,10 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-ROUNDS = 5  # each rank's turn comes once in each, and not always at the same place
+ROUNDS = 5  # each rank has one turn in each, at changing places
 REPETITIONS = 40  # of the all_reduce
-SEEN_SHARE = 0.1  # of a core that another process must use to be told
+NEIGHBOUR_SHARE = 0.1  # of a core, from which on another process is reported
+GPU_CALLS = 10  # some ms each, until the clocks of a GPU are those under load
 Efforts = Mapping[str, Effort]
 
 
@@ -34,10 +33,10 @@ class Kept:
 
     busy_threads: int  # on this machine at once
     wall_seconds: float = 0.0
-    seconds: dict[str, float | None] = field(default_factory=dict)
+    seconds: dict[str, float | None] = field(default_factory=dict)  # reason → time; None: unknown
 
     def during(self, work: Callable[[], object]) -> None:
-        """Do the work, and add what happened meanwhile."""
+        """Do the work, and add the time for which the rank did not run meanwhile."""
         queued, meter = cpu.queued_seconds(), cpu.CpuMeter()
         work()
         used, after = meter.stop(), cpu.queued_seconds()
@@ -46,144 +45,152 @@ class Kept:
         waited = None if unknown else max(0.0, (after or 0.0) - (queued or 0.0))
         spent = {
             "throttled": used.throttled_seconds,
-            "stolen": _part(used.steal_seconds, self.busy_threads),
+            "stolen": _divided(used.steal_seconds, self.busy_threads),
             "queued": waited,
         }
-        for kind, seconds in spent.items():
-            before = self.seconds.get(kind, 0.0)
+        for reason, seconds in spent.items():
+            before = self.seconds.get(reason, 0.0)
             known = before is not None and seconds is not None
-            self.seconds[kind] = (before or 0.0) + (seconds or 0.0) if known else None
+            self.seconds[reason] = (before or 0.0) + (seconds or 0.0) if known else None
 
     @property
     def shares(self) -> dict[str, float | None]:
-        """The same as shares of the time, by reason; None: not known."""
+        """Return the same as shares of the time, by reason; None: unknown."""
         wall = max(self.wall_seconds, 1e-9)
-        return {kind: _part(seconds, wall) for kind, seconds in self.seconds.items()}
+        return {reason: _divided(seconds, wall) for reason, seconds in self.seconds.items()}
 
 
-def _part(seconds: float | None, of: float) -> float | None:
-    return None if seconds is None else seconds / of
+def _divided(seconds: float | None, divisor: float) -> float | None:
+    return None if seconds is None else seconds / divisor
 
 
 @dataclass
 class Turns:
-    """What this rank did when it was alone, or with the others."""
+    """What this rank showed alone, or with the others."""
 
     kept: Kept
-    seconds: dict[str, list[float]] = field(default_factory=dict)  # load → one value a round
+    seconds: dict[str, list[float]]  # load → of a repetition, one value a round
     hertz: float | None = None
     thermal: int | None = None
     neighbours: list[str] = field(default_factory=list)
 
+    def carry(self, efforts: Efforts, slice_seconds: float) -> None:
+        """Do a slice of each load, and add what it shows."""
 
-def alone(group: World, efforts: Efforts, slice_seconds: float, look_around: bool) -> Turns:
-    """Each rank of a machine in turn, while the others of it rest.
+        def work() -> None:
+            for name, effort in efforts.items():
+                self.seconds[name].append(mean_seconds(effort, slice_seconds))
 
-    look_around: whether to see which other processes use this rank's cores meanwhile.
+        self.kept.during(work)
+
+
+def barrier_turns_alone(
+    world: World, efforts: Efforts, slice_seconds: float, look_around: bool
+) -> Turns:
+    """Let each rank of a machine compute in turn, while the other ranks of the machine rest.
+
+    look_around: whether to look for other processes that use the cores of this rank meanwhile.
     """
     import torch
 
     cores = os.sched_getaffinity(0)
-    mine = Turns(Kept(torch.get_num_threads()), {name: [] for name in efforts})
-    mates = max(map(len, group.machines.values()))
-    own = group.neighbours.index(group.rank)
+    turns = Turns(Kept(torch.get_num_threads()), {name: [] for name in efforts})
+    ranks_of_machine = max(map(len, world.machines.values()))
+    own = world.neighbours.index(world.rank)
     before, heat = cpu.process_seconds(cores) if look_around else {}, cpu.thermal_events(cores)
     for number in range(ROUNDS):
-        for turn in range(mates):
-            group.watchdog.rearm()
+        for turn in range(ranks_of_machine):
+            world.watchdog.rearm()
             control.barrier_all()
-            if (own + number) % mates == turn:
-                mine.kept.during(partial(_carry, efforts, slice_seconds, mine.seconds))
-                mine.hertz = cpu.core_hertz(cores)
+            if (own + number) % ranks_of_machine == turn:
+                turns.carry(efforts, slice_seconds)
+                turns.hertz = cpu.core_hertz(cores)
     control.barrier_all()
     hotter = cpu.thermal_events(cores)
-    mine.thermal = None if heat is None or hotter is None else hotter - heat
+    turns.thermal = None if heat is None or hotter is None else hotter - heat
     if look_around:
-        wall = ROUNDS * mates * slice_seconds * len(efforts)
-        mine.neighbours = _neighbours(group, before, cpu.process_seconds(cores), wall)
-    return mine
+        wall = ROUNDS * ranks_of_machine * slice_seconds * len(efforts)
+        turns.neighbours = _neighbours(world, before, cpu.process_seconds(cores), wall)
+    return turns
 
 
-def together(group: World, efforts: Efforts, slice_seconds: float) -> Turns:
-    """All ranks at once."""
+def barrier_turns_together(world: World, efforts: Efforts, slice_seconds: float) -> Turns:
+    """Let all ranks compute at once."""
     import torch
 
-    busy = torch.get_num_threads() * len(group.neighbours)
-    mine = Turns(Kept(busy), {name: [] for name in efforts})
+    busy_threads = torch.get_num_threads() * len(world.neighbours)
+    turns = Turns(Kept(busy_threads), {name: [] for name in efforts})
     for _ in range(ROUNDS):
-        group.watchdog.rearm()
-        for name, each in efforts.items():
+        world.watchdog.rearm()
+        for name, effort in efforts.items():
             control.barrier_all()
-            mine.kept.during(partial(_carry, {name: each}, slice_seconds, mine.seconds))
+            turns.carry({name: effort}, slice_seconds)
     control.barrier_all()
-    return mine
-
-
-def _carry(efforts: Efforts, slice_seconds: float, into: Mapping[str, list[float]]) -> None:
-    for name, each in efforts.items():
-        into[name].append(loads.slice_of(each, slice_seconds))
+    return turns
 
 
 def _neighbours(
-    group: World, before: Mapping[str, float], after: Mapping[str, float], wall: float
+    world: World, before: Mapping[str, float], after: Mapping[str, float], wall_seconds: float
 ) -> list[str]:
-    """The processes, but these ranks, that used a share of a core meanwhile, the busiest first."""
-    ranks = tuple(
-        f"(pid {who.pid})" for who in group.members if group.members[group.rank].sees(who)
-    )
+    """Return the processes, except these ranks, that used the cores, the busiest first."""
+    own = world.members[world.rank]
+    ranks = tuple(f"(pid {member.pid})" for member in world.members if own.sees(member))
     used = {
         name: seconds - before.get(name, seconds)
         for name, seconds in after.items()
         if not name.endswith(ranks)
     }
-    most = sorted(used, key=lambda name: -used[name])
-    return [name for name in most if used[name] > SEEN_SHARE * wall]
+    busiest = sorted(used, key=lambda name: -used[name])
+    return [name for name in busiest if used[name] > NEIGHBOUR_SHARE * wall_seconds]
 
 
-def waits(
-    group: World, tested: dist.ProcessGroup, device: torch.device, work: Effort, times: int
+def barrier_waits_ns(
+    world: World, group: dist.ProcessGroup, device: torch.device, work: Effort, repetitions: int
 ) -> list[int]:
-    """ns that this rank spends in each of some small all_reduces, each after a common start and
-    the same work, so often repeated."""
+    """Return how long this rank spends in each of some small all_reduces, in ns.
+
+    Before each, all ranks start together and do the same work, so many repetitions of it.
+    """
     import torch
     import torch.distributed as dist
 
     from ddpbench.measure import loop
 
-    meet = start.STARTS["barrier"](tested, device)
+    meet = start.STARTS["barrier"](group, device)
     cell = torch.zeros(1, device=device)
 
     def prepare() -> None:
         meet()
-        for _ in range(times):
+        for _ in range(repetitions):
             work.once()
 
     def call() -> None:
-        dist.all_reduce(cell, group=tested)
+        dist.all_reduce(cell, group=group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    group.watchdog.rearm()
+    world.watchdog.rearm()
     entry, exits = loop.stamped(REPETITIONS, prepare, call)
     return [end - begin for begin, end in zip(entry, exits, strict=True)]
 
 
-def equal_work(
-    seconds_of_ranks: Sequence[Sequence[float]], wanted_seconds: float
-) -> tuple[int, float]:
-    """How often a usual rank repeats a load in so many seconds, and what that takes it."""
-    each = statistics.median(map(statistics.median, seconds_of_ranks))
-    times = max(1, round(wanted_seconds / each))
-    return times, times * each
+def equal_work(seconds_of_ranks: Sequence[Sequence[float]], seconds: float) -> tuple[int, float]:
+    """Return how often a usual rank repeats a load in about so many seconds, and the exact time.
+
+    seconds_of_ranks: of one repetition, some values for each rank.
+    """
+    usual = statistics.median(map(statistics.median, seconds_of_ranks))
+    repetitions = max(1, round(seconds / usual))
+    return repetitions, repetitions * usual
 
 
 def gpu_at_work(device: torch.device, work: Effort) -> dict[str, object] | None:
-    """The state of this rank's GPU while it computes; None where there is none, or no NVML."""
+    """Return the state of this rank's GPU while it computes; None without a GPU or NVML."""
     if device.type != "cuda":
         return None
     import torch
 
-    for _ in range(10):  # some ms each: its clocks are what they are under load
+    for _ in range(GPU_CALLS):
         work.call()
     state = environment.gpu_state()
     torch.cuda.synchronize(device)
