@@ -149,7 +149,7 @@ CAUSES: dict[str, tuple[Shown, Shown, str, str]] = {
     "hypervisor": (shown(alone=2, kept={**FREE, "stolen": 0.5}), shown(), "stolen", "for 50 %"),
     "process": (
         shown(alone=2, kept={**FREE, "queued": 0.45}, neighbours=["stress (pid 7)"]), shown(),
-        "neighbour", "45 % of the time: other processes use its cores 0-7, most of all stress (pid 7)",
+        "neighbour", "for 45 % of the time: other processes use its cores 0-7, most of all stress",
     ),
     "all the same": (
         shown(alone=2, kept={**FREE, "stolen": 0.3}), shown(kept={**FREE, "stolen": 0.25}),

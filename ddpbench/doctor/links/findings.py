@@ -1,4 +1,4 @@
-"""What is said of links: findings, and what all of them carry, in figures."""
+"""Findings on links, and one line on the rates of all links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 from ddpbench.doctor.links.suspects import Again, Cell, Rates, Suspect
 from ddpbench.records.schema import Finding
 
-# Of a full frame, besides its MTU: preamble, header, checksum and gap; of the MTU, the headers of
+# A full frame adds preamble, header, checksum and gap to its MTU; the MTU contains the headers of
 # IP and of TCP with time stamps.
 FRAME_NBYTES, HEADERS_NBYTES = 38, 52
 MTU_NBYTES = 1500
@@ -18,7 +18,7 @@ ENOUGH = 0.5  # of the interfaces' nominal speed
 
 @dataclass(frozen=True)
 class Places:
-    """What the ends of links are called, and what is known of what lies between them; by rank."""
+    """Names of the ends of links, and facts about the network between them, by rank."""
 
     host: Mapping[int, str]
     ethernet: bool = False  # whether TCP carries it
@@ -29,28 +29,28 @@ class Places:
         return f"rank {rank} ({self.host[rank]})"
 
     def names(self, ends: Sequence[int], kind: str) -> str:
-        """Hosts or ranks; of many the first and the last."""
-        told = [self.host[end] if kind == "host" else self.rank(end) for end in ends]
-        return " and ".join(told) if len(told) < 3 else f"{told[0]} … {told[-1]}"
+        """Name hosts or ranks; of many the first and the last."""
+        names = [self.host[end] if kind == "host" else self.rank(end) for end in ends]
+        return " and ".join(names) if len(names) < 3 else f"{names[0]} … {names[-1]}"
 
     def line_rate(self, bytes_per_second: float, kind: str) -> float | None:
-        """Bits a second of the Ethernet on which TCP carries so much; None where no TCP does."""
+        """Return bits a second of the Ethernet on which TCP carries that rate; None without TCP."""
         if not self.ethernet or kind == "neighbour":
             return None
         return line_rate(bytes_per_second, self.mtu_nbytes)
 
     def carries(self, bytes_per_second: float, kind: str) -> str:
-        """A rate, and of what Ethernet that is all that TCP can have."""
+        """Format a rate together with the Ethernet on which TCP carries as much."""
         bits = self.line_rate(bytes_per_second, kind)
         if bits is None:
             return rate(bytes_per_second)
-        told = f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
-        return f"{rate(bytes_per_second)}, as an Ethernet of {told} does"
+        line = f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+        return f"{rate(bytes_per_second)}, as an Ethernet of {line} does"
 
 
 @dataclass(frozen=True)
 class Carried:
-    """What one way between two ranks carried, bytes a second; None: not measured."""
+    """Rates of one direction between two ranks, in bytes a second; None: not measured."""
 
     alone: float | None
     at_once: float | None  # with all pairs of a round
@@ -62,13 +62,16 @@ class Carried:
 
 
 def line_rate(bytes_per_second: float, mtu_nbytes: int = MTU_NBYTES) -> float:
-    """Bits a second of the Ethernet on which TCP carries so much in full frames: 1448 of 1538."""
+    """Return bits a second of the Ethernet on which TCP in full frames carries that rate.
+
+    With the usual MTU, 1448 of 1538 bytes of a frame are data.
+    """
     share = (mtu_nbytes - HEADERS_NBYTES) / (mtu_nbytes + FRAME_NBYTES)
     return bytes_per_second * 8 / share
 
 
 def rate(bytes_per_second: float) -> str:
-    """Three digits, in GB/s from 1 on."""
+    """Format a rate with three digits, in GB/s from 1 GB/s on."""
     if bytes_per_second >= 1e9:
         return f"{bytes_per_second / 1e9:.3g} GB/s"
     return f"{bytes_per_second / 1e6:.3g} MB/s"
@@ -81,17 +84,17 @@ NEXT = {
     "(traceroute both ways), cabling, ports and limits of the switches; else keep them apart",
     "slow-rank-link": "compare its cores, NUMA node, GPU and interface with those of the other "
     "ranks of its host",
-    "two-hosts": "measure with a third host, which tells the link from the hosts; until then look "
-    "at both: ethtool, ethtool -S, ip -s link, cables and ports",
+    "two-hosts": "measure with a third host, to tell the link from the hosts; until then check "
+    "both: ethtool, ethtool -S, ip -s link, cables and ports",
 }
 WAYS = {"both": "sends and receives", "sends": "sends", "receives": "receives"}
 
 
 def finding(seen: Again, kind: str, places: Places, two_hosts: bool = False) -> Finding:
-    """What a confirmed suspicion is told as.
+    """Return the finding for a confirmed suspect.
 
-    kind: of what the ends are: "host", "rank" (of different hosts), "neighbour" (of one host, where
-    a slow pair may be the topology).
+    kind: what the ends are: "host", "rank" (of different hosts) or "neighbour" (ranks of one host,
+    where a slow pair may be due to the topology).
     """
     suspect = seen.suspect
     slow = places.carries(seen.bytes_per_second, kind)
@@ -108,7 +111,7 @@ def finding(seen: Again, kind: str, places: Places, two_hosts: bool = False) -> 
         what = "slow host" if kind == "host" else "slow rank"
         sentence = (
             f"{what}: {places.names(suspect.one, kind)} {WAYS[suspect.ways]} {slow}, "
-            f"whoever the other is; the others carry {others} among themselves ({each_time})"
+            f"with every other; the others carry {others} among themselves ({each_time})"
         )
     place: dict[str, object] = {"ranks": list(suspect.ends)}
     if kind == "host":
@@ -128,8 +131,10 @@ def _between(suspect: Suspect, kind: str, places: Places) -> str:
 
 
 def below_nominal(rates: Rates, places: Places) -> list[Finding]:
-    """A note where all links between hosts carry less than half of what their interfaces are said
-    to; nothing where that of one is not known."""
+    """Return a note if no link between hosts carries half of its interfaces' nominal speed.
+
+    Nothing if the nominal speed of an interface is unknown.
+    """
     nominal = {cell: min(places.nominal.get(end) or 0.0 for end in cell) for cell in rates}
     if not rates or not all(nominal.values()):
         return []
@@ -140,19 +145,19 @@ def below_nominal(rates: Rates, places: Places) -> list[Finding]:
         Finding(
             "note",
             "below-nominal",
-            f"no link between hosts carries half of what its interfaces are said to: the best, "
+            f"no link between hosts carries half of the nominal speed of its interfaces: the best, "
             f"from {places.rank(best[0])} to {places.rank(best[1])}, {rate(rates[best])} of "
             f"{rate(nominal[best])} nominal",
             "one stream may not fill a fast link (compare all at once, with several ranks a host); "
-            "else look at its MTU, at limits of the switch or of a virtual network, and whether "
-            "this is the interface that is meant",
+            "else check its MTU, the limits of the switch or of a virtual network, and whether "
+            "this is the right interface",
             {"ranks": list(best)},
         )
     ]
 
 
 def summary(title: str, cells: Mapping[Cell, Carried]) -> list[str]:
-    """A line of what the links of a class carry; none where there are none."""
+    """Return one line on the rates and latencies of these links; none without links."""
     if not cells:
         return []
     rates = [its.bytes_per_second / 1e6 for its in cells.values()]
@@ -166,7 +171,7 @@ def summary(title: str, cells: Mapping[Cell, Carried]) -> list[str]:
 
 
 def _range(values: Sequence[float]) -> str:
-    """The median, the least and the most."""
+    """Format the median, the least and the most."""
     middle, least, most = (
         f"{each:.3g}" if each < 1000 else f"{each:.0f}"
         for each in (median(values), min(values), max(values))

@@ -1,4 +1,4 @@
-"""Who meets whom: rounds of disjoint pairs, in which all pairs can work at once."""
+"""Rounds of disjoint pairs, so that all pairs of a round can work at once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ Halves = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def circle(ends: Sequence[int]) -> list[list[Pair]]:
-    """Rounds in which each meets each once: n - 1 of n ends, n where n is odd, as one then rests.
+    """Return rounds in which every end meets every other once.
 
-    The first stays in its place while the others go round a circle, and opposite ones meet.
+    There are n - 1 rounds for n ends, or n if n is odd, because one end then rests. The first end
+    stays in its place while the others go round a circle, and opposite ends meet.
     """
     ring: list[int | None] = [*ends, *([None] if len(ends) % 2 else [])]
     rounds = []
@@ -23,7 +24,7 @@ def circle(ends: Sequence[int]) -> list[list[Pair]]:
 
 
 def halved(ends: Sequence[int]) -> list[list[Halves]]:
-    """All ends cut in halves, these in halves again, down to single ones: a list for each depth."""
+    """Cut the ends into halves, these into halves again, down to single ends; a list a depth."""
     groups, depths = [tuple(ends)], []
     while groups := [group for group in groups if len(group) > 1]:
         cuts = [(group[: len(group) // 2], group[len(group) // 2 :]) for group in groups]
@@ -33,7 +34,9 @@ def halved(ends: Sequence[int]) -> list[list[Halves]]:
 
 
 def across(halves: Halves) -> list[Pair]:
-    """The pairs that meet across a cut. Of an odd number one rests, which the next cut brings into
-    a smaller half, where none does."""
+    """Return the pairs across a cut.
+
+    With an odd number one end rests. The next cut puts it into a smaller half, where none rests.
+    """
     left, right = halves
     return list(zip(left, reversed(right), strict=False))

@@ -1,4 +1,4 @@
-"""Between whom links are measured, in which order, and what that costs."""
+"""Which links are measured, in which order, and how long that takes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ddpbench.doctor.links import pairing
 from ddpbench.doctor.links.pairing import Halves, Pair
 from ddpbench.doctor.links.suspects import Cell
 
-SHARE = 0.7  # of the time given; the rest is for what is measured again
+SHARE = 0.7  # of the time of the examination; the rest is for suspects
 LEAST_SECONDS, MOST_SECONDS = 0.02, 0.2  # of one way of a pair
-FEW = 4  # of fewer ends each round has one pair, and all at once is alone
+FEW = 4  # with fewer ends a round has one pair, so all at once is the same as alone
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is measured between whom."""
+    """The pairs to measure, in rounds."""
 
     ends: tuple[int, ...]
-    host: dict[int, int]  # of each end: the first rank of its host
+    host: dict[int, int]  # end → first rank of its host
     rounds: tuple[tuple[Pair, ...], ...]  # disjoint pairs in each
     cuts: tuple[Halves, ...]  # empty: every pair is measured, all at once and alone
     seconds: float  # of one way of a pair
@@ -29,12 +29,12 @@ class Schedule:
 
     @property
     def hosts(self) -> list[int]:
-        """Of each host its first rank."""
+        """Return the first rank of each host."""
         return sorted(set(self.host.values()))
 
     @property
     def kind(self) -> str:
-        """What the ends stand for: "hosts" or "ranks"."""
+        """Return what the ends stand for: "hosts" or "ranks"."""
         return "hosts" if 1 < len(self.hosts) == len(self.ends) else "ranks"
 
     @property
@@ -42,26 +42,26 @@ class Schedule:
         return sum(map(len, self.rounds))
 
     def connecting(self) -> list[list[Cell]]:
-        """Each pair once, one way."""
-        return [list(its) for its in self.rounds]
+        """Return steps in which each pair sends once in one direction."""
+        return [list(pairs) for pairs in self.rounds]
 
     def at_once(self) -> list[list[Cell]]:
-        """The pairs of each round together, one way, then the other."""
+        """Return steps in which the pairs of a round send together, one way, then the other."""
         if len(self.ends) < FEW and not self.cuts:
             return []
-        return [way for its in self.rounds for way in (list(its), [(b, a) for a, b in its])]
+        return [way for pairs in self.rounds for way in (list(pairs), [(b, a) for a, b in pairs])]
 
     def alone(self, seed: int) -> list[list[Cell]]:
-        """One way of one pair after another; shuffled, so that what drifts is of no one end."""
+        """Return steps of one direction of one pair, shuffled so that drift favours no end."""
         if self.cuts:
             return []
-        steps = [[way] for its in self.rounds for a, b in its for way in ((a, b), (b, a))]
+        steps = [[way] for pairs in self.rounds for a, b in pairs for way in ((a, b), (b, a))]
         random.Random(seed).shuffle(steps)
         return steps
 
     @property
     def cost(self) -> str:
-        """What it takes, in a sentence."""
+        """Describe the links, the order and the time in one line."""
         how = [f"all at once in {counted(len(self.rounds), 'round')}"] if self.at_once() else []
         how += [] if self.cuts else ["one by one"]
         seconds = (len(self.at_once()) + len(self.alone(0))) * self.seconds * 1.2 + 0.5
@@ -74,21 +74,22 @@ class Schedule:
 def plan_schedule(
     hosts: Sequence[Sequence[int]], by: str, max_pairs: int, seconds: float, most_seconds: float
 ) -> Schedule:
-    """Between all ranks of these hosts, or with by "host" the first of each.
+    """Plan the links between all ranks of these hosts or, with by "host", the first of each.
 
-    Of more pairs than max_pairs: between hosts only; if these are still more, across the cuts of
-    their halves. seconds: of everything, about; most_seconds: of one way of a pair.
+    With more pairs than max_pairs only one rank of each host is measured; if these are still too
+    many, only pairs across the cuts of their halves. seconds: of everything, approximately;
+    most_seconds: of one direction of a pair.
     """
-    ends = tuple(rank for its in hosts for rank in its)
+    ends = tuple(rank for ranks in hosts for rank in ranks)
     unchecked = []
     if by == "host":
-        ends = tuple(its[0] for its in hosts)
+        ends = tuple(ranks[0] for ranks in hosts)
     elif 1 < len(hosts) < len(ends) and _pairs(ends) > max_pairs:
         unchecked.append(
             f"only one rank of each host was measured: {len(ends)} ranks have {_pairs(ends)} "
             f"links, more than --max-pairs {max_pairs}"
         )
-        ends = tuple(its[0] for its in hosts)
+        ends = tuple(ranks[0] for ranks in hosts)
     depths = pairing.halved(ends) if _pairs(ends) > max_pairs else []
     rounds = [[pair for cut in cuts for pair in pairing.across(cut)] for cuts in depths]
     rounds = rounds or pairing.circle(ends)
@@ -102,7 +103,7 @@ def plan_schedule(
     each = max(LEAST_SECONDS, min(SHARE * seconds / max(1, steps), most_seconds))
     return Schedule(
         ends,
-        {rank: its[0] for its in hosts for rank in its if rank in set(ends)},
+        {rank: ranks[0] for ranks in hosts for rank in ranks if rank in set(ends)},
         tuple(map(tuple, rounds)),
         tuple(cut for cuts in depths for cut in cuts),
         each,

@@ -1,11 +1,11 @@
-"""Which end, or which link between two, is slow: from what each pair carried.
+"""Which end, or which link between two ends, is slow, from the rates of all pairs.
 
-Rates are bytes a second by (sender, receiver), in the ranks' numbers. What bounds a stream is the
-least of what its sender sends, its receiver receives and the link between them carries. So each end
-has two levels, the upper quartiles of its row and of its column; an end is held against the levels
-of all, a link against the lesser one of its two ends. A sum of effects, as a median polish has it,
-would expect too little between two slow ends, and of four hosts takes a slow one for three links.
-Whether a suspicion is true must be measured again: `again`, `Again`.
+Rates are bytes a second by (sender, receiver), which are numbers of ranks. The slowest of sender,
+link and receiver bounds a stream. So each end has two levels, the upper quartiles of its row and of
+its column. An end is compared with the levels of all ends, a link with the lower level of its two
+ends. A sum of effects, as in a median polish, would expect too little between two slow ends, and
+would mistake one slow host of four for three slow links. A suspect must be measured again: `again`,
+`Again`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ddpbench.doctor.links.pairing import Halves
 Cell = tuple[int, int]  # sender, receiver
 Rates = Mapping[Cell, float]
 
-SUSPICIOUS = 0.70  # of what is expected; less is measured again
-FAR = 5.0  # and so many times the spread of all the others away,
-WORTH = 0.25  # unless so little is left that it is worth it however they vary
+SUSPICIOUS = 0.70  # of the expected rate; less is measured again
+FAR = 5.0  # if it is at least this many spreads away from the rest,
+WORTH = 0.25  # or if less than this is left, however the rest varies
 LEAST_SPREAD = 0.03  # relative; few links may agree by chance
-CONFIRMED = 0.75  # of what healthy links carry beside it, each time it is measured again:
-TIMES, MOST_TIMES = 5, 10  # so often, and with those that say nothing
+CONFIRMED = 0.75  # of the rate of healthy links, below which it is each time it is measured again
+TIMES, MOST_TIMES = 5, 10  # how often that must count, and with those that do not count
 MOST_AGAIN, MOST_BESIDE = 4, 2  # cells of one suspicion that are measured again; healthy ones
 DEVIATION = 1.4826  # standard deviations in a median absolute deviation
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """What may be slow: all links of one end, or those between `one` and `other`."""
+    """A suspect: all links of one end, or the links between `one` and `other`."""
 
     one: tuple[int, ...]
     other: tuple[int, ...]  # empty: all others
@@ -46,37 +46,37 @@ class Suspect:
 
     @property
     def ways(self) -> str:
-        """What is slow as seen from `one`: "sends", "receives" or "both"."""
+        """Return the slow direction as seen from `one`: "sends", "receives" or "both"."""
         sends = {cell[0] in self.one for cell in self.cells}
         return "both" if len(sends) == 2 else "sends" if sends == {True} else "receives"
 
 
 @dataclass(frozen=True)
 class Again:
-    """A suspicion measured again and again, each time beside healthy links.
+    """A suspect measured again and again, each time beside healthy links.
 
-    It is judged by the best rates of each time: what else a host does makes a link slower, never
-    faster. When the healthy links are slow themselves, a time says nothing.
+    The best rates of each time count, because other load makes a link slower, never faster. A time
+    counts only if the healthy links, or the suspect, are about as fast as before.
     """
 
     suspect: Suspect
-    usual: float  # what the healthy links carried before
-    slow: tuple[tuple[float, ...], ...] = ()  # each time: what its cells carried
-    others: tuple[tuple[float, ...], ...] = ()  # and what healthy ones did
+    usual: float  # rate of the healthy links before
+    slow: tuple[tuple[float, ...], ...] = ()  # each time: the rates of its cells
+    others: tuple[tuple[float, ...], ...] = ()  # each time: the rates of healthy cells
 
     def and_again(self, slow: Iterable[float], others: Iterable[float]) -> Again:
-        """With one time more."""
+        """Return the same with one more time."""
         return replace(self, slow=(*self.slow, tuple(slow)), others=(*self.others, tuple(others)))
 
     @property
     def times(self) -> list[tuple[float, float]]:
-        """The best (of its cells, of the healthy) of each time that says something."""
+        """Return the best rate of its cells and of the healthy ones, for each time that counts."""
         best = zip(map(max, self.slow), map(max, self.others), strict=True)
         return [each for each in best if max(each) >= CONFIRMED * self.usual]
 
     @property
     def cleared(self) -> bool:
-        """Whether it was once about as fast as the others."""
+        """Tell whether it was about as fast as the others at least once."""
         return any(slow >= CONFIRMED * others for slow, others in self.times)
 
     @property
@@ -85,7 +85,7 @@ class Again:
 
     @property
     def decided(self) -> bool:
-        """Whether there is nothing left to measure."""
+        """Tell whether nothing is left to measure."""
         return self.cleared or self.confirmed or len(self.slow) >= MOST_TIMES
 
     @property
@@ -98,16 +98,16 @@ class Again:
 
 
 def upper(values: Iterable[float]) -> float:
-    """The upper quartile, one of the values: of two or three the largest."""
+    """Return the upper quartile, one of the values: of two or three the largest."""
     ordered = sorted(values)
     return ordered[math.ceil(0.75 * len(ordered)) - 1]
 
 
 def suspects(rates: Rates, spread: float = 0.0) -> list[Suspect]:
-    """The ends that are slow, then the links that are beside them, each the slowest first.
+    """Return the slow ends, then the other slow links, the slowest first.
 
-    spread: relative, of repeated measurements of one cell. Of two ends only the one way can be held
-    against the other.
+    spread: relative, of repeated measurements of one cell. With two ends, only the two directions
+    can be compared.
     """
     sends, receives = _levels(rates, 0), _levels(rates, 1)
     levels = [*sends.values(), *receives.values()]
@@ -142,8 +142,11 @@ def _slow_links(rates: Rates, expected: Rates, least: float) -> list[Suspect]:
 
 
 def between(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
-    """The rates between hosts, each named by one rank of it: the upper median over its ranks, so
-    that one slow rank of two is no slow host. host: of each rank."""
+    """Return the rates between hosts, each named by one of its ranks.
+
+    A rate is the upper median over the ranks, so that one slow rank of two is no slow host.
+    host: rank → a rank that names its host.
+    """
     grouped: dict[Cell, list[float]] = {}
     for (a, b), rate in rates.items():
         if host[a] != host[b]:
@@ -152,7 +155,7 @@ def between(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
 
 
 def shares(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
-    """What ranks of different hosts carry of what their hosts do: 1 is as much."""
+    """Return the rate of each pair of ranks relative to that of their hosts: 1 is as fast."""
     hosts = between(rates, host)
     return {
         (a, b): rate / hosts[host[a], host[b]]
@@ -162,8 +165,7 @@ def shares(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
 
 
 def merged(found: Sequence[Suspect], cuts: Iterable[Halves]) -> list[Suspect]:
-    """Suspects of which those that are all pairs across a cut have become one: all between its
-    halves is slow."""
+    """Replace the suspects that together are all pairs across a cut by one: the cut is slow."""
     left = {frozenset(each.ends): each for each in found if each.other}
     whole = []
     for halves in cuts:
@@ -178,11 +180,12 @@ def merged(found: Sequence[Suspect], cuts: Iterable[Halves]) -> list[Suspect]:
 def again(
     suspect: Suspect, rates: Rates, found: Sequence[Suspect]
 ) -> tuple[list[Cell], list[Cell]]:
-    """Which cells to measure again, and which healthy ones beside them: those of the same ends
-    first. A link of a slow end is held against that end's other links. No healthy ones: nothing is
-    left that it could be held against.
+    """Return the cells to measure again, and healthy cells to compare with.
 
-    found: all suspects, this one among them.
+    Healthy cells of the same ends come first. A link of a slow end is compared with the other links
+    of that end. Without healthy cells there is nothing to compare with.
+
+    found: all suspects, including this one.
     """
     ill = {end for each in found if not each.other for end in each.one}
     mine = ill & set(suspect.ends) if suspect.other else set[int]()
@@ -207,8 +210,10 @@ def again(
 
 
 def _levels(rates: Rates, side: int) -> dict[int, float]:
-    """The upper quartile of each end's rates as sender (0) or receiver (1); of ends with two
-    partners at least, for with one the end and the link cannot be told apart."""
+    """Return the upper quartile of each end's rates as sender (0) or receiver (1).
+
+    Only for ends with two partners at least: with one, the end and the link look the same.
+    """
     grouped: dict[int, list[float]] = {}
     for cell, rate in rates.items():
         grouped.setdefault(cell[side], []).append(rate)
@@ -225,7 +230,7 @@ def _one_way(rates: Rates, spread: float) -> list[Suspect]:
 
 
 def _least(noise: float) -> float:
-    """The share of what is expected below which a cell is suspicious."""
+    """Return the share of the expected rate below which a cell is suspicious."""
     return min(SUSPICIOUS, max(WORTH, math.exp(-FAR * noise)))
 
 
@@ -236,7 +241,7 @@ def _deviation(ratios: Sequence[float]) -> float:
 
 
 def _of_both_ways(rates: Rates) -> float:
-    """What the two ways of a pair differ by, which slow ends and links leave alike."""
+    """Return how much the two directions of a pair differ; slow ends and links keep them equal."""
     ratios = [abs(math.log(rates[a, b] / rates[b, a])) for a, b in rates if (b, a) in rates]
     return DEVIATION * median_low(ratios) / math.sqrt(2) if ratios else 0.0
 
