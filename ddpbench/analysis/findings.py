@@ -1,4 +1,4 @@
-"""What a run says beyond its rows: one function of CHECKS adds a check."""
+"""Findings of a run: one function in CHECKS adds a check."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from dataclasses import replace
 from typing import Any
 
 from ddpbench.analysis import limits, lines, step_lines, steps
+from ddpbench.analysis.flags import BUSY_SHARE, AnyLine
 from ddpbench.analysis.setup import crowded
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.records.schema import SEVERITIES, Finding, Launch, Run, StepCase, StepResult
+from ddpbench.records.schema import SEVERITIES, Finding, Run, StepCase, StepResult
 
-EXPOSED_SHARE = 0.10  # of the step: communication that is worth a remark when backward hides less
-FIRST_BUCKET = 2**20  # bytes of DDP's first bucket, at most, where no other size is asked for
+EXPOSED_SHARE = 0.10  # of the step: exposed communication above it is reported
+FIRST_BUCKET = 2**20  # bytes of DDP's first bucket, at most, by default
 
 
 def findings(run: Run) -> tuple[Finding, ...]:
-    """All findings, the worst first."""
-    found = [finding for check in CHECKS for finding in check(run)]
-    unique = {(f.code, f.sentence): f for f in found}
+    """Return all findings, the worst first."""
+    unique = {(f.code, f.sentence): f for check in CHECKS for f in check(run)}
     return tuple(sorted(unique.values(), key=lambda f: SEVERITIES.index(f.severity)))
 
 
 def exit_code(run: Run) -> int:
-    """0 clean, 1 a finding as bad as the plan's `fail_on`, 4 a wrong result."""
-    examined = [finding for each in run.examinations for finding in each.findings]
+    """Return 0 if clean, 1 for a finding as bad as the plan's `fail_on`, 4 for a wrong result."""
     wrong = any(result.wrong for result in run.results)
-    wrong |= any(finding.code == "wrong-result" for finding in examined)
+    wrong |= any(finding.code == "wrong-result" for finding in _examined(run))
     if wrong or any(map(replicas_bad, run.steps)):
         return 4
     bad = SEVERITIES[: SEVERITIES.index(run.plan.fail_on) + 1]
@@ -35,12 +34,12 @@ def exit_code(run: Run) -> int:
 
 def replicas_bad(result: StepResult) -> bool:
     """Whether a verification found replicas that differ, or are not finite."""
-    found = result.replicas
-    return (found is not None and found.failed) or _bad_epoch(result) is not None
+    replicas = result.replicas
+    return (replicas is not None and replicas.failed) or _bad_epoch(result) is not None
 
 
 def _bad_epoch(result: StepResult) -> int | None:
-    """The first epoch after which the replicas were not equal."""
+    """Return the first epoch after which the replicas were not equal."""
     return next((e.number for e in result.epochs if e.replicas_equal is False), None)
 
 
@@ -55,7 +54,9 @@ def _wrong_results(run: Run) -> Iterator[Finding]:
                 f"{case.called} on {case.backend}, {case.nbytes} bytes of {case.dtype}: "
                 f"rank {wrong.rank} got {wrong.got} at index {wrong.index} in {when}, "
                 f"expected {wrong.expected}",
-                "do not train on this set-up; run again with one backend and size to narrow it",
+                "do not train on this set-up; measure this case alone: "
+                f"--op {case.operation} --backend {case.backend} --sizes {case.nbytes} "
+                f"--dtype {case.dtype}",
                 {"operation": case.operation, "nbytes": case.nbytes, **vars(wrong)},
             )
 
@@ -71,29 +72,29 @@ def _invalid(run: Run) -> Iterator[Finding]:
                 f"{case.called} on {case.backend}, {case.nbytes} bytes, took "
                 f"{seconds * 1e6:.1f} µs: at most {hard.bytes_per_second / 1e9:.1f} "
                 f"GB/s can move here ({hard.source})",
-                "the call returns before it is done: report it to the backend",
+                "report to the developers of the backend that the call returns before it is done",
             )
 
 
 def _replicas(run: Run) -> Iterator[Finding]:
-    """What the verifications found, but notes: random states, buffers that DDP sends again."""
+    """Report differing replicas. Notes are left out: random states, buffers that DDP resends."""
     for result in run.steps:
-        found, case, epoch = result.replicas, result.case, _bad_epoch(result)
+        replicas, case, epoch = result.replicas, result.case, _bad_epoch(result)
         place: dict[str, Any] = {"workload": case.workload, "backend": case.backend}
         who = f"{case.workload} on {case.backend}"
-        for each in found.findings if found is not None and not found.ok else ():
-            if each.severity != "note":
-                step = each.place.get("step")
+        for finding in replicas.findings if replicas is not None and not replicas.ok else ():
+            if finding.severity != "note":
+                step = finding.place.get("step")
                 when = "" if step is None else f", after step {step}"
-                sentence = f"{who}{when}: {each.sentence}"
-                yield replace(each, sentence=sentence, place={**place, **each.place})
+                sentence = f"{who}{when}: {finding.sentence}"
+                yield replace(finding, sentence=sentence, place={**place, **finding.place})
         if epoch is not None:
             yield Finding(
                 "error",
                 "replicas-differ",
                 f"{who}: the replicas were not equal, or not finite, after epoch {epoch}",
-                "do not use what was trained; measure its steps with --verify every, which names "
-                "the step, the tensors and the ranks",
+                "do not use the trained model; --verify every measures its steps and names the "
+                "step, the tensors and the ranks",
                 {**place, "epoch": epoch},
             )
 
@@ -108,7 +109,7 @@ def _late_rank(run: Run) -> Iterator[Finding]:
         for rank in sorted(late - {None}, key=str):
             assert line.summary is not None
             waits = [b.wait.value for b in line.summary.buckets if b.late_rank == rank]
-            yield _late(line, rank, max(waits), "for a bucket of it")
+            yield _late(line, rank, max(waits), "for one of its buckets")
 
 
 def _late(line: StepLine, rank: int | None, seconds: float, why: str) -> Finding:
@@ -118,7 +119,8 @@ def _late(line: StepLine, rank: int | None, seconds: float, why: str) -> Finding
         "late-rank",
         f"{case.workload} on {case.backend}: rank {rank} is late: the others wait "
         f"{seconds * 1e3:.3g} ms of each {(line.seconds or 0) * 1e3:.3g} ms step {why}",
-        "compare its core or GPU clocks, its neighbours on the host and its data with the others'",
+        "compare the clock, the neighbours on the host and the data of this rank with the "
+        "others'; python -m ddpbench doctor --only stragglers measures the ranks",
         {"workload": case.workload, "backend": case.backend, "rank": rank},
     )
 
@@ -143,7 +145,7 @@ def _exposed(run: Run) -> Iterator[Finding]:
 
 
 def _send_less(line: StepLine) -> str:
-    """What shortens a transfer, or hides more of it, in this case."""
+    """Suggest how to shorten the transfer of this case, or hide more of it."""
     case, buckets = line.case, line.summary.buckets if line.summary else ()
     ways = []
     if case.comm_hook == "none" and case.parameter_nbytes > 2 * case.parameters:
@@ -152,12 +154,12 @@ def _send_less(line: StepLine) -> str:
     if len(buckets) > 1:
         ways.append("try another --bucket-cap-mb")
     elif buckets and case.bucket_cap_mb is not None and buckets[0].nbytes > FIRST_BUCKET:
-        ways.append("leave out --bucket-cap-mb: what is sent in one bucket cannot be hidden")
+        ways.append("leave out --bucket-cap-mb: a single bucket cannot be hidden")
     return ", or ".join(ways)
 
 
 def _send_less_often(line: StepLine) -> str:
-    """What spares the cost of a communication that the bytes do not make."""
+    """Suggest how to reduce the overhead of this case, which does not depend on bytes."""
     case, buckets = line.case, line.summary.buckets if line.summary else ()
     small = len(buckets) > 1 and case.parameter_nbytes < FIRST_BUCKET * len(buckets)
     fewer = ", or in fewer buckets (a larger --bucket-cap-mb)" if small else ""
@@ -165,7 +167,7 @@ def _send_less_often(line: StepLine) -> str:
 
 
 def _less_often(case: StepCase) -> str:
-    """With the options that this case can take."""
+    """Suggest to communicate less often, with options that this case accepts."""
     batch = "a larger batch in its own code" if ":" in case.workload else "a larger --batch"
     more = "a larger --accumulate" if case.accumulate > 1 else "--accumulate"
     return f"communicate less often ({batch if case.static_graph else f'{more}, {batch}'})"
@@ -176,45 +178,45 @@ def _one_rank(run: Run) -> Iterator[Finding]:
         yield Finding(
             "note",
             "one-rank",
-            "one rank: nothing is communicated, and there is no other replica to be equal to"
+            "one rank: nothing is communicated, and there is no other replica to compare with"
             if run.steps
-            else "one rank: nothing crosses a link, so bus bandwidth is 0 or says nothing by "
-            "definition",
+            else "one rank: nothing crosses a link, so the bus bandwidth is 0 or meaningless",
             "start two or more ranks: -n 2",
         )
 
 
 def _debug(run: Run) -> Iterator[Finding]:
-    for _launch, rank in _ranks(run):
+    for rank in (rank for launch in run.launches for rank in launch.ranks):
         if rank.get("variables", {}).get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
             yield Finding(
                 "warning",
                 "debug-detail",
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL is set: every call is checked first, and small "
-                "ones take many times as long",
-                "unset TORCH_DISTRIBUTED_DEBUG to measure",
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL is set: torch checks every call first, and small "
+                "calls take many times as long",
+                "unset TORCH_DISTRIBUTED_DEBUG",
             )
             return
 
 
 def _oversubscribed(run: Run) -> Iterator[Finding]:
-    examined = [finding for each in run.examinations for finding in each.findings]
-    bound = {each.place.get("host") for each in examined if each.code == "shared-cores"}
-    for launch in run.launches:
-        for its in crowded(launch.ranks):
-            if its.host not in bound:  # there, some ranks have cores to themselves: told with them
-                few = its.ranks <= its.cores
-                yield Finding(
-                    "warning",
-                    "oversubscribed",
-                    f"{its.host}: {its.ranks} ranks with {its.threads} compute threads in all "
-                    f"share {its.cores} cores: times contain waiting for a core",
-                    f"use -n {its.cores} or fewer"
-                    + (f", or OMP_NUM_THREADS={its.cores // its.ranks}" if few else "")
-                    + (f"; or bind them to more cores: {its.spare} others are allowed here"
-                       if its.spare else ""),
-                    {"host": its.host},
-                )  # fmt: skip
+    # Where some ranks have cores to themselves, the finding `shared-cores` covers the host.
+    covered = {f.place.get("host") for f in _examined(run) if f.code == "shared-cores"}
+    for host in (host for launch in run.launches for host in crowded(launch.ranks)):
+        if host.host in covered:
+            continue
+        ways = f"use -n {host.cores} or fewer"
+        if host.ranks <= host.cores:
+            ways += f", or OMP_NUM_THREADS={host.cores // host.ranks}"
+        if host.spare:
+            ways += f"; or bind the ranks to more cores: {host.spare} others are allowed here"
+        yield Finding(
+            "warning",
+            "oversubscribed",
+            f"{host.host}: {host.ranks} ranks with {host.threads} compute threads in all "
+            f"share {host.cores} cores: times contain waiting for a core",
+            ways,
+            {"host": host.host},
+        )
 
 
 def _mixed_versions(run: Run) -> Iterator[Finding]:
@@ -233,28 +235,22 @@ def _mixed_versions(run: Run) -> Iterator[Finding]:
 
 
 def _busy(run: Run) -> Iterator[Finding]:
-    everything: list[lines.Line | StepLine] = [*lines.lines(run), *step_lines.lines(run)]
-    rows = [line for line in everything if line.seconds is not None]
+    all_lines: list[AnyLine] = [*lines.lines(run), *step_lines.lines(run)]
+    rows = [line for line in all_lines if line.seconds is not None]
     busy = [line for line in rows if "busy" in line.flags]
     if busy and len(busy) * 4 >= len(rows):
         yield Finding(
             "warning",
             "busy-host",
-            f"other processes used more than 5 % of the cores during {len(busy)} of {len(rows)} "
-            "cases: these times are not the backend's alone",
-            "stop what else runs on the host and measure again",
+            f"other processes used more than {BUSY_SHARE * 100:g} % of the cores during "
+            f"{len(busy)} of {len(rows)} cases: these times are not the backend's alone",
+            "stop other programs on this host and measure again",
         )
 
 
 def _examined(run: Run) -> Iterator[Finding]:
     for examination in run.examinations:
         yield from examination.findings
-
-
-def _ranks(run: Run) -> Iterator[tuple[Launch, dict[str, Any]]]:
-    for launch in run.launches:
-        for rank in launch.ranks:
-            yield launch, rank
 
 
 CHECKS: list[Callable[[Run], Iterator[Finding]]] = [

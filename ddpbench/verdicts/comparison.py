@@ -1,4 +1,4 @@
-"""The verdict on two sets of runs, case by case, and what to know before believing it."""
+"""The verdict on two sets of runs, case by case, with notes on their reliability."""
 
 from __future__ import annotations
 
@@ -27,43 +27,41 @@ from ddpbench.verdicts.verdict import (
 )
 
 ONLY_BASE, ONLY_NEW = "ONLY BASE", "ONLY NEW"
-# What matters first.
+# In order of importance.
 ORDER = (SLOWER, INVALID, INCOMPARABLE, INCONCLUSIVE, FASTER, SAME, ONLY_BASE, ONLY_NEW)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How the verdicts are found."""
+    """How verdicts are reached."""
 
-    margin: float = verdict.MARGIN  # a smaller change is none
-    noise: Noise | None = None  # this machine's: no change below it is claimed
-    drift: Drift | None = None  # of the two sides, where they are apart in time
-    # Launches of the same number are neighbours in time, and are judged in pairs.
-    paired: bool = False
+    margin: float = verdict.MARGIN  # the smallest change that counts
+    noise: Noise | None = None  # of this machine: no smaller change is claimed
+    drift: Drift | None = None  # between two sides that are apart in time
+    paired: bool = False  # launches of the same number are neighbours in time, judged in pairs
     confidence: float = verdict.CONFIDENCE  # of paired intervals
-    # Fields of the identity that may differ: what the user varies, to see what it does.
-    varied: tuple[str, ...] = ()
+    varied: tuple[str, ...] = ()  # identity fields that the user varies on purpose
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case. `shift` is there only where the two sides may be compared."""
+    """One case; `shift` exists only if the two sides are comparable."""
 
-    verdict: str
-    case: AnyCase  # BASE's, where it has one
+    verdict: str  # "" until it is judged
+    case: AnyCase  # BASE's if it has one
     base: Side | None
     new: Side | None
     margin: float = 0.0
     shift: Shift | None = None
-    needed: int | None = None  # launches a side, about, where it is INCONCLUSIVE
+    needed: int | None = None  # launches per side, about, to settle INCONCLUSIVE
     why: str = ""
-    drift: float = 0.0  # no smaller change is claimed, since the sides are apart in time
-    drifts: bool = False  # it is INCONCLUSIVE for that reason alone
+    drift: float = 0.0  # no smaller change is claimed: the sides are apart in time
+    drifts: bool = False  # INCONCLUSIVE for that reason alone
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows, what matters first; differences of the environments; notes on what to mind."""
+    """All rows in order of importance, differences of the environments, and notes."""
 
     base: Source
     new: Source
@@ -74,7 +72,7 @@ class Comparison:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Verdict → rows, in order, without those that have none."""
+        """The number of rows of each verdict that occurs, in order of importance."""
         counted = Counter(row.verdict for row in self.rows)
         return {name: counted[name] for name in ORDER if counted[name]}
 
@@ -82,8 +80,10 @@ class Comparison:
 def compare(
     base: Source, new: Source, rule: Rule, wanted: Callable[[AnyCase], bool] = matching.everything
 ) -> Comparison:
-    """The verdicts on the wanted cases. Raises ValueError when the runs of a side differ in what
-    they measured, so that they are no replicates."""
+    """Compare the wanted cases of two sides.
+
+    Raises ValueError if the runs of a side measured different cases: they are no replicates.
+    """
     sides = matching.found(base, wanted), matching.found(new, wanted)
     rows = _judged([row for pair in matching.pairs(*sides) for row in _row(*pair, rule)], rule)
 
@@ -92,15 +92,17 @@ def compare(
         return ORDER.index(row.verdict), -change, *matching.row_of(row.case)
 
     rows.sort(key=order)
+    environments = differences(base.runs, new.runs)
     return Comparison(
-        base, new, rule, tuple(rows),
-        differences(base.runs, new.runs), tuple(_notes(base, new, rule, rows)),
-    )  # fmt: skip
+        base, new, rule, tuple(rows), environments, tuple(_notes(base, new, rule, rows))
+    )
 
 
 def exit_code(comparison: Comparison, strict: bool) -> int:
-    """1 where a row is SLOWER, whatever else is; else 3 where one is INVALID or INCOMPARABLE, or
-    none could be compared; else, if strict, 2 where one is open: INCONCLUSIVE, or gone; else 0."""
+    """Return 1 if a row is SLOWER; else 3 if one is INVALID or INCOMPARABLE, or none is compared.
+
+    Else return 2 if `strict` and a row is INCONCLUSIVE or ONLY BASE; else 0.
+    """
     seen = set(comparison.counts)
     if SLOWER in seen:
         return 1
@@ -110,14 +112,13 @@ def exit_code(comparison: Comparison, strict: bool) -> int:
 
 
 def _row(base: Found | None, new: Found | None, rule: Rule) -> Iterator[Row]:
-    """A row for two that belong together, without a verdict where there is one to be found; none
-    for what neither side measured."""
-    case, *_ = [each.case for each in (base, new) if each is not None]
-    left, right = (each.side if each is not None else None for each in (base, new))
+    """Yield the row of a matched pair, without verdict if it can be judged; none if unmeasured."""
+    case, *_ = [found.case for found in (base, new) if found is not None]
+    left, right = (found.side if found is not None else None for found in (base, new))
     faults = [
-        f"{name}: {each.fault}"
-        for name, each in (("BASE", base), ("NEW", new))
-        if each is not None and each.fault is not None
+        f"{name}: {found.fault}"
+        for name, found in (("BASE", base), ("NEW", new))
+        if found is not None and found.fault is not None
     ]
     if faults:
         yield Row(INVALID, case, left, right, why="; ".join(faults))
@@ -132,25 +133,31 @@ def _row(base: Found | None, new: Found | None, rule: Rule) -> Iterator[Row]:
 
 
 def _judged(rows: list[Row], rule: Rule) -> list[Row]:
-    """The rows with all verdicts."""
+    """Fill in all missing verdicts."""
     rows = [_by_quartiles(row) for row in rows]
-    todo = [(place, pair) for place, row in enumerate(rows) if (pair := _pair(row, rule))]
+    pairs = {i: pair for i, row in enumerate(rows) if (pair := _pair(row, rule))}
     if rule.drift is not None:
-        drifts = [rule.drift.margin(rows[place].case, len(todo)) for place, _ in todo]
-        todo = [(place, replace(pair, drift=drift))
-                for (place, pair), drift in zip(todo, drifts, strict=True)]  # fmt: skip
-    found = judging.judge_pairs([pair for _, pair in todo], rule.paired, rule.confidence)
-    for (place, pair), one in zip(todo, found, strict=True):
-        rows[place] = replace(
-            rows[place], verdict=one.verdict, margin=pair.margin, shift=one.shift,
-            needed=one.needed, why="; ".join(filter(None, [rows[place].why, one.why])),
-            drift=pair.drift, drifts=one.drifts,
-        )  # fmt: skip
-    return [_placed(row) for row in rows] if rule.drift is not None else rows
+        pairs = {
+            i: replace(pair, drift=rule.drift.margin(rows[i].case, len(pairs)))
+            for i, pair in pairs.items()
+        }
+    judgements = judging.judge_pairs([*pairs.values()], rule.paired, rule.confidence)
+    for (i, pair), judgement in zip(pairs.items(), judgements, strict=True):
+        rows[i] = replace(
+            rows[i],
+            verdict=judgement.verdict,
+            margin=pair.margin,
+            shift=judgement.shift,
+            needed=judgement.needed,
+            why="; ".join(filter(None, [rows[i].why, judgement.why])),
+            drift=pair.drift,
+            drifts=judgement.drifts,
+        )
+    return [_without_moved_cores(row) for row in rows] if rule.drift is not None else rows
 
 
-def _placed(row: Row) -> Row:
-    """Without a claim that the placement of the ranks' cores explains."""
+def _without_moved_cores(row: Row) -> Row:
+    """Withdraw a claim that the placement of the ranks' cores explains."""
     if row.base is None or row.new is None or row.verdict not in (SLOWER, FASTER):
         return row
     why = drift.moved(row.base, row.new)
@@ -158,7 +165,7 @@ def _placed(row: Row) -> Row:
 
 
 def _by_quartiles(row: Row) -> Row:
-    """With both sides by the statistic with which they are compared."""
+    """Give both sides the statistic by which they are compared."""
     if row.verdict or row.base is None or row.new is None:
         return row
     base, new = matching.alike(row.base, row.new)
@@ -166,7 +173,7 @@ def _by_quartiles(row: Row) -> Row:
 
 
 def _pair(row: Row, rule: Rule) -> Pair | None:
-    """What is to be judged, if anything; where it is paired, the launches that both sides have."""
+    """Return the times to judge, if any; pairs contain the launches that both sides have."""
     if row.verdict or row.base is None or row.new is None:
         return None
     base, new = row.base.times, row.new.times
@@ -181,14 +188,14 @@ def _pair(row: Row, rule: Rule) -> Pair | None:
 
 
 def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[str]:
-    """What a reader must know to believe the verdicts."""
+    """Yield what limits the reliability of the verdicts."""
     for name, source in (("BASE", base), ("NEW", new)):
         for run in source.runs:
             if run.state != "complete":
                 yield f"{name} is PARTIAL: {run.id} is {run.state}"
             for finding in run.findings:
                 if finding.code == LEFT_OUT:
-                    yield f"{name} is not all of {run.id}: {finding.sentence}"
+                    yield f"{name} is only a part of {run.id}: {finding.sentence}"
         measured = [o for run in source.runs for o in run.outcomes if o.summary is not None]
         busy = sum((o.others_share or 0) > BUSY_SHARE for o in measured)
         if busy:
@@ -211,7 +218,7 @@ def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[s
 
 
 def _span(seconds: float) -> str:
-    """ "40 seconds", "3 hours"."""
+    """Format a duration: "40 seconds", "3 hours"."""
     for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}s"

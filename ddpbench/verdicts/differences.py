@@ -1,4 +1,4 @@
-"""What differs in the environments of two sets of runs: what may explain a change."""
+"""Differences between the environments of two sets of runs, which may explain a change."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 
 from ddpbench.records.schema import Launch, Plan, Run
 
-# Of a launch and of its ranks; not what differs from one minute to the next: loads, free memory.
+# Facts of launches and ranks. Load and free memory are left out: they change every minute.
 FACTS = (
-    "ddpbench", "git", "python", "torch", "torch_build", "cuda", "nccl", "driver", "kernel",
-    "os", "container", "virtual_machine", "cpu_model", "cores_logical", "cores_physical", "smt",
-    "governor", "memory_nbytes", "transparent_huge_pages", "numa_nodes", "default_interface",
-)  # fmt: skip
+    *("ddpbench", "git", "python", "torch", "torch_build", "cuda", "nccl", "driver", "kernel"),
+    *("os", "container", "virtual_machine", "cpu_model", "cores_logical", "cores_physical", "smt"),
+    *("governor", "memory_nbytes", "transparent_huge_pages", "numa_nodes", "default_interface"),
+)
 RANK_FACTS = (
-    "hostname", "cpuset", "numa_nodes", "threads", "gpu_name", "cgroup_cpu_quota_cores",
-    "cgroup_memory_limit_nbytes", "ulimit_memlock_nbytes", "interface",
-)  # fmt: skip
-# Of these, what tells one machine from another; a container may have a new hostname each time.
+    *("hostname", "cpuset", "numa_nodes", "threads", "gpu_name", "cgroup_cpu_quota_cores"),
+    *("cgroup_memory_limit_nbytes", "ulimit_memlock_nbytes", "interface"),
+)
+# Facts that distinguish machines; a container may have a new hostname each time.
 MACHINE = ("cpu_model", "cores_logical", "cores_physical", "gpu_name", "hostname")
-# Variables that are new in every job.
+# Variables that every job sets anew.
 PASSING = re.compile(r"SLURM_.*(ID|PORTS?|TIME|ADDR|IPADDR|NODELIST)$")
 UNSET = "unset"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One fact: the values that the launches and ranks of each side have, as text."""
+    """One fact, with the values of the launches and ranks of each side, as text."""
 
     name: str
     base: tuple[str, ...]
@@ -36,37 +36,39 @@ class Difference:
 
 
 def differences(base: Sequence[Run], new: Sequence[Run]) -> tuple[Difference, ...]:
-    """What differs in the launches of backends that both have; a fact that one side did not record
-    is not one."""
+    """Compare the launches of backends that both sides have.
+
+    A fact that one side did not record is no difference.
+    """
     backends = {launch.backend for run in base for launch in run.launches}
     backends &= {launch.backend for run in new for launch in run.launches}
     sides = [[_of(run, backends) for run in side] for side in (base, new)]
     variables = sorted({name for side in sides for run in side for name in _variables(run)})
-    ours, theirs = (_environment(side, variables) for side in sides)
+    left, right = (_environment(side, variables) for side in sides)
     return tuple(
-        Difference(name, tuple(sorted(ours[name])), tuple(sorted(theirs[name])))
-        for name in ours
-        if name in theirs and ours[name] != theirs[name]
+        Difference(name, tuple(sorted(left[name])), tuple(sorted(right[name])))
+        for name in left
+        if name in right and left[name] != right[name]
     )
 
 
-def other_machine(found: Sequence[Difference]) -> tuple[Difference, ...]:
-    """Of these, what says that the two sides were measured on different machines."""
-    return tuple(each for name in MACHINE for each in found if each.name == name)
+def other_machine(all_differences: Sequence[Difference]) -> tuple[Difference, ...]:
+    """Return the differences which show that the sides were measured on different machines."""
+    return tuple(each for name in MACHINE for each in all_differences if each.name == name)
 
 
 def _of(run: Run, backends: set[str]) -> Run:
-    """The run without the launches of other backends."""
+    """Return the run without the launches of other backends."""
     kept = tuple(launch for launch in run.launches if launch.backend in backends)
     return replace(run, launches=kept)
 
 
 def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set[str]]:
-    """Name → all values, in the order in which they are told."""
-    found: dict[str, set[str]] = {}
+    """Return all values of each fact, in the order in which they are shown."""
+    facts_by_name: dict[str, set[str]] = {}
 
     def note(name: str, value: Any) -> None:
-        found.setdefault(name, set()).add(_said(value))
+        facts_by_name.setdefault(name, set()).add(_format_value(value))
 
     for launch in (launch for run in runs for launch in run.launches):
         facts = {**launch.facts, **_git(launch)}
@@ -86,7 +88,7 @@ def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set
         for field in fields(Plan):
             if field.name != "seed":
                 note(f"plan: {field.name}", getattr(run.plan, field.name))
-    return found
+    return facts_by_name
 
 
 def _variables(run: Run) -> set[str]:
@@ -96,16 +98,16 @@ def _variables(run: Run) -> set[str]:
 
 
 def _git(launch: Launch) -> dict[str, str]:
-    """The revision of ddpbench, and whether it was changed since."""
+    """Return the revision of ddpbench, and whether it has uncommitted changes."""
     revision = launch.facts.get("git_revision")
     if revision is None:
         return {}
     return {"git": str(revision)[:12] + (" and changes" if launch.facts.get("git_dirty") else "")}
 
 
-def _said(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, dict):
-        return " ".join(_said(each) for each in value.values() if each is not None)
+        return " ".join(_format_value(each) for each in value.values() if each is not None)
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)

@@ -1,5 +1,7 @@
-"""What runs of identical code differ by when they are apart in time: a machine drifts, and the
-launches of one run do not know it. Pure."""
+"""The drift of a machine: how much runs of identical code differ if they are apart in time.
+
+The intervals of one run do not show it. Pure.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +19,36 @@ from ddpbench.verdicts.differences import differences
 from ddpbench.verdicts.matching import AnyCase, Side, Source
 from ddpbench.verdicts.verdict import FALSE_SHARE
 
-# Standard deviation of a run's log time where too few runs are stored to know it: 95 % of changes
+# Standard deviation of a run's log time if too few runs are stored to estimate it: 95 % of changes
 # within 22 %, the most that was measured on a noisy virtual machine, minutes apart.
 ASSUMED = 0.08
-FEWEST = 5  # stored runs from which a case's own deviation is taken
+FEWEST = 5  # stored runs that give a case's own deviation
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Two sides that are apart in time, and what is known of runs like them."""
+    """Two sides that are apart in time, and log times of runs like them."""
 
     seconds: float  # from the end of the one to the beginning of the other
     runs: tuple[int, int]  # of BASE, of NEW
-    # Case → log times of stored runs of what BASE is, one each.
+    # case → log times of stored runs in BASE's environment, one per run
     known: Mapping[AnyCase, tuple[float, ...]] = field(default_factory=dict)
 
     def margin(self, case: AnyCase, cases: int) -> float:
-        """Of one of so many cases."""
+        """Return the margin of one of so many cases."""
         return margin(self.known.get(case, ()), cases, self.runs)
 
     def stored(self, case: AnyCase) -> int:
-        """The runs that its margin is of; 0: it is assumed."""
+        """Return the number of runs behind its margin; 0 if it is assumed."""
         return len(_enough(self.known.get(case, ())))
 
 
 def margin(logs: Sequence[float], cases: int, runs: tuple[int, int] = (1, 1)) -> float:
-    """The change, as a fraction, that identical code exceeds in some case of at most 5 % of
-    comparisons of so many cases, either way (Bonferroni).
+    """Return the change, a fraction, that identical code exceeds in at most 5 % of comparisons.
 
-    logs: log times of stored runs. A t quantile of so many, a normal one of what is assumed where
-    they are too few. runs: those pooled on each side.
+    A comparison has so many `cases`, and exceeds it if one of them does, either way (Bonferroni).
+    logs: log times of stored runs. They give a t quantile; if they are too few, the assumed
+    deviation gives a normal one. runs: pooled on each side.
     """
     from scipy.stats import norm, t
 
@@ -62,11 +64,11 @@ def _enough(logs: Sequence[float]) -> Sequence[float]:
 
 
 def moved(base: Side, new: Side) -> str:
-    """How a change follows where the hypervisor or the kernel put the ranks' cores, in words; ""
-    where it does not, or that is not known.
+    """Explain a change by where the hypervisor or the kernel placed the ranks' cores.
 
-    A handoff takes 0.4 µs between two cores and 6.5 µs or 18 between others, for minutes, and small
-    messages over shared memory follow: such runs of identical code differ by half or more.
+    Returns "" if the placement is alike or unknown. A handoff takes 0.4 µs between two cores, and
+    6.5 or 18 µs between others, for minutes. Small messages over shared memory follow: such runs
+    of identical code differ by half or more.
     """
     if not base.handoffs or not new.handoffs:
         return ""
@@ -75,16 +77,15 @@ def moved(base: Side, new: Side) -> str:
     if longer * math.log(after / before) < math.log(DISAGREEING):
         return ""
     return (
-        f"the ranks' cores are not placed alike: a cache line goes there and back in "
+        f"the ranks' cores are not placed alike: the round trip of a cache line takes "
         f"{before * 1e6:.2g} µs in BASE, {after * 1e6:.2g} in NEW"
     )
 
 
 def drift(base: Source, new: Source, stored: Iterable[Run]) -> Drift | None:
-    """What is known of the drift between two sides; None where their launches took turns, or when
-    they were is not told.
+    """Estimate the drift between two sides; None if launches took turns or have no time stamps.
 
-    stored: runs to learn from; those in another environment than BASE, and NEW's own, are left out.
+    stored: runs to learn from; runs in another environment than BASE, and NEW's own, are left out.
     """
     seconds = apart(base, new)
     if seconds is None:
@@ -96,16 +97,18 @@ def drift(base: Source, new: Source, stored: Iterable[Run]) -> Drift | None:
     for run in others.values():
         if run.state != "complete" or differences(base.runs, [run]):
             continue
-        for case, each in matching.found(Source(run.id, (run,))).items():
-            if each.side is not None:
-                side = each.side.of_quartiles() or each.side
+        for case, found in matching.found(Source(run.id, (run,))).items():
+            if found.side is not None:
+                side = found.side.of_quartiles() or found.side
                 known[case] = (*known.get(case, ()), math.log(side.seconds))
     return Drift(seconds, (len(base.runs), len(new.runs)), known)
 
 
 def apart(base: Source, new: Source) -> float | None:
-    """Seconds from the end of the side that was first to the beginning of the other; None: their
-    launches took turns, or it is not told."""
+    """Return the seconds from the end of the earlier side to the beginning of the later one.
+
+    Returns None if launches took turns or have no time stamps.
+    """
     spans = []
     for source in (base, new):
         launches = [launch for run in source.runs for launch in run.launches]
@@ -118,7 +121,7 @@ def apart(base: Source, new: Source) -> float | None:
 
 
 def _at(stamp: str) -> float:
-    """Seconds of "2026-01-31T12:00:00Z"; 0 for what is no time."""
+    """Convert "2026-01-31T12:00:00Z" to seconds; 0 if it is no time."""
     try:
         return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
     except ValueError:

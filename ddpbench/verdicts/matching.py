@@ -1,8 +1,8 @@
-"""What each of two sides measured, and which case of one belongs to which of the other.
+"""The cases of two sides, and which case of one side belongs to which of the other.
 
-A case is the identity of what was measured: only equal ones are compared. Cases that differ, but
-were asked for as the same row (operation and size, or workload), belong together too, and can only
-be told to differ.
+A case is the identity of a measurement: only equal cases are compared. Cases that differ but were
+requested as the same row (operation and size, or workload) belong together too: the comparison
+names their differences.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AnyCase = Case | StepCase
 
 @dataclass(frozen=True)
 class Source:
-    """One side: its name, and the runs that are pooled: each launch of each is a replicate."""
+    """One side: its name and its pooled runs, each launch of which is a replicate."""
 
     name: str
     runs: tuple[Run, ...]
@@ -30,60 +30,63 @@ class Source:
 
 @dataclass(frozen=True)
 class Side:
-    """One case on one side: the median of its launches' times, its interval from 6 launches on."""
+    """One case on one side: the median over launches, and its interval from six launches on."""
 
     seconds: float
     interval: Interval | None
-    times: tuple[float, ...]  # seconds, one a launch
+    times: tuple[float, ...]  # seconds, one per launch
     launches: tuple[int, ...]  # their numbers
-    # Lower quartiles, likewise; empty where a launch has none: a DDP step, another tool's log, an
-    # older run.
+    # Lower quartiles in seconds, one per launch; empty if a launch has none: a DDP step, the log
+    # of another tool, an older run.
     quartiles: tuple[float, ...] = ()
-    statistic: str = "median"  # of a launch, that `times` are
-    handoffs: tuple[float, ...] = ()  # seconds, between the ranks' cores, one a launch that has it
+    statistic: str = "median"  # of a launch: what `times` are
+    handoffs: tuple[float, ...] = ()  # between the ranks' cores, in seconds, where known
 
     def of_quartiles(self) -> Side | None:
-        """The same side with the lower quartiles of its launches in place of their medians: where
-        calls have two usual times, it stays with one while the median goes from one to the other,
-        and needs a tenth of the launches (tests/perf/modes.py)."""
+        """Return this side by the lower quartiles of its launches; None if a launch has none.
+
+        If calls have two usual times, the median jumps between them. The lower quartile stays with
+        one, and needs a tenth of the launches (tests/perf/modes.py).
+        """
         if not self.quartiles:
             return None
         seconds, interval = stats.over_launches(np.array(self.quartiles))
-        return replace(
-            self, seconds=seconds, interval=interval, times=self.quartiles,
-            statistic="lower quartile",
-        )  # fmt: skip
+        times, statistic = self.quartiles, "lower quartile"
+        return replace(self, seconds=seconds, interval=interval, times=times, statistic=statistic)
 
 
 def alike(base: Side, new: Side) -> tuple[Side, Side]:
-    """Both by the statistic with which they are compared: the lower quartile where both have it."""
+    """Return both sides by the lower quartile if both have it, else unchanged."""
     left, right = base.of_quartiles(), new.of_quartiles()
     return (base, new) if left is None or right is None else (left, right)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one side has of a case."""
+    """The measurements of a case on one side."""
 
     case: AnyCase
-    asked: tuple[str, int]  # the row asked for: operation or workload, and bytes
-    side: Side | None  # None: it was measured in no launch
-    fault: str | None  # why its figures are not to be used
+    row: tuple[str, int]  # the requested row: operation or workload, and bytes
+    side: Side | None  # None: no launch measured it
+    fault: str | None  # why its figures must not be used
     reason: str  # why it was not measured
 
     @property
     def tried(self) -> bool:
-        """Whether there are figures, be they wrong."""
+        """Whether there are figures, even wrong ones."""
         return self.side is not None or self.fault is not None
 
 
 def everything(case: AnyCase) -> bool:
-    """All cases are wanted."""
+    """Accept any case."""
     return True
 
 
 def found(source: Source, wanted: Callable[[AnyCase], bool] = everything) -> dict[AnyCase, Found]:
-    """The wanted cases of one side over all launches of all its runs."""
+    """Collect the wanted cases of one side over all launches of all its runs.
+
+    Raises ValueError if two runs of the side measured a case of the same name differently.
+    """
     by_case: dict[AnyCase, list[Outcome]] = {}
     by_key: dict[str, AnyCase] = {}
     for outcome in (outcome for run in source.runs for outcome in run.outcomes):
@@ -109,20 +112,22 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> Found:
         launches, times = zip(*timed, strict=True)
         quartiles = tuple(q for o in outcomes if (q := _quartile(o)) is not None)
         side = Side(
-            *stats.over_launches(np.array(times)), times, launches,
+            *stats.over_launches(np.array(times)),
+            times,
+            launches,
             quartiles if len(quartiles) == len(times) else (),
             handoffs=tuple(seconds for o in outcomes if (seconds := _handoff(o)) is not None),
-        )  # fmt: skip
+        )
     return Found(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
 
 
 def row_of(case: AnyCase) -> tuple[str, int]:
-    """What names the row of a case: operation and bytes, or workload."""
+    """Return what names the row of a case: operation and bytes, or workload."""
     return (case.workload, 0) if isinstance(case, StepCase) else (case.operation, case.nbytes)
 
 
 def _seconds(outcome: Outcome) -> float | None:
-    """The launch's median."""
+    """Return the median of the launch."""
     if outcome.summary is None:
         return None
     if isinstance(outcome, StepResult):
@@ -131,7 +136,7 @@ def _seconds(outcome: Outcome) -> float | None:
 
 
 def _quartile(outcome: Outcome) -> float | None:
-    """The launch's lower quartile."""
+    """Return the lower quartile of the launch."""
     if isinstance(outcome, StepResult) or outcome.summary is None:
         return None
     known = outcome.summary.quantiles_seconds
@@ -139,12 +144,12 @@ def _quartile(outcome: Outcome) -> float | None:
 
 
 def _handoff(outcome: Outcome) -> float | None:
-    """A cache line's round trip between the ranks' cores."""
+    """Return the round trip of a cache line between the ranks' cores."""
     return outcome.handoff_seconds if isinstance(outcome, Result) else None
 
 
 def _fault(outcome: Outcome) -> str | None:
-    """Why an outcome must not be used."""
+    """Return why an outcome must not be used; None if it may."""
     seconds = _seconds(outcome)
     if isinstance(outcome, StepResult):
         if findings.replicas_bad(outcome):
@@ -162,36 +167,36 @@ def _fault(outcome: Outcome) -> str | None:
 def pairs(
     base: dict[AnyCase, Found], new: dict[AnyCase, Found]
 ) -> Iterator[tuple[Found | None, Found | None]]:
-    """Each case with its partner; None where the other side has none."""
-    left = {case: each for case, each in new.items() if case not in base}
-    for case, mine in base.items():
-        other = new.get(case)
-        if other is None and mine.tried and (other := _nearest(mine, left)) is not None:
-            del left[other.case]
-        yield mine, other
-    for each in left.values():
-        yield None, each
+    """Yield each case with its partner; None if the other side has none."""
+    unmatched = {case: found for case, found in new.items() if case not in base}
+    for case, found in base.items():
+        partner = new.get(case)
+        if partner is None and found.tried and (partner := _nearest(found, unmatched)):
+            del unmatched[partner.case]
+        yield found, partner
+    for found in unmatched.values():
+        yield None, found
 
 
-def _nearest(mine: Found, left: dict[AnyCase, Found]) -> Found | None:
-    """Of the other side's unmatched, the one asked for as the same row that differs least."""
-    same = [each for each in left.values() if each.tried and each.asked == mine.asked]
-    return min(same, key=lambda each: len(fields_differing(mine.case, each.case)), default=None)
+def _nearest(base: Found, unmatched: dict[AnyCase, Found]) -> Found | None:
+    """Return the unmatched case of the same row that differs in the fewest fields."""
+    same = [new for new in unmatched.values() if new.tried and new.row == base.row]
+    return min(same, key=lambda new: len(fields_differing(base.case, new.case)), default=None)
 
 
 def fields_differing(base: AnyCase, new: AnyCase) -> list[str]:
-    """The names of the fields in which two cases differ."""
+    """Return the names of the fields in which two cases differ."""
     names = [field.name for field in fields(base) if hasattr(new, field.name)]
     return [name for name in names if getattr(base, name) != getattr(new, name)]
 
 
 def differing(base: AnyCase, new: AnyCase) -> str:
-    """The fields in which two cases differ, with both values."""
+    """Format the fields in which two cases differ, with both values."""
     return ", ".join(
-        f"{name} {_said(getattr(base, name))} → {_said(getattr(new, name))}"
+        f"{name} {_format_value(getattr(base, name))} → {_format_value(getattr(new, name))}"
         for name in fields_differing(base, new)
     )
 
 
-def _said(value: object) -> str:
+def _format_value(value: object) -> str:
     return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,4 +1,4 @@
-"""What identical code on one machine differs by: the margin below which nothing can be claimed."""
+"""The noise of a machine: the change below which identical code cannot be told apart."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from ddpbench.verdicts.verdict import FEWEST, Floats
 
 COMPARISONS = 300  # of identical launches, drawn for one margin
 PERCENTILE = 95
-MOST = 48  # launches a side that are drawn; beyond, margins shrink with their root
-STEPS = (6, 8, 12, 16, 24, 32, 48)  # launches a side that are proposed
-# What makes machines alike: noise is a matter of hardware and load, not of a name.
+MOST = 48  # launches per side that are drawn; beyond, margins shrink with their root
+STEPS = (6, 8, 12, 16, 24, 32, 48)  # launches per side that are proposed
+# Facts that make machines alike: noise depends on hardware and load, not on a name.
 MACHINE = ("cpu_model", "cores_logical", "cores_physical", "virtual_machine", "container")
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What a calibration knows of a machine."""
+    """A calibration of a machine."""
 
     name: str
     medians: dict[AnyCase, Floats]  # float64[launch], seconds, of identical code
-    quartiles: dict[AnyCase, Floats] = field(default_factory=dict)  # lower; where they are known
+    quartiles: dict[AnyCase, Floats] = field(default_factory=dict)  # lower ones, where known
 
     @property
     def used(self) -> dict[AnyCase, Floats]:
-        """Of each case what sides measured today are compared by."""
+        """The times of each case by the statistic that compares sides measured today."""
         return {**self.medians, **self.quartiles}
 
     def margin(self, case: AnyCase, launches: int, statistic: str = "median") -> float:
-        """As `margin` below; 0 for a case that was not calibrated."""
+        """Return the margin as `margin` below; 0 for a case that was not calibrated."""
         known = self.medians if statistic == "median" else self.quartiles
         return margin(known[case], launches) if case in known else 0.0
 
 
 def noise(name: str, runs: Iterable[Run]) -> Noise:
-    """That of all launches of these runs together. Raises ValueError as matching.found."""
+    """Pool all launches of these runs. Raises ValueError as matching.found."""
     cases = matching.found(Source(name, tuple(runs)))
     sides = {case: each.side for case, each in cases.items() if each.side is not None}
     return Noise(
@@ -53,16 +53,16 @@ def noise(name: str, runs: Iterable[Run]) -> Noise:
 
 
 def spread(times: Floats) -> float:
-    """How much launches vary: a robust standard deviation of log medians (1.4826 × the MAD)."""
+    """Return how much launches vary: the robust deviation of log medians (1.4826 × MAD)."""
     logs = np.log(times)
     return float(1.4826 * np.median(abs(logs - np.median(logs))))
 
 
 def margin(times: Floats, launches: int) -> float:
-    """The least change that `launches` a side can tell from none, as a fraction; 0: not known.
+    """Return the smallest change, a fraction, that `launches` per side can show; 0 if unknown.
 
-    times: float64[launch], seconds, of identical code. Of comparisons between launches drawn from
-    these, both sides alike, 95 % find a change that is smaller.
+    times: float64[launch], seconds, of identical code. 95 % of comparisons between launches drawn
+    from them, for both sides alike, find a smaller change.
     """
     if len(times) < FEWEST or launches < FEWEST:
         return 0.0
@@ -82,12 +82,12 @@ def _margin(times: tuple[float, ...], launches: int) -> float:
 
 
 def launches_for(times: Floats, wanted: float) -> int | None:
-    """Of STEPS the fewest launches a side for this margin; None: more than the last."""
+    """Return the fewest launches per side, of STEPS, for this margin; None if none suffices."""
     return next((n for n in STEPS if margin(times, n) <= wanted), None)
 
 
 def machine(run: Run) -> tuple[str, ...]:
-    """What this run's machine is, as far as noise goes; empty where it is not known."""
+    """Return the facts of a run's machine that affect noise; empty if unknown."""
     if not run.launches:
         return ()
     launch = run.launches[0]
@@ -96,7 +96,7 @@ def machine(run: Run) -> tuple[str, ...]:
 
 
 def serves(calibration: Run, run: Run) -> bool:
-    """Whether what was calibrated holds for a run: on a machine alike, measured no longer."""
+    """Whether a calibration holds for a run: on an equal machine, measured no longer."""
     alike = bool(calibration.launches) and machine(calibration) == machine(run)
     plan, other = calibration.plan, run.plan
     return alike and plan.slice_seconds <= other.slice_seconds and plan.precision >= other.precision

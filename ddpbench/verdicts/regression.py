@@ -1,5 +1,4 @@
-"""The verdict on tests, each against what it measured before: the launch is the replicate, the
-margin is the test's own. Pure."""
+"""Verdicts on tests, each against what it measured before; launches are the replicates. Pure."""
 
 from __future__ import annotations
 
@@ -14,29 +13,29 @@ from ddpbench.verdicts import drift, judging, matching
 from ddpbench.verdicts.comparison import ONLY_NEW, ORDER
 from ddpbench.verdicts.judging import Pair
 from ddpbench.verdicts.matching import AnyCase, Side
-from ddpbench.verdicts.verdict import INCOMPARABLE, Shift
+from ddpbench.verdicts.verdict import INCOMPARABLE, Floats, Shift
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one test measured."""
+    """The measurement of one test."""
 
     case: AnyCase
     side: Side
-    margin: float | None = None  # of this machine's noise, a fraction; None: not known
-    warnings: tuple[str, ...] = ()  # that bear upon the figures: a busy host, …
-    source: str = ""  # the saved file it is from
+    margin: float | None = None  # of this machine's noise, a fraction; None: unknown
+    warnings: tuple[str, ...] = ()  # that affect the figures, such as a busy host
+    source: str = ""  # the saved file that holds it
 
 
 @dataclass(frozen=True)
 class Row:
-    """One test. `shift` is there only where it may be compared."""
+    """One test; `shift` exists only if it is comparable."""
 
     test: str
-    verdict: str
+    verdict: str  # "" until it is judged
     base: Measured | None
     new: Measured
-    margin: float  # a smaller change is none
+    margin: float  # the smallest change that counts
     shift: Shift | None = None
     why: str = ""
 
@@ -44,53 +43,48 @@ class Row:
 def judged(
     saved: Mapping[str, Sequence[Measured]], new: Mapping[str, Measured], margin: float
 ) -> tuple[Row, ...]:
-    """The verdict on each test of `new`, by name, what matters first.
+    """Judge each test of `new`; rows come in order of importance, then by name.
 
-    saved: each test as earlier sessions have it, the newest last. The newest is the base; all tell
-    how sessions drift apart. One of several tests must also pass the test that is corrected for
-    their number.
+    saved: measurements of each test in earlier sessions, the newest last. The newest is the base;
+    all of them show how sessions drift apart. One of several tests must also pass the test that is
+    corrected for their number.
     """
-    base = {name: every[-1] for name, every in saved.items() if every}
-    rows = [_alike(_row(name, base.get(name), each, margin)) for name, each in new.items()]
-    todo = [(i, pair) for i, row in enumerate(rows) if (pair := _pair(row))]
-    logs = [_logs(rows[i], saved[rows[i].test]) for i, _ in todo]
-    found = judging.judge_pairs([
-        replace(pair, drift=drift.margin(known, len(todo)))
-        for (_, pair), known in zip(todo, logs, strict=True)
-    ])  # fmt: skip
-    for (i, _), one in zip(todo, found, strict=True):
-        rows[i] = replace(rows[i], verdict=one.verdict, shift=one.shift, why=one.why)
+    base = {name: measurements[-1] for name, measurements in saved.items() if measurements}
+    rows = [_row(name, base.get(name), measured, margin) for name, measured in new.items()]
+    todo = [i for i, row in enumerate(rows) if row.base is not None and not row.verdict]
+    pairs = []
+    for i in todo:
+        rows[i], times = _by_quartiles(rows[i])
+        logs = _log_times(rows[i], saved[rows[i].test])
+        pairs.append(Pair(*times, rows[i].margin, drift.margin(logs, len(todo))))
+    for i, judgement in zip(todo, judging.judge_pairs(pairs), strict=True):
+        verdict, shift, why = judgement.verdict, judgement.shift, judgement.why
+        rows[i] = replace(rows[i], verdict=verdict, shift=shift, why=why)
     return tuple(sorted(rows, key=lambda row: (ORDER.index(row.verdict), row.test)))
 
 
-def _pair(row: Row) -> Pair | None:
-    if row.verdict or row.base is None:
-        return None
-    return Pair(np.array(row.base.side.times), np.array(row.new.side.times), row.margin)
-
-
-def _alike(row: Row) -> Row:
-    """With both sides by the statistic with which they are compared."""
-    if row.verdict or row.base is None:
-        return row
+def _by_quartiles(row: Row) -> tuple[Row, tuple[Floats, Floats]]:
+    """Give both sides the statistic by which they are compared; return it with their times."""
+    assert row.base is not None
     base, new = matching.alike(row.base.side, row.new.side)
-    return replace(row, base=replace(row.base, side=base), new=replace(row.new, side=new))
+    row = replace(row, base=replace(row.base, side=base), new=replace(row.new, side=new))
+    return row, (np.array(base.times), np.array(new.times))
 
 
-def _logs(row: Row, saved: Sequence[Measured]) -> list[float]:
-    """Log times of what is saved of the same case."""
-    sides = [each.side for each in saved if each.case == row.new.case]
+def _log_times(row: Row, saved: Sequence[Measured]) -> list[float]:
+    """Return the log times of saved measurements of the same case."""
+    sides = [measured.side for measured in saved if measured.case == row.new.case]
     return [math.log((side.of_quartiles() or side).seconds) for side in sides]
 
 
 def counts(rows: Iterable[Row]) -> dict[str, int]:
-    """Verdict → tests, in order, without those that have none."""
+    """Return the number of tests of each verdict that occurs, in order of importance."""
     counted = Counter(row.verdict for row in rows)
     return {name: counted[name] for name in ORDER if counted[name]}
 
 
 def _row(name: str, base: Measured | None, new: Measured, margin: float) -> Row:
-    """A test, without a verdict where there is one to be found."""
+    """Return the row of a test, without verdict if it can be judged."""
     if base is None:
         return Row(name, ONLY_NEW, None, new, margin, why="not saved before")
     margin = max(margin, base.margin or 0.0, new.margin or 0.0)

@@ -1,7 +1,7 @@
-"""One case over runs: how far its runs scatter, and between which of them its level changed.
+"""One case over runs: how much its runs scatter, and between which of them its level changed.
 
-A run is one point, the median of its launches, in log: launches of one run have its hour in common,
-and what scatters from run to run is in none of their intervals.
+A run is one point: the median of its launches, in log. Launches of one run share its hour, so their
+intervals do not show the scatter between runs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ddpbench.verdicts.matching import AnyCase, Found, Outcome
 
 Floats = npt.NDArray[np.float64]
 
-FEWEST = 6  # runs from which change points are looked for
+FEWEST = 6  # runs that a search for change points needs
 SHORTEST = 2  # runs of one level: one run alone may be luck
-FALSE_SHARE = 0.05  # of series without any change, at most so many may show one
-LONE = 4.0  # noise widths by which a run is off from both its neighbours
-LEAST_NOISE = 1e-6  # in log: no clock tells a millionth of what it measures
+FALSE_SHARE = 0.05  # of series without any change may show one, at most
+LONE = 4.0  # noise widths between a lone run and both its neighbours
+LEAST_NOISE = 1e-6  # in log: no clock resolves a millionth of what it measures
 
 
 @dataclass(frozen=True)
@@ -34,50 +34,50 @@ class Point:
     """One run's figures of the case."""
 
     run: Run  # with the launches of the case's backend only
-    medians: tuple[float, ...]  # seconds, one a launch; none where they are not to be used
+    medians: tuple[float, ...]  # seconds, one per launch; empty if they must not be used
     seconds: float | None  # their median
-    interval: Interval | None  # over launches from 6 on; of one launch, within it
+    interval: Interval | None  # over six or more launches; within a single one
     fault: str | None  # why there are no figures
-    busy: bool  # other processes used the cores meanwhile
-    lone: bool = False  # off from both neighbours: no change point is made of it
-    changed: tuple[Difference, ...] = ()  # in the environment since the point before
+    busy: bool  # other processes used the cores
+    lone: bool = False  # off from both neighbours, so no change point
+    changed: tuple[Difference, ...] = ()  # in the environment since the previous point
 
 
 @dataclass(frozen=True)
 class Change:
-    """The level before `at`, an index of the series' points, and from it on."""
+    """A change of level at index `at` of the series' points."""
 
     at: int
     before_seconds: float
     after_seconds: float
     noise_widths: float
-    differences: tuple[Difference, ...]  # of the environments of the two runs at its sides
+    differences: tuple[Difference, ...]  # between the environments of the runs beside it
 
     @property
     def log_ratio(self) -> float:
-        """By how much longer it takes since, in log."""
+        """How much longer it takes since, in log."""
         return math.log(self.after_seconds / self.before_seconds)
 
 
 @dataclass(frozen=True)
 class Series:
-    """One identity in all runs that have it, oldest first."""
+    """One case in all runs that have it, oldest first."""
 
     case: AnyCase
     points: tuple[Point, ...]
     noise: float | None  # between runs of one level, in log; None: too few runs
     changes: tuple[Change, ...]
-    unsought: str | None  # why change points were not looked for
+    unsought: str | None  # why there was no search for change points
 
 
 def trends(runs: Iterable[Run], wanted: Callable[[AnyCase], bool]) -> list[Series]:
-    """The wanted cases over runs: a series for each identity, in the order in which they appear."""
+    """Return a series for each wanted case, in the order in which the cases appear."""
     points: dict[AnyCase, list[Point]] = {}
     for run in sorted(runs, key=lambda run: (run.started, run.id)):
         for case, found in matching.found(matching.Source(run.id, (run,)), wanted).items():
             if found.tried:
                 points.setdefault(case, []).append(_point(run, found))
-    return [_series(case, _told_apart(each)) for case, each in points.items()]
+    return [_series(case, _with_changes(each)) for case, each in points.items()]
 
 
 def _point(run: Run, found: Found) -> Point:
@@ -86,19 +86,19 @@ def _point(run: Run, found: Found) -> Point:
     interval = side.interval if side else None
     if side and len(side.times) == 1:
         interval = _within(outcomes[0])
+    launches = tuple(launch for launch in run.launches if launch.backend == found.case.backend)
     return Point(
-        run=replace(run, launches=tuple(
-            launch for launch in run.launches if launch.backend == found.case.backend)),
+        run=replace(run, launches=launches),
         medians=side.times if side else (),
         seconds=side.seconds if side else None,
         interval=interval,
         fault=found.fault,
         busy=any((outcome.others_share or 0) > BUSY_SHARE for outcome in outcomes),
-    )  # fmt: skip
+    )
 
 
 def _within(outcome: Outcome) -> Interval | None:
-    """The interval that one launch has of its own median."""
+    """Return the interval within one launch."""
     if outcome.summary is None:
         return None
     if isinstance(outcome, StepResult):
@@ -106,14 +106,14 @@ def _within(outcome: Outcome) -> Interval | None:
     return outcome.summary.interval
 
 
-def _told_apart(points: list[Point]) -> list[Point]:
-    """The points with what changed in the environment from each to the next."""
+def _with_changes(points: list[Point]) -> list[Point]:
+    """Add to each point what changed in the environment since the previous one."""
     since = [differences([old.run], [new.run]) for old, new in pairwise(points)]
     return [replace(p, changed=c) for p, c in zip(points, [(), *since], strict=True)]
 
 
 def _series(case: AnyCase, points: list[Point]) -> Series:
-    """Points without figures are in the series, and in nothing that is computed of it."""
+    """Build a series; points without figures are shown but not used for noise or changes."""
     used = [(i, point.seconds) for i, point in enumerate(points) if point.seconds is not None]
     if len(used) < FEWEST:
         return Series(case, tuple(points), None, (), f"that needs {FEWEST} runs, not {len(used)}")
@@ -138,32 +138,33 @@ def _changes(
     levels = [float(np.median(part)) for part in np.split(logs, breaks)]
     for k, at in enumerate(breaks):
         before, after = levels[k], levels[k + 1]
-        yield Change(
-            used[at], math.exp(before), math.exp(after), abs(after - before) / noise,
-            differences([points[used[at - 1]].run], [points[used[at]].run]),
-        )  # fmt: skip
+        environments = differences([points[used[at - 1]].run], [points[used[at]].run])
+        widths = abs(after - before) / noise
+        yield Change(used[at], math.exp(before), math.exp(after), widths, environments)
 
 
 def launch_noise(medians: Sequence[Sequence[float]]) -> float:
-    """What the scatter of launches alone makes of a run's median, in log; 0 where each run has one
-    launch. Runs differ by no less, though a few may by chance."""
+    """Return the noise of a run's median, in log, from the scatter of its launches alone.
+
+    Returns 0 if each run has one launch. Runs differ by no less, though a few may by chance.
+    """
     spreads = [np.var(np.log(each), ddof=1) / len(each) for each in medians if len(each) > 1]
     return math.sqrt(float(np.mean(spreads))) if spreads else 0.0
 
 
 def noise_of(logs: Floats, breaks: Sequence[int], floor: float) -> float:
-    """The standard deviation of runs about their level, from neighbours within one level.
+    """Return the standard deviation of runs about their level, from neighbours within one level.
 
-    logs: float64[run]. Neighbours, so that an unseen change widens it by one difference only.
+    logs: float64[run]. Only neighbours count, so an undetected change adds one difference only.
     """
     steps = np.concatenate([np.abs(np.diff(part)) for part in np.split(logs, breaks)])
     return max(float(steps.mean()) * math.sqrt(math.pi) / 2, floor, LEAST_NOISE)
 
 
 def lone_points(logs: Floats) -> list[int]:
-    """The runs that are off from both neighbours, at the ends from the two: a busy hour, no level.
+    """Return the indices of runs that are off from both neighbours: a busy hour, no new level.
 
-    logs: float64[run], at least three.
+    logs: float64[run], at least three. A run at an end is compared with the nearest two.
     """
     off = np.abs([each - np.median(_around(logs, i)) for i, each in enumerate(logs)])
     noise = float(np.median(np.abs(np.diff(logs)))) / 0.954  # of differences, which are √2 wider
@@ -171,7 +172,7 @@ def lone_points(logs: Floats) -> list[int]:
 
 
 def steadied(logs: Floats, lone: Sequence[int]) -> Floats:
-    """The runs with each lone one put to the median of it and its neighbours."""
+    """Replace each lone run by the median of it and its neighbours."""
     level: Floats = logs.copy()
     for i in lone:
         level[i] = np.median(_around(logs, i))
@@ -179,16 +180,16 @@ def steadied(logs: Floats, lone: Sequence[int]) -> Floats:
 
 
 def _around(logs: Floats, i: int) -> Floats:
-    """A run and its neighbours: three, at the ends too."""
+    """Return a run and its neighbours: three runs, also at the ends."""
     first = max(0, min(i - 1, len(logs) - 3))
     return logs[first : first + 3]
 
 
 def change_points(logs: Floats, floor: float = 0.0) -> list[int]:
-    """The indices at which a new level begins; ImportError where ruptures is not installed.
+    """Return the indices at which a new level begins. Raises ImportError without ruptures.
 
-    Least squares with a penalty for each change (PELT). The noise is estimated again within the
-    levels that were found, as long as more are.
+    The search minimizes least squares with a penalty for each change (PELT). It estimates the noise
+    again within the levels that it found, until it finds no more.
     """
     import ruptures
 
@@ -202,11 +203,11 @@ def change_points(logs: Floats, floor: float = 0.0) -> list[int]:
 
 
 def penalty(logs: Floats, breaks: Sequence[int], floor: float) -> float:
-    """By how much a change must lessen the sum of squares: what noise does in FALSE_SHARE of the
-    series at the most, at any of the places where a level may begin (Bonferroni).
+    """Return by how much a change must reduce the sum of squares.
 
-    Student's t, as the noise is itself an estimate: a mean of successive differences knows 0.62
-    degrees of freedom for each of them.
+    Noise alone does so in at most FALSE_SHARE of the series, at any index where a level may begin
+    (Bonferroni). The quantile is Student's t, because the noise is itself an estimate: a mean of
+    successive differences has 0.62 degrees of freedom for each of them.
     """
     from scipy.stats import t
 

@@ -1,8 +1,8 @@
 """The verdict on two sets of launches: pure functions of launch medians, in seconds.
 
-The launch is the replicate: repetitions of one launch have its luck in common, and testing them
-against another's calls identical code different. All is done on logarithms, so that twice and half
-are equally far from no change.
+The launch is the replicate: repetitions of one launch share its luck, and a test on them would call
+identical code different. All computations use logarithms, so twice and half are equally far from no
+change.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ddpbench.analysis import stats
 
 Floats = npt.NDArray[np.float64]
 
-MARGIN = 0.03  # a smaller change is none
+MARGIN = 0.03  # the smallest change that counts
 CONFIDENCE = 0.95
-FALSE_SHARE = 0.05  # of the changes that a sweep reports, at most so many may be none
-FEWEST = 5  # launches a side from which the interval of the shift exists; of pairs stats.FEWEST
-MOST = 100  # launches a side; where more are needed, launches are no answer
+FALSE_SHARE = 0.05  # of the changes that a sweep reports may be false, at most
+FEWEST = 5  # launches per side that an interval of the shift needs; pairs: stats.FEWEST
+MOST = 100  # launches per side; a case that needs more is not settled by launches
 
 SLOWER, FASTER, SAME = "SLOWER", "FASTER", "SAME"
 INCONCLUSIVE, INCOMPARABLE, INVALID = "INCONCLUSIVE", "INCOMPARABLE", "INVALID"
@@ -31,12 +31,12 @@ INCONCLUSIVE, INCOMPARABLE, INVALID = "INCONCLUSIVE", "INCOMPARABLE", "INVALID"
 
 @dataclass(frozen=True)
 class Shift:
-    """By how much NEW takes longer than BASE: log(NEW / BASE), and its interval."""
+    """The change log(NEW / BASE), and its interval."""
 
     estimate: float
     low: float
     high: float
-    launches: int  # of the side that has fewer; or pairs
+    launches: int  # on the side that has fewer; or pairs
 
     @property
     def half_width(self) -> float:
@@ -46,8 +46,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class Chance:
-    """One-sided p values of two claims: that NEW is slower than BASE by more than the margin, and
-    that it is faster by more."""
+    """One-sided p values: NEW is slower than BASE, or faster, by more than the margin."""
 
     slower: float
     faster: float
@@ -56,14 +55,14 @@ class Chance:
 def shift(base: Floats, new: Floats) -> Shift | None:
     """The Hodges–Lehmann estimate and its interval (scipy's theilslopes); None below 5 a side.
 
-    base, new: float64[launch], above 0, of launches that have nothing to do with each other.
+    base, new: float64[launch], above 0, of independent launches.
     """
     if min(len(base), len(new)) < FEWEST:
         return None
     from scipy.stats import theilslopes
 
     logs = np.log(np.concatenate([base, new]))
-    # Ties make theilslopes' interval too narrow, to nothing at worst: told apart by next to none.
+    # Ties make theilslopes' interval too narrow, so tiny offsets separate them.
     logs += np.arange(len(logs)) * 1e-12
     side = np.repeat([0.0, 1.0], [len(base), len(new)])
     found = theilslopes(logs, side, CONFIDENCE)
@@ -72,14 +71,15 @@ def shift(base: Floats, new: Floats) -> Shift | None:
 
 
 def paired_shift(base: Floats, new: Floats, confidence: float = CONFIDENCE) -> Shift | None:
-    """By how much neighbouring launches differ: the one-sample Hodges–Lehmann estimate, the median
-    of all means of two differences (of one with itself too), and its exact interval, Wilcoxon's
-    signed-rank test inverted; None below 6 pairs, or where so few cannot reach the confidence.
+    """Return how much neighbouring launches differ: the one-sample Hodges–Lehmann estimate.
 
-    base, new: float64[pair]. Drift from pair to pair is in neither. That the differences lie alike
-    on both sides of the shift, which the test needs, is what a random order within each pair makes.
-    An interval of their plain median (signs only) needs twice the pairs where one launch in ten is
-    slow.
+    It is the median of all means of two differences (also of one with itself). Its exact interval
+    inverts Wilcoxon's signed-rank test. Returns None below 6 pairs, or if they are too few for the
+    confidence.
+
+    base, new: float64[pair]. Drift from pair to pair cancels. The test needs differences that are
+    symmetric about the shift: the random order within each pair ensures this. An interval of their
+    plain median (signs only) needs twice the pairs if one launch in ten is slow.
     """
     pairs = len(base)
     if pairs < stats.FEWEST:
@@ -92,14 +92,14 @@ def paired_shift(base: Floats, new: Floats, confidence: float = CONFIDENCE) -> S
 
 
 def _means(differences: Floats) -> Floats:
-    """The means of every two of them, and of each with itself (Walsh averages), in order."""
+    """Return the sorted means of any two differences, also of one with itself (Walsh)."""
     first, second = np.triu_indices(len(differences))
     return np.sort((differences[first] + differences[second]) / 2)
 
 
 @lru_cache(maxsize=MOST)
 def _signed_rank(pairs: int) -> Floats:
-    """P(T <= t) for t = 0 … n(n+1)/2, of Wilcoxon's signed-rank sum where there is no shift."""
+    """Return P(T <= t) for t = 0 … n(n+1)/2 of Wilcoxon's signed-rank sum without a shift."""
     ways = np.zeros(pairs * (pairs + 1) // 2 + 1)
     ways[0] = 1.0
     for rank in range(1, pairs + 1):
@@ -109,7 +109,7 @@ def _signed_rank(pairs: int) -> Floats:
 
 
 def chance(base: Floats, new: Floats, margin: float) -> Chance:
-    """One-sided Mann–Whitney tests of a change beyond the margin."""
+    """Run one-sided Mann–Whitney tests of a change beyond the margin."""
     from scipy.stats import mannwhitneyu
 
     slower = mannwhitneyu(new, base * (1 + margin), alternative="greater").pvalue
@@ -118,7 +118,7 @@ def chance(base: Floats, new: Floats, margin: float) -> Chance:
 
 
 def paired_chance(base: Floats, new: Floats, margin: float) -> Chance:
-    """The same of pairs, by the one-sided signed-rank tests that the paired interval inverts."""
+    """Run the same on pairs, by the signed-rank tests that the paired interval inverts."""
     means, limit = _means(np.log(new) - np.log(base)), math.log1p(margin)
     at_most = _signed_rank(len(base))
     slower, faster = (int(n.sum()) for n in (means <= limit, means >= -limit))
@@ -126,7 +126,7 @@ def paired_chance(base: Floats, new: Floats, margin: float) -> Chance:
 
 
 def adjusted(chances: Sequence[Chance]) -> list[Chance]:
-    """Those of a sweep, each direction corrected for their number (Benjamini–Hochberg)."""
+    """Correct the chances of a sweep for their number, per direction (Benjamini–Hochberg)."""
     if not chances:
         return []
     from scipy.stats import false_discovery_control
@@ -143,10 +143,10 @@ def judge(
     false_share: float = FALSE_SHARE,
     drift: float = 0.0,
 ) -> str:
-    """SLOWER, FASTER, SAME or INCONCLUSIVE.
+    """Return SLOWER, FASTER, SAME or INCONCLUSIVE.
 
-    swept: adjusted, in a sweep of several cases. drift: what the two sides may differ by because
-    they are apart in time, a fraction: no smaller change is claimed.
+    swept: the adjusted chances in a sweep of several cases. drift: by how much the sides may differ
+    because they are apart in time, a fraction; no smaller change is claimed.
     """
     if found is None:
         return INCONCLUSIVE
@@ -164,16 +164,16 @@ def beyond(found: Shift, margin: float) -> bool:
 
 
 def launches_needed(found: Shift | None, margin: float, cases: int = 1) -> int | None:
-    """About how many launches a side would decide; None: no number, it is at the margin itself.
+    """Return about how many launches per side would decide; None if the change equals the margin.
 
-    R·(half-width/margin)², in log. An interval that is narrow enough, but lies across the margin,
-    must become narrower than its middle's distance from it. cases: of the sweep.
+    The number is R·(half-width/margin)², in log. An interval that is narrow enough but contains the
+    margin must become narrower than the distance of its middle from it. cases: of the sweep.
     """
     if found is None:
         return max(stats.FEWEST, _separable(cases, FEWEST))
     more = found.launches + 1
     if beyond(found, margin):
-        return _separable(cases, more)  # it was the test that said no
+        return _separable(cases, more)  # only the test of the sweep failed
     limit = math.log1p(margin)
     wide = found.half_width > limit
     goal = limit if wide else abs(abs(found.estimate) - limit)
@@ -183,7 +183,7 @@ def launches_needed(found: Shift | None, margin: float, cases: int = 1) -> int |
 
 
 def _separable(cases: int, first: int) -> int:
-    """The launches a side, from `first` on, with which one changed case among so many can pass."""
+    """Return the fewest launches per side with which one changed case of so many can pass."""
     from scipy.stats import mannwhitneyu
 
     if cases == 1:

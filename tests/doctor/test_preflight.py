@@ -179,7 +179,7 @@ def test_nothing_is_told_twice() -> None:
     (finding,) = findings.findings(replace(run, examinations=()))
     assert finding.code == "oversubscribed"
     assert finding.next_step == (
-        "use -n 2 or fewer; or bind them to more cores: 6 others are allowed here"
+        "use -n 2 or fewer; or bind the ranks to more cores: 6 others are allowed here"
     )
     same = a_setup(*[a_rank(cpuset="0-1", threads=2) for _ in range(2)])
     assert checks.findings(same) == ()  # all as one: crowded, which may be meant
