@@ -1,8 +1,8 @@
-"""What rank 0 keeps of the stamps of one case, so that its memory does not grow with the ranks.
+"""The stamps of one case that rank 0 keeps, so that its memory does not grow with the ranks.
 
-All stamps up to KEPT_STAMPS, which is every repetition of any case below 210 ranks; after that, of
-each repetition, those of the ranks that say when it began and ended, and who was slow. Every figure
-of a `Summary` but the means over ranks follows from them as from all.
+Rank 0 keeps all stamps up to KEPT_STAMPS: every repetition of any case below 210 ranks. Of later
+repetitions it keeps the ranks that show when a repetition began and ended, and who was slow. These
+stamps give the same `Summary` as all stamps, except the means over ranks.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ Rows = npt.NDArray[np.int64]
 
 
 def fitting(world_size: int) -> int:
-    """The most repetitions that are gathered at once."""
+    """Return the most repetitions that are gathered at once."""
     return max(1, GATHERED_STAMPS // world_size)
 
 
 @dataclass
 class Kept:
-    """The repetitions of a case's warm-up, or its timed ones; filled in rank 0 only.
+    """The repetitions of a case's warm-up, or its timed ones; filled on rank 0 only.
 
-    teams: the ranks that work together; those of others are not kept. Empty: all ranks do.
+    subgroups: ranks that work together; other ranks are not kept. Empty: all ranks work together.
     """
 
-    teams: Sequence[Sequence[int]] = ()
+    subgroups: Sequence[Sequence[int]] = ()
     over: list[OverRanks] = field(default_factory=list)  # of every repetition, burst by burst
     repetitions: int = 0
     _whole: list[Stamps] = field(default_factory=list)
     _telling: list[Rows] = field(default_factory=list)
 
     def add(self, stamps: Stamps) -> None:
-        """A burst that was gathered: int64[world, repetition, 3]."""
+        """Add a gathered burst: int64[world, repetition, 3]."""
         world, count, _ = stamps.shape
-        self.over.append(stats.over_ranks(stamps, self.teams))
+        self.over.append(stats.over_ranks(stamps, self.subgroups))
         room = max(0, KEPT_STAMPS // world - self.repetitions)
         if room:
             self._whole.append(stamps[:, :room].copy())
@@ -52,10 +52,10 @@ class Kept:
         self.repetitions += count
 
     def rows(self) -> Rows:
-        """All that is kept; the whole repetitions rank by rank."""
+        """Return all kept rows; complete repetitions come rank by rank."""
         whole = [_rows(np.concatenate(self._whole, axis=1))] if self._whole else []
         rows = np.concatenate([np.empty((0, 5), np.int64), *whole, *self._telling])
-        members = [rank for team in self.teams for rank in team]
+        members = [rank for subgroup in self.subgroups for rank in subgroup]
         return rows[np.isin(rows[:, 1], members)] if members else rows
 
 
@@ -67,12 +67,10 @@ def _rows(stamps: Stamps) -> Rows:
 
 
 def _telling(stamps: Stamps, first: int) -> Rows:
-    """Of each repetition the slowest rank, the fastest, the first in, the last in, the last out."""
+    """Select per repetition the slowest rank, the fastest, the first in, last in and last out."""
     spent, entry, exits = stats.spent_ns(stamps), stamps[:, :, 0], stamps[:, :, 1]
-    ranks = [
-        spent.argmax(axis=0), spent.argmin(axis=0),
-        entry.argmin(axis=0), entry.argmax(axis=0), exits.argmax(axis=0),
-    ]  # fmt: skip
+    ranks = [spent.argmax(axis=0), spent.argmin(axis=0)]
+    ranks += [entry.argmin(axis=0), entry.argmax(axis=0), exits.argmax(axis=0)]
     world, count, _ = stamps.shape
     cells = np.unique(np.arange(count) * world + np.stack(ranks))  # each once, in order
     repetition, rank = cells // world, cells % world

@@ -1,4 +1,4 @@
-"""Times that cannot be: the speed limits of measurement, as pure functions."""
+"""Limits of speed, as pure functions: times below them are impossible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def impossible(result: Result, seconds: float) -> bool:
 
 
 def fraction(result: Result, seconds: float) -> float | None:
-    """busbw over the calibrated rate; above 1 is legal where the network itself reduces."""
+    """Return busbw over the calibrated rate; it may exceed 1 if the network itself reduces."""
     if result.limit is None or result.case.world_size < 2 or not result.case.nbytes:
         return None
     rate = bandwidth.busbw(result.case.nbytes, seconds, result.bus_factor)

@@ -1,9 +1,9 @@
 """Repetitions with two usual times: a median between them describes no call.
 
-Hartigan's dip test, the textbook answer, says whether there are two modes, not where they are nor
-whether it matters: among 1,000 calls it finds the steps of a clock. Its one packaged form (diptest)
-has a licence that would bind ours. Here a Gaussian kernel density of the logarithms finds both
-modes and the valley between; `tests/perf/modes.py` holds it against the dip test.
+Hartigan's dip test, the usual method, shows whether there are two modes, but not where they are or
+whether it matters: among 1,000 calls it finds the steps of a clock. Its only package (diptest) has
+a licence that would bind ours. Here a Gaussian kernel density of the logarithms finds both modes
+and the valley between them. `tests/perf/modes.py` compares it with the dip test.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 FEWEST = 100  # repetitions
-LEAST_SHARE = 0.1  # of the repetitions in the smaller mode: fewer are a tail, which p99 shows
-LEAST_RATIO = 1.25  # of the modes' times: a smaller one is told by the interval
+LEAST_SHARE = 0.1  # of the repetitions in the smaller mode; fewer are a tail, which p99 shows
+LEAST_RATIO = 1.25  # of the modes' times; the interval shows a smaller one
 DEEPEST = 0.5  # the valley's density, at most, as a share of the lower peak's
-BETWEEN = 8  # steps from one quantile to the next: bare ones leave gaps in a long tail
-POINTS = 256  # at which the density is known
+BETWEEN = 8  # steps between neighbouring quantiles: without them a long tail has gaps
+POINTS = 256  # at which the density is computed
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,10 @@ class Mode:
 
 
 def modes(quantiles: Floats, repetitions: int) -> tuple[Mode, ...]:
-    """The two usual times of some repetitions, the shorter one first; empty where there is one, or
-    where it is launches that differ.
+    """Return the two usual times of repetitions, the shorter first; empty unless there are two.
 
-    quantiles: float64[launch, quantile], seconds, of each launch evenly by rank. repetitions: of
-    all launches.
+    Launches that differ from each other have no modes. quantiles: float64[launch, quantile],
+    seconds, of each launch, evenly spaced by rank. repetitions: of all launches.
     """
     if repetitions < FEWEST or not quantiles.size or quantiles.min() <= 0:
         return ()
@@ -50,7 +49,7 @@ def modes(quantiles: Floats, repetitions: int) -> tuple[Mode, ...]:
         return ()
     below = (logs < cut).mean(axis=1)
     if np.median(np.minimum(below, 1 - below)) < LEAST_SHARE / 2:
-        return ()  # most launches know one of them only
+        return ()  # most launches have only one of them
     low, high = (math.exp(float(np.median(logs[side]))) for side in (logs < cut, logs >= cut))
     if high < LEAST_RATIO * low:
         return ()
@@ -59,7 +58,7 @@ def modes(quantiles: Floats, repetitions: int) -> tuple[Mode, ...]:
 
 
 def _valley(logs: Floats, repetitions: int) -> float | None:
-    """Where the density of these ordered values is lowest between its two peaks."""
+    """Return the value between two peaks where the density of these sorted values is lowest."""
     low, high = np.percentile(logs, [0.5, 99.5])  # beyond lies no mode
     quarter, three = np.percentile(logs, [25, 75])
     deviation = float(logs.std())
@@ -70,7 +69,7 @@ def _valley(logs: Floats, repetitions: int) -> float | None:
     density = np.exp(-0.5 * ((grid[:, None] - logs) / width) ** 2).sum(axis=1)
     rising = density[1:] > density[:-1]
     peaks = 1 + np.flatnonzero(rising[:-1] & ~rising[1:])
-    best: tuple[float, float] | None = None  # how deep, and where
+    best: tuple[float, float] | None = None  # depth, value
     for first, second in pairwise(peaks):
         lowest = first + int(density[first:second].argmin())
         share = float((logs < grid[lowest]).mean())

@@ -1,8 +1,8 @@
-"""The figures that other benchmarks print, by exactly their definitions, from ddpbench's stamps.
+"""The figures of other benchmarks, computed from ddpbench's stamps by their exact definitions.
 
-Both are a mean over calls and over ranks of (exit - entry) by the host's clock. OSU's calls are one
-at a time, each between two barriers, and no barrier is timed. Those of nccl-tests follow each other
-with one wait at the end.
+Both are a mean over calls and ranks of (exit - entry) by the host's clock. OSU makes one call at a
+time, each between two barriers that are not timed. nccl-tests makes calls back to back, with one
+wait at the end.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 from ddpbench.records.schema import Result
 
-BETWEEN_PAIRS = ("send_recv", "bidirectional")  # of ranks, where the others time something else
+BETWEEN_PAIRS = ("send_recv", "bidirectional")  # of ranks: other benchmarks time something else
 
 
 def of_osu(result: Result) -> bool:
-    """Whether OSU measures such a case likewise: a blocking collective of all ranks."""
+    """Whether OSU measures such a case alike: a blocking collective of all ranks."""
     case = result.case
     between = case.issue == "isolated" and case.start == "barrier" and not case.async_op
     one_call = result.calls == 1 and case.time_definition == "exit-entry"
@@ -24,7 +24,7 @@ def of_osu(result: Result) -> bool:
 
 
 def of_nccl_tests(result: Result) -> bool:
-    """Whether nccl-tests measures such a case likewise: calls in flight."""
+    """Whether nccl-tests measures such a case alike: calls in flight."""
     return result.case.issue == "pipelined" and _of_all(result)
 
 
@@ -32,11 +32,11 @@ def _of_all(result: Result) -> bool:
     return result.case.group == "world" and result.case.operation not in BETWEEN_PAIRS
 
 
-def seconds(results: Sequence[Result], measured_so: Callable[[Result], bool]) -> float | None:
-    """The figure of one call: the median over launches; None where the case is not measured so."""
+def seconds(results: Sequence[Result], measures_alike: Callable[[Result], bool]) -> float | None:
+    """Return the time of one call, median over launches; None if the benchmark measures another."""
     means = [
         r.summary.overall_mean_seconds
         for r in results
-        if r.summary and r.summary.overall_mean_seconds is not None and measured_so(r)
+        if r.summary and r.summary.overall_mean_seconds is not None and measures_alike(r)
     ]
     return statistics.median(means) if means else None

@@ -1,4 +1,4 @@
-"""What a self-test makes of a run in which a fault was planted: was it found, and named rightly?"""
+"""Verdicts of a self-test: whether a planted fault was found and named correctly."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ UNCHECKED = "not checked: "
 
 @dataclass(frozen=True)
 class Expected:
-    """What a fault must lead to.
+    """The outcome that a fault must have.
 
-    codes  with one of which the command ends
-    found  a pattern of a line that tells the fault
-    named  a pattern of a line that tells which rank, link, tensor or variable it is
+    codes  exit codes, one of which the command must return
+    found  a pattern of a line that reports the fault
+    named  a pattern of a line that names its rank, link, tensor or variable
     """
 
     codes: tuple[int, ...]
@@ -28,41 +28,49 @@ class Expected:
 
 @dataclass(frozen=True)
 class Tried:
-    """A fault that was planted, or a run without any. None: could not be tried here."""
+    """A planted fault, or a healthy run. None means that it could not be tried here."""
 
     fault: str
-    planted: str  # what was done, in a few words
+    planted: str  # a short description
     found: bool | None
     named: bool | None
     seconds: float | None
-    said: str  # what was told of it; else why it could not be tried
-    right: bool | None  # whether all came out as it must
+    said: str  # the message about it, else why it could not be tried
+    right: bool | None  # whether the outcome is as expected
 
 
 def told(run: Run | None, stderr: str) -> list[str]:
-    """What a command told a user, a line each: findings beyond notes, what was not checked,
-    sentences on stderr."""
+    """Return the messages of a command: findings above note, missing checks, lines on stderr."""
     findings = run.findings if run is not None else ()
     lines = [
-        f"{each.severity} {each.code}: {each.sentence}"
-        + (f". Next: {each.next_step}" if each.next_step else "")
-        for each in findings
-        if each.severity != "note"
+        f"{finding.severity} {finding.code}: {finding.sentence}"
+        + (f". Next: {finding.next_step}" if finding.next_step else "")
+        for finding in findings
+        if finding.severity != "note"
     ]
     lines += [
         f"{UNCHECKED}{sentence}"
-        for each in (run.examinations if run is not None else ())
-        for sentence in each.unchecked
+        for examination in (run.examinations if run is not None else ())
+        for sentence in examination.unchecked
     ]
-    spoken = [line for line in stderr.splitlines() if line.startswith(PREFIX)]
-    return lines + [line.removeprefix(PREFIX) for line in spoken if not line.startswith(STORED)]
+    messages = [line for line in stderr.splitlines() if line.startswith(PREFIX)]
+    return lines + [line.removeprefix(PREFIX) for line in messages if not line.startswith(STORED)]
 
 
 def judged(
-    fault: str, planted: str, expected: Expected, code: int, lines: Sequence[str], seconds: float
+    fault: str,
+    planted: str,
+    expected: Expected,
+    *,
+    code: int,
+    lines: Sequence[str],
+    seconds: float,
 ) -> Tried:
-    """Whether a fault was found, and named; what is said of it is the line that names it, else the
-    one that finds it, else how the command ended."""
+    """Judge whether a fault was found and named.
+
+    The message shown is the line that names it, else the line that finds it, else how the command
+    ended.
+    """
     finding, naming = (
         next((line for line in lines if re.search(pattern, line)), None)
         for pattern in (expected.found, expected.named)
@@ -71,13 +79,13 @@ def judged(
     named = found and naming is not None
     said = finding if naming is None else naming
     if not named:
-        last = said or (lines[-1] if lines else "nothing was said")
+        last = said or (lines[-1] if lines else "no message")
         said = f"exit code {code}: {last}"
     return Tried(fault, planted, found, named, seconds, said or "", named)
 
 
 def unharmed(code: int, lines: Sequence[str], seconds: float, allowed: Sequence[str]) -> Tried:
-    """Of a run without a fault; `allowed` are patterns of what may be told nevertheless."""
+    """Judge a run without a fault; `allowed` are patterns of acceptable messages."""
     fine = [f"^{UNCHECKED}", *allowed]
     alarms = [line for line in lines if not any(re.search(each, line) for each in fine)]
     said = alarms[0] if alarms else f"exit code {code}"

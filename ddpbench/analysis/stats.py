@@ -1,6 +1,6 @@
-"""From stamps to figures: pure functions of arrays.
+"""Statistics of stamps: pure functions of arrays.
 
-Stamps are int64[world, repetition, 3]: entry, exit, device time, in ns; -1: not taken.
+Stamps are int64[world, repetition, 3] in ns: entry, exit, device time; -1 if not taken.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ddpbench.records.schema import Interval, Summary
 Floats = npt.NDArray[np.float64]
 Stamps = npt.NDArray[np.int64]
 
-BATCH = 20  # neighbouring repetitions are correlated; medians of batches hardly are
+BATCH = 20  # neighbouring repetitions are correlated, medians of batches hardly
 FEWEST = 6  # values below which no 95 % interval of a median exists
 QUANTILES = 21  # the 6th is the lower quartile
-# Percentile → repetitions from which its 95 % interval exists.
+# percentile → repetitions that its 95 % interval needs
 PERCENTILES = {"p50": 6, "p90": 36, "p99": 368, "p99.9": 3688}
 
 
 @dataclass(frozen=True)
 class OverRanks:
-    """What the ranks' stamps come to: one value a repetition, in ns."""
+    """The stamps of all ranks combined: one value per repetition, in ns."""
 
     slowest: Stamps
     mean: Floats
@@ -34,47 +34,51 @@ class OverRanks:
     first_in: Stamps
     last_in: Stamps
     last_out: Stamps
-    host_mean: Floats  # by the host's clock, as other benchmarks time it, whatever `mean` is by
+    host_mean: Floats  # by the host's clock, as in other benchmarks, whatever clock `mean` uses
 
     def times(self, calls: int) -> Floats:
-        """The time of a repetition: that of its slowest rank; needs no common clock. Seconds of one
-        of its calls."""
+        """Return the seconds of one call in each repetition, on its slowest rank.
+
+        This needs no common clock.
+        """
         return np.asarray(self.slowest * 1e-9 / calls, dtype=np.float64)
 
 
 def spent_ns(stamps: Stamps) -> Stamps:
-    """What each rank spent in each repetition: int64[world, repetition]."""
+    """Return the time of each rank in each repetition: int64[world, repetition]."""
     device = stamps[:, :, 2]
     return device if (device >= 0).all() else stamps[:, :, 1] - stamps[:, :, 0]
 
 
-def over_ranks(stamps: Stamps, teams: Sequence[Sequence[int]] = ()) -> OverRanks:
-    """The ranks of each repetition as one.
+def over_ranks(stamps: Stamps, subgroups: Sequence[Sequence[int]] = ()) -> OverRanks:
+    """Combine the ranks of each repetition.
 
-    teams: ranks that work together while others do, as many in each; entries and exits are then
-    those of the team with the slowest rank, and a rank in none does not count. Empty: all ranks do.
+    subgroups: of equal size, which work at the same time. Entries and exits are then those of the
+    subgroup with the slowest rank, and a rank in no subgroup does not count. Empty: all ranks work
+    together.
     """
     spent, host = spent_ns(stamps), stamps[:, :, 1] - stamps[:, :, 0]
-    if len(teams):
-        members = np.array(teams)
+    if len(subgroups):
+        members = np.array(subgroups)
         slowest = members[spent[members].max(axis=1).argmax(axis=0)].T  # [rank, repetition]
         spent, host = spent[members.ravel()], host[members.ravel()]
         stamps = np.take_along_axis(stamps, slowest[:, :, None], axis=0)
     entry, exits = stamps[:, :, 0], stamps[:, :, 1]
     return OverRanks(
-        spent.max(axis=0), spent.mean(axis=0), spent.min(axis=0),
-        entry.min(axis=0), entry.max(axis=0), exits.max(axis=0), host.mean(axis=0),
-    )  # fmt: skip
+        *(spent.max(axis=0), spent.mean(axis=0), spent.min(axis=0)),
+        *(entry.min(axis=0), entry.max(axis=0), exits.max(axis=0)),
+        host.mean(axis=0),
+    )
 
 
 def joined(parts: Sequence[OverRanks]) -> OverRanks:
-    """Repetitions one after the other; at least one part."""
+    """Concatenate repetitions; at least one part."""
     names = [field.name for field in fields(OverRanks)]
     return OverRanks(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 def t_max(stamps: Stamps, calls: int) -> Floats:
-    """Seconds of one call in each repetition, of its slowest rank."""
+    """Return the seconds of one call in each repetition, on its slowest rank."""
     return over_ranks(stamps).times(calls)
 
 
@@ -86,12 +90,12 @@ def settled(before: Floats, after: Floats) -> bool:
 
 
 def ends_of_median(values: Floats, confidence: float) -> tuple[float, float] | None:
-    """The exact interval of a median: the k-th smallest and the k-th largest value, of the largest
-    k for which a binomial count of n halves lies below k in at most half of what the confidence
-    leaves: scipy.stats.quantile_test has the same, but its import takes a rank 0.9 s. None where
-    they are too few for the confidence.
+    """Return the exact interval of a median; None if the values are too few for the confidence.
+
+    The ends are the k-th smallest and the k-th largest value. k is the largest number such that a
+    binomial count of n halves lies below k with at most half of the remaining probability.
     """
-    from scipy.special import bdtr
+    from scipy.special import bdtr  # scipy.stats has a function for it, but takes 0.9 s to import
 
     count = np.arange(len(values) // 2)
     k = int((bdtr(count, len(values), 0.5) <= (1 - confidence) / 2).sum())
@@ -100,10 +104,10 @@ def ends_of_median(values: Floats, confidence: float) -> tuple[float, float] | N
 
 
 def median_interval(times: Floats, confidence: float = 0.95) -> Interval | None:
-    """The exact binomial interval of the median of batch medians.
+    """Return the exact binomial interval of the median of batch medians.
 
-    Where the batches of 20 are too few for the confidence, of the repetitions themselves; below 6
-    of these there is none of 95 %.
+    If the batches of 20 are too few for the confidence, the repetitions themselves are used. Below
+    6 of these there is no interval of 95 %.
     """
     whole = len(times) // BATCH * BATCH
     batches = np.median(times[:whole].reshape(-1, BATCH), axis=1)
@@ -116,13 +120,12 @@ def median_interval(times: Floats, confidence: float = 0.95) -> Interval | None:
 
 
 def half_width(interval: Interval) -> float:
-    """Half an interval's width, relative to its middle."""
+    """Return half an interval's width, relative to its middle."""
     return (interval.high - interval.low) / (interval.high + interval.low)
 
 
 def percentiles(times: Floats) -> dict[str, float]:
-    """The percentiles whose 95 % interval exists for so many repetitions in each of FEWEST
-    launches; seconds."""
+    """Return the percentiles, in seconds, that FEWEST launches of this length can support."""
     return {
         name: float(np.percentile(times, float(name[1:])))
         for name, fewest in PERCENTILES.items()
@@ -131,39 +134,39 @@ def percentiles(times: Floats) -> dict[str, float]:
 
 
 def quantiles(times: Floats) -> tuple[float, ...]:
-    """The least to the largest, QUANTILES values evenly by rank; to 0.1 ns."""
+    """Return QUANTILES values from the least to the largest, evenly by rank, to 0.1 ns."""
     return tuple(np.percentile(times, np.linspace(0, 100, QUANTILES)).round(10).tolist())
 
 
-def lower_quartile(found: Sequence[float]) -> float:
-    """Of what `quantiles` made."""
-    return found[QUANTILES // 4]
+def lower_quartile(quantile_values: Sequence[float]) -> float:
+    """Return the lower quartile from the result of `quantiles`."""
+    return quantile_values[QUANTILES // 4]
 
 
 def outliers(times: Floats, distance: float) -> int:
-    """How many lie beyond the quartiles by more than `distance` interquartile ranges (Tukey)."""
+    """Count values more than `distance` interquartile ranges beyond the quartiles (Tukey)."""
     low, high = np.percentile(times, [25, 75])
     reach = distance * (high - low)
     return int(((times < low - reach) | (times > high + reach)).sum())
 
 
 def lag1(times: Floats) -> float | None:
-    """Autocorrelation of neighbouring repetitions; None where it means nothing."""
+    """Return the autocorrelation of neighbouring repetitions; None if it is undefined."""
     if len(times) < 3 or 0.0 in (float(times[:-1].std()), float(times[1:].std())):
         return None
     return float(np.corrcoef(times[:-1], times[1:])[0, 1])
 
 
 def summarise(stamps: Stamps, calls: int, common_clock: bool, single: bool = True) -> Summary:
-    """The same as `summary`, of the stamps of all ranks."""
+    """Return the `summary` of the stamps of all ranks."""
     return summary(over_ranks(stamps), calls, common_clock, single)
 
 
 def summary(over: OverRanks, calls: int, common_clock: bool, single: bool = True) -> Summary:
-    """All figures of one case in one launch; of its timed repetitions, at least one.
+    """Return all figures of one case in one launch, from at least one timed repetition.
 
-    common_clock: whether stamps of different ranks may be compared. single: whether a repetition
-    is one call of the operation; one of several gives no percentiles: they would be of averages.
+    common_clock: whether stamps of different ranks are comparable. single: whether a repetition is
+    one call of the operation. Several calls give no percentiles: they would be of averages.
     """
     times = over.times(calls)
     bracket: dict[str, Any] = {
@@ -194,7 +197,7 @@ def summary(over: OverRanks, calls: int, common_clock: bool, single: bool = True
 
 
 def over_launches(medians: Floats, confidence: float = 0.95) -> tuple[float, Interval | None]:
-    """Centre and exact interval of launch medians; the interval exists from 6 launches on."""
+    """Return the median of launch medians, and its exact interval, which needs 6 launches."""
     centre = float(np.median(medians))
     if (ends := ends_of_median(medians, confidence)) is None:
         return centre, None

@@ -1,9 +1,10 @@
-"""From the samples of a DDP step to its figures: pure functions of arrays.
+"""Figures of a DDP step from its samples: pure functions of arrays.
 
-A case is measured in rounds. In each round each arm takes `in_a_row` steps: "ddp" is the real one,
-"noop" communicates nothing, "no_sync" does not copy into buckets either, "timed" stamps each
-bucket. What the arms differ by is taken round by round, so that drift of the machine cancels.
-The time of an arm in a round is that of its steps together, in the slowest rank, over their number.
+A case is measured in rounds. In each round each arm takes `in_a_row` steps: "ddp" is the real step,
+"noop" communicates nothing, "no_sync" does not copy into buckets either, "timed" takes a stamp of
+each bucket. Differences between arms are taken round by round, so that drift of the machine
+cancels. The time of an arm in a round is the time of its steps together on the slowest rank,
+divided by their number.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from ddpbench.records.schema import Bucket, Figure, Interval, Part, Phase, StepS
 
 Ints = npt.NDArray[np.int64]
 
-LATE_SHARE = 0.02  # of the step: a rank that may keep the others waiting for less is not accused
+LATE_SHARE = 0.02  # of the step: a rank is not accused if the others may wait for less
 PHASES = {"forward": (0, 1), "backward": (1, 2), "optimizer": (2, 3), "step": (0, 3)}
 # The parts of the budget. The first three, or EITHER and the third, make the step.
 COMPUTE, COPIES, EXPOSED = "compute", "bucket copies", "exposed communication"
-EITHER = "compute and copies"  # where there is no arm that would tell them apart
+EITHER = "compute and copies"  # if no arm separates them
 TRANSFER, OVERHEAD = "exposed transfer", "communication overhead"  # make EXPOSED
 HIDDEN, COMMUNICATION = "hidden communication", "communication"  # TRANSFER and HIDDEN make the last
 WAITING = "waiting for rank"
@@ -33,7 +34,7 @@ CHAINS = ((COMPUTE, EITHER, COPIES, EXPOSED), (TRANSFER, HIDDEN))  # make the st
 
 @dataclass(frozen=True)
 class BucketInfo:
-    """One bucket of DDP's, as its communication hook was given it."""
+    """One of DDP's buckets, as passed to its communication hook."""
 
     index: int  # in the order of reduction
     nbytes: int
@@ -44,16 +45,16 @@ class BucketInfo:
 
 @dataclass(frozen=True)
 class Samples:
-    """The raw times of one case, in rank 0. Stamps of different ranks are not comparable."""
+    """The raw times of one case, on rank 0. Stamps of different ranks are not comparable."""
 
     stamps: dict[str, Ints]  # arm → ns[world, round, K, 4]: begin, end of forward, backward, step
-    walls: dict[str, Ints]  # arm → ns[world, round]: K steps, synchronised at both ends, unverified
+    walls: dict[str, Ints]  # arm → ns[world, round]: K steps without verification
     timers: dict[str, Floats]  # DDP's own: name → seconds[world, round]; may be empty
     buckets: list[BucketInfo]
     # ns[world, round, bucket, 2] of the last step of "timed": from the start of backward until the
     # bucket was handed over, until it was reduced.
     bucket_stamps: Ints | None
-    verify: Ints  # ns[world, verification], not in `walls`
+    verify: Ints  # ns[world, verification], not part of `walls`
 
     @property
     def world(self) -> int:
@@ -62,19 +63,19 @@ class Samples:
 
     @property
     def rounds(self) -> int:
-        """Rounds that every arm took part in; a run that is stopped ends within one."""
+        """The number of complete rounds; a run that is stopped ends within one."""
         return int(min(each.shape[1] for each in (*self.walls.values(), *self.stamps.values())))
 
     def arm(self, name: str) -> Ints | None:
-        """ns[world, round, K, 4] of the whole rounds of an arm; None: it was not measured."""
+        """Return ns[world, round, K, 4] of an arm in complete rounds; None if not measured."""
         return self.stamps[name][:, : self.rounds] if name in self.stamps else None
 
 
 def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSummary:
-    """All figures of one case in one launch.
+    """Return all figures of one case in one launch.
 
-    samples: of at least one whole round, "ddp" among its arms. batch_of_all_ranks: samples that
-    all ranks together train on in a step. warm_up: steps before the first round.
+    samples: of at least one complete round, with the arm "ddp". batch_of_all_ranks: samples of a
+    step on all ranks together. warm_up: steps before the first round.
     """
     ddp = samples.arm("ddp")
     assert ddp is not None
@@ -103,29 +104,29 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
 
 
 def cost(samples: Samples, step_seconds: float) -> tuple[Figure | None, float | None]:
-    """What a verification takes its slowest rank, median, and as a share of a step.
+    """Return the median time of a verification on its slowest rank, and as a share of a step.
 
-    None, None where there was none.
+    Returns None, None without verifications.
     """
     if not samples.verify.shape[1]:
         return None, None
-    found = figure(samples.verify.max(axis=0) * 1e-9, of="verifications")
-    return found, None if found is None else found.value / step_seconds
+    seconds = figure(samples.verify.max(axis=0) * 1e-9, of="verifications")
+    return seconds, None if seconds is None else seconds.value / step_seconds
 
 
 def figure(values: Floats, confidence: float = 0.95, of: str = "rounds") -> Figure | None:
-    """The median of what is known (not NaN) and its exact interval; None: nothing is known."""
+    """Return the median of all values but NaN, and its exact interval; None if all are NaN."""
     known = values[np.isfinite(values)]
     if not len(known):
         return None
-    found = stats.median_interval(known, confidence)
-    if found is not None:
-        found = replace(found, of=found.of.replace("repetitions", of))
-    return Figure(float(np.median(known)), found)
+    interval = stats.median_interval(known, confidence)
+    if interval is not None:
+        interval = replace(interval, of=interval.of.replace("repetitions", of))
+    return Figure(float(np.median(known)), interval)
 
 
 def _time(samples: Samples, name: str) -> Floats:
-    """Seconds[round] of a step of an arm; NaN where it was not measured, as is all made of it."""
+    """Return seconds[round] of a step of an arm; NaN if it was not measured."""
     stamps = samples.arm(name)
     if stamps is None:
         return np.full(samples.rounds, np.nan)
@@ -149,34 +150,37 @@ def _phase(name: str, stamps: Ints) -> Phase:
 
 
 def _most_often(ranks: npt.NDArray[np.intp]) -> tuple[int, float]:
-    """The rank that stands there most often, and in which share of the places."""
+    """Return the most frequent rank, and its share."""
     counts = np.bincount(ranks.ravel())
     return int(counts.argmax()), float(counts.max() / ranks.size)
 
 
 def _part(
-    name: str, values: Floats, step: float, confidence: float = 0.95, least: float = 0.0,
-    rank: int | None = None,
-) -> Part | None:  # fmt: skip
-    """Resolved: the interval lies above 0, all of it above that share of the step."""
-    found = figure(values, confidence)
-    if found is None:
+    name: str, values: Floats, step: float, late: tuple[int, float] | None = None
+) -> Part | None:
+    """Return a part of the step; it is resolved if its interval lies above 0.
+
+    late: the rank to blame, and the confidence. The interval must then lie above LATE_SHARE.
+    """
+    rank, confidence = late or (None, 0.95)
+    part = figure(values, confidence)
+    if part is None:
         return None
-    share = found.value / step
-    clear = found.interval is not None and found.interval.low > least * step
-    return Part(name, found, share, clear, rank)
+    least = LATE_SHARE * step if late else 0.0
+    resolved = part.interval is not None and part.interval.low > least
+    return Part(name, part, part.value / step, resolved, rank)
 
 
 def _budget(samples: Samples, ddp: Floats, step: float) -> Iterator[Part]:
-    """The parts that can be known from the arms that were measured.
+    """Yield the parts that follow from the measured arms.
 
-    exposed communication   ddp - noop: what the step is longer by than without communication
+    exposed communication   ddp - noop: how much longer the step is than without communication
     communication           the time in which any bucket is on its way, in the rank that waits least
-    exposed transfer        what of it comes after the last bucket is handed over, when backward has
-                            nothing left to compute
-    hidden communication    communication - exposed transfer, so never below 0, and 0 for one bucket
-    communication overhead  exposed communication - exposed transfer: threads that wake up,
-                            bookkeeping, ranks out of step, backward slowed by what it hides
+    exposed transfer        its part after the last bucket is handed over, when backward has nothing
+                            left to compute
+    hidden communication    communication - exposed transfer: never below 0, and 0 for one bucket
+    communication overhead  exposed communication - exposed transfer: waking threads, bookkeeping,
+                            ranks out of step, backward slowed by hidden communication
     """
     noop, no_sync = _time(samples, "noop"), _time(samples, "no_sync")
     parts: dict[str, tuple[Floats, ...]] = {COMPUTE: (no_sync,)}
@@ -192,27 +196,27 @@ def _budget(samples: Samples, ddp: Floats, step: float) -> Iterator[Part]:
                 HIDDEN: (whole, after),
                 COMMUNICATION: (whole,),
             }
-    found = [_difference(name, step, *values) for name, values in parts.items()]
-    yield from (part for part in [*found, _waiting(samples, step)] if part is not None)
+    known = [_difference(name, step, *values) for name, values in parts.items()]
+    yield from (part for part in [*known, _waiting(samples, step)] if part is not None)
 
 
 def _difference(name: str, step: float, first: Floats, *less: Floats) -> Part | None:
-    """The median of the first less the medians of the others, so that parts add up as these do.
+    """Return the median of the first less the medians of the others, so that parts add up.
 
-    The interval is that of the median of the differences, paired by round. These two medians may
-    part a little.
+    The interval is of the median of the differences, paired by round. The two medians may differ a
+    little.
     """
     paired = figure(first - sum(less))
     if paired is None:
         return None
     value = float(np.median(first) - sum(np.median(each) for each in less))
-    found = holding(value, paired.interval)
-    resolved = found.interval is not None and found.interval.low > 0
-    return Part(name, found, value / step, resolved)
+    part = holding(value, paired.interval)
+    resolved = part.interval is not None and part.interval.low > 0
+    return Part(name, part, value / step, resolved)
 
 
 def holding(value: float, interval: Interval | None) -> Figure:
-    """The value with its interval, which is widened where it does not hold the value."""
+    """Return the value with its interval, widened if it does not contain the value."""
     if interval is not None:
         low, high = min(interval.low, value), max(interval.high, value)
         interval = replace(interval, low=low, high=high)
@@ -220,11 +224,10 @@ def holding(value: float, interval: Interval | None) -> Figure:
 
 
 def _communication(stamps: Ints) -> tuple[Floats, Floats]:
-    """Seconds[round] in which any bucket was on its way: all of them, and those after the last
-    bucket was handed over.
+    """Return seconds[round] with any bucket on its way: in all, and after the last handover.
 
-    In the rank where it took least: the last to come waits for nobody, while in the others waiting
-    for it looks like communication that is hidden.
+    They are of the rank where this took least. The last rank waits for nobody, while on the other
+    ranks waiting for it looks like hidden communication.
     """
     last = stamps[..., 0].max(axis=2)[:, :, None, None]
     whole, after = _busy(stamps), _busy(np.maximum(stamps, last))
@@ -233,7 +236,7 @@ def _communication(stamps: Ints) -> tuple[Floats, Floats]:
 
 
 def _busy(stamps: Ints) -> Ints:
-    """ns[world, round] covered by the buckets' spans, where they overlap once."""
+    """Return ns[world, round] covered by the spans of the buckets; overlaps count once."""
     order = stamps[..., :1].argsort(axis=2)
     ordered = np.take_along_axis(stamps, order, axis=2)
     covered = np.zeros(stamps.shape[:2], dtype=np.int64)
@@ -246,32 +249,31 @@ def _busy(stamps: Ints) -> Ints:
 
 
 def _waiting(samples: Samples, step: float) -> Part | None:
-    """What the slowest rank takes longer than the mean of the others where nothing is waited for.
+    """Return how much longer the slowest rank takes than the mean of the others, without waits.
 
     It was chosen out of all ranks, so the confidence is corrected by their number (Bonferroni).
     """
     stamps = samples.arm("noop" if "noop" in samples.stamps else "no_sync")
     if stamps is None or samples.world < 2:
         return None
-    each = (stamps[..., 3] - stamps[..., 0]).mean(axis=2) * 1e-9  # [world, round]
-    late = int(np.median(each, axis=1).argmax())
-    longer = each[late] - _others(each, late)
-    confidence = 1 - 0.05 / samples.world
-    return _part(f"{WAITING} {late}", longer, step, confidence, LATE_SHARE, late)
+    seconds = (stamps[..., 3] - stamps[..., 0]).mean(axis=2) * 1e-9  # [world, round]
+    late = int(np.median(seconds, axis=1).argmax())
+    longer = seconds[late] - _others(seconds, late)
+    return _part(f"{WAITING} {late}", longer, step, (late, 1 - 0.05 / samples.world))
 
 
-def _others(each: Floats, rank: int) -> Floats:
-    """The mean over all ranks but one, of [world, round]."""
-    return np.asarray((each.sum(axis=0) - each[rank]) / (len(each) - 1), dtype=np.float64)
+def _others(values: Floats, rank: int) -> Floats:
+    """Return the mean of [world, round] over all ranks but one."""
+    return np.asarray((values.sum(axis=0) - values[rank]) / (len(values) - 1), dtype=np.float64)
 
 
 def _timers(samples: Samples) -> dict[str, float]:
-    found = {name: figure(each.max(axis=0)) for name, each in samples.timers.items()}
-    return {name: each.value for name, each in found.items() if each is not None}
+    slowest = {name: figure(seconds.max(axis=0)) for name, seconds in samples.timers.items()}
+    return {name: timer.value for name, timer in slowest.items() if timer is not None}
 
 
 def _bucket_stamps(samples: Samples) -> Ints | None:
-    """ns[world, round, bucket, 2]; None: there are none."""
+    """Return ns[world, round, bucket, 2]; None if there are none."""
     stamps = samples.bucket_stamps
     if stamps is None or not stamps.size or len(samples.buckets) != stamps.shape[2]:
         return None
@@ -279,37 +281,42 @@ def _bucket_stamps(samples: Samples) -> Ints | None:
 
 
 def _buckets(samples: Samples, step: float) -> Iterator[Bucket]:
-    """A rank's time of a bucket is (reduced - handed over): the wire and what it waited for others.
+    """Yield the figures of each bucket.
 
-    Who hands over last waits least, so the least over ranks is the wire; no common clock is needed.
+    A rank's time of a bucket, (reduced - handed over), is the wire plus its wait for other ranks.
+    The rank that hands over last waits least, so the least over ranks is the wire. This needs no
+    common clock.
     """
     stamps = _bucket_stamps(samples)
     if stamps is None:
         return
-    each: Floats = np.asarray(stamps[..., 1] - stamps[..., 0], np.float64) * 1e-9
+    seconds: Floats = np.asarray(stamps[..., 1] - stamps[..., 0], np.float64) * 1e-9
     handed = np.median(stamps[..., 0].max(axis=0), axis=0) * 1e-9
     for number, info in enumerate(samples.buckets):
-        mine = each[:, :, number]  # [world, round]
-        wire, wait = figure(mine.min(axis=0)), figure(np.ptp(mine, axis=0))
+        bucket = seconds[:, :, number]  # [world, round]
+        wire, wait = figure(bucket.min(axis=0)), figure(np.ptp(bucket, axis=0))
         assert wire is not None
         assert wait is not None
         confidence = 1 - 0.05 / samples.world / len(samples.buckets)
-        late = late_rank(mine, confidence, LATE_SHARE * step)
+        late = late_rank(bucket, confidence, LATE_SHARE * step)
         yield Bucket(
-            info.index, info.nbytes, info.parameters, info.first, info.last,
-            float(handed[number]), wire, wait, late,
-        )  # fmt: skip
+            **vars(info),
+            handed_seconds=float(handed[number]),
+            wire=wire,
+            wait=wait,
+            late_rank=late,
+        )
 
 
-def late_rank(each: Floats, confidence: float, least: float) -> int | None:
-    """The rank that waited least most often, if it waits less than the others beyond the noise, by
-    more than `least` seconds.
+def late_rank(seconds: Floats, confidence: float, least: float) -> int | None:
+    """Return the rank that most often waited least; None unless it stands out of the noise.
 
-    The confidence is corrected by all that are looked at, ranks and buckets (Bonferroni).
+    The others must wait longer by more than `least` seconds. seconds: [world, round]. The
+    confidence is corrected by the number of ranks and buckets (Bonferroni).
     """
-    if len(each) < 2:
+    if len(seconds) < 2:
         return None
-    rank, _ = _most_often(each.argmin(axis=0))
-    less = figure(_others(each, rank) - each[rank], confidence)
+    rank, _ = _most_often(seconds.argmin(axis=0))
+    less = figure(_others(seconds, rank) - seconds[rank], confidence)
     clear = less is not None and less.interval is not None and less.interval.low > least
     return rank if clear else None

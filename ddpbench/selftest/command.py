@@ -73,7 +73,12 @@ def tried(trial: Trial, folder: Path) -> Tried:
             done.returncode, lines, seconds, ("^warning oversubscribed:",) if few else ()
         )
     return selftest.judged(
-        trial.fault, trial.planted, trial.expected, done.returncode, lines, seconds
+        trial.fault,
+        trial.planted,
+        trial.expected,
+        code=done.returncode,
+        lines=lines,
+        seconds=seconds,
     )
 
 

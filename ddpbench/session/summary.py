@@ -46,7 +46,7 @@ def summarise_result(
 
 
 def _columns(result: Result, samples: Samples) -> dict[str, Any]:
-    cold = Kept(samples.timed.teams)
+    cold = Kept(samples.timed.subgroups)
     assert samples.cold is not None
     cold.add(samples.cold)
     return operation_columns(

@@ -278,7 +278,7 @@ def test_a_late_rank_is_warned_about_once() -> None:
         assert finding.next_step
     buckets = replace(late, budget=QUIET.budget)
     (finding,) = findings.findings(a_step_run(a_step_result(summary=buckets)))
-    assert finding.sentence.endswith(" ms step for a bucket of it")
+    assert finding.sentence.endswith(" ms step for one of its buckets")
 
 
 def test_exposed_communication_is_noted_above_ten_percent() -> None:
@@ -306,7 +306,7 @@ OWN = {"workload": "mine:build"}
          "communicate less often (--accumulate, a larger --batch)"),
         ({**TRANSFER, "buckets": 1}, {"bucket_cap_mb": 100.0, "comm_hook": "fp16"},
          "communicate less often (--accumulate, a larger --batch), or leave out --bucket-cap-mb: "
-         "what is sent in one bucket cannot be hidden"),
+         "a single bucket cannot be hidden"),
         (TRANSFER, {"parameter_nbytes": 2 * 8_396_800, "static_graph": True, **OWN},
          "communicate less often (a larger batch in its own code), or try another --bucket-cap-mb"),
         ({"exposed": 20, "wire": 2.0}, {"accumulate": 4},

@@ -570,7 +570,7 @@ def test_a_change_that_follows_the_cores_is_no_change(compared: Compare) -> None
         assert (code, verdict_of(out)) == (int(name == "SLOWER"), name)
     base, new = side(1.0, 1, near), side(2.0, 2, far)
     _, out, _ = compared(at(base, 0, "base"), at(new, 37, "new"))
-    assert "a cache line goes there and back in 0.4 µs in BASE, 6 in NEW" in out
+    assert "the round trip of a cache line takes 0.4 µs in BASE, 6 in NEW" in out
     assert "measure the two in turns, with `ab`" in out
     code, out, _ = compared(at(new, 0, "base"), at(base, 37, "new"))
     assert (code, verdict_of(out)) == (0, "INCONCLUSIVE")

@@ -37,7 +37,9 @@ DEAD = Expected((5,), r"has died", r"rank 1 \(.*\) has died")
 def test_a_fault_is_found_and_named(code: int, line: str, found: bool, named: bool) -> None:
     """By a line that tells it, with the right exit code; named by one with the right rank. What is
     not right is shown with its exit code."""
-    row = judged("kill", "rank 1 is killed", DEAD, code, ["warning x: y", line], 2.0)
+    row = judged(
+        "kill", "rank 1 is killed", DEAD, code=code, lines=["warning x: y", line], seconds=2.0
+    )
     assert (row.found, row.named, row.right) == (found, named, named)
     assert row.said == (line if named else f"exit code {code}: {line}")
 
@@ -108,7 +110,7 @@ def test_another_rank_or_host_is_not_named_rightly(fault: str) -> None:
 
     def judge(lines: list[str]) -> Tried:
         code = trial.expected.codes[0]
-        return judged(fault, "", trial.expected, code, lines, 1.0)
+        return judged(fault, "", trial.expected, code=code, lines=lines, seconds=1.0)
 
     assert judge(SAID[fault]).right
     for one, other in (("rank 1", "rank 0"), ("host1", "host4"), ("host3", "host2")):
