@@ -123,17 +123,17 @@ def run(asked: argparse.Namespace, words: Sequence[str]) -> int:
     if asked.signals_from_stdin:
         threading.Thread(target=_hear, daemon=True).start()
     meeting = nodes.meet(all_nodes, index, address, port, asked.timeout)
-    with family.opened() as kin:
+    with family.open_family() as kin:
         watch = Watch(kin, all_nodes.ranks[index], Deadline(given.timeout, given.watchdog == "end"))
         own = [sys.executable, "-m", f"ddpbench.{wanted[0]}", *wanted[1:]]
         ranks = []
         for environ in all_nodes.environ(index, address, port):
-            ranks.append(processes.start(own, {**environ, **kin.environ()}))
+            ranks.append(processes.start_child(own, {**environ, **kin.environ()}))
             pid = ranks[-1].process.pid
             kin.add(pid)
             watch.ranks[int(environ["RANK"])] = psutil.Process(pid)
-        with supervise.watched(watch):
-            code = processes.await_all(ranks, meeting.lost, watch)
+        with supervise.watch_ranks(watch):
+            code = processes.await_all(ranks, meeting.has_failed, watch)
     return meeting.end(code)
 
 
@@ -173,7 +173,7 @@ def _index(asked: argparse.Namespace, all_nodes: Nodes) -> int:
         return int(index)
     if not all_nodes.names:
         raise Refused(f"say which of the {count} nodes this is: --node-rank 0 to {count - 1}")
-    mine = nodes.here(all_nodes)
+    mine = nodes.find_local_nodes(all_nodes)
     if len(mine) != 1:
         which = f"nodes {', '.join(map(str, mine))} of" if mine else "none of the nodes in"
         raise Refused(f"this machine is {which} --hosts {asked.hosts}: say --node-rank")
@@ -205,7 +205,7 @@ def _over_ssh(
 ) -> int:
     """A launcher a node; that of this machine without ssh. They take signals as lines on stdin,
     which ends when this process does: ssh passes on no signals."""
-    mine = nodes.here(all_nodes)
+    mine = nodes.find_local_nodes(all_nodes)
     same = [
         "-m", "ddpbench", "launch", "--signals-from-stdin", "--timeout", f"{asked.timeout:g}",
         "--ranks-per-node", ",".join(map(str, all_nodes.ranks)),
@@ -225,7 +225,7 @@ def _over_ssh(
         children.append(Child(process, _teller(process)))
     code = processes.await_all(children)
     closed = [
-        all_nodes.named(index)
+        all_nodes.label(index)
         for index, child in enumerate(children)
         if child.process.returncode == SSH_FAILED and index not in mine
     ]

@@ -297,7 +297,7 @@ def say(text: str) -> None:
 def leave(code: int) -> NoReturn:
     """End this process now, whatever its other threads wait for, and all that it has started: who
     reads what these print waits for them too."""
-    family.end_descendants()
+    family.kill_descendants()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     if "mpi4py.MPI" in sys.modules:

@@ -23,7 +23,7 @@ from ddpbench.hang.flight import Flight
 from ddpbench.hang.self_report import Who, heartbeat, last_words, state_of
 from ddpbench.hang.status import ALIVE, DIED, STOPPED, RankStatus
 from ddpbench.hang.verdict import verdict
-from ddpbench.launch import family
+from ddpbench.launch import siblings
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -169,7 +169,7 @@ class Watchdog:
         sentence = verdict(silent, words, together)
         say(f"ddpbench: {sentence}\n")
         if ending:
-            family.report_told(sentence)
+            siblings.report_verdict(sentence)
             self.on_end("interrupted" if interrupted else "failed", sentence, code)
             self._board.kill(e.rank for e in silent if e.state == STOPPED or mine.late)
         self._board.line.ask(1.0, lambda store: store.set(self._board.key(name, "told"), "1"))

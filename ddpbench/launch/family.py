@@ -1,31 +1,26 @@
 """The processes and files of a run: marked, found from outside, and removed at its end.
 
-A private folder is the mark of a run: each of its processes has the folder in its environment, and
-leaves its temporary files there. So what is removed can be no other run's. Where the process that
-started the run is killed, a janitor removes all: a process that waits for nothing else.
+Each process of a run has the run's private folder in its environment and leaves its temporary files
+there. So nothing of another run is ever removed. If the process that started the run is killed, a
+janitor removes all: a process that waits for nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
-
-from ddpbench.launch import placement
-from ddpbench.records.visible import tell
 
 MARK = "DDPBENCH_FAMILY"  # the folders of the runs that a process belongs to, outermost first
 SHARED = Path("/dev/shm")
@@ -33,10 +28,8 @@ SHARED = Path("/dev/shm")
 BACKING = tuple(f"OMPI_MCA_{name}_backing_directory" for name in ("btl_sm", "osc_sm", "osc_rdma"))
 # They remove what others have left in shared memory, and end when these have ended.
 CLEANERS = ("resource_tracker", "torch_shm_manager")
-CLEAN_SECONDS, KILL_SECONDS, TELL_SECONDS = 1.0, 5.0, 2.0
-TOLD = "told"  # the file with a verdict that has been printed
-WHO_STOPS = "Next: see who stops it (a debugger, a batch system, kill -STOP), and start again"
-JOINS, MET, LEFT = "joins", "met", "left"  # the stages of a rank
+CLEAN_SECONDS, KILL_SECONDS, REPORT_SECONDS = 1.0, 5.0, 2.0
+VERDICT = "verdict"  # the file with a verdict that has been printed
 
 
 @dataclass
@@ -48,65 +41,68 @@ class Family:
     _janitor: int  # the end of a pipe, which closes with this process
 
     def environ(self) -> dict[str, str]:
-        """What makes a process a member; what the user set for Open MPI is kept."""
+        """The variables of a member; what the user set for Open MPI is kept."""
         outer = [os.environ[MARK]] if MARK in os.environ else []
-        found = {MARK: ":".join([*outer, str(self.folder)]), "TMPDIR": str(self.folder)}
         # Compiled code is worth keeping: it stays where torch puts it.
-        name = "TORCHINDUCTOR_CACHE_DIR"
-        found[name] = os.environ.get(name) or f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+        compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+        variables = {
+            MARK: ":".join([*outer, str(self.folder)]),
+            "TMPDIR": str(self.folder),
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled,
+        }
         if self.shared is not None:
-            own = {name: str(self.shared) for name in BACKING}
-            found |= {name: path for name, path in own.items() if _is_ours(os.environ.get(name))}
-        return found
+            unset = [name for name in BACKING if _is_private_folder(os.environ.get(name))]
+            variables |= dict.fromkeys(unset, str(self.shared))
+        return variables
 
     def add(self, pid: int) -> None:
-        """This child leads a session of its own: all processes in it are members."""
+        """Count all processes in the session of this child as members."""
         with (self.folder / "sessions").open("a") as file:
             file.write(f"{pid}\n")
 
     def disown(self) -> None:
-        """In a forked child: the janitor waits for its parent only."""
+        """In a forked child: let the janitor wait for the parent only."""
         os.close(self._janitor)
 
     def kill(self) -> None:
-        """End all members."""
-        _end(self.folder)
+        """Kill all members."""
+        _kill_members(self.folder)
 
     def stage(self, rank: int) -> str:
-        """What a rank has reported last, "" nothing."""
-        return _read(self.folder / f"rank-{rank}")
+        """The stage that a rank reported last; empty if it reported none."""
+        return read_text(self.folder / f"rank-{rank}")
 
     @property
-    def told(self) -> str:
-        """The verdict that a rank has printed, "" none."""
-        return _read(self.folder / TOLD)
+    def verdict(self) -> str:
+        """The verdict that a rank has printed; empty if none."""
+        return read_text(self.folder / VERDICT)
 
-    def mark_told(self, sentence: str) -> None:
+    def mark_verdict(self, sentence: str) -> None:
         """Keep the ranks from printing another verdict."""
-        (self.folder / TOLD).write_text(sentence)
+        (self.folder / VERDICT).write_text(sentence)
 
-    def is_telling(self) -> bool:
-        """Whether a rank has begun to print its verdict a moment ago, and so ends all by itself."""
+    def is_reporting(self) -> bool:
+        """Whether a rank began to print its verdict a moment ago, and so is about to end."""
         try:
-            return time.time() - (self.folder / TOLD).stat().st_mtime < TELL_SECONDS
+            return time.time() - (self.folder / VERDICT).stat().st_mtime < REPORT_SECONDS
         except OSError:
             return False
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[Family]:
-    """A new run's processes and folders; none is left at the end."""
+def open_family() -> Iterator[Family]:
+    """A new run's family; its processes and folders are removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="ddpbench-"))
     backing = os.environ.get(BACKING[0])
-    base = Path(backing) if backing and _is_ours(backing) else SHARED
+    base = Path(backing) if backing and _is_private_folder(backing) else SHARED
     memory: Path | None = base / folder.name
     try:
         (base / folder.name).mkdir(0o700)
     except OSError:
         memory = None
     try:
-        child, janitor, done = _janitor(folder, memory)
-    except BaseException:  # no process can be had, or the user interrupts
+        child, janitor, ended = _start_janitor(folder, memory)
+    except BaseException:  # no process can be started, or the user interrupts
         _remove(folder, memory)
         raise
     family = Family(folder, memory, janitor)
@@ -116,23 +112,24 @@ def opened() -> Iterator[Family]:
         family.kill()
         _remove(folder, memory)
         os.close(janitor)
-        with contextlib.suppress(OSError):  # it has ended long ago, unless it was stopped
+        with contextlib.suppress(OSError):  # it ended long ago, unless it was stopped
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        select.select([done], [], [], CLEAN_SECONDS)
-        os.close(done)
+        select.select([ended], [], [], CLEAN_SECONDS)
+        os.close(ended)
 
 
 def is_private(name: str, value: str) -> bool:
     """Whether a run has set this variable, to a folder of its own."""
-    return name in BACKING and _is_ours(value)
+    return name in BACKING and _is_private_folder(value)
 
 
-def _is_ours(backing: str | None) -> bool:
+def _is_private_folder(backing: str | None) -> bool:
     return backing is None or backing.startswith(str(SHARED / "ddpbench-"))
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The content of a file; empty if it cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -148,30 +145,32 @@ def _remove(*folders: Path | None) -> None:
 # --- the janitor
 
 
-def _janitor(folder: Path, memory: Path | None) -> tuple[int, int, int]:
-    """Start it; the child that did so, the end of a pipe for which it waits, and one that ends with
-    it."""
+def _start_janitor(folder: Path, memory: Path | None) -> tuple[int, int, int]:
+    """Start the janitor through a child, and return that child's pid with the ends of two pipes.
+
+    The janitor cleans up when the first pipe closes; the second closes when the janitor ends.
+    """
     waits, here = os.pipe()
-    done, ending = os.pipe()
+    ended, ending = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     try:
         child = os.fork()
     except BaseException:
-        for end in (waits, here, done, ending):
+        for end in (waits, here, ended, ending):
             os.close(end)
         raise
     if child == 0:
-        if os.fork() == 0:  # no child of this process: it is not ended with its children
+        if os.fork() == 0:  # no child of this process, so it does not end with its children
             _clean_up(waits, ending, folder, memory)
         os._exit(0)
     os.close(waits)
     os.close(ending)
-    return child, here, done
+    return child, here, ended
 
 
 def _clean_up(waits: int, ending: int, folder: Path, memory: Path | None) -> NoReturn:
-    """Wait for the end of the run's first process, and remove what it has left."""
+    """Wait until the run's first process ends, then remove what it has left."""
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -182,9 +181,9 @@ def _clean_up(waits: int, ending: int, folder: Path, memory: Path | None) -> NoR
         os.dup2(waits, 0)
         os.dup2(ending, 1)
         os.closerange(2, os.sysconf("SC_OPEN_MAX"))
-        os.read(0, 1)  # nothing, at the end
+        os.read(0, 1)  # returns at the end of the pipe
         if folder.exists():
-            _end(folder)
+            _kill_members(folder)
             _remove(folder, memory)
     finally:
         os._exit(0)
@@ -193,148 +192,56 @@ def _clean_up(waits: int, ending: int, folder: Path, memory: Path | None) -> NoR
 # --- ending processes
 
 
-def _end(folder: Path) -> None:
+def _kill_members(folder: Path) -> None:
     """Kill all members of the run with this folder; those that clean up come last."""
-    sessions = {int(line) for line in _read(folder / "sessions").split()}
+    sessions = {int(line) for line in read_text(folder / "sessions").split()}
     began = time.monotonic()
-    while found := list(_members(str(folder), sessions)):
+    while members := list(_members(str(folder), sessions)):
         seconds = time.monotonic() - began
-        for each in found:
+        for process in members:
             with contextlib.suppress(psutil.Error):
-                if seconds > CLEAN_SECONDS or not _cleans(each):
-                    each.kill()
+                if seconds > CLEAN_SECONDS or not _is_cleaner(process):
+                    process.kill()
         if seconds > KILL_SECONDS:
             break
         time.sleep(0.02)
 
 
 def _members(mark: str, sessions: set[int]) -> Iterator[psutil.Process]:
-    for each in psutil.process_iter():
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if each.pid != os.getpid() and each.status() != psutil.STATUS_ZOMBIE:
-                marked = mark in _environ(each).get(MARK, "").split(":")
-                if marked or os.getsid(each.pid) in sessions:
-                    yield each
+            if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                marked = mark in process_environ(process).get(MARK, "").split(":")
+                if marked or os.getsid(process.pid) in sessions:
+                    yield process
 
 
-def _cleans(process: psutil.Process) -> bool:
+def _is_cleaner(process: psutil.Process) -> bool:
     return any(name in word for word in process.cmdline() for name in CLEANERS)
 
 
-def end_descendants() -> None:
-    """End what this process has started, also what has lost its parent since.
+def kill_descendants() -> None:
+    """Kill what this process has started, also what has lost its parent since.
 
-    Such a process is known by the group: a launcher gives each rank its own, in which others are
-    only where they are this process's siblings, as in a pipeline.
+    Such an orphan is recognised by its process group: a launcher gives each rank its own. Siblings
+    of this process, as in a pipeline, may share the group and are spared.
     """
     me = psutil.Process()
-    family = {each.pid: each for each in me.children(recursive=True)}
+    descendants = {process.pid: process for process in me.children(recursive=True)}
     if os.getpgid(0) == me.pid:
-        for each in psutil.process_iter():
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if os.getpgid(each.pid) == me.pid and each.ppid() != me.ppid():
-                    family[each.pid] = each
-    family.pop(me.pid, None)
-    for each in family.values():
+                if os.getpgid(process.pid) == me.pid and process.ppid() != me.ppid():
+                    descendants[process.pid] = process
+    descendants.pop(me.pid, None)
+    for process in descendants.values():
         with contextlib.suppress(psutil.Error):
-            if not _cleans(each):
-                each.kill()
+            if not _is_cleaner(process):
+                process.kill()
 
 
-# --- in a rank
-
-
-def report(stage: str) -> None:
-    """Tell the process that started this rank how far it has come."""
-    if (place := placement.read_placement()) is not None:
-        _leave(f"rank-{place.rank}", stage)
-
-
-def report_told(sentence: str) -> None:
-    """Tell it that the ranks have printed a verdict."""
-    _leave(TOLD, sentence)
-
-
-def _leave(name: str, text: str) -> None:
-    if MARK in os.environ:
-        with contextlib.suppress(OSError):
-            (_own_folder() / name).write_text(text)
-
-
-def _own_folder() -> Path:
-    """That of the run which this rank belongs to; one that does not exist where nobody watches."""
-    return Path(os.environ.get(MARK, "/nonexistent").split(":")[-1])
-
-
-def end_if_stopped(rank: int, seconds: float, end: bool = True) -> bool:
-    """Where other ranks are seen to be stopped on this host, after this one has waited so long for
-    them: name them, then end them and this process. end=False: only name them. Whether there are
-    any."""
-    pids = siblings()
-    stopped = {r: pid for r, pid in pids.items() if r != rank and is_stopped(pid)}
-    if not stopped:
-        return False
-    if rank == min({rank, *pids} - {*stopped}):
-        verb, them = ("is", "it") if len(stopped) == 1 else ("are", "them")
-        names = "; ".join(named(f"rank {r}", pid) for r, pid in sorted(stopped.items()))
-        sentence = (
-            f"{names} {verb} stopped (SIGSTOP): rank {rank} has waited for {them} longer than "
-            f"{seconds:g} s (--timeout). {WHO_STOPS}"
-        )
-        if not _read(_own_folder() / TOLD):
-            report_told(sentence)
-            tell(sentence)
-    elif end:
-        time.sleep(CLEAN_SECONDS)  # a launcher ends all with the first that ends
-    if end:
-        # Open MPI's launcher continues who is stopped, to end it; others would wait for it.
-        for pid in () if "PMIX_NAMESPACE" in os.environ else stopped.values():
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        end_descendants()
-        os._exit(5)
-    return True
-
-
-def named(what: str, pid: int) -> str:
-    """ "rank 1 (host, pid 7)", of a process on this host."""
-    return f"{what} ({socket.gethostname()}, pid {pid})"
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    except psutil.Error:
-        return False
-
-
-def siblings() -> dict[int, int]:
-    """The pids of the ranks on this host, as far as they can be seen: rank → pid."""
-    if MARK in os.environ:
-        text = _read(_own_folder() / "pids")
-        if text:
-            return {int(rank): pid for rank, pid in json.loads(text).items()}
-    mine = os.environ.get("PMIX_NAMESPACE")
-    children = psutil.Process(os.getppid()).children()
-    return {
-        rank: each.pid
-        for rank, each in ranks_of(children).items()
-        if _environ(each).get("PMIX_NAMESPACE") == mine
-    }
-
-
-def ranks_of(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process]:
-    """Those of the processes that a launcher has made ranks, the first of each."""
-    found: dict[int, psutil.Process] = {}
-    for each in processes:
-        with contextlib.suppress(placement.Refused):
-            if (place := placement.read_placement(_environ(each))) is not None:
-                found.setdefault(place.rank, each)
-    return found
-
-
-def _environ(process: psutil.Process) -> dict[str, str]:
+def process_environ(process: psutil.Process) -> dict[str, str]:
+    """The environment of a process; empty if it cannot be read."""
     try:
         return process.environ()
     except (psutil.Error, OSError):

@@ -1,8 +1,7 @@
 """Ranks forked from a process that has torch in memory: a launch in a fraction of a second.
 
-Fresh processes in fresh groups, like a launcher's, but without the seconds in which each of them
-imports torch; what a launch costs then is measuring. On the CPU only: a process that uses CUDA
-cannot be forked.
+The processes and their groups are fresh, as under a launcher, but none spends seconds on importing
+torch. On the CPU only: a process that uses CUDA cannot be forked.
 """
 
 from __future__ import annotations
@@ -26,13 +25,17 @@ import psutil
 
 from ddpbench.launch import family, rendezvous, supervise
 from ddpbench.launch.placement import PASSED_ON
-from ddpbench.launch.processes import ORDERLY, passing_on
+from ddpbench.launch.processes import ORDERLY, forward_signals
 from ddpbench.launch.supervise import Deadline, Watch
 from ddpbench.records import redact
 
 PRELOADED = (
-    "torch.distributed", "scipy.special", "pandas", "pyarrow.parquet", "ddpbench.measure.pace",
-)  # fmt: skip
+    "torch.distributed",
+    "scipy.special",
+    "pandas",
+    "pyarrow.parquet",
+    "ddpbench.measure.pace",
+)
 LOOK_SECONDS = 0.2  # between looks at ranks that go on
 GRACE_SECONDS = 30.0  # for the other ranks, once one has failed
 RUNNING = -1  # in place of an exit code
@@ -44,62 +47,61 @@ def run(
     preloaded: Sequence[str] = PRELOADED,
     deadline: Deadline | None = None,
 ) -> int:
-    """Call main in nproc forked ranks of this host, placed as launch.placement reads it.
+    """Call main in nproc forked ranks of this host, and return the highest exit code.
 
-    preloaded: modules that all ranks need, imported once. Returns the highest exit code; 5 where a
-    rank was killed or stopped. When one fails the others are told to end, and killed where they do
-    not.
+    preloaded: modules that all ranks need, imported once. The code is 5 if a rank was killed or
+    stopped. When one fails, the others are asked to end, then killed.
     """
     for name in preloaded:
         import_module(name)
     gate, opener = os.pipe()
-    ranks: dict[int, int] = {}  # pid → exit code
-    with family.opened() as kin, warnings.catch_warnings():
+    codes: dict[int, int] = {}  # pid → exit code
+    with family.open_family() as kin, warnings.catch_warnings():
         watch = Watch(kin, nproc, deadline or Deadline())
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads that idle in OpenBLAS
 
-        def pass_on(received: int) -> None:
-            _send(ranks, received)
-            watch.ask()
+        def forward(received: int) -> None:
+            _send_signal(codes, received)
+            watch.request_end()
 
-        with passing_on(pass_on):
+        with forward_signals(forward):
             for rank in range(nproc):
                 pid = os.fork()
                 if pid == 0:
                     os.close(opener)
                     kin.disown()
                     os.environ.update(kin.environ())
-                    _become(rank, nproc, gate, main)
-                ranks[pid], watch.ranks[rank] = RUNNING, psutil.Process(pid)
+                    _become_rank(rank, nproc, gate, main)
+                codes[pid], watch.ranks[rank] = RUNNING, psutil.Process(pid)
                 kin.add(pid)
             os.close(gate)
-            # The store's server has a thread, as the watch is one: they begin when all are forked.
+            # The store's server and the watch are threads: they start when all are forked.
             store = rendezvous.serve("127.0.0.1", 0, timedelta(minutes=5))
-            with supervise.watched(watch):
+            with supervise.watch_ranks(watch):
                 os.write(opener, store.port.to_bytes(4, "big") * nproc)
                 os.close(opener)
-                killed = _await(ranks)
+                killed = _await_ranks(codes)
             if killed is not None:
-                watch.killed(*killed)
-    return max((code for code in ranks.values() if code > 0), default=0)
+                watch.report_killed(*killed)
+    return max((code for code in codes.values() if code > 0), default=0)
 
 
-def _become(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> NoReturn:
-    """This forked process is a rank from here to its end."""
+def _become_rank(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> NoReturn:
+    """Turn this forked process into a rank, until it ends."""
     code = 5
     try:
         os.setsid()  # Ctrl-C reaches it once, from its parent
-        with contextlib.suppress(OSError):  # for `ps` and `top`: else all ranks look like it
+        with contextlib.suppress(OSError):  # so that `ps` and `top` tell the ranks apart
             Path("/proc/self/comm").write_text(f"ddpbench-r{rank}")
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in PASSED_ON[1:]:
             signal.signal(number, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        tempfile.tempdir = None  # looked up anew: a folder of this run
+        tempfile.tempdir = None  # look it up again: now a folder of this run
         if not (port := int.from_bytes(os.read(gate, 4), "big")):
             os._exit(code)  # the parent has gone
-        here = {"RANK": rank, "WORLD_SIZE": nproc, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nproc}
-        os.environ.update({f"DDPBENCH_{name}": str(value) for name, value in here.items()})
+        numbers = {"RANK": rank, "WORLD_SIZE": nproc, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nproc}
+        os.environ.update({f"DDPBENCH_{name}": str(value) for name, value in numbers.items()})
         os.environ.update(
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
@@ -115,39 +117,43 @@ def _become(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> NoRetu
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        os._exit(code)  # what the parent would do at its end is not this process's
+        os._exit(code)  # without the parent's clean-up
 
 
-def _await(ranks: dict[int, int]) -> tuple[int, int] | None:
-    """Wait for all; note their exit codes. Returns the rank that a signal has ended before any was
-    told to end, and the signal."""
-    until, killed = None, None
-    while running := _running(ranks):
+def _await_ranks(codes: dict[int, int]) -> tuple[int, int] | None:
+    """Wait for all ranks and note their exit codes.
+
+    Returns the rank that a signal ended before any was asked to end, and the signal; else None.
+    """
+    deadline, killed = None, None
+    while running := _running(codes):
         for pid in running:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 code = os.waitstatus_to_exitcode(status)
-                if until is not None and code == -signal.SIGTERM:
-                    code = 0  # told to end from here: the one that failed says why
-                elif code < 0 and until is None:
-                    killed = killed or (list(ranks).index(pid), -code)
-                ranks[pid] = 5 if code < 0 else code
-        if until is None and any(code not in (RUNNING, *ORDERLY) for code in ranks.values()):
-            until = time.monotonic() + GRACE_SECONDS
-            _send(ranks, signal.SIGTERM)
-        if until is not None and time.monotonic() > until:
-            _send(ranks, signal.SIGKILL)
-        _rest(_running(ranks))
+                if deadline is not None and code == -signal.SIGTERM:
+                    code = 0  # ended from here: the rank that failed reports why
+                elif code < 0 and deadline is None:
+                    killed = killed or (list(codes).index(pid), -code)
+                codes[pid] = 5 if code < 0 else code
+        if deadline is None and any(code not in (RUNNING, *ORDERLY) for code in codes.values()):
+            deadline = time.monotonic() + GRACE_SECONDS
+            _send_signal(codes, signal.SIGTERM)
+        if deadline is not None and time.monotonic() > deadline:
+            _send_signal(codes, signal.SIGKILL)
+        _sleep_until_end(_running(codes))
     return killed
 
 
-def _running(ranks: dict[int, int]) -> list[int]:
-    return [pid for pid, code in ranks.items() if code == RUNNING]
+def _running(codes: dict[int, int]) -> list[int]:
+    return [pid for pid, code in codes.items() if code == RUNNING]
 
 
-def _rest(pids: Sequence[int]) -> None:
-    """Sleep until one of these ends, or for a moment. Who looked every few ms instead would take
-    cores from the ranks while they measure."""
+def _sleep_until_end(pids: Sequence[int]) -> None:
+    """Sleep until one of these processes ends, or for LOOK_SECONDS.
+
+    Looking every few ms instead would take cores from the ranks while they measure.
+    """
     ends = select.poll()
     with contextlib.ExitStack() as fds:
         for pid in pids:
@@ -158,7 +164,7 @@ def _rest(pids: Sequence[int]) -> None:
             ends.poll(LOOK_SECONDS * 1000)
 
 
-def _send(ranks: dict[int, int], number: int) -> None:
-    for pid in _running(ranks):
+def _send_signal(codes: dict[int, int], number: int) -> None:
+    for pid in _running(codes):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

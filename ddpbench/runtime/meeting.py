@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.hang.self_report import Who, whoami
-from ddpbench.launch import family, slurm
+from ddpbench.launch import siblings, slurm
 from ddpbench.launch.placement import (
     Placement,
     Refused,
@@ -71,7 +71,7 @@ def connect_store(placement: Placement, rendezvous: Rendezvous) -> dist.Store:
         return dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
         reason = control.first_line(error)
-        family.end_if_stopped(placement.rank, rendezvous.timeout_seconds)
+        siblings.end_if_stopped(placement.rank, rendezvous.timeout_seconds)
         raise Refused(
             f"rank {placement.rank} could not meet the others at {url} within "
             f"{timeout.total_seconds():g} s: {reason}",
@@ -175,12 +175,12 @@ def _await_all(store: dist.Store, placement: Placement, seconds: float, topic: s
                 break
             time.sleep(0.01)
     except RuntimeError:
-        family.end_if_stopped(placement.rank, seconds)
+        siblings.end_if_stopped(placement.rank, seconds)
         others = range(1, placement.world_size)
         speaker = next((rank for rank in others if rank not in absent), placement.rank)
         raise Refused("rank 0, where the ranks meet, has left", speaker) from None
     if absent:
-        family.end_if_stopped(placement.rank, seconds)
+        siblings.end_if_stopped(placement.rank, seconds)
         if placement.rank == 0:
             time.sleep(1.0)  # the others' store lives here: let them come to their own end
         raise Refused(

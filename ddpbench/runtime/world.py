@@ -21,7 +21,7 @@ from ddpbench.hang import board
 from ddpbench.hang.places import described
 from ddpbench.hang.self_report import Who
 from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, Watchdog
-from ddpbench.launch import family, sockets
+from ddpbench.launch import siblings, sockets
 from ddpbench.launch.placement import PATIENT, Placement, Refused
 from ddpbench.launch.sockets import Connection
 from ddpbench.records import redact
@@ -196,11 +196,11 @@ def join_world(
     """
     import torch.distributed as dist
 
-    family.report(family.JOINS)
+    siblings.report_stage(siblings.JOINS)
     store = connect_store(placement, rendezvous)
     members, endpoints = gather_introductions(store, placement, rendezvous.timeout_seconds)
     watchdog = _start_watchdog(store, placement, members, rendezvous)
-    family.report(family.MET)
+    siblings.report_stage(siblings.MET)
     try:
         timeout = rendezvous.group_timeout
         with network.keep_gloo_on_loopback(endpoints):
@@ -225,7 +225,7 @@ def join_world(
         _report_error(error, watchdog)
     finally:
         watchdog.close()
-        family.report(family.LEFT)
+        siblings.report_stage(siblings.LEFT)
         if dist.is_initialized():
             _destroy_group(None)
 

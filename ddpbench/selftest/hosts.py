@@ -172,7 +172,7 @@ class Hosts:
                 raise TimeoutError(f"{late.cmd} not done in {seconds:g} s: {ended()}") from None
             finally:
                 for process, *_ in running:
-                    processes.end_family(process)
+                    processes.kill_tree(process)
             return ended()
 
     def torchrun(
@@ -205,7 +205,7 @@ class Hosts:
     def close(self) -> None:
         """End all processes in the hosts, and the hosts."""
         for process in self._started:
-            processes.end_family(process)
+            processes.kill_tree(process)
         for namespace in (*(host.namespace for host in self.hosts), self.switch):
             _remove(namespace)
 

@@ -43,7 +43,7 @@ def call(words: Sequence[str], seconds: float) -> Done:
         except subprocess.TimeoutExpired:
             late = True
         finally:
-            processes.end_family(process)
+            processes.kill_tree(process)
         errors.seek(0)
         text = errors.read().decode(errors="replace")
     if late:

@@ -196,6 +196,6 @@ def test_nothing_is_left_where_no_process_can_be_had(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "files"))
     monkeypatch.setattr(family, "SHARED", tmp_path / "shared")
     monkeypatch.setattr(os, "fork", refuse)
-    with pytest.raises(BlockingIOError), family.opened():
+    with pytest.raises(BlockingIOError), family.open_family():
         pass
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["files", "shared"]

@@ -16,7 +16,7 @@ from command_lines import assert_refused, ddpbench_command
 from simulated_hosts import Hosts
 
 from ddpbench.launch import nodes, placement, processes
-from ddpbench.launch.nodes import Nodes, Said
+from ddpbench.launch.nodes import Announcement, Nodes
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records import store
 
@@ -74,30 +74,36 @@ def test_a_line_that_is_no_node_is_named(tmp_path: Path, text: str | None, sente
 
 def test_a_node_finds_itself_by_name_or_address() -> None:
     """This machine's name, or an address of its own; another's are not it."""
-    assert nodes.here(Nodes((1, 1), ("no-such-name.invalid", socket.gethostname()))) == [1]
-    assert nodes.here(Nodes((1, 1), ("127.0.0.1", "192.0.2.1"))) == [0]
-    assert nodes.here(Nodes((1,), ("192.0.2.1",))) == []
+    assert nodes.find_local_nodes(
+        Nodes((1, 1), ("no-such-name.invalid", socket.gethostname()))
+    ) == [1]
+    assert nodes.find_local_nodes(Nodes((1, 1), ("127.0.0.1", "192.0.2.1"))) == [0]
+    assert nodes.find_local_nodes(Nodes((1,), ("192.0.2.1",))) == []
 
 
 # --- agreement ------------------------------------------------------------------------------------
 
 
-def said(node: int, ranks: tuple[int, ...], names: tuple[str, ...] = (), pid: int = 7) -> Said:
+def said(
+    node: int, ranks: tuple[int, ...], names: tuple[str, ...] = (), pid: int = 7
+) -> Announcement:
     """What a node says."""
-    return Said(node, f"vm{node}", pid, ranks, names)
+    return Announcement(node, f"vm{node}", pid, ranks, names)
 
 
 def test_the_node_that_disagrees_is_named() -> None:
     """Other counts and other names are told with who says what; whoever gives no names agrees with
     any; in whatever order they came."""
     same = [said(node, (2, 1, 1)) for node in (2, 0)]
-    assert nodes.objection([*same, said(1, (2, 1, 1), ("a", "b", "c"))]) is None
-    other = nodes.objection([*same, said(1, (2, 2, 1))])
+    assert nodes.find_objection([*same, said(1, (2, 1, 1), ("a", "b", "c"))]) is None
+    other = nodes.find_objection([*same, said(1, (2, 2, 1))])
     assert other is not None
     assert "nodes 0 (vm0), 2 (vm2) say 2,1,1; node 1 (vm1) says 2,2,1; start all" in other
     named = [said(0, (1, 1), ("a", "b")), said(1, (1, 1), ("a", "c"))]
-    assert "node 0 (vm0) says a:1,b:1; node 1 (vm1) says a:1,c:1" in str(nodes.objection(named))
-    longer = nodes.objection([said(0, (2, 1)), said(1, (2, 1)), said(2, (2, 1, 1))])
+    assert "node 0 (vm0) says a:1,b:1; node 1 (vm1) says a:1,c:1" in str(
+        nodes.find_objection(named)
+    )
+    longer = nodes.find_objection([said(0, (2, 1)), said(1, (2, 1)), said(2, (2, 1, 1))])
     assert "node 2 (vm2) says 2,1,1" in str(longer)
 
 
@@ -105,7 +111,7 @@ def test_two_that_are_the_same_node_are_named() -> None:
     """With host and pid of both."""
     twice = [said(0, (1, 1)), said(1, (1, 1), pid=5), said(1, (1, 1), pid=6)]
     assert "node 1 was started twice, on vm1 (pid 5) and on vm1 (pid 6)" in str(
-        nodes.objection(twice)
+        nodes.find_objection(twice)
     )
 
 
@@ -161,7 +167,7 @@ def test_without_node_0_the_others_say_where_they_looked() -> None:
 
 def shell(script: str) -> processes.Child:
     """A child that runs a shell script."""
-    return processes.start(["sh", "-c", script], {"WORD": "7"})
+    return processes.start_child(["sh", "-c", script], {"WORD": "7"})
 
 
 def test_the_highest_exit_code_is_given_and_a_death_counts() -> None:
