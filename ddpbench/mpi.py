@@ -7,43 +7,45 @@
 
     mpirun -n 4 python script.py      or, where MPI and Slurm know each other, srun -n 4 python …
 
-Importing it makes the name known. In a rank that MPI's launcher started it also starts MPI and
-says in the environment how the ranks meet (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT),
-as torchrun does; an address or port that stands there already is kept.
-`dist.new_group(backend="mpi4py")` beside another default group works too.
+The import registers the backend. In a rank that MPI's launcher started it also starts MPI and sets
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment, as torchrun does. It
+keeps an address or port that is already set. `dist.new_group(backend="mpi4py")` beside another
+default group works too.
 """
 
 from __future__ import annotations
 
 import os
 
-from ddpbench.launch import placement
+from ddpbench.launch.placement import read_placement
 from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.mpi_backend.group import NAME, ProcessGroupMPI4PY, register
 
 __all__ = ["NAME", "ProcessGroupMPI4PY", "register"]
 
 
-def _tell() -> None:
-    place = placement.read_placement()
-    if place is None or place.launcher == "torchrun":
+def _broadcast_environment() -> None:
+    placement = read_placement()
+    if placement is None or placement.launcher == "torchrun":
         return
     rank, size = mpi_library.world()
-    if size != place.world_size:
+    if size != placement.world_size:
         raise RuntimeError(
-            f"{place.launcher} has started {place.world_size} ranks, and MPI sees a world of "
-            f"{size}: use the mpirun that belongs to {mpi_library.library()}, or srun with the "
+            f"{placement.launcher} has started {placement.world_size} ranks, and MPI sees a world "
+            f"of {size}: use the mpirun that belongs to {mpi_library.library()}, or srun with the "
             "--mpi that it knows (pmix for Open MPI, pmi2 for MPICH)"
         )
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_RANK": str(placement.local_rank),
     }
     os.environ["MASTER_ADDR"], _, os.environ["MASTER_PORT"] = mpi_library.broadcast_meeting_point(
-        place.local_world_size == size, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        placement.local_world_size == size,
+        os.environ.get("MASTER_ADDR"),
+        os.environ.get("MASTER_PORT"),
     ).rpartition(":")
 
 
 register()
-_tell()
+_broadcast_environment()

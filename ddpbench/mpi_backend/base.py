@@ -1,4 +1,4 @@
-"""What every call of the process group shares: its communicator, and how a call is issued."""
+"""The base of the process group: its communicator, and how a call is issued."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpbench.mpi_backend import types as mpi_types
-from ddpbench.mpi_backend.library import mpi, thread_level
+from ddpbench.mpi_backend.library import mpi
 from ddpbench.mpi_backend.tensors import after_stream, finish, require
 from ddpbench.mpi_backend.work import Call, Lane, Work, failure
 
 NAME = "mpi4py"
 # Newer torch does not ask a synchronous call for a work; older torch calls its wait().
-_ENDED = Call((0, "a call that has ended", None, 0), -1, [], int, None)  # type: ignore[arg-type]
+_ENDED = Call((0, "a call that has ended", None, 0), -1, [], int, lane=None)  # type: ignore[arg-type]
 _ENDED.run()
 SYNCED: Any = None if hasattr(dist.AllreduceOptions(), "asyncOp") else _ENDED
 DEVICES = ["cpu", "cuda"]
-_ProcessGroup: Any = dist.ProcessGroup  # its overloads of every method would all be in the way
+_ProcessGroup: Any = dist.ProcessGroup  # untyped: its overloads would conflict with the methods
 
 
 class GroupBase(_ProcessGroup):  # type: ignore[misc]
     """A process group over an MPI communicator, without its operations."""
 
-    group_name = ""  # torch's own asks a C++ backend, which this group has not
-    supports_coalescing = supports_splitting = supports_shrinking = False  # so does newer torch
+    # torch's own properties ask a C++ backend, which this group does not have.
+    group_name = ""
+    supports_coalescing = supports_splitting = supports_shrinking = False
 
     def __init__(self, comm: Any, name: str, lane: Lane) -> None:
         self._rank, self._size = comm.Get_rank(), comm.Get_size()
@@ -36,11 +37,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         self.group_name = name
         self._comm, self._lane = comm, lane
         self._coalescing: list[Work] | None = None
-        # Below THREAD_MULTIPLE only one thread at a time may call MPI, and with a lock around
-        # calls that block, one thread's waiting could stop the call that the peer waits for. So
-        # there is no worker then: asynchronous calls run at once, on the caller's thread.
-        self._threaded = thread_level() == "MULTIPLE"
-        # For the plain cases of the commonest calls, where each look-up counts.
+        # For the plain cases of the most frequent calls, where each look-up counts.
         self._queued, self._taken = lane.calls, lane.turn.locked
         self._count, self._keep = lane.count, lane.past.append
         self._in_place, self._memory, self._byte = (
@@ -49,7 +46,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
             mpi().BYTE,
         )
         self._sums: Any = {
-            dtype: {key: found[:2] for key, found in ops.items() if not found[2]}
+            dtype: {key: reduction[:2] for key, reduction in ops.items() if not reduction[2]}
             for dtype, ops in mpi_types.reductions().items()
         }
 
@@ -58,9 +55,9 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors the group takes; torch takes the first where any will do."""
-        # torch registers devices for backends in C++ only. While a group is being made, torch 2.15
-        # also tells by them whether C++ can record it.
+        """Devices whose tensors the group takes; torch uses the first if it has no preference."""
+        # torch registers devices for backends in C++ only. While it makes a group, torch 2.15 takes
+        # them as a sign that C++ can record it.
         made = self in dist.distributed_c10d._world.pg_map
         return [torch.device(device) for device in DEVICES] if made else []
 
@@ -71,22 +68,22 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         return False
 
     def shutdown(self) -> None:
-        """Serve what is queued, end the thread, free the communicator."""
-        if why := self._lane.close():
-            raise dist.DistBackendError(f"{why}: cannot shut down")
+        """Run the queued calls, end the thread, free the communicator."""
+        if reason := self._lane.close():
+            raise dist.DistBackendError(f"{reason}: cannot shut down")
         if self._comm and not mpi().Is_finalized():
             self._comm.Free()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Older torch shuts down its own backends only. A group that outlives the main program, in
-        # a trainer's reference cycle, has had its thread ended; the names it would use are gone.
+        # Older torch shuts down its own backends only. If a trainer's reference cycle keeps a group
+        # alive beyond the main program, its thread has ended and the names it would use are gone.
         if not ending():
             self.shutdown()
 
     def _free(self, opts: Any) -> bool:
-        """Whether the caller waits, and for nothing but MPI.
+        """Whether the caller waits for the result, and no other call is before it.
 
-        Without options, or with older torch's, the caller may count on not waiting.
+        Without options, or with those of older torch, the caller may rely on not waiting.
         """
         return not (getattr(opts, "asyncOp", True) or self._queued or self._taken())
 
@@ -96,16 +93,17 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         opts: Any,
         run: Callable[[], Any],
         like: Tensor | None = None,
+        *,
         outputs: Sequence[Tensor] = (),
         flats: Sequence[Tensor] = (),
         mean: bool = False,
         noted: Tensor | None = None,
     ) -> Any:
-        """Make an MPI call or, where the caller does not wait or others wait already, queue it.
+        """Make an MPI call now, or queue it if the caller does not wait or other calls are queued.
 
-        run makes the call and keeps alive what MPI knows by address only; `flats` are its results;
-        `like` tells the device of the user's tensors; `noted`, by default `like`, the dtype and the
-        size by which ranks compare their calls.
+        run makes the call, and holds the memory that MPI knows by address only. flats: its results,
+        to be copied to the outputs. like: for the device of the user's tensors. noted: for the
+        dtype and size by which ranks compare their calls; like if None.
         """
         divisor = self._size if mean else 0
 
@@ -127,15 +125,8 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
             finally:
                 lane.inside = None
             return SYNCED
-        work = Call(this, self._rank, list(outputs), call, lane)
-        if self._threaded:
-            lane.submit(work)
-        else:
-            lane.inside = this
-            try:
-                work.run()
-            finally:
-                lane.inside = None
+        work = Call(this, self._rank, list(outputs), call, lane=lane)
+        lane.submit(work)
         if not getattr(opts, "asyncOp", True):
             work.wait()
             return SYNCED
@@ -149,10 +140,10 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         return tensors[0]
 
     def _counts(self, name: str, tensors: Sequence[Tensor], part: Tensor, even: bool) -> list[int]:
-        """The sizes of a list with one tensor a rank, of the dtype (and the size) of this part."""
+        """Sizes of a list with one tensor per rank, of this part's dtype and, if even, its size."""
         counts = [tensor.numel() for tensor in tensors if tensor.dtype == part.dtype]
         fits = len(counts) == len(tensors) == self._size
-        fits = fits and (set(counts) == {part.numel()} if even else True)
+        fits = fits and (not even or set(counts) == {part.numel()})
         size = f" of {part.numel()}" if even else ""
         require(name, fits, f"the list must hold {self._size} tensors{size}, {part.dtype}")
         return counts
@@ -162,7 +153,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         require(name, fits, f"the large tensor must be {self._size} x {part.numel()} {part.dtype}")
 
     def _rows(self, name: str, tensor: Tensor, rows: list[int]) -> list[int]:
-        """Elements a rank, of a tensor dealt by rows; without numbers of rows, evenly."""
+        """Elements per rank of a tensor that is dealt by rows; evenly, if no rows are given."""
         length = len(tensor) if tensor.ndim else 1
         rows = list(rows) or [length // self._size] * self._size
         fits = len(rows) == self._size and sum(rows) == length
@@ -170,8 +161,8 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         return [count * (tensor.numel() // max(length, 1)) for count in rows]
 
     def _reduction(self, name: str, tensor: Tensor, opts: Any) -> mpi_types.Reduction:
-        found = mpi_types.reductions().get(tensor.dtype, {}).get(hash(opts.reduceOp))
-        if found is None:
+        reduction = mpi_types.reductions().get(tensor.dtype, {}).get(hash(opts.reduceOp))
+        if reduction is None:
             op = str(opts.reduceOp.op).rpartition(".")[2]
             raise ValueError(f"{name} over mpi4py: {op} cannot reduce {tensor.dtype}")
-        return found
+        return reduction

@@ -21,7 +21,7 @@ from ddpbench.mpi_backend.tensors import (
     require,
     room_for,
     rooms_for,
-)  # fmt: skip
+)
 from ddpbench.mpi_backend.types import block, memory, pieces, unit
 from ddpbench.mpi_backend.work import failure
 
@@ -37,17 +37,17 @@ class Collectives(GroupBase):
     def allreduce(self, tensors: TensorList, opts: Any = None) -> Any:
         """tensors[0] of every rank becomes the reduction of all ranks' tensors[0]."""
         name, lane, tensor = "all_reduce", self._lane, self._single("all_reduce", tensors)
-        # What follows, written out for the plain case, here and in the other calls that trainers
-        # wait for: at 4 bytes it saves half of what this group adds to torch and MPI.
+        # The plain case is written out, here and in the other calls that trainers wait for. At
+        # 4 bytes this saves half of what the group adds to torch and MPI.
         if self._free(opts) and is_plain(tensor):
-            found = self._sums.get(dtype := tensor.dtype)
-            found = found and found.get(hash(opts.reduceOp))
-            if found and (nbytes := tensor.nbytes) <= mpi_types.most:
+            reduction = self._sums.get(dtype := tensor.dtype)
+            reduction = reduction and reduction.get(hash(opts.reduceOp))
+            if reduction and (nbytes := tensor.nbytes) <= mpi_types.most:
                 lane.inside = this = (self._count(), name, dtype, nbytes)
                 self._keep(this)
                 try:
-                    message = self._memory(tensor.data_ptr(), nbytes), found[0]
-                    self._comm.Allreduce(self._in_place, message, found[1])
+                    message = self._memory(tensor.data_ptr(), nbytes), reduction[0]
+                    self._comm.Allreduce(self._in_place, message, reduction[1])
                 except Exception as error:
                     raise failure(name, self._rank, error) from error
                 finally:
@@ -61,23 +61,26 @@ class Collectives(GroupBase):
             for piece in pieces(flat):
                 self._comm.Allreduce(self._in_place, (piece, kind), op)
 
-        return self._issue(name, opts, run, tensor, tensors, (flat,), mean)
+        return self._issue(name, opts, run, tensor, outputs=tensors, flats=(flat,), mean=mean)
 
     def reduce(self, tensors: TensorList, opts: Any = None) -> Any:
         """tensors[0] of the root becomes the reduction of all ranks'; the others keep theirs."""
         name, opts, tensor = "reduce", opts or dist.ReduceOptions(), self._single("reduce", tensors)
         flat, root = flatten(name, tensor), opts.rootRank
         kind, op, mean = self._reduction(name, flat, opts)
-        mine = root == self._rank
-        run = partial(self._reduce, flat, flat if mine else None, kind, op, root)
-        return self._issue(name, opts, run, tensor, tensors, (flat,) if mine else (), mean and mine)
+        at_root = root == self._rank
+        run = partial(self._reduce, flat, flat if at_root else None, kind, op, root)
+        flats = (flat,) if at_root else ()
+        return self._issue(
+            name, opts, run, tensor, outputs=tensors, flats=flats, mean=mean and at_root
+        )
 
     def _reduce(self, source: Tensor, target: Tensor | None, kind: Any, op: Any, root: int) -> None:
-        """MPI's Reduce, in pieces; the root has a target, which may be its source."""
-        rooms = [] if target is None else list(pieces(target))
+        """MPI's Reduce, in pieces; only the root has a target, which may be its source."""
+        targets = [] if target is None else list(pieces(target))
         for i, piece in enumerate(pieces(source)):
-            given = self._in_place if target is source else (piece, kind)
-            self._comm.Reduce(given, (rooms[i], kind) if rooms else None, op, root)
+            message = self._in_place if target is source else (piece, kind)
+            self._comm.Reduce(message, (targets[i], kind) if targets else None, op, root)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
         """output of rank r becomes part r of the reduction of all ranks' sources (size × it)."""
@@ -86,7 +89,7 @@ class Collectives(GroupBase):
         target = room_for(name, output)
         whole = keep_apart(flatten(name, source), target)
         counts = [output.numel()] * self._size
-        return self._reduce_scatter(name, opts, output, target, whole, counts)
+        return self._reduce_scatter(opts, output, target, whole, counts)
 
     def reduce_scatter(self, outputs: TensorList, inputs: TensorLists, opts: Any = None) -> Any:
         """outputs[0] of rank r becomes the reduction of all inputs[0][r]; sizes may differ by r."""
@@ -96,11 +99,12 @@ class Collectives(GroupBase):
         require(name, counts[self._rank] == output.numel(), "output and input sizes differ")
         target = room_for(name, output)
         whole = keep_apart(join(name, parts), target)
-        return self._reduce_scatter(name, opts, output, target, whole, counts)
+        return self._reduce_scatter(opts, output, target, whole, counts)
 
     def _reduce_scatter(
-        self, name: str, opts: Any, output: Tensor, target: Tensor, whole: Tensor, counts: list[int]
+        self, opts: Any, output: Tensor, target: Tensor, whole: Tensor, counts: list[int]
     ) -> Any:
+        name = "reduce_scatter"
         kind, op, mean = self._reduction(name, target, opts)
 
         def run() -> None:
@@ -115,7 +119,9 @@ class Collectives(GroupBase):
             else:
                 self._comm.Reduce_scatter_block(*sides, op)
 
-        return self._issue(name, opts, run, output, (output,), (target,), mean, whole)
+        return self._issue(
+            name, opts, run, output, outputs=(output,), flats=(target,), mean=mean, noted=whole
+        )
 
     # --- from one rank to all and back
 
@@ -138,18 +144,15 @@ class Collectives(GroupBase):
         flat = (flatten if root == self._rank else room_for)(name, tensor)
         run = partial(self._bcast, flat, root)
         flats = () if root == self._rank else (flat,)
-        return self._issue(name, opts, run, tensor, tensors, flats)
+        return self._issue(name, opts, run, tensor, outputs=tensors, flats=flats)
 
     def _bcast(self, flat: Tensor, root: int) -> None:
         self._comm.Bcast((memory(flat), unit(flat.nbytes)), root)
 
     def scatter(self, outputs: TensorList, inputs: TensorLists, opts: Any = None) -> Any:
         """outputs[0] of rank r becomes the root's inputs[0][r]; the others give no inputs."""
-        name, opts, output = (
-            "scatter",
-            opts or dist.ScatterOptions(),
-            self._single("scatter", outputs),
-        )
+        name, opts = "scatter", opts or dist.ScatterOptions()
+        output = self._single(name, outputs)
         target, root, whole = room_for(name, output), opts.rootRank, None
         if root == self._rank:
             self._counts(name, inputs[0], output, even=True)
@@ -160,28 +163,27 @@ class Collectives(GroupBase):
             message = None if whole is None else (memory(whole), kind)
             self._comm.Scatter(message, (memory(target), kind), root)
 
-        return self._issue(name, opts, run, output, outputs, (target,))
+        return self._issue(name, opts, run, output, outputs=outputs, flats=(target,))
 
     def gather(self, outputs: TensorLists, inputs: TensorList, opts: Any = None) -> Any:
         """outputs[0][r] of the root becomes rank r's inputs[0]; the others give no outputs."""
-        name, opts, given = "gather", opts or dist.GatherOptions(), self._single("gather", inputs)
-        source, root = flatten(name, given), opts.rootRank
+        name, opts = "gather", opts or dist.GatherOptions()
+        tensor = self._single(name, inputs)
+        source, root, whole = flatten(name, tensor), opts.rootRank, None
         kind = unit(source.nbytes)
-        if root != self._rank:
-            return self._issue(
-                name, opts, lambda: self._comm.Gather((memory(source), kind), None, root), given
-            )
-        self._counts(name, outputs[0], given, even=True)
-        whole, parts = rooms_for(name, outputs[0])
-        source = keep_apart(source, whole)
-        return self._issue(
-            name,
-            opts,
-            lambda: self._comm.Gather((memory(source), kind), (memory(whole), kind), root),
-            given,
-            outputs[0],
-            parts,
-        )
+        targets: Sequence[Tensor] = ()
+        parts: Sequence[Tensor] = ()
+        if root == self._rank:
+            targets = outputs[0]
+            self._counts(name, targets, tensor, even=True)
+            whole, parts = rooms_for(name, targets)
+            source = keep_apart(source, whole)
+
+        def run() -> None:
+            message = None if whole is None else (memory(whole), kind)
+            self._comm.Gather((memory(source), kind), message, root)
+
+        return self._issue(name, opts, run, tensor, outputs=targets, flats=parts)
 
     # --- from all ranks to all
 
@@ -190,14 +192,14 @@ class Collectives(GroupBase):
         name, lane = "all_gather", self._lane
         if self._free(opts) and is_plain(output) and is_plain(source):
             nbytes, total = source.nbytes, output.nbytes
-            start, given = output.data_ptr(), source.data_ptr()
+            start, begin = output.data_ptr(), source.data_ptr()
             fits = total == nbytes * self._size <= mpi_types.most and output.dtype == source.dtype
-            if fits and (given >= start + total or given + nbytes <= start):
+            if fits and (begin >= start + total or begin + nbytes <= start):
                 lane.inside = this = (self._count(), name, source.dtype, total)
                 self._keep(this)
                 try:
                     self._comm.Allgather(
-                        (self._memory(given, nbytes), self._byte),
+                        (self._memory(begin, nbytes), self._byte),
                         (self._memory(start, total), self._byte),
                     )
                 except Exception as error:
@@ -207,7 +209,7 @@ class Collectives(GroupBase):
                 return SYNCED
         self._shares(name, output, source)
         counts = [source.numel()] * self._size
-        return self._all_gather(opts, [output], room_for(name, output), [], source, counts)
+        return self._all_gather(opts, source, counts, room_for(name, output), outputs=[output])
 
     def allgather(self, outputs: TensorLists, inputs: TensorList, opts: Any = None) -> Any:
         """outputs[0][r] of every rank becomes rank r's inputs[0]; sizes may differ by r."""
@@ -216,26 +218,26 @@ class Collectives(GroupBase):
         counts = self._counts(name, parts, source, even=False)
         require(name, counts[self._rank] == source.numel(), "output and input sizes differ")
         whole, rooms = rooms_for(name, parts)
-        return self._all_gather(opts, parts, whole, rooms, source, counts)
+        return self._all_gather(opts, source, counts, whole, outputs=parts, parts=rooms)
 
     def _all_gather(
         self,
         opts: Any,
-        outputs: list[Tensor],
-        whole: Tensor,
-        parts: Sequence[Tensor],
         source: Tensor,
         counts: list[int],
+        whole: Tensor,
+        *,
+        outputs: list[Tensor],
+        parts: Sequence[Tensor] = (),
     ) -> Any:
-        """Gather into `whole`, of which `parts` (none: itself) become the outputs."""
+        """Gather into `whole`; its parts, or itself if there are none, become the outputs."""
         name, flat = "all_gather", flatten("all_gather", source)
-        place = whole.data_ptr() + sum(counts[: self._rank]) * flat.itemsize
-        there = flat.data_ptr() == place
-        flat = flat if there else keep_apart(flat, whole)
+        in_place = flat.data_ptr() == whole.data_ptr() + sum(counts[: self._rank]) * flat.itemsize
+        flat = flat if in_place else keep_apart(flat, whole)
 
         def run() -> None:
-            # MPI wants all ranks to say "in place", or none; each library here only reads its own.
-            message = self._in_place if there else (memory(flat), unit(flat.nbytes))
+            # MPI wants either all ranks in place or none; each library here reads only its own.
+            message = self._in_place if in_place else (memory(flat), unit(flat.nbytes))
             if len(set(counts)) == 1:
                 target = memory(whole), unit(flat.nbytes)
                 self._comm.Allgather(message, target)
@@ -244,19 +246,22 @@ class Collectives(GroupBase):
                 self._comm.Allgatherv(message, (memory(whole), nbytes, self._byte))
             else:
                 rows = torch.split(whole.detach().view(-1), counts)
-                if not there:
+                if not in_place:
                     rows[self._rank].copy_(flat.view(-1))
                 for root, row in enumerate(rows):
                     self._bcast(row, root)
 
-        return self._issue(name, opts, run, source, outputs, parts or (whole,), noted=whole)
+        return self._issue(
+            name, opts, run, source, outputs=outputs, flats=parts or (whole,), noted=whole
+        )
 
     def all_to_all_single(
         self, output: Tensor, source: Tensor, to: list[int], of: list[int], opts: Any = None
     ) -> Any:
-        """Every rank r gets part r of the source; `of`, `to`: rows a rank, [] for even parts.
+        """Every rank r gets part r of the source.
 
-        All ranks give such splits, or none does.
+        to, of: rows of the output and of the source per rank, [] for even parts; given by all ranks
+        or by none.
         """
         name = "all_to_all"
         require(name, output.dtype == source.dtype, "output and input dtypes differ")
@@ -266,7 +271,9 @@ class Collectives(GroupBase):
         require(name, bool(of or to) or out == into, "output and input sizes differ")
         even = not of and not to
         deals = out, into
-        return self._all_to_all(opts, whole, target, deals, [output], [target], even)
+        return self._all_to_all(
+            opts, whole, target, deals, outputs=[output], flats=[target], even=even
+        )
 
     def alltoall(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Any:
         """outputs[r] becomes rank r's inputs[this rank]; sizes may differ."""
@@ -276,7 +283,7 @@ class Collectives(GroupBase):
         into = self._counts(name, outputs, inputs[0], even=False)
         target, parts = rooms_for(name, outputs)
         whole = keep_apart(join(name, inputs), target)
-        return self._all_to_all(opts, whole, target, (out, into), outputs, parts)
+        return self._all_to_all(opts, whole, target, (out, into), outputs=outputs, flats=parts)
 
     def _all_to_all(
         self,
@@ -284,14 +291,15 @@ class Collectives(GroupBase):
         source: Tensor,
         target: Tensor,
         deals: tuple[list[int], list[int]],
+        *,
         outputs: Sequence[Tensor],
         flats: Sequence[Tensor],
         even: bool = False,
     ) -> Any:
-        """Exchange parts of so many elements. `even` must be the same in all ranks."""
-        name, both = "all_to_all", (source, target)
+        """Exchange parts. deals: elements per rank, out and in; `even` is the same on all ranks."""
+        name, tensors = "all_to_all", (source, target)
         sides: list[Any] = []
-        for flat, deal in zip(both, deals, strict=True):
+        for flat, deal in zip(tensors, deals, strict=True):
             nbytes, item = [count * flat.itemsize for count in deal], 1
             if flat.nbytes > mpi_types.most:  # a rank alone may be that large: one way for all
                 item = math.gcd(*nbytes)
@@ -303,17 +311,17 @@ class Collectives(GroupBase):
         def run() -> None:
             if even:
                 kind = unit(source.nbytes // self._size)
-                self._comm.Alltoall(*[(memory(flat), kind) for flat in both])
+                self._comm.Alltoall(*[(memory(flat), kind) for flat in tensors])
             else:
                 self._comm.Alltoallv(*sides)
 
-        return self._issue(name, opts, run, outputs[0], outputs, flats)
+        return self._issue(name, opts, run, outputs[0], outputs=outputs, flats=flats)
 
     def barrier(self, opts: Any = None) -> Any:
         """No rank's barrier ends before every rank has issued it."""
         return self._issue("barrier", opts, self._comm.Barrier)
 
-    # What torch before 2.13 calls them, and after it.
+    # Their names in torch before 2.13 and after it.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single

@@ -1,7 +1,7 @@
 """The process group: torch's calls as MPI's, on a communicator of its own.
 
 As on every backend, all ranks issue a group's operations in one order, each from one thread at a
-time. How it is used stands in ddpbench/mpi.py, how calls wait in work.py.
+time. See ddpbench/mpi.py for its use, and work.py for the order of calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddpbench.mpi_backend.collectives import Collectives, TensorList, TensorList
 from ddpbench.mpi_backend.library import mpi, thread_level, world
 from ddpbench.mpi_backend.tensors import finish, flatten, require, room_for
 from ddpbench.mpi_backend.types import memory, unit
-from ddpbench.mpi_backend.work import Lane, Request, Together, Work, failure
+from ddpbench.mpi_backend.work import JoinedWork, Lane, Request, Work, failure
 
 
 def register() -> None:
@@ -35,7 +35,7 @@ class ProcessGroupMPI4PY(Collectives):
     Tensors may have any shape and strides. Every dtype can be moved. SUM, AVG, PRODUCT, MIN, MAX
     take float16/32/64, bfloat16 and all integers (AVG truncates), BAND, BOR, BXOR the integers;
     SUM, AVG, PRODUCT complex64/128; on bool, SUM and MAX are "or", PRODUCT and MIN "and", and AVG
-    is not there. What cannot be done is a ValueError before anything is sent; what MPI reports, a
+    is missing. An impossible call raises ValueError before anything is sent; an error of MPI is a
     DistBackendError with the operation and the rank.
     """
 
@@ -52,14 +52,16 @@ class ProcessGroupMPI4PY(Collectives):
         except Exception as error:
             raise failure(name, self._rank, error) from error
 
-        def received(status: Any) -> None:
+        def finish_receive(status: Any) -> None:
             if name == "recv":
-                got = status.Get_elements(mpi().BYTE)  # Get_count ends at an int
-                if got != flat.nbytes:
-                    raise ValueError(f"{got} bytes came, the tensor holds {flat.nbytes}")
+                received = status.Get_elements(mpi().BYTE)  # Get_count ends at an int
+                if received != flat.nbytes:
+                    raise ValueError(f"{received} bytes came, the tensor holds {flat.nbytes}")
                 finish((tensor,), (flat,), 0)
 
-        work = Request(name, self._rank, tensor, request, received, self._lane.timeout)
+        work = Request(
+            name, self._rank, tensor, request, finish=finish_receive, timeout=self._lane.timeout
+        )
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
@@ -73,19 +75,19 @@ class ProcessGroupMPI4PY(Collectives):
         return self._post("recv", tensors, self._comm.Irecv, peer, tag)
 
     def recv_anysource(self, tensors: TensorList, tag: int = 0) -> Request:
-        """Receive from any rank; the work's _source_rank() says from which."""
+        """Receive from any rank; the work's _source_rank() returns which."""
         return self._post("recv", tensors, self._comm.Irecv, mpi().ANY_SOURCE, tag)
 
     # --- several calls as one
 
-    def _together(self, name: str, works: list[Any]) -> Any:
+    def _join(self, name: str, works: list[Any]) -> Any:
         require(name, bool(works), "there must be a tensor")
-        return Together(name, self._rank, works) if isinstance(works[0], Work) else SYNCED
+        return JoinedWork(name, self._rank, works) if isinstance(works[0], Work) else SYNCED
 
     def allreduce_coalesced(self, tensors: TensorList, opts: Any = None) -> Any:
         """allreduce of each tensor."""
         works = [self.allreduce([tensor], opts) for tensor in tensors]
-        return self._together("all_reduce_coalesced", works)
+        return self._join("all_reduce_coalesced", works)
 
     def allgather_coalesced(
         self, outputs: TensorLists, inputs: TensorList, opts: Any = None
@@ -93,7 +95,7 @@ class ProcessGroupMPI4PY(Collectives):
         """outputs[r][k] of every rank becomes rank r's inputs[k]."""
         parts = zip(*outputs, strict=True)
         works = [self.allgather([list(p)], [t], opts) for p, t in zip(parts, inputs, strict=True)]
-        return self._together("all_gather_coalesced", works)
+        return self._join("all_gather_coalesced", works)
 
     def all_gather_single_coalesced(
         self, outputs: TensorList, inputs: TensorList, opts: Any = None
@@ -101,7 +103,7 @@ class ProcessGroupMPI4PY(Collectives):
         """all_gather_single of each pair."""
         pairs = zip(outputs, inputs, strict=True)
         works = [self.all_gather_single(*pair, opts) for pair in pairs]
-        return self._together("all_gather_coalesced", works)
+        return self._join("all_gather_coalesced", works)
 
     def reduce_scatter_single_coalesced(
         self, outputs: TensorList, inputs: TensorList, opts: Any = None
@@ -109,16 +111,16 @@ class ProcessGroupMPI4PY(Collectives):
         """reduce_scatter_single of each pair."""
         pairs = zip(outputs, inputs, strict=True)
         works = [self.reduce_scatter_single(output, source, opts) for output, source in pairs]
-        return self._together("reduce_scatter_coalesced", works)
+        return self._join("reduce_scatter_coalesced", works)
 
     def _start_coalescing(self, _: torch.device) -> None:
         self._coalescing = []
 
     def _end_coalescing(self, _: torch.device) -> Any:
         works, self._coalescing = self._coalescing or [], None
-        return Together("coalesced calls", self._rank, works)
+        return JoinedWork("coalesced calls", self._rank, works)
 
-    # What torch before 2.13 calls them, and after it.
+    # Their names in torch before 2.13 and after it.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     recvAnysource = recv_anysource  # noqa: N815
@@ -126,17 +128,17 @@ class ProcessGroupMPI4PY(Collectives):
     end_coalescing = _end_coalescing
 
 
-def _create(given: Any, _: Any) -> dist.ProcessGroup:
-    """The backend's creator: torch calls it in every member of a new group, and only there."""
-    size = given.group_size
-    # torch's ranks need not be MPI's: the store tells which process is where. Read by all, it
-    # also shows all of them when mpirun did not start them: none is left waiting for the others.
-    given.store.set(f"mpi{given.group_rank}", str(world()[0]))
+def _create(request: Any, _: Any) -> dist.ProcessGroup:
+    """Create a group; torch calls this on every member of a new group, and only there."""
+    size = request.group_size
+    # torch's ranks need not be MPI's: the store holds which is which. All ranks read it, so if
+    # mpirun did not start them, all notice and none is left waiting.
+    request.store.set(f"mpi{request.group_rank}", str(world()[0]))
     keys = [f"mpi{rank}" for rank in range(size)]
     try:
-        ranks = [int(text) for text in given.store.multi_get(keys)]
+        ranks = [int(text) for text in request.store.multi_get(keys)]
     except RuntimeError as error:
-        absent = [rank for rank in range(size) if not given.store.check([keys[rank]])]
+        absent = [rank for rank in range(size) if not request.store.check([keys[rank]])]
         text = f"these of its {size} ranks did not come: {', '.join(map(str, absent))}"
         raise dist.DistBackendError(f"a group over mpi4py: {text}") from error
     if len(set(ranks)) != size:
@@ -151,25 +153,29 @@ def _create(given: Any, _: Any) -> dist.ProcessGroup:
             "threads of autograd will call it: leave mpi4py.rc.thread_level at its default, or "
             "use another MPI"
         )
-    lane = Lane(given.group_rank, given.timeout, str(given.group_id))
+    # Below THREAD_MULTIPLE only one thread at a time may call MPI. With a lock around calls that
+    # block, one thread's wait could hold up the call that a peer waits for. So asynchronous calls
+    # then run at once, on the caller's thread.
+    threaded = thread_level() == "MULTIPLE"
+    lane = Lane(request.group_rank, request.timeout, str(request.group_id), threaded)
     lane.inside = (0, "new_group", None, 0)
     try:
-        comm = _agree_communicator(ranks, str(given.group_id))
+        comm = _agree_communicator(ranks, str(request.group_id))
     finally:
         lane.inside = None
     comm.Set_errhandler(mpi().ERRORS_RETURN)
-    return ProcessGroupMPI4PY(comm, str(given.group_id), lane)
+    return ProcessGroupMPI4PY(comm, str(request.group_id), lane)
 
 
 def _agree_communicator(ranks: list[int], name: str) -> Any:
-    """A new communicator of these ranks of MPI's world, in this order; all of them must call."""
+    """A new communicator of these ranks of MPI's world, in this order."""
     comm = mpi().COMM_WORLD
     if ranks == list(range(comm.Get_size())):
         return comm.Dup()
-    everyone = comm.Get_group()
-    members = everyone.Incl(ranks)
+    world_group = comm.Get_group()
+    members = world_group.Incl(ranks)
     tag = zlib.crc32(name.encode()) % 32768  # MPI allows every tag below that
     comm = comm.Create_group(members, tag)
     members.Free()
-    everyone.Free()
+    world_group.Free()
     return comm

@@ -1,4 +1,4 @@
-"""Tensors as MPI can take them: memory in one piece, on the CPU unless MPI knows GPUs."""
+"""Tensors in a form that MPI takes: contiguous memory, on the CPU unless MPI knows GPUs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ddpbench.mpi_backend import types as mpi_types
 from ddpbench.mpi_backend.library import cuda_aware
 
 
-def require(name: str, true: bool, rule: str) -> None:
-    """Raises ValueError with the rule, unless it is kept."""
-    if not true:
+def require(name: str, holds: bool, rule: str) -> None:
+    """Raises ValueError with the rule unless it holds."""
+    if not holds:
         raise ValueError(f"{name} over mpi4py: {rule}")
 
 
-def checked(name: str, tensor: Tensor) -> Tensor:
-    """The tensor. Raises ValueError unless it is dense and on the CPU or a GPU."""
+def require_dense(name: str, tensor: Tensor) -> Tensor:
+    """The tensor itself. Raises ValueError unless it is dense and on the CPU or a GPU."""
     if tensor.layout == torch.strided and (tensor.is_cpu or tensor.is_cuda):
         return tensor
     where = f"{tensor.layout} on {tensor.device}"
@@ -34,64 +34,65 @@ def is_plain(tensor: Tensor) -> bool:
         lazy = tensor.is_neg() or tensor.is_conj()
         return tensor.is_cpu and tensor.is_contiguous() and not lazy
     except RuntimeError:
-        return False  # only dense tensors can say
+        return False  # a tensor that is not dense
 
 
 def is_staged(tensor: Tensor) -> bool:
-    """Whether MPI needs the tensor in host memory; torch reduces halves there, at MPI's call."""
+    """Whether MPI needs the tensor in host memory; halves are reduced there, by torch."""
     return tensor.is_cuda and (tensor.itemsize == 2 or not cuda_aware())
 
 
 def new_space(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """New memory in which MPI can read and write, in place of such a tensor."""
-    if is_staged(like):  # pinned memory that is given back torch keeps for the next call
+    """New memory that MPI can read and write, in place of a tensor like this."""
+    if is_staged(like):  # torch keeps freed pinned memory for the next call
         return torch.empty(shape, dtype=like.dtype, pin_memory=True)
     return like.new_empty(shape)
 
 
 def is_direct(tensor: Tensor) -> bool:
-    """Whether the tensor's memory is its elements in order, where MPI can take them."""
+    """Whether MPI can take the tensor's memory as it is, in host or GPU memory."""
     lazy = tensor.is_conj() or tensor.is_neg()  # the memory is still to be conjugated or negated
     return tensor.is_contiguous() and not lazy and not is_staged(tensor)
 
 
 def room_for(name: str, tensor: Tensor) -> Tensor:
-    """Where MPI can write what is to come: the tensor or, where it cannot, memory of that size."""
-    if is_direct(checked(name, tensor)):
+    """The tensor, or new memory of its size if MPI cannot write to the tensor."""
+    if is_direct(require_dense(name, tensor)):
         return tensor
     return new_space(tensor, tensor.shape)
 
 
 def flatten(name: str, tensor: Tensor) -> Tensor:
-    """Like `room_for`, with the tensor's elements; on a GPU not before the stream gets there."""
+    """The tensor, or a copy that MPI can read; on a GPU the copy is in the current stream."""
     room = room_for(name, tensor)
     return tensor if room is tensor else room.copy_(tensor.detach(), non_blocking=True)
 
 
 def row_of(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One flat tensor on the memory of these, if they lie there one behind the other."""
+    """One flat tensor over the memory of these, if they are adjacent; else None."""
     first = tensors[0]
-    place, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+    offset, storage = first.storage_offset(), first.untyped_storage().data_ptr()
     for tensor in tensors:
-        near = tensor.storage_offset() == place and tensor.untyped_storage().data_ptr() == storage
-        if not near or not is_direct(tensor):
+        if tensor.storage_offset() != offset or tensor.untyped_storage().data_ptr() != storage:
             return None
-        place += tensor.numel()
+        if not is_direct(tensor):
+            return None
+        offset += tensor.numel()
     start = first.storage_offset()
-    return first.detach().as_strided((place - start,), (1,), start)
+    return first.detach().as_strided((offset - start,), (1,), start)
 
 
 def join(name: str, tensors: Sequence[Tensor]) -> Tensor:
-    """A flat tensor with the elements of all, in order."""
-    row = row_of([checked(name, tensor) for tensor in tensors])
+    """A flat tensor with the elements of all tensors, in order."""
+    row = row_of([require_dense(name, tensor) for tensor in tensors])
     if row is None:
         row = flatten(name, torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
     return row
 
 
 def rooms_for(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    """A flat tensor with room for all of these, and its part for each."""
-    row = row_of([checked(name, tensor) for tensor in tensors])
+    """A flat tensor with room for all of these, and its part for each of them."""
+    row = row_of([require_dense(name, tensor) for tensor in tensors])
     if row is not None:
         return row, tensors
     counts = [tensor.numel() for tensor in tensors]
@@ -100,14 +101,14 @@ def rooms_for(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Te
 
 
 def keep_apart(source: Tensor, target: Tensor) -> Tensor:
-    """The source or, where it shares memory with the target, which MPI forbids, a copy."""
+    """The source, or a copy if it shares memory with the target, which MPI forbids."""
     start, other = source.data_ptr(), target.data_ptr()
     shared = start < other + target.nbytes and other < start + source.nbytes
     return source.detach().clone() if shared else source
 
 
 def finish(outputs: Sequence[Tensor], flats: Sequence[Tensor], divisor: int) -> None:
-    """Divide what MPI has summed, copy it to the outputs that MPI could not write itself."""
+    """Divide the sums by the divisor, if any, and copy them to outputs that MPI could not write."""
     for output, flat in zip(outputs, flats, strict=False):
         if divisor:
             mpi_types.mean(flat, divisor)
@@ -116,13 +117,16 @@ def finish(outputs: Sequence[Tensor], flats: Sequence[Tensor], divisor: int) -> 
 
 
 def after_stream(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """The call, held until the GPU has done what its stream now has; what it starts there ends."""
+    """The call, delayed until the GPU has done what its stream holds now.
+
+    The call ends when what it has started on the stream has ended.
+    """
     ready = torch.cuda.current_stream(device).record_event()
 
-    def whole() -> None:
+    def synchronized() -> None:
         with torch.cuda.device(device):
             ready.synchronize()
             call()
             torch.cuda.current_stream().synchronize()
 
-    return whole
+    return synchronized

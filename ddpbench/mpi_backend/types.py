@@ -1,4 +1,4 @@
-"""How torch's dtypes, reduce operations and sizes are told to MPI."""
+"""MPI's counterparts of torch's dtypes, reduce operations and sizes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ddpbench.mpi_backend.library import mpi
 
-# What MPI before its version 4 can count: an int in C. Beyond, what is moved (by bytes, whatever
-# the dtype) is told in larger units, and what is reduced goes in pieces.
+# The largest count of MPI before version 4: an int in C. Beyond it, moves (in bytes, whatever the
+# dtype) use larger units, and reductions go in pieces.
 most = 2**31 - 1
 
 Reduction = tuple[Any, Any, bool]  # MPI's datatype, MPI's op, whether to divide afterwards
@@ -21,15 +21,15 @@ Reduction = tuple[Any, Any, bool]  # MPI's datatype, MPI's op, whether to divide
 
 @cache
 def reductions() -> dict[torch.dtype, dict[int, Reduction]]:
-    """dtype → hash of torch's reduce op → how MPI does it.
+    """dtype → hash of torch's reduce op → how MPI reduces.
 
-    The hash, because comparing a ReduceOp costs more than the MPI call.
+    The key is a hash because comparing a ReduceOp costs more than the MPI call.
     """
     op, lib = dist.ReduceOp, mpi()
     complexes = {op.SUM: lib.SUM, op.PRODUCT: lib.PROD}
     floats = complexes | {op.MIN: lib.MIN, op.MAX: lib.MAX}
     integers = floats | {op.BAND: lib.BAND, op.BOR: lib.BOR, op.BXOR: lib.BXOR}
-    # bool: "or" is torch's sum, "and" its product
+    # On bool, torch's sum is "or" and its product "and".
     logical = dict.fromkeys((op.SUM, op.MAX, op.BOR), lib.LOR) | {op.BXOR: lib.LXOR}
     logical |= dict.fromkeys((op.PRODUCT, op.MIN, op.BAND), lib.LAND)
     halves = {op.SUM: torch.add, op.PRODUCT: torch.mul}
@@ -43,16 +43,16 @@ def reductions() -> dict[torch.dtype, dict[int, Reduction]]:
     for half in (torch.float16, torch.bfloat16):
         own = {key: lib.Op.Create(_combine(f, half), True) for key, f in halves.items()}
         table[half] = lib.INT16_T, own
-    found: dict[torch.dtype, dict[int, Reduction]] = {}
+    entries: dict[torch.dtype, dict[int, Reduction]] = {}
     for dtype, (kind, ops) in table.items():
-        found[dtype] = {hash(op(key)): (kind, ops[key], False) for key in ops}
+        entries[dtype] = {hash(op(key)): (kind, ops[key], False) for key in ops}
         if dtype != torch.bool:
-            found[dtype][hash(op(op.AVG))] = kind, ops[op.SUM], True
-    return found
+            entries[dtype][hash(op(op.AVG))] = kind, ops[op.SUM], True
+    return entries
 
 
 def _combine(function: Any, dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
-    """The function that MPI calls to reduce a dtype for which it has no arithmetic."""
+    """A function for MPI to call, which reduces a dtype that MPI cannot."""
 
     def combine(source: Any, target: Any, _: Any) -> None:
         if len(target):
@@ -63,9 +63,9 @@ def _combine(function: Any, dtype: torch.dtype) -> Callable[[Any, Any, Any], Non
 
 
 def mean(flat: Tensor, size: int) -> None:
-    """What MPI has summed, divided by the number of ranks; integers towards zero."""
+    """Divide sums in place by the number of ranks; integers towards zero."""
     flat = flat.detach()
-    if flat.is_complex():  # whose own division rounds otherwise than that of the parts
+    if flat.is_complex():  # its own division rounds unlike that of its parts
         flat = torch.view_as_real(flat)
     if flat.is_floating_point():
         flat.div_(size)
@@ -77,12 +77,12 @@ def mean(flat: Tensor, size: int) -> None:
 
 
 def memory(flat: Tensor) -> Any:
-    """A contiguous tensor's memory, as mpi4py takes it; the tensor must outlive the call."""
+    """A contiguous tensor's memory for mpi4py; the tensor must outlive the call."""
     return mpi().buffer.fromaddress(flat.data_ptr(), flat.nbytes)
 
 
 def pieces(flat: Tensor) -> list[Any]:
-    """The memory of a contiguous tensor, in pieces that MPI can count; one where there is none."""
+    """A contiguous tensor's memory in pieces that MPI can count; at least one, if empty."""
     start, step = flat.data_ptr(), most * flat.itemsize
     end = start + flat.nbytes
     take = mpi().buffer.fromaddress
@@ -90,13 +90,13 @@ def pieces(flat: Tensor) -> list[Any]:
 
 
 def unit(nbytes: int) -> Any:
-    """The MPI datatype to move blocks of so many bytes by: bytes or, beyond `most`, blocks."""
+    """The MPI datatype in which to move so many bytes: bytes or, beyond `most`, one block."""
     return mpi().BYTE if nbytes <= most else block(nbytes)
 
 
 @cache
 def block(nbytes: int) -> Any:
-    """An MPI datatype of so many bytes, which may be more than MPI can count."""
+    """An MPI datatype of this size, which may be more than MPI can count."""
     large = max(1, most // 2)
     many, rest = divmod(nbytes, large)
     group, byte = mpi().BYTE.Create_contiguous(large), mpi().BYTE

@@ -1,7 +1,7 @@
-"""What a call over MPI returns, the order in which queued calls run, and their deadline.
+"""The result of a call over MPI, the order in which queued calls run, and their deadline.
 
-A group's queued calls run one after the other, by whoever holds its lane's turn: the lane's worker
-thread, or a thread that waits for one of them and finds the turn free.
+A group's queued calls run one after the other, in the thread that holds its lane's turn: the lane's
+worker, or a thread that waits for one of them and finds the turn free.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from ddpbench.mpi_backend.library import mpi
 LOOK_SECONDS = 2e-4  # between an awake worker's looks at the queue
 AWAKE_SECONDS = 5e-3  # after the last call that was queued
 
-# A call as a lane counts it: its number from 1 on, its name, dtype and bytes.
+# A call as a lane records it: its number from 1 on, its name, dtype and bytes.
 Noted = tuple[int, str, torch.dtype | None, int]
 KEPT = 64  # of the latest
 
 _LANES: weakref.WeakKeyDictionary[Lane, None] = weakref.WeakKeyDictionary()
 _DROPPED: list[Request] = []
-_ENDING = threading.Lock()  # taken to end a call, so briefly that one for all will do
+_ENDING = threading.Lock()  # held to end a call, so briefly that one lock suffices for all
 _watch: threading.Thread | None = None
 
 
 def failure(name: str, rank: int, error: BaseException) -> Exception:
-    """An error of MPI, or of the call's own, as torch's: operation, rank and the text."""
-    words = str(error) or repr(error)
-    text = error.Get_error_string() if isinstance(error, mpi().Exception) else words
+    """A DistBackendError with operation, rank and text, for an error of MPI or of the call."""
+    own = str(error) or repr(error)
+    text = error.Get_error_string() if isinstance(error, mpi().Exception) else own
     text = "; ".join(text.splitlines())
-    found = dist.DistBackendError(f"{name} failed on rank {rank}: {text}")
-    found.__cause__ = error
-    return found
+    converted = dist.DistBackendError(f"{name} failed on rank {rank}: {text}")
+    converted.__cause__ = error
+    return converted
 
 
 class Work(dist.Work):
-    """What calls and requests share: which operation on which rank, whether it ended, and how."""
+    """The base of calls and requests: the operation, its rank, and how it ended."""
 
     def __init__(self, name: str, rank: int, outputs: list[Tensor]) -> None:
         super().__init__()
@@ -77,20 +77,26 @@ class Work(dist.Work):
         raise NotImplementedError
 
     def outcome(self, timeout: timedelta | None) -> bool:
-        """True, the operation's error, or the error that it has not ended in time."""
+        """True if it has succeeded. Raises its error, or one if it has not ended in time."""
         if not self.ended:
             text = f"{self.name} on rank {self.rank} has not ended within {timeout}"
             raise dist.DistBackendError(text)
         if self.error is not None:
-            raise self.error.with_traceback(None)  # which would grow with each who waits
+            raise self.error.with_traceback(None)  # a traceback would grow with each wait
         return True
 
 
 class Call(Work):
-    """A collective on its way through a lane; noted: as the lane has counted it."""
+    """A collective in a lane; noted: as the lane has recorded it."""
 
     def __init__(
-        self, noted: Noted, rank: int, outputs: list[Tensor], run: Callable[[], Any], lane: Lane
+        self,
+        noted: Noted,
+        rank: int,
+        outputs: list[Tensor],
+        run: Callable[[], Any],
+        *,
+        lane: Lane,
     ) -> None:
         super().__init__(noted[1], rank, outputs)
         self.noted = noted
@@ -101,7 +107,7 @@ class Call(Work):
         self._gate.acquire()
 
     def run(self) -> None:
-        """Make the call; only the lane's holder does."""
+        """Make the call; for the thread that holds the lane's turn."""
         error = None
         try:
             if self._run is not None:
@@ -109,13 +115,13 @@ class Call(Work):
         except BaseException as raised:
             error = failure(self.name, self.rank, raised)
             if not isinstance(raised, Exception):
-                raise  # Ctrl-C, where a thread that waits makes the call
+                raise  # Ctrl-C in a waiting thread that makes the call
         finally:
             self.end(error)
             self._run = None
 
     def end(self, error: Exception | None) -> None:
-        """Say that it is over; the first to say so is right."""
+        """Mark the call as ended; only the first time counts."""
         with _ENDING:
             if self.ended:
                 return
@@ -127,8 +133,8 @@ class Call(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = timeout.total_seconds() if timeout else -1  # zero is C++'s kNoTimeout
-        # Who waits without a limit of his own may as well make the call: it saves two threads'
-        # waking each other, half the time of a small call.
+        # A thread that waits without a time-out makes the call itself. This saves the waking of
+        # two threads by each other, half the time of a small call.
         if not self.ended and not (seconds < 0 and self._lane.advance(self)):
             self._lane.hurry(self)
             if self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
@@ -137,9 +143,9 @@ class Call(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         if not self.ended:
-            self._lane.hurry(self)  # who waits in C++ cannot make the call
-        # Future.set_exception is for Python's eyes only: DDP would take the exception for a list
-        # of tensors and crash. An exception raised in a chained callback is a failure in C++ too.
+            self._lane.hurry(self)  # a thread that waits in C++ cannot make the call
+        # Future.set_exception works in Python only: DDP would take the exception for a list of
+        # tensors and crash. An exception raised in a chained callback is a failure in C++ too.
         with _ENDING:
             due = self.ended and self._futures is None
             if self._futures is None:
@@ -158,8 +164,8 @@ class Call(Work):
         return self.outputs
 
 
-class Together(Work):
-    """Several works as one: those of a coalesced call."""
+class JoinedWork(Work):
+    """Several works as one, for a coalesced call."""
 
     def __init__(self, name: str, rank: int, works: list[Any]) -> None:
         outputs = [tensor for work in works for tensor in work.outputs]
@@ -186,7 +192,7 @@ class Together(Work):
         every = torch.futures.collect_all([work.get_future() for work in self._works])
 
         def joined(done: torch.futures.Future[Any]) -> list[Tensor]:
-            return [tensor for each in done.value() for tensor in each.value()]
+            return [tensor for future in done.value() for tensor in future.value()]
 
         return every.then(joined)
 
@@ -194,7 +200,7 @@ class Together(Work):
 class Request(Work):
     """A send or a receive, posted on the caller's thread. It has no future, as on gloo.
 
-    A lane, which takes calls in order, would deadlock where both ranks receive first.
+    In a lane, which runs calls in order, two ranks that both receive first would deadlock.
     """
 
     def __init__(
@@ -203,6 +209,7 @@ class Request(Work):
         rank: int,
         tensor: Tensor,
         request: Any,
+        *,
         finish: Callable[[Any], None],
         timeout: timedelta,
     ) -> None:
@@ -218,7 +225,7 @@ class Request(Work):
             waited = time.monotonic() - began
             if waited > timeout.total_seconds():
                 break
-            if waited > 0.01:  # MPI polls; who has waited long can be kind
+            if waited > 0.01:  # MPI polls; after a long wait, latency matters less than the core
                 time.sleep(5e-5)
         return self.outcome(timeout)
 
@@ -249,30 +256,31 @@ class Request(Work):
 
 
 class Lane:
-    """A group's queued calls, whose turn it is to run them, and how long one may take.
+    """A group's queued calls, the turn to run them, and their time-out.
 
-    Who has the turn sets _holder, _running and _doing, and takes calls from the queue; callers add
-    to it. The deadline thread only looks, and where it finds a call too late, breaks the lane.
+    Callers add to the queue. The thread that has the turn takes calls from it, and sets _holder,
+    _running and _doing. The deadline thread only looks; it breaks the lane if a call is late.
 
-    inside: while a synchronous call runs on its caller's own thread, that call as it was counted,
-    a tuple that is new with each. count() and past.append(), the commonest calls do by themselves.
+    inside: the record of a synchronous call while it runs on its caller's thread, a new tuple for
+    each call. The most frequent calls use count() and past.append() directly.
     """
 
-    def __init__(self, rank: int, timeout: timedelta, group: str) -> None:
+    def __init__(self, rank: int, timeout: timedelta, group: str, threaded: bool = True) -> None:
         self.calls: deque[Call] = deque()
         self.turn = threading.Lock()
         self.inside: Noted | None = None
         self.timeout, self.group = timeout, group
+        self._threaded = threaded  # whether a worker may call MPI
         self.count = itertools.count(1).__next__
         self.past: deque[Noted] = deque(maxlen=KEPT)
         self.posted = 0  # sends and receives
         self._running: Call | None = None
         self._doing: Noted | None = None  # the running call, as `inside`
         self._rank = rank
-        self._holder: int | None = None  # the thread that has the turn
+        self._holder: int | None = None  # ident of the thread that has the turn
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._awake = False  # the worker looks at the queue by itself
+        self._awake = False  # the worker looks at the queue unasked
         self._submitted = 0
         self._broken: Exception | None = None
         self._seen: Noted | None = None
@@ -281,7 +289,7 @@ class Lane:
         _start_watch()
 
     def note(self, name: str, like: Tensor | None) -> Noted:
-        """Count a call on such a tensor."""
+        """Record a call on a tensor like this."""
         noted: Noted = (self.count(), name, None, 0)
         if like is not None:
             noted = (*noted[:2], like.dtype, like.nbytes)
@@ -289,8 +297,8 @@ class Lane:
         return noted
 
     def recorded(self) -> tuple[int, int, list[Noted], int]:
-        """Numbers of the last call that was made and of the last that has ended; the latest; how
-        many there were with sends and receives."""
+        """Number of the last call made, number of the last that ended, the latest calls, and the
+        number of all calls with sends and receives."""
         past = list(self.past)
         started = past[-1][0] if past else 0
         queued = next(iter(tuple(self.calls)), None)
@@ -299,7 +307,14 @@ class Lane:
         return started, max(0, first - 1), past, started + self.posted
 
     def submit(self, call: Call) -> None:
-        """Queue a call; in a callback of one of the lane's own calls, make it now."""
+        """Queue a call. Make it now without a worker, or in a callback of one of these calls."""
+        if not self._threaded:
+            self.inside = call.noted
+            try:
+                call.run()
+            finally:
+                self.inside = None
+            return
         if self._holder == threading.get_ident() and self._broken is None:
             call.run()  # in the queue it would wait for its own issuer
             return
@@ -315,21 +330,21 @@ class Lane:
             self._wake.put(True)
 
     def hurry(self, call: Call) -> None:
-        """Have the worker look now; in a callback, whose thread keeps it out, make the calls."""
+        """Wake the worker; in a callback, whose thread has the turn, make the calls here."""
         if self._holder == threading.get_ident():
             self._drain(call)
         else:
             self._wake.put(True)
 
     def advance(self, call: Call) -> bool:
-        """Run the queue up to this call; whether that has ended it, or another thread has to."""
-        mine = self._holder == threading.get_ident()
-        if not mine and not self.turn.acquire(blocking=False):
+        """Run the queue up to this call. False if it has not ended: another thread has the turn."""
+        holds = self._holder == threading.get_ident()
+        if not holds and not self.turn.acquire(blocking=False):
             return False
         try:
             self._drain(call)
         finally:
-            if not mine:
+            if not holds:
                 self.turn.release()
         return call.ended
 
@@ -346,23 +361,24 @@ class Lane:
             self._holder, self._running, self._doing = before
 
     def _serve(self) -> None:
-        # Waking a thread that has nothing to do costs a small call three times its own time. So the
-        # worker, once woken, looks again by itself for a while, and whoever waits at once for
-        # what it has issued makes the call before.
-        seen, last, going = 0, 0.0, True
-        while going and self._broken is None:
+        # To wake an idle thread costs a small call three times its own time. So the worker, once
+        # woken, polls for a while; a thread that waits at once for its call makes it before that.
+        seen, last, is_open = 0, 0.0, True
+        while is_open and self._broken is None:
             if seen != self._submitted:
                 seen, last = self._submitted, time.monotonic()
             self._awake = time.monotonic() - last < AWAKE_SECONDS
             with contextlib.suppress(Empty):
-                # Asked for the queue after having said that it may sleep, it misses no call.
-                going = self._wake.get(timeout=LOOK_SECONDS if self._awake or self.calls else None)
+                # It reads the queue after it has set _awake, and so misses no call.
+                is_open = self._wake.get(
+                    timeout=LOOK_SECONDS if self._awake or self.calls else None
+                )
             if self.calls:
-                with self.turn, mpi_library.lending():
+                with self.turn, mpi_library.yield_core():
                     self._drain(None)
 
     def close(self) -> str | None:
-        """Serve what is queued and end the thread; a sentence if that cannot be had in time."""
+        """Run the queued calls and end the thread; returns a sentence if that takes too long."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             self._wake.put(False)
@@ -373,14 +389,14 @@ class Lane:
         return None
 
     def check(self, now: float) -> None:
-        """End what has taken longer than the group's time-out."""
+        """End a call that has taken longer than the group's time-out."""
         doing = self.inside or self._doing
         if doing is None or doing is not self._seen:
             self._seen, self._since = doing, now
         elif now - self._since > self.timeout.total_seconds():
             text = f"{_name(doing)} on rank {self._rank} has not ended within {self.timeout}"
             if self.inside or self._thread is None or self._holder != self._thread.ident:
-                # A thread of the user's is inside MPI, from where no exception can bring it back.
+                # A thread of the user is inside MPI, and no exception can end that call.
                 with contextlib.suppress(Exception):  # a notebook's stderr is no file
                     faulthandler.dump_traceback(all_threads=True)
                 mpi_library.abort(mpi_library.HUNG, text)
@@ -398,7 +414,7 @@ def _name(doing: Noted | None) -> str:
 
 
 def recorded() -> list[tuple[str, int, int, list[Noted], int]]:
-    """For each group its name, and what its lane has recorded."""
+    """For each group, its name and the record of its lane."""
     return [(lane.group, *lane.recorded()) for lane in _lanes()]
 
 
@@ -410,11 +426,11 @@ def _lanes() -> list[Lane]:
 def _start_watch() -> None:
     global _watch
     if _watch is None:
-        _watch = threading.Thread(target=_watching, name="mpi4py deadline", daemon=True)
+        _watch = threading.Thread(target=_check_lanes, name="mpi4py deadline", daemon=True)
         _watch.start()
 
 
-def _watching() -> None:
+def _check_lanes() -> None:
     while True:
         shortest = min((lane.timeout.total_seconds() for lane in _lanes()), default=10.0)
         time.sleep(min(1.0, shortest / 4))
@@ -424,7 +440,7 @@ def _watching() -> None:
 
 
 def close_all() -> str | None:
-    """End the workers of all groups; a sentence if one cannot be ended."""
+    """End the workers of all groups; returns a sentence if one cannot be ended."""
     sentences = [lane.close() for lane in _lanes()]
     return next((sentence for sentence in sentences if sentence), None)
 

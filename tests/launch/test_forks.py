@@ -52,8 +52,8 @@ def test_ranks_are_placed_and_meet() -> None:
     """Each knows its rank, the world and its launcher; they meet at a store that is no rank's, and
     what they read of stdin is nothing. Who waits for them meanwhile wakes seldom."""
     code, out, err = ended(
-        "with join_world(place, Rendezvous()) as group:\n"
-        "        pids = {who.pid for who in group.who}\n"
+        "with join_world(place, Rendezvous()) as world:\n"
+        "        pids = {member.pid for member in world.members}\n"
         "    def wakes():\n"
         "        return int(open(f'/proc/{os.getppid()}/status').read().split()[-3])\n"
         "    before = wakes()\n"
