@@ -1,4 +1,4 @@
-"""Frozen dataclasses to JSON and back, types checked: what cannot be read is said, not guessed."""
+"""Convert frozen dataclasses to JSON and back. Reading checks every type and never guesses."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 hints_of = cache(typing.get_type_hints)  # it compiles every annotation: most of the time of a read
-MOST_INT, MOST_FLOAT = 2**64, 1e100  # beyond them is damage, and arithmetic would overflow
-DEEPEST = 50  # values in values
-SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, as of a file name that is not UTF-8
+MOST_INT, MOST_FLOAT = 2**64, 1e100  # larger numbers are damage, and arithmetic would overflow
+DEEPEST = 50  # levels of nested values
+SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, from a file name that is not UTF-8
 
 
 def encode(record: Any, indent: int | None = 1) -> bytes:
-    """A dataclass, or its asdict, as JSON, indented or in one line. Raises ValueError for a NaN or
-    an infinity."""
+    """Convert a dataclass, or its asdict, to JSON: indented, or in one line if indent is None.
+
+    Raises ValueError for a NaN or an infinity.
+    """
     data = record if isinstance(record, dict) else asdict(record)
     text = json.dumps(data, indent=indent, ensure_ascii=False, allow_nan=False)
     return SURROGATE.sub(lambda half: f"\\\\u{ord(half[0]):04x}", text).encode()
 
 
 def parse(data: bytes) -> Any:
-    """The content of JSON. Raises ValueError for what `encode` does not write."""
+    """Parse JSON. Raises ValueError for anything that `encode` does not write."""
     try:
         whole = json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_refuse)
     except RecursionError:
@@ -82,7 +84,7 @@ def _value(kind: Any, data: Any, where: str) -> Any:
 
 
 def _require_sound(data: Any, where: str, depth: int) -> None:
-    """Raises ValueError for a string with half a character, and for values too deep in others."""
+    """Raise ValueError for a string with half a character, and for values nested too deeply."""
     if depth > DEEPEST:
         raise ValueError("its values are nested too deeply")
     if isinstance(data, str) and not data.isascii() and SURROGATE.search(data):

@@ -1,7 +1,7 @@
-"""What a run, a table or a message must not show: secrets, user names, home folders.
+"""Remove secrets, user names and home folders from runs, tables and messages.
 
-Everything that is stored, read or printed passes through here. Host names stay: they name the
-culprit.
+Everything that is stored, read or printed passes through here. Host names stay, because the reader
+must know which host is at fault.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 HIDDEN = "***"
-# Of a variable, an option or a part of a query string: HF_TOKEN, --api-key, X-Amz-Signature. Not
-# --key-averages, tokenizer, author.
+# Names of variables, options and parts of a query string with a secret value: HF_TOKEN, --api-key,
+# X-Amz-Signature; but not --key-averages, tokenizer or author.
 NAMES = re.compile(
     r"passw(or)?d|passphrase|secret|credential|api_?key|"
     r"(?<![a-z])(pwd|passwd|jwt|cookies?|auth|authorization|sig|signature)(?![a-z])|"
@@ -26,7 +26,7 @@ NAMES = re.compile(
     r"(?-i:(?<![A-Z])KEYS?(?![A-Z]))",
     re.IGNORECASE,
 )
-# Of a value, whatever its name is. A digit is asked for where words of a language would fit.
+# Values that are secret under any name. A digit is required where plain words would match.
 VALUES = re.compile(
     r"\b(AKIA|ASIA)[A-Z0-9]{12,}|\bgh[pousr]_\w{10,}|\bgithub_pat_\w{10,}|\bglpat-[\w-]{10,}|"
     r"\bhf_(?=[A-Za-z]*\d)[A-Za-z0-9]{10,}|\b(sk|pk|rk)-(?=[\w-]*\d)[\w-]{10,}|\bxox[a-z]-[\w-]{8,}|"
@@ -43,27 +43,45 @@ USERINFO = re.compile(
     r"(?<=://)[^/\s\"'@]+(/[^/\s\"'@]+)?@|(?<![^\s=,'\"])[^\s:/@=]+:[^\s:/@]+@(?=\w)"
 )
 HOMES = re.compile(r"((?<![/.~])(/[\w.-]+){1,2})?/(home|Users)/[^/\s:,;'\"()]+")
-# These name no person; some are words that every run contains.
-NOBODY = frozenset((
-    "root", "user", "admin", "nobody", "daemon", "test", "tests", "build", "builder", "runner",
-    "jenkins", "docker", "ubuntu", "debian", "centos", "fedora", "ec2-user", "azureuser",
-    "vagrant", "vscode", "jovyan", "mambauser", "python", "torch", "pytorch", "nccl", "gloo",
-    "mpiuser", "openmpi", "mpich", "slurm", "ddpbench", "bench", "collectives", "doctor",
-    "workspace", "train", "model", "data", "results", "home", "host", "rank", "ranks",
-))  # fmt: skip
+# User names that identify no person; some are words that every run contains.
+NOBODY = re.compile(
+    r"root|user|admin|nobody|daemon|test|tests|build|builder|runner|jenkins|docker|ubuntu|debian|"
+    r"centos|fedora|ec2-user|azureuser|vagrant|vscode|jovyan|mambauser|python|torch|pytorch|nccl|"
+    r"gloo|mpiuser|openmpi|mpich|slurm|ddpbench|bench|collectives|doctor|workspace|train|model|data|"
+    r"results|home|host|rank|ranks"
+)
 SHORTEST_NAME, SHORTEST_SECRET, LONGEST_WORD = 4, 8, 15
-# What a record has under these keys is its identity, or names a host: it stays as it is.
-KEPT = frozenset((
-    "id", "case", "plan", "operations", "backends", "backend", "provider", "launcher", "library",
-    "code", "hostname", "host", "boot_id", "kernel", "cpu_model", "gpu_name", "gpu_uuid",
-    "git_revision",
-))  # fmt: skip
+# The values of these keys identify a case or a host, so they stay.
+KEPT = frozenset(
+    (
+        "id",
+        "case",
+        "plan",
+        "operations",
+        "backends",
+        "backend",
+        "provider",
+        "launcher",
+        "library",
+        "code",
+        "hostname",
+        "host",
+        "boot_id",
+        "kernel",
+        "cpu_model",
+        "gpu_name",
+        "gpu_uuid",
+        "git_revision",
+    )
+)
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose process this is: user names, home folder, the values of secret variables; hosts whose
-    names may contain a user's."""
+    """The owner of a process: user names, home folder and the values of secret variables.
+
+    hosts: names that stay, even if they contain the user's name.
+    """
 
     users: tuple[str, ...] = ()
     home: str = ""
@@ -72,18 +90,20 @@ class Owner:
 
     @classmethod
     def of(cls, variables: Mapping[str, str], user: str = "", host: str = "") -> Owner:
-        """As a process's environment tells it."""
+        """Read the owner from a process's environment."""
         home = variables.get("HOME", "").rstrip("/")
         names = {user, Path(home).name if HOMES.fullmatch(home) else ""}
-        names |= {variables.get(each, "") for each in ("USER", "LOGNAME", "SUDO_USER")}
-        users = {name for name in names if len(name) >= SHORTEST_NAME and name not in NOBODY}
+        names |= {variables.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")}
+        users = {
+            name for name in names if len(name) >= SHORTEST_NAME and not NOBODY.fullmatch(name)
+        }
         values = {value for name, value in variables.items() if _is_secret(name, value)}
         longest_first = sorted(values, key=lambda value: (-len(value), value))
         return cls(tuple(sorted(users)), home, tuple(longest_first), (host,))
 
 
 def owner() -> Owner:
-    """That of this process."""
+    """Return the owner of this process."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError, ImportError):  # a container may run as a number without a name
@@ -92,24 +112,24 @@ def owner() -> Owner:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable or an option of this name is to be hidden."""
+    """Return whether a variable or an option of this name has a secret value."""
     return NAMES.search(name) is not None
 
 
 def text(shown: str, whose: Owner | None = None) -> str:
-    """A text without secrets, home folders and the user's name.
+    """Remove secrets, home folders and the user's name from a text.
 
-    whose: None for this process's.
+    whose: the owner to hide; None: of this process.
     """
     return _text(shown, owner() if whose is None else whose)
 
 
 def message(shown: str) -> str:
-    """A text for the user's own terminal: a name in a path stays, or it could not be typed."""
+    """Redact a text for the user's own terminal. User names stay, so that paths can be typed."""
     return text(shown, replace(owner(), users=()))
 
 
-@lru_cache(maxsize=8192)  # a record has few texts, most of them many times
+@lru_cache(maxsize=8192)  # a record repeats few texts many times
 def _text(shown: str, whose: Owner) -> str:
     for value in whose.secrets:
         shown = shown.replace(value, HIDDEN)
@@ -125,51 +145,52 @@ def _text(shown: str, whose: Owner) -> str:
 
 
 def arguments(line: Sequence[str], whose: Owner | None = None) -> list[str]:
-    """The words of a command line; the value of a secret option may be the next word."""
+    """Redact the arguments of a command line; the value of a secret option may follow it."""
     whose = owner() if whose is None else whose
-    found, hides = [], False
-    for word in line:
-        found.append(HIDDEN if hides and not word.startswith("--") else text(word, whose))
-        hides = word.startswith("--") and "=" not in word and is_secret_name(word)
-    return found
+    redacted, hides_next = [], False
+    for argument in line:
+        is_option = argument.startswith("--")
+        redacted.append(HIDDEN if hides_next and not is_option else text(argument, whose))
+        hides_next = is_option and "=" not in argument and is_secret_name(argument)
+    return redacted
 
 
 def record(data: dict[str, Any], whose: Owner | None = None) -> dict[str, Any]:
-    """A run as JSON has it. What identifies its cases and hosts is kept."""
+    """Redact a run as parsed from JSON, except what identifies its cases and hosts."""
     whose = owner() if whose is None else whose
-    return dict(_walked(data, replace(whose, hosts=(*whose.hosts, *_hosts(data)))))
+    return dict(_redact(data, replace(whose, hosts=(*whose.hosts, *_host_names(data)))))
 
 
-def _walked(value: Any, whose: Owner) -> Any:
+def _redact(value: Any, whose: Owner, key: str = "") -> Any:
+    if key in KEPT:
+        return value
     if isinstance(value, str):
         return text(value, whose)
     if isinstance(value, (list, tuple)):
-        return [_walked(each, whose) for each in value]
+        if key == "command_line":
+            return arguments([str(word) for word in value], whose)
+        return [_redact(item, whose) for item in value]
     if isinstance(value, dict):
-        found = {}
-        for name, each in value.items():
-            if name == "command_line" and isinstance(each, (list, tuple)):
-                found[name] = arguments([str(word) for word in each], whose)
-            else:
-                found[name] = each if name in KEPT else _walked(each, whose)
-        return found
+        return {name: _redact(item, whose, name) for name, item in value.items()}
     return value
 
 
-def _hosts(data: dict[str, Any]) -> tuple[str, ...]:
-    """The names of hosts in a record; a damaged one may have none."""
-    found: set[str] = set()
+def _host_names(data: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of hosts in a record; a damaged record may have none."""
+    names: set[str] = set()
     launches = data.get("launches")
     for launch in launches if isinstance(launches, (list, tuple)) else ():
         ranks = launch.get("ranks") if isinstance(launch, dict) else None
         for rank in ranks if isinstance(ranks, (list, tuple)) else ():
-            found.add(str(rank.get("hostname") or "") if isinstance(rank, dict) else "")
-    return tuple(sorted(found - {""}))
+            names.add(str(rank.get("hostname") or "") if isinstance(rank, dict) else "")
+    return tuple(sorted(names - {""}))
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Whether the value of a variable is to be hidden wherever it occurs: not what may be a word, a
-    number or a path."""
+    """Return whether to hide the value of a variable wherever it occurs.
+
+    Values that may be a word, a number or a path are not hidden.
+    """
     word = len(value) <= LONGEST_WORD and re.search(r"\d", value) is None
     number = re.search(r"[A-Za-z]", value) is None
     if word or number or value.startswith("/"):
@@ -177,17 +198,17 @@ def _is_secret(name: str, value: str) -> bool:
     return len(value) >= SHORTEST_SECRET and is_secret_name(name)
 
 
-def _assigned(found: re.Match[str]) -> str:
-    name, equals, value = found.groups()
+def _assigned(match: re.Match[str]) -> str:
+    name, equals, value = match.groups()
     return f"{name}{equals}" + (HIDDEN if is_secret_name(name) else ASSIGNED.sub(_assigned, value))
 
 
 def _without_user(shown: str, name: str, hosts: Sequence[str]) -> str:
-    """The text without a user's name, but for where it is a part of a host's."""
+    """Hide a user's name, except where it is part of a host's name."""
     kept = [re.escape(host) for host in hosts if name in host]
     user = rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"
     return re.sub(
         "|".join([*(f"({host})" for host in kept), user]),
-        lambda found: found[0] if found.lastindex else "USER",
+        lambda match: match[0] if match.lastindex else "USER",
         shown,
     )

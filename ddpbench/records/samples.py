@@ -1,4 +1,4 @@
-"""The layout of raw samples: one row a rank and repetition. No torch."""
+"""Lay out raw samples: one row per rank and repetition."""
 
 from __future__ import annotations
 
@@ -9,18 +9,30 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 SAMPLE_COLUMNS = (
-    "case", "launch", "repetition", "rank", "entry_ns", "exit_ns", "device_ns", "warm_up",
-)  # fmt: skip
+    "case",
+    "launch",
+    "repetition",
+    "rank",
+    "entry_ns",
+    "exit_ns",
+    "device_ns",
+    "warm_up",
+)
 
 
 def operation_columns(
-    case: str, launch: int, cold: npt.NDArray[Any], warm_up: npt.NDArray[Any],
-    timed: npt.NDArray[Any], warm_ups: int,
-) -> dict[str, Any]:  # fmt: skip
-    """SAMPLE_COLUMNS of one case: warm-ups have repetitions below 0, the cold call first.
+    case: str,
+    launch: int,
+    *,
+    cold: npt.NDArray[Any],
+    warm_up: npt.NDArray[Any],
+    timed: npt.NDArray[Any],
+    warm_ups: int,
+) -> dict[str, Any]:
+    """Return SAMPLE_COLUMNS of one case. Warm-ups have repetitions below 0, the cold call first.
 
-    cold, warm_up, timed: int64[row, 5] of (repetition, rank, entry, exit, device time or -1), ns.
-    warm_ups: how many there were, kept or not. Numbers the rows of cold and warm_up in place.
+    cold, warm_up, timed: int64[row, 5] of (repetition, rank, entry, exit, device time or -1) in ns.
+    warm_ups: their number, stored or not. Renumbers the rows of cold and warm_up in place.
     """
     import numpy as np
     import pyarrow as pa
@@ -41,10 +53,10 @@ def operation_columns(
 
 
 def span_columns(spans: Mapping[str, npt.NDArray[Any]], launch: int) -> dict[str, Any]:
-    """SAMPLE_COLUMNS of named spans: int64[world, repetition, 2] of entry and exit in ns, each."""
+    """Return SAMPLE_COLUMNS of named spans: int64[world, repetition, 2] of entry and exit in ns."""
     import numpy as np
 
-    parts = [_columns_of_span(name, each, launch) for name, each in spans.items()]
+    parts = [_columns_of_span(name, span, launch) for name, span in spans.items()]
     return {name: np.concatenate([part[name] for part in parts]) for name in SAMPLE_COLUMNS}
 
 

@@ -1,9 +1,9 @@
-"""Runs on disk: one folder a run; every case is there as soon as it is measured.
+"""Store runs on disk: one folder per run, with every case as soon as it is measured.
 
-run.json         everything but the raw samples, replaced atomically
-run.jsonl        until the end: what has come since, a case or a launch in a line
-samples.parquet  entry and exit of every rank and repetition, of very many ranks a part
-                 (analysis/kept.py); a folder of parts until the end
+run.json         everything except the raw samples, replaced atomically
+run.jsonl        while the run goes on: later cases and launches, one per line
+samples.parquet  entry and exit of every rank and repetition, of very many ranks only some
+                 (analysis/kept.py); while the run goes on, a folder of parts
 table.csv  table.txt
 """
 
@@ -17,7 +17,7 @@ import shutil
 import socket
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -30,7 +30,7 @@ from ddpbench.records.schema import SCHEMA, Run
 if TYPE_CHECKING:
     import pandas as pd
 
-# Stamps grow steadily: differences take a quarter of the room.
+# Time stamps grow steadily: their differences take a quarter of the space.
 PARQUET: dict[str, Any] = {
     "compression": "zstd",
     "use_dictionary": ["case"],
@@ -41,12 +41,12 @@ PARQUET: dict[str, Any] = {
 
 GROWING = "run.jsonl"
 BASELINES = Path("results/baselines")
-# Where a run is looked for by its name, in this order.
-PLACES = (Path("results"), BASELINES, Path("results/reference"))
+# The folders in which a run is found by its name, in this order.
+RUN_FOLDERS = (Path("results"), BASELINES, Path("results/reference"))
 
 
 class InvalidRun(ValueError):
-    """A stored run that cannot be read; the sentence says which and why."""
+    """A stored run that cannot be read; the message states which one and why."""
 
 
 def format_now() -> str:
@@ -55,10 +55,10 @@ def format_now() -> str:
 
 
 def create(folder: Path | None, run: Run, label: str) -> Path:
-    """Make the folder of a new run and store its first record.
+    """Create the folder of a new run and store its first record.
 
-    folder: the very folder (`--output`), or None: a new one under results/.
-    Raises OSError when it cannot be written, FileExistsError when it already holds a run.
+    folder: the folder of `--output`; None creates one in results/.
+    Raises OSError if it cannot be written, FileExistsError if it already holds a run.
     """
     if folder is None:
         folder = new_folder(label)
@@ -72,9 +72,9 @@ def create(folder: Path | None, run: Run, label: str) -> Path:
 
 
 def new_folder(label: str, results: Path = Path("results")) -> Path:
-    """A folder in results/ that nobody else has: two runs in one second get two.
+    """Create a folder in results/; two runs that start in the same second get one each.
 
-    Raises OSError when it cannot be made.
+    Raises OSError if it cannot be created.
     """
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
     name = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{label}-{host}"
@@ -90,16 +90,16 @@ def new_folder(label: str, results: Path = Path("results")) -> Path:
 
 
 def write(folder: Path, run: Run) -> None:
-    """Store run.json in one step: a reader sees the old or the new one, never a half; and nobody
-    sees a secret."""
+    """Replace run.json in one step and without secrets. A reader never sees half a file."""
     replace_file(folder / "run.json", codec.encode(redact.record(asdict(run))))
 
 
 def append(folder: Path, line: dict[str, Any]) -> None:
-    """Add to a run that grows: a launch ({"launches": …}; the last one of an index counts), or an
-    outcome with its number among all ({"number": 7, "results": …}).
+    """Add a line to a running run.
 
-    To rewrite run.json instead would take a second a case once it holds some hundred.
+    line: a launch ({"launches": …}; the last one of an index counts), or an outcome with its number
+    among all outcomes ({"number": 7, "results": …}). Rewriting run.json instead would take a second
+    per case once it holds a few hundred.
     """
     with (folder / GROWING).open("ab") as file:
         file.write(codec.encode(line, indent=None) + b"\n")
@@ -116,7 +116,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of a file. Raises OSError for anything else: a FIFO would never end."""
+    """Read the bytes of a regular file. Raises OSError for other files: a FIFO would never end."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     try:
@@ -126,7 +126,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read(folder: Path) -> Run:
-    """The run in a folder. Raises InvalidRun with one sentence when it cannot be read."""
+    """Read the run in a folder. Raises InvalidRun with one sentence if it cannot be read."""
     path = folder / "run.json"
     try:
         data = read_file(path)
@@ -142,7 +142,7 @@ def read(folder: Path) -> Run:
                 f"{path} has schema {schema}, this ddpbench reads up to {SCHEMA}: "
                 "read it with the ddpbench that wrote it, or a newer one"
             )
-        raw = redact.record(raw)  # older ones were stored as they came
+        raw = redact.record(raw)  # the first releases stored secrets too
         if (folder / GROWING).exists():
             path = folder / GROWING
             _grow(raw, read_file(path))
@@ -156,8 +156,8 @@ def read(folder: Path) -> Run:
 
 
 def _grow(raw: dict[str, Any], data: bytes) -> None:
-    """Add the lines of `append` to a run as JSON has it; a last line that is not whole is still
-    being written. Raises ValueError for what is no such line."""
+    """Add the lines of `append` to a parsed run. Ignores a last line without its end: it is still
+    being written. Raises ValueError for a line that `append` does not write."""
     parts = ("results", "steps", "examinations")
     try:
         known = sum(len(raw.get(part, ())) for part in parts)
@@ -165,9 +165,9 @@ def _grow(raw: dict[str, Any], data: bytes) -> None:
             line = codec.parse(text)
             if "launches" in line:
                 index = line["launches"]["index"]
-                others = [each for each in raw["launches"] if each["index"] != index]
+                others = [launch for launch in raw["launches"] if launch["index"] != index]
                 raw["launches"] = [*others, line["launches"]]
-            elif line["number"] >= known:  # else run.json has it already
+            elif line["number"] >= known:  # otherwise run.json already holds it
                 part = (set(parts) & set(line)).pop()
                 raw.setdefault(part, []).append(line[part])
     except (KeyError, TypeError, AttributeError) as error:
@@ -176,10 +176,10 @@ def _grow(raw: dict[str, Any], data: bytes) -> None:
 
 @contextlib.contextmanager
 def refuse_impossible_values(name: str) -> Iterator[None]:
-    """Raises InvalidRun for an error that the values of the stored run `name` cause.
+    """Raise InvalidRun instead of an error that values of the stored run `name` cause.
 
-    Every value can have the right type and still be impossible: a time of 0 seconds, or figures of
-    an examination that lack one.
+    A value can have the right type and still be impossible: a time of 0 seconds, or an examination
+    without one of its figures.
     """
     try:
         yield
@@ -194,7 +194,7 @@ def refuse_impossible_values(name: str) -> Iterator[None]:
 
 
 def close(folder: Path, state: str, reason: str | None, exit_code: int) -> Run:
-    """Mark a run complete, interrupted or failed. An end already marked is kept."""
+    """Mark a run complete, interrupted or failed, unless its end is marked already."""
     run = read(folder)
     if run.state == "running":
         run = replace(
@@ -205,14 +205,14 @@ def close(folder: Path, state: str, reason: str | None, exit_code: int) -> Run:
 
 
 def find(name: str) -> Path:
-    """The folder of a run, by path, by its name in results/, a baseline's too, or `last`.
+    """Find a run's folder by its path, by its name in RUN_FOLDERS, or as `last`.
 
-    Raises InvalidRun naming what there is.
+    Raises InvalidRun with the names of the latest runs.
     """
     path = Path(name)
     if path.name == "run.json":
         path = path.parent
-    for candidate in (path, *(place / name for place in PLACES)):
+    for candidate in (path, *(folder / name for folder in RUN_FOLDERS)):
         if os.path.lexists(candidate / "run.json"):
             return candidate
     folders = list_runs()
@@ -225,26 +225,26 @@ def find(name: str) -> Path:
 
 
 def find_runs(name: str) -> list[Path]:
-    """The run of this name, or all runs in the folder of this name. Raises InvalidRun."""
-    for folder in (Path(name), *(place / name for place in PLACES)):
+    """Find the run of this name, or all runs in the folder of this name. Raises InvalidRun."""
+    for folder in (Path(name), *(folder / name for folder in RUN_FOLDERS)):
         if not os.path.lexists(folder / "run.json") and (inside := list_runs(folder)):
             return inside
     return [find(name)]
 
 
 def list_runs(results: Path = Path("results")) -> list[Path]:
-    """The folders in results/ that hold a run, oldest first."""
+    """List the folders in results/ that hold a run, oldest first."""
     folders = (path.parent for path in results.glob("*/run.json"))
     return sorted(folders, key=lambda folder: (_started(folder), folder.name))
 
 
 def list_calibrations(results: Path = Path("results")) -> list[Path]:
-    """The folders that `calibrate` has made, oldest first; each holds two runs, a and b."""
+    """List the folders that `calibrate` has made, oldest first; each holds two runs, a and b."""
     return sorted(path.parents[1] for path in results.glob("calibrations/*/b/run.json"))
 
 
 def _started(folder: Path) -> str:
-    """When a run began, as it says itself; a folder's name may be the user's own."""
+    """Read when a run began; the user may have chosen the folder's name. "" if it is damaged."""
     try:
         return str(codec.parse(read_file(folder / "run.json"))["started"])
     except (OSError, ValueError, TypeError, KeyError):
@@ -252,9 +252,9 @@ def _started(folder: Path) -> str:
 
 
 def add_samples(folder: Path, part: int, columns: dict[str, Any]) -> None:
-    """Store the raw samples of one case in one launch as a part of their own.
+    """Store the raw samples of one case in one launch as a new part.
 
-    columns: one array for each of SAMPLE_COLUMNS, all of one length; ns, -1 where not taken.
+    columns: an array for each of SAMPLE_COLUMNS, all of one length; times in ns, -1 if not taken.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -269,18 +269,18 @@ def add_samples(folder: Path, part: int, columns: dict[str, Any]) -> None:
 
 
 def read_samples(folder: Path) -> pd.DataFrame:
-    """All raw samples of a run, finished or not, with SAMPLE_COLUMNS.
+    """Read all raw samples of a run, finished or not, with SAMPLE_COLUMNS.
 
-    Raises InvalidRun for a file that is damaged.
+    Raises InvalidRun for a damaged file.
     """
     import pandas as pd
     import pyarrow as pa
 
     whole, parts = folder / "samples.parquet", folder / "samples.parts"
-    found: Iterable[Path] = [whole] if whole.exists() else sorted(parts.glob("part-*.parquet"))
+    paths = [whole] if whole.exists() else sorted(parts.glob("part-*.parquet"))
     frame: pd.DataFrame = pd.DataFrame(columns=list(SAMPLE_COLUMNS))
     try:
-        tables = [_table(path) for path in found]
+        tables = [_read_table(path) for path in paths]
         if tables:
             frame = pa.concat_tables(tables).to_pandas()
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -289,7 +289,7 @@ def read_samples(folder: Path) -> pd.DataFrame:
     return frame
 
 
-def _table(path: Path) -> Any:
+def _read_table(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     with path.open("rb") as file:
@@ -297,7 +297,7 @@ def _table(path: Path) -> Any:
 
 
 def join_samples(folder: Path) -> None:
-    """Make one samples.parquet of the parts, a row group a case; the parts go when it stands."""
+    """Join the parts into samples.parquet, one row group per case; then remove the parts."""
     import pyarrow.parquet as pq
 
     parts = sorted((folder / "samples.parts").glob("part-*.parquet"))
@@ -306,9 +306,9 @@ def join_samples(folder: Path) -> None:
     temporary = folder / ".samples.parquet"
     with (
         temporary.open("wb") as file,
-        pq.ParquetWriter(file, _table(parts[0]).schema, **PARQUET) as writer,
+        pq.ParquetWriter(file, _read_table(parts[0]).schema, **PARQUET) as writer,
     ):
         for part in parts:
-            writer.write_table(_table(part))
+            writer.write_table(_read_table(part))
     temporary.replace(folder / "samples.parquet")
     shutil.rmtree(folder / "samples.parts")

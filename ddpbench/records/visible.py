@@ -1,6 +1,6 @@
-"""Text that every terminal can show.
+"""Make text that every terminal can show.
 
-Control characters are escaped, because a host name or a file may contain any. ASCII stands in for
+Control characters are escaped, because a host name or a file may contain any. ASCII replaces
 characters that the terminal's encoding lacks.
 """
 
@@ -29,26 +29,26 @@ ASCII = {
 
 
 def escape(text: str) -> str:
-    """The text in one line: what is not printable becomes an escape such as \\x1b or \\u202e."""
+    """Return the text in one line; unprintable characters become \\x1b, \\u202e and so on."""
     if text.isprintable():
         return text
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 
 def escape_lines(text: str) -> str:
-    """The text with its lines kept, and all else that is not printable escaped."""
+    """Escape unprintable characters except line breaks."""
     return "\n".join(map(escape, text.split("\n")))
 
 
 def escape_record(record: T) -> T:
-    """The same record with every string in it escaped; `text` fields keep their lines."""
+    """Return a copy of the record with every string escaped; `text` fields keep their lines."""
     return _escaped(record, escape, {})  # type: ignore[no-any-return]
 
 
 def _escaped(value: Any, escape_text: Callable[[str], str], done: dict[int, Any]) -> Any:
-    """done: what became of the records seen so far, by identity; a series holds one run often."""
+    """Escape all strings in a value. done: results by identity, for a series repeats its runs."""
     if isinstance(value, str):
         return escape_text(value)
     if isinstance(value, (tuple, list)):
@@ -62,16 +62,19 @@ def _escaped(value: Any, escape_text: Callable[[str], str], done: dict[int, Any]
         }
     if is_dataclass(value) and not isinstance(value, type):
         if id(value) not in done:
-            ways = {f.name: escape_lines if f.name == "text" else escape for f in fields(value)}
-            done[id(value)] = replace(
-                value, **{n: _escaped(getattr(value, n), way, done) for n, way in ways.items()}
-            )
+            changes = {
+                f.name: _escaped(
+                    getattr(value, f.name), escape_lines if f.name == "text" else escape, done
+                )
+                for f in fields(value)
+            }
+            done[id(value)] = replace(value, **changes)
         return done[id(value)]
     return value
 
 
 def escaped(render: Callable[P, str]) -> Callable[P, str]:
-    """A function that renders records, given them escaped."""
+    """Decorate a function that renders records: it receives them escaped."""
 
     def rendered(*args: P.args, **settings: P.kwargs) -> str:
         return render(*map(escape_record, args), **settings)  # type: ignore[arg-type]
@@ -80,14 +83,14 @@ def escaped(render: Callable[P, str]) -> Callable[P, str]:
 
 
 def tell(sentence: str) -> None:
-    """Write one line to stderr, without what is secret, unless stderr takes none."""
+    """Write one line without secrets to stderr. Ignores a stderr that is closed or full."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"ddpbench: {escape(redact.message(sentence))}\n")
         sys.stderr.flush()
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """The error handler: what stands in for characters that an encoding lacks."""
+    """Handle an encoding error: replace the characters that the encoding lacks."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(map(_similar, error.object[error.start : error.end])), error.end
@@ -102,9 +105,9 @@ codecs.register_error(FALLBACK, _in_ascii)
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr take any text; closed ones take it to nowhere."""
+    """Make stdout and stderr accept any text. Closed ones discard it."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)  # else the next file opened would be stdout
+        os.set_inheritable(descriptor, True)  # otherwise the next open file would be stdout
     os.close(descriptor)
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
@@ -115,7 +118,7 @@ def prepare_streams() -> None:
 
 
 def silence_stdout() -> None:
-    """Where stdout takes no more, because of its reader or its disk, let the rest go nowhere."""
+    """Discard further output if stdout accepts no more: its reader has gone or its disk is full."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         return

@@ -50,9 +50,13 @@ def _columns(result: Result, samples: Samples) -> dict[str, Any]:
     assert samples.cold is not None
     cold.add(samples.cold)
     return operation_columns(
-        result.case.key, result.launch, cold.rows(), samples.warm_up.rows(), samples.timed.rows(),
-        samples.warm_up.repetitions,
-    )  # fmt: skip
+        result.case.key,
+        result.launch,
+        cold=cold.rows(),
+        warm_up=samples.warm_up.rows(),
+        timed=samples.timed.rows(),
+        warm_ups=samples.warm_up.repetitions,
+    )
 
 
 def step_columns(case: str, launch: int, samples: steps.Samples) -> dict[str, Any]:
