@@ -20,20 +20,20 @@ PREFIX_LINES = 2  # text before a single line is an accident, such as two lines 
 
 
 def decode(data: bytes) -> str:
-    """The text of a file in UTF-8 or, as PowerShell saves it, in UTF-16."""
+    """Decode a file in UTF-8 or, as PowerShell saves it, in UTF-16."""
     utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     # UTF-16 without a byte order mark is ASCII with zeros between.
     return data.decode("utf-16" if utf16 else "utf-8", errors="replace").replace("\0", "")
 
 
 def clean(text: str, marks: re.Pattern[str]) -> list[str]:
-    """The lines as the tool printed them, without indentation, each in its place in the file.
+    """Return the lines as the tool printed them, without indentation; their numbers stay.
 
-    marks: what a line is known by, wherever it starts in its line.
+    marks: an expression that finds the tool's text in a line.
     """
     lines = [UNSEEN.sub("", ESCAPE.sub("", line)).strip() for line in text.split("\n")]
-    found = [marks.search(line) for line in lines]
-    starts = [m.start() if m else 0 for m in found]
+    matches = [marks.search(line) for line in lines]
+    starts = [match.start() if match else 0 for match in matches]
     prefixes = Counter(
         _pattern(line[:start]) for line, start in zip(lines, starts, strict=True) if start
     )
@@ -41,15 +41,15 @@ def clean(text: str, marks: re.Pattern[str]) -> list[str]:
     often = [p for p, count in prefixes.items() if count >= PREFIX_LINES]
     prefix = re.compile("|".join(sorted(often, key=len, reverse=True)))
     return [
-        (line[mark.start() :] if mark else prefix.sub("", line, count=1)).strip()
-        for line, mark in zip(lines, found, strict=True)
+        (line[match.start() :] if match else prefix.sub("", line, count=1)).strip()
+        for line, match in zip(lines, matches, strict=True)
     ]
 
 
 def _pattern(prefix: str) -> str:
-    """An expression for this prefix with any other words: another time, another rank.
+    """Return an expression for this prefix with other words: another time, another rank.
 
-    A prefix of words only stays as it is: any words would match a row of numbers too.
+    A prefix of words alone matches only itself: any words would match a row of numbers too.
     """
     parts = re.findall(r"\w+|\s+|[^\w\s]", prefix.strip())
     alike = r"\w+" if any(not part.isspace() and not WORD.match(part) for part in parts) else ""

@@ -1,7 +1,7 @@
-"""What another tool's log says, as a run: each start of the tool is a launch.
+"""Build a run from another tool's log: each start of the tool is a launch.
 
 The cases carry the tool's own identity (its definition of a time, its statistic, its reduction over
-ranks), so that its figures are compared with its own only.
+ranks), so that its figures are compared only with figures of the same tool.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INSTANT = "the log says 0: less than it can print"
 
 @dataclass(frozen=True)
 class Hints:
-    """What the user says of logs that do not print it."""
+    """Facts from the user for logs that do not contain them."""
 
     operation: str | None = None
     ranks: int | None = None
@@ -43,11 +43,11 @@ class Row:
     """One case as the tool printed it; seconds of one call."""
 
     case: Case
-    seconds: float  # the tool's mean; 0: less than it can print
-    calls: int  # of which it is the mean; 0: not told
+    seconds: float  # the tool's mean; 0: shorter than the tool can print
+    calls: int  # number of calls in the mean; 0: unknown
     rank_min_seconds: float | None = None
     checked: bool = False
-    wrong: str | None = None  # what the tool says of it where its check failed
+    wrong: str | None = None  # the tool's words if its check failed
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,18 @@ class Section:
     facts: dict[str, Any] = field(default_factory=dict)
     started: str = ""
     notes: tuple[str, ...] = ()  # what had to be assumed or converted
-    left_out: tuple[str, ...] = ()  # what of the log is missing or not read
+    left_out: tuple[str, ...] = ()  # parts of the log that are missing or were not read
 
 
-def as_run(name: str, tool: str, sections: Sequence[Section], left_out: Sequence[str] = ()) -> Run:
-    """The run in a log of this name. Sections that measured the same case are different launches,
-    sections of different cases may be one. left_out: what of the log no section is of."""
-    numbers = _numbers(sections)
+def build_run(
+    name: str, tool: str, sections: Sequence[Section], left_out: Sequence[str] = ()
+) -> Run:
+    """Build the run of a log. Sections with the same case are different launches; sections with
+    different cases may be one launch.
+
+    left_out: parts of the log that are in no section.
+    """
+    numbers = _number_launches(sections)
     firsts = dict(reversed([*zip(numbers, sections, strict=True)]))
     results = [
         result
@@ -93,15 +98,15 @@ def as_run(name: str, tool: str, sections: Sequence[Section], left_out: Sequence
         launches=tuple(_launch(number, firsts[number]) for number in sorted(firsts)),
         results=tuple(results),
         findings=(
-            *_wrong(results),
+            *_find_wrong(results),
             *(Finding("note", LEFT_OUT, text) for text in dict.fromkeys(left_out)),
             *(Finding("note", "another-tool", note) for note in notes),
         ),
     )
 
 
-def _numbers(sections: Sequence[Section]) -> list[int]:
-    """The launch of each section: how many before it measured a case of its own."""
+def _number_launches(sections: Sequence[Section]) -> list[int]:
+    """Return each section's launch: how many earlier sections measured one of its cases."""
     seen: dict[Case, int] = {}
     numbers = []
     for section in sections:
@@ -127,14 +132,14 @@ def _launch(number: int, section: Section) -> Launch:
 
 
 def _results(section: Section, launch: int) -> Iterator[Result]:
-    """One result a case; the cycles of a tool that measures all sizes several times are one."""
+    """Build one result per case; a tool that repeats all sizes gives one result per size."""
     by_case: dict[Case, list[Row]] = {}
     for row in section.rows:
         by_case.setdefault(row.case, []).append(row)
     for case, rows in by_case.items():
         seconds = statistics.fmean(row.seconds for row in rows)
         operation = OPERATIONS.get(case.operation)
-        said = next((row.wrong for row in rows if row.wrong is not None), None)
+        complaint = next((row.wrong for row in rows if row.wrong is not None), None)
         yield Result(
             case=case,
             launch=launch,
@@ -144,12 +149,12 @@ def _results(section: Section, launch: int) -> Iterator[Result]:
             reason=None if seconds else INSTANT,
             summary=_summary(rows, seconds) if seconds else None,
             checks=sum(row.checked for row in rows),
-            wrong=() if said is None else (Wrong(-1, -1, -1, "right elements", said),),
+            wrong=() if complaint is None else (Wrong(-1, -1, -1, "right elements", complaint),),
         )
 
 
 def _summary(rows: Sequence[Row], seconds: float) -> Summary:
-    """The tool's mean stands as the time; what it does not tell is None."""
+    """Build a summary with the tool's mean as the time; figures that it lacks are None."""
     fastest = [row.rank_min_seconds for row in rows if row.rank_min_seconds is not None]
     return Summary(
         repetitions=sum(row.calls for row in rows),
@@ -171,7 +176,7 @@ def _summary(rows: Sequence[Row], seconds: float) -> Summary:
     )
 
 
-def _wrong(results: Sequence[Result]) -> Iterator[Finding]:
+def _find_wrong(results: Sequence[Result]) -> Iterator[Finding]:
     for result in results:
         for wrong in result.wrong:
             case = result.case
@@ -179,7 +184,7 @@ def _wrong(results: Sequence[Result]) -> Iterator[Finding]:
                 "error",
                 "wrong-result",
                 f"{case.operation} on {case.backend}, {case.nbytes} bytes of {case.dtype}, "
-                f"{'in' if case.in_place else 'out of'} place: the log tells of {wrong.got}",
+                f"{'in' if case.in_place else 'out of'} place: the log reports {wrong.got}",
                 "do not train on this set-up; run the tool again to see whether it stays",
                 {"operation": case.operation, "nbytes": case.nbytes},
             )

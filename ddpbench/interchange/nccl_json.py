@@ -1,4 +1,4 @@
-"""The JSON that nccl-tests writes with -J: the same figures, with the whole command line."""
+"""Read the JSON that nccl-tests writes with -J: its figures with the whole command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddpbench.interchange.log import Hints, Section
-from ddpbench.interchange.nccl_tests import AVERAGES, ISSUES, Setup, dotted, figure, program
+from ddpbench.interchange.nccl_tests import (
+    AVERAGES,
+    ISSUES,
+    Setup,
+    build_row,
+    format_version,
+    parse_program,
+)
 from ddpbench.records import codec
 from ddpbench.runtime.environment import allowed_variables
 
@@ -64,19 +71,19 @@ class _File:
     env: tuple[str, ...] = ()
 
 
-def is_one(lines: Sequence[str]) -> bool:
-    """Whether this is what a test writes with -J."""
+def recognizes(lines: Sequence[str]) -> bool:
+    """Return whether a test wrote this with -J."""
     text = "\n".join(lines)
     return START.search(text) is not None and '"args"' in text and "_perf" in text
 
 
 def read(path: Path, lines: Sequence[str], hints: Hints) -> tuple[str, list[Section]]:
-    """The tool and its one section. Raises ValueError with one sentence."""
+    """Return the tool and its one section. Raises ValueError with one sentence."""
     text = "\n".join(lines)
     start = START.search(text)
     value, _ = json.JSONDecoder().raw_decode(text, start.start() if start else 0)
     data = codec.decode(_File, value)
-    setup = _setup_of(data)
+    setup = _read_setup(data)
     rows = []
     for result in data.results:
         for place, side in (("out", result.out_of_place), ("in", result.in_place)):
@@ -84,46 +91,53 @@ def read(path: Path, lines: Sequence[str], hints: Hints) -> tuple[str, list[Sect
                 continue
             timed = replace(setup, cpu_time=side.cpu_time is not None)
             case = timed.case(
-                result.type, result.redop, int(result.root), result.size, result.count, place
+                result.type,
+                result.redop,
+                root=int(result.root),
+                nbytes=result.size,
+                count=result.count,
+                place=place,
             )
             seconds = (side.time if side.cpu_time is None else side.cpu_time) or 0.0
             checked = side.nwrong is not None
-            rows.append(figure(setup, case, seconds * 1e-6, checked, side.nwrong))
+            rows.append(build_row(setup, case, seconds * 1e-6, checked, side.nwrong))
     return setup.tool, [setup.section(rows, started=data.start_time)]
 
 
-def _setup_of(data: _File) -> Setup:
+def _read_setup(data: _File) -> Setup:
     config, args = data.config, data.args
     if not args or not config.devices:
         raise ValueError("$.args or $.config.devices is empty")
     variables = allowed_variables(dict(each.partition("=")[::2] for each in data.env))
-    mine = [d for d in config.devices if d.group == config.devices[0].group]
-    each = config.nthreads * config.ngpus
-    if not 0 < each <= MOST_RANKS:
-        raise ValueError(f"$.config has {each} GPUs for each process")
+    devices = [d for d in config.devices if d.group == config.devices[0].group]
+    gpus = config.nthreads * config.ngpus
+    if not 0 < gpus <= MOST_RANKS:
+        raise ValueError(f"$.config has {gpus} GPUs for each process")
     ranks = tuple(
         {"hostname": d.hostname, "gpu_name": d.device_info, "variables": variables}
-        for d in mine
-        for _ in range(each)
+        for d in devices
+        for _ in range(gpus)
     )
     return Setup(
-        program=program(args[0]),
-        tool="rccl-tests" if AMD.search(mine[0].device_info) else "nccl-tests",
+        program=parse_program(args[0]),
+        tool="rccl-tests" if AMD.search(devices[0].device_info) else "nccl-tests",
         version=None,
-        library=dotted(data.nccl_version) if data.nccl_version else None,
+        library=format_version(data.nccl_version) if data.nccl_version else None,
         iterations=config.iterations,
         aggregated=config.aggregated_iterations,
         graph=config.graph,
-        blocking=_given(args, "-z", "--blocking", 0, ISSUES),
-        average=_given(args, "-a", "--average", 1, AVERAGES),
-        unalign=_given(args, "-u", "--unalign", 0, range(2**31)),
+        blocking=_read_option(args, "-z", "--blocking", 0, ISSUES),
+        average=_read_option(args, "-a", "--average", 1, AVERAGES),
+        unalign=_read_option(args, "-u", "--unalign", 0, range(2**31)),
         world_size=len(ranks),
         ranks=ranks,
     )
 
 
-def _given(args: Sequence[str], short: str, long: str, default: int, known: Container[int]) -> int:
-    """The value of an option as getopt takes it: -a 3, -a3, --average 3 or --average=3."""
+def _read_option(
+    args: Sequence[str], short: str, long: str, default: int, known: Container[int]
+) -> int:
+    """Read an option's value as getopt does: -a 3, -a3, --average 3 or --average=3."""
     value = str(default)
     for word, following in zip(args, [*args[1:], ""], strict=True):
         if word in (short, long):

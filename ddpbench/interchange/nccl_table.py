@@ -1,4 +1,4 @@
-"""Read the table of nccl-tests and rccl-tests: rows may have lines of NCCL's inside them."""
+"""Read the table of nccl-tests and rccl-tests, whose rows NCCL's own lines may interrupt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decimal import Decimal
 from itertools import takewhile
 
 from ddpbench.interchange.log import Row
-from ddpbench.interchange.nccl_tests import Setup, figure
+from ddpbench.interchange.nccl_tests import Setup, build_row
 
 HEADS = re.compile(r"#?\s*size\s+count\s+type\b")
 ROW = re.compile(
@@ -34,7 +34,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Figures:
-    """A row. sides: of each place the words of time, algbw, busbw and #wrong."""
+    """A row. sides: for each place the texts of time, algbw, busbw and #wrong."""
 
     size: int
     count: int
@@ -44,8 +44,8 @@ class Figures:
     sides: tuple[Sequence[str], ...]
 
 
-def layout_of(lines: Sequence[str]) -> Layout:
-    """The columns, from their heads; without heads those of most releases."""
+def read_layout(lines: Sequence[str]) -> Layout:
+    """Read the columns from their heads; without heads, assume those of most releases."""
     at = next((i for i, line in enumerate(lines) if HEADS.match(line)), None)
     if at is None:
         return Layout(counts=not any(ERROR.search(line) for line in lines if ROW.match(line)))
@@ -63,8 +63,8 @@ def layout_of(lines: Sequence[str]) -> Layout:
     )
 
 
-def figures(lines: Sequence[str], layout: Layout, damaged: list[int]) -> Iterator[Figures]:
-    """The whole rows. damaged: gets the index of each row that is not whole or not consistent."""
+def read_figures(lines: Sequence[str], layout: Layout, damaged: list[int]) -> Iterator[Figures]:
+    """Read the whole rows; add the index of each incomplete or inconsistent row to damaged."""
     words: list[str] = []
     start = 0
     for i, line in enumerate(lines):
@@ -86,7 +86,7 @@ def figures(lines: Sequence[str], layout: Layout, damaged: list[int]) -> Iterato
 
 
 def _leading(text: str) -> list[str]:
-    """The words behind the type, up to what something else wrote into the row."""
+    """Return the words after the type, up to another program's output in the row."""
     words = NOISE.sub("", text).split()
     names = words[:1] if words and words[0].isalpha() else []
     numbers = takewhile(lambda w: VALUE.fullmatch(w) or w == "-1", words[len(names) :])
@@ -94,14 +94,14 @@ def _leading(text: str) -> list[str]:
 
 
 def _middle(words: Sequence[str]) -> Sequence[str]:
-    """What stands between type and time: redop, root, both or, in old releases, neither."""
+    """Return the words between type and time: redop, root, both or, in old releases, neither."""
     end = 3 + (len(words) > 3 and words[3].isalpha())
     end += len(words) > end and ROOT.fullmatch(words[end]) is not None
     return words[3:end]
 
 
 def _row(words: Sequence[str], layout: Layout) -> Iterator[Figures]:
-    """Raises ValueError when the numbers contradict each other."""
+    """Read a row, unless it has size 0. Raises ValueError if its numbers contradict each other."""
     middle = _middle(words)
     size, count = int(words[0]), int(words[1])
     first = 3 + len(middle)
@@ -125,7 +125,7 @@ def _row(words: Sequence[str], layout: Layout) -> Iterator[Figures]:
 
 
 def bounds(word: str) -> tuple[float, float]:
-    """What a printed number may have been before it was rounded. Raises ValueError."""
+    """Return the range of a printed number before it was rounded. Raises ValueError."""
     if word == "N/A":
         raise ValueError("is no number: N/A")
     number = Decimal(word.rstrip("*"))
@@ -133,11 +133,13 @@ def bounds(word: str) -> tuple[float, float]:
     return max(float(number) - half, 0.0), float(number) + half
 
 
-def rows(setup: Setup, layout: Layout, row: Figures) -> Iterator[Row]:
-    """The cases of a row: out of place, in place or both."""
+def build_rows(setup: Setup, layout: Layout, row: Figures) -> Iterator[Row]:
+    """Build the cases of a row: out of place, in place or both."""
     for place, (time, _, _, wrong) in zip(layout.places, row.sides, strict=True):
         root = -1 if row.root is None else row.root
-        case = setup.case(row.dtype, row.reduce_op, root, row.size, row.count, place)
+        case = setup.case(
+            row.dtype, row.reduce_op, root=root, nbytes=row.size, count=row.count, place=place
+        )
         counted = None if wrong == "N/A" else float(wrong.rstrip("*"))
         known = counted if layout.counts else 0
-        yield figure(setup, case, float(time) * 1e-6, counted is not None, known)
+        yield build_row(setup, case, float(time) * 1e-6, counted is not None, known)

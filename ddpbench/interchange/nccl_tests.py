@@ -1,4 +1,4 @@
-"""What a test of nccl-tests or rccl-tests is: the identity of its figures.
+"""Describe a test of nccl-tests or rccl-tests: the identity of its figures.
 
 It times a loop of its iterations and synchronises once at the end: `pipelined`, the mean over the
 iterations, by default the mean of that over processes too (-a). Sizes are the total buffer.
@@ -53,7 +53,7 @@ ISSUES = {
 
 @dataclass(frozen=True)
 class Setup:
-    """How a test was called, and on what."""
+    """How a test was called, and its ranks."""
 
     program: str
     tool: str  # "nccl-tests" or "rccl-tests"
@@ -70,9 +70,12 @@ class Setup:
     cpu_time: bool = False
 
     def case(
-        self, dtype: str, reduce_op: str | None, root: int, nbytes: int, count: int, place: str
+        self, dtype: str, reduce_op: str | None, *, root: int, nbytes: int, count: int, place: str
     ) -> Case:
-        """The identity of one figure. place: "in" or "out". Raises ValueError for no size."""
+        """Build the identity of one figure.
+
+        root: -1 if there is none. place: "in" or "out". Raises ValueError for an impossible size.
+        """
         if not 0 < nbytes < 2**63:
             raise ValueError("has a size that is not from 1 to 2**63 bytes")
         issue, start, timed = ISSUES[self.blocking]
@@ -103,7 +106,7 @@ class Setup:
         )
 
     def section(self, rows: Sequence[Row], **other: Any) -> Section:
-        """What this call of the test printed. Raises ValueError without rows or ranks."""
+        """Build the section of this call of the test. Raises ValueError without rows or ranks."""
         if self.world_size < 1:
             raise ValueError(f"is of {self.world_size} ranks")
         if not rows:
@@ -121,31 +124,31 @@ class Setup:
         )
 
 
-def figure(setup: Setup, case: Case, seconds: float, checked: bool, wrong: float | None) -> Row:
-    """A row of a test. Raises ValueError for a time that is none."""
+def build_row(setup: Setup, case: Case, seconds: float, checked: bool, wrong: float | None) -> Row:
+    """Build a row of a test. Raises ValueError for an impossible time."""
     if not 0 <= seconds < math.inf:
         raise ValueError(f"a time of {seconds} s")
-    said = f"{wrong:g} wrong elements" if wrong else None
+    complaint = f"{wrong:g} wrong elements" if wrong else None
     calls = setup.iterations * setup.aggregated * max(setup.graph, 1)
-    return Row(case, seconds, calls, checked=checked, wrong=said)
+    return Row(case, seconds, calls, checked=checked, wrong=complaint)
 
 
-def factor(name: str, ranks: int) -> float:
-    """busbw / algbw of a test on this many ranks."""
+def bus_factor(name: str, ranks: int) -> float:
+    """Return busbw / algbw of a test on this many ranks."""
     operation = OPERATIONS.get(PROGRAMS[name])
     return operation.bus_factor(ranks) if operation else 1.0
 
 
-def program(name: str) -> str:
-    """A test's name without its folder and `_perf`. Raises ValueError for one that is not read."""
+def parse_program(name: str) -> str:
+    """Return a test's name without its folder and `_perf`. Raises ValueError if it is unknown."""
     short = name.rpartition("/")[2].partition("_perf")[0]
     if short not in PROGRAMS:
-        known = ", ".join(f"{each}_perf" for each in PROGRAMS)
+        known = ", ".join(f"{name}_perf" for name in PROGRAMS)
         raise ValueError(f"is of {short}_perf, which ddpbench does not read (it reads {known})")
     return short
 
 
-def dotted(code: int) -> str:
-    """A version of NCCL: 22808 → "2.28.8"; before NCCL 2.9 the first is of thousands."""
+def format_version(code: int) -> str:
+    """Format a version code of NCCL: 22808 → "2.28.8"; before NCCL 2.9, 2808 → "2.8.8"."""
     major, rest = divmod(code, 10000 if code >= 10000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"

@@ -1,6 +1,6 @@
-"""Read what nccl-tests and rccl-tests print, of all releases since 2.0.
+"""Read the output of nccl-tests and rccl-tests, from all releases since 2.0.
 
-The rows tell nearly all: a table without its head, or the end of a log, is read too.
+The rows suffice nearly always: a table without its head, or the end of a log, can be read too.
 """
 
 from __future__ import annotations
@@ -13,10 +13,29 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ddpbench.interchange.command import LAUNCHER, commands, ranks_in_name, ranks_of
+from ddpbench.interchange.command import (
+    LAUNCHER,
+    count_started_ranks,
+    join_commands,
+    read_ranks_in_name,
+)
 from ddpbench.interchange.log import Hints, Row, Section
-from ddpbench.interchange.nccl_table import HEADS, ROW, Figures, bounds, figures, layout_of, rows
-from ddpbench.interchange.nccl_tests import PROGRAMS, Setup, dotted, factor, program
+from ddpbench.interchange.nccl_table import (
+    HEADS,
+    ROW,
+    Figures,
+    bounds,
+    build_rows,
+    read_figures,
+    read_layout,
+)
+from ddpbench.interchange.nccl_tests import (
+    PROGRAMS,
+    Setup,
+    bus_factor,
+    format_version,
+    parse_program,
+)
 
 # A web page takes the # of these lines for a heading and drops it.
 VERSION = re.compile(
@@ -44,9 +63,12 @@ BLOCKING = re.compile(r"#?\s*Blocking Enabled")
 LIBRARY = re.compile(r"\b[NR]CCL version ?:? ?(\d+\.\d+\.\d+)")
 AMD = re.compile(r"\bRCCL version|\bAMD |\bRadeon |^# Errors with asterisks", re.MULTILINE)
 COMMAND = re.compile(r"(?<![\w.-])([a-z_]+_perf)(?:_mpi)?(?=\s+-)")
-EACH = {"gpus": re.compile(r"(?<!\S)(?:-g|--ngpus)[ =]*(\d+)"),
-        "threads": re.compile(r"(?<!\S)(?:-t|--nthreads)[ =]*(\d+)")}  # fmt: skip
-MOST_RANKS = 4096  # printed rates do not tell larger numbers apart
+# A process has one rank per thread and GPU.
+PER_PROCESS = (
+    re.compile(r"(?<!\S)(?:-g|--ngpus)[ =]*(\d+)"),
+    re.compile(r"(?<!\S)(?:-t|--nthreads)[ =]*(\d+)"),
+)
+MOST_RANKS = 4096  # the printed rates of larger numbers are equal
 
 
 @dataclass(frozen=True)
@@ -61,14 +83,14 @@ class Part:
         return next((m for line in self.lines if (m := expression.match(line))), None)
 
 
-def is_one(lines: Sequence[str]) -> bool:
-    """Whether this is what a test prints."""
+def recognizes(lines: Sequence[str]) -> bool:
+    """Return whether a test printed this."""
     known = re.compile(f"{MARKS}|# nThread")
     return any(known.match(line) for line in lines)
 
 
 def read(path: Path, lines: Sequence[str], hints: Hints) -> tuple[str, list[Section]]:
-    """The tool and its sections. Raises ValueError with one sentence."""
+    """Return the tool and its sections. Raises ValueError with one sentence."""
     sections: list[Section] = []
     errors: list[str] = []
     for part in _parts(lines):
@@ -85,8 +107,8 @@ def read(path: Path, lines: Sequence[str], hints: Hints) -> tuple[str, list[Sect
 
 
 def _refuse_mixed(part: Part) -> None:
-    found = [m for line in part.lines if (m := DEVICE.match(line))]
-    if len({(m["rank"], m["group"]) for m in found}) < len(found):
+    devices = [m for line in part.lines if (m := DEVICE.match(line))]
+    if len({(m["rank"], m["group"]) for m in devices}) < len(devices):
         raise ValueError(
             "lists a rank twice: several tests wrote into it at once, as nccl-tests does under "
             "mpirun when built without MPI=1; give each test a log of its own"
@@ -94,8 +116,8 @@ def _refuse_mixed(part: Part) -> None:
 
 
 def _parts(lines: Sequence[str]) -> Iterator[Part]:
-    """The lines of each start. A start ends with the last line that the test printed, so that the
-    next one has the command above it."""
+    """Split the lines into starts of a test. A part ends with the last line that its test printed,
+    so the next part begins with the command above its test."""
     start, end, seen, filled = 0, 0, set[int](), False
     for i, line in enumerate(lines):
         kind = next((k for k, each in enumerate(OPENINGS) if each.match(line)), None)
@@ -112,11 +134,11 @@ def _parts(lines: Sequence[str]) -> Iterator[Part]:
 
 
 def _section(path: Path, part: Part, hints: Hints) -> Section:
-    """Raises ValueError with what the test does, in words that follow "it"."""
-    told = part.find(STARTING) or part.find(CONCLUDED)
-    name = program(told[1]) if told else None
-    layout, damaged = layout_of(part.lines), list[int]()
-    table = [*figures(part.lines, layout, damaged)]
+    """Read one start of a test. Raises ValueError with words that follow "it"."""
+    named = part.find(STARTING) or part.find(CONCLUDED)
+    name = parse_program(named[1]) if named else None
+    layout, damaged = read_layout(part.lines), list[int]()
+    table = [*read_figures(part.lines, layout, damaged)]
     left_out = []
     if damaged:
         first = part.first + damaged[0]
@@ -133,12 +155,12 @@ def _section(path: Path, part: Part, hints: Hints) -> Section:
             f"the line '# Avg bus bandwidth' of {setup.program}_perf is missing, and so may be "
             "results above it"
         )
-    read_rows = [row for each in table for row in rows(setup, layout, each)]
-    return setup.section(_marked(read_rows, part), notes=tuple(notes), left_out=tuple(left_out))
+    read_rows = [row for each in table for row in build_rows(setup, layout, each)]
+    return setup.section(_mark_wrong(read_rows, part), notes=tuple(notes), left_out=tuple(left_out))
 
 
-def _marked(rows: Sequence[Row], part: Part) -> list[Row]:
-    """All wrong, where the end tells of values out of bounds and no row says which."""
+def _mark_wrong(rows: Sequence[Row], part: Part) -> list[Row]:
+    """Mark all rows wrong if the end reports values out of bounds and no row does."""
     failed = part.find(FAILED)
     if failed is None or any(row.wrong for row in rows):
         return list(rows)
@@ -151,20 +173,23 @@ def _marked(rows: Sequence[Row], part: Part) -> list[Row]:
 def _setup(
     path: Path, part: Part, hints: Hints, name: str | None, table: Sequence[Figures]
 ) -> tuple[Setup, list[str]]:
-    """How the test was called, and what had to be assumed. name: as the test prints it."""
-    found, version = part.find(SETUP), part.find(VERSION)
-    given = {k: int(v) for k, v in (found.groupdict() if found else {}).items() if v is not None}
-    each = given.get("threads", 1) * given.get("gpus", 1) * given.get("each", 1)
-    world_size, ranks = _devices(part, each)
+    """Read how the test was called, and what had to be assumed. name: as the test prints it."""
+    line, version = part.find(SETUP), part.find(VERSION)
+    given = {k: int(v) for k, v in (line.groupdict() if line else {}).items() if v is not None}
+    per_process = given.get("threads", 1) * given.get("gpus", 1) * given.get("each", 1)
+    world_size, ranks = _read_devices(part, per_process)
     text = "\n".join(part.lines)
-    tool = f"{version['tool']}-tests" if version else "rccl-tests" if AMD.search(text) else (
-        "nccl-tests")  # fmt: skip
-    notes = [] if found else [
-        f"the line '# nThread …' of {tool} is missing: the number of iterations is not known, and "
-        "none of the options -m, -z, -G and -u is assumed"
-    ]  # fmt: skip
+    tool = "rccl-tests" if AMD.search(text) else "nccl-tests"
+    if version:
+        tool = f"{version['tool']}-tests"
+    notes = []
+    if line is None:
+        notes.append(
+            f"the line '# nThread …' of {tool} is missing: the number of iterations is not known, "
+            "and none of the options -m, -z, -G and -u is assumed"
+        )
     if not (name and world_size):
-        name, world_size, more = _inferred(path, part, hints, name, world_size, table)
+        name, world_size, more = _infer_test(path, part, hints, table, name=name, ranks=world_size)
         notes += more
     notes.append(
         f"{tool} prints no -a: its default, the mean over ranks, is assumed; what -J writes has "
@@ -176,11 +201,11 @@ def _setup(
         program=name,
         tool=tool,
         version=version["version"] if version else None,
-        library=dotted(int(code)) if code else library[1] if library else None,
+        library=format_version(int(code)) if code else library[1] if library else None,
         iterations=given.get("iterations", 0),
         aggregated=given.get("aggregated", 1),
         graph=given.get("graph", 0),
-        blocking=_blocking(part),
+        blocking=_read_blocking(part),
         average=1,
         unalign=given.get("unalign", 0),
         world_size=world_size,
@@ -189,40 +214,40 @@ def _setup(
     return setup, notes
 
 
-def _blocking(part: Part) -> int:
-    """-z, from the line that tells of it."""
+def _read_blocking(part: Part) -> int:
+    """Read -z from the line that it prints."""
     line = next((line for line in part.lines if BLOCKING.match(line)), "")
     if "outer iteration" in line:
         return 3
     return 2 if "no barrier" in line else int(bool(line))
 
 
-def _devices(part: Part, each: int) -> tuple[int, tuple[dict[str, Any], ...]]:
-    """The number of ranks, 0 where it is not known, and what is known of them.
+def _read_devices(part: Part, per_process: int) -> tuple[int, tuple[dict[str, Any], ...]]:
+    """Return the number of ranks, 0 if unknown, and each rank's facts.
 
-    each: GPUs of one process.
+    per_process: number of GPUs of a process.
     """
-    found = [m for line in part.lines if (m := DEVICE.match(line))]
-    numbers = [int(m["rank"]) for m in found]
-    groups = Counter(m["group"] for m in found)
-    if not found or len(set(groups.values())) > 1:
+    devices = [m for line in part.lines if (m := DEVICE.match(line))]
+    numbers = [int(m["rank"]) for m in devices]
+    groups = Counter(m["group"] for m in devices)
+    if not devices or len(set(groups.values())) > 1:
         return 0, ()
     if numbers[0] and len(groups) == 1 and numbers == [*range(numbers[0], numbers[-1] + 1)]:
         return numbers[-1] + 1, ()  # the end of the list
-    if numbers != [*range(len(found))] or len(found) % each:
+    if numbers != [*range(len(devices))] or len(devices) % per_process:
         return 0, ()
-    one = [m for m in found if m["group"] == found[0]["group"]]
+    one = [m for m in devices if m["group"] == devices[0]["group"]]
     return len(one), tuple({"hostname": m["hostname"], "gpu_name": m["gpu_name"]} for m in one)
 
 
-def _inferred(
-    path: Path, part: Part, hints: Hints, name: str | None, ranks: int, table: Sequence[Figures]
+def _infer_test(
+    path: Path, part: Part, hints: Hints, table: Sequence[Figures], *, name: str | None, ranks: int
 ) -> tuple[str, int, list[str]]:
-    """The test and the number of ranks where the log does not print both, and where they are from.
+    """Return the test, the number of ranks and notes on their sources, if the log lacks either.
 
-    Both must agree with busbw / algbw, and that ratio may be all there is.
+    Both must agree with busbw / algbw, which may be the only source.
     """
-    above = commands([*takewhile(lambda line: not ROW.match(line), part.lines)])
+    above = join_commands([*takewhile(lambda line: not ROW.match(line), part.lines)])
     command = next((x for x in above if COMMAND.search(x) and not x.startswith("#")), "")
     called = COMMAND.search(command)
     in_name = (p for p in sorted(PROGRAMS, key=len, reverse=True) if f"{p}_perf" in path.name)
@@ -233,18 +258,18 @@ def _inferred(
     names = {
         "the log": name,
         "--op": asked,
-        "the command above": called and program(called[1]),
+        "the command above": called and parse_program(called[1]),
         "the file's name": next(in_name, None),
     }
     counts = {
         "the log": ranks,
         "--ranks": hints.ranks,
-        "the command above": _started(command),
-        "the file's name": ranks_in_name(path),
+        "the command above": _count_started(command),
+        "the file's name": read_ranks_in_name(path),
     }
     name_from, name = next(((k, v) for k, v in names.items() if v), (rates, None))
     ranks_from, known = next(((k, v) for k, v in counts.items() if v), (rates, None))
-    name, ranks = _agreeing(name, known, table)
+    name, ranks = _find_agreeing(name, known, table)
     notes = []
     if name_from != "the log":
         notes.append(f"the log does not name its test: {name}_perf is from {name_from}")
@@ -253,9 +278,11 @@ def _inferred(
     return name, ranks, notes
 
 
-def _agreeing(name: str | None, ranks: int | None, table: Sequence[Figures]) -> tuple[str, int]:
-    """The only test and number of ranks that have these rates. Raises ValueError."""
-    low, high = _ratio(table)
+def _find_agreeing(
+    name: str | None, ranks: int | None, table: Sequence[Figures]
+) -> tuple[str, int]:
+    """Return the only test and number of ranks with these rates. Raises ValueError."""
+    low, high = _bound_ratio(table)
     if low > high:
         raise ValueError(
             "has a table whose rows differ in busbw / algbw, so they are of several tests or "
@@ -265,7 +292,7 @@ def _agreeing(name: str | None, ranks: int | None, table: Sequence[Figures]) -> 
         (p, n)
         for p in ([name] if name else [p for p in PROGRAMS if _fits(p, table[0])])
         for n in ([ranks] if ranks else range(1, MOST_RANKS + 1))
-        if low <= factor(p, n) <= high
+        if low <= bus_factor(p, n) <= high
     ]
     if len(fitting) == 1:
         return fitting[0]
@@ -283,19 +310,21 @@ def _agreeing(name: str | None, ranks: int | None, table: Sequence[Figures]) -> 
     raise ValueError(f"does not tell the number of ranks of {tests[0]}: add --ranks, as --ranks 8")
 
 
-def _started(command: str) -> int | None:
+def _count_started(command: str) -> int | None:
     """How many ranks this command starts: its processes, with the GPUs of each."""
-    processes = ranks_of(command, "_perf") if LAUNCHER.search(command) else int(bool(command))
+    processes = (
+        count_started_ranks(command, "_perf") if LAUNCHER.search(command) else int(bool(command))
+    )
     if not processes:
         return None
-    for option in EACH.values():
-        given = option.search(command)
-        processes *= int(given[1]) if given else 1
+    for option in PER_PROCESS:
+        match = option.search(command)
+        processes *= int(match[1]) if match else 1
     return processes
 
 
-def _ratio(table: Sequence[Figures]) -> tuple[float, float]:
-    """The bounds of busbw / algbw that all rows agree on, for both are rounded."""
+def _bound_ratio(table: Sequence[Figures]) -> tuple[float, float]:
+    """Return the range of busbw / algbw that fits all rows; both are printed rounded."""
     low, high = 0.0, float("inf")
     for _, algbw, busbw, _ in (side for each in table for side in each.sides):
         (least, most), (slowest, fastest) = bounds(algbw), bounds(busbw)
@@ -305,9 +334,8 @@ def _ratio(table: Sequence[Figures]) -> tuple[float, float]:
 
 
 def _fits(name: str, row: Figures) -> bool:
-    """Whether a test of this name prints these columns."""
+    """Return whether a test of this name prints these columns."""
     reduces = name in ("all_reduce", "reduce_scatter", "reduce", "sendrecv")
     rooted = name in ("broadcast", "reduce", "gather", "scatter")
-    return (reduces, rooted) == (
-        row.reduce_op not in (None, "none"), row.root is not None and row.root >= 0
-    )  # fmt: skip
+    has_root = row.root is not None and row.root >= 0
+    return reduces == (row.reduce_op not in (None, "none")) and rooted == has_root

@@ -1,8 +1,8 @@
-"""What the OSU Micro-Benchmarks print: collectives, and point to point between two ranks.
+"""Read the output of the OSU Micro-Benchmarks: collectives, and point to point between two ranks.
 
-OSU times each call in each rank, a barrier after it, and prints the mean over calls and ranks. Its
-size is one rank's block where ddpbench's is the total buffer: those are multiplied. It prints no
-number of ranks: that is in the command above, an option or the file's name.
+OSU times each call in each rank, with a barrier after it, and prints the mean over calls and ranks.
+Where its size is one rank's block, ddpbench multiplies it to get the total buffer. OSU prints no
+number of ranks: an option, the command above or the file's name must give it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from pathlib import Path
 
 from ddpbench.catalog.dtypes import DTYPES
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.interchange.command import LAUNCHER, commands, ranks_in_name, ranks_of
+from ddpbench.interchange.command import (
+    LAUNCHER,
+    count_started_ranks,
+    join_commands,
+    read_ranks_in_name,
+)
 from ddpbench.interchange.log import Hints, Row, Section
 from ddpbench.records.schema import Case
 
@@ -97,13 +102,13 @@ class Part:
     title: re.Match[str] | None
 
 
-def is_one(lines: Sequence[str]) -> bool:
-    """Whether this is what a benchmark prints."""
+def recognizes(lines: Sequence[str]) -> bool:
+    """Return whether a benchmark printed this."""
     return any(TITLE.match(line) or HEADS.match(line) for line in lines)
 
 
 def read(path: Path, lines: Sequence[str], hints: Hints) -> tuple[str, list[Section]]:
-    """The tool and its sections. Raises ValueError with one sentence."""
+    """Return the tool and its sections. Raises ValueError with one sentence."""
     sections: list[Section] = []
     errors: list[str] = []
     parts = [*_parts(lines)]
@@ -122,7 +127,7 @@ def read(path: Path, lines: Sequence[str], hints: Hints) -> tuple[str, list[Sect
 
 
 def _parts(lines: Sequence[str]) -> Iterator[Part]:
-    """Each title, and each table that has none above it, begins one."""
+    """Split the lines at each title, and at each table without a title above it."""
     starts: list[tuple[int, re.Match[str] | None]] = []
     headed = True
     for i, line in enumerate(lines):
@@ -138,7 +143,7 @@ def _parts(lines: Sequence[str]) -> Iterator[Part]:
 
 
 def _section(path: Path, part: Part, lines: Sequence[str], hints: Hints) -> Section:
-    """Raises ValueError with what the test does, in words that follow "it"."""
+    """Read one start of a benchmark. Raises ValueError with words that follow "it"."""
     setup, notes = _setup(path, part, lines, hints)
     sized = OPERATIONS[setup.test.operation].sized
     if sized and not any(DATATYPE.match(line) for line in lines[part.start : part.end]):
@@ -159,7 +164,7 @@ def _section(path: Path, part: Part, lines: Sequence[str], hints: Hints) -> Sect
 
 
 def _setup(path: Path, part: Part, lines: Sequence[str], hints: Hints) -> tuple[Setup, list[str]]:
-    """What is measured, and what had to be assumed for it."""
+    """Read what is measured, and what had to be assumed."""
     of_mpi = MPI.match(part.title["title"]) if part.title else None
     command = _command(lines[: part.start])
     test = _test(part, lines[part.start], of_mpi, command, hints)
@@ -190,7 +195,7 @@ def _setup(path: Path, part: Part, lines: Sequence[str], hints: Hints) -> tuple[
 
 
 def _test(part: Part, first: str, of_mpi: re.Match[str] | None, command: str, hints: Hints) -> Test:
-    """The benchmark, from its title, else the user's word, else the command above."""
+    """Find the benchmark by its title, else by --op, else by the command above."""
     if part.title:
         test = TESTS.get(of_mpi["title"]) if of_mpi else None
         if test is None:
@@ -202,8 +207,8 @@ def _test(part: Part, first: str, of_mpi: re.Match[str] | None, command: str, hi
     rates, pair_only = "Bandwidth" in first, "Avg" not in first
     named = PROGRAM.findall(command)
     for test in TESTS.values():
-        asked = test.operation == hints.operation if hints.operation else test.program in named
-        if asked and bool(test.ways) == rates and (test.ranks or not pair_only):
+        fits = test.operation == hints.operation if hints.operation else test.program in named
+        if fits and bool(test.ways) == rates and (test.ranks or not pair_only):
             return test
     raise ValueError(
         f"has a table at line {part.start + 1} without its line '# OSU MPI … Test': name its test "
@@ -212,20 +217,20 @@ def _test(part: Part, first: str, of_mpi: re.Match[str] | None, command: str, hi
 
 
 def _command(above: Sequence[str]) -> str:
-    """The nearest line above that starts processes, "" where there is none."""
-    started = (line for line in commands(above) if LAUNCHER.search(line))
-    return next((x for x in started if PROGRAM.search(x) or ranks_of(x, "")), "")
+    """Return the nearest line above that starts processes; "" if there is none."""
+    started = (line for line in join_commands(above) if LAUNCHER.search(line))
+    return next((x for x in started if PROGRAM.search(x) or count_started_ranks(x, "")), "")
 
 
 def _ranks(path: Path, test: Test, command: str, hints: Hints) -> tuple[int, str]:
-    """The number of ranks, and where it is from."""
-    programs = {each.program for each in TESTS.values()} & {*PROGRAM.findall(command)}
-    started = ranks_of(command, "osu_") if programs <= {test.program} else None
+    """Return the number of ranks and its source."""
+    programs = {known.program for known in TESTS.values()} & {*PROGRAM.findall(command)}
+    started = count_started_ranks(command, "osu_") if programs <= {test.program} else None
     if hints.ranks:
         return hints.ranks, "--ranks"
     if started:
         return started, "the command above"
-    if in_name := ranks_in_name(path):
+    if in_name := read_ranks_in_name(path):
         return in_name, f"the name {path}"
     raise ValueError(
         "has no number of ranks, for OSU prints none: add --ranks, as --ranks 8, or put it into "
@@ -234,13 +239,13 @@ def _ranks(path: Path, test: Test, command: str, hints: Hints) -> tuple[int, str
 
 
 def _rows(setup: Setup, lines: Sequence[str], part: Part, damaged: list[int]) -> Iterator[Row]:
-    """damaged: gets the index of each row that cannot be read."""
+    """Read the rows; add the index of each unreadable row to damaged."""
     columns: list[str] = []
     dtype = _default(setup)
     for i in range(part.start, part.end):
         line, words = lines[i], lines[i].split()
-        if found := DATATYPE.match(line):
-            dtype = TYPES.get(found[1], found[1].lower())
+        if datatype := DATATYPE.match(line):
+            dtype = TYPES.get(datatype[1], datatype[1].lower())
         elif HEADS.match(line):
             columns = HEAD.findall(line)
         elif columns and (_is_row(line) or (NUMBER.match(line) and len(words) == len(columns))):
@@ -254,18 +259,18 @@ def _rows(setup: Setup, lines: Sequence[str], part: Part, damaged: list[int]) ->
 
 
 def _is_row(line: str) -> bool:
-    """Whether it is all numbers."""
+    """Return whether a line holds only numbers."""
     words = line.split()
     return bool(words and NUMBER.match(line) and all(CELL.fullmatch(word) for word in words))
 
 
 def _default(setup: Setup) -> str:
-    """What the releases use that print no datatype."""
+    """Return the datatype that releases use without printing it."""
     return "float32" if OPERATIONS[setup.test.operation].reduces else "int8"
 
 
 def _row(setup: Setup, dtype: str, cells: dict[str, str]) -> Row:
-    """A row under the heads of its columns; "Min Latency" is the fastest rank's mean."""
+    """Read a row. cells: by the heads of the columns; "Min Latency" is the fastest rank's mean."""
     size, test = int(cells.get("Size", 0)), setup.test
     figures = {name.partition("(")[0].strip(): word for name, word in cells.items()}
     if test.ways:
@@ -290,7 +295,7 @@ def _row(setup: Setup, dtype: str, cells: dict[str, str]) -> Row:
 
 
 def _case(setup: Setup, dtype: str, size: int, derived: bool) -> Case:
-    """The identity; size: as OSU prints it."""
+    """Build the identity. size: as OSU prints it. derived: of a derived datatype."""
     test, operation = setup.test, OPERATIONS[setup.test.operation]
     n = setup.world_size
     nbytes = size * n if test.blocks else size

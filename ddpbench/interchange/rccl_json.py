@@ -11,7 +11,7 @@ from pathlib import Path
 from ddpbench.catalog.dtypes import DTYPES as KNOWN
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.interchange.log import Hints, Row, Section
-from ddpbench.interchange.nccl_tests import DTYPES, PROGRAMS, Setup, figure
+from ddpbench.interchange.nccl_tests import DTYPES, PROGRAMS, Setup, build_row
 from ddpbench.records import codec
 
 RECORD = re.compile(r"\{[^{}]*\}")
@@ -33,18 +33,18 @@ class _Record:
     gpusPerRank: int = 1  # noqa: N815
 
 
-def is_one(lines: Sequence[str]) -> bool:
-    """Whether this is what a test writes with -x."""
+def recognizes(lines: Sequence[str]) -> bool:
+    """Return whether a test wrote this with -x."""
     return any(MARK.match(each) for each in RECORD.findall("\n".join(lines)))
 
 
 def read(path: Path, lines: Sequence[str], hints: Hints) -> tuple[str, list[Section]]:
-    """The tool and its one section. Raises ValueError with one sentence."""
+    """Return the tool and its one section. Raises ValueError with one sentence."""
     text = "\n".join(lines).replace('"#wrong"', '"wrong"')
     records = [codec.decode(_Record, json.loads(each)) for each in RECORD.findall(text)]
     rows, setup = [], None
     for record in records:
-        if record.size:  # else less than a block for each rank: nothing was sent
+        if record.size:  # 0: less than a block for each rank, so nothing was sent
             setup = _setup(record)
             rows.append(_row(setup, record))
     if setup is None:
@@ -84,8 +84,12 @@ def _row(setup: Setup, record: _Record) -> Row:
     ranks = setup.world_size if operation and operation.blocks else 1
     root = 0 if operation and operation.rooted else -1
     case = setup.case(
-        record.type, record.redop, root, record.size,
-        record.size // (dtype.nbytes if dtype else 1) // ranks, "in" if record.inPlace else "out",
-    )  # fmt: skip
+        record.type,
+        record.redop,
+        root=root,
+        nbytes=record.size,
+        count=record.size // (dtype.nbytes if dtype else 1) // ranks,
+        place="in" if record.inPlace else "out",
+    )
     wrong = None if record.wrong == "N/A" else float(record.wrong)
-    return figure(setup, case, record.time * 1e-6, wrong is not None, wrong)
+    return build_row(setup, case, record.time * 1e-6, wrong is not None, wrong)

@@ -1,4 +1,4 @@
-"""What a user names, as runs: a run's folder, a name in results/, `last`, or another tool's log.
+"""Read what a user names: a run's folder, a name in results/, `last`, or another tool's log.
 
 One entry of READERS adds a tool.
 """
@@ -26,26 +26,26 @@ SUFFIXES = (".log", ".txt", ".out", ".json")  # of logs in a folder; a file that
 class Reader:
     """A kind of log.
 
-    is_one  cleaned lines → whether they are of this kind, from a mark in them
-    read    (path, cleaned lines, hints) → the tool's name and one section for each of its starts,
-            at least one; ValueError with what the file does, in words that follow its name: "ends
-            within …"
-    marks   an expression for what a line of the tool's is known by, wherever it starts
+    recognizes  cleaned lines → whether they are of this kind
+    read        (path, cleaned lines, hints) → the tool's name and one section for each of its
+                starts, at least one; raises ValueError with words that follow the file's name:
+                "ends within …"
+    marks       an expression that finds the tool's lines, wherever they start
     """
 
     help: str
-    is_one: Callable[[Sequence[str]], bool]
+    recognizes: Callable[[Sequence[str]], bool]
     read: Callable[[Path, Sequence[str], Hints], tuple[str, list[log.Section]]]
     marks: str = ""
 
 
 READERS: dict[str, Reader] = {
-    "nccl-json": Reader("JSON of nccl-tests (-J)", nccl_json.is_one, nccl_json.read),
-    "rccl-json": Reader("JSON of rccl-tests (-x)", rccl_json.is_one, rccl_json.read),
+    "nccl-json": Reader("JSON of nccl-tests (-J)", nccl_json.recognizes, nccl_json.read),
+    "rccl-json": Reader("JSON of rccl-tests (-x)", rccl_json.recognizes, rccl_json.read),
     "nccl-tests": Reader(
-        "text of nccl-tests or rccl-tests", nccl_text.is_one, nccl_text.read, nccl_text.MARKS
+        "text of nccl-tests or rccl-tests", nccl_text.recognizes, nccl_text.read, nccl_text.MARKS
     ),
-    "osu": Reader("text of the OSU Micro-Benchmarks", osu.is_one, osu.read, osu.MARKS),
+    "osu": Reader("text of the OSU Micro-Benchmarks", osu.recognizes, osu.read, osu.MARKS),
 }
 # Two tools may give a group the same name.
 MARKS = re.compile(re.sub(r"\?P<\w+>", "", "|".join(r.marks for r in READERS.values() if r.marks)))
@@ -55,17 +55,17 @@ OPERATIONS = tuple(
 
 
 def find(name: str) -> Path:
-    """The run's folder or the log of this name. Raises InvalidRun."""
+    """Find the run's folder or the log of this name. Raises InvalidRun."""
     path = Path(name)
     return path if _is_file(path) and path.name != "run.json" else store.find(name)
 
 
 def _is_file(path: Path) -> bool:
-    return os.path.lexists(path) and path.is_file()  # of a name that is too long the latter raises
+    return os.path.lexists(path) and path.is_file()  # is_file alone raises if the name is too long
 
 
 def find_all(name: str) -> list[Path]:
-    """The run or log of this name, or all runs, else all logs, in the folder of this name.
+    """Find the run or log of this name, or all runs (else all logs) in the folder of this name.
 
     Raises InvalidRun.
     """
@@ -81,7 +81,7 @@ def find_all(name: str) -> list[Path]:
 
 
 def read(path: Path, hints: Hints = NO_HINTS) -> Run:
-    """The run in a folder or a log. Raises InvalidRun with one sentence when it cannot be read."""
+    """Read the run in a folder or a log. Raises InvalidRun with one sentence if it cannot."""
     if path.is_dir():
         return store.read(path)
     try:
@@ -91,13 +91,13 @@ def read(path: Path, hints: Hints = NO_HINTS) -> Run:
     if not text.strip():
         raise InvalidRun(f"{path} is empty")
     lines = clean(text, MARKS)
-    readers = [each for each in READERS.values() if each.is_one(lines)]
+    readers = [reader for reader in READERS.values() if reader.recognizes(lines)]
     if not readers:
-        known = ", ".join(each.help for each in READERS.values())
+        known = ", ".join(reader.help for reader in READERS.values())
         raise InvalidRun(f"{path} is no log that ddpbench reads ({known}), and no folder of a run")
     try:
         tool, sections = readers[0].read(path, lines, hints)
         left_out = [f"{other.help} is left out: give it a file" for other in readers[1:]]
-        return log.as_run(redact.text(str(path)), tool, sections, left_out)
+        return log.build_run(redact.text(str(path)), tool, sections, left_out)
     except ValueError as error:
         raise InvalidRun(f"{path} {error}") from None

@@ -853,7 +853,7 @@ def test_a_wrong_result_in_a_log_is_invalid(
     code, out, _ = said(capsys, "show", "bad.log")
     assert code == 0
     case = "all_reduce on nccl, 1048576 bytes of float32, in place"
-    assert f"ERROR (wrong-result): {case}: the log tells of 7" in out
+    assert f"ERROR (wrong-result): {case}: the log reports 7" in out
     assert out.count("WRONG") >= 2
 
 
