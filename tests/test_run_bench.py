@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpbench.cli import COMMANDS
+from ddpbench import cli
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 GPU_DEVICES = [Path("/dev") / name for name in ("nvidiactl", "kfd", "dxg")]
@@ -131,11 +131,11 @@ def test_help_lists_the_commands(checkout: Path) -> None:
     rows = [line.split() for line in result.stdout.splitlines() if line.startswith("  ")]
     own = {"cpu", "gpu", "mpi", "all", "ddp", "slurm", "regress", "test", "python"}
     assert {row[0] for row in rows[: len(own)]} == own
-    assert own | set(rows[len(own)]) == own | set(COMMANDS)
+    assert own | set(rows[len(own)]) == own | set(cli.list_names())
     assert len(rows) == len(own) + 1
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"ddp", "slurm"}))
+@pytest.mark.parametrize("command", sorted({*cli.list_names()} - {"ddp", "slurm"}))
 def test_each_command_of_ddpbench_is_passed_on(
     checkout: Path, tmp_path: Path, command: str
 ) -> None:

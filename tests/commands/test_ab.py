@@ -409,17 +409,17 @@ def test_a_slowdown_in_the_environment_of_one_side_is_found(
 
 
 def test_blocks_are_drawn() -> None:
-    """Both orders come up, whatever happens in a block before."""
-    turns: list[str] = []
+    """Both orders of the two sides occur in 20 blocks."""
+    names: list[str] = []
 
     class Turn:
         def __init__(self, name: str) -> None:
             self.name = name
 
         def turn(self) -> None:
-            turns.append(self.name)
+            names.append(self.name)
 
     order = random.Random(1)
     for _ in range(20):
         turns.block([Turn("a"), Turn("b")], order)  # type: ignore[list-item]
-    assert {"".join(turns[i : i + 2]) for i in range(0, 40, 2)} == {"ab", "ba"}
+    assert {"".join(names[i : i + 2]) for i in range(0, 40, 2)} == {"ab", "ba"}
