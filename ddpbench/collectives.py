@@ -237,7 +237,7 @@ def prepare(at: LaunchContext[Options]) -> Work[Numbered]:
     splits = [team.partition for team in teams.values()]
     wanted = list(cases(asked, at.backend, at.plan, splits))
     random.Random(f"{at.plan.seed}/{at.index}").shuffle(wanted)
-    world.watchdog.phase("the calibration of limits")
+    world.watchdog.begin_phase("the calibration of limits")
     on_cpu = at.device.type == "cpu" and asked.limit is None
     sizes = {case.nbytes for case, _ in wanted} if on_cpu else set()
     rates = calibrate.rates(world, sizes, splits if on_cpu else ())

@@ -247,7 +247,7 @@ def _require_hook(world: World, asked: Options, backend: Backend) -> None:
         return
     from ddpbench.measure import hook_probe
 
-    world.watchdog.phase(f"the trial of the communication hook {asked.comm_hook}")
+    world.watchdog.begin_phase(f"the trial of the communication hook {asked.comm_hook}")
     sentence = None
     if world.rank == 0:
         sentence = hook_probe.refusal(

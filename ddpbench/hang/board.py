@@ -1,7 +1,7 @@
-"""The board on which ranks leave what they say of themselves: a part of the store they share.
+"""The board on which ranks publish their status: a part of the store that they share.
 
-Who asks the store never waits longer than it wants to: the store's own host may be the one that is
-stopped. Each rank keeps the last heartbeat of rank 0, where the store mostly lives.
+A request never blocks the caller for longer than it allows: the host of the store may be the one
+that is stopped. Each rank keeps the last heartbeat of rank 0, where the store mostly lives.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from ddpbench.hang.self_report import Who, state_of
-from ddpbench.hang.status import DIED, LEFT, STOPPED, RankStatus, Silent
+from ddpbench.hang.self_report import RankIdentity, observe_state
+from ddpbench.hang.status import DIED, LEFT, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family
 from ddpbench.records import codec, redact
 from ddpbench.records.visible import escape_lines
@@ -30,227 +31,287 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
-ANSWER_SECONDS = 1.0  # of a store that lives
-SAY_SECONDS = 2.0
-CLOSE_SECONDS = 6.0  # longer than the time-out of a client of the store
-LOOK_SECONDS = 0.05  # between looks at what the others say
+ANSWER_SECONDS = 1.0  # a living store answers within this time
+PRINT_SECONDS = 2.0
+POLL_SECONDS = 0.05  # between two looks at a key
+STORE_TIMEOUT = timedelta(seconds=5)
+CLOSE_SECONDS = 0.5
 
 
-class Line:
-    """A store of one's own, asked by a thread that may hang with it."""
+class StoreClient:
+    """A connection of its own to the ranks' store, used by a thread that may hang with it."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self.store, self.gone = store, False  # gone: it has closed the connection
-        self._open = _connection(store)
-        self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+    def __init__(self, store: dist.Store, world_size: int) -> None:
+        self.gone = False  # whether the store has closed the connection
+        self.store, self._connection = _open_client(store, world_size)
+        self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="ddpbench-store", daemon=True)
         self._thread.start()
 
-    def ask(self, seconds: float, question: Callable[[dist.Store], T]) -> T | None:
-        """The answer; None when the store fails, or does not answer in time."""
+    def request(self, seconds: float, function: Callable[[dist.Store], T]) -> T | None:
+        """Return what the function of the store returns, None if it fails or takes longer."""
         answers: list[T] = []
         done = threading.Event()
 
         def attempt() -> None:
             try:
-                if self._has_left():  # asked all the same, it would print a stack
-                    raise RuntimeError("the store has gone")
-                answers.append(question(self.store))
-            except (RuntimeError, ValueError):  # its host has gone: it would only complain again
+                if self._is_closed():  # a request would print a C++ stack
+                    raise RuntimeError("the store has closed the connection")
+                answers.append(function(self.store))
+            except (RuntimeError, ValueError):
                 self.gone = True
             done.set()
 
         if not self.gone:
-            self._asked.put(attempt)
+            self._requests.put(attempt)
             done.wait(seconds)
         return answers[0] if answers else None
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """End the thread, and wait for it.
+    def close(self) -> None:
+        """End the thread, even while it waits for the store.
 
-        Where the interpreter ends while a thread of it is in C++, that thread cannot come back: C++
-        calls std::terminate, and the process ends with SIGABRT.
+        If the interpreter ends while a thread is in C++, that thread cannot return to Python, and
+        the process ends with SIGABRT or SIGSEGV. A store may not answer for long: forked children
+        of its process keep the connection open when that process has ended.
         """
-        self._asked.put(None)
-        self._thread.join(seconds)
+        self._requests.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join(STORE_TIMEOUT.total_seconds() + CLOSE_SECONDS)
+        if self._connection is not None:
+            self._connection.close()
 
-    def _has_left(self) -> bool:
+    def _is_closed(self) -> bool:
+        if self._connection is None:
+            return False
         try:
-            return self._open is not None and self._open.recv(1) == b""
+            # The C++ client reads from the same connection: only peek.
+            return self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
             return False
         except OSError:
             return True
 
     def _serve(self) -> None:
-        while (attempt := self._asked.get()) is not None:
+        while (attempt := self._requests.get()) is not None:
             attempt()
-        if self._open is not None:
-            self._open.close()
 
 
-def _connection(store: dist.Store) -> socket.socket | None:
-    """A connection to the store's host on which nothing is said: its end shows that of the host."""
+def _open_client(store: dist.Store, world_size: int) -> tuple[dist.Store, socket.socket | None]:
+    """A client of the same store, and its connection where it has one."""
     import torch.distributed as dist
 
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
     if isinstance(store, dist.TCPStore):
+        earlier = _open_sockets()
+        client = dist.TCPStore(
+            store.host, store.port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False
+        )
+        new = [file for name, file in _open_sockets().items() if name not in earlier]
+        return client, _find_connection(new, store.port)
+    if isinstance(store, dist.FileStore):
+        path: str = store.path  # type: ignore[attr-defined]
+        return dist.FileStore(path, world_size), None
+    return store, None
+
+
+def _open_sockets() -> dict[str, int]:
+    """The open files of this process that are sockets, by the sockets' names."""
+    files: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for path in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                files[str(path.readlink())] = int(path.name)
+    return {name: file for name, file in files.items() if name.startswith("socket:")}
+
+
+def _find_connection(files: Iterable[int], port: int) -> socket.socket | None:
+    """The one among these open files that is connected to a port, as a copy of it."""
+    for file in files:
         with contextlib.suppress(OSError):
-            connection = socket.create_connection((store.host, store.port), ANSWER_SECONDS)
-            connection.setblocking(False)
-            return connection
+            connection = socket.socket(fileno=os.dup(file))
+            with contextlib.suppress(OSError):
+                if connection.getpeername()[1] == port:
+                    return connection
+            connection.close()
     return None
 
 
 class Board:
-    """One rank's view of what all say; who[r] is None as long as rank r has not come."""
+    """One rank's view of what all ranks publish.
+
+    `identities[r]` is None until rank r has introduced itself.
+    """
 
     def __init__(
-        self, store: dist.Store, prefix: str, rank: int, who: Sequence[Who | None]
+        self,
+        store: dist.Store,
+        prefix: str,
+        rank: int,
+        identities: Sequence[RankIdentity | None],
     ) -> None:
-        """store: a client of its own, used by nobody else."""
-        self.line, self.rank, self.who = Line(store), rank, list(who)
+        self.client, self.rank = StoreClient(store, len(identities)), rank
+        self.identities = list(identities)
         self._prefix = prefix
-        self._first: bytes | None = None  # rank 0's last heartbeat
+        self._heartbeat_0: bytes | None = None
 
     def key(self, *parts: object) -> str:
-        """A key of the store."""
+        """Return a key of the store."""
         return "/".join([self._prefix, *map(str, parts)])
 
     @property
-    def me(self) -> Who:
-        """This rank."""
-        mine = self.who[self.rank]
-        assert mine is not None
-        return mine
+    def identity(self) -> RankIdentity:
+        """This rank's own."""
+        identity = self.identities[self.rank]
+        assert identity is not None
+        return identity
 
-    def beat(self, words: RankStatus, seconds: float = ANSWER_SECONDS) -> bool:
-        """Leave a heartbeat and fetch rank 0's; whether the store answered in this time."""
-        text, first = json.dumps(asdict(words)), self.key("beat", 0)
+    def publish(self, text: str, *parts: object) -> None:
+        """Leave a text under a key."""
+        self.client.request(ANSWER_SECONDS, lambda store: store.set(self.key(*parts), text))
+
+    def await_keys(self, keys: list[str], seconds: float) -> bytes | None:
+        """Return the value of the first key once all are there, None after this time."""
+        until = time.monotonic() + seconds
+
+        def read(store: dist.Store) -> bytes | None:
+            while not (complete := store.check(keys)) and time.monotonic() < until:
+                time.sleep(POLL_SECONDS)
+            return store.get(keys[0]) if complete else None
+
+        return self.client.request(seconds + ANSWER_SECONDS, read)
+
+    def publish_heartbeat(self, heartbeat: RankStatus, seconds: float = ANSWER_SECONDS) -> bool:
+        """Publish a heartbeat and fetch rank 0's; return whether the store answered in time."""
+        text, key_0 = json.dumps(asdict(heartbeat)), self.key("beat", 0)
 
         def exchange(store: dist.Store) -> bool:
             store.set(self.key("beat", self.rank), text)
-            if self.rank and (self._first is not None or store.check([first])):
-                self._first = store.get(first)
+            if self.rank and (self._heartbeat_0 is not None or store.check([key_0])):
+                self._heartbeat_0 = store.get(key_0)
             return True
 
-        return self.line.ask(seconds, exchange) is not None
+        return self.client.request(seconds, exchange) is not None
 
-    def say_left(self, words: RankStatus, seconds: float) -> None:
-        """Leave a last heartbeat, in which this rank has left."""
-        text = json.dumps(asdict(words))
+    def publish_departure(self, heartbeat: RankStatus, seconds: float) -> None:
+        """Publish a last heartbeat, and that this rank has left."""
+        text = json.dumps(asdict(heartbeat))
 
         def leave(store: dist.Store) -> None:
             store.set(self.key("beat", self.rank), text)
             store.set(self.key("left", self.rank), "1")
             store.add(self.key("left"), 1)
 
-        self.line.ask(seconds, leave)
+        self.client.request(seconds, leave)
 
-    def await_leaving(self, seconds: float) -> None:
+    def await_departures(self, seconds: float) -> None:
         """Return when all ranks have left, or after this time."""
         until = time.monotonic() + seconds
 
         def wait(store: dist.Store) -> None:
-            while store.add(self.key("left"), 0) < len(self.who) and time.monotonic() < until:
-                time.sleep(LOOK_SECONDS)
+            ranks = len(self.identities)
+            while store.add(self.key("left"), 0) < ranks and time.monotonic() < until:
+                time.sleep(POLL_SECONDS)
 
-        self.line.ask(seconds, wait)
+        self.client.request(seconds, wait)
 
-    def introduce(self, me: Who) -> None:
-        """Say who this rank is, and learn who the others are as far as they have come."""
-        self.who[self.rank] = me
+    def introduce(self, identity: RankIdentity) -> None:
+        """Publish this rank's identity, and read those of the others as far as they have come."""
+        self.identities[self.rank] = identity
 
         def exchange(store: dist.Store) -> None:
-            store.set(self.key("who", me.rank), json.dumps(asdict(me)))
-            for rank, each in enumerate(self.who):
-                if each is None and store.check([self.key("who", rank)]):
-                    found = json.loads(store.get(self.key("who", rank)))
-                    self.who[rank] = codec.decode(Who, found)
+            store.set(self.key("who", self.rank), json.dumps(asdict(identity)))
+            for rank, known in enumerate(self.identities):
+                if known is None and store.check([self.key("who", rank)]):
+                    data = json.loads(store.get(self.key("who", rank)))
+                    self.identities[rank] = codec.decode(RankIdentity, data)
 
-        self.line.ask(ANSWER_SECONDS, exchange)
+        self.client.request(ANSWER_SECONDS, exchange)
 
-    def collect(
-        self, what: str, mine: RankStatus, seconds: float
+    def collect_statuses(
+        self, topic: str, status: RankStatus, seconds: float
     ) -> tuple[dict[int, RankStatus], bool]:
-        """The last words, under this name, of all ranks that answer in time; this one's too.
+        """Publish this rank's status under a topic and read those of the others.
 
-        And whether the store answered: its host may be the one that is gone. Nobody waits for a
-        rank that has left, or is seen to be dead or stopped.
+        Returns the statuses by rank, and whether the store answered: its host may be the one that
+        is gone. Ranks that have left, died or are stopped are not waited for.
         """
-        words = {self.rank: mine}
+        statuses = {self.rank: status}
         left: set[int] = set()
         until = time.monotonic() + seconds
 
         def put(store: dist.Store) -> bool:
-            store.set(self.key(what, self.rank), json.dumps(asdict(mine)))
-            return store.check([self.key(what, self.rank)])
+            store.set(self.key(topic, self.rank), json.dumps(asdict(status)))
+            return store.check([self.key(topic, self.rank)])
 
         def read(store: dist.Store) -> dict[int, RankStatus]:
-            absent = [rank for rank in range(len(self.who)) if rank not in words]
-            keys = {rank: self.key(what, rank) for rank in absent}
-            found = {r: store.get(key) for r, key in keys.items() if store.check([key])}
             left.update(r for r in absent if store.check([self.key("left", r)]))
-            return {rank: _words(data) for rank, data in found.items()}
+            return _read_statuses(store, {rank: self.key(topic, rank) for rank in absent})
 
-        together = self.line.ask(ANSWER_SECONDS, put) is not None
-        while together and len(words) < len(self.who):
-            found = self.line.ask(ANSWER_SECONDS, read)
-            together = found is not None
-            words |= found or {}
-            absent = [r for r in range(len(self.who)) if r not in words]
-            hopeless = all(r in left or self._seen_as(r) in (DIED, STOPPED) for r in absent)
+        answers = self.client.request(ANSWER_SECONDS, put) is not None
+        while answers and (absent := self._missing(statuses)):
+            found = self.client.request(ANSWER_SECONDS, read)
+            answers = found is not None
+            statuses |= found or {}
+            hopeless = all(
+                r in left or self._observe(r) in (DIED, STOPPED) for r in self._missing(statuses)
+            )
             if hopeless or time.monotonic() > until:
                 break
-            time.sleep(LOOK_SECONDS)
-        return words, together
+            time.sleep(POLL_SECONDS)
+        return statuses, answers
 
-    def beats(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
-        """The last heartbeats of these ranks, as far as there are any."""
-
-        def read(store: dist.Store) -> dict[int, bytes]:
-            keys = {rank: self.key("beat", rank) for rank in ranks}
-            return {r: store.get(key) for r, key in keys.items() if store.check([key])}
-
-        found = self.line.ask(ANSWER_SECONDS, read) or {}
-        return {rank: _words(data) for rank, data in found.items()}
-
-    def silent(self, words: Iterable[int], together: bool) -> list[Silent]:
-        """The ranks that are not among these: what is seen of them, their last heartbeats.
-
-        together: whether the store answers.
-        """
-        absent = sorted(set(range(len(self.who))) - set(words))
-        if together and None in (self.who[rank] for rank in absent):
-            self.introduce(self.me)  # one that has left may have come since the last look
-        beats = self.beats(absent) if absent and together else {}
-        if 0 in absent and 0 not in beats and self._first is not None:
-            beats[0] = _words(self._first)
-        found = []
+    def find_silent(self, heard: Iterable[int], store_answers: bool) -> list[SilentRank]:
+        """Return the ranks that were not heard, with their state and last heartbeat."""
+        absent = self._missing(heard)
+        if store_answers and None in (self.identities[rank] for rank in absent):
+            self.introduce(self.identity)  # one that has left may have come since the last look
+        keys = {rank: self.key("beat", rank) for rank in absent}
+        heartbeats: dict[int, RankStatus] = {}
+        if absent and store_answers:
+            read = self.client.request(ANSWER_SECONDS, lambda store: _read_statuses(store, keys))
+            heartbeats = read or {}
+        if 0 in absent and 0 not in heartbeats and self._heartbeat_0 is not None:
+            heartbeats[0] = _decode_status(self._heartbeat_0)
+        silent = []
         for rank in absent:
-            who, seen = self.who[rank], beats.get(rank)
-            state = LEFT if seen is not None and seen.left else self._seen_as(rank)
-            found.append(Silent(rank, str(who) if who else f"rank {rank}", state, seen))
-        return found
+            identity, seen = self.identities[rank], heartbeats.get(rank)
+            state = LEFT if seen is not None and seen.left else self._observe(rank)
+            silent.append(SilentRank(rank, str(identity or f"rank {rank}"), state, seen))
+        return silent
 
-    def _seen_as(self, rank: int) -> str:
-        who = self.who[rank]
-        return "has not called ddpbench.watchdog" if who is None else state_of(who, self.me)
-
-    def kill(self, ranks: Iterable[int]) -> None:
+    def kill_ranks(self, ranks: Iterable[int]) -> None:
         """End these ranks if they are on this host: a stopped one keeps its launcher waiting."""
         for rank in ranks:
-            who = self.who[rank]
-            if who is not None and self.me.sees(who):
+            identity = self.identities[rank]
+            if identity is not None and self.identity.sees(identity):
                 with contextlib.suppress(OSError):
-                    os.kill(who.pid, signal.SIGKILL)
+                    os.kill(identity.pid, signal.SIGKILL)
+
+    def _missing(self, ranks: Iterable[int]) -> list[int]:
+        return sorted(set(range(len(self.identities))) - set(ranks))
+
+    def _observe(self, rank: int) -> str:
+        identity = self.identities[rank]
+        if identity is None:
+            return "has not called ddpbench.watchdog"
+        return observe_state(identity, self.identity)
 
 
-def _words(data: bytes) -> RankStatus:
+def _read_statuses(store: dist.Store, keys: dict[int, str]) -> dict[int, RankStatus]:
+    """The statuses under those of the keys that are there."""
+    return {r: _decode_status(store.get(key)) for r, key in keys.items() if store.check([key])}
+
+
+def _decode_status(data: bytes) -> RankStatus:
     return codec.decode(RankStatus, json.loads(data))
 
 
-def is_here(store: dist.Store) -> bool:
-    """Whether rank 0 has this store in its own process, and not torchrun in its."""
+def ends_with_rank_0(store: dist.Store) -> bool:
+    """Whether the store lives in rank 0's process, rather than in torchrun's."""
     import torch.distributed as dist
 
     return (
@@ -259,29 +320,8 @@ def is_here(store: dist.Store) -> bool:
     )
 
 
-def client(store: dist.Store, world_size: int) -> dist.Store:
-    """A connection of its own to the same store, for a watchdog."""
-    import torch.distributed as dist
-
-    base = store
-    while isinstance(base, dist.PrefixStore):
-        base = base.underlying_store
-    if isinstance(base, dist.TCPStore):
-        return dist.TCPStore(
-            base.host,
-            base.port,
-            is_master=False,
-            timeout=timedelta(seconds=5),
-            wait_for_workers=False,
-        )
-    if isinstance(base, dist.FileStore):
-        path: str = base.path  # type: ignore[attr-defined]
-        return dist.FileStore(path, world_size)
-    return base
-
-
-def say(text: str) -> None:
-    """Write to stderr; what does not take it within a moment goes without."""
+def print_message(text: str) -> None:
+    """Write to stderr; give up when it does not take the text within a moment."""
     text = redact.text(text)
 
     def write() -> None:
@@ -291,17 +331,17 @@ def say(text: str) -> None:
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
-    thread.join(SAY_SECONDS)
+    thread.join(PRINT_SECONDS)
 
 
-def leave(code: int) -> NoReturn:
-    """End this process now, whatever its other threads wait for, and all that it has started: who
-    reads what these print waits for them too."""
+def end_process(code: int) -> NoReturn:
+    """End this process now, whatever its other threads wait for, and all that it has started: a
+    reader of their output waits for them too."""
     family.kill_descendants()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     if "mpi4py.MPI" in sys.modules:
         from ddpbench.mpi_backend import library as mpi_library
 
-        mpi_library.abort(code)  # takes the ranks along that hang inside MPI
+        mpi_library.abort(code)  # ends the ranks that hang inside MPI, too
     os._exit(code)

@@ -1,10 +1,10 @@
-"""What this rank has called of each group, as others have recorded it: torch's Flight Recorder, the
-mpi4py group's own count, else the group's sequence number. It adds nothing to a collective.
+"""Read the calls of this rank from existing records, at no cost to a collective.
 
-Private names of torch are probed for: where one is missing, less is known. The recorder's full dump
-takes milliseconds and the interpreter; its status, of which heartbeats are made, microseconds. The
-full dump is torch's own pickle, made and read in this process: unlike its JSON it has the lines of
-code that made each call.
+The records are torch's Flight Recorder, the counts of the mpi4py group, or a group's sequence
+number. Private names of torch are probed: where one is missing, less is known. A full dump of the
+recorder takes milliseconds and the interpreter lock; its status, for heartbeats, takes
+microseconds. The dump is torch's own pickle, made and read in this process: unlike the JSON, it has
+the lines of code that made each call.
 """
 
 from __future__ import annotations
@@ -25,25 +25,33 @@ from ddpbench.hang.status import Call, Log
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# What a recorder of another shape raises, or a group that ends meanwhile.
+# Errors of a recorder with another format, or of a group that ends meanwhile.
 UNKNOWN = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
-RECENT = 64  # calls of a group that are told
-NATIVE = ("gloo", "nccl", "xccl", "mpi4py")  # need not be asked for by name
-# Waits that are no collective, or of which ranks make unequally many.
+RECENT = 64  # calls of a group that are reported
+NATIVE = ("gloo", "nccl", "xccl", "mpi4py")  # in the general recorder, without a name
+# Waits that are no collective, or that ranks call unequally often.
 OTHER = (
-    "send", "recv", "isend", "irecv", "batch_isend_irecv", "wait", "store.", "new_", "split_group",
-    "init_process_group", "destroy_process_group",
-)  # fmt: skip
+    *("send", "recv", "isend", "irecv", "batch_isend_irecv", "wait", "store."),
+    *("new_", "split_group", "init_process_group", "destroy_process_group"),
+)
 DTYPES = {
-    "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16",
-    "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
-    "ComplexFloat": "complex64", "ComplexDouble": "complex128",
-}  # fmt: skip
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+}
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group of this rank: torch's name of it, a phrase for it, its ranks, its backends."""
+    """A process group of this rank; phrase: "of group 3"; members: global ranks."""
 
     name: str
     phrase: str
@@ -54,7 +62,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Record:
-    """What is kept of a group on a backend; the fields are those of Log."""
+    """The record of a group on one backend; the fields are those of Log."""
 
     started: int
     finished: int
@@ -64,38 +72,39 @@ class Record:
 
 
 Key = tuple[str, str]  # a group's name, a backend
-Kept = dict[Key, Record]
+Records = dict[Key, Record]
 
 
 @dataclass(frozen=True)
 class Recorder:
-    """One of torch's: its status in brief, as JSON, and the calls that it keeps, as a pickle."""
+    """A recorder of torch: functions for its status, as JSON, and for its calls, as a pickle."""
 
     status: Callable[..., bytes]
     entries: Callable[..., bytes]
 
 
 class Flight:
-    """Reads the records. It remembers which group a recorder's number stands for."""
+    """Reads the records, and remembers the group behind each number of a recorder."""
 
     def __init__(self, fresh: bool = False) -> None:
-        """fresh: what is recorded by now is of groups that are gone."""
-        self._keys: dict[tuple[str, int], Key | None] = {}  # None: not of interest
+        """fresh: ignore what is recorded so far, which is of groups that are gone."""
+        self._keys: dict[tuple[str, int], Key | None] = {}  # None: ignored
         self._groups: list[Group] = []
         self._known: frozenset[tuple[int, str]] = frozenset()
         for name, recorder in _recorders(()).items() if fresh else ():
             with contextlib.suppress(*UNKNOWN):
                 self._keys |= {(name, number): None for number in _status(recorder)}
 
-    def logs(self, inside: str, whole: bool) -> tuple[Log, ...]:
-        """One a group and backend; whole: with the latest calls, else numbers only.
+    def read_logs(self, inside: str, whole: bool) -> tuple[Log, ...]:
+        """Return one log for each group and backend.
 
-        inside: what of torch.distributed the main thread has called, for groups without a record.
+        inside: the function of torch.distributed that the main thread has called, for groups
+        without a record; whole: with the latest calls, else numbers only.
         """
         groups: list[Group] = []
         with contextlib.suppress(*UNKNOWN):
             groups = self._current()
-        kept: Kept = {}
+        kept: Records = {}
         for name, recorder in self._recorders().items():
             with contextlib.suppress(*UNKNOWN):
                 kept |= self._brief(name, recorder)
@@ -103,13 +112,13 @@ class Flight:
         kept |= _over_mpi()
         return tuple(log for group in groups for log in _logs(group, kept, inside, whole))
 
-    def newest(self) -> list[int]:
-        """The number of the latest entry of each recorder; it counts sends and receives too."""
-        found = []
+    def newest_entries(self) -> list[int]:
+        """Return the number of each recorder's latest entry; sends and receives count too."""
+        numbers = []
         for recorder in self._recorders().values():
             with contextlib.suppress(*UNKNOWN):
-                found.append(_entries(recorder)[0][-1]["record_id"])
-        return found
+                numbers.append(_entries(recorder)[0][-1]["record_id"])
+        return numbers
 
     def _recorders(self) -> dict[str, Recorder]:
         return _recorders({backend for group in self._groups for backend in group.backends})
@@ -119,31 +128,31 @@ class Flight:
 
         names = dict(distributed_c10d._world.pg_names)
         known = frozenset((id(group), str(name)) for group, name in names.items())
-        if names and known != self._known:  # without any, what the groups did last still counts
+        if names and known != self._known:  # without any, keep what the groups did last
             self._groups, self._known = _groups(), known
         return self._groups
 
-    def _brief(self, name: str, recorder: Recorder) -> Kept:
+    def _brief(self, name: str, recorder: Recorder) -> Records:
         numbers = _status(recorder)
         if any((name, number) not in self._keys for number in numbers):
             self._full(name, recorder)
-            for number in numbers:  # one whose entries are gone already is never asked for again
+            for number in numbers:  # ignore one whose entries are gone
                 self._keys.setdefault((name, number), None)
-        kept: Kept = {}
-        for number, each in sorted(numbers.items()):  # of one name the newest is the one in use
+        kept: Records = {}
+        for number, status in sorted(numbers.items()):  # of equal names, the newest is in use
             if (key := self._keys[name, number]) is not None:
-                started = max(0, int(each["last_enqueued_collective"]))
-                finished = max(0, int(each["last_completed_collective"]))
+                started = max(0, int(status["last_enqueued_collective"]))
+                finished = max(0, int(status["last_completed_collective"]))
                 kept[key] = Record(started, min(started, finished))
         return kept
 
-    def _full(self, name: str, recorder: Recorder, lines: bool = False) -> Kept:
+    def _full(self, name: str, recorder: Recorder, lines: bool = False) -> Records:
         entries, status = _entries(recorder, lines)
         by_number: dict[int, list[dict[str, Any]]] = {}
         for entry in entries:
             if not entry["is_p2p"] and self._keys.get((name, entry["pg_id"]), ()) is not None:
                 by_number.setdefault(entry["pg_id"], []).append(entry)
-        kept: Kept = {}
+        kept: Records = {}
         for number, calls in sorted(by_number.items()):
             key = calls[-1]["process_group"][0], _backend(calls[-1])
             self._keys[name, number] = key
@@ -154,19 +163,21 @@ class Flight:
 def _groups() -> list[Group]:
     from torch.distributed import distributed_c10d
 
-    found = []
+    groups = []
     for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
-        with contextlib.suppress(*UNKNOWN):  # it may end, or be made, just now
-            found.append(_group(group, ranks))
-    kinds = [(each.phrase, each.members) for each in found]
+        with contextlib.suppress(*UNKNOWN):  # it may end, or begin, just now
+            groups.append(_group(group, ranks))
+    kinds = [(group.phrase, group.members) for group in groups]
     return [
-        replace(each, phrase=f"{each.phrase} {each.name[:12]}") if kinds.count(kind) > 1 else each
-        for each, kind in zip(found, kinds, strict=True)
+        replace(group, phrase=f"{group.phrase} {group.name[:12]}")
+        if kinds.count(kind) > 1
+        else group
+        for group, kind in zip(groups, kinds, strict=True)
     ]
 
 
 def _group(group: Any, ranks: Iterable[int]) -> Group:
-    """Raises ValueError for what stands for a group that this rank is no member of."""
+    """Raises ValueError if this rank is not a member."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -179,68 +190,66 @@ def _group(group: Any, ranks: Iterable[int]) -> Group:
 
 
 def _phrase(group: dist.ProcessGroup, name: str) -> str:
-    said = getattr(group, "group_desc", "")
-    return f"of group {name[:12]}" if said in ("", "undefined") else f"of group {said!r}"
+    title = getattr(group, "group_desc", "")
+    return f"of group {name[:12]}" if title in ("", "undefined") else f"of group {title!r}"
 
 
 def _sequence(group: weakref.ref[Any]) -> int:
-    """How many collectives the group has been asked for, 0 where it does not say."""
+    """The number of requests to the group, 0 if it does not count them."""
     with contextlib.suppress(RuntimeError, AttributeError):
         live: Any = group()
         return int(live._get_sequence_number_for_group())
     return 0
 
 
-def _logs(group: Group, kept: Kept, inside: str, whole: bool) -> Iterable[Log]:
+def _logs(group: Group, kept: Records, inside: str, whole: bool) -> Iterable[Log]:
     sequence = group.sequence() if len(group.backends) == 1 else 0
     for backend in group.backends:
-        found = kept.get((group.name, backend))
-        if found is None:  # a number is all there is, and only of a group on one backend
+        record = kept.get((group.name, backend))
+        if record is None:  # only a group on one backend has a number, and nothing else
             waits = bool(inside and sequence and not inside.startswith(OTHER))
             calls = (Call(sequence, inside),) if whole and waits else ()
-            found = Record(sequence, sequence - waits, calls, exact=False)
+            record = Record(sequence, sequence - waits, calls, exact=False)
         phrase = group.phrase if len(group.backends) == 1 else f"{group.phrase} on {backend}"
-        moves = found.moves
-        if backend == "gloo":  # its sequence counts what is sent from rank to rank too
-            moves = max(sequence, found.started)
-        elif backend == "nccl" and (group.name, backend) in kept:  # see Flight.newest
-            moves = found.started
-        yield Log(
-            phrase.strip(), group.members, found.started, found.finished, found.calls, found.exact,
-            moves,
-        )  # fmt: skip
+        moves = record.moves
+        if backend == "gloo":  # its sequence counts sends and receives too
+            moves = max(sequence, record.started)
+        elif backend == "nccl" and (group.name, backend) in kept:  # see newest_entries
+            moves = record.started
+        known = replace(record, moves=moves)
+        yield Log(phrase.strip(), group.members, **vars(known))
 
 
 def _recorders(backends: Iterable[str]) -> dict[str, Recorder]:
-    """The recorders that this torch has; newer ones have one for each backend."""
+    """The recorders of this torch; newer versions have one for each backend."""
     from torch._C import _distributed_c10d as c10d
 
     names = ("_dump_fr_trace", "_dump_nccl_trace")
-    found = {
+    recorders = {
         name: Recorder(getattr(c10d, f"{name}_json"), getattr(c10d, name))
         for name in names
         if hasattr(c10d, f"{name}_json") and hasattr(c10d, name)
     }
-    general = found.get("_dump_fr_trace")
+    general = recorders.get("_dump_fr_trace")
     if general is not None and "backend" in (general.status.__doc__ or ""):
         others = {backend for backend in backends if backend not in NATIVE}
         # "nccl" may be another implementation, which does not record by itself.
         for backend in others | ({"nccl", "nccl2"} if "nccl" in backends else set()):
             status = partial(general.status, backend=backend)
-            found[backend] = Recorder(status, partial(general.entries, backend=backend))
-    return found
+            recorders[backend] = Recorder(status, partial(general.entries, backend=backend))
+    return recorders
 
 
 def _status(recorder: Recorder) -> dict[int, dict[str, str]]:
-    """Of each group by the recorder's number of it, the numbers of its last collectives."""
+    """The numbers of the last collectives of each group, by the recorder's number of it."""
     status = json.loads(recorder.status(includeCollectives=False)).get("pg_status") or {}
-    return {int(number): each for number, each in status.items()}
+    return {int(number): numbers for number, numbers in status.items()}
 
 
 def _entries(
     recorder: Recorder, lines: bool = False
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """What is kept of each call, the oldest first, and the status of each group."""
+    """The recorded calls, oldest first, and the status of each group."""
     with _uncompiled() if lines else contextlib.nullcontext(False) as ready:
         data = pickle.loads(recorder.entries(includeStackTraces=ready))
     return list(data.get("entries") or ()), data.get("pg_status") or {}
@@ -248,10 +257,10 @@ def _entries(
 
 @contextlib.contextmanager
 def _uncompiled() -> Iterator[bool]:
-    """Whether lines of code can be asked for at once.
+    """Yield whether the lines of code can be read at once.
 
-    For them torch looks into torch._inductor and so imports it, which takes seconds and fails where
-    another thread does the same. Without it no compiled code can be there to look for.
+    To find them torch imports torch._inductor, which takes seconds and fails if another thread does
+    the same. Without it there is no compiled code to find.
     """
     import torch
 
@@ -273,7 +282,7 @@ def _backend(entry: dict[str, Any]) -> str:
 
 
 def _read(entries: list[dict[str, Any]], status: dict[str, Any]) -> Record:
-    """What a group's entries say; its status also counts what is sent from rank to rank."""
+    """A group's record from its entries; its status counts sends and receives, too."""
     calls = {entry["collective_seq_id"]: entry for entry in entries}
     started = max(calls)
     exact = int(status.get("last_enqueued_collective", started)) == started
@@ -291,22 +300,22 @@ def _read(entries: list[dict[str, Any]], status: dict[str, Any]) -> Record:
 def _call(number: int, entry: dict[str, Any]) -> Call:
     name = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
     name = name.removeprefix("_").removesuffix("_base")
-    # What the root scatters is its input only.
+    # Only the root has an input to scatter.
     side = "output" if name == "scatter" or not entry["input_sizes"] else "input"
     tensors = zip(entry[f"{side}_dtypes"], entry[f"{side}_sizes"], strict=False)
     shapes = [f"{DTYPES.get(d, d.lower())}[{','.join(map(str, s))}]" for d, s in tensors]
     more = f" and {len(shapes) - 2} more" if len(shapes) > 2 else ""
     lines = [(f["name"], f["filename"], f["line"]) for f in entry.get("frames") or ()]
-    place = places.place_of(lines) if lines else ""
+    place = places.choose_place(lines) if lines else ""
     return Call(number, name, ", ".join(shapes[:2]) + more, place)
 
 
-def _over_mpi() -> Kept:
-    """The groups over mpi4py, which count for themselves."""
+def _over_mpi() -> Records:
+    """The records of the groups over mpi4py, which count for themselves."""
     work = sys.modules.get("ddpbench.mpi_backend.work")
     if work is None:
         return {}
-    kept: Kept = {}
+    kept: Records = {}
     for name, started, finished, past, moves in work.recorded():
         calls = [Call(n, op, _shape(dtype, nbytes)) for n, op, dtype, nbytes in past[-RECENT:]]
         kept[name, "mpi4py"] = Record(started, finished, tuple(calls), moves=moves)
@@ -314,7 +323,7 @@ def _over_mpi() -> Kept:
 
 
 def _shape(dtype: Any, nbytes: int) -> str:
-    """Elements in all: a group over mpi4py notes no more."""
+    """The number of elements: a group over mpi4py does not keep the shape."""
     return (
         "" if dtype is None else f"{str(dtype).removeprefix('torch.')}[{nbytes // dtype.itemsize}]"
     )

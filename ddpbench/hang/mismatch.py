@@ -1,31 +1,31 @@
-"""Ranks that have called different collectives, in one sentence for each group. No torch."""
+"""Describe the first collective in which ranks called different things. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ddpbench.hang.calls import logs_by_group
-from ddpbench.hang.phrases import at_lines, name_ranks
+from ddpbench.hang.calls import group_logs
+from ddpbench.hang.phrases import format_lines, format_ranks
 from ddpbench.hang.status import Call, RankStatus
 
 
-def mismatches(words: Mapping[int, RankStatus]) -> list[str]:
-    """Each group's first collective in which ranks called different things, one sentence each."""
+def describe_mismatches(statuses: Mapping[int, RankStatus]) -> list[str]:
+    """Return one sentence for each group in which ranks called different collectives."""
     sentences = []
-    for group, logs in logs_by_group(words).items():
+    for group, logs in group_logs(statuses).items():
         calls = {rank: {call.number: call for call in log.calls} for rank, log in logs.items()}
-        for number in sorted({number for each in calls.values() for number in each}):
-            here = {rank: each[number] for rank, each in calls.items() if number in each}
+        for number in sorted({number for numbers in calls.values() for number in numbers}):
+            here = {r: numbers[number] for r, numbers in calls.items() if number in numbers}
             kinds = _kinds(here)
             if len(kinds) > 1:
-                lines = {rank: _line(number, here[rank], words[rank], group) for rank in here}
+                lines = {rank: _line(number, here[rank], statuses[rank], group) for rank in here}
                 sentences.append(_mismatch(number, group, kinds, calls, lines))
                 break
     return sentences
 
 
 def _kinds(here: Mapping[int, Call]) -> list[tuple[Call, list[int]]]:
-    """The different calls and the ranks of each, the one of most ranks first."""
+    """The different calls and their ranks, the call of most ranks first."""
     kinds: list[tuple[Call, list[int]]] = []
     for rank, call in sorted(here.items()):
         alike = next((ranks for kind, ranks in kinds if kind.agrees(call)), None)
@@ -36,10 +36,10 @@ def _kinds(here: Mapping[int, Call]) -> list[tuple[Call, list[int]]]:
     return sorted(kinds, key=lambda kind: -len(kind[1]))
 
 
-def _line(number: int, call: Call, words: RankStatus, group: str) -> str:
-    """The line that has made a call: as recorded, else that of a rank which waits in it."""
-    waits = any(log.group == group and log.finished + 1 == number for log in words.logs)
-    return call.place or (words.place if waits and words.inside else "")
+def _line(number: int, call: Call, status: RankStatus, group: str) -> str:
+    """The line that made a call: as recorded, else where the rank waits in it."""
+    waits = any(log.group == group and log.finished + 1 == number for log in status.logs)
+    return call.place or (status.place if waits and status.inside else "")
 
 
 def _mismatch(
@@ -54,16 +54,16 @@ def _mismatch(
     parts = []
     for call, ranks in others:
         verb = "calls" if len(ranks) == 1 else "call"
-        text = f"{name_ranks(ranks)} {verb} {f'{call} {group}'.rstrip() if first else call.text}"
-        text += at_lines(lines[rank] for rank in ranks)
+        text = f"{format_ranks(ranks)} {verb} {f'{call} {group}'.rstrip() if first else call.text}"
+        text += format_lines(lines[rank] for rank in ranks)
         if first:
             text += (
-                f" where {name_ranks(most)} {'calls' if len(most) == 1 else 'call'} {usual.text}"
+                f" where {format_ranks(most)} {'calls' if len(most) == 1 else 'call'} {usual.text}"
             )
-            text += at_lines(lines[rank] for rank in most)
+            text += format_lines(lines[rank] for rank in most)
         if how := _shift(calls[ranks[0]], calls[most[0]], number):
             text += (
-                f": {name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {how} a collective"
+                f": {format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {how} a collective"
             )
         parts.append(text)
         first = False

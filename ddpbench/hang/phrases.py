@@ -1,60 +1,67 @@
-"""Parts of the sentences about a hang: ranks, lines, who waits where. No torch."""
+"""Format parts of the sentences about a hang: ranks, lines of code, waits. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from ddpbench.analysis.setup import spans
-from ddpbench.hang.calls import call_number
+from ddpbench.hang.calls import find_call
 from ddpbench.hang.status import Hang, RankStatus
 
 
-def at_lines(lines: Iterable[str]) -> str:
-    """ " at f (x.py:3)", of more than two lines the first."""
+def format_lines(lines: Iterable[str]) -> str:
+    """Return " at f (x.py:3)", of more than two lines the first."""
     known = sorted({line for line in lines if line})
     if not known:
         return ""
     return f" at {' and '.join(known) if len(known) < 3 else f'{known[0]} and elsewhere'}"
 
 
-def where_else(words: RankStatus, group: str) -> str:
-    """The place of a rank that is not in this group's collective."""
-    for log in words.logs:
+def format_place(status: RankStatus, group: str) -> str:
+    """Return the place of a rank that is not in this group's collective."""
+    for log in status.logs:
         if log.started > log.finished and log.group != group:
-            call = f"{call_number(log.finished + 1, [log])} {log.group}".rstrip()
-            return f"{call}, called from {words.place}"
-    return f"{words.waits_in}, called from {words.place}" if words.waits_in else words.place
+            call = f"{find_call(log.finished + 1, [log])} {log.group}".rstrip()
+            return f"{call}, called from {status.place}"
+    return f"{status.waits_in}, called from {status.place}" if status.waits_in else status.place
 
 
-def each_place(words: Mapping[int, RankStatus], found: Sequence[Hang]) -> str:
-    """What each says, the same ones together."""
+def format_places(statuses: Mapping[int, RankStatus], hangs: Sequence[Hang]) -> str:
+    """Return the causes and places of all ranks, equal ones together."""
     alike: dict[str, list[int]] = {}
-    for rank, each in sorted(words.items()):
-        text = f"{each.cause}, at {each.place}" if each.cause else f"in {where_else(each, '-')}"
-        text += f", in {each.waits_in}" if each.cause and each.waits_in else ""
-        before = [hang for hang in found if rank in hang.absent]
+    for rank, status in sorted(statuses.items()):
+        text = (
+            f"{status.cause}, at {status.place}"
+            if status.cause
+            else f"in {format_place(status, '-')}"
+        )
+        text += f", in {status.waits_in}" if status.cause and status.waits_in else ""
+        before = [hang for hang in hangs if rank in hang.absent]
         text += f", before {before[0]}" if before else ""
-        text += f" (in {each.phase})" if each.phase else ""
+        text += f" (in {status.phase})" if status.phase else ""
         alike.setdefault(text, []).append(rank)
-    return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in alike.items())
+    return "; ".join(f"{format_ranks(ranks)}: {text}" for text, ranks in alike.items())
 
 
-def who_waits(ranks: Iterable[int], words: Mapping[int, RankStatus], left: bool = False) -> str:
-    """left: they have waited for one that has left, and may have failed by now."""
+def format_waiting(
+    ranks: Iterable[int], statuses: Mapping[int, RankStatus], ended: bool = False
+) -> str:
+    """Return "; ranks 0, 2 wait", or "waited for it" when their wait has ended."""
     waiting = sorted(ranks)
     if not waiting:
         return ""
-    verb = "waited for it" if left else "waits" if len(waiting) == 1 else "wait"
-    return f"; {name_ranks(waiting)} {verb}{in_phase(waiting, words)}"
+    verb = "waited for it" if ended else "waits" if len(waiting) == 1 else "wait"
+    return f"; {format_ranks(waiting)} {verb}{format_phase(waiting, statuses)}"
 
 
-def in_phase(ranks: Sequence[int], words: Mapping[int, RankStatus]) -> str:
-    phase = words[min(ranks)].phase
+def format_phase(ranks: Sequence[int], statuses: Mapping[int, RankStatus]) -> str:
+    """Return " in PHASE", the step of a command in which the first of these ranks is."""
+    phase = statuses[min(ranks)].phase
     return f" in {phase}" if phase else ""
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 1", "ranks 0, 2, 3", of more than six "ranks 0–6, 8"."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1", "ranks 0, 2, 3", of more than six "ranks 0–6, 8"."""
     if len(ranks) <= 6:
         return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
     return f"ranks {spans(ranks).replace('-', '–')}"

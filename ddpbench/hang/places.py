@@ -1,4 +1,4 @@
-"""Where in the code a thread is, or an error was raised: as lines of the program's own code."""
+"""Find the line of the program's own code where a thread is, or where an error was raised."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from types import FrameType
 from typing import Any
 
 OURS = str(Path(__file__).parents[1]) + os.sep  # this package, wherever it is installed
-# Its parts that look at ranks, and bring them together.
+# The parts of this package that connect and watch ranks.
 MACHINERY = tuple(OURS + name + os.sep for name in ("hang", "runtime", "launch", "mpi_backend"))
-COMPILED = "torchinductor_"  # what torch.compile writes
+COMPILED = "torchinductor_"  # in the paths of code that torch.compile writes
 
-WAIT = "wait"  # that of a call which was begun before, with async_op or isend
+WAIT = "wait"  # for a call that was begun before, with async_op or isend
 
 Line = tuple[str, str, int]  # function, file, line
 
@@ -29,74 +29,73 @@ Line = tuple[str, str, int]  # function, file, line
 _WAITS = re.compile(r"(?<!\bos)\.wait\s*\(|store\w*\.(get|barrier)\s*\(", re.IGNORECASE)
 
 
-def main_frame() -> FrameType:
-    """The innermost frame of the main thread."""
+def find_main_frame() -> FrameType:
+    """Return the innermost frame of the main thread."""
     return sys._current_frames()[threading.main_thread().ident or 0]
 
 
-def place(frame: FrameType) -> str:
-    """The innermost line of the program's own code, else of a library's, else of any."""
-    return place_of(_line(each) for each in outwards(frame))
+def find_place(frame: FrameType) -> str:
+    """Return the innermost line of the program's own code, else of a library's, else of any."""
+    return choose_place(_line(outer) for outer in walk_outwards(frame))
 
 
-def place_of_error(error: BaseException) -> str:
-    """Like `place`, of where an error was raised."""
+def find_error_place(error: BaseException) -> str:
+    """Return the line where an error was raised, chosen as in `find_place`."""
     trace = error.__traceback__
     # A frame's own line moves on after the error, to a `finally` or the end of a `with`.
     lines = [(f.f_code.co_name, f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace)]
-    return place_of(reversed(lines))
+    return choose_place(reversed(lines))
 
 
-def described(error: BaseException) -> tuple[str, str]:
-    """An error as one line, "ValueError: bad batch", and where it was raised."""
+def describe_error(error: BaseException) -> tuple[str, str]:
+    """Return an error as one line, "ValueError: bad batch", and where it was raised."""
     first = (str(error).strip() or "no text").splitlines()[0][:300]
-    return f"{type(error).__name__}: {first}", place_of_error(error)
+    return f"{type(error).__name__}: {first}", find_error_place(error)
 
 
-def place_of(lines: Iterable[Line]) -> str:
-    """Of these lines, the innermost first, the program's own as "function (file:line)"."""
-    name, path, line = min(lines, key=lambda each: _distance(each[1]))
+def choose_place(lines: Iterable[Line]) -> str:
+    """Return the program's own among these lines, innermost first, as "function (file:line)"."""
+    name, path, line = min(lines, key=lambda line: _distance(line[1]))
     return f"{name} ({Path(path).name}:{line})"
 
 
-def handled() -> str:
-    """The error that the main thread handles, as in an `except` or a `finally`, and where it was
+def describe_handled_error() -> str:
+    """Return the error that the main thread handles in an `except` or a `finally`, and where it was
     raised; "" none."""
-    found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
-    error = found[1] if isinstance(found, tuple) else found  # as Python has it before 3.12
+    current: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    error = current[1] if isinstance(current, tuple) else current  # as Python has it before 3.12
     if not isinstance(error, Exception) or error.__traceback__ is None:
         return ""
-    return ", at ".join(described(error))
+    return ", at ".join(describe_error(error))
 
 
-def called(frame: FrameType) -> str:
-    """The function of torch.distributed that the program has called and that runs, "" none."""
+def find_distributed_call(frame: FrameType) -> str:
+    """Return the function of torch.distributed in which the program is, "" none."""
     name = ""
-    for each in outwards(frame):
-        path = each.f_code.co_filename
+    for outer in walk_outwards(frame):
+        path = outer.f_code.co_filename
         if path.endswith("distributed_c10d.py"):
-            name = each.f_code.co_name  # the outermost of those that call each other
-        elif path.startswith(MACHINERY) and each.f_code.co_name == WAIT:
+            name = outer.f_code.co_name  # the outermost of those that call each other
+        elif path.startswith(MACHINERY) and outer.f_code.co_name == WAIT:
             name = name or WAIT  # over mpi4py that is a function of ours
         elif name and _distance(path) == 0:
             break
     return name or _awaited(frame)
 
 
-def peers(frame: FrameType, inside: str) -> tuple[int, int]:
-    """The rank of which a receive waits, and that to which a send does, -1 where none is known.
+def find_peers(frame: FrameType, inside: str) -> tuple[int, int]:
+    """Return the rank from which a frame receives, and that to which it sends, -1 if unknown.
 
-    inside: what the frame has `called`.
-
-    It reads variables of the frames, which keeps their values alive for a while: only at the end.
+    inside: the result of `find_distributed_call`. This reads names of the frames, which keeps
+    their values alive for a while: call it only at the end.
     """
-    for each in outwards(frame):
-        path, name, seen = each.f_code.co_filename, each.f_code.co_name, each.f_locals
+    for outer in walk_outwards(frame):
+        path, name, names = outer.f_code.co_filename, outer.f_code.co_name, outer.f_locals
         if path.endswith("distributed_c10d.py") and name in ("recv", "irecv", "send", "isend"):
             end = "src" if name.endswith("recv") else "dst"
-            rank = _global_rank(seen.get(end), seen.get(f"group_{end}"), seen.get("group"))
+            rank = _global_rank(names.get(end), names.get(f"group_{end}"), names.get("group"))
             return (rank, -1) if end == "src" else (-1, rank)
-        posted = [op for value in seen.values() for op in _posted(value)] if inside == WAIT else []
+        posted = [op for value in names.values() for op in _posted(value)] if inside == WAIT else []
         receives = [op.peer for op in posted if op.op.__name__ == "irecv"]
         if posted:
             only = receives or [op.peer for op in posted]
@@ -118,23 +117,23 @@ def _global_rank(rank: Any, group_rank: Any, group: Any) -> int:
 
 
 def _posted(value: Any) -> list[Any]:
-    """The entries of what is given to batch_isend_irecv."""
+    """The operations in a list that was given to batch_isend_irecv."""
     import torch.distributed as dist
 
     return [op for op in value if isinstance(op, dist.P2POp)] if isinstance(value, list) else []
 
 
 def _awaited(frame: FrameType) -> str:
-    """ "wait" where the frame is in such a call, which C++ makes without a frame of its own."""
-    found = _WAITS.search(_calling(frame.f_code, frame.f_lasti, frame.f_lineno))
-    if found is None:
+    """The call in which a frame waits in C++, "wait" or "store.get", "" none."""
+    match = _WAITS.search(_calling(frame.f_code, frame.f_lasti, frame.f_lineno))
+    if match is None:
         return ""
-    return f"store.{found[1]}" if found[1] else WAIT
+    return f"store.{match[1]}" if match[1] else WAIT
 
 
 @lru_cache(maxsize=256)
 def _calling(code: Any, instruction: int, line: int) -> str:
-    """The source of the call that this code is in; Python 3.10 knows no more than its line."""
+    """The source of the call that this code is in; in Python 3.10 its whole line."""
     first, last, start, end = None, None, None, None
     if hasattr(code, "co_positions"):
         span = next(islice(code.co_positions(), max(0, instruction) // 2, None), None)
@@ -147,13 +146,13 @@ def _calling(code: Any, instruction: int, line: int) -> str:
     return b"".join(lines).decode(errors="replace")
 
 
-def position(frame: FrameType) -> list[tuple[int, int]]:
-    """Where each function on a stack is; the same only where nothing runs in between."""
-    return [(id(each.f_code), each.f_lasti) for each in outwards(frame)]
+def stack_position(frame: FrameType) -> list[tuple[int, int]]:
+    """Return where each function on a stack is; it changes whenever something runs."""
+    return [(id(outer.f_code), outer.f_lasti) for outer in walk_outwards(frame)]
 
 
-def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """This frame and those that have called it."""
+def walk_outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield this frame and its callers."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -166,7 +165,7 @@ def _line(frame: FrameType) -> Line:
 @cache
 def _distance(path: str) -> int:
     """0: the program's own code, 1: a library's or ours, 2: of no file, 3: Python's or torch's, or
-    what calls for them."""
+    of a launcher."""
     machinery = _folder("torch"), *MACHINERY, "<frozen ", _scripts()
     if path.startswith(machinery) or COMPILED in path:
         return 3

@@ -1,4 +1,4 @@
-"""Who a rank is, what can be seen of it from another, and what it says of itself."""
+"""Identify a rank, observe another rank's process, and read this rank's own status."""
 
 from __future__ import annotations
 
@@ -11,39 +11,45 @@ from pathlib import Path
 import psutil
 
 from ddpbench.hang.flight import Flight
-from ddpbench.hang.places import called, handled, main_frame, peers, place
+from ddpbench.hang.places import (
+    describe_handled_error,
+    find_distributed_call,
+    find_main_frame,
+    find_peers,
+    find_place,
+)
 from ddpbench.hang.status import ALIVE, DIED, STOPPED, Log, RankStatus
 
-STACK_FRAMES = 30  # the innermost, told in full
+STACK_FRAMES = 30  # the innermost frames of a reported stack
 
 
 @dataclass(frozen=True)
-class Who:
-    """Where a rank runs, for naming it and for looking at it from its own host."""
+class RankIdentity:
+    """The process of a rank: how to name it, and how to look at it from its own host."""
 
     rank: int
     host: str
     pid: int
     boot_id: str  # names the machine
-    network: str = ""  # names the network namespace: hosts to each other, even on one machine
-    processes: str = ""  # names the namespace in which the pid means something
+    network: str = ""  # names the network namespace: each is a host, even on one machine
+    processes: str = ""  # names the namespace to which the pid belongs
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
-    def sees(self, other: Who) -> bool:
-        """Whether the other's process can be looked at from this rank's."""
+    def sees(self, other: RankIdentity) -> bool:
+        """Return whether this rank's process can look at the other's."""
         return (self.boot_id, self.processes) == (other.boot_id, other.processes)
 
 
-def whoami(rank: int) -> Who:
-    """This process as a rank."""
+def identify(rank: int) -> RankIdentity:
+    """Return this process's identity as a rank."""
     host, pid = socket.gethostname(), os.getpid()
-    return Who(rank, host, pid, _boot_id(), _namespace("net"), _namespace("pid"))
+    return RankIdentity(rank, host, pid, _boot_id(), _namespace("net"), _namespace("pid"))
 
 
 def _boot_id() -> str:
-    """Names this machine and its clock: two network namespaces of it share one."""
+    """A name of this machine and its clock; its network namespaces share one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -51,19 +57,19 @@ def _boot_id() -> str:
 
 
 def _namespace(kind: str) -> str:
-    """Names this process's namespace of a kind: "net", "pid"."""
+    """A name of this process's namespace of a kind: "net", "pid"."""
     try:
         return str(Path(f"/proc/self/ns/{kind}").stat().st_ino)
     except OSError:
         return ""
 
 
-def state_of(who: Who, me: Who) -> str:
-    """What can be seen of a silent rank from here, as the end of "rank 3 (host, pid 7) …"."""
-    if not me.sees(who):
+def observe_state(identity: RankIdentity, own: RankIdentity) -> str:
+    """Return the state of another rank's process, to follow "rank 3 (host, pid 7) …"."""
+    if not own.sees(identity):
         return "did not answer (stopped, dead or cut off)"
     try:
-        status = psutil.Process(who.pid).status()
+        status = psutil.Process(identity.pid).status()
     except psutil.NoSuchProcess:
         return DIED
     except psutil.Error:
@@ -75,35 +81,42 @@ def state_of(who: Who, me: Who) -> str:
     return ALIVE
 
 
-def heartbeat(flight: Flight, phase: str = "") -> RankStatus:
-    """What is told while all is well: where the main thread is, numbers of collectives."""
-    frame = main_frame()
-    inside = called(frame)
-    logs = flight.logs(inside, whole=False)
-    return RankStatus(place(frame), inside, logs, phase, destroyed=_destroyed(logs))
+def read_heartbeat(flight: Flight, phase: str = "") -> RankStatus:
+    """Return the brief status: the place of the main thread, and numbers of collectives."""
+    frame = find_main_frame()
+    inside = find_distributed_call(frame)
+    logs = flight.read_logs(inside, whole=False)
+    return RankStatus(find_place(frame), inside, logs, phase, destroyed=_is_destroyed(logs))
 
 
-def last_words(flight: Flight, phase: str = "", at: str = "") -> RankStatus:
-    """All there is to say, with the latest collectives and the main thread's stack.
+def read_status(flight: Flight, phase: str = "", place: str = "") -> RankStatus:
+    """Return the full status, with the latest collectives and the main thread's stack.
 
-    at: the place, where an error has unwound the stack already.
+    place: the line of an error that has unwound the stack already.
     """
-    if at:
-        logs = flight.logs("", whole=True)
-        return RankStatus(at, "", logs, phase, destroyed=_destroyed(logs))
-    frame = main_frame()
-    inside = called(frame)
-    logs = flight.logs(inside, whole=True)
+    if place:
+        logs = flight.read_logs("", whole=True)
+        return RankStatus(place, "", logs, phase, destroyed=_is_destroyed(logs))
+    frame = find_main_frame()
+    inside = find_distributed_call(frame)
+    logs = flight.read_logs(inside, whole=True)
     stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
-    source, destination = peers(frame, inside) if inside else (-1, -1)
+    source, destination = find_peers(frame, inside) if inside else (-1, -1)
     return RankStatus(
-        place(frame), inside, logs, phase, stack=stack, source=source, destination=destination,
-        destroyed=_destroyed(logs), handles=handled(),
-    )  # fmt: skip
+        find_place(frame),
+        inside,
+        logs,
+        phase,
+        stack=stack,
+        source=source,
+        destination=destination,
+        destroyed=_is_destroyed(logs),
+        handles=describe_handled_error(),
+    )
 
 
-def _destroyed(logs: tuple[Log, ...]) -> bool:
-    """Whether there have been process groups and are none any more."""
+def _is_destroyed(logs: tuple[Log, ...]) -> bool:
+    """Whether all process groups have been destroyed."""
     import torch.distributed as dist
 
     return bool(logs) and not dist.is_initialized()

@@ -1,5 +1,4 @@
-"""What is known of a rank that may hang: its status, and its log of each group's collectives. No
-torch."""
+"""The status of a rank that may hang, and its log of each group's collectives. No torch."""
 
 from __future__ import annotations
 
@@ -7,17 +6,20 @@ from dataclasses import dataclass
 
 DIED, STOPPED, ALIVE = "has died", "is stopped (SIGSTOP)", "is alive but did not answer"
 LEFT = "has left"  # its script has ended
-# Of rank 0, where its store has gone: it has destroyed its process group, or its process is over.
+# Rank 0, when its store has gone: it has destroyed its process group, or its process has ended.
 ENDED, OVER = "has ended its process group", "has ended or died"
 
-# What ranks may rightly call with different sizes.
+# Ranks may call these with different sizes.
 UNEVEN = ("all_to_all", "alltoall")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A collective of a group, counted from 1 there; what: "float32[1024]"; place: the line that
-    has called it, "f (data.py:22)"; both "" if not known."""
+    """A collective of a group.
+
+    number: counted from 1 in its group; what: "float32[1024]"; place: the line that called it,
+    "f (data.py:22)". The last two are "" if unknown.
+    """
 
     number: int
     name: str
@@ -33,7 +35,7 @@ class Call:
         return f"{self.name} {self.what}".rstrip()
 
     def agrees(self, other: Call) -> bool:
-        """Whether two ranks can have called the same collective."""
+        """Return whether two ranks can have called the same collective."""
         if self.name != other.name:
             return False
         uneven = self.name.startswith(UNEVEN) or not (self.what and other.what)
@@ -42,12 +44,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Log:
-    """What one rank has recorded of one group.
+    """The record that one rank has of one group.
 
-    group: as a phrase, "" the default one, "of group 3"; members: its ranks, as the default group
-    counts them; started, finished: numbers of the last collectives that it has called, that have
-    ended; calls: the latest, in order, () in a heartbeat; exact: heartbeats count alike in all
-    ranks; moves: how often the group was asked for anything, sends and receives too, -1: not known.
+    group: a phrase, "of group 3", "" for the default group; members: global ranks; started,
+    finished: numbers of the last collectives that the rank called, and that ended; calls: the
+    latest, in order, () in a heartbeat; exact: whether all ranks count alike; moves: requests to
+    the group, with sends and receives, -1 if unknown.
     """
 
     group: str
@@ -61,15 +63,15 @@ class Log:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank says of itself.
+    """The state that a rank reports.
 
-    place: the innermost line of the program's own code in its main thread, "f (data.py:22)";
-    inside: what of torch.distributed that line has called, "" nothing; source, destination: the
-    rank of which it waits to receive, to which it waits to send, -1 none; phase: what ddpbench does
-    there; cause: why this rank speaks first, where it does; late: because it has waited too long;
-    still: because nothing has moved for long, which may be right; left: its script has ended;
-    destroyed: it has ended its process groups; handles: the error that its main thread handles, as
-    in a `finally`, and where that was raised; stack: of its main thread.
+    place: the innermost line of the program's own code in the main thread, "f (data.py:22)";
+    inside: the function of torch.distributed that this line called, "" none; source, destination:
+    the rank from which it receives, to which it sends, -1 none; phase: the step of a ddpbench
+    command; cause: why this rank raises the alarm, "" it does not; late: it has waited too long;
+    still: nothing has moved for long, which may be right; left: its script has ended; destroyed:
+    it has destroyed its process groups; handles: the error that its main thread handles, as in a
+    `finally`, and its line; stack: of the main thread.
     """
 
     place: str
@@ -88,16 +90,19 @@ class RankStatus:
 
     @property
     def waits_in(self) -> str:
-        """ "all_reduce", "recv from rank 1", "" where it waits in nothing of torch.distributed."""
+        """Return the wait: "all_reduce", "recv from rank 1", "" outside torch.distributed."""
         if self.source >= 0:
             return f"recv from rank {self.source}"
         return f"send to rank {self.destination}" if self.destination >= 0 else self.inside
 
 
 @dataclass(frozen=True)
-class Silent:
-    """A rank that gave no answer: its name "rank 3 (node2, pid 17)", what is seen of it, and its
-    last heartbeat, if there was one."""
+class SilentRank:
+    """A rank that did not answer.
+
+    name: "rank 3 (node2, pid 17)"; state: a constant of this module, or another phrase with a verb;
+    seen: its last heartbeat, if there was one.
+    """
 
     rank: int
     name: str
@@ -107,7 +112,7 @@ class Silent:
 
 @dataclass(frozen=True)
 class Hang:
-    """A collective of a group that does not end: who waits in it, who has not called it."""
+    """A collective that does not end: the ranks in it, and those that have not called it."""
 
     group: str
     call: Call

@@ -1,25 +1,26 @@
-"""Why ranks wait for ever: one verdict for all, from the last words of each. No torch.
+"""Explain why ranks wait for ever: one sentence from the statuses of all. No torch.
 
-A rank that answers tells which collectives it has called; of one that cannot there is its last
-heartbeat, which has numbers only.
+A rank that answers reports the collectives that it has called. A silent rank has left its last
+heartbeat, which has only their numbers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from ddpbench.hang.calls import call_number, hangs, logs_by_group
-from ddpbench.hang.deadlock import deadlock, messages
-from ddpbench.hang.mismatch import mismatches
+from ddpbench.hang.calls import find_call, find_hangs, group_logs
+from ddpbench.hang.deadlock import describe_deadlock, describe_messages
+from ddpbench.hang.mismatch import describe_mismatches
 from ddpbench.hang.phrases import (
-    at_lines,
-    each_place,
-    in_phase,
-    name_ranks,
-    where_else,
-    who_waits,
+    format_lines,
+    format_phase,
+    format_place,
+    format_places,
+    format_ranks,
+    format_waiting,
 )
 from ddpbench.hang.status import (
     ALIVE,
@@ -31,9 +32,10 @@ from ddpbench.hang.status import (
     Hang,
     Log,
     RankStatus,
-    Silent,
-)  # fmt: skip
+    SilentRank,
+)
 
+Statuses = Mapping[int, RankStatus]
 # Errors with which a backend reacts to another rank: that one has gone, or does not come.
 SYMPTOM = re.compile(
     r"(closed|reset) by peer|broken pipe|remote process|socket closed|connection (closed|lost)"
@@ -43,191 +45,222 @@ SYMPTOM = re.compile(
 )
 
 
-def verdict(
-    silent: Sequence[Silent], words: Mapping[int, RankStatus], together: bool = True
+def explain_hang(
+    silent: Sequence[SilentRank], statuses: Statuses, store_answers: bool = True
 ) -> str:
-    """One sentence: which rank is to blame, where it is, who waits for it.
+    """Return one sentence: which rank is to blame, where it is, and who waits for it.
 
-    words: of every rank that answered, at least one; together: whether the store answers by which
-    they did. A silent rank that lives is to blame only where a deadline is over: it should have
-    spoken.
+    statuses: of every rank that answered, at least one; store_answers: whether the store by which
+    they did still answers. A silent rank that lives is to blame only after a deadline: it should
+    have answered.
     """
-    words, silent = _named_apart(words, silent)
-    if is_notice(words):
-        return _notice(silent, words)
-    found = hangs(words)
-    blamed = _blamed(silent, together, any(each.late for each in words.values()))
-    failed = {rank: each for rank, each in words.items() if each.cause and not each.late}
-    failed = {r: each for r, each in failed.items() if not SYMPTOM.search(each.cause)} or failed
-    # Of those that have left, the last word may still tell that they have called other things.
-    seen = {**{s.rank: s.seen for s in silent if s.seen}, **words}
-    parts = mismatches(seen)
-    excuse = parts or any(not SYMPTOM.search(each.cause) for each in failed.values())
-    owing = {s.rank for s in blamed if _owed(s.rank, s.seen, words)}
-    blamed = [s for s in blamed if s.state != LEFT or s.rank in owing or not (owing or excuse)]
-    early = [] if blamed or excuse else _early(words, failed)
-    absent = [] if blamed or excuse or early else _absent(words, failed)
-    if blamed:
-        texts = [_silence(each, found, words) for each in blamed]
-        waited = all(each.state in (LEFT, ENDED, OVER) for each in blamed)
-        parts.append("; ".join(texts) + who_waits(words, words, waited))
-    elif early:
-        others = [rank for rank in words if rank not in early]
-        texts = [_destroyed(rank, words) for rank in early]
-        parts.append("; ".join(texts) + who_waits(others, words, True))
-    elif absent:
-        parts += absent
-    elif failed:
-        waiting = {rank for hang in found for rank in hang.waiting}
-        waiting |= {rank for rank, each in words.items() if each.late or each.cause}
-        rest = waiting - set(failed)
-        over = all(words[rank].cause and not words[rank].late for rank in rest)
-        parts.append(each_place(failed, found) + who_waits(rest, words, over))
-    elif not parts and together:
-        parts = [sentence] if (sentence := deadlock(found, words)) else []
-        parts = parts or [sentence for hang in found for sentence in _absence(hang, words)]
-        parts = parts or [_stuck(hang, words) for hang in found] or messages(words)
-    sentence = "; ".join(parts) or each_place(words, found)
-    for rank, each in words.items():
-        if each.handles and rank not in failed:
-            sentence += f"; rank {rank} is handling {each.handles}"
-    if not together:
-        sentence += (
-            f"; the ranks' store does not answer, so this is what {name_ranks([*words])} can see"
-        )
+    statuses, silent = _qualify_groups(statuses, silent)
+    if is_notice(statuses):
+        return _describe_notice(silent, statuses)
+    case = _Case(silent, statuses, store_answers)
+    parts = case.mismatches + (
+        case.describe_blamed() or case.describe_missing() or case.describe_failed()
+    )
+    if not parts and store_answers:
+        sentence = describe_deadlock(case.hangs, statuses)
+        parts = [sentence] if sentence else [s for h in case.hangs for s in _absence(h, statuses)]
+        parts = parts or [_stuck(h, statuses) for h in case.hangs] or describe_messages(statuses)
+    sentence = "; ".join(parts) or format_places(statuses, case.hangs)
+    for rank, status in statuses.items():
+        if status.handles and rank not in case.failed:
+            sentence += f"; rank {rank} is handling {status.handles}"
+    if not store_answers:
+        viewers = format_ranks([*statuses])
+        sentence += f"; the ranks' store does not answer, so this is what {viewers} can see"
     return sentence
 
 
-def _named_apart(
-    words: Mapping[int, RankStatus], silent: Sequence[Silent]
-) -> tuple[dict[int, RankStatus], list[Silent]]:
-    """The same with the ranks of a group in its name where groups of other ranks have that name
-    too, as the rows of a mesh have."""
-    seen = [*words.values(), *(each.seen for each in silent if each.seen)]
+def is_notice(statuses: Statuses) -> bool:
+    """Return whether ranks only stand still, which is no reason to end the job."""
+    causes = [status for status in statuses.values() if status.cause]
+    return bool(causes) and all(status.still for status in causes)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """The evidence: silent ranks, statuses, and what follows from both."""
+
+    silent: Sequence[SilentRank]
+    statuses: Statuses
+    store_answers: bool
+
+    @cached_property
+    def hangs(self) -> list[Hang]:
+        return find_hangs(self.statuses)
+
+    @cached_property
+    def mismatches(self) -> list[str]:
+        # The last heartbeat of a rank that has left may show that it called other things.
+        left = {rank.rank: rank.seen for rank in self.silent if rank.seen}
+        return describe_mismatches({**left, **self.statuses})
+
+    @cached_property
+    def failed(self) -> dict[int, RankStatus]:
+        """The ranks with errors, without those whose errors are only symptoms of others'."""
+        failed = {r: s for r, s in self.statuses.items() if s.cause and not s.late}
+        return {r: s for r, s in failed.items() if not SYMPTOM.search(s.cause)} or failed
+
+    @cached_property
+    def explained(self) -> bool:
+        """Whether a mismatch or an error of a rank's own is the cause."""
+        own = (not SYMPTOM.search(status.cause) for status in self.failed.values())
+        return bool(self.mismatches) or any(own)
+
+    @cached_property
+    def blamed(self) -> list[SilentRank]:
+        blamed = self._select_silent()
+        owing = [r.rank for r in blamed if _owed_call(r.rank, r.seen, self.statuses)]
+        excused = bool(owing) or self.explained
+        return [r for r in blamed if r.state != LEFT or r.rank in owing or not excused]
+
+    def _select_silent(self) -> list[SilentRank]:
+        if self.store_answers:
+            late = any(status.late for status in self.statuses.values())
+            return [rank for rank in self.silent if rank.state != ALIVE or late]
+        # Nobody can answer: blame the ranks that are seen to be gone, else rank 0, where the store
+        # mostly lives. If rank 0 has ended the store, all others end soon after.
+        ended = [rank for rank in self.silent if rank.state in (ENDED, OVER)]
+        gone = [rank for rank in self.silent if rank.state in (DIED, STOPPED, LEFT)]
+        return ended or gone or [rank for rank in self.silent if rank.rank == 0]
+
+    def describe_blamed(self) -> list[str]:
+        """A sentence on the silent ranks that are to blame, if there are any."""
+        if not self.blamed:
+            return []
+        texts = [_silence(rank, self.hangs, self.statuses) for rank in self.blamed]
+        ended = all(rank.state in (LEFT, ENDED, OVER) for rank in self.blamed)
+        return ["; ".join(texts) + format_waiting(self.statuses, self.statuses, ended)]
+
+    def describe_missing(self) -> list[str]:
+        """A sentence on the living ranks whose part is missing while others fail for it."""
+        if self.explained:
+            return []
+        destroyed = [r for r, s in self.statuses.items() if s.destroyed and not s.cause]
+        owing = [r for r in destroyed if _owed_call(r, self.statuses[r], self.statuses)]
+        if missing := owing or (destroyed if self.failed else []):
+            texts = [_destroyed(rank, self.statuses) for rank in missing]
+        else:
+            places: dict[tuple[str, str], list[int]] = {}
+            for rank, status in self.statuses.items():
+                call = _owed_call(rank, status, self.failed)
+                if call and rank not in self.failed:
+                    places.setdefault((call, status.place), []).append(rank)
+            missing = [rank for ranks in places.values() for rank in ranks]
+            texts = [_never_joined(ranks, *key) for key, ranks in places.items()]
+        rest = [rank for rank in self.statuses if rank not in missing]
+        return ["; ".join(texts) + format_waiting(rest, self.statuses, True)] if texts else []
+
+    def describe_failed(self) -> list[str]:
+        """A sentence on the ranks with errors, if there are any."""
+        if not self.failed:
+            return []
+        waiting = {rank for hang in self.hangs for rank in hang.waiting}
+        waiting |= {rank for rank, status in self.statuses.items() if status.late or status.cause}
+        rest = [self.statuses[rank] for rank in waiting - set(self.failed)]
+        ended = all(status.cause and not status.late for status in rest)
+        text = format_places(self.failed, self.hangs)
+        return [text + format_waiting(waiting - set(self.failed), self.statuses, ended)]
+
+
+def _qualify_groups(
+    statuses: Statuses, silent: Iterable[SilentRank]
+) -> tuple[dict[int, RankStatus], list[SilentRank]]:
+    """Add the ranks of a group to its name where another group has the same name, as the rows of a
+    mesh have."""
     members: dict[str, set[tuple[int, ...]]] = {}
-    for log in [log for each in seen for log in each.logs]:
-        members.setdefault(log.group, set()).add(log.members)
+    for status in [*statuses.values(), *(rank.seen for rank in silent if rank.seen)]:
+        for log in status.logs:
+            members.setdefault(log.group, set()).add(log.members)
 
     def rename(log: Log) -> Log:
         alone = len(members[log.group]) == 1 or not log.group
-        return log if alone else replace(log, group=f"{log.group} ({name_ranks(log.members)})")
+        return log if alone else replace(log, group=f"{log.group} ({format_ranks(log.members)})")
 
-    def told(words: RankStatus) -> RankStatus:
-        return replace(words, logs=tuple(rename(log) for log in words.logs))
+    def qualify(status: RankStatus) -> RankStatus:
+        return replace(status, logs=tuple(rename(log) for log in status.logs))
 
-    apart = [replace(each, seen=told(each.seen)) if each.seen else each for each in silent]
-    return {rank: told(each) for rank, each in words.items()}, apart
-
-
-def is_notice(words: Mapping[int, RankStatus]) -> bool:
-    """Whether all that is known is that nothing moves: no reason to end the job."""
-    causes = [each for each in words.values() if each.cause]
-    return bool(causes) and all(each.still for each in causes)
+    ranks = [replace(rank, seen=qualify(rank.seen)) if rank.seen else rank for rank in silent]
+    return {rank: qualify(status) for rank, status in statuses.items()}, ranks
 
 
-def _notice(silent: Sequence[Silent], words: Mapping[int, RankStatus]) -> str:
-    cause = next(each.cause for each in words.values() if each.still)
-    parts = [_silence(each, (), words) for each in silent]
-    parts.append(each_place({rank: replace(each, cause="") for rank, each in words.items()}, ()))
+def _describe_notice(silent: Sequence[SilentRank], statuses: Statuses) -> str:
+    cause = next(status.cause for status in statuses.values() if status.still)
+    parts = [_silence(rank, (), statuses) for rank in silent]
+    parts.append(format_places({r: replace(s, cause="") for r, s in statuses.items()}, ()))
     return f"{cause}: {'; '.join(parts)}; the job goes on"
 
 
-def _blamed(silent: Sequence[Silent], together: bool, late: bool) -> list[Silent]:
-    if together:
-        return [each for each in silent if each.state != ALIVE or late]
-    # Nobody can answer: those that are seen to be gone, else the rank where the store mostly lives.
-    # Where that one has ended its store, all others end soon after.
-    first = [each for each in silent if each.state in (ENDED, OVER)]
-    gone = [each for each in silent if each.state in (DIED, STOPPED, LEFT)]
-    return first or gone or [each for each in silent if each.rank == 0]
-
-
-def _owed(rank: int, mine: RankStatus | None, words: Mapping[int, RankStatus]) -> str:
-    """The first call that others have made and this rank, of the same group, has not, "" none."""
-    started = {log.group: log.started for log in mine.logs} if mine else {}
-    for group, logs in logs_by_group(words).items():
-        if group not in started:  # it has called none there, or its last word came before
+def _owed_call(rank: int, status: RankStatus | None, statuses: Statuses) -> str:
+    """The first call that other ranks of a group have made and this rank has not, "" none."""
+    started = {log.group: log.started for log in status.logs} if status else {}
+    for group, logs in group_logs(statuses).items():
+        if group not in started:  # it has called nothing there, or its last heartbeat came before
             continue
         number = started[group] + 1
-        others = [log for each, log in logs.items() if each != rank and rank in log.members]
+        others = [log for r, log in logs.items() if r != rank and rank in log.members]
         if any(log.started >= number for log in others):
-            return f"{call_number(number, others)} {group}".rstrip()
+            return f"{find_call(number, others)} {group}".rstrip()
     return ""
 
 
-def _early(words: Mapping[int, RankStatus], failed: Mapping[int, RankStatus]) -> list[int]:
-    """The ranks that have ended their process groups by themselves while others wait or fail."""
-    left = [rank for rank, each in words.items() if each.destroyed and not each.cause]
-    owing = [rank for rank in left if _owed(rank, words[rank], words)]
-    return owing or (left if failed else [])
-
-
-def _absent(words: Mapping[int, RankStatus], failed: Mapping[int, RankStatus]) -> list[str]:
-    """Sentences on the ranks whose part of a collective is missing, where others only show it."""
-    owed: dict[tuple[str, str], list[int]] = {}
-    for rank, each in words.items():
-        if rank not in failed and (call := _owed(rank, each, failed)):
-            owed.setdefault((call, each.place), []).append(rank)
-    rest = set(words) - {rank for ranks in owed.values() for rank in ranks}
-    texts = [_joined(ranks, call, place) for (call, place), ranks in owed.items()]
-    return ["; ".join(texts) + who_waits(rest, words, True)] if texts else []
-
-
-def _joined(ranks: Sequence[int], call: str, place: str) -> str:
-    return (
-        f"{name_ranks(ranks)} never joined {call}; "
-        f"{'it is' if len(ranks) == 1 else 'they are'} in {place}"
-    )
-
-
-def _destroyed(rank: int, words: Mapping[int, RankStatus]) -> str:
-    call = _owed(rank, words[rank], words)
+def _destroyed(rank: int, statuses: Statuses) -> str:
+    status = statuses[rank]
+    call = _owed_call(rank, status, statuses)
     before = f" before {call}" if call else ""
     return (
-        f"rank {rank} has called destroy_process_group{before}; it is in {words[rank].place}"
-        f"{_last_call(words[rank])}"
+        f"rank {rank} has called destroy_process_group{before}; it is in {status.place}"
+        f"{_last_call(status)}"
     )
 
 
-def _last_call(words: RankStatus) -> str:
-    calls = [(log.calls[-1], log.group) for log in words.logs if log.calls]
+def _last_call(status: RankStatus) -> str:
+    calls = [(log.calls[-1], log.group) for log in status.logs if log.calls]
     if not calls:
         return ""
-    call, group = max(calls, key=lambda each: (not each[1], each[0].number))
-    return f", after {f'{call} {group}'.rstrip()}{at_lines([call.place])}"
+    call, group = max(calls, key=lambda pair: (not pair[1], pair[0].number))
+    return f", after {f'{call} {group}'.rstrip()}{format_lines([call.place])}"
 
 
-def _silence(silent: Silent, found: Sequence[Hang], words: Mapping[int, RankStatus]) -> str:
+def _silence(rank: SilentRank, hangs: Sequence[Hang], statuses: Statuses) -> str:
     """ "rank 1 (host, pid 7) is stopped (SIGSTOP), last seen in f (x.py:3), before #4 …"."""
-    text = f"{silent.name} {silent.state}"
-    if silent.seen is None:
+    text = f"{rank.name} {rank.state}"
+    if rank.seen is None:
         return text
-    call = _owed(silent.rank, silent.seen, words) if silent.state == LEFT else ""
-    if call and (last := _last_call(silent.seen)):
+    call = _owed_call(rank.rank, rank.seen, statuses) if rank.state == LEFT else ""
+    if call and (last := _last_call(rank.seen)):
         return f"{text} before {call}{last}"
-    text += f", last seen in {silent.seen.place}"
+    text += f", last seen in {rank.seen.place}"
     if call:
         return f"{text}, before {call}"
-    started = {log.group: log.started for log in silent.seen.logs}
-    for hang in found:
+    started = {log.group: log.started for log in rank.seen.logs}
+    for hang in hangs:
         if hang.group in started and hang.exact:
             return f"{text}, {'in' if started[hang.group] >= hang.call.number else 'before'} {hang}"
     return text
 
 
-def _absence(hang: Hang, words: Mapping[int, RankStatus]) -> list[str]:
+def _absence(hang: Hang, statuses: Statuses) -> list[str]:
     """ "rank 1 never joined #4 …; it is in f (x.py:3); ranks 0, 2, 3 wait", if any is absent."""
     places: dict[str, list[int]] = {}
     for rank in hang.absent:
-        places.setdefault(where_else(words[rank], hang.group), []).append(rank)
-    told = [_joined(ranks, str(hang), at) for at, ranks in places.items()]
-    return ["; ".join(told) + who_waits(hang.waiting, words)] if told else []
+        places.setdefault(format_place(statuses[rank], hang.group), []).append(rank)
+    texts = [_never_joined(ranks, str(hang), place) for place, ranks in places.items()]
+    return ["; ".join(texts) + format_waiting(hang.waiting, statuses)] if texts else []
 
 
-def _stuck(hang: Hang, words: Mapping[int, RankStatus]) -> str:
-    joined = "alone" if len(hang.waiting) == 1 else "all"
-    verb = "is" if len(hang.waiting) == 1 else "are"
+def _never_joined(ranks: Sequence[int], call: str, place: str) -> str:
+    verb = "it is" if len(ranks) == 1 else "they are"
+    return f"{format_ranks(ranks)} never joined {call}; {verb} in {place}"
+
+
+def _stuck(hang: Hang, statuses: Statuses) -> str:
+    verb, joined = ("is", "alone") if len(hang.waiting) == 1 else ("are", "all")
     return (
-        f"{name_ranks(hang.waiting)} {verb} {joined} in {hang}, which does not end: the backend or "
-        f"the network does not carry it{in_phase(hang.waiting, words)}"
+        f"{format_ranks(hang.waiting)} {verb} {joined} in {hang}, which does not end: the backend "
+        f"or the network does not carry it{format_phase(hang.waiting, statuses)}"
     )

@@ -98,7 +98,7 @@ def opened(world: World, facts: Sequence[Mapping[str, Any]]) -> Iterator[Clocks]
     its = Clocks(world, clocks.clocks(facts))
     with contextlib.ExitStack() as stack:
         if len(its.ranks) > 1:
-            world.watchdog.phase("the comparison of the hosts' clocks")
+            world.watchdog.begin_phase("the comparison of the hosts' clocks")
             its.objection = _connect(world, [each[0] for each in its.ranks[1:]], its.peers, stack)
         its._compare()
         yield its
@@ -147,7 +147,7 @@ def _patience(world: World) -> float:
 
 def _compared(world: World, ranks: list[list[int]], peers: dict[int, socket.socket]) -> list[Ahead]:
     """What each clock is ahead now, in all ranks."""
-    world.watchdog.phase("the comparison of the hosts' clocks")
+    world.watchdog.begin_phase("the comparison of the hosts' clocks")
     others = [each[0] for each in ranks[1:]]
     count = max(FEWEST, EXCHANGES // len(others))
     found = [Ahead(0, 0)]

@@ -58,7 +58,7 @@ def train(
     training = task.training
     if training is None:
         raise ValueError("this task has no training: only its steps can be measured")
-    world.watchdog.phase("the start of the training")
+    world.watchdog.begin_phase("the start of the training")
     folder = checkpoint.parent if checkpoint and world.rank == 0 else Path()
     absent = None if folder.is_dir() else f"--checkpoint {checkpoint}: there is no folder {folder}"
     if (sentence := control.agree_objection(world, absent)) is not None:
@@ -72,7 +72,7 @@ def train(
     check = verify(ddp, optimizer) if verify else None
     trained: list[Epoch] = []
     while state.epoch < epochs:
-        world.watchdog.phase(f"epoch {state.epoch + 1} of the training")
+        world.watchdog.begin_phase(f"epoch {state.epoch + 1} of the training")
         trained.append(_epoch(world, tested, task, training, ddp, state, check))
         if checkpoint is not None:
             _save(world, checkpoint, state)
@@ -165,7 +165,7 @@ def _settings(training: Training, optimizer: torch.optim.Optimizer) -> dict[str,
 
 def _save(world: World, path: Path, state: _State) -> None:
     """Rank 0 writes the checkpoint. Raises Refused, in all ranks, when it cannot."""
-    world.watchdog.phase("the saving of the checkpoint")
+    world.watchdog.begin_phase("the saving of the checkpoint")
     objection = None
     if world.rank == 0:
         content = io.BytesIO()
@@ -200,7 +200,7 @@ def _resume(world: World, path: Path | None, state: _State, epochs: int) -> None
     """
     if path is None:
         raise ValueError("nothing to resume from: name the checkpoint")
-    world.watchdog.phase("the reading of the checkpoint")
+    world.watchdog.begin_phase("the reading of the checkpoint")
     content, objection = b"", None
     if world.rank == 0:
         try:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.hang.self_report import Who, whoami
+from ddpbench.hang.self_report import RankIdentity, identify
 from ddpbench.launch import siblings, slurm
 from ddpbench.launch.placement import (
     Placement,
@@ -128,18 +128,18 @@ def _broadcast_address_over_mpi(
 
 def gather_introductions(
     store: dist.Store, placement: Placement, seconds: float
-) -> tuple[tuple[Who, ...], tuple[Endpoint, ...]]:
-    """Who and where all ranks are, once gloo can connect them.
+) -> tuple[tuple[RankIdentity, ...], tuple[Endpoint, ...]]:
+    """RankIdentity and where all ranks are, once gloo can connect them.
 
     Raises Refused on all ranks if gloo cannot, and also names ranks that do not come in time.
     """
-    me, rank = whoami(placement.rank), placement.rank
+    me, rank = identify(placement.rank), placement.rank
     requested = os.environ.get(network.GLOO)
     with network.open_endpoint(rank, f"{me.boot_id}/{me.network}", requested) as own:
         introductions = _gather_over_store(
             store, placement, seconds, "here", [asdict(me), asdict(own)]
         )
-        members = tuple(Who(**fields) for fields, _ in introductions)
+        members = tuple(RankIdentity(**fields) for fields, _ in introductions)
         endpoints = tuple(Endpoint(**fields) for _, fields in introductions)
         objection = network.find_objection(endpoints)
         if objection is None and len({endpoint.network for endpoint in endpoints}) > 1:

@@ -18,8 +18,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from ddpbench.hang import board
-from ddpbench.hang.places import described
-from ddpbench.hang.self_report import Who
+from ddpbench.hang.places import describe_error
+from ddpbench.hang.self_report import RankIdentity
 from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, Watchdog
 from ddpbench.launch import siblings, sockets
 from ddpbench.launch.placement import PATIENT, Placement, Refused
@@ -43,7 +43,7 @@ class World:
     """
 
     placement: Placement
-    members: tuple[Who, ...]  # by rank
+    members: tuple[RankIdentity, ...]  # by rank
     endpoints: tuple[Endpoint, ...]  # by rank
     watchdog: Watchdog
     timeout: timedelta
@@ -75,7 +75,7 @@ class World:
         """Network → ranks that share it: containers of one machine can be several hosts."""
         return self._group_ranks(lambda member: f"{member.boot_id}/{member.network}")
 
-    def _group_ranks(self, key: Callable[[Who], str]) -> dict[str, list[int]]:
+    def _group_ranks(self, key: Callable[[RankIdentity], str]) -> dict[str, list[int]]:
         """Ranks by key, in order of first rank."""
         groups: dict[str, list[int]] = {}
         for member in self.members:
@@ -141,7 +141,7 @@ class World:
         """
         import torch.distributed as dist
 
-        self.watchdog.phase(f"the set-up of the {torch_name} group")
+        self.watchdog.begin_phase(f"the set-up of the {torch_name} group")
         try:
             group = dist.new_group(members, backend=torch_name, timeout=self.timeout)
         except (AssertionError, ImportError, TypeError, ValueError) as error:
@@ -217,7 +217,7 @@ def join_world(
         )
         yield world
         # The ranks leave together: the store lives in one of them.
-        watchdog.phase("the end of the run")
+        watchdog.begin_phase("the end of the run")
         control.broadcast_decision(world, 0)
     except Refused:
         raise
@@ -231,17 +231,20 @@ def join_world(
 
 
 def _start_watchdog(
-    store: dist.Store, placement: Placement, members: tuple[Who, ...], rendezvous: Rendezvous
+    store: dist.Store,
+    placement: Placement,
+    members: tuple[RankIdentity, ...],
+    rendezvous: Rendezvous,
 ) -> Watchdog:
     hurried = placement.launcher == "mpirun" and PATIENT not in os.environ
     return Watchdog(
-        board.client(store, placement.world_size),
+        store,
         placement.rank,
         members,
         rendezvous.timeout_seconds,
-        board.leave,
-        HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
-        rendezvous.watchdog,
+        leave=board.end_process,
+        signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
+        mode=rendezvous.watchdog,
     )
 
 
@@ -250,7 +253,7 @@ def _report_error(error: Exception, watchdog: Watchdog) -> NoReturn:
     if not isinstance(error, (RuntimeError, OSError, MemoryError)):
         # Neither a backend nor the machine raises these: it is a defect, shown whole.
         sys.stderr.write(redact.text("".join(traceback.format_exception(error))))
-    cause, place = described(error)
+    cause, place = describe_error(error)
     watchdog.end(cause, place=place)
 
 

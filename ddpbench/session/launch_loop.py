@@ -136,7 +136,7 @@ def _measure(
         for case in work.cases:
             if control.agree_objection(world, world.interrupted) is not None:
                 break
-            world.watchdog.phase(work.phase(case))
+            world.watchdog.begin_phase(work.phase(case))
             recorder.add(*measure(case))
             progress.advance(1)
             failure = control.broadcast_value(world, recorder.failure)

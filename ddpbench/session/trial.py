@@ -17,7 +17,7 @@ from ddpbench.catalog import faults, user_workload
 from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.task import Place, Task, Workload
-from ddpbench.hang.places import place_of_error
+from ddpbench.hang.places import find_error_place
 from ddpbench.measure import step, training
 from ddpbench.measure.rounds import ARMS, Measured, Pace, Rounds
 from ddpbench.measure.step import Replica
@@ -307,4 +307,4 @@ def _told(error: Exception) -> str:
     """A sentence; of what nobody here has raised on purpose also its kind and place."""
     if isinstance(error, (ValueError, MemoryError)):
         return control.first_line(error, 300)
-    return f"{type(error).__name__}: {control.first_line(error, 300)}, at {place_of_error(error)}"
+    return f"{type(error).__name__}: {control.first_line(error, 300)}, at {find_error_place(error)}"

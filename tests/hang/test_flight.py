@@ -33,7 +33,7 @@ def settled(source: Flight) -> Any:
     """The logs once all has ended: the recorder hears of it a moment after who waits."""
     until = time.monotonic() + 20
     while time.monotonic() < until:
-        logs = source.logs("", whole=True)
+        logs = source.read_logs("", whole=True)
         if all(log.started == log.finished for log in logs):
             return logs
         time.sleep(0.01)
@@ -51,7 +51,7 @@ def test_the_recorder_of_this_torch_is_understood() -> None:
     dist.barrier()
     other = dist.new_group([0])
     dist.all_reduce(torch.zeros(4, dtype=torch.bfloat16), group=other)
-    default, second = source.logs("", whole=False)
+    default, second = source.read_logs("", whole=False)
     assert (default.group, default.members, default.started, default.calls) == ("", (0,), 3, ())
     assert second.group.startswith("of group ")
     assert second.started == 1
@@ -67,9 +67,9 @@ def test_the_recorder_of_this_torch_is_understood() -> None:
         )
         assert default.exact
     dist.destroy_process_group()
-    assert [log.started for log in source.logs("", whole=True)] == [3, 1]
+    assert [log.started for log in source.read_logs("", whole=True)] == [3, 1]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    (again,) = Flight(fresh=True).logs("", whole=True)
+    (again,) = Flight(fresh=True).read_logs("", whole=True)
     assert (again.started, again.finished) == (0, 0)
 
 
@@ -79,7 +79,7 @@ def test_a_group_of_others_hides_no_record() -> None:
     and the others' records are read all the same."""
     dist.all_reduce(torch.zeros(2))
     distributed_c10d._world.pg_group_ranks[dist.GroupMember.NON_GROUP_MEMBER] = {1: 0}
-    (log,) = Flight().logs("", whole=True)
+    (log,) = Flight().read_logs("", whole=True)
     assert (log.started, len(log.calls)) == (1, 1)
 
 
@@ -89,7 +89,7 @@ def test_without_a_recorder_the_sequence_number_is_told(monkeypatch: pytest.Monk
     monkeypatch.setattr(flight, "_recorders", lambda _: {})
     dist.all_reduce(torch.zeros(2))
     dist.all_reduce(torch.zeros(2))
-    (log,) = Flight().logs("all_reduce", whole=True)
+    (log,) = Flight().read_logs("all_reduce", whole=True)
     assert (log.started, log.finished, log.exact) == (2, 1, False)
     assert log.calls == (Call(2, "all_reduce"),)
 

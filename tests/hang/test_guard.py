@@ -8,14 +8,17 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from command_lines import clean_environment
 
 import ddpbench
 from ddpbench.hang import flight
+from ddpbench.hang.board import StoreClient
 from ddpbench.launch import placement
 
 SCRIPT = Path(__file__).parent / "watched_scripts.py"
@@ -34,7 +37,7 @@ GLOO = (
     ("talk", "inside", "store", "raise", "receive", "quiet", "order", "shape"),
     (
         "pairs", "pipeline", "cycle", "ring", "posted", "cleanup", "uneven", "alive", "compute",
-        "replicas", "finally", "worker", "short",
+        "replicas", "finally", "short", "worker",
     ),
 )  # fmt: skip
 
@@ -180,11 +183,25 @@ def test_a_healthy_job_is_left_alone(folder: Path) -> None:
     assert told == []
 
 
-def test_a_process_that_ends_while_its_store_is_asked_is_not_aborted() -> None:
-    """The thread that asks comes back from C++ before the interpreter ends."""
-    with running(sys.executable, str(SCRIPT.with_name("leaving.py"))) as process:
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+STORE = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+def test_no_thread_stays_in_a_store_that_does_not_answer() -> None:
+    """If one were still in C++ when the interpreter ends, the process would be aborted."""
+    with running(sys.executable, "-c", STORE) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        client = StoreClient(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), 1)
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert client.request(0.1, lambda store: store.add("left", 1)) is None
+        client.close()
+    assert "ddpbench-store" not in [thread.name for thread in threading.enumerate()]
 
 
 HANGS = {

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ddpbench
-from ddpbench.hang.places import called, place_of_error
+from ddpbench.hang.places import find_distributed_call, find_error_place
 
 OURS = str(Path(ddpbench.__file__).parent / "replicas" / "verifier.py")
 MACHINERY = str(Path(ddpbench.__file__).parent / "hang" / "guard.py")
@@ -59,7 +59,7 @@ def test_the_innermost_line_of_the_program_is_told(paths: tuple[str, ...], told:
     """From a checkout ddpbench's own lines are no program's either, and neither are code without a
     file, the command that started it, or what torch has compiled; where there is nothing else, the
     best of them is told."""
-    assert place_of_error(failing(*paths)) == f"run ({told}:2)"
+    assert find_error_place(failing(*paths)) == f"run ({told}:2)"
 
 
 def test_the_line_of_an_error_is_where_it_was_raised() -> None:
@@ -74,7 +74,7 @@ def test_the_line_of_an_error_is_where_it_was_raised() -> None:
     with pytest.raises(NotImplementedError) as caught:
         run()
     line = run.__code__.co_firstlineno + 2
-    assert place_of_error(caught.value) == f"run (test_places.py:{line})"
+    assert find_error_place(caught.value) == f"run (test_places.py:{line})"
 
 
 def called_in_a_thread(wait: Callable[[], object]) -> str:
@@ -83,7 +83,7 @@ def called_in_a_thread(wait: Callable[[], object]) -> str:
     thread.start()
     time.sleep(0.3)
     try:
-        return called(sys._current_frames()[thread.ident or 0])
+        return find_distributed_call(sys._current_frames()[thread.ident or 0])
     finally:
         thread.join()
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpbench.hang import watchdog
-from ddpbench.hang.self_report import Who, state_of, whoami
+from ddpbench.hang.self_report import RankIdentity, identify, observe_state
 from ddpbench.hang.status import ALIVE, DIED, STOPPED
 from ddpbench.hang.watchdog import Watchdog
 
@@ -34,16 +34,16 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
-HERE = Who(0, "node", os.getpid(), "boot")
+HERE = RankIdentity(0, "node", os.getpid(), "boot")
 
 
 def seen_as(process: subprocess.Popen[bytes], state: str) -> bool:
     """Whether the process is seen in this state within 5 s: signals take a moment."""
-    who = Who(3, "node", process.pid, "boot")
+    who = RankIdentity(3, "node", process.pid, "boot")
     until = time.monotonic() + 5
-    while state_of(who, HERE) != state and time.monotonic() < until:
+    while observe_state(who, HERE) != state and time.monotonic() < until:
         time.sleep(0.01)
-    return state_of(who, HERE) == state
+    return observe_state(who, HERE) == state
 
 
 def test_a_process_is_seen_alive_stopped_alive_again_and_dead(
@@ -64,13 +64,16 @@ def test_a_process_is_seen_alive_stopped_alive_again_and_dead(
 
 def test_a_process_of_another_host_cannot_be_seen(child: subprocess.Popen[bytes]) -> None:
     """Its pid means nothing here, even if a process of this host has the same one."""
-    assert state_of(Who(3, "other", child.pid, "other boot"), HERE) == CUT_OFF
-    assert state_of(Who(3, "other", os.getpid(), "other boot"), HERE) == CUT_OFF
+    assert observe_state(RankIdentity(3, "other", child.pid, "other boot"), HERE) == CUT_OFF
+    assert observe_state(RankIdentity(3, "other", os.getpid(), "other boot"), HERE) == CUT_OFF
 
 
 def test_a_process_of_another_namespace_cannot_be_seen(child: subprocess.Popen[bytes]) -> None:
     """Two containers of one machine share its boot id, but not their pids."""
-    assert state_of(Who(3, "node", child.pid, "boot", processes="other"), HERE) == CUT_OFF
+    assert (
+        observe_state(RankIdentity(3, "node", child.pid, "boot", processes="other"), HERE)
+        == CUT_OFF
+    )
 
 
 def a_watchdog(mode: str, left: list[int]) -> Watchdog:
@@ -80,7 +83,7 @@ def a_watchdog(mode: str, left: list[int]) -> Watchdog:
         left.append(code)
         sys.exit()  # the watchdog's thread
 
-    return Watchdog(dist.HashStore(), 0, [whoami(0)], 0.2, leave, mode=mode)
+    return Watchdog(dist.HashStore(), 0, [identify(0)], 0.2, leave=leave, mode=mode)
 
 
 @pytest.mark.parametrize(("mode", "told"), [("tell", 2), ("off", 0)])
@@ -91,7 +94,7 @@ def test_a_deadline_may_only_be_told_or_be_off(
     left: list[int] = []
     dog = a_watchdog(mode, left)
     for _ in range(2):
-        dog.phase("a long phase")
+        dog.begin_phase("a long phase")
         time.sleep(0.7)
     dog.close()
     err = capfd.readouterr().err
@@ -106,7 +109,7 @@ def test_a_missed_deadline_ends_the_rank(capfd: pytest.CaptureFixture[str]) -> N
     left: list[int] = []
     dog = a_watchdog("end", left)
     dog.on_end = lambda *end: left.append(0)
-    dog.phase("a long phase")
+    dog.begin_phase("a long phase")
     until = time.monotonic() + 20
     while 5 not in left and time.monotonic() < until:
         time.sleep(0.05)

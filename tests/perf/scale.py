@@ -34,7 +34,7 @@ from tabulate import tabulate
 
 from ddpbench.catalog import backends
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.hang.watchdog import Who
+from ddpbench.hang.self_report import RankIdentity
 from ddpbench.launch.placement import Placement
 from ddpbench.measure import pace
 from ddpbench.records import store
@@ -80,7 +80,8 @@ def simulate(size: int) -> World:
     }
     for name, fake in fakes.items():
         setattr(dist, name, fake)
-    who = tuple(Who(r, f"host{r // A_HOST}", r, f"boot{r // A_HOST}") for r in range(size))
+    hosts = {rank: f"host{rank // A_HOST}" for rank in range(size)}
+    who = tuple(RankIdentity(rank, host, rank, f"boot of {host}") for rank, host in hosts.items())
     watchdog: Any = SimpleNamespace(signal=None, rearm=lambda: None, phase=lambda what: None)
     net = tuple(Endpoint(r, its.host, its.boot_id, "", {}, {}) for r, its in enumerate(who))
     place = Placement("torchrun", 0, size, 0, A_HOST)

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpbench
 from ddpbench.hang.flight import Flight
-from ddpbench.hang.self_report import heartbeat
+from ddpbench.hang.self_report import read_heartbeat
 
 CALLS, STEPS, WARM = 4000, 40, 2
 
@@ -118,7 +118,7 @@ def main(rank: int, size: int, blocks: int, store: str) -> None:
     flight, beats = Flight(), []
     for _ in range(200):
         began = time.perf_counter()
-        heartbeat(flight)
+        read_heartbeat(flight)
         beats.append(time.perf_counter() - began)
     if rank == 0:
         head = ["", "without", "with", "difference", "%"]

@@ -140,7 +140,7 @@ def gather_readings(
     for number, cells in enumerate(steps):
         names = " and ".join(f"rank {a} to {b}" for a, b in cells[:2])
         more = f" and {len(cells) - 2} more" if len(cells) > 2 else ""
-        world.watchdog.phase(f"the measurement of links: {names}{more}")
+        world.watchdog.begin_phase(f"the measurement of links: {names}{more}")
         control.barrier_all()
         for sender, receiver in cells:
             if world.rank == sender:
