@@ -210,7 +210,7 @@ _ALL = (
         setup_faults.wrong_interface, kind=IN_SET_UP,
     ),
     Fault(
-        "mixed-versions", "one rank tells of another torch", setup_faults.mixed_versions,
+        "mixed-versions", "one rank reports another version of torch", setup_faults.mixed_versions,
         kind=IN_SET_UP,
     ),
     Fault(

@@ -47,7 +47,7 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
 def _examination(examination: Examination, style: Style) -> list[str]:
     title = f"{examination.name}  {examination.backend}, {examination.seconds:.1f} s"
     lines = [*examination.told, *(f"not checked: {text}" for text in examination.unchecked)]
-    shown = [style.block(title, style.gap.join(lines))]
+    shown = [style.block(title, style.gap.join(lines)).rstrip()]
     return shown + [block for table in examination.tables for block in table_blocks(table, style)]
 
 

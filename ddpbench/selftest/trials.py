@@ -185,7 +185,7 @@ TRIALS = (
                  r"\(rank 1\) has GLOO_SOCKET_IFNAME=nonesuch0"),
     ),
     Trial(
-        "mixed-versions", "rank 1 tells of torch 1.0.0", _planted("mixed-versions:rank=1"),
+        "mixed-versions", "rank 1 reports torch 1.0.0", _planted("mixed-versions:rank=1"),
         Expected((1,), r"mixed-versions: ", r"rank 1 runs torch 1\.0\.0, rank 0 "),
     ),
     Trial(
