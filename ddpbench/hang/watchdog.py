@@ -124,7 +124,7 @@ class Watchdog:
             self.end(cause, late=True)
         self._deadline = math.inf  # until the rank makes progress
         self._reports += 1
-        self._report(f"tell/{self._reports}", self._read_status(cause, True), False)
+        self._report(f"report/{self._reports}", self._read_status(cause, True), False)
 
     def _handle_signal(self, number: int) -> None:
         if number not in SIGNAL_SECONDS:

@@ -38,7 +38,7 @@ class Rendezvous:
     master_addr: str | None = None
     master_port: int | None = None
     timeout_seconds: float = 60.0
-    watchdog: str = "end"  # at a missed deadline: "end" the run, "tell" about it, or "off"
+    watchdog: str = "end"  # at a missed deadline: "end" the run, "report" it, or "off"
 
     @property
     def group_timeout(self) -> timedelta:

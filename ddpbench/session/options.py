@@ -200,10 +200,11 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--watchdog",
-        choices=("end", "tell", "off"),
+        choices=("end", "report", "off"),
+        type=lambda action: {"tell": "report"}.get(action, action),  # as it was called
         default="end",
-        help="what a missed deadline brings once the ranks have met: a verdict and the end "
-        "(default), a verdict only, or nothing",
+        help="what to do when a deadline is missed: end the run, report it, or ignore it "
+        "(default: end)",
     )
 
 

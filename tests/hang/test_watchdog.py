@@ -86,11 +86,11 @@ def a_watchdog(mode: str, left: list[int]) -> Watchdog:
     return Watchdog(dist.HashStore(), 0, [identify(0)], 0.2, leave=leave, mode=mode)
 
 
-@pytest.mark.parametrize(("mode", "told"), [("tell", 2), ("off", 0)])
+@pytest.mark.parametrize(("mode", "told"), [("report", 2), ("off", 0)])
 def test_a_deadline_may_only_be_told_or_be_off(
     capfd: pytest.CaptureFixture[str], mode: str, told: int
 ) -> None:
-    """--watchdog tell: one sentence a missed deadline, and the rank goes on; off: none."""
+    """--watchdog report: one sentence a missed deadline, and the rank goes on; off: none."""
     left: list[int] = []
     dog = a_watchdog(mode, left)
     for _ in range(2):

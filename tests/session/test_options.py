@@ -229,3 +229,11 @@ def test_an_unknown_command_is_refused_by_rank_0_alone_or_without_a_launcher() -
     sentence = "ddpbench: unknown command 'colectives': choose ab, baseline, "
     assert [err.startswith(sentence) for _, err in outputs] == [True, True, False, True]
     assert [err.count("\n") for _, err in outputs] == [1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("action", ["tell", "report"])
+def test_the_former_name_of_watchdog_report_is_accepted(action: str) -> None:
+    """In command lines of older runs it is called tell."""
+    parser = argparse.ArgumentParser()
+    options.add_where(parser)
+    assert parser.parse_args(["--watchdog", action]).watchdog == "report"
