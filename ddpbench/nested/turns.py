@@ -1,8 +1,8 @@
-"""Two variants of one measurement, launch by launch in randomised blocks of one each.
+"""Measure two variants in turns: launch by launch, in randomised blocks of one launch each.
 
-All of one before all of the other makes a drift of the machine read as a change (40 % false
-verdicts in a simulation; 2 % by turns). Each variant is a command of its own with its own Python,
-environment and options, which waits for its turn (`--paced`).
+If all launches of one came before those of the other, a drift of the machine would read as a change
+(40 % false verdicts in a simulation; 2 % in turns). Each variant is a command of its own with its
+own Python, environment and options, which waits for its turn (`--paced`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,17 +24,20 @@ import ddpbench
 from ddpbench.launch.placement import Refused
 from ddpbench.nested.command_line import MEASURING, check, last_message, plan_cases
 from ddpbench.records import redact, store
+from ddpbench.records.choices import list_choices
+from ddpbench.records.store import InvalidRun
+from ddpbench.records.visible import tell
 from ddpbench.session import options, run_folder
 
-TAKEN = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
+SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
 PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
-CHECK_SECONDS = 120.0  # for another Python to import torch and ddpbench
+CHECK_SECONDS = 120.0  # until another Python has imported torch and ddpbench
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One side: its name, what it is run with, and the words of its own."""
+    """One side: its name, its Python and environment, and its own options."""
 
     name: str
     python: str
@@ -42,11 +45,11 @@ class Variant:
     words: tuple[str, ...]
 
     def __str__(self) -> str:
-        return self.shown(self)
+        return self.describe(self)
 
-    def shown(self, other: Variant) -> str:
-        """In words, without secrets: of these whether they are the other variant's too."""
-        own = [] if self.python == sys.executable else ["--python", self.python]
+    def describe(self, other: Variant) -> str:
+        """Return the variant as one types it; of a secret only whether the other one has it too."""
+        python = [] if self.python == sys.executable else ["--python", self.python]
         variables = []
         for name, value in self.environ.items():
             text = shlex.quote(redact.text(value))
@@ -54,11 +57,11 @@ class Variant:
                 same = other.environ.get(name, value) == value
                 text = "(hidden)" if same else "(hidden, differs)"
             variables.append(f"{name}={text}")
-        return " ".join([*variables, shlex.join(redact.arguments([*own, *self.words]))]).strip()
+        return " ".join([*variables, shlex.join(redact.arguments([*python, *self.words]))]).strip()
 
 
 class Failed(Exception):
-    """One side could not be measured; the sentence names the side, its reason and its command."""
+    """A side could not be measured; the sentence names the side, the reason and the command."""
 
     def __init__(self, side: Side, reason: str, code: int) -> None:
         super().__init__(f"side {side.variant.name}: {reason}. Its command: {side.command}")
@@ -67,41 +70,48 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class End:
-    """Why measuring by turns ended before its time, and the exit code."""
+    """Why measuring in turns ended early, and the exit code."""
 
     code: int
     sentence: str = ""
 
 
-def add_measured(parser: argparse.ArgumentParser, results: str) -> None:
-    """What is measured, by turns, and where it is stored."""
+def add_measured(parser: argparse.ArgumentParser, results: str, usual: str) -> None:
+    """Add the command that is measured, with its usual words, the seed and the output folder."""
     parser.add_argument(
         "words",
         nargs=argparse.REMAINDER,
         metavar="COMMAND …",
-        help=f"what is measured: {' or '.join(MEASURING)}, and the options of it",
+        help=f"command to measure: {list_choices(MEASURING)}, with its options (default: {usual})",
     )
-    parser.add_argument("--seed", type=options.whole(0), help="of all orders; default: drawn")
-    parser.add_argument("--output", metavar="FOLDER", help=f"default: a new one in {results}")
+    parser.add_argument(
+        "--seed", type=options.whole(0), metavar="N", help="seed of all orders (default: random)"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FOLDER",
+        help=f"folder for the two runs (default: a new one in {results})",
+    )
 
 
-def measured_words(namespace: argparse.Namespace, usual: Sequence[str]) -> list[str]:
-    """The command that is measured, without a `--` before it; where none was given, the usual."""
-    words = list(namespace.words)
-    return words[words[:1] == ["--"] :] or list(usual)
-
-
-def prepared(
-    namespace: argparse.Namespace, variants: Sequence[Variant], results: Path, label: str
+def prepare(
+    namespace: argparse.Namespace,
+    variants: Sequence[Variant],
+    results: Path,
+    label: str,
+    usual: Sequence[str],
 ) -> Path:
-    """The folder for what is measured, after all that can be refused has been; and the seed.
+    """Validate the request, choose a seed, and create the output folder.
 
-    Raises Refused, or SystemExit with a sentence.
+    usual: the command to measure if namespace.words has none. Raises Refused, or SystemExit with a
+    sentence.
     """
-    for each in variants:
-        _check([*namespace.words, *each.words])
-    for each in variants:
-        _check_python(each)
+    words = list(namespace.words)
+    namespace.words = words[words[:1] == ["--"] :] or list(usual)
+    for variant in variants:
+        _check([*namespace.words, *variant.words])
+    for variant in variants:
+        _check_python(variant)
     if getattr(namespace, "only", None):  # calibrate has none
         _check_only(namespace, variants)
     if namespace.seed is None:
@@ -116,8 +126,48 @@ def prepared(
     return folder
 
 
-def variant(name: str, text: str) -> Variant:
-    """ "NAME=VALUE … --python PATH --option …" as a variant. Raises Refused where it is none."""
+def measure(
+    namespace: argparse.Namespace,
+    variants: Sequence[Variant],
+    folder: Path,
+    launches: int,
+    measure_blocks: Callable[[Callable[[], None]], None],
+) -> End | None:
+    """Start a process for each variant and measure blocks; return how it ended, if early.
+
+    launches: the most that a variant may have. measure_blocks: called with a function that measures
+    one block.
+    """
+    order = random.Random(namespace.seed)
+    try:
+        with _opened(variants, namespace, folder, launches) as sides:
+            measure_blocks(lambda: measure_block(sides, order))
+    except KeyboardInterrupt:
+        return End(130)
+    except Failed as error:
+        return End(error.code, str(error))
+    return _find_wrong_result(sides)
+
+
+def conclude(folder: Path, end: End | None, show: Callable[[], int]) -> int:
+    """Show what was measured, then why it ended early; return the exit code.
+
+    Raises InvalidRun and Refused, as `show`, unless a side failed: then nothing may be there.
+    """
+    code = 0
+    try:
+        code = show()
+    except (InvalidRun, Refused):
+        if end is None:
+            raise
+    if end is not None and end.sentence:
+        tell(end.sentence)
+    tell(f"stored in {folder}")
+    return code if end is None else end.code
+
+
+def parse_variant(name: str, text: str) -> Variant:
+    """Return the variant of "NAME=VALUE … --python PATH --option …". Raises Refused."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -140,129 +190,136 @@ def variant(name: str, text: str) -> Variant:
 
 
 class Side:
-    """A variant's process while it measures, one launch a turn; its run grows in `folder`."""
+    """The process that measures a variant, one launch per turn; its run grows in `folder`."""
 
     def __init__(
         self, variant: Variant, words: Sequence[str], folder: Path, settings: Sequence[str] = ()
     ) -> None:
         self.variant, self.folder = variant, folder
-        self._words = [*words, *variant.words]
+        self._line = [variant.python, "-m", "ddpbench", *words, *variant.words]
         self._errors = (folder.parent / f"{folder.name}.stderr").open("w+", errors="replace")
         self._process = subprocess.Popen(
-            [variant.python, "-m", "ddpbench", *self._words, *settings, "--paced", "--quiet",
-             "--output", str(folder)],
+            [*self._line, *settings, "--paced", "--quiet", "--output", str(folder)],
             env=_environ(variant),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
             start_new_session=True,  # Ctrl-C reaches it once, from here
-        )  # fmt: skip
+        )
 
     @property
     def command(self) -> str:
-        """What measures this side alone, as one types it."""
+        """The command that measures this side alone, as one types it."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variant.environ.items()]
-        return " ".join([*variables, shlex.join([self.variant.python, "-m", "ddpbench",
-                                                 *self._words])])  # fmt: skip
+        return " ".join([*variables, shlex.join(self._line)])
 
     def turn(self) -> None:
-        """One launch. Raises Failed with the side's own sentence where it is refused or ends."""
+        """Measure one launch. Raises Failed, with the side's own message, if it fails."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._errors.seek(0, os.SEEK_END)
-        told = self._errors.tell()
+        begin = self._errors.tell()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
-        # What a module of the user's prints is passed over.
+        # A module of the user may print to stdout too.
         code = next((int(line) for line in self._process.stdout if line.strip().isdigit()), None)
         if code == 0:
             return
         if code is None:  # it has ended, perhaps before its turn
-            code, told = self._process.wait(60), 0
-        self._errors.seek(told)
+            code, begin = self._process.wait(60), 0
+        self._errors.seek(begin)
         raise Failed(self, last_message(self._errors.read()), code)
 
     def interrupt(self) -> None:
-        """As Ctrl-C would: it stores what it has."""
+        """Interrupt it as Ctrl-C would; it stores what it has."""
         self._process.send_signal(signal.SIGINT)
 
     def close(self) -> None:
-        """Let it finish its run, and wait for it; one that does not end is killed."""
+        """Let it finish its run and wait for it; kill it if it does not end."""
         with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
             self._process.communicate(timeout=120)
         self._process.kill()
         self._process.wait()
         self._errors.seek(0)
-        kept = redact.text(self._errors.read())
+        text = redact.text(self._errors.read())
         self._errors.seek(0)
         self._errors.truncate()
-        self._errors.write(kept)
+        self._errors.write(text)
         self._errors.close()
 
 
 @contextlib.contextmanager
-def sides(
+def _opened(
     variants: Sequence[Variant], namespace: argparse.Namespace, folder: Path, launches: int
 ) -> Iterator[list[Side]]:
-    """The variants' processes, for at most so many launches each, ended together."""
-    started: list[Side] = []
+    """Start the variants' processes, for at most so many launches each; end them together."""
+    sides: list[Side] = []
     settings = ["--launches", str(launches), "--seed", str(namespace.seed)]
     try:
-        for each in variants:
-            side = Side(each, namespace.words, folder / each.name, settings)
-            started.append(side)  # at once: it is to be ended even where the next cannot begin
-        yield started
+        for variant in variants:
+            side = Side(variant, namespace.words, folder / variant.name, settings)
+            sides.append(side)  # at once: it must be closed even if the next one cannot start
+        yield sides
     except KeyboardInterrupt:
-        for side in started:
+        for side in sides:
             side.interrupt()
         raise
     finally:
-        for side in started:
+        for side in sides:
             side.close()
         show_progress("")
 
 
-def block(started: Sequence[Side], order: random.Random) -> None:
-    """One launch of each, in random order. Raises Failed where one fails."""
-    for side in order.sample(started, len(started)):
+def measure_block(sides: Sequence[Side], order: random.Random) -> None:
+    """Measure one launch of each side, in random order. Raises Failed."""
+    for side in order.sample(sides, len(sides)):
         side.turn()
 
 
-def wrong(started: Sequence[Side]) -> End | None:
-    """How it ended where a side that has been closed found its results wrong."""
-    for side in started:
+def _find_wrong_result(sides: Sequence[Side]) -> End | None:
+    """Return the end that a wrong result means, if a closed side has one."""
+    for side in sides:
         run = store.read(side.folder)
         if run.exit_code == 4:
-            errors = [each.sentence for each in run.findings if each.severity == "error"]
-            failed = Failed(side, next(iter(errors), "a result was wrong"), 4)
-            return End(failed.code, str(failed))
+            errors = [finding.sentence for finding in run.findings if finding.severity == "error"]
+            return End(4, str(Failed(side, next(iter(errors), "a result was wrong"), 4)))
     return None
 
 
 def show_progress(progress: str) -> None:
-    """Where it stands, on a terminal."""
+    """Show on a terminal how far it is."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[Kddpbench: {progress}")
         sys.stderr.flush()
 
 
 def _environ(variant: Variant) -> dict[str, str]:
-    """What a variant's process runs with; where its Python has no ddpbench, it takes this one."""
+    """Return the environment of a variant's process; a Python without ddpbench imports this one."""
     package = str(Path(ddpbench.__file__).parents[1])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, **variant.environ}
 
 
 def _check_python(variant: Variant) -> None:
-    """Raises Refused where another Python cannot import what a measurement needs."""
+    """Raise Refused if another Python cannot import what a measurement needs."""
     if variant.python == sys.executable:
         return
     word = "ddpbench can run"
+    commands = ", ".join(f"ddpbench.commands.{name}" for name in MEASURING)
+    program = f"import torch, {commands}; print({word!r})"
     try:
         done = subprocess.run(
-            [variant.python, "-c", f"import torch, ddpbench.cli; print({word!r})"],
-            env=_environ(variant), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            errors="replace", timeout=CHECK_SECONDS, check=False,
-        )  # fmt: skip
+            [variant.python, "-c", program],
+            env=_environ(variant),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=CHECK_SECONDS,
+            check=False,
+        )
         lines = done.stderr.strip().splitlines() or ["it is no Python interpreter"]
         reason = None if word in done.stdout else lines[-1]
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -275,16 +332,16 @@ def _check_python(variant: Variant) -> None:
 
 
 def _check_only(namespace: argparse.Namespace, variants: Sequence[Variant]) -> None:
-    """Raises Refused where no case that will be measured has one of the texts in its name."""
+    """Raise Refused if no case that will be measured has one of the texts in its name."""
     from ddpbench.render.labels import label  # loads numpy
 
     names: list[str] = []
-    for each in variants:
-        cases = None
-        if each.python == sys.executable:
-            cases = plan_cases([*namespace.words, *each.words])
+    for variant in variants:
+        if variant.python != sys.executable:
+            return  # another ddpbench may measure other cases
+        cases = plan_cases([*namespace.words, *variant.words])
         if cases is None:
-            return  # known once it is measured
+            return
         names += map(label, cases)
     if not any(text.lower() in name.lower() for text in namespace.only for name in names):
         raise Refused(
@@ -294,11 +351,11 @@ def _check_only(namespace: argparse.Namespace, variants: Sequence[Variant]) -> N
 
 
 def _check(words: Sequence[str]) -> None:
-    """Refuse a typo before anything is started. Raises Refused, or SystemExit with its sentence."""
+    """Refuse a typo before anything is started. Raises Refused, or SystemExit with a sentence."""
     name = next(iter(words), "")
     if name not in MEASURING:
-        raise Refused(f"{name!r} measures nothing: write {' or '.join(MEASURING)}, and its options")
+        raise Refused(f"{name!r} is not a command to measure: choose {list_choices(MEASURING)}")
     for word in words:
-        if word.split("=")[0] in TAKEN:
-            raise Refused(f"{word} is not to be given here: it is set for both sides")
+        if word.split("=")[0] in SET_HERE:
+            raise Refused(f"leave out {word}: ddpbench sets it for both sides")
     check(words)

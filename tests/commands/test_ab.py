@@ -1,4 +1,4 @@
-"""`ab` and `calibrate`: variants by turns, when they stop, what they refuse."""
+"""`ab` and `calibrate`: variants in turns, when they stop, what they refuse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddpbench import cli
 from ddpbench.commands import ab
 from ddpbench.launch.placement import Refused
 from ddpbench.nested import turns
-from ddpbench.nested.turns import Failed, Variant, variant
+from ddpbench.nested.turns import Failed, Variant, parse_variant
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
 
@@ -304,9 +304,9 @@ def test_another_python_is_tried_before_anything_is_measured(
         (["--a", "", "--b", "--python /bin"], "--python needs the path of a Python"),
         (["--a", "", "--b", "", "--", "collectives", "--oops"], "unknown option --oops"),
         (["--a", "", "--b", "--oops 3"], "unknown option --oops"),
-        (["--a", "", "--b", "", "colectives"], "'colectives' measures nothing"),
+        (["--a", "", "--b", "", "colectives"], "'colectives' is not a command to measure"),
         (["--a", "", "--b", "", "collectives", "--sizes", "4Q"], "4Q"),
-        (["--a", "", "--b", "--launches 3"], "--launches is not to be given here"),
+        (["--a", "", "--b", "--launches 3"], "leave out --launches: ddpbench sets it"),
         (["--a", "", "--b", "", "ddp", "--workload", "linear", "--width", "3"], "--width means"),
         (["--a", "", "--b", "", "--output", "taken"], "taken"),
     ],
@@ -326,11 +326,11 @@ def test_what_is_wrong_is_refused_before_anything_starts(
 
 def test_a_variant_is_environment_python_and_options() -> None:
     """In this order; quoted as a shell would."""
-    found = variant("a", f"X=1 Y='a b' --python {sys.executable} --op all_reduce")
+    found = parse_variant("a", f"X=1 Y='a b' --python {sys.executable} --op all_reduce")
     assert found == Variant("a", sys.executable, {"X": "1", "Y": "a b"}, ("--op", "all_reduce"))
     assert str(found) == "X=1 Y='a b' --op all_reduce"
     with pytest.raises(Refused, match="needs the path"):
-        variant("b", "--python")
+        parse_variant("b", "--python")
 
 
 def test_calibrate_measures_identical_sides_and_compare_uses_it(
@@ -421,5 +421,5 @@ def test_blocks_are_drawn() -> None:
 
     order = random.Random(1)
     for _ in range(20):
-        turns.block([Turn("a"), Turn("b")], order)  # type: ignore[list-item]
+        turns.measure_block([Turn("a"), Turn("b")], order)  # type: ignore[list-item]
     assert {"".join(names[i : i + 2]) for i in range(0, 40, 2)} == {"ab", "ba"}

@@ -129,9 +129,9 @@ def test_a_record_nested_too_deeply_is_damaged(tmp_path: Path) -> None:
 
 def test_the_sides_of_an_ab_are_told_apart_without_their_secrets() -> None:
     """What is hidden says whether the other side has the same."""
-    one = turns.variant("a", "HF_TOKEN=abc1 OMP_NUM_THREADS=1 --api-key x1")
-    two = turns.variant("b", "HF_TOKEN=abc2 OMP_NUM_THREADS=2")
-    assert one.shown(two) == "HF_TOKEN=(hidden, differs) OMP_NUM_THREADS=1 --api-key '***'"
+    one = turns.parse_variant("a", "HF_TOKEN=abc1 OMP_NUM_THREADS=1 --api-key x1")
+    two = turns.parse_variant("b", "HF_TOKEN=abc2 OMP_NUM_THREADS=2")
+    assert one.describe(two) == "HF_TOKEN=(hidden, differs) OMP_NUM_THREADS=1 --api-key '***'"
     assert str(one).startswith("HF_TOKEN=(hidden) OMP_NUM_THREADS=1")
 
 
