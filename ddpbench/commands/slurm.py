@@ -1,14 +1,13 @@
-"""A Slurm job that measures: its batch script is written and submitted, what it measures lands in
-results/ of this directory.
+"""Submit a Slurm job that measures. Its results appear in results/ of this directory.
 
 python -m ddpbench slurm -N2 -n4 --time=20
 python -m ddpbench slurm -N2 --gres=gpu:8 -- ddp --workload transformer
 python -m ddpbench slurm --wait -n4 -- collectives --op all_reduce --sizes 4:1M:x4
 
-Before `--` stand sbatch's own options. After it: collectives or ddp, and options of that one;
-options without a name go to both, and without any words both run as they are. Where no number of
-tasks is given it is two a node; with --gres=gpu… or --gpus… one a GPU, and CUDA is measured.
-With sbatch's --wait the command lasts as long as the job and ends with its exit code.
+Write sbatch's own options before `--`. After it, write collectives, ddp or doctor with its options.
+Options without a command go to collectives and ddp, which both run by default. The default is two
+tasks per node, or one per GPU with --gres=gpu… or --gpus…, which measure CUDA tensors. With
+sbatch's --wait the command waits for the job and ends with its exit code.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from pathlib import Path
 from ddpbench.launch.placement import Refused
 from ddpbench.nested.command_line import IN_RANKS, MEASURING, check
 from ddpbench.records import redact
+from ddpbench.records.choices import explain_unknown
 
 GROUP = "measure"
 HELP = "submit a Slurm job that measures"
@@ -64,55 +64,58 @@ exit "$status"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None of its own: sbatch and the measuring commands read the words."""
+    """Add no options: sbatch and the measuring commands read the words."""
     parser.usage = "%(prog)s [sbatch options] [-- [collectives|ddp] [options]]"
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    """Submit the job, tell where its results will be; sbatch's exit code, 2 if it refuses.
+    """Submit the job, print where its results will be; return sbatch's exit code, 2 if it refuses.
 
-    Raises Refused where there is no sbatch, or for words that a rank would refuse.
+    Raises Refused if there is no sbatch, or for words that a rank would refuse.
     """
-    given, asked = split(words)
-    commands = wanted(asked)
+    sbatch_words, own_words = split(words)
+    commands = read_commands(own_words)
     if shutil.which("sbatch") is None:
         raise Refused(
-            "there is no sbatch in PATH: type this where Slurm jobs are submitted; ranks on this "
-            "host alone need no Slurm: python -m ddpbench collectives -n 2"
+            "sbatch is not in PATH: type this where Slurm jobs are submitted; ranks on this host "
+            "alone need no Slurm: python -m ddpbench collectives -n 2"
         )
     try:
         RESULTS.mkdir(exist_ok=True)
     except OSError as error:
         raise Refused(
-            f"results/ cannot be made here ({error.strerror}): go to a directory that you can "
-            "write and that all nodes see"
+            f"results/ cannot be created here ({error.strerror}): change to a directory that you "
+            "can write and that all nodes see"
         ) from None
-    return submit(script(words, given, commands), given, [command for command, *_ in commands])
+    text = script(words, sbatch_words, commands)
+    return submit(text, sbatch_words, [command for command, *_ in commands])
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """sbatch's words, and ddpbench's. Raises Refused where the `--` between them is missing."""
-    given = list(words)
-    asked = given[given.index("--") + 1 :] if "--" in given else []
-    given = given[: given.index("--")] if "--" in given else given
+    """Return sbatch's words and ddpbench's. Raises Refused if the `--` between them is missing."""
+    end = words.index("--") if "--" in words else len(words)
+    sbatch_words, own_words = list(words[:end]), list(words[end + 1 :])
     for name in IN_RANKS:
-        if name in given:
+        if name in sbatch_words:
             raise Refused(
-                f"{name} and its options stand behind --, before it sbatch's: "
+                f"write {name} and its options after --, and sbatch's options before it: "
                 f"python -m ddpbench slurm -N2 -- {name} …"
             )
-    return given, asked
+    return sbatch_words, own_words
 
 
-def wanted(asked: Sequence[str]) -> list[list[str]]:
-    """The commands of the job, each a name and its options, which are checked here already: the
-    job may have to wait for days. Ends with exit code 2 and one sentence for what is wrong."""
-    if asked and asked[0] in IN_RANKS:
-        commands = [list(asked)]
-    elif asked and not asked[0].startswith("-"):
-        raise Refused(f"{asked[0]!r} is not one of {', '.join(IN_RANKS)}")
+def read_commands(words: Sequence[str]) -> list[list[str]]:
+    """Return the commands of the job, each a name and its options, all checked.
+
+    They are checked now, because the job may wait for days. Raises Refused, or ends the process
+    with exit code 2 and one sentence.
+    """
+    if words and words[0] in IN_RANKS:
+        commands = [list(words)]
+    elif words and not words[0].startswith("-"):
+        raise Refused(explain_unknown("command", words[0], IN_RANKS))
     else:
-        commands = [[name, *asked] for name in MEASURING]
+        commands = [[name, *words] for name in MEASURING]
     for command in commands:
         options = check(command)
         if options.output is not None and len(commands) > 1:
@@ -122,16 +125,18 @@ def wanted(asked: Sequence[str]) -> list[list[str]]:
     return commands
 
 
-def script(words: Sequence[str], given: Sequence[str], commands: Sequence[Sequence[str]]) -> str:
-    """The batch script: each command in a step of srun, with this Python and this ddpbench."""
-    line = " ".join(given)
+def script(
+    words: Sequence[str], sbatch_words: Sequence[str], commands: Sequence[Sequence[str]]
+) -> str:
+    """Return the batch script: each command is a step of srun, with this Python and ddpbench."""
+    line = " ".join(sbatch_words)
     gpus, tasks = re.search(GPUS, line), re.search(TASKS, line)
     device = "cuda" if gpus else "cpu"
     default = "--ntasks-per-gpu=1" if gpus else "--ntasks-per-node=2"
     paths = os.environ.get("PYTHONPATH")
     return SCRIPT.format(
         words=shlex.join(redact.arguments(words)).replace("\n", " "),  # stays a comment
-        given=shlex.join(redact.arguments(given)).replace("\n", " "),
+        given=shlex.join(redact.arguments(sbatch_words)).replace("\n", " "),
         tasks="" if tasks else f"#SBATCH {default}\n",
         environment=f"export PYTHONPATH={shlex.quote(paths)}" if paths else "",
         srun=" --gpu-bind=none" if gpus else "",  # ranks of a node reach each other's GPUs
@@ -143,10 +148,10 @@ def script(words: Sequence[str], given: Sequence[str], commands: Sequence[Sequen
     )
 
 
-def submit(text: str, given: Sequence[str], names: Sequence[str]) -> int:
-    """Give the script to sbatch, and keep it; sbatch's exit code, 2 if it took no job."""
+def submit(text: str, sbatch_words: Sequence[str], names: Sequence[str]) -> int:
+    """Give the script to sbatch, and keep a copy; return the exit code, 2 if it took no job."""
     sbatch = subprocess.Popen(
-        ["sbatch", "--parsable", *given],
+        ["sbatch", "--parsable", *sbatch_words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         encoding="utf-8",
@@ -157,10 +162,10 @@ def submit(text: str, given: Sequence[str], names: Sequence[str]) -> int:
     sbatch.stdin.write(text)
     sbatch.stdin.close()
     job = sbatch.stdout.readline().strip().partition(";")[0]
-    if not job:  # it has told why; or it was --test-only
+    if not job:  # sbatch has printed why, or it was --test-only
         return 2 if sbatch.wait() else 0
     kept = RESULTS / f"slurm-{job}.sh"
-    kept.touch(mode=0o600)  # it runs as it stands: what is secret in the options is in it
+    kept.touch(mode=0o600)  # the options in it may hold a secret
     kept.write_text(text, encoding="utf-8", errors="surrogateescape")
     output = RESULTS / f"slurm-{job}.out"
     sys.stdout.write(

@@ -152,7 +152,7 @@ def test_runs_differ_by_no_less_than_their_launches_say() -> None:
 )
 def test_all_words_must_stand_in_the_name(text: str, case: Any, found: bool) -> None:
     """Whole words, in any order; a number and its unit are one."""
-    assert (history.sought(text) <= history.sought(label(case))) == found
+    assert (history.split_words(text) <= history.split_words(label(case))) == found
 
 
 def test_another_identity_is_another_series(call: Call) -> None:

@@ -207,18 +207,21 @@ def test_signals_reach_all_children_and_they_may_end_by_themselves() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], r"after -- comes what the ranks do, one of collectives, ddp, doctor$"),
+        ([], r"no command after --: choose collectives, ddp or doctor$"),
         (["--", "compare"], r"one of collectives, ddp, doctor, not 'compare'"),
         (["--", "ddp", "--workloat", "mlp"], r"unknown option --workloat"),
         (["--", "ddp"], r"--ranks-per-node 4,4,2,2 or --hosts FILE"),
         (["--ranks-per-node", "2,x", "--", "ddp"], r"'2,x' is no list of numbers from 1 on"),
-        (["--ranks-per-node", "2,1", "--", "ddp"], r"say where node 0 listens"),
-        (["--ranks-per-node", "2,1", "--", "ddp", "-n", "3"], r"-n goes without launch"),
-        (["--ranks-per-node", "2,1", "--", "ddp", "--master-port", "4"], r"belongs before the --"),
+        (["--ranks-per-node", "2,1", "--", "ddp"], r"give the host name or address of node 0"),
+        (["--ranks-per-node", "2,1", "--", "ddp", "-n", "3"], r"leave out -n: --ranks-per-node"),
+        (
+            ["--ranks-per-node", "2,1", "--", "ddp", "--master-port", "4"],
+            r"give --master-port before the --",
+        ),
         (["--ranks-per-node", "2,1", "--master-addr", "a", "--", "ddp"], r"--node-rank 0 to 1$"),
         (
             ["--ranks-per-node", "2,1", "--init-method", "tcp://a:1", "--node-rank", "2", "ddp"],
-            r"--node-rank 2 is none of the 2 nodes 0 to 1",
+            r"--node-rank 2 is not one of the 2 nodes: choose 0 to 1",
         ),
         (["--ranks-per-node", "1,1", "--ssh", "--", "ddp"], r"--ssh needs the names of the nodes"),
     ],

@@ -146,7 +146,7 @@ def test_sigusr1_is_passed_on_to_the_ranks_that_ddpbench_starts(tmp_path: Path) 
 def made(*words: str) -> str:
     """The script for these words."""
     given, asked = command.split(words)
-    return command.script(words, given, command.wanted(asked))
+    return command.script(words, given, command.read_commands(asked))
 
 
 @pytest.mark.parametrize(
@@ -206,13 +206,13 @@ def test_the_script_is_bash_and_keeps_words_whole(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["-N2", "ddp"], "ddp and its options stand behind --, before it sbatch's: "),
-        (["--", "dpd"], "'dpd' is not one of collectives, ddp, doctor"),
+        (["-N2", "ddp"], "write ddp and its options after --, and sbatch's options before it: "),
+        (["--", "dpd"], "unknown command 'dpd': choose collectives, ddp or doctor"),
         (["--", "ddp", "--sice", "1"], "unknown option --sice. Did you mean "),
         (["--", "collectives", "--sizes", "4;8"], "--sizes: "),
         (["--", "--slice", "1"], "unknown option --slice"),
         (["--", "--output", "here"], "--output is the folder of one run: "),
-        (["-N2"], "there is no sbatch in PATH: "),
+        (["-N2"], "sbatch is not in PATH: "),
     ],
 )
 def test_what_cannot_be_submitted_is_one_sentence(

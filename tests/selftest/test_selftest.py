@@ -159,10 +159,10 @@ def test_the_table_has_a_row_each_and_a_verdict() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--selftest", "bitflip"), "did you mean bit-flip"),
+        (("--selftest", "bitflip"), "Did you mean bit-flip"),
         (("--selftest", "-n", "4"), "-n means nothing to --selftest"),
         (("--selftest", "--format", "csv"), "choose of table, markdown, json"),
-        (("--healthy", "3"), "--healthy is for --selftest"),
+        (("--healthy", "3"), "--healthy belongs to --selftest"),
         (("--inject", "stop"), "say ddp --inject stop"),
     ],
 )
