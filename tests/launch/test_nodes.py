@@ -218,7 +218,7 @@ def test_signals_reach_all_children_and_they_may_end_by_themselves() -> None:
             ["--ranks-per-node", "2,1", "--", "ddp", "--master-port", "4"],
             r"give --master-port before the --",
         ),
-        (["--ranks-per-node", "2,1", "--master-addr", "a", "--", "ddp"], r"--node-rank 0 to 1$"),
+        (["--ranks-per-node", "2,1", "--master-addr", "a", "--", "ddp"], r"--node-rank, 0 to 1$"),
         (
             ["--ranks-per-node", "2,1", "--init-method", "tcp://a:1", "--node-rank", "2", "ddp"],
             r"--node-rank 2 is not one of the 2 nodes: choose 0 to 1",
