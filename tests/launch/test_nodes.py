@@ -208,7 +208,10 @@ def test_signals_reach_all_children_and_they_may_end_by_themselves() -> None:
     ("words", "sentence"),
     [
         ([], r"no command after --: choose collectives, ddp or doctor$"),
-        (["--", "compare"], r"unknown command 'compare' after --: choose collectives, ddp or doctor"),
+        (
+            ["--", "compare"],
+            r"unknown command 'compare' after --: choose collectives, ddp or doctor",
+        ),
         (["--", "ddp", "--workloat", "mlp"], r"unknown option --workloat"),
         (["--", "ddp"], r"--ranks-per-node 4,4,2,2 or --hosts FILE"),
         (["--ranks-per-node", "2,x", "--", "ddp"], r"'2,x' is not a list of numbers from 1 on"),
