@@ -1,4 +1,4 @@
-"""Fixtures for pytest that measure real ranks and hand the launches to pytest-benchmark.
+"""Fixtures for pytest that measure real ranks and pass the launches to pytest-benchmark.
 
 def test_all_reduce(collective_benchmark):
     collective_benchmark("all_reduce", "1M", backend="gloo", ranks=2)
@@ -9,10 +9,10 @@ def test_step(ddp_benchmark):
 pytest --benchmark-autosave                       each test: 6 launches of fresh processes
 pytest --benchmark-autosave --ddpbench-compare    exit code 1 where a test has become slower
 
-Keywords are the options of `ddpbench collectives` and `ddpbench ddp`; what has no keyword goes into
-options=("--async", "--import=mine"). Every pytest loads this module where ddpbench is installed: it
-imports nothing that takes time, and does nothing until a test names a fixture of it.
-A test that was found SLOWER is no measure for the next run; to accept it, save once without
+Keywords are the options of `ddpbench collectives` and `ddpbench ddp`; other options go into
+options=("--async", "--import=mine"). If ddpbench is installed, every pytest loads this module, so
+it imports nothing slow, and does nothing until a test uses one of its fixtures.
+A test that was SLOWER is no base for the next run. To accept it, save once without
 --ddpbench-compare.
 """
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from ddpbench.verdicts.matching import AnyCase
     from ddpbench.verdicts.regression import Measured, Row
 
-KEY = "ddpbench"  # in a benchmark's extra_info, and at the top of a saved file
+KEY = "ddpbench"  # in a benchmark's extra_info, and at the top level of a saved file
 NO_BENCHMARK = "ddpbench's fixtures need pytest-benchmark: pip install pytest-benchmark"
-# Fixture → its command, its defaults, and what shortens it where only the result is of interest.
+# fixture → command, default options, options that shorten it if only the result matters
 COMMANDS = {
     "collective_benchmark": ("collectives", (), ("--slice=0.05",)),
     "ddp_benchmark": ("ddp", ("--no-budget", "--seconds=5"), ("--rounds=1", "--in-a-row=1")),
@@ -45,13 +45,13 @@ COMMANDS = {
 
 
 class LaunchClock:
-    """The timer of a test: it shows what the launch took, not what time it is."""
+    """The timer of a test: it returns the duration of a launch, not the time of day."""
 
     __name__ = "launch_median"  # pytest-benchmark stores it
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.taken = False  # a test measures one thing
+        self.taken = False  # a test measures one case
 
     def __call__(self) -> float:
         return self.seconds
@@ -59,16 +59,16 @@ class LaunchClock:
 
 @dataclass
 class Suite:
-    """What this session measures, and what that is compared with."""
+    """The measurements of this session, and their bases."""
 
-    # By test, the newest last, with which it is compared; None: nothing is to be compared.
+    # test → saved measurements, the newest last; None: no comparison was requested
     saved: dict[str, list[Measured]] | None = None
     storage: str = ""
     measured: dict[str, Measured] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
 
 
-LEARNT_FROM = 20  # saved runs, the newest, that tell how a machine drifts
+LEARNT_FROM = 20  # newest saved runs, which show how a machine drifts
 CLOCK = pytest.StashKey[LaunchClock]()
 SUITE = pytest.StashKey[Suite]()
 
@@ -77,41 +77,42 @@ SUITE = pytest.StashKey[Suite]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of this plugin."""
+    """Add the options of this plugin."""
     add = parser.getgroup("ddpbench", "ddpbench: collectives and DDP steps").addoption
     add(
         "--ddpbench-launches",
         type=int,
         default=6,
         metavar="R",
-        help="sets of fresh processes a test measures; default 6, a verdict needs 5",
+        help="launches of fresh processes per test; a verdict needs 5 (default: 6)",
     )
     add(
         "--ddpbench-results",
         metavar="FOLDER",
-        help="keep the runs here; default: in pytest's own temporary folder",
+        help="folder that keeps the runs (default: pytest's temporary folder)",
     )
     add(
         "--ddpbench-deadline",
         type=_above_zero,
         default=1800.0,
         metavar="SECONDS",
-        help="for one test; default 1800",
+        help="longest time of one test (default: 1800)",
     )
     add(
         "--ddpbench-compare",
         nargs="?",
         const="",
         metavar="NUM|PATH",
-        help="judge each test by what --benchmark-save or -autosave stored, exit code 1 where one "
-        "is SLOWER; write =NUM or =PATH, default the newest in which it was not SLOWER itself",
+        help="compare each test with a run saved by --benchmark-save or -autosave; exit with 1 if "
+        "a test is SLOWER; choose the run with =NUM or =PATH (default: the newest in which the "
+        "test was not SLOWER)",
     )
     add(
         "--ddpbench-margin",
         type=_above_zero,
         default=3.0,
         metavar="PERCENT",
-        help="a smaller change is none; default 3",
+        help="smallest change that counts (default: 3)",
     )
 
 
@@ -123,7 +124,7 @@ def _above_zero(text: str) -> float:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Read what is to be compared with, before this session saves anything."""
+    """Read the saved runs to compare with, before this session saves anything."""
     suite = session.config.stash[SUITE] = Suite()
     wanted = session.config.getoption("--ddpbench-compare")
     if wanted is None:
@@ -139,21 +140,24 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         raise pytest.UsageError(f"--ddpbench-compare: {error}") from None
     if wanted and not files:
         raise pytest.UsageError(
-            f"--ddpbench-compare={wanted}: there is no such run in {suite.storage}: write the "
-            "number of one, as =0001, the path of a file, or nothing for the newest"
+            f"--ddpbench-compare={wanted}: {suite.storage} has no such run: give its number as "
+            "=0001, the path of a file, or nothing for the newest"
         )
 
 
 def _saved(files: Sequence[tuple[Path, Any]], accepted_only: bool) -> dict[str, list[Measured]]:
-    """Each test as these files have it, the newest last. accepted_only: where it was not found
-    SLOWER when it was saved, or the next run would take the slow one for its measure."""
+    """Return the measurements of each test in these files, the newest last.
+
+    accepted_only: without those that were SLOWER when saved, so that no slow run becomes a base.
+    """
     saved: dict[str, list[tuple[str, Any]]] = {}
     for path, content in files:
         slower = content.get(KEY, {}).get("slower", []) if accepted_only else []
-        for each in content["benchmarks"]:
-            if KEY in each["extra_info"] and each["fullname"] not in slower:
-                number = Path(path).stem.split("_")[0]
-                saved.setdefault(each["fullname"], []).append((number, each["extra_info"][KEY]))
+        number = Path(path).stem.split("_")[0]
+        for benchmark in content["benchmarks"]:
+            test, info = benchmark["fullname"], benchmark["extra_info"]
+            if KEY in info and test not in slower:
+                saved.setdefault(test, []).append((number, info[KEY]))
     if not saved:
         return {}
     from ddpbench.nested import one_case
@@ -166,7 +170,7 @@ def _saved(files: Sequence[tuple[Path, Any]], accepted_only: bool) -> dict[str, 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give each test that names a fixture of ours pytest-benchmark's, with a clock of its own."""
+    """Add pytest-benchmark's fixture, with its own clock, to each test that uses a fixture here."""
     if not config.pluginmanager.hasplugin("pytest-benchmark"):
         return
     for item in items:
@@ -187,8 +191,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def collective_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
     """collective_benchmark("all_reduce", "1M", backend="gloo", ranks=2): measure one case.
 
-    Further keywords are options of `ddpbench collectives`. Returns the run. Fails the test where a
-    result is wrong or a rank dies, skips it where the backend does not have the case.
+    Further keywords are options of `ddpbench collectives`. Returns the run. Fails the test if a
+    result is wrong or a rank dies, skips it if the backend does not support the case.
     """
 
     def call(operation: str, size: str | int, **settings: Any) -> Run:
@@ -201,8 +205,8 @@ def collective_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
 def ddp_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
     """ddp_benchmark("mlp", width=256, backend="gloo", ranks=2): measure the step of a workload.
 
-    Further keywords are options of `ddpbench ddp`; default seconds=5, of a launch. Returns the run.
-    Fails the test where the replicas differ after a step or a rank dies.
+    Further keywords are options of `ddpbench ddp`; default seconds=5 per launch. Returns the run.
+    Fails the test if the replicas differ after a step or a rank dies.
     """
 
     def call(workload: str, **settings: Any) -> Run:
@@ -212,51 +216,54 @@ def ddp_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
 
 
 def _benchmark(request: pytest.FixtureRequest, settings: dict[str, Any]) -> Run:
-    """Measure, and hand the medians of the launches to pytest-benchmark."""
+    """Measure, and pass the medians of the launches to pytest-benchmark."""
     benchmark, clock = _pytest_benchmark(request)
     from ddpbench.nested import one_case
 
     option, folder = request.config.getoption, _folder(request)
     command, defaults, short = COMMANDS[str(request.fixturename)]
-    words = [*defaults, f"--launches={option('--ddpbench-launches')}", *one_case.words(settings)]
+    launches = f"--launches={option('--ddpbench-launches')}"
+    arguments = [*defaults, launches, *one_case.words(settings)]
     if benchmark.disabled:  # checked, not timed
-        words += [*short, "--launches=1"]
+        arguments += [*short, "--launches=1"]
     try:
-        run = one_case.measure(command, words, folder, option("--ddpbench-deadline"))
+        run = one_case.measure(command, arguments, folder, option("--ddpbench-deadline"))
         found = one_case.only_case(run)
     except one_case.Unmeasured as problem:
         _give_up(benchmark, problem)
         raise pytest.fail.Exception(str(problem), pytrace=False) from None
     if found.side is None:
         pytest.skip(found.reason)
-    told = one_case.to_json(run, found, _margin(run, found.case), folder)
-    benchmark.extra_info[KEY] = told
+    stored = one_case.to_json(run, found, _margin(run, found.case), folder)
+    benchmark.extra_info[KEY] = stored
     if not benchmark.disabled:
         suite = request.config.stash[SUITE]
-        suite.measured[request.node.nodeid] = one_case.from_json(told)
+        suite.measured[request.node.nodeid] = one_case.from_json(stored)
     _feed(benchmark, clock, found.side.times)
     return run
 
 
 def _pytest_benchmark(request: pytest.FixtureRequest) -> tuple[Any, LaunchClock]:
-    """pytest-benchmark's fixture and the clock that it reads."""
+    """Return pytest-benchmark's fixture and the clock that it reads."""
     if not request.config.pluginmanager.hasplugin("pytest-benchmark"):
         pytest.fail(NO_BENCHMARK, pytrace=False)
     clock = request.node.stash.get(CLOCK, None)
     if clock is None:
         pytest.fail(
-            f"{request.fixturename} must be an argument of the test, or of a fixture of it: "
-            "its clock has to be known before the test starts",
+            f"{request.fixturename} must be an argument of the test or of one of its fixtures: "
+            "its clock must be known before the test starts",
             pytrace=False,
         )
     if clock.taken:
-        pytest.fail("a test measures one thing: parametrize it, or write another", pytrace=False)
+        pytest.fail(
+            "a test measures one case: parametrize it, or write another test", pytrace=False
+        )
     clock.taken = True
     return request.getfixturevalue("benchmark"), clock
 
 
 def _folder(request: pytest.FixtureRequest) -> Path:
-    """A folder for the test's run that is not there yet."""
+    """Return a new folder for the run of the test."""
     name = re.sub(r"[^\w.-]+", "-", request.node.name)[:100].strip("-")
     kept = request.config.getoption("--ddpbench-results")
     if kept is None:
@@ -267,7 +274,7 @@ def _folder(request: pytest.FixtureRequest) -> Path:
 
 
 def _margin(run: Run, case: AnyCase) -> float | None:
-    """This machine's margin for the case (`calibrate`), a fraction; None: not calibrated."""
+    """Return this machine's margin for the case (`calibrate`), a fraction; None without one."""
     from ddpbench.commands import compare
 
     known = compare.calibrated([run])
@@ -275,7 +282,7 @@ def _margin(run: Run, case: AnyCase) -> float | None:
 
 
 def _feed(benchmark: Any, clock: LaunchClock, medians: Sequence[float]) -> None:
-    """A round a launch, each as long as the launch's median, to the last bit."""
+    """Feed one round per launch, each exactly as long as the launch's median."""
     left = itertools.cycle(medians)
 
     def start_at_zero() -> None:
@@ -288,7 +295,7 @@ def _feed(benchmark: Any, clock: LaunchClock, medians: Sequence[float]) -> None:
 
 
 def _give_up(benchmark: Any, problem: Exception) -> None:
-    """Let pytest-benchmark know that nothing will come, or it warns that nobody asked."""
+    """End pytest-benchmark's fixture, which warns if it was never used."""
 
     def fail() -> None:
         raise problem
@@ -302,7 +309,7 @@ def _give_up(benchmark: Any, problem: Exception) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
-    """Judge before pytest-benchmark saves, so that what is slower is saved as such."""
+    """Judge before pytest-benchmark saves, so that SLOWER tests are marked in the saved file."""
     suite = session.config.stash.get(SUITE, Suite())
     if suite.saved is not None and suite.measured:
         from ddpbench.verdicts import regression, verdict
@@ -316,7 +323,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
-    """Mark in the saved file what was slower than before."""
+    """Mark in the saved file the tests that were SLOWER."""
     if rows := config.stash[SUITE].rows:
         from ddpbench.verdicts import verdict
 
@@ -328,7 +335,7 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> Generator[None, None, None]:
-    """The verdicts, below pytest-benchmark's own tables, whatever these raise."""
+    """Print the verdicts below pytest-benchmark's tables, whatever these raise."""
     try:
         return (yield)
     finally:
@@ -336,17 +343,15 @@ def pytest_terminal_summary(
         if suite.saved is not None and suite.measured:
             from ddpbench.render import regression
 
-            terminalreporter.section("ddpbench: against what was saved, by launches")
+            terminalreporter.section("ddpbench: compared with saved runs, by launches")
             text = regression.table(suite.rows) if suite.saved else _base_line(config, suite)
             terminalreporter.write_line(text)
 
 
 def _base_line(config: pytest.Config, suite: Suite) -> str:
-    """What to say where there is nothing to compare with."""
+    """Explain that there is no saved run yet."""
     saves = config.getoption("--benchmark-autosave") or config.getoption("--benchmark-save")
     then = (
-        "this run is saved, it is the base line from now on"
-        if saves
-        else "add --benchmark-autosave to save this one"
+        "this one is saved, as the base from now on" if saves else "save one: --benchmark-autosave"
     )
-    return f"{suite.storage} holds nothing to compare with: {then}"
+    return f"{suite.storage} has no run to compare with: {then}"

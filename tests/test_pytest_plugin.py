@@ -229,12 +229,12 @@ def test_a_case_that_cannot_be_had_is_skipped_with_its_reason(
 USES = {
     "twice": (
         THREE_LINES + THREE_LINES.splitlines()[1] + "\n",
-        "a test measures one thing: parametrize it, or write another",
+        "a test measures one case: parametrize it, or write another test",
     ),
     "by request": (
         "def test_it(request):\n    request.getfixturevalue('collective_benchmark')('barrier', 4)",
-        "collective_benchmark must be an argument of the test, or of a fixture of it: its clock "
-        "has to be known before the test starts",
+        "collective_benchmark must be an argument of the test or of one of its fixtures: its clock "
+        "must be known before the test starts",
     ),
 }
 
@@ -286,7 +286,7 @@ def test_what_is_slower_fails_the_session_until_it_is_accepted(
     compare = ("--benchmark-autosave", "--ddpbench-compare")
     first = repository(*compare)
     assert first.ret == 0
-    assert "this run is saved, it is the base line from now on" in first.stdout.str()
+    assert "this one is saved, as the base from now on" in first.stdout.str()
     same = repository(*compare, "--benchmark-compare", "--benchmark-compare-fail=median:5%")
     assert (same.ret, verdicts(same)) == (0, ["SAME"])
     fake.factor = 1.5
@@ -328,7 +328,7 @@ def test_a_calibrated_margin_is_stored_and_used(
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        ("--ddpbench-compare=0042", "--ddpbench-compare=0042: there is no such run in "),
+        ("--ddpbench-compare=0042", " has no such run: give its number as =0001, "),
         ("--ddpbench-compare=a/b/c", "--ddpbench-compare: 'a/b/c' isn't an existing file"),
         ("--ddpbench-margin=0", "'0' is not a number above 0"),
     ],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from ddpbench.records.schema import Interval, Plan, Result, StepResult
+from ddpbench.records.schema import Case, Interval, Plan, Result, StepCase, StepResult
 
 BUSY_SHARE = 0.05  # of the cores' time that other processes may use
 # A row with one of these flags is compared with no other backend. On a busy host, a polling backend
@@ -14,28 +14,23 @@ BUSY_SHARE = 0.05  # of the cores' time that other processes may use
 NOT_COMPARABLE = {"WRONG", "INVALID", "DIFFER", "NONFINITE", "busy"}
 
 
-class AnyLine(Protocol):
-    """A line of either kind: a collective's case or a DDP step's, over its launches."""
+@dataclass(frozen=True, kw_only=True)
+class AnyLine:
+    """A line of either kind: a case of collectives or a DDP step, over its launches."""
 
-    @property
-    def results(self) -> Sequence[Result] | Sequence[StepResult]:
-        """One result per launch."""
-
-    @property
-    def seconds(self) -> float | None:
-        """Time of one call or step."""
-
-    @property
-    def interval(self) -> Interval | None:
-        """Interval of `seconds`."""
+    case: Case | StepCase
+    results: tuple[Result, ...] | tuple[StepResult, ...]  # one per launch with anything to show
+    reason: str | None = None  # why no launch measured it
+    seconds: float | None = None  # of one call or step
+    interval: Interval | None = None  # of `seconds`
+    flags: tuple[str, ...] = ()
 
     @property
     def half_width(self) -> float | None:
         """Relative half-width of the interval."""
+        from ddpbench.analysis.stats import half_width  # loads numpy
 
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """Names of the flags that are raised."""
+        return None if self.interval is None else half_width(self.interval)
 
 
 LineT = TypeVar("LineT", bound=AnyLine)

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from ddpbench.analysis import bandwidth, limits, stats
-from ddpbench.analysis.flags import BUSY, STOPPED, Flag, raised_flags
+from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, raised_flags
 from ddpbench.analysis.modes import Mode, modes
-from ddpbench.records.schema import Case, Interval, Plan, Result, Run
+from ddpbench.records.schema import Case, Plan, Result, Run
 
 SKEW_SHARE = 0.10  # of the time, by which the ranks may enter apart
 OVER_LAUNCHES = 0.10  # half-width of an interval over launches from which a row is imprecise
 DISAGREEING = 1.5  # longest over shortest median of the launches
 
 
-@dataclass(frozen=True)
-class Line:
+@dataclass(frozen=True, kw_only=True)
+class Line(AnyLine):
     """One case: times in seconds of one operation, rates in bytes per second."""
 
     case: Case
-    results: tuple[Result, ...]  # one per launch that measured the case
-    reason: str | None  # why no launch measured it
-    seconds: float | None
-    interval: Interval | None
-    percentiles: dict[str, float]  # medians over launches
-    skew: float | None
-    algbw: float | None
-    busbw: float | None
-    fraction: float | None  # of the limit
-    flags: tuple[str, ...] = ()
+    results: tuple[Result, ...]
+    percentiles: dict[str, float] = field(default_factory=dict)  # medians over launches
+    skew: float | None = None
+    algbw: float | None = None
+    busbw: float | None = None
+    fraction: float | None = None  # of the limit
 
     @property
     def medians(self) -> list[float]:
@@ -49,11 +45,6 @@ class Line:
         known = [r.summary for r in self.results if r.summary and r.summary.quantiles_seconds]
         quantiles = np.array([summary.quantiles_seconds for summary in known])
         return modes(quantiles, sum(summary.repetitions for summary in known))
-
-    @property
-    def half_width(self) -> float | None:
-        """Relative half-width of the interval."""
-        return None if self.interval is None else stats.half_width(self.interval)
 
 
 def lines(run: Run) -> list[Line]:
@@ -79,7 +70,7 @@ def lines(run: Run) -> list[Line]:
 def _line(case: Case, results: list[Result], plan: Plan) -> Line:
     measured = [r for r in results if r.summary is not None]
     if not measured:
-        return Line(case, (), results[0].reason, None, None, {}, None, None, None, None)
+        return Line(case=case, results=(), reason=results[0].reason)
     summaries = [r.summary for r in measured if r.summary is not None]
     seconds, interval = summaries[0].median_seconds, summaries[0].interval
     if len(summaries) > 1:
@@ -93,7 +84,6 @@ def _line(case: Case, results: list[Result], plan: Plan) -> Line:
     line = Line(
         case=case,
         results=tuple(measured),
-        reason=None,
         seconds=seconds,
         interval=interval,
         percentiles={

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddpbench.analysis import stats, steps
-from ddpbench.analysis.flags import BUSY, STOPPED, Flag, raised_flags
+from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, raised_flags
 from ddpbench.records.schema import (
     Bucket,
     Figure,
-    Interval,
     Part,
     Phase,
     Plan,
@@ -26,30 +25,13 @@ from ddpbench.records.schema import (
 PRECISION = 0.025  # largest relative half-width of a step's interval without a flag
 
 
-@dataclass(frozen=True)
-class StepLine:
-    """One case over its launches."""
+@dataclass(frozen=True, kw_only=True)
+class StepLine(AnyLine):
+    """One case over its launches; `seconds` is the time of a step."""
 
     case: StepCase
-    results: tuple[StepResult, ...]  # one per launch that has something to show
-    reason: str | None  # why no launch measured it
-    summary: StepSummary | None  # medians over launches
-    flags: tuple[str, ...] = ()
-
-    @property
-    def seconds(self) -> float | None:
-        """Time of one step."""
-        return None if self.summary is None else self.summary.step.value
-
-    @property
-    def interval(self) -> Interval | None:
-        """Interval of `seconds`."""
-        return None if self.summary is None else self.summary.step.interval
-
-    @property
-    def half_width(self) -> float | None:
-        """Relative half-width of the interval."""
-        return None if self.interval is None else stats.half_width(self.interval)
+    results: tuple[StepResult, ...]
+    summary: StepSummary | None = None  # medians over launches
 
     @property
     def replicas(self) -> Replicas | None:
@@ -94,9 +76,13 @@ def same_but_backend(case: StepCase) -> StepCase:
 def _line(case: StepCase, results: list[StepResult], plan: Plan) -> StepLine:
     known = tuple(r for r in results if r.summary or r.replicas or r.epochs)
     if not known:
-        return StepLine(case, (), results[0].reason or "nothing was measured", None)
+        return StepLine(case=case, results=(), reason=results[0].reason or "nothing was measured")
     summaries = [_upgraded(r.summary) for r in known if r.summary is not None]
-    line = StepLine(case, known, None, _over_launches(summaries) if summaries else None)
+    line = StepLine(case=case, results=known)
+    if summaries:
+        summary = _over_launches(summaries)
+        step = summary.step
+        line = replace(line, summary=summary, seconds=step.value, interval=step.interval)
     return replace(line, flags=raised_flags(line, plan, FLAGS))
 
 
