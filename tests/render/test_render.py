@@ -1,4 +1,4 @@
-"""From a run to text: what stands in each format, and that machines can read theirs."""
+"""A run as text: the content of each format, and machine formats that machines can read."""
 
 import io
 import itertools
@@ -24,7 +24,7 @@ from ddpbench.session import options
 
 
 def two_backends(**other: Any) -> Run:
-    """Two sizes of all_reduce, on gloo and on a faster mpi; one size skipped on mpi."""
+    """Return a run of all_reduce on gloo and a faster mpi: two sizes, and one skipped on mpi."""
     results = []
     for nbytes in (4, 2**20):
         for index, (backend, seconds) in enumerate((("gloo", 2e-4), ("mpi", 1e-5))):
@@ -55,7 +55,7 @@ def test_the_table_says_what_was_measured_where_and_with_what() -> None:
 
 
 def test_the_interfaces_that_were_used_stand_above() -> None:
-    """One line a kind of interface, with the hosts that used it; none where nothing left a host."""
+    """The header has a line per kind of interface with its hosts, if anything left a host."""
     eth = {"name": "eth0", "mtu_nbytes": 1500, "nominal_bytes_per_second": 125e6}
     ib = {**eth, "name": "ib0", "nominal_bytes_per_second": None}
     used = (
@@ -86,7 +86,7 @@ def test_the_interfaces_that_were_used_stand_above() -> None:
     ],
 )
 def test_launches_are_counted_for_each_backend(count: int, said: str) -> None:
-    """Two backends with one launch each are one launch a backend, whatever their numbers."""
+    """Launches are counted per backend: two backends with one launch each have one per backend."""
     launches = [a_launch(2 * n + i, b) for n in range(count) for i, b in enumerate(("gloo", "mpi"))]
     text = formats.table(two_backends(launches=tuple(launches)))
     assert said in text.splitlines()
@@ -112,7 +112,7 @@ def test_a_row_shows_what_its_heads_say() -> None:
 
 
 def test_what_is_not_known_is_a_dash() -> None:
-    """No interval, no percentile, no common clock, no limit, no check: a dash each, never a 0."""
+    """A missing interval, percentile, common clock, limit or check is a dash, never a 0."""
     summary = a_summary(1e-3, None, percentiles_seconds={}, skew_seconds=None)
     (row,) = read_table(formats.table(a_run(a_result(summary=summary, checks=0))), "all_reduce")
     dashed = {head for head, cell in row.items() if cell == "-"}
@@ -120,7 +120,7 @@ def test_what_is_not_known_is_a_dash() -> None:
 
 
 def test_a_wrong_result_stands_in_its_row_and_above() -> None:
-    """The check column says WRONG, and the finding with its next step stands above the tables."""
+    """A wrong result has WRONG in its row, and its finding with the next step above the tables."""
     wrong = a_result(wrong=(Wrong(1, 2, 3, "4", "5"),))
     run = a_run(wrong, findings=(Finding("error", "wrong-result", "It is wrong", "do this"),))
     text = formats.table(run)
@@ -143,7 +143,7 @@ def test_the_faster_backend_has_a_star_and_sizes_stand_once() -> None:
 
 
 def test_a_skipped_case_has_no_row_and_a_reason() -> None:
-    """Sizes skipped for one reason share a line, from the smallest to the largest."""
+    """Sizes skipped for the same reason share a line, from the smallest to the largest."""
     run = two_backends()
     more = replace(run.results[-1].case, nbytes=2**31, count=2**29)
     text = formats.table(replace(run, results=(*run.results, replace(run.results[-1], case=more))))
@@ -152,7 +152,8 @@ def test_a_skipped_case_has_no_row_and_a_reason() -> None:
 
 
 def test_what_is_not_the_same_stands_in_tables_of_its_own() -> None:
-    """Operation, form, dtype, reduce op, root, place and async are the title of a table."""
+    """Cases that differ in operation, form, dtype, reduce op, root, place or async get tables of
+    their own, with these in the title."""
     plain = a_case()
     cases = [
         plain, replace(plain, form="list"), replace(plain, dtype="int8"),
@@ -178,7 +179,7 @@ def test_what_is_not_the_same_stands_in_tables_of_its_own() -> None:
 @pytest.mark.parametrize("state", ["running", "interrupted", "failed", "complete"])
 @pytest.mark.parametrize("form", ["table", "markdown"])
 def test_a_partial_run_is_marked(form: str, state: str) -> None:
-    """Whatever did not end as asked says PARTIAL, why, and still shows what was measured."""
+    """A run that did not complete is marked PARTIAL with the reason, and its results are shown."""
     text = FORMATS[form](two_backends(state=state, state_reason="rank 1 died"), None, False)
     marks = [line for line in text.splitlines() if line.startswith("PARTIAL")]
     assert marks == {
@@ -189,7 +190,7 @@ def test_a_partial_run_is_marked(form: str, state: str) -> None:
 
 
 def test_a_partial_run_says_what_is_missing() -> None:
-    """Of each backend asked for: how many of its cases are there, or that it was not begun."""
+    """A partial run states for each backend how many cases it has, or that it was not started."""
     run = a_run(
         a_result(),
         state="interrupted",
@@ -204,7 +205,7 @@ def test_a_partial_run_says_what_is_missing() -> None:
 
 
 def test_quiet_leaves_the_tables_only() -> None:
-    """Quiet drops header, notes, skipped cases and legends, and keeps titles and rows."""
+    """--quiet drops header, notes, skipped cases and legends, and keeps titles and rows."""
     run = two_backends(findings=(Finding("note", "x", "A note"),))
     blocks = formats.table(run, quiet=True).rstrip("\n").split("\n\n")
     assert len(blocks) == 1
@@ -213,7 +214,7 @@ def test_quiet_leaves_the_tables_only() -> None:
 
 
 def test_a_run_without_results_says_so() -> None:
-    """Nothing measured is told, in every format, without an error."""
+    """A run without results is shown as such in every format, without an error."""
     run = a_run()
     assert "nothing was measured" in formats.table(run)
     assert "nothing was measured" in formats.markdown(run)
@@ -222,7 +223,7 @@ def test_a_run_without_results_says_so() -> None:
 
 
 def test_legends_explain_the_flags_that_were_raised_and_no_others() -> None:
-    """A raised flag has one line of explanation; the limit's rate and source are named."""
+    """The legend explains each raised flag, and no other; it names the limit and its source."""
     run = a_run(a_result(limit=Limit(2.5e9, "memcpy"), requested_nbytes=1))
     said = formats.table(run).splitlines()
     explained = [name for name in lines.FLAGS if any(line.startswith(f"{name}: ") for line in said)]
@@ -235,7 +236,7 @@ def test_legends_explain_the_flags_that_were_raised_and_no_others() -> None:
 
 @pytest.mark.parametrize("form", ["table", "markdown", "csv", "json"])
 def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
-    """--columns gives these columns, in this order, in every format."""
+    """--columns shows exactly these columns in this order, in every format."""
     text = FORMATS[form](two_backends(), ("flags", "min", "size"), True)
     if form == "csv":
         assert text.splitlines()[0] == "flags,min,size"
@@ -261,7 +262,7 @@ def test_every_column_can_be_shown_for_every_line() -> None:
 
 
 def test_statistics_are_over_all_launches() -> None:
-    """Over three launches: the middle one's mean, the least minimum, the largest maximum."""
+    """Over three launches, a row has the middle mean, the least minimum and the largest maximum."""
     results = [a_result(launch=n, summary=a_summary(s)) for n, s in enumerate((2e-3, 8e-3, 4e-3))]
     (line,) = lines.lines(a_run(*results))
     wanted = {"mean": 4500, "min": 1000, "max": 32_000, "rank_mean": 3000, "rank_min": 2000,
@@ -279,7 +280,7 @@ def test_statistics_are_over_all_launches() -> None:
     ],
 )  # fmt: skip
 def test_numbers_keep_their_first_digits(value: float | str | None, text: str) -> None:
-    """Four digits, below 0.001 two, never an exponent; counts stay whole."""
+    """Numbers have four digits, two below 0.001, never an exponent; counts stay whole."""
     assert digits(value) == text
 
 
@@ -311,7 +312,7 @@ def test_csv_loads_with_numbers_as_numbers() -> None:
 
 
 def test_json_is_the_whole_run() -> None:
-    """Without columns, the run as stored, equal again after reading; with columns, unrounded."""
+    """JSON without columns is the run as stored; with columns its numbers are unrounded."""
     run = two_backends()
     assert codec.decode(Run, json.loads(formats.json(run))) == run
     chosen = json.loads(formats.json(run, ("backend", "time", "p99.9")))
@@ -349,7 +350,7 @@ def test_markdown_is_a_table_that_renders() -> None:
 def test_a_format_and_a_column_that_are_added_can_be_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One entry of FORMATS or COLUMNS is enough: it stands in the help, is accepted, is shown."""
+    """An entry added to FORMATS or COLUMNS stands in the help, is accepted and is shown."""
     monkeypatch.setitem(FORMATS, "mine", lambda run, columns, quiet: f"{run.id}!")
     monkeypatch.setitem(COLUMNS, "double", Column("double", lambda line: 2 * line.case.nbytes))
     parser = options.Parser(prog="ddpbench collectives")

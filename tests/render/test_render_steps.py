@@ -36,7 +36,7 @@ NEW_PARTS = ("exposed transfer", "communication overhead")
 
 
 def two_backends(**other: Any) -> Run:
-    """gloo with a late rank, and an mpi that hides more and copies for nothing."""
+    """Return a run on gloo with a late rank, and on an mpi that hides more and copies nothing."""
     slow = a_step_summary(late=(1, 2.2), noise=0.02, exposed=19)
     fast = a_step_summary(exposed=6.3, copies=0.05, noise=0.02, seed=3)
     run = a_step_run(
@@ -45,14 +45,14 @@ def two_backends(**other: Any) -> Run:
     return replace(run, findings=findings.findings(run))
 
 
-def shown(*results: StepResult, **other: Any) -> str:
-    """The text table of a run of these results."""
+def show(*results: StepResult, **other: Any) -> str:
+    """Return the text table of a run of these results."""
     return formats.table(a_step_run(*results, **other))
 
 
-def cells(said: str, title: str) -> list[dict[str, str]]:
-    """The rows of a table by head, without the lines of text that follow it."""
-    text = re.sub(r"\n(without|DDP's|timing|no budget) .*", "", said)
+def read_rows(text: str, title: str) -> list[dict[str, str]]:
+    """Return the rows of a table by head, without the lines of text below it."""
+    text = re.sub(r"\n(without|DDP's|timing|no budget) .*", "", text)
     return read_table(text, title)
 
 
@@ -66,7 +66,7 @@ DIFFER = some_replicas(
 
 
 def test_the_header_says_how_steps_were_measured() -> None:
-    """Rounds, steps in a row, threads, verification and seed stand in one line."""
+    """The header has rounds, steps in a row, threads, verification and seed in one line."""
     lines = formats.table(two_backends()).splitlines()
     assert lines[0] == "ddpbench ddp   a-run"
     assert (
@@ -79,7 +79,7 @@ def test_the_header_says_how_steps_were_measured() -> None:
 
 
 def test_the_title_names_what_is_not_default() -> None:
-    """Workload, settings, size, batch and device always; options where they differ from DDP's."""
+    """The title has workload, settings, size, batch, device, and options that are not DDP's own."""
     assert TITLE in formats.table(two_backends()).splitlines()
     case = a_step_case(
         accumulate=4, amp="bf16", comm_hook="fp16", bucket_cap_mb=2.5, static_graph=True,
@@ -88,12 +88,12 @@ def test_the_title_names_what_is_not_default() -> None:
     assert (
         "mlp  8.397 M parameters (33.59 MB)  batch 64 per rank × 4  sgd  autocast bf16  hook fp16  "
         "buckets of 2.5 MB  gradients in buckets  static graph  unused parameters searched  1 rank"
-        "  cpu" in shown(a_step_result(case)).splitlines()
+        "  cpu" in show(a_step_result(case)).splitlines()
     )
 
 
 def test_a_partial_run_counts_steps() -> None:
-    """Of each backend: how many of its workloads are there."""
+    """A partial run states for each backend how many of its workloads it has."""
     run = two_backends(state="interrupted", state_reason="interrupted by a signal")
     launches = tuple(replace(launch, cases=3) for launch in run.launches)
     assert (
@@ -103,7 +103,7 @@ def test_a_partial_run_counts_steps() -> None:
 
 
 def test_no_line_of_the_tables_is_wider_than_a_terminal() -> None:
-    """120 columns, with two backends, many buckets of long names, and every legend."""
+    """No line has more than 120 columns, even with many buckets of long names and every legend."""
     run = two_backends()
     longer = replace(run.steps[0], summary=a_step_summary(buckets=40), epochs=some_epochs(60))
     table = formats.table(replace(run, steps=(longer, run.steps[1]), findings=()))
@@ -114,9 +114,9 @@ def test_no_line_of_the_tables_is_wider_than_a_terminal() -> None:
 
 
 def test_backends_stand_side_by_side_and_the_faster_has_a_star() -> None:
-    """A row a backend with step, interval, rate, phases, slowest rank, verdict and flags."""
+    """Each backend has a row with step, interval, rate, phases, slowest rank, verdict and flags."""
     run = two_backends()
-    gloo, mpi = cells(formats.table(run), TITLE)
+    gloo, mpi = read_rows(formats.table(run), TITLE)
     assert list(gloo) == [column.heading for column in STEP_COLUMNS.values() if column.default]
     assert (gloo["backend"], mpi["backend"]) == ("gloo", "mpi *")
     summary = run.steps[0].summary
@@ -129,7 +129,7 @@ def test_backends_stand_side_by_side_and_the_faster_has_a_star() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "like", "shown"),
+    ("seconds", "like", "text"),
     [
         (0.0012, 0.08, "1.20"), (0.08, 0.08, "80.00"), (0.012, 0.8, "12.0"), (1.5, 12.0, "1500"),
         (0.00012, 0.0005, "0.1200"), (None, 1.0, "-"), (0.001, None, "1.000"),
@@ -137,10 +137,10 @@ def test_backends_stand_side_by_side_and_the_faster_has_a_star() -> None:
     ],
 )  # fmt: skip
 def test_milliseconds_have_the_places_of_the_step(
-    seconds: float | None, like: float | None, shown: str
+    seconds: float | None, like: float | None, text: str
 ) -> None:
-    """A step has four digits, and all that is a part of it as many places."""
-    assert ms(seconds, like) == shown
+    """A step has four digits, and its parts have as many decimal places."""
+    assert ms(seconds, like) == text
 
 
 # --- budget ---------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_the_budget_shows_parts_and_never_noise_as_a_number() -> None:
     """What is resolved has its value, interval and share; what is not stands in parentheses, and no
     rank is accused. The step stands below the rows that make it."""
     run = two_backends()
-    rows = cells(formats.table(run), "budget")
+    rows = read_rows(formats.table(run), "budget")
     parts = [
         "compute", "bucket copies", "exposed communication", "= step", "exposed transfer",
         "communication overhead", "hidden communication", "communication",
@@ -173,7 +173,7 @@ def test_the_shown_budget_adds_up() -> None:
     the last digit; the legend says so."""
     text = formats.table(two_backends())
     for first in (0, 9):
-        rows = cells(text, "budget")[first : first + 8]
+        rows = read_rows(text, "budget")[first : first + 8]
         ms = [float(row["ms"].strip("()")) for row in rows]
         assert ms[3] == pytest.approx(sum(ms[:3]), abs=0.021)
         assert ms[2] == pytest.approx(ms[4] + ms[5], abs=0.021)
@@ -193,33 +193,37 @@ def test_a_budget_of_an_older_run_is_shown_without_negative_hiding() -> None:
     assert below is not None
     old = tuple(replace(part, figure=below, share=-0.02, resolved=False)
                 if part.name == "hidden communication" else part for part in old)  # fmt: skip
-    text = shown(a_step_result(summary=replace(summary, budget=old)))
-    (hidden,) = [row for row in cells(text, "budget") if row["part of a step"].startswith("hidden")]
+    text = show(a_step_result(summary=replace(summary, budget=old)))
+    (hidden,) = [
+        row for row in read_rows(text, "budget") if row["part of a step"].startswith("hidden")
+    ]
     assert (hidden["ms"], hidden["95 %"], hidden["% of step"]) == ("0.00", "[0.00 … 0.00]", "0.0")
     assert "exposed transfer" not in text
 
 
 def test_what_could_be_gained_at_most_is_told() -> None:
-    """The factor without communication of each backend, or the bound of what is not resolved."""
+    """Each backend has its speed-up without communication, or a bound if that is not resolved."""
     text = formats.table(two_backends())
     factor = r"×\d\.\d\d \[\d\.\d\d … \d\.\d\d\] faster on"
-    said = rf"without communication and bucket copies, at most: {factor} gloo, {factor} mpi"
-    assert re.search(said, text)
+    expected = rf"without communication and bucket copies, at most: {factor} gloo, {factor} mpi"
+    assert re.search(expected, text)
     nothing = a_step_summary(exposed=0, copies=0, noise=0.02, in_a_row=1)
-    assert re.search(r"at most: less than ×1\.\d\d faster", shown(a_step_result(summary=nothing)))
+    assert re.search(r"at most: less than ×1\.\d\d faster", show(a_step_result(summary=nothing)))
 
 
 def test_ddps_own_timers_and_the_hooks_cost_are_shown() -> None:
-    """A line a backend for the timers, one for what the timing hook adds."""
+    """Each backend has a line for DDP's timers and one for the cost of the timing hook."""
     text = formats.table(two_backends())
-    said = r"\nDDP's own timers, slowest rank's ms on gloo: forward 15\.\d\d, backward 6\d\.\d\d, "
-    assert re.search(said, text)
+    expected = (
+        r"\nDDP's own timers, slowest rank's ms on gloo: forward 15\.\d\d, backward 6\d\.\d\d, "
+    )
+    assert re.search(expected, text)
     assert re.search(r"\ntiming the buckets lengthens a step by .*on gloo, .* on mpi\n", text)
 
 
 def test_too_few_rounds_give_no_budget() -> None:
-    """Without any interval one line says why, instead of a table of dashes."""
-    text = shown(a_step_result(summary=a_step_summary(rounds=3)))
+    """Without any interval, one line states the reason instead of a table of dashes."""
+    text = show(a_step_result(summary=a_step_summary(rounds=3)))
     assert "budget\nno budget on gloo: it needs six rounds, or six launches\n" in text
     assert "exposed communication" not in text.split("\n\narm:")[0]
 
@@ -228,8 +232,8 @@ def test_too_few_rounds_give_no_budget() -> None:
 
 
 def test_buckets_show_where_they_wait() -> None:
-    """Each bucket with size, names, hand-over, wire, wait and the late rank."""
-    rows = cells(formats.table(two_backends()), "buckets")
+    """Each bucket has a row with size, names, hand-over, wire, wait and the late rank."""
+    rows = read_rows(formats.table(two_backends()), "buckets")
     assert len(rows) == 8
     named = ("backend", "#", "MB", "n", "parameters", "late rank")
     assert [rows[0][head] for head in named] == [
@@ -241,8 +245,8 @@ def test_buckets_show_where_they_wait() -> None:
 
 @pytest.mark.parametrize(("count", "rows"), [(12, 12), (13, 11), (40, 11)])
 def test_of_many_buckets_both_ends_and_the_rest_are_shown(count: int, rows: int) -> None:
-    """Up to twelve all; of more the first and last five, and the others in one row."""
-    found = cells(shown(a_step_result(summary=a_step_summary(buckets=count))), "buckets")
+    """Up to twelve buckets have a row each; of more, only the first and last five have."""
+    found = read_rows(show(a_step_result(summary=a_step_summary(buckets=count))), "buckets")
     assert len(found) == rows
     if count > 12:
         assert (found[5]["#"], found[5]["n"]) == ("…", str(2 * (count - 10)))
@@ -252,15 +256,15 @@ def test_of_many_buckets_both_ends_and_the_rest_are_shown(count: int, rows: int)
 
 
 def test_long_names_keep_their_end() -> None:
-    """What tells parameters apart stands at the end of their names."""
+    """A long parameter name is cut at its beginning, since names differ at the end."""
     result = a_step_result(summary=a_step_summary(buckets=1))
     assert result.summary is not None
     long = replace(
         result.summary.buckets[0], first="transformer.encoder.layers.11.self_attn.in_proj_weight",
         parameters=1,
     )  # fmt: skip
-    (row,) = cells(
-        shown(replace(result, summary=replace(result.summary, buckets=(long,)))), "buckets"
+    (row,) = read_rows(
+        show(replace(result, summary=replace(result.summary, buckets=(long,)))), "buckets"
     )
     assert row["parameters"] == "…elf_attn.in_proj_weight"
 
@@ -282,19 +286,19 @@ def test_equal_replicas_are_one_verdict_with_its_cost() -> None:
             "batch: 1.021  0.9835",
         )
     ]
-    every = shown(a_step_result(), plan=Plan(verify=10))
+    every = show(a_step_result(), plan=Plan(verify=10))
     assert "replicas equal after 136 steps, every 10th, bit for bit: " in every
-    twice = shown(a_step_result(), a_step_result(launch=1))
+    twice = show(a_step_result(), a_step_result(launch=1))
     assert "after each of 272 steps in 2 launches, bit for bit: " in twice
-    assert "gloo  not verified\n" in shown(a_step_result(replicas=None))
+    assert "gloo  not verified\n" in show(a_step_result(replicas=None))
 
 
 def test_a_difference_is_shown_with_its_whole_report() -> None:
     """The step, until when they were equal, and the report, indented; the row says NO; of several
     launches the bad one is shown."""
     for text in (
-        shown(a_step_result(replicas=DIFFER)),
-        shown(a_step_result(), a_step_result(launch=1, replicas=DIFFER)),
+        show(a_step_result(replicas=DIFFER)),
+        show(a_step_result(), a_step_result(launch=1, replicas=DIFFER)),
     ):
         below = text.split("\n\nreplicas\n")[1].splitlines()
         assert below[:4] == [
@@ -303,24 +307,24 @@ def test_a_difference_is_shown_with_its_whole_report() -> None:
             "        error: it differs",
             "            next: do this",
         ]
-        (row,) = cells(text, TITLE)
+        (row,) = read_rows(text, TITLE)
         assert (row["equal"], row["flags"].split()[0]) == ("NO", "DIFFER")
-    infinite = shown(a_step_result(replicas=replace(DIFFER, equal=True)))
+    infinite = show(a_step_result(replicas=replace(DIFFER, equal=True)))
     assert "gloo  equal, but NOT FINITE after step 7" in infinite
-    assert cells(infinite, TITLE)[0]["equal"] == "NaN"
+    assert read_rows(infinite, TITLE)[0]["equal"] == "NaN"
 
 
 def test_a_case_that_stopped_before_any_round_is_shown() -> None:
-    """Replicas that differ in the warm-up leave a row of dashes and the report."""
-    text = shown(replace(a_step_result(replicas=DIFFER), summary=None))
-    (row,) = cells(text, TITLE)
+    """A case whose replicas differ in the warm-up has a row of dashes and the report."""
+    text = show(replace(a_step_result(replicas=DIFFER), summary=None))
+    (row,) = read_rows(text, TITLE)
     assert (row["step ms"], row["slowest rank"], row["equal"]) == ("-", "-", "NO")
     assert "NOT EQUAL after step 7" in text
     assert "budget" not in text
 
 
 def test_of_many_tensors_that_differ_two_stand_above_the_tables() -> None:
-    """The cause and two tensors, how many more there are; the rest stands in the report."""
+    """Above the tables stand the cause, two tensors and the number of the others."""
     tensors = [
         Finding("error", "replicas-differ", f"parameter {i} differs", "",
                 {"kind": "parameter", "tensor": str(i)}) for i in range(5)
@@ -339,9 +343,9 @@ def test_of_many_tensors_that_differ_two_stand_above_the_tables() -> None:
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 1), (18, 18), (19, 16), (500, 16)])
 def test_of_a_long_training_some_epochs_are_shown(count: int, rows: int) -> None:
-    """All of a short one; of a long one the first, the last, ten between, and what went wrong."""
+    """A long training shows the first and last epochs, ten between, and each fault."""
     result = a_step_result(epochs=some_epochs(count))
-    found = cells(shown(result), "training")
+    found = read_rows(show(result), "training")
     numbers = [int(row["epoch"]) for row in found]
     assert len(numbers) == rows
     assert numbers == sorted(set(numbers))
@@ -353,7 +357,7 @@ def test_of_a_long_training_some_epochs_are_shown(count: int, rows: int) -> None
     if count == 500:
         epochs = list(result.epochs)
         epochs[49] = replace(epochs[49], replicas_equal=False)
-        bad = cells(shown(replace(result, epochs=tuple(epochs))), "training")
+        bad = read_rows(show(replace(result, epochs=tuple(epochs))), "training")
         assert [r["epoch"] for r in bad if r["replicas"] == "NOT EQUAL"] == ["50"]
 
 
@@ -361,34 +365,34 @@ def test_of_a_long_training_some_epochs_are_shown(count: int, rows: int) -> None
 
 
 def test_skipped_cases_and_notes_have_their_reason() -> None:
-    """Backends of one reason share a line; a skipped workload has no table."""
+    """Backends skipped for the same reason share a line; a skipped workload has no table."""
     both = [a_step_case(workload="big", backend=name) for name in ("gloo", "mpi")]
     skipped = [StepResult(case, i, reason="no memory") for i, case in enumerate(both)]
-    text = shown(a_step_result(notes=("no_sync is forbidden",)), *skipped)
+    text = show(a_step_result(notes=("no_sync is forbidden",)), *skipped)
     assert "skipped big on gloo, mpi: no memory" in text.splitlines()
     assert "note: mlp on gloo: no_sync is forbidden" in text.splitlines()
     assert not any(line.startswith("big ") for line in text.splitlines())
 
 
 def test_legends_explain_what_is_shown_and_no_more() -> None:
-    """Flags that were raised, the star, and tables that are there."""
-    said = formats.table(two_backends()).split("\n\n")[-1]
-    assert "*: the fastest backend" in said
-    assert "waiting: " in said
+    """Legends explain raised flags, the star and the tables shown, and nothing else."""
+    text = formats.table(two_backends()).split("\n\n")[-1]
+    assert "*: the fastest backend" in text
+    assert "waiting: " in text
     alone = replace(a_step_summary(rounds=3), budget=(), buckets=(), observer=None)
-    few = shown(a_step_result(a_step_case(world_size=1), summary=alone)).split("\n\n")[-1]
+    few = show(a_step_result(a_step_case(world_size=1), summary=alone)).split("\n\n")[-1]
     assert [line.split(":")[0] for line in few.splitlines()] == ["arm", "step ms", "imprecise"]
 
 
 def test_quiet_leaves_the_tables_only() -> None:
-    """Quiet drops header, notes, skipped cases and legends."""
+    """--quiet drops header, notes, skipped cases and legends."""
     blocks = formats.table(two_backends(), quiet=True).split("\n\n")
     heads = [block.split("\n")[0] for block in blocks]
     assert heads == [TITLE, "budget", "buckets", "replicas"]
 
 
 def test_a_run_without_steps_says_so() -> None:
-    """Nothing measured is told, in every format, without an error."""
+    """A run without steps is shown as such in every format, without an error."""
     run = a_step_run()
     assert "nothing was measured" in formats.table(run)
     assert "nothing was measured" in formats.markdown(run)
@@ -412,7 +416,7 @@ def test_markdown_has_headings_and_tables_that_render() -> None:
 
 
 def test_csv_has_every_number_unrounded() -> None:
-    """One row a case, every column by name, numbers as numbers, ms as the record has seconds."""
+    """CSV has a row per case and all columns, with unrounded numbers; stored seconds are ms."""
     run = two_backends()
     frame = pd.read_csv(io.StringIO(formats.csv(run)), float_precision="round_trip")
     assert list(frame.columns) == list(STEP_COLUMNS)
@@ -438,7 +442,7 @@ def test_csv_has_every_number_unrounded() -> None:
 
 
 def test_the_columns_of_parts_know_their_names() -> None:
-    """Each part of the budget that can be made has its columns."""
+    """Each part that a budget can have has its columns."""
     (line,) = step_lines.lines(a_step_run(a_step_result(summary=a_step_summary(late=(1, 9)))))
     for name in ("compute", "copies", "exposed", "communication", "hidden", "waiting"):
         assert STEP_COLUMNS[f"{name}_ms"].value(line) is not None
@@ -449,19 +453,19 @@ def test_the_columns_of_parts_know_their_names() -> None:
 def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
     """--columns gives these columns in every format, and no other table; what is noise stays a
     bound in text."""
-    said = FORMATS[form](two_backends(), ("copies_ms", "backend"), True)
+    text = FORMATS[form](two_backends(), ("copies_ms", "backend"), True)
     if form == "csv":
-        assert said.splitlines()[0] == "copies_ms,backend"
+        assert text.splitlines()[0] == "copies_ms,backend"
     elif form == "json":
-        assert [list(row) for row in json.loads(said)] == [["copies_ms", "backend"]] * 2
+        assert [list(row) for row in json.loads(text)] == [["copies_ms", "backend"]] * 2
     else:
-        assert len(said.split("\n\n")) == (1 if form == "table" else 2)
-        assert re.search(r"\(0\.\d\d\).*mpi", said)
+        assert len(text.split("\n\n")) == (1 if form == "table" else 2)
+        assert re.search(r"\(0\.\d\d\).*mpi", text)
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if form not in WITHOUT_COLUMNS])
 def test_an_unknown_column_is_one_sentence(form: str) -> None:
-    """A column of collectives is none of a step's: an error with those that there are."""
+    """A column of collectives is refused for steps, with the columns that steps have."""
     with pytest.raises(
         UnknownColumn, match=r"^this run has no column 'p99': choose workload, .*reason$"
     ):
@@ -469,13 +473,13 @@ def test_an_unknown_column_is_one_sentence(form: str) -> None:
 
 
 def test_json_is_the_whole_run() -> None:
-    """Without columns the run as stored, equal again after reading."""
+    """JSON without columns is the run as stored."""
     run = two_backends()
     assert codec.decode(Run, json.loads(formats.json(run))) == run
 
 
 def test_every_column_can_be_shown_for_every_line() -> None:
-    """Each column of each kind of line is a short text, also where nearly nothing is known."""
+    """Each column of each kind of line is a short text, even if nearly all values are missing."""
     bare = replace(a_step_summary(rounds=1), budget=(), buckets=(), observer=None, timers={},
                    speed_up=None)  # fmt: skip
     results = [
@@ -491,7 +495,7 @@ def test_every_column_can_be_shown_for_every_line() -> None:
 
 
 def test_a_column_that_is_added_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One entry of STEP_COLUMNS is enough."""
+    """An entry added to STEP_COLUMNS is shown."""
     monkeypatch.setitem(STEP_COLUMNS, "double", Column("double", lambda line: 2 * line.case.batch))
-    assert [row["double"] for row in cells(formats.table(two_backends()), TITLE)] == ["128"] * 2
+    assert [row["double"] for row in read_rows(formats.table(two_backends()), TITLE)] == ["128"] * 2
     assert formats.csv(two_backends(), ("double",)).split() == ["double", "128", "128"]
