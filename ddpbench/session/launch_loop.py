@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from ddpbench.session.progress import Progress
     from ddpbench.session.recorder import Recorder
+    from ddpbench.session.run_end import End
 
 T = TypeVar("T", bound=RunOptions)
 C = TypeVar("C")  # what one case is to a command
@@ -91,16 +92,30 @@ def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
                 end = run_end.interrupted(by)
             if end is not None:
                 break
-        if end is not None and asked.join is not None:
-            if place.rank == 0:
-                run_end.mark(folder, end.state, end.reason or "", end.code)
-                if end.code == 5:
-                    tell(end.reason or "")
-            # Whoever started the ranks ends them all when the first one fails: not before this.
+        code = None
+        if end is not None and (asked.join is not None or end.code != 130):
+            # Whoever started the ranks may end them all when the first one fails. So rank 0 reports
+            # a failure before any rank leaves.
+            world.watchdog.phase("the report of the failure")
+            code = _report(asked, folder, end) if place.rank == 0 else end.code
             control.barrier_all()
-    if place.rank == 0 and asked.join is None:
+    if code is None and place.rank == 0:
+        code = _report(asked, folder, end)
+    return code if code is not None else end.code if end else 0
+
+
+def _report(asked: RunOptions, folder: Path, end: End | None) -> int:
+    """Finish the run, or mark a run that this launch has joined, on rank 0; the exit code."""
+    from ddpbench.session import run_end
+
+    if asked.join is None:
         return run_end.finish(folder, asked.format, asked.columns, asked.quiet, end)
-    return end.code if end else 0
+    if end is None:
+        return 0
+    run_end.mark(folder, end.state, end.reason or "", end.code)
+    if end.code == 5:
+        tell(end.reason or "")
+    return end.code
 
 
 def _measure(
