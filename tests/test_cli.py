@@ -24,6 +24,7 @@ from command_lines import (
 )
 from in_process import call_in_process
 
+from ddpbench import cli
 from ddpbench.launch import placement
 
 
@@ -252,3 +253,17 @@ def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "--backend" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_package_is_named_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Python without a package that the command imports gives one sentence and exit code 2."""
+    monkeypatch.setitem(sys.modules, "ddpbench.commands.history", None)
+    assert cli.main(["history", "x"]) == 2
+    assert "ModuleNotFoundError" in capsys.readouterr().err
+    monkeypatch.delitem(sys.modules, "ddpbench.commands.history")
+    monkeypatch.setitem(sys.modules, "tabulate", None)
+    assert cli.main(["list", "/nowhere"]) == 2
+    sentence = f"ddpbench: tabulate is not installed for {sys.executable}: activate the environment"
+    assert capsys.readouterr().err.startswith(sentence)

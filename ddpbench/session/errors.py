@@ -71,10 +71,15 @@ def _read_placement() -> Placement | None:
 
 
 def _describe(error: Exception) -> str:
-    """Return the sentence for what this machine refuses: a file, a full disk, memory."""
+    """Return the sentence for what this machine lacks or refuses: a package, a file, memory."""
     name = getattr(error, "filename", None)
     if name is None and getattr(error, "errno", None) in (errno.EBADF, errno.EIO, errno.ENOSPC):
         name = "stdout"
+    if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] != "ddpbench":
+        return (
+            f"{error.name} is not installed for {sys.executable}: activate the environment that "
+            "has it (source .venv/bin/activate), or type ./run_bench.sh instead of ddpbench"
+        )
     if isinstance(error, OSError) and name is not None:
         return f"{name} cannot be read or written: {error.strerror}"
     return f"{type(error).__name__}: {first_line(error)}"
