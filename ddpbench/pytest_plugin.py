@@ -315,7 +315,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
         from ddpbench.verdicts import regression, verdict
 
         margin = session.config.getoption("--ddpbench-margin") / 100
-        suite.rows = regression.judged(suite.saved, suite.measured, margin)
+        suite.rows = regression.judge_tests(suite.saved, suite.measured, margin)
         if session.exitstatus == 0 and verdict.SLOWER in regression.counts(suite.rows):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return (yield)

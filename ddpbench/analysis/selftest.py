@@ -39,7 +39,7 @@ class Tried:
     right: bool | None  # whether the outcome is as expected
 
 
-def told(run: Run | None, stderr: str) -> list[str]:
+def collect_messages(run: Run | None, stderr: str) -> list[str]:
     """Return the messages of a command: findings above note, missing checks, lines on stderr."""
     findings = run.findings if run is not None else ()
     lines = [
@@ -57,7 +57,7 @@ def told(run: Run | None, stderr: str) -> list[str]:
     return lines + [line.removeprefix(PREFIX) for line in messages if not line.startswith(STORED)]
 
 
-def judged(
+def judge_fault(
     fault: str,
     planted: str,
     expected: Expected,
@@ -84,7 +84,7 @@ def judged(
     return Tried(fault, planted, found, named, seconds, said or "", named)
 
 
-def unharmed(code: int, lines: Sequence[str], seconds: float, allowed: Sequence[str]) -> Tried:
+def judge_healthy(code: int, lines: Sequence[str], seconds: float, allowed: Sequence[str]) -> Tried:
     """Judge a run without a fault; `allowed` are patterns of acceptable messages."""
     fine = [f"^{UNCHECKED}", *allowed]
     alarms = [line for line in lines if not any(re.search(each, line) for each in fine)]

@@ -116,7 +116,7 @@ def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
     from ddpbench.verdicts import matching  # loads numpy
 
     try:
-        found = matching.found(matching.Source(name, runs))
+        found = matching.find_cases(matching.Source(name, runs))
     except ValueError as error:
         raise InvalidRun(str(error)) from None
     for case, each in found.items():

@@ -81,7 +81,7 @@ def _show(namespace: argparse.Namespace, folder: Path) -> int:
     from ddpbench.verdicts import noise
 
     runs = [store.read(folder / name) for name in ("a", "b")]
-    measured = noise.noise(folder.name, runs)
+    measured = noise.pool_launches(folder.name, runs)
     if not measured.medians:
         raise InvalidRun(f"{folder} holds no case that was measured")
     sys.stdout.write(render.FORMATS[namespace.format](measured, runs, namespace.margin / 100))

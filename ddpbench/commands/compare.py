@@ -157,7 +157,7 @@ def calibrated(runs: Sequence[Run]) -> Noise | None:
     for folder in reversed(store.list_calibrations()):
         sides = [store.read(folder / side) for side in ("a", "b")]
         if all(noise.serves(side, run) for side in sides for run in runs):
-            return noise.noise(folder.name, sides)
+            return noise.pool_launches(folder.name, sides)
     return None
 
 
@@ -165,7 +165,7 @@ def drifted(base: Source, new: Source) -> Drift | None:
     """Return by how much two sides measured at different times may differ."""
     from ddpbench.verdicts import drift
 
-    return drift.drift(base, new, _newest())
+    return drift.estimate_drift(base, new, _newest())
 
 
 def _newest() -> Iterator[Run]:

@@ -58,7 +58,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     from ddpbench.verdicts import trend  # loads numpy: after what may be refused
 
     with store.refuse_impossible_values(namespace.folder):
-        series = trend.trends(runs, lambda case: wanted <= split_words(label(case)))
+        series = trend.find_series(runs, lambda case: wanted <= split_words(label(case)))
     if not series:
         names = {label(outcome.case): None for run in runs for outcome in run.outcomes}
         known = {word: None for name in names for word in split_words(name)}

@@ -20,7 +20,7 @@ from ddpbench.nested.command_line import last_message
 from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Case, Run, StepCase
 from ddpbench.verdicts import matching
-from ddpbench.verdicts.matching import AnyCase, Found
+from ddpbench.verdicts.matching import AnyCase, SideCase
 from ddpbench.verdicts.regression import Measured
 
 PATIENCE_SECONDS = 15.0  # between asking to end and killing
@@ -96,9 +96,9 @@ def _end(process: subprocess.Popen[str]) -> None:
                 process.communicate(timeout=PATIENCE_SECONDS)
 
 
-def only_case(run: Run) -> Found:
+def only_case(run: Run) -> SideCase:
     """The one case of a run. Raises Unmeasured where there are several, or it is not valid."""
-    found = [*matching.found(matching.Source(run.id, (run,))).values()]
+    found = [*matching.find_cases(matching.Source(run.id, (run,))).values()]
     if len(found) != 1:
         names = ", ".join(each.case.key for each in found) or "none"
         raise Unmeasured(f"one case is measured at a time, not {len(found)} ({names})")
@@ -107,7 +107,7 @@ def only_case(run: Run) -> Found:
     return found[0]
 
 
-def to_json(run: Run, found: Found, margin: float | None, folder: Path) -> dict[str, Any]:
+def to_json(run: Run, found: SideCase, margin: float | None, folder: Path) -> dict[str, Any]:
     """What a reader must know of the figures of a run's only case; base units.
 
     margin: this machine's, where it is known; a fraction.

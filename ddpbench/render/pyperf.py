@@ -22,7 +22,7 @@ def suite(run: Run, columns: tuple[str, ...] | None = None, quiet: bool = False)
     not be used, are named in its metadata."""
     from ddpbench.verdicts import matching
 
-    found = matching.found(matching.Source(run.id, (run,)))
+    found = matching.find_cases(matching.Source(run.id, (run,)))
     names = _names(list(found))
     benchmarks = [
         _benchmark(names[case], case, [each for each in run.outcomes if each.case == case], run)

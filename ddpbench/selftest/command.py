@@ -65,14 +65,14 @@ def tried(trial: Trial, folder: Path) -> Tried:
         done = _between_hosts(trial, words) if trial.rates else _here(trial, words, folder)
     except TimeoutError as late:
         done = Done(5, "", f"{selftest.PREFIX}{str(late)[:200]}")
-    lines = selftest.told(_stored(output), done.stderr)
+    lines = selftest.collect_messages(_stored(output), done.stderr)
     seconds = time.monotonic() - began
     if trial is HEALTHY:
         few = (os.cpu_count() or 1) < RANKS  # what is then told is true
-        return selftest.unharmed(
+        return selftest.judge_healthy(
             done.returncode, lines, seconds, ("^warning oversubscribed:",) if few else ()
         )
-    return selftest.judged(
+    return selftest.judge_fault(
         trial.fault,
         trial.planted,
         trial.expected,

@@ -14,7 +14,7 @@ from ddpbench.verdicts import drift, judging, matching, verdict
 from ddpbench.verdicts.differences import Difference, differences
 from ddpbench.verdicts.drift import Drift
 from ddpbench.verdicts.judging import Pair
-from ddpbench.verdicts.matching import AnyCase, Found, Side, Source
+from ddpbench.verdicts.matching import AnyCase, Side, SideCase, Source
 from ddpbench.verdicts.noise import Noise
 from ddpbench.verdicts.verdict import (
     FASTER,
@@ -84,7 +84,7 @@ def compare(
 
     Raises ValueError if the runs of a side measured different cases: they are no replicates.
     """
-    sides = matching.found(base, wanted), matching.found(new, wanted)
+    sides = matching.find_cases(base, wanted), matching.find_cases(new, wanted)
     rows = _judged([row for pair in matching.pairs(*sides) for row in _row(*pair, rule)], rule)
 
     def order(row: Row) -> tuple[int, float, str, int]:
@@ -111,7 +111,7 @@ def exit_code(comparison: Comparison, strict: bool) -> int:
     return 2 if strict and seen & {INCONCLUSIVE, ONLY_BASE} else 0
 
 
-def _row(base: Found | None, new: Found | None, rule: Rule) -> Iterator[Row]:
+def _row(base: SideCase | None, new: SideCase | None, rule: Rule) -> Iterator[Row]:
     """Yield the row of a matched pair, without verdict if it can be judged; none if unmeasured."""
     case, *_ = [found.case for found in (base, new) if found is not None]
     left, right = (found.side if found is not None else None for found in (base, new))

@@ -82,7 +82,7 @@ def moved(base: Side, new: Side) -> str:
     )
 
 
-def drift(base: Source, new: Source, stored: Iterable[Run]) -> Drift | None:
+def estimate_drift(base: Source, new: Source, stored: Iterable[Run]) -> Drift | None:
     """Estimate the drift between two sides; None if launches took turns or have no time stamps.
 
     stored: runs to learn from; runs in another environment than BASE, and NEW's own, are left out.
@@ -97,7 +97,7 @@ def drift(base: Source, new: Source, stored: Iterable[Run]) -> Drift | None:
     for run in others.values():
         if run.state != "complete" or differences(base.runs, [run]):
             continue
-        for case, found in matching.found(Source(run.id, (run,))).items():
+        for case, found in matching.find_cases(Source(run.id, (run,))).items():
             if found.side is not None:
                 side = found.side.of_quartiles() or found.side
                 known[case] = (*known.get(case, ()), math.log(side.seconds))

@@ -49,7 +49,7 @@ def judge_pairs(
     chances: dict[int, Chance] = {}
     if len(tested) > 1:
         alone = [chance(pairs[i].base, pairs[i].new, pairs[i].margin) for i in tested]
-        chances = dict(zip(tested, verdict.adjusted(alone), strict=True))
+        chances = dict(zip(tested, verdict.adjust_chances(alone), strict=True))
     judgements = []
     for i, (found, pair) in enumerate(zip(shifts, pairs, strict=True)):
         judge = partial(verdict.judge, found, pair.margin, chances.get(i), false_share)

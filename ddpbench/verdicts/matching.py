@@ -62,7 +62,7 @@ def alike(base: Side, new: Side) -> tuple[Side, Side]:
 
 
 @dataclass(frozen=True)
-class Found:
+class SideCase:
     """The measurements of a case on one side."""
 
     case: AnyCase
@@ -82,7 +82,9 @@ def everything(case: AnyCase) -> bool:
     return True
 
 
-def found(source: Source, wanted: Callable[[AnyCase], bool] = everything) -> dict[AnyCase, Found]:
+def find_cases(
+    source: Source, wanted: Callable[[AnyCase], bool] = everything
+) -> dict[AnyCase, SideCase]:
     """Collect the wanted cases of one side over all launches of all its runs.
 
     Raises ValueError if two runs of the side measured a case of the same name differently.
@@ -102,7 +104,7 @@ def found(source: Source, wanted: Callable[[AnyCase], bool] = everything) -> dic
     return {case: _one(case, outcomes) for case, outcomes in by_case.items()}
 
 
-def _one(case: AnyCase, outcomes: list[Outcome]) -> Found:
+def _one(case: AnyCase, outcomes: list[Outcome]) -> SideCase:
     name, nbytes = row_of(case)
     nbytes = next((o.requested_nbytes for o in outcomes if isinstance(o, Result)), nbytes)
     fault = next((f"launch {o.launch}: {f}" for o in outcomes if (f := _fault(o))), None)
@@ -118,7 +120,7 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> Found:
             quartiles if len(quartiles) == len(times) else (),
             handoffs=tuple(seconds for o in outcomes if (seconds := _handoff(o)) is not None),
         )
-    return Found(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
+    return SideCase(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
 
 
 def row_of(case: AnyCase) -> tuple[str, int]:
@@ -165,8 +167,8 @@ def _fault(outcome: Outcome) -> str | None:
 
 
 def pairs(
-    base: dict[AnyCase, Found], new: dict[AnyCase, Found]
-) -> Iterator[tuple[Found | None, Found | None]]:
+    base: dict[AnyCase, SideCase], new: dict[AnyCase, SideCase]
+) -> Iterator[tuple[SideCase | None, SideCase | None]]:
     """Yield each case with its partner; None if the other side has none."""
     unmatched = {case: found for case, found in new.items() if case not in base}
     for case, found in base.items():
@@ -178,7 +180,7 @@ def pairs(
         yield None, found
 
 
-def _nearest(base: Found, unmatched: dict[AnyCase, Found]) -> Found | None:
+def _nearest(base: SideCase, unmatched: dict[AnyCase, SideCase]) -> SideCase | None:
     """Return the unmatched case of the same row that differs in the fewest fields."""
     same = [new for new in unmatched.values() if new.tried and new.row == base.row]
     return min(same, key=lambda new: len(fields_differing(base.case, new.case)), default=None)

@@ -41,9 +41,9 @@ class Noise:
         return margin(known[case], launches) if case in known else 0.0
 
 
-def noise(name: str, runs: Iterable[Run]) -> Noise:
-    """Pool all launches of these runs. Raises ValueError as matching.found."""
-    cases = matching.found(Source(name, tuple(runs)))
+def pool_launches(name: str, runs: Iterable[Run]) -> Noise:
+    """Pool all launches of these runs. Raises ValueError as matching.find_cases."""
+    cases = matching.find_cases(Source(name, tuple(runs)))
     sides = {case: each.side for case, each in cases.items() if each.side is not None}
     return Noise(
         name,

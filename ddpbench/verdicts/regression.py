@@ -40,7 +40,7 @@ class Row:
     why: str = ""
 
 
-def judged(
+def judge_tests(
     saved: Mapping[str, Sequence[Measured]], new: Mapping[str, Measured], margin: float
 ) -> tuple[Row, ...]:
     """Judge each test of `new`; rows come in order of importance, then by name.

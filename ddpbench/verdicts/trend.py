@@ -18,7 +18,7 @@ from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import Interval, Run, StepResult
 from ddpbench.verdicts import matching
 from ddpbench.verdicts.differences import Difference, differences
-from ddpbench.verdicts.matching import AnyCase, Found, Outcome
+from ddpbench.verdicts.matching import AnyCase, Outcome, SideCase
 
 Floats = npt.NDArray[np.float64]
 
@@ -70,17 +70,17 @@ class Series:
     unsought: str | None  # why there was no search for change points
 
 
-def trends(runs: Iterable[Run], wanted: Callable[[AnyCase], bool]) -> list[Series]:
+def find_series(runs: Iterable[Run], wanted: Callable[[AnyCase], bool]) -> list[Series]:
     """Return a series for each wanted case, in the order in which the cases appear."""
     points: dict[AnyCase, list[Point]] = {}
     for run in sorted(runs, key=lambda run: (run.started, run.id)):
-        for case, found in matching.found(matching.Source(run.id, (run,)), wanted).items():
+        for case, found in matching.find_cases(matching.Source(run.id, (run,)), wanted).items():
             if found.tried:
                 points.setdefault(case, []).append(_point(run, found))
     return [_series(case, _with_changes(each)) for case, each in points.items()]
 
 
-def _point(run: Run, found: Found) -> Point:
+def _point(run: Run, found: SideCase) -> Point:
     outcomes = [o for o in run.outcomes if o.case == found.case and o.summary is not None]
     side = found.side
     interval = side.interval if side else None

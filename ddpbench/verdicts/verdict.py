@@ -125,7 +125,7 @@ def paired_chance(base: Floats, new: Floats, margin: float) -> Chance:
     return Chance(float(at_most[slower]), float(at_most[faster]))
 
 
-def adjusted(chances: Sequence[Chance]) -> list[Chance]:
+def adjust_chances(chances: Sequence[Chance]) -> list[Chance]:
     """Correct the chances of a sweep for their number, per direction (Benjamini–Hochberg)."""
     if not chances:
         return []

@@ -95,7 +95,7 @@ def false_verdicts(trials: int) -> float:
 
     def sweep(draw: np.random.Generator, launches: int, between: float) -> bool:
         sides = [[medians(draw, launches, between) for _ in range(2)] for _ in range(SWEEP)]
-        chances = verdict.adjusted([verdict.chance(*side, MARGIN) for side in sides])
+        chances = verdict.adjust_chances([verdict.chance(*side, MARGIN) for side in sides])
         shifts = [verdict.shift(*side) for side in sides]
         judged = map(verdict.judge, shifts, [MARGIN] * SWEEP, chances)
         return any(name in (SLOWER, FASTER) for name in judged)

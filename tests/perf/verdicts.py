@@ -109,7 +109,7 @@ def stored(results: Path) -> bool:
             continue
         spans.append(seconds)
         others = [run for run in runs if run not in (older, newer)]
-        known = (None, drift.drift(left, right, ()), drift.drift(left, right, others))
+        known = (None, *(drift.estimate_drift(left, right, stored) for stored in ((), others)))
         for count, each in zip(counts.values(), known, strict=True):
             found = comparison.compare(left, right, Rule(drift=each))
             count[comparison.exit_code(found, strict=False)] += 1
@@ -134,7 +134,7 @@ def apart(count: int, pause: float) -> bool:
 def planted(trials: int, size: str, share: float, budget: float) -> Counter[str]:
     """A delay of so many calibrated margins in each call of b, looked for by ab."""
     (folder,) = store.list_calibrations()
-    known = noise.noise(folder.name, [store.read(folder / side) for side in ("a", "b")])
+    known = noise.pool_launches(folder.name, [store.read(folder / side) for side in ("a", "b")])
     case = next(case for case in known.used if case.key.split("/")[-2] == size)
     margin, usual = noise.margin(known.used[case], 6), sorted(known.used[case])
     delay = share * margin * usual[len(usual) // 2]

@@ -15,7 +15,7 @@ from command_lines import clean_environment
 from stored_runs import a_run
 
 from ddpbench import cli
-from ddpbench.analysis.selftest import Expected, Tried, judged, told, unharmed
+from ddpbench.analysis.selftest import Expected, Tried, collect_messages, judge_fault, judge_healthy
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.render.selftest import FORMATS, verdict
 from ddpbench.selftest import command, trials
@@ -37,7 +37,7 @@ DEAD = Expected((5,), r"has died", r"rank 1 \(.*\) has died")
 def test_a_fault_is_found_and_named(code: int, line: str, found: bool, named: bool) -> None:
     """By a line that tells it, with the right exit code; named by one with the right rank. What is
     not right is shown with its exit code."""
-    row = judged(
+    row = judge_fault(
         "kill", "rank 1 is killed", DEAD, code=code, lines=["warning x: y", line], seconds=2.0
     )
     assert (row.found, row.named, row.right) == (found, named, named)
@@ -54,20 +54,20 @@ def test_what_is_told_is_findings_and_sentences() -> None:
     links = Examination("links", 0, "gloo", 1.0, unchecked=("GPUs",))
     run = replace(a_run(), findings=(late, note), examinations=(links,))
     stderr = "torch: noise\nddpbench: stored in /x\nddpbench: rank 1 has died\n"
-    assert told(run, stderr) == [
+    assert collect_messages(run, stderr) == [
         "warning late-rank: rank 1 is late. Next: look", "not checked: GPUs", "rank 1 has died",
     ]  # fmt: skip
-    assert told(None, "") == []
+    assert collect_messages(None, "") == []
 
 
 def test_a_healthy_run_may_find_nothing() -> None:
     """But what is allowed; an exit code is an alarm too."""
     few = "warning oversubscribed: 2 ranks share 1 core"
-    assert unharmed(0, ["not checked: GPUs"], 1.0, ()).right
-    assert not unharmed(5, [], 1.0, ()).right
-    alarm = unharmed(0, [few], 1.0, ())
+    assert judge_healthy(0, ["not checked: GPUs"], 1.0, ()).right
+    assert not judge_healthy(5, [], 1.0, ()).right
+    alarm = judge_healthy(0, [few], 1.0, ())
     assert (alarm.right, alarm.found, alarm.said) == (False, True, few)
-    assert unharmed(0, [few], 1.0, ("^warning oversubscribed:",)).right
+    assert judge_healthy(0, [few], 1.0, ("^warning oversubscribed:",)).right
 
 
 # What was asked of the self-test, by the names that the faults have here.
@@ -110,7 +110,7 @@ def test_another_rank_or_host_is_not_named_rightly(fault: str) -> None:
 
     def judge(lines: list[str]) -> Tried:
         code = trial.expected.codes[0]
-        return judged(fault, "", trial.expected, code=code, lines=lines, seconds=1.0)
+        return judge_fault(fault, "", trial.expected, code=code, lines=lines, seconds=1.0)
 
     assert judge(SAID[fault]).right
     for one, other in (("rank 1", "rank 0"), ("host1", "host4"), ("host3", "host2")):

@@ -72,8 +72,8 @@ def test_a_case_is_judged_at_its_own_noise() -> None:
     new = replace(new, results=tuple(
         replace(r, summary=a_summary(r.summary.median_seconds * 1.1)) for r in new.results
         if r.summary))  # fmt: skip
-    noisy = noise.noise("x", [a_calibration(0.25)])
-    other = noise.noise("x", [a_calibration(0.25, dtype="float64")])
+    noisy = noise.pool_launches("x", [a_calibration(0.25)])
+    other = noise.pool_launches("x", [a_calibration(0.25, dtype="float64")])
     sides = Source("a", (base,)), Source("b", (new,))
     for rule, name in [
         (Rule(), "SLOWER"),

@@ -40,7 +40,7 @@ def test_each_verdict(factor: float, launches: int, name: str) -> None:
     """The same launches times a factor; below five of them a side there is no verdict, and it says
     how many there should be."""
     base, new = times(launches=launches), times(factor, launches, seed=1)
-    (row,) = regression.judged({"t": steady(measured(base))}, {"t": measured(new)}, 0.03)
+    (row,) = regression.judge_tests({"t": steady(measured(base))}, {"t": measured(new)}, 0.03)
     assert row.verdict == name
     assert ("needs 6 per side" in row.why) == (launches == 4)
 
@@ -53,7 +53,7 @@ def test_the_margin_is_the_tests_own_where_it_is_larger(side: str) -> None:
         margins = {"base": None, "new": None, side: own}
         base = {"t": steady(measured(times(), margin=margins["base"]))}
         new = {"t": measured(times(1.1, seed=1), margin=margins["new"])}
-        (row,) = regression.judged(base, new, 0.03)
+        (row,) = regression.judge_tests(base, new, 0.03)
         assert (row.verdict, row.margin) == (name, max(0.03, own or 0.0))
 
 
@@ -63,7 +63,7 @@ def test_one_slow_test_among_many_must_pass_the_corrected_test() -> None:
     for tests, name in ((2, "SLOWER"), (60, "INCONCLUSIVE")):
         base = {f"t{i}": steady(measured(times(seed=i))) for i in range(tests)}
         new = {f"t{i}": measured(times(1.1 if i == 1 else 1.0, seed=99 + i)) for i in range(tests)}
-        rows = {row.test: row for row in regression.judged(base, new, 0.03)}
+        rows = {row.test: row for row in regression.judge_tests(base, new, 0.03)}
         assert rows["t1"].verdict == name
         assert ("chance among so many" in rows["t1"].why) == (name == "INCONCLUSIVE")
 
@@ -79,10 +79,10 @@ def test_what_sessions_drift_by_is_no_change() -> None:
         ([base], "INCONCLUSIVE"), ([*steady(base)[-4:]], "INCONCLUSIVE"),
         ([*swaying, base], "INCONCLUSIVE"), (steady(base), "SLOWER"),
     ):  # fmt: skip
-        (row,) = regression.judged({"t": saved}, {"t": measured(times(1.1, seed=1))}, 0.03)
+        (row,) = regression.judge_tests({"t": saved}, {"t": measured(times(1.1, seed=1))}, 0.03)
         assert row.verdict == name
         assert ("two runs of identical code may differ" in row.why) == (name == "INCONCLUSIVE")
-        (row,) = regression.judged({"t": saved}, {"t": measured(times(1.5, seed=1))}, 0.03)
+        (row,) = regression.judge_tests({"t": saved}, {"t": measured(times(1.5, seed=1))}, 0.03)
         assert row.verdict == "SLOWER"
 
 
@@ -97,7 +97,7 @@ def test_another_identity_is_incomparable_and_named() -> None:
         "c": measured(times()),
         "z": measured(times(2, seed=1)),
     }
-    rows = regression.judged(base, new, 0.03)
+    rows = regression.judge_tests(base, new, 0.03)
     assert [(row.test, row.verdict) for row in rows] == [
         ("z", "SLOWER"), ("b", "INCOMPARABLE"), ("a", "SAME"), ("c", comparison.ONLY_NEW),
     ]  # fmt: skip
@@ -112,7 +112,7 @@ def test_another_identity_is_incomparable_and_named() -> None:
 def test_the_table_has_both_medians_the_change_and_the_margin() -> None:
     """A row names the saved file, and both figures with units; above it stands what was warned of
     on either side."""
-    rows = regression.judged({"t": [measured([1e-3] * 6)]}, {"t": measured([2e-3] * 6)}, 0.03)
+    rows = regression.judge_tests({"t": [measured([1e-3] * 6)]}, {"t": measured([2e-3] * 6)}, 0.03)
     lines = render.table(rows).splitlines()
     assert lines[:2] == ["NOTE: base, t: the host was busy", "NOTE: new, t: the host was busy"]
     row = next(line for line in lines if line.startswith("t "))

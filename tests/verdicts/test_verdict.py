@@ -191,7 +191,7 @@ def test_a_sweep_corrects_for_its_cases() -> None:
     """Benjamini–Hochberg in both directions against a plain loop; a change that is clear alone is
     INCONCLUSIVE when the corrected p is above 5 %."""
     raw = [Chance(p, 1 - p) for p in (0.004, 0.03, 0.5, 0.9, 0.02)]
-    corrected = verdict.adjusted(raw)
+    corrected = verdict.adjust_chances(raw)
     for name in ("slower", "faster"):
         p = [getattr(chance, name) for chance in raw]
         ranked = sorted(p)
@@ -205,7 +205,7 @@ def test_a_sweep_corrects_for_its_cases() -> None:
     fast = Shift(-0.3, -0.4, -0.2, 5)
     assert verdict.judge(fast, 0.03, Chance(1, 0.05)) == FASTER
     assert verdict.judge(fast, 0.03, Chance(0, 0.051)) == INCONCLUSIVE
-    assert verdict.adjusted([]) == []
+    assert verdict.adjust_chances([]) == []
 
 
 def test_identical_code_is_seldom_called_different_in_a_sweep() -> None:
@@ -217,7 +217,7 @@ def test_identical_code_is_seldom_called_different_in_a_sweep() -> None:
             (launch_medians(6, noise=0.1, seed=n), launch_medians(6, noise=0.1, seed=n + 10**6))
             for n in range(sweep * 20, sweep * 20 + 20)
         ]
-        chances = verdict.adjusted([verdict.chance(a, b, 0.03) for a, b in sides])
+        chances = verdict.adjust_chances([verdict.chance(a, b, 0.03) for a, b in sides])
         shifts = [found(a, b) for a, b in sides]
         alone += any(verdict.beyond(shift, 0.03) for shift in shifts)
         swept += any(
