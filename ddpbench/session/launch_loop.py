@@ -96,7 +96,7 @@ def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
         if end is not None and (asked.join is not None or end.code != 130):
             # Whoever started the ranks may end them all when the first one fails. So rank 0 reports
             # a failure before any rank leaves.
-            world.watchdog.phase("the report of the failure")
+            world.watchdog.begin_phase("the report of the failure")
             code = _report(asked, folder, end) if place.rank == 0 else end.code
             control.barrier_all()
     if code is None and place.rank == 0:
