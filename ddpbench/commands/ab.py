@@ -29,6 +29,7 @@ from ddpbench.nested import turns
 from ddpbench.nested.turns import Variant
 from ddpbench.records import store
 from ddpbench.session import options
+from ddpbench.session.progress import open_progress
 
 if TYPE_CHECKING:
     from ddpbench.verdicts.comparison import Comparison
@@ -82,8 +83,9 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
             if done >= LEAST_BLOCKS and spent * blocks / done > namespace.budget:
                 return
             for number in range(done, blocks):
-                turns.show_progress(f"block {number + 1}, judged after {blocks}")
+                progress.describe(f"block {number + 1}, judged after {blocks}")
                 measure_block()
+                progress.advance(1)
             done, confidence = blocks, level
             if _is_clear(_compare(namespace, variants, folder, confidence)):
                 return
@@ -91,7 +93,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     def show() -> int:
         return _store_and_show(namespace, _compare(namespace, variants, folder, confidence), folder)
 
-    end = turns.measure(namespace, variants, folder, LOOKS[-1][0], measure_blocks)
+    with open_progress("ab", LOOKS[-1][0]) as progress:
+        end = turns.measure(namespace, variants, folder, LOOKS[-1][0], measure_blocks)
     return turns.conclude(folder, end, show)
 
 

@@ -23,6 +23,7 @@ from ddpbench.nested.turns import Variant
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
 from ddpbench.session import options
+from ddpbench.session.progress import open_progress
 
 GROUP = "compare"
 HELP = "measure this machine's noise: the smallest change that compare can report"
@@ -67,9 +68,11 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     folder = turns.prepare(namespace, variants, results, "calibration", USUAL)
 
     def measure_blocks(measure_block: Callable[[], None]) -> None:
-        for number in range(namespace.launches):
-            turns.show_progress(f"block {number + 1} of {namespace.launches}")
-            measure_block()
+        with open_progress("calibrate", namespace.launches) as progress:
+            for number in range(namespace.launches):
+                progress.describe(f"block {number + 1} of {namespace.launches}")
+                measure_block()
+                progress.advance(1)
 
     end = turns.measure(namespace, variants, folder, namespace.launches, measure_blocks)
     return turns.conclude(folder, end, lambda: _show(namespace, folder))

@@ -269,7 +269,6 @@ def _opened(
     finally:
         for side in sides:
             side.close()
-        show_progress("")
 
 
 def measure_block(sides: Sequence[Side], order: random.Random) -> None:
@@ -286,13 +285,6 @@ def _find_wrong_result(sides: Sequence[Side]) -> End | None:
             errors = [finding.sentence for finding in run.findings if finding.severity == "error"]
             return End(4, str(Failed(side, next(iter(errors), "a result was wrong"), 4)))
     return None
-
-
-def show_progress(progress: str) -> None:
-    """Show on a terminal how far it is."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[Kddpbench: {progress}")
-        sys.stderr.flush()
 
 
 def _environ(variant: Variant) -> dict[str, str]:
