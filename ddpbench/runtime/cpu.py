@@ -1,4 +1,4 @@
-"""Where the cores' time went: own, others', stolen, throttled; from /proc and control groups."""
+"""Use of the cores: by this process, by others, stolen, throttled; from /proc and cgroups."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CpuUse:
-    """Where the cores' time went between a CpuMeter's start and its stop.
+    """Use of the cores between a CpuMeter's start and its stop.
 
-    `own_seconds` and the switches count every thread of this process. `host_busy_seconds` is what
-    all online cores spent neither idle nor stolen by the hypervisor nor, where the kernel accounts
-    for them apart from the processes, in interrupts. `throttled_seconds` is None without a quota.
+    `own_seconds` and the switches count every thread of this process. `host_busy_seconds` is the
+    time of all online cores, less idle time, time stolen by the hypervisor and interrupts (if the
+    kernel accounts for them separately). `throttled_seconds` is None without a quota.
     """
 
     wall_seconds: float
@@ -37,7 +37,7 @@ class CpuUse:
 
 
 class CpuMeter:
-    """Starts when constructed; each `stop()` says what was used since then."""
+    """A meter that starts when constructed; each `stop()` returns the use since then."""
 
     def __init__(self) -> None:
         self._quotas = [level for level in cgroup_levels("cpu") if quota_cores(level)]
@@ -49,7 +49,7 @@ class CpuMeter:
         return CpuUse(*used)
 
     def _counters(self) -> list[Any]:
-        """CpuUse's fields as counters, of which only differences mean something."""
+        """CpuUse's fields as counters; only differences have a meaning."""
         usage, wall = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         own = usage.ru_utime + usage.ru_stime
         return [wall, own, usage.ru_nvcsw, usage.ru_nivcsw, *_host(wall), _throttled(self._quotas)]
@@ -62,11 +62,11 @@ def others_share(
     cores: int,
     tick_seconds: float = 0.01,
 ) -> float | None:
-    """The share of the host's online cores that processes other than its ranks used, 0 to 1.
+    """The share of the host's online cores used by processes other than its ranks, 0 to 1.
 
-    /proc/stat counts in ticks: a difference of two reads may be off by two ticks a core. Where that
-    is over 5 % of the wall time (below 0.4 s at 100 ticks a second), a busy host could not be told
-    from a quiet one: None, as where the host's time is unknown.
+    /proc/stat counts in ticks, so a difference of two reads may be off by two ticks per core.
+    Returns None if that is over 5 % of the wall time (below 0.4 s at 100 ticks a second), when a
+    busy host looks like a quiet one, and if the host's time is unknown.
     """
     if host_busy_seconds is None or 2 * tick_seconds > 0.05 * wall_seconds:
         return None
@@ -75,44 +75,48 @@ def others_share(
 
 
 def queued_seconds() -> float | None:
-    """Seconds that this process's main thread has been ready to run without having a core, so far:
-    only differences mean something. None where the kernel does not tell."""
-    told = (read("/proc/self/schedstat") or "").split()
-    return int(told[1]) / 1e9 if len(told) > 1 else None
+    """Seconds that this process's main thread has waited for a core so far.
+
+    Only differences have a meaning. None if the kernel does not report it.
+    """
+    fields = (read("/proc/self/schedstat") or "").split()
+    return int(fields[1]) / 1e9 if len(fields) > 1 else None
 
 
 def core_hertz(cores: Iterable[int]) -> float | None:
-    """What these cores run at just now, the mean; None where the kernel does not tell."""
-    told = [read(f"/sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq") for core in cores]
-    known = [int(text) * 1e3 for text in told if text]
-    return sum(known) / len(known) if known else None
+    """Mean clock frequency of these cores now; None if the kernel does not report it."""
+    texts = [read(f"/sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq") for core in cores]
+    hertz = [int(text) * 1e3 for text in texts if text]
+    return sum(hertz) / len(hertz) if hertz else None
 
 
 def thermal_events(cores: Iterable[int]) -> int | None:
-    """How often these cores have been slowed for their heat so far; None: it is not told."""
+    """How often heat has slowed these cores so far; None if the kernel does not report it."""
     folder = "/sys/devices/system/cpu/cpu{}/thermal_throttle/core_throttle_count"
-    known = [int(text) for core in cores if (text := read(folder.format(core)))]
-    return sum(known) if known else None
+    counts = [int(text) for core in cores if (text := read(folder.format(core)))]
+    return sum(counts) if counts else None
 
 
 def process_seconds(cores: Container[int]) -> dict[str, float]:
-    """CPU seconds so far of the processes that were seen on one of these cores last, those of other
-    users and containers as far as they can be seen: "python3 (pid 7)" → seconds."""
-    found = {}
-    for each in psutil.process_iter(["pid", "name", "cpu_num", "cpu_times"]):
-        its = each.info
-        if its["cpu_times"] is not None and its["cpu_num"] in cores:
-            found[f"{its['name']} (pid {its['pid']})"] = sum(its["cpu_times"][:2])
-    return found
+    """CPU seconds so far of the processes that last ran on these cores: "python3 (pid 7)" → s.
+
+    Includes processes of other users and containers, as far as they are visible.
+    """
+    seconds = {}
+    for process in psutil.process_iter(["pid", "name", "cpu_num", "cpu_times"]):
+        info = process.info
+        if info["cpu_times"] is not None and info["cpu_num"] in cores:
+            seconds[f"{info['name']} (pid {info['pid']})"] = sum(info["cpu_times"][:2])
+    return seconds
 
 
 def _host(wall: float) -> tuple[float | None, float | None, float | None]:
     """Busy (plus a constant), interrupt and steal seconds of all cores together since boot.
 
-    Busy is what was not idle, rather than user + system + …: the kernel samples those at its tick
-    and misses ranks that sleep and wake between ticks. With two gloo ranks on two cores the sum
-    fell short by 3–6 % of the cores, which hid a busy host; idle time is stamped exactly (1–3 %
-    over, the cost of waking). Interrupts counted at all are interrupts taken off the processes.
+    Busy is all time that was not idle, rather than user + system + …. The kernel samples the latter
+    at its tick and misses ranks that sleep and wake between ticks. With two gloo ranks on two cores
+    the sum fell short by 3–6 % of the cores, which hid a busy host; idle time is stamped exactly
+    (1–3 % over, the cost of waking). Interrupts that the kernel counts are not time of processes.
     """
     ticks = [int(count) for count in (read("/proc/stat") or "").partition("\n")[0].split()[4:9]]
     if len(ticks) < 5 or not ticks[0]:
@@ -123,40 +127,43 @@ def _host(wall: float) -> tuple[float | None, float | None, float | None]:
 
 
 def _throttled(levels: Sequence[Path]) -> float | None:
-    """Seconds that these control groups held their processes back."""
+    """Seconds for which these control groups have throttled their processes."""
     stat = "\n".join(filter(None, (read(level / "cpu.stat") for level in levels)))
     v1, v2 = (re.findall(rf"^throttled_{unit} (\d+)", stat, re.M) for unit in ("time", "usec"))
     return sum(map(int, v1)) / 1e9 + sum(map(int, v2)) / 1e6 if stat else None
 
 
 def quota_cores(level: Path) -> float | None:
+    """Cores that a control group may use by its quota; None without one."""
     v1 = f"{read(level / 'cpu.cfs_quota_us')} {read(level / 'cpu.cfs_period_us')}"
     quota = re.match(r"(\d+) (\d+)", read(level / "cpu.max") or v1)
     return int(quota[1]) / int(quota[2]) if quota else None
 
 
 def cgroup_levels(controller: str, root: Path = ROOT) -> list[Path]:
-    """The folders of the control group that holds this process, outermost first."""
+    """Folders of the control group of this process and its ancestors, outermost first."""
     groups = read(root / "proc/self/cgroup")
-    v1 = found(rf"^\d+:(?:\S+,)?{controller}(?:,\S+)?:/(.*)", groups)
+    v1 = search_line(rf"^\d+:(?:\S+,)?{controller}(?:,\S+)?:/(.*)", groups)
     top = root / "sys/fs/cgroup" / (controller if v1 is not None else "")
-    path = v1 if v1 is not None else found(r"^0::/(.*)", groups) or ""
+    path = v1 if v1 is not None else search_line(r"^0::/(.*)", groups) or ""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     return [top.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
 
 
 def read(path: str | Path) -> str | None:
+    """The stripped content of a file; None if it cannot be read."""
     return or_none(lambda: Path(path).read_text(errors="replace").strip())
 
 
-def found(pattern: str, text: str | None) -> str | None:
+def search_line(pattern: str, text: str | None) -> str | None:
+    """The first group of the first match of a pattern with `^` and `$` per line; None if none."""
     match = re.search(pattern, text or "", re.MULTILINE)
     return match[1].strip() if match else None
 
 
-def or_none(ask: Callable[[], T]) -> T | None:
-    """The answer, or None: no fact about the machine is worth a benchmark's failure."""
+def or_none(query: Callable[[], T]) -> T | None:
+    """The result, or None on any error: no fact about the machine is worth a failed benchmark."""
     try:
-        return ask()
+        return query()
     except Exception:
         return None

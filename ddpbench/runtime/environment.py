@@ -1,6 +1,6 @@
-"""Where a benchmark ran: plain facts that go into JSON.
+"""Facts about the environment of a run, ready for JSON.
 
-What the machine withholds is None, never an exception; so is a limit that does not exist.
+A fact that the machine does not reveal is None, never an exception; so is a missing limit.
 """
 
 import os
@@ -24,27 +24,28 @@ from ddpbench import __version__
 from ddpbench.launch import family
 from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.records import redact
-from ddpbench.runtime.cpu import ROOT, cgroup_levels, found, or_none, quota_cores, read
+from ddpbench.runtime.cpu import ROOT, cgroup_levels, or_none, quota_cores, read, search_line
 
 CPUS = Path("/sys/devices/system/cpu")
-CHECKOUT = Path(__file__).parents[2]  # named to git, which would else take any folder around it
+CHECKOUT = Path(__file__).parents[2]  # named because git would otherwise take any folder around it
 GIT = ("git", f"--git-dir={CHECKOUT}/.git", f"--work-tree={CHECKOUT}", "--no-optional-locks")
 ALLOWED = re.compile(
     r"(NCCL|GLOO|TORCH|PYTORCH|OMP|GOMP|KMP|MKL|OMPI|UCX|UCC|FI|MPICH|SLURM)_|"
     r"(CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|LAUNCH_BLOCKING)|PYTHON(DEVMODE|MALLOC|TRACEMALLOC))$"
 )
-# Open MPI tells its ranks much; a user sets OMPI_MCA_*.
+# Open MPI sets many variables for its ranks; a user sets OMPI_MCA_*.
 NOISE = re.compile(r"OMPI_(?!MCA_)|OMPI_MCA_(orte|prte|pmix|ess|initial|PREFIXES|cpu_|num_)")
-IPC_LOCK = 14  # the number of the capability without which RLIMIT_MEMLOCK binds
+IPC_LOCK = 14  # the capability that lifts RLIMIT_MEMLOCK
 COMMAND_DEADLINE_SECONDS = 5.0
 MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity.d": "apptainer"}
 REASON = "nvmlClocksThrottleReason"
 
 
 def run_facts() -> dict[str, object]:
-    """What holds for the whole run, as rank 0 sees it; may take some 50 ms."""
+    """Facts about the whole run, as rank 0 sees it; takes some 50 ms."""
     torch = _module("torch")
     changes = _output(*GIT, "status", "--short", ":/ddpbench")
+    route = search_line(r"^(\S+)\s+00000000\s", read("/proc/net/route"))
     builds = {kind: getattr(torch and torch.version, kind, None) for kind in ("cuda", "hip")}
     return {
         **_versions(),
@@ -56,14 +57,14 @@ def run_facts() -> dict[str, object]:
         "mpi": or_none(mpi_library.library) if "mpi4py.MPI" in sys.modules else None,
         **host_facts(),
         "loopback": _interface("lo"),
-        "default_interface": _interface(found(r"^(\S+)\s+00000000\s", read("/proc/net/route"))),
+        "default_interface": _interface(route),
     }
 
 
 def host_facts() -> dict[str, object]:
-    """What holds for this host; may take some 20 ms."""
+    """Facts about this host; takes some 20 ms."""
     cpu_info = read("/proc/cpuinfo")
-    hypervisor = found(r"^flags\s*:.*\b(hypervisor)\b", cpu_info)
+    hypervisor = search_line(r"^flags\s*:.*\b(hypervisor)\b", cpu_info)
     governors = filter(None, map(read, CPUS.glob("cpufreq/policy*/scaling_governor")))
     huge_pages = read("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
@@ -80,17 +81,17 @@ def host_facts() -> dict[str, object]:
         "smt": {"0": False, "1": True}.get(read(CPUS / "smt/active") or ""),
         "governor": ",".join(sorted(set(governors))) or None,
         "memory_nbytes": or_none(lambda: int(psutil.virtual_memory().total)),
-        "transparent_huge_pages": found(r"\[(\w+)\]", huge_pages),
+        "transparent_huge_pages": search_line(r"\[(\w+)\]", huge_pages),
         "numa_nodes": len(list(CPUS.parent.glob("node/node[0-9]*"))) or None,
     }
 
 
 def rank_facts() -> dict[str, object]:
-    """What holds for this rank; call it after the rank has chosen its GPU and its threads.
+    """Facts about this rank, once it has chosen its GPU and its threads.
 
-    Two ranks share a clock where boot_id and time_namespace are known and equal. NUMA nodes are
-    those of the cpuset, which may be a part of the cores that the control group allows. The ulimits
-    are the soft ones; -1 is no limit.
+    Two ranks share a clock if boot_id and time_namespace are known and equal. NUMA nodes are those
+    of the cpuset, which may be a part of the cores that the control group allows. The ulimits are
+    the soft ones; -1 is no limit.
     """
     cpus = os.sched_getaffinity(0)
     nodes = (int(path.name[4:]) for cpu in cpus for path in CPUS.glob(f"cpu{cpu}/node[0-9]*"))
@@ -117,13 +118,12 @@ def rank_facts() -> dict[str, object]:
 
 
 def setup_facts() -> dict[str, object]:
-    """What only the doctor asks of this rank, beyond `rank_facts`; variables as they may be shown
-    to strangers. Call it after the rank has chosen its GPU.
+    """Facts about this rank that only the doctor needs, once the rank has chosen its GPU.
 
-    `resolved` is the address of the host's own name.
+    `resolved` is the address of the host's own name; `variables` are without secrets.
     """
     torch = _module("torch")
-    capabilities = found(r"^CapEff:\s*(\w+)", read("/proc/self/status"))
+    capabilities = search_line(r"^CapEff:\s*(\w+)", read("/proc/self/status"))
     debug = {"Python": hasattr(sys, "gettotalrefcount"), "torch": _debug_build(torch)}
     return {
         "resolved": or_none(lambda: socket.gethostbyname(socket.gethostname())),
@@ -131,13 +131,13 @@ def setup_facts() -> dict[str, object]:
         "may_lock_memory": bool(int(capabilities or "0", 16) >> IPC_LOCK & 1),
         "rdma_devices": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
         "shm_nbytes": or_none(lambda: shutil.disk_usage("/dev/shm").total),
-        "debug_builds": [name for name, built_so in debug.items() if built_so],
+        "debug_builds": [name for name, is_debug in debug.items() if is_debug],
         **_gpu_place(torch),
     }
 
 
 def allowed_cpus(root: Path = ROOT) -> str | None:
-    """The cores that this process's control group allows, as the kernel writes a cpuset."""
+    """Cores that this process's control group allows, as the kernel writes a cpuset."""
     for level in reversed(cgroup_levels("cpuset", root)):
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
             if text := read(level / name):
@@ -153,7 +153,7 @@ def compact(numbers: Iterable[int]) -> str:
 
 
 def allowed_variables(variables: Mapping[str, str], length: int = 200) -> dict[str, str]:
-    """The variables that steer a collective, without secrets and without the launcher's noise."""
+    """Variables that affect collectives, without secrets and without those of the launcher."""
     return {
         name: redact.text(value)[:length]
         for name, value in sorted(variables.items())
@@ -163,19 +163,19 @@ def allowed_variables(variables: Mapping[str, str], length: int = 200) -> dict[s
 
 
 def free_memory_nbytes() -> int | None:
-    """What can still be allocated: the host's available memory or its control group's, if less."""
+    """Memory that can still be allocated: the host's or the control group's, whichever is less."""
     available = or_none(lambda: int(psutil.virtual_memory().available))
     free = (available, cgroup_limits()["cgroup_free_nbytes"])
     return min((int(nbytes) for nbytes in free if nbytes is not None), default=None)
 
 
 def cgroup_limits(root: Path = ROOT) -> dict[str, float | None]:
-    """The tightest limits that this process's control group and its ancestors set, v1 or v2."""
+    """The tightest limits of this process's control group and its ancestors, v1 or v2."""
     limits, free = [], []
     for level in cgroup_levels("memory", root):
         limit = read(level / "memory.max") or read(level / "memory.limit_in_bytes") or "max"
         used = read(level / "memory.current") or read(level / "memory.usage_in_bytes") or 0
-        cache = found(r"^inactive_file (\d+)", read(level / "memory.stat")) or 0
+        cache = search_line(r"^inactive_file (\d+)", read(level / "memory.stat")) or 0
         if limit != "max" and int(limit) < 2**60:  # v1 writes "no limit" as a huge number
             limits.append(int(limit))
             free.append(max(0, int(limit) - int(used) + int(cache)))
@@ -188,20 +188,20 @@ def cgroup_limits(root: Path = ROOT) -> dict[str, float | None]:
 
 
 def interface_of(address: str) -> dict[str, object]:
-    """The local interface that carries this local IP address: name, MTU, nominal speed."""
-    wanted = or_none(lambda: ip_address(address.partition("%")[0]))
+    """Name, MTU and nominal speed of the interface that has this local IP address."""
+    target = or_none(lambda: ip_address(address.partition("%")[0]))
     for name, entries in (or_none(psutil.net_if_addrs) or {}).items():
         listed = {entry.address.partition("%")[0] for entry in entries}
-        # all of 127.0.0.0/8 is local, though only 127.0.0.1 is listed
-        if wanted and (str(wanted) in listed or (wanted.is_loopback and "127.0.0.1" in listed)):
+        # All of 127.0.0.0/8 is local, though only 127.0.0.1 is listed.
+        if target and (str(target) in listed or (target.is_loopback and "127.0.0.1" in listed)):
             return _interface(name)
     return _interface(None)
 
 
 def _interface(name: str | None) -> dict[str, object]:
-    its = (or_none(psutil.net_if_stats) or {}).get(name or "")
-    speed = its.speed * 125_000 if its and its.speed > 0 else None  # the kernel says Mbit/s
-    mtu = its.mtu if its else None
+    stats = (or_none(psutil.net_if_stats) or {}).get(name or "")
+    speed = stats.speed * 125_000 if stats and stats.speed > 0 else None  # from Mbit/s
+    mtu = stats.mtu if stats else None
     return {"name": name, "mtu_nbytes": mtu, "nominal_bytes_per_second": speed}
 
 
@@ -209,43 +209,43 @@ def gpu_state() -> dict[str, object] | None:
     """Clocks, throttle reasons, temperature and NVLinks of this rank's GPU; None without NVML."""
     nvml, uuid = _module("pynvml"), _gpu()["gpu_uuid"]
 
-    def ask(function: str, *arguments: object) -> Any:
+    def query(function: str, *arguments: object) -> Any:
         return or_none(lambda: getattr(nvml, function)(*arguments))
 
-    ask("nvmlInit")
-    gpu = ask("nvmlDeviceGetHandleByUUID", uuid) if uuid else None
+    query("nvmlInit")
+    gpu = query("nvmlDeviceGetHandleByUUID", uuid) if uuid else None
     if gpu is None:
         return None
-    sm, memory = (ask("nvmlDeviceGetClockInfo", gpu, clock) for clock in (1, 2))  # in MHz
-    set_bits = ask("nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
+    sm, memory = (query("nvmlDeviceGetClockInfo", gpu, clock) for clock in (1, 2))  # in MHz
+    set_bits = query("nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
     named = ((bit, name) for name, bit in vars(nvml).items() if name.startswith(REASON))
     names = {bit: name.removeprefix(REASON) for bit, name in named}
     reasons = [names.get(1 << n, f"bit {n}") for n in range(64) if (set_bits or 0) >> n & 1]
-    links = [ask("nvmlDeviceGetNvLinkState", gpu, n) for n in range(nvml.NVML_NVLINK_MAX_LINKS)]
+    links = [query("nvmlDeviceGetNvLinkState", gpu, n) for n in range(nvml.NVML_NVLINK_MAX_LINKS)]
     return {
         "sm_clock_hertz": sm and sm * 10**6,
         "memory_clock_hertz": memory and memory * 10**6,
         "throttle_reasons": None if set_bits is None else reasons,
-        "temperature_celsius": ask("nvmlDeviceGetTemperature", gpu, 0),
+        "temperature_celsius": query("nvmlDeviceGetTemperature", gpu, 0),
         "nvlinks_active": None if set(links) == {None} else links.count(1),
     }
 
 
 def _gpu() -> dict[str, object]:
-    """The GPU that this rank already uses; asking must not create a CUDA context."""
+    """The GPU that this rank already uses; reading it must not create a CUDA context."""
     cuda: Any = or_none(lambda: _module("torch").cuda)
     index = or_none(cuda.current_device) if cuda and cuda.is_initialized() else None
-    its = None if index is None else or_none(lambda: cuda.get_device_properties(index))
-    uuid = its and f"GPU-{its.uuid}"  # as NVML and nvidia-smi write it
-    return {"gpu_index": index, "gpu_name": its and its.name, "gpu_uuid": uuid}
+    gpu = None if index is None else or_none(lambda: cuda.get_device_properties(index))
+    uuid = gpu and f"GPU-{gpu.uuid}"  # as NVML and nvidia-smi write it
+    return {"gpu_index": index, "gpu_name": gpu and gpu.name, "gpu_uuid": uuid}
 
 
 def _gpu_place(torch: Any) -> dict[str, object]:
-    """The NUMA node of this rank's GPU, and the GPU's memory: all of it, and what is free."""
+    """The NUMA node of this rank's GPU, its total memory and its free memory."""
     index = _gpu()["gpu_index"]
-    its: Any = None if index is None else or_none(lambda: torch.cuda.get_device_properties(index))
-    memory = None if its is None else or_none(lambda: torch.cuda.mem_get_info(index))
-    bus = or_none(lambda: f"{its.pci_domain_id:04x}:{its.pci_bus_id:02x}:{its.pci_device_id:02x}.0")
+    gpu: Any = None if index is None else or_none(lambda: torch.cuda.get_device_properties(index))
+    memory = None if gpu is None else or_none(lambda: torch.cuda.mem_get_info(index))
+    bus = or_none(lambda: f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
     node = or_none(lambda: int(read(f"/sys/bus/pci/devices/{bus}/numa_node") or "-1"))
     return {
         "gpu_numa_node": None if node is None or node < 0 else node,
@@ -255,7 +255,7 @@ def _gpu_place(torch: Any) -> dict[str, object]:
 
 
 def _cpu_model(cpu_info: str | None) -> str:
-    return found(r"^model name\s*:(.+)", cpu_info) or platform.machine()
+    return search_line(r"^model name\s*:(.+)", cpu_info) or platform.machine()
 
 
 def _debug_build(torch: Any) -> bool:
@@ -268,7 +268,7 @@ def _versions() -> dict[str, object]:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None where it fails or is missing or late."""
+    """The output of a command; None if it fails, is missing or is late."""
     options: dict[str, Any] = {"stderr": subprocess.DEVNULL, "timeout": COMMAND_DEADLINE_SECONDS}
     return or_none(lambda: subprocess.check_output(command, text=True, **options).strip())
 
