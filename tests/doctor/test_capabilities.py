@@ -374,7 +374,7 @@ def test_no_time_is_told() -> None:
     request = probe.request("gloo", "cpu", (), [SUM])
     assert [*trying(request, trials, 0.0)] == []
     assert trials.verdicts == []
-    assert trials.given_up == "the 0 s for it were over; --seconds gives it more"
+    assert trials.given_up == "the 0 s for it were over; give it more with --seconds"
 
 
 def test_two_ranks_have_their_backend_tried(pool: RankPool, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ WRONG: dict[str, tuple[list[dict[str, Any]], str, str, str, str, dict[str, Any]]
     ),
     "clock": (
         [a_rank("a"), a_rank("b", clock_ahead_seconds=-3600.0)], "gloo", "warning",
-        "clocks-apart", "b's -3600.0 s", {"host": "b"},
+        "clocks-apart", "compared with a: b -3600.0 s", {"host": "b"},
     ),
 }  # fmt: skip
 

@@ -1,9 +1,8 @@
-"""What a backend can do here: every operation, reduce op and dtype really tried, with exact checks.
+"""One rank's part of the trials: try every operation, reduce op and dtype, with exact checks.
 
-One rank's part, in a process to throw away; who starts it is trials.py. The ranks try
-one combination after the other and agree on each over the control group. After each refusal
-something that works is tried again, so that a group that one combination has broken is not blamed
-on the next.
+It runs in a separate process, which trials.py starts. The ranks try one combination after the other
+and agree on each verdict over the control group. After each refusal they repeat a combination that
+works. So if one combination breaks the group, the next one is not blamed.
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ if TYPE_CHECKING:
 
 MODULE = "ddpbench.doctor.capabilities.probe"
 ELEMENTS = (64, 13)  # of one block: each combination is tried with both
-WAIT_SECONDS = 60.0  # of the ranks for each other: whoever started them is to judge before
+WAIT_SECONDS = 60.0  # of the ranks for each other; trials.py judges long before
 PLAN = Plan(start="none")
 
 
 @dataclass(frozen=True)
 class Request(throwaway.Request):
-    """What the ranks are to try: from `first` on, all that is wanted."""
+    """What the ranks must try: all that is wanted, from `first` on."""
 
     wanted: Sequence[Combination]
     first: int = 0
-    known: Combination | None = None  # to work
+    known: Combination | None = None  # one that works
 
 
 def request(
     backend: str, device: str, modules: Sequence[str], wanted: Sequence[Combination] | None = None
 ) -> Request:
-    """For those wanted, or all combinations, on this backend."""
+    """Return a request for these combinations, or for all, on this backend."""
     ranks = throwaway.ranks_for(backend)
     return Request(
         backend, device, WAIT_SECONDS, list(modules), backends.get(backend).launcher, ranks,
@@ -58,8 +57,10 @@ def request(
 
 
 def combinations(ranks: int) -> list[Combination]:
-    """All that can be tried with so many ranks, what matters most first: sums before the other
-    reduce ops, and one-byte floats, which few backends carry, after all others."""
+    """Return all that so many ranks can try, the most important first.
+
+    Sums come before other reduce ops. One-byte floats, which few backends support, come last.
+    """
     found = [
         Combination(name, form, reduce_op, dtype)
         for name, operation in OPERATIONS.items()
@@ -109,7 +110,10 @@ def walk(
     request: Request, ranks: World, team: Subgroup, device: torch.device, tell: Tell,
     note: Callable[[int, Verdict], None],
 ) -> None:  # fmt: skip
-    """Try one combination after the other, until the ranks or their group are out of step."""
+    """Try one combination after the other, until the ranks or their group are out of step.
+
+    note: stores the verdict of a combination, by its number.
+    """
     known = request.known
     for number in range(request.first, len(request.wanted)):
         each = request.wanted[number]
@@ -144,18 +148,18 @@ def _everyones(ranks: World, mine: Verdict) -> list[Verdict]:
 def attempted(
     request: Request, each: Combination, ranks: World, team: Subgroup, device: torch.device
 ) -> Verdict:
-    """This rank's own verdict: the result is right, or wrong, or the call was refused."""
+    """Return this rank's own verdict: the result is right or wrong, or the call was refused."""
     from ddpbench.measure.loop import Bench
 
     operation = OPERATIONS[each.operation]
     found = Verdict(OK)
-    for elements in ELEMENTS:  # all of them, whatever comes out: the ranks stay in step
+    for elements in ELEMENTS:  # always all of them, so that the ranks stay in step
         try:
             case = _case(request, each, elements, team)
             bench = Bench(case, operation, PLAN, ranks, team, device)
             bench.repeat(1)
             wrong = bench.wrong(-1) if operation.sized else None
-        except Exception as error:  # whatever a backend raises: it is its way to refuse
+        except Exception as error:  # any error is a backend's way to refuse
             return Verdict(UNSUPPORTED, throwaway.sentence(error))
         if wrong is not None and found.outcome == OK:
             found = Verdict(

@@ -1,9 +1,8 @@
-"""What a backend can do here, tried by ranks to throw away, as what is not supported may crash its
-process, or never end.
+"""Trials of a backend in separate processes, because an unsupported call may crash or never return.
 
-One set of ranks tries all there is (probe.py). What ends the set, or hangs, is tried
-once more by a fresh one before it is said to do so: a machine may have had a bad moment. Fresh
-ranks then go on with the next.
+One set of ranks tries all combinations (probe.py). A combination that ends the set, or hangs, is
+tried once more by fresh ranks before it is reported: the host may have had a bad moment. Fresh
+ranks then continue with the next combination.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ POLL_SECONDS = 0.1
 
 @dataclass
 class Trials:
-    """What has been heard so far."""
+    """The verdicts so far."""
 
     wanted: Sequence[Combination]
-    verdicts: list[Verdict] = field(default_factory=list)  # of the first of them
-    given_up: str | None = None  # why the others were not tried, a clause
+    verdicts: list[Verdict] = field(default_factory=list)  # of the first wanted ones, in order
+    given_up: str | None = None  # why the rest was not tried, a clause
 
     @property
     def tried(self) -> list[tuple[Combination, Verdict]]:
-        """Each with its verdict."""
+        """Return each combination that was tried, with its verdict."""
         return list(zip(self.wanted, self.verdicts, strict=False))
 
 
 def trying(request: Request, trials: Trials, seconds: float) -> Generator[None, None, None]:
-    """Try all that is wanted, in at most about so many seconds; what is heard goes into `trials`.
+    """Try all combinations in about so many seconds at most, and add the verdicts to `trials`.
 
-    Yields about every POLL_SECONDS until it is over; closed before, it leaves nothing running.
+    Yields about every POLL_SECONDS until the end. Closed earlier, it leaves nothing running.
     """
     try:
         yield from _sets(request, trials, time.monotonic() + seconds)
@@ -49,11 +48,11 @@ def trying(request: Request, trials: Trials, seconds: float) -> Generator[None, 
         trials.given_up = f"no ranks could be started ({error.strerror or error})"
     else:
         if len(trials.verdicts) < len(trials.wanted) and trials.given_up is None:
-            trials.given_up = f"the {seconds:g} s for it were over; --seconds gives it more"
+            trials.given_up = f"the {seconds:g} s for it were over; give it more with --seconds"
 
 
 def _sets(request: Request, trials: Trials, until: float) -> Generator[None, None, None]:
-    """One set of ranks after the other, until all is tried or the time is over."""
+    """Start one set of ranks after the other, until all is tried or the time is over."""
     suspect = -1
     while len(trials.verdicts) < len(trials.wanted) and time.monotonic() < until:
         first = len(trials.verdicts)
@@ -80,7 +79,7 @@ def _sets(request: Request, trials: Trials, until: float) -> Generator[None, Non
 
 
 def _watched(trial: Trial, until: float) -> Generator[None, None, bool]:
-    """Until the ranks have ended, or the time is over; whether one of them hangs."""
+    """Wait until the ranks or the time have ended; return whether a rank hangs."""
     while trial.process.poll() is None and time.monotonic() < until:
         for state in trial.states():
             if state.text.isdecimal() and time.time() - state.since > HANG_SECONDS:
@@ -91,7 +90,7 @@ def _watched(trial: Trial, until: float) -> Generator[None, None, bool]:
 
 
 def _heard(folder: Path, first: int) -> list[Verdict]:
-    """What rank 0 has noted, from combination `first` on; of two about one, the later."""
+    """Read what rank 0 has noted, from combination `first` on; a later note replaces an earlier."""
     path = folder / "verdicts"
     if not path.exists():
         return []
@@ -101,8 +100,7 @@ def _heard(folder: Path, first: int) -> list[Verdict]:
 
 
 def _blamed(trial: Trial, number: int, hung: bool, code: int) -> Verdict | None:
-    """What this combination, of which the ranks have agreed on no verdict, did to them; None: no
-    rank came to it."""
+    """Return what a combination without a verdict did to its ranks; None: no rank came to it."""
     here = [state for state in trial.states() if state.text.split(" ")[0] == str(number)]
     if not here:
         return None

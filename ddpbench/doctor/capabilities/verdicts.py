@@ -1,6 +1,6 @@
-"""What became of each operation, reduce op and dtype that was tried, and what of it is a finding.
+"""The verdict on each operation, reduce op and dtype, and which verdicts are findings.
 
-That a backend refuses something is information; that it crashes, hangs or answers wrongly is not.
+A refusal of the backend is information. A crash, a hang or a wrong result is a finding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OK, UNSUPPORTED, WRONG, CRASH, HANG = "ok", "unsupported", "wrong", "crash", "ha
 
 @dataclass(frozen=True)
 class Combination:
-    """What is tried with one call; of an operation that moves no data there is no dtype."""
+    """What one call tries; an operation that moves no data has no dtype."""
 
     operation: str
     form: str  # "tensor" or "list", as `Case` has it
@@ -25,19 +25,19 @@ class Combination:
 
     @property
     def called(self) -> str:
-        """The operation in words: "all_gather (list)"."""
+        """Return the operation in words: "all_gather (list)"."""
         return self.operation + (" (list)" if self.form == "list" else "")
 
     @property
     def name(self) -> str:
-        """All of it in words: "all_reduce max of int8"."""
+        """Return the combination in words: "all_reduce max of int8"."""
         words = [self.called, self.reduce_op, self.dtype and f"of {self.dtype}"]
         return " ".join(word for word in words if word)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of it, in one rank or in all."""
+    """The outcome of a combination, on one rank or on all."""
 
     outcome: str  # OK, UNSUPPORTED, …
     why: str = ""  # one line; of all but OK
@@ -49,8 +49,10 @@ Tried = Sequence[tuple[Combination, Verdict]]
 
 
 def agreed(everyones: Sequence[Verdict]) -> tuple[Verdict, bool]:
-    """The verdict of all ranks' own, in order of rank; and whether some refused and some did not,
-    after which the group may be out of step."""
+    """Combine the ranks' own verdicts; return whether only some ranks refused.
+
+    After that the group may be out of step. everyones: in order of rank.
+    """
     refused = [rank for rank, each in enumerate(everyones) if each.outcome == UNSUPPORTED]
     if refused:
         why = everyones[refused[0]].why
@@ -61,46 +63,48 @@ def agreed(everyones: Sequence[Verdict]) -> tuple[Verdict, bool]:
 
 
 def refused_by(ranks: Sequence[int], why: str) -> str:
-    """Why, where not all refuse."""
+    """Return the reason if only some ranks refuse."""
     return f"in rank {', '.join(map(str, ranks))} only: {why}"
 
 
 def breaking(verdict: Verdict) -> Verdict:
-    """The same, where nothing works in the group afterwards."""
+    """Return the same verdict, with the remark that nothing works in the group afterwards."""
     return replace(verdict, why=f"{verdict.why}; then its group is unusable")
 
 
 def rows(tried: Tried) -> list[dict[str, Any]]:
-    """For the file, one a combination: operation, form, reduce_op, dtype, outcome, why."""
+    """Return a record for each combination: operation, form, reduce_op, dtype, outcome, why."""
     return [{**asdict(each), "outcome": v.outcome, "why": v.why} for each, v in tried]
 
 
 def counts(verdicts: Iterable[Verdict]) -> dict[str, int]:
-    """outcome → how many, all outcomes, the good ones first."""
+    """Count each outcome, the good ones first."""
     found = [verdict.outcome for verdict in verdicts]
     return {name: found.count(name) for name in (OK, UNSUPPORTED, WRONG, CRASH, HANG)}
 
 
-# outcome → severity, code, what is said, what to do
+# outcome → severity, code, predicate, next step
 BAD = {
     WRONG: (
         "error", "wrong-result", "gives a wrong result",
-        "do not call it on this set-up, as no error will tell; report it to the backend",
+        "do not call it on this set-up, because no error is raised; report it to the backend",
     ),
     CRASH: (
         "warning", "operation-crashes", "crashes instead of raising an error",
-        "never call it on this set-up: it takes the whole job along",
+        "never call it on this set-up: it ends the whole job",
     ),
     HANG: (
         "warning", "operation-hangs", "hangs instead of raising an error",
-        "never call it on this set-up: the job would wait until its time-out",
+        "never call it on this set-up: the job would wait until its timeout",
     ),
 }  # fmt: skip
 
 
 def findings(backend: str, tried: Tried) -> tuple[Finding, ...]:
-    """One for each operation and form that gives a wrong result, crashes or hangs: the first such
-    combination in full, the others by name."""
+    """Return a finding for each operation and form that gives a wrong result, crashes or hangs.
+
+    It describes the first such combination in full and names the others.
+    """
     alike: dict[tuple[str, str], list[tuple[Combination, Verdict]]] = {}
     for each, verdict in tried:
         if verdict.outcome in BAD:

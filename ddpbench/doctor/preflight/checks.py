@@ -1,8 +1,7 @@
-"""Differences between ranks, and dangers, in what they tell of themselves; one function of CHECKS
-adds a check.
+"""The checks of the settings: differences between ranks, and dangers. One entry of CHECKS adds one.
 
-What holds of every run of any command (versions of torch, ddpbench and Python,
-TORCH_DISTRIBUTED_DEBUG, more threads than cores) analysis/findings.py finds: nothing is told twice.
+analysis/findings.py checks what every command needs: versions of torch, ddpbench and Python,
+TORCH_DISTRIBUTED_DEBUG, more threads than cores. Nothing is reported twice.
 """
 
 from __future__ import annotations
@@ -33,5 +32,5 @@ CHECKS: tuple[Callable[[Setup], Iterator[Finding]], ...] = (
 
 
 def findings(setup: Setup) -> tuple[Finding, ...]:
-    """All that is odd or dangerous."""
+    """Return a finding for everything that is odd or dangerous."""
     return tuple(finding for check in CHECKS for finding in check(setup))

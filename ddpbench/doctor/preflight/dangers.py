@@ -1,4 +1,4 @@
-"""What costs time or may fail, as a rank's own facts tell: settings, cores, GPUs, limits, memory.
+"""Settings of a rank that cost time or may fail: variables, cores, GPUs, limits, memory.
 
 One entry of SETTINGS adds a setting that costs.
 """
@@ -19,23 +19,23 @@ LEAST_MEMORY_NBYTES = 256 * MIB  # free, for each rank
 MUCH_LESS = 0.25  # of the memory that hosts usually have free
 LEAST_SHM_NBYTES = 128 * MIB  # free, for each rank
 LEAST_LOCKED_NBYTES = GIB
-# Of a rank: Python's own and its libraries', and to each other rank two groups and the store.
+# Open files of a rank: Python and its libraries; for each other rank, two groups and the store.
 FILES, FILES_A_RANK = 100, 4
 IN_USE_SHARE = 0.2  # of a GPU's memory before anything is measured
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting that costs time, mostly left over from looking for a fault."""
+    """A setting that costs time, mostly left over from debugging."""
 
     variable: str
-    values: str  # a regular expression of those that cost
+    values: str  # a regular expression of the values that cost time
     severity: str
     cost: str
-    device: str | None = None  # where it costs; None: everywhere
+    device: str | None = None  # on which it costs time; None: on every device
 
     def costs(self, device: str, value: str | None) -> bool:
-        """Whether that value does, on that device."""
+        """Tell whether this value costs time on this device."""
         here = self.device in (None, device)
         return here and value is not None and re.fullmatch(self.values, value, re.I) is not None
 
@@ -63,30 +63,31 @@ SETTINGS = (
 
 
 def costly_settings(setup: Setup) -> Iterator[Finding]:
-    """Settings that cost, where they are set."""
-    every = [its.get("variables") or {} for its in setup.ranks]
-    for each in SETTINGS:
-        values = [its.get(each.variable) for its in every]
-        ranks = [rank for rank, value in enumerate(values) if each.costs(setup.device, value)]
+    """Find settings that cost time."""
+    everyone = [facts.get("variables") or {} for facts in setup.ranks]
+    for setting in SETTINGS:
+        values = [own.get(setting.variable) for own in everyone]
+        ranks = [rank for rank, value in enumerate(values) if setting.costs(setup.device, value)]
         if ranks:
             yield Finding(
-                each.severity,
+                setting.severity,
                 "debug-setting",
-                f"{each.variable}={values[ranks[0]]} is set on {setup.who(ranks)}: {each.cost}",
-                f"unset {each.variable} unless it is needed",
-                {**setup.place(ranks), "variable": each.variable},
+                f"{setting.variable}={values[ranks[0]]} is set on {setup.who(ranks)}: "
+                f"{setting.cost}",
+                f"unset {setting.variable} unless you need it",
+                {**setup.place(ranks), "variable": setting.variable},
             )
 
 
 def debug_builds(setup: Setup) -> Iterator[Finding]:
-    """Python, or torch, that was built to find faults."""
+    """Find debug builds of Python or torch."""
     for kinds, ranks in folded(setup.values("debug_builds")):
         if not kinds:
             continue
         yield Finding(
             "warning",
             "debug-build",
-            f"{' and '.join(kinds)} on {setup.who(ranks)} is built for debugging, and slow",
+            f"{' and '.join(kinds)} on {setup.who(ranks)} is a debug build, which is slow",
             "install the release build",
             setup.place(ranks),
         )
@@ -96,8 +97,10 @@ def debug_builds(setup: Setup) -> Iterator[Finding]:
 
 
 def bound_cores(setup: Setup) -> Iterator[Finding]:
-    """Ranks bound to the same cores while others, which they may use, are bound to nobody; not all
-    ranks of a host to the same: that is a crowd, which may be meant."""
+    """Find ranks bound to the same cores while other cores are bound to no rank.
+
+    If all ranks of a host are bound to the same cores, that may be intended.
+    """
     for host, ranks, _ in setup.of_hosts():
         sets = {rank: cpus(setup.ranks[rank].get("cpuset")) for rank in ranks}
         allowed = cpus(setup.ranks[ranks[0]].get("allowed_cpus"))
@@ -128,8 +131,8 @@ def _cores(cores: Sequence[int] | frozenset[int]) -> str:
 
 
 def narrow_affinity(setup: Setup) -> Iterator[Finding]:
-    """A rank that may use fewer cores than it has threads, while its host has cores enough."""
-    full = {crowd.host for crowd in crowded(setup.ranks)}  # told as oversubscribed
+    """Find ranks with more threads than cores on a host that has enough cores."""
+    full = {crowd.host for crowd in crowded(setup.ranks)}  # reported as oversubscribed
     for host, ranks, _ in setup.of_hosts():
         sets = {rank: cpus(setup.ranks[rank].get("cpuset")) for rank in ranks}
         threads = {rank: setup.ranks[rank].get("threads") or 1 for rank in ranks}
@@ -151,7 +154,7 @@ def narrow_affinity(setup: Setup) -> Iterator[Finding]:
 
 
 def far_gpu(setup: Setup) -> Iterator[Finding]:
-    """Ranks bound to another NUMA node than that of their GPU."""
+    """Find ranks bound to another NUMA node than their GPU."""
     for rank, its in enumerate(setup.ranks):
         node, own = its.get("gpu_numa_node"), cpus(its.get("numa_nodes"))
         if node is not None and own and node not in own:
@@ -167,7 +170,7 @@ def far_gpu(setup: Setup) -> Iterator[Finding]:
 
 
 def gpu_in_use(setup: Setup) -> Iterator[Finding]:
-    """GPUs of which others use the memory, and those of several ranks."""
+    """Find GPUs whose memory is in use, and GPUs that ranks share."""
     for uuid, ranks in folded(setup.values("gpu_uuid")):
         whole, free = (setup.ranks[ranks[0]].get(f"gpu_{n}") for n in ("nbytes", "free_nbytes"))
         if uuid is None or whole is None or free is None:
@@ -186,7 +189,7 @@ def gpu_in_use(setup: Setup) -> Iterator[Finding]:
                 "gpu-in-use",
                 f"{(whole - free) / GIB:.1f} of {whole / GIB:.1f} GiB of the GPU of "
                 f"{setup.who(ranks)} are taken before anything is measured",
-                "see with nvidia-smi who uses it, and end that",
+                "find the process with nvidia-smi, and end it",
                 setup.place(ranks),
             )
 
@@ -195,7 +198,7 @@ def gpu_in_use(setup: Setup) -> Iterator[Finding]:
 
 
 def locked_memory(setup: Setup) -> Iterator[Finding]:
-    """RDMA registers its buffers, which locks them; gloo's TCP needs none of it."""
+    """Find limits too low for RDMA, which locks its buffers; gloo's TCP locks none."""
 
     def low(its: Any) -> bool:
         limit = its.get("ulimit_memlock_nbytes")
@@ -217,7 +220,7 @@ def locked_memory(setup: Setup) -> Iterator[Finding]:
 
 
 def open_files(setup: Setup) -> Iterator[Finding]:
-    """Ranks that may open fewer files than a world of that size needs."""
+    """Find ranks that may open fewer files than a world of this size needs."""
     needed = FILES + FILES_A_RANK * len(setup.ranks)
     ranks = setup.where(lambda its: 0 <= its.get("ulimit_open_files", -1) < needed)
     if ranks:
@@ -232,7 +235,7 @@ def open_files(setup: Setup) -> Iterator[Finding]:
 
 
 def shared_memory(setup: Setup) -> Iterator[Finding]:
-    """Hosts with little room in /dev/shm."""
+    """Find hosts with little free space in /dev/shm."""
     for host, ranks, _ in setup.of_hosts():
         free = setup.ranks[ranks[0]].get("shm_free_nbytes")
         if free is not None and free < LEAST_SHM_NBYTES * len(ranks):
@@ -248,7 +251,7 @@ def shared_memory(setup: Setup) -> Iterator[Finding]:
 
 
 def free_memory(setup: Setup) -> Iterator[Finding]:
-    """Hosts with little memory free, or much less than usual."""
+    """Find hosts with little free memory, or with much less than the others."""
     free = {
         ranks[0]: setup.ranks[ranks[0]].get("free_memory_nbytes")
         for _, ranks, _ in setup.of_hosts()
@@ -259,20 +262,20 @@ def free_memory(setup: Setup) -> Iterator[Finding]:
         nbytes = free[ranks[0]]
         if nbytes is None:
             continue
-        told = f"{host} has {nbytes / GIB:.1f} GiB of memory free for {len(ranks)} ranks"
+        memory = f"{host} has {nbytes / GIB:.1f} GiB of memory free for {len(ranks)} ranks"
         if nbytes < LEAST_MEMORY_NBYTES * len(ranks):
             yield Finding(
                 "warning",
                 "low-memory",
-                f"{told}: the kernel may kill one of them",
-                "see with top -o RES what uses it; a control group's limit counts too",
+                f"{memory}: the kernel may kill one of them",
+                "find out with top -o RES what uses it; the limit of a control group counts too",
                 setup.place(ranks),
             )
         elif nbytes < MUCH_LESS * usual:
             yield Finding(
                 "note",
                 "low-memory",
-                f"{told}, hosts usually {usual / GIB:.1f} GiB",
-                "see with top -o RES whether an earlier job has left something there",
+                f"{memory}, hosts usually {usual / GIB:.1f} GiB",
+                "find out with top -o RES whether an earlier job left something there",
                 setup.place(ranks),
             )

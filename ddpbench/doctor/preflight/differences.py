@@ -1,4 +1,4 @@
-"""What all ranks, or all hosts, should have alike: facts, variables, interfaces, clocks.
+"""Settings that all ranks or hosts should share: facts, variables, interfaces, clocks.
 
 One entry of SAME adds a fact.
 """
@@ -44,22 +44,22 @@ SAME = (
 
 
 def same_facts(setup: Setup) -> Iterator[Finding]:
-    """The facts of SAME."""
-    mixed_torch = len(folded(setup.values("torch"))) > 1  # told already; the library follows it
-    for each in SAME:
-        groups = folded(setup.values(each.fact))
-        if len(groups) > 1 and not (mixed_torch and each.fact == "library"):
-            yield _differing(setup, each.words, groups, each.severity, each.code, each.next_step)
+    """Compare the facts of SAME."""
+    mixed_torch = (
+        len(folded(setup.values("torch"))) > 1
+    )  # reported already; the library follows torch
+    for same in SAME:
+        groups = folded(setup.values(same.fact))
+        if len(groups) > 1 and not (mixed_torch and same.fact == "library"):
+            sentence = _describe(setup, same.words, groups)
+            place = setup.place(odd(groups))
+            yield Finding(same.severity, same.code, sentence, same.next_step, place)
 
 
-def _differing(
-    setup: Setup, words: str, groups: Sequence[tuple[Any, list[int]]], severity: str, code: str,
-    next_step: str, **place: Any,
-) -> Finding:  # fmt: skip
-    told = [f"{_shown(value)} on {setup.who(ranks)}" for value, ranks in groups[:3]]
+def _describe(setup: Setup, words: str, groups: Sequence[tuple[Any, list[int]]]) -> str:
+    values = [f"{_shown(value)} on {setup.who(ranks)}" for value, ranks in groups[:3]]
     more = f" and {len(groups) - 3} other values elsewhere" if len(groups) > 3 else ""
-    where = {**setup.place(odd(groups)), **place}
-    return Finding(severity, code, f"{words} {', '.join(told)}{more}", next_step, where)
+    return f"{words} {', '.join(values)}{more}"
 
 
 def _shown(value: Any) -> str:
@@ -71,12 +71,12 @@ def _shown(value: Any) -> str:
 # --- variables ------------------------------------------------------------------------------------
 
 COMPARED = re.compile(r"(NCCL|GLOO|TORCH|PYTORCH|OMP|KMP|MKL|OMPI_MCA|UCX|UCC|FI|MPICH)_")
-# A rank or a host may have its own: its devices, its cores, where it writes.
+# May differ between ranks or hosts: devices, cores, where a rank writes.
 OWN = re.compile(
     r".*_(IFNAME|NET_DEVICES|IB_HCA|HOSTID|FILE|DIR|HOME|PATH|AFFINITY|PLACES|LOGS|PREFIX|IFACE)$|"
     r"NCCL_DEBUG|.*_DUMP_|OMPI_MCA_(shmem|rmaps|hwloc)"
 )
-# By these NCCL decides how ranks work together.
+# These decide how the ranks of NCCL work together.
 TOGETHER = re.compile(
     r"NCCL_(ALGO|PROTO|NTHREADS|BUFFSIZE|(MIN|MAX)_N?(CHANNELS|RINGS|CTAS)|NET|.*_(DIS|EN)ABLE|"
     r"CROSS_NIC|LL_THRESHOLD|TREE_THRESHOLD)$"
@@ -84,39 +84,40 @@ TOGETHER = re.compile(
 
 
 def same_variables(setup: Setup) -> Iterator[Finding]:
-    """Variables that steer collectives."""
-    every = [its.get("variables") or {} for its in setup.ranks]
-    for name in sorted(set().union(*every)):
-        values = [_set_by_user(setup, name, its.get(name)) for its in every]
+    """Compare the variables that change how collectives work."""
+    everyone = [facts.get("variables") or {} for facts in setup.ranks]
+    for name in sorted(set().union(*everyone)):
+        values = [_set_by_user(setup, name, own.get(name)) for own in everyone]
         groups = folded(values)
         if len(groups) == 1 or not COMPARED.match(name) or OWN.match(name):
             continue
         grave = setup.backend == "nccl" and TOGETHER.match(name)
-        yield _differing(
-            setup,
-            f"{name} is",
-            [("not set" if value is None else value, ranks) for value, ranks in groups],
+        shown = [("not set" if value is None else value, ranks) for value, ranks in groups]
+        yield Finding(
             "error" if grave else "warning",
             "variable-differs",
-            f"set {name} alike for all ranks, or for none (mpirun -x {name}; srun hands its own "
-            "environment to all; with torchrun set it on every host)"
-            + (": NCCL can hang or crash where ranks decide differently" if grave else ""),
-            variable=name,
+            _describe(setup, f"{name} is", shown),
+            f"set {name} to the same value on all ranks, or on none (mpirun -x {name}; srun passes "
+            "its own environment on; with torchrun set it on every host)"
+            + (": NCCL can hang or crash if ranks decide differently" if grave else ""),
+            {**setup.place(odd(groups)), "variable": name},
         )
 
 
 def _set_by_user(setup: Setup, name: str, value: str | None) -> str | None:
-    """torchrun sets OMP_NUM_THREADS to 1 where there are several ranks on a host; an empty value is
-    none."""
-    torchruns = (name, value, setup.launcher) == ("OMP_NUM_THREADS", "1", "torchrun")
-    return None if torchruns else value or None
+    """Return a value that the user has set; an empty one counts as none.
+
+    torchrun itself sets OMP_NUM_THREADS to 1 if there are several ranks on a host.
+    """
+    by_torchrun = (name, value, setup.launcher) == ("OMP_NUM_THREADS", "1", "torchrun")
+    return None if by_torchrun else value or None
 
 
 # --- network and clocks ---------------------------------------------------------------------------
 
 
 def interfaces(setup: Setup) -> Iterator[Finding]:
-    """MTU and nominal speed where traffic leaves for other hosts, of each host once."""
+    """Compare MTU and nominal speed of the interfaces to other hosts, once for each host."""
     used = {
         ranks[0]: setup.ranks[ranks[0]].get("interface") or {}
         for _, ranks, _ in setup.of_hosts()
@@ -126,12 +127,12 @@ def interfaces(setup: Setup) -> Iterator[Finding]:
         ("mtu_nbytes", "the MTU is", "bytes", 1.0),
         ("nominal_bytes_per_second", "the nominal speed is", "Gbit/s", 8e-9),
     ):
-        known = {rank: its[fact] for rank, its in used.items() if its.get(fact)}
+        known = {rank: facts[fact] for rank, facts in used.items() if facts.get(fact)}
         groups: dict[Any, list[int]] = {}
         for rank, value in known.items():
             groups.setdefault(value, []).append(rank)
         if len(groups) > 1:
-            told = [
+            values = [
                 f"{value * per:g} {unit} on "
                 + ", ".join(f"{setup.host(r)} ({used[r].get('name')})" for r in ranks[:4])
                 for value, ranks in groups.items()
@@ -139,17 +140,17 @@ def interfaces(setup: Setup) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 "interface-differs",
-                f"of the interfaces between hosts {words} {', '.join(told)}",
-                "give all the same MTU (ip link set DEV mtu N), switches included"
+                f"of the interfaces between hosts {words} {', '.join(values)}",
+                "give all interfaces and switches the same MTU (ip link set DEV mtu N)"
                 if fact == "mtu_nbytes"
-                else "choose like interfaces (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or see why "
-                "the link has come up slower (ethtool DEV)",
+                else "choose equal interfaces (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or "
+                "find out why the link came up slower (ethtool DEV)",
                 {"host": setup.host(odd(list(groups.items()))[0]), "fact": fact},
             )
 
 
 def own_name(setup: Setup) -> Iterator[Finding]:
-    """With several hosts, a host whose name is loopback to itself: Debian's 127.0.1.1."""
+    """Find a host, of several, that resolves its own name to loopback: Debian's 127.0.1.1."""
     loopback = [
         ranks[0]
         for _, ranks, _ in setup.of_hosts()
@@ -168,20 +169,20 @@ def own_name(setup: Setup) -> Iterator[Finding]:
 
 
 def clocks(setup: Setup) -> Iterator[Finding]:
-    """Times of day, of each host once, held against rank 0's."""
+    """Compare the time of day of each host with that of rank 0."""
     ahead = {
         ranks[0]: setup.ranks[ranks[0]].get("clock_ahead_seconds")
         for _, ranks, _ in setup.of_hosts()
     }
-    far = [rank for rank, its in ahead.items() if its is not None and abs(its) > APART_SECONDS]
+    far = [rank for rank, s in ahead.items() if s is not None and abs(s) > APART_SECONDS]
     if far:
-        told = [f"{setup.host(rank)}'s {ahead[rank]:+.1f} s" for rank in far[:4]]
+        offsets = [f"{setup.host(rank)} {ahead[rank]:+.1f} s" for rank in far[:4]]
         more = f" and {len(far) - 4} more" if len(far) > 4 else ""
         yield Finding(
             "warning",
             "clocks-apart",
-            f"the clocks of hosts are apart: ahead of {setup.host(0)}'s is {', '.join(told)}"
+            f"the clocks of the hosts differ, compared with {setup.host(0)}: {', '.join(offsets)}"
             f"{more}; logs do not line up, and certificates may be refused",
-            "let all hosts keep time from one source (chronyc tracking, timedatectl)",
+            "let all hosts take the time from one source (chronyc tracking, timedatectl)",
             setup.place(far),
         )
