@@ -53,7 +53,7 @@ class Chance:
 
 
 def shift(base: Floats, new: Floats) -> Shift | None:
-    """The Hodges–Lehmann estimate and its interval (scipy's theilslopes); None below 5 a side.
+    """The Hodges–Lehmann estimate and its interval (scipy's theilslopes); None below 5 per side.
 
     base, new: float64[launch], above 0, of independent launches.
     """

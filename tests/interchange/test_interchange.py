@@ -560,7 +560,7 @@ def test_tests_that_are_not_read_are_reported(
     )
     Path("old-n4.txt").write_text(ALLREDUCE)
     code, out, _ = said(capsys, "compare", "old-n4.txt", "osu-n4.txt")
-    assert "NEW is not all of osu-n4.txt: a test is left out, for it is of 'MPI Non-bl" in out
+    assert "NEW is only a part of osu-n4.txt: a test is left out, for it is of 'MPI Non-bl" in out
     assert len(sources.read(Path("osu-n4.txt")).launches) == 2
 
 
