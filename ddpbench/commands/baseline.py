@@ -1,12 +1,12 @@
-"""Runs to compare with later: plain folders in results/baselines/ that can be committed.
+"""Save a run to compare with later, in a plain folder in results/baselines/ that you can commit.
 
 python -m ddpbench baseline save before                    the last run; or a folder of runs, pooled
 python -m ddpbench baseline list
 python -m ddpbench baseline check before                   measure again as then, and compare
 python -m ddpbench baseline check before last --margin 5   compare with a stored run
 
-Measure what you save with --launches 6 or more. A check takes the options of `compare`, and ends
-with its exit codes; where the measuring fails, with those of the measuring.
+Measure what you save with --launches 6 or more. A check takes the options of `compare` and ends
+with its exit codes. If measuring fails, it ends with the exit code of the measuring.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ RESET = ("-n", "--nproc", "--launches", "--output")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this command; imports no torch."""
+    """Add the options of this command; imports no torch."""
     actions = parser.add_subparsers(dest="action", metavar="save|list|check", required=True)
     save = actions.add_parser("save", help="copy a run", description="Copy a run.")
-    save.add_argument("name", metavar="NAME", help="of the baseline")
+    save.add_argument("name", metavar="NAME", help="name of the baseline")
     save.add_argument("run", metavar="RUN", nargs="?", default="last",
                       help=f"{compare.WHERE}; default last")  # fmt: skip
-    save.add_argument("--replace", action="store_true", help="the baseline of this name")
-    save.add_argument("--samples", action="store_true", help="keep the raw samples too")
-    actions.add_parser("list", help="the baselines", description="The baselines.")
+    save.add_argument("--replace", action="store_true", help="replace the baseline of this name")
+    save.add_argument("--samples", action="store_true", help="copy the raw samples too")
+    actions.add_parser("list", help="list the baselines", description="List the baselines.")
     check = actions.add_parser(
         "check", help="compare with a baseline", description="Compare with a baseline."
     )
-    check.add_argument("name", metavar="NAME", help="of the baseline")
+    check.add_argument("name", metavar="NAME", help="name of the baseline")
     check.add_argument("new", metavar="NEW", nargs="?",
-                       help=f"{compare.WHERE}; default: it is measured now, as then")  # fmt: skip
+                       help=f"{compare.WHERE}; default: measure again, as then")  # fmt: skip
     compare.add_judging(check)
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    """Do one of the actions; its exit code. Raises Refused and InvalidRun."""
+    """Save, list or check; return the exit code. Raises Refused and InvalidRun."""
     if namespace.action == "list":
         return _list()
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", namespace.name) or namespace.name == "last":
@@ -107,8 +107,10 @@ def _save(namespace: argparse.Namespace) -> int:
 
 
 def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
-    """The launches of the case that has fewest. Raises InvalidRun where one of the runs is not
-    complete, or a result is not to be used."""
+    """Return the launches of the case that has fewest.
+
+    Raises InvalidRun if a run is incomplete or a result is invalid.
+    """
     for run in runs:
         if run.state != "complete":
             raise InvalidRun(f"{run.id} is {run.state}, and no baseline: {_advice([run])}")
@@ -234,7 +236,10 @@ def _check(namespace: argparse.Namespace) -> int:
 
 
 def _measure(words: Sequence[str], target: Path) -> int:
-    """Measure; the tables go to stderr: stdout is the comparison's. A folder left empty goes."""
+    """Measure with the tables on stderr, since stdout is for the comparison; return the exit code.
+
+    A folder that stays empty is removed.
+    """
     tell(f"measuring again: {_typed(words)}")
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -245,9 +250,9 @@ def _measure(words: Sequence[str], target: Path) -> int:
 
 
 def _again(runs: Sequence[Run], launches: int) -> list[str]:
-    """The words that measure on this host what a run has measured, in so many launches.
+    """Return the words that measure again on this host what a run measured.
 
-    Raises Refused where there are none.
+    Raises Refused if there are none.
     """
     run = runs[0]
     hosts = {str(rank.get("hostname")) for each in run.launches for rank in each.ranks}
@@ -277,7 +282,7 @@ def _again(runs: Sequence[Run], launches: int) -> list[str]:
 
 
 def _advice(runs: Sequence[Run]) -> str:
-    """How to measure them with enough launches."""
+    """Return how to measure the runs with enough launches."""
     try:
         return f"measure again: {_typed(_again(runs, FEWEST))}"
     except Refused:
@@ -285,13 +290,13 @@ def _advice(runs: Sequence[Run]) -> str:
 
 
 def _launches(runs: Sequence[Run]) -> int:
-    """How many a backend has, over all runs."""
+    """Return the most launches that a backend has, over all runs."""
     counted = Counter(launch.backend for run in runs for launch in run.launches)
     return max(counted.values(), default=0)
 
 
 def _other_machine(name: str, base: Sequence[Run], new: Sequence[Run]) -> Iterator[str]:
-    """The warning, where there is reason for one."""
+    """Yield a warning if the two sides come from different hosts."""
     found = other_machine(differences(base, new))
     said = ", ".join(f"{d.name} {' and '.join(d.base)} → {' and '.join(d.new)}" for d in found)
     if [each.name for each in found] == ["hostname"]:

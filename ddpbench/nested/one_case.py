@@ -1,5 +1,4 @@
-"""One case measured for another program, as pytest's fixtures do: a command line is run, its run
-read, and what is known of its only case put into JSON."""
+"""Measure one case for another program, as the pytest fixtures do, and turn it into JSON."""
 
 from __future__ import annotations
 
@@ -29,12 +28,14 @@ NAMES = {"ranks": "nproc"}  # keyword → option, where they differ
 
 
 class Unmeasured(Exception):
-    """There is no figure that could be trusted; the sentence says why."""
+    """No figure can be trusted; the sentence has the reason."""
 
 
 def words(settings: Mapping[str, Any]) -> list[str]:
-    """Keywords as options of a command line: True is an option without a value; `options` are words
-    as they are."""
+    """Return keywords as options of a command line.
+
+    True gives an option without a value; `options` is one word, or several, as typed.
+    """
     found: list[str] = []
     for name, value in settings.items():
         option = "--" + NAMES.get(name, name).replace("_", "-")
@@ -88,7 +89,7 @@ def _any_measured(run: Run) -> bool:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End what still runs; ranks that are asked to store what they have."""
+    """End the process and its ranks; first ask them to store what they have."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)
