@@ -101,9 +101,9 @@ def test_nothing_stays_of_a_bench(hosts: Callable[..., Hosts]) -> None:
     assert daemon.poll() is not None
     assert bench[0].namespace not in _namespaces()
     assert not bench[0].etc.exists()
-    leave = "import os; from hosts import Hosts; b = Hosts(1); b.__enter__(); print(b.switch); "
+    leave = "import os; from simulated_hosts import Hosts; b = Hosts(1); b.__enter__(); "
     left = subprocess.run(
-        [sys.executable, "-c", leave + "os.sys.stdout.flush(); os._exit(9)"],
+        [sys.executable, "-c", leave + "print(b.switch, flush=True); os._exit(9)"],
         env=clean_environment(),
         capture_output=True,
         text=True,
