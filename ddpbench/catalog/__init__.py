@@ -1,1 +1,1 @@
-"""WHAT can be measured: one table a file, one entry to add one."""
+"""Tables of what can be measured. To add an item, add one entry to one table."""

@@ -1,6 +1,6 @@
-"""What can carry an operation: one entry of BACKENDS adds one; other names torch knows work too.
+"""Backends that carry operations. To add one, add an entry to BACKENDS.
 
-Importing this module imports no torch; `unavailable` does.
+Other names that torch knows work too. Importing this module imports no torch; `unavailable` does.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpbench.launch.placement import NO_MPIRUN, Refused, find_mpirun
+from ddpbench.records.choices import explain_unknown
 
 
 @dataclass(frozen=True)
 class Backend:
     """A backend of torch.distributed, or one that ddpbench brings.
 
-    unavailable  device → None, or one sentence: why not, and what to do
-    provider     device → "native", or the package that implements it, and how it gets at GPUs
-    library      () → the version of what carries the data
-    transport    what bounds it between ranks of one host: "memory", "tcp", or "" if not known
-    interfaces   the variable that names its interfaces as NCCL's does; gloo's is checked with the
-                 control group
+    unavailable  device → None, or one sentence: why the backend cannot run, and what to do
+    library      () → name and version of the library that carries the data
+    provider     device → "native", or the package that implements it and how it accesses GPUs
+    register     () → the backend's name in torch, after torch has been made to know it
+    size         () → the number of ranks that the backend's own launcher started; None: unknown
+    transport    what limits it between ranks of one host: "memory", "tcp", or "" if unknown
+    interfaces   environment variable that names its network interfaces, in NCCL's syntax; gloo's
+                 is checked with the control group
     """
 
     name: str
@@ -30,8 +33,8 @@ class Backend:
     unavailable: Callable[[str], str | None]
     library: Callable[[], str]
     provider: Callable[[str], str] = lambda _: "native"
-    register: Callable[[], str] | None = None  # makes torch know it; returns its name there
-    size: Callable[[], int | None] = lambda: None  # the world as the backend's own launcher made it
+    register: Callable[[], str] | None = None
+    size: Callable[[], int | None] = lambda: None
     launcher: str = "torchrun"
     transport: str = ""
     interfaces: str = ""
@@ -74,7 +77,7 @@ def _no_cuda(backend: str, device: str) -> str | None:
 
 
 def _nccl_version() -> str:
-    """Of the library that is loaded; torch tells that of the headers it was built with."""
+    """Return the version of the loaded library. torch knows only that of its build's headers."""
     import ctypes
 
     import torch
@@ -147,7 +150,7 @@ BACKENDS: dict[str, Backend] = {
     for entry in (
         Backend(
             name="gloo",
-            help="torch's own for CPU tensors, over TCP; carries CUDA tensors too",
+            help="part of torch, over TCP; for CPU tensors, carries CUDA tensors too",
             devices=("cpu", "cuda"),
             unavailable=_gloo_unavailable,
             library=lambda: f"gloo of {_torch()}",
@@ -155,7 +158,7 @@ BACKENDS: dict[str, Backend] = {
         ),
         Backend(
             name="nccl",
-            help="NVIDIA's for CUDA tensors (RCCL on AMD)",
+            help="NVIDIA's library for CUDA tensors (RCCL on AMD)",
             devices=("cuda",),
             unavailable=_nccl_unavailable,
             library=_nccl_version,
@@ -163,7 +166,7 @@ BACKENDS: dict[str, Backend] = {
         ),
         Backend(
             name="mpi",
-            help="any MPI: native where torch was built with it, else ddpbench's over mpi4py",
+            help="any MPI: torch's own if torch was built with MPI, else ddpbench's over mpi4py",
             devices=("cpu", "cuda"),
             unavailable=_mpi_unavailable,
             library=_mpi_library,
@@ -180,7 +183,7 @@ BEST = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def get(name: str) -> Backend:
-    """The entry of a name; for a name only torch knows (`ucc`, `xccl`, a plug-in) a plain one."""
+    """Return a backend by name; for a name that only torch knows (`ucc`, a plug-in) a plain one."""
     return BACKENDS.get(name) or Backend(
         name=name,
         help="registered with torch.distributed",
@@ -191,7 +194,7 @@ def get(name: str) -> Backend:
 
 
 def choose_device(names: Sequence[str], device: str) -> str:
-    """`auto` decided: GPUs when there are any and the first backend asked for can use them."""
+    """Resolve `auto`: "cuda" if there is a GPU and the first chosen backend can use it."""
     if device != "auto":
         return device
     if "nccl" in names:
@@ -204,10 +207,10 @@ def choose_device(names: Sequence[str], device: str) -> str:
 
 
 def choose(names: Sequence[str], device: str, launcher: str | None) -> tuple[str, ...]:
-    """The backends asked for, `auto` and `all` decided; each can run here.
+    """Return the chosen backends, with `auto` and `all` resolved.
 
-    launcher: what started this rank, None where ddpbench starts the ranks itself.
-    Raises Refused with the sentence of the first that cannot.
+    launcher: what started this rank; None if ddpbench starts the ranks itself.
+    Raises Refused for the first backend that cannot run here.
     """
     chosen: list[str] = []
     for name in names:
@@ -224,7 +227,7 @@ def choose(names: Sequence[str], device: str, launcher: str | None) -> tuple[str
 
 
 def unavailable(name: str, device: str, launcher: str | None) -> str | None:
-    """None, or one sentence: why a backend cannot run here, and what to do."""
+    """Return None, or one sentence: why a backend cannot run here, and what to do."""
     backend = get(name)
     if backend.launcher == "mpirun" and launcher == "torchrun":
         return (
@@ -237,21 +240,15 @@ def unavailable(name: str, device: str, launcher: str | None) -> str | None:
     return backend.unavailable(device)
 
 
-NO_DATA = ("fake", "undefined")  # in torch's list too, for groups that move nothing
+NO_DATA = ("fake", "undefined")  # torch lists these too, but they move no data
 
 
 def _unregistered(name: str, device: str) -> str | None:
-    import difflib
-
     import torch.distributed as dist
 
     if name in NO_DATA or name not in dist.Backend.backend_list:
-        close = difflib.get_close_matches(name, [*BACKENDS, "auto", "all"], 1)
-        meant = f"; did you mean {close[0]}?" if close else ""
-        return (
-            f"unknown backend {name!r}: known are {', '.join(BACKENDS)}, auto, all, and what "
-            f"--import MODULE registers with torch{meant}"
-        )
+        choices = [*BACKENDS, "auto", "all", "a name that --import MODULE registers with torch"]
+        return explain_unknown("backend", name, choices)
     probe = getattr(dist, f"is_{name}_available", None)
     if probe is not None and not probe():
         return f"this torch was built without {name}: use one of {', '.join(BACKENDS)}"

@@ -1,4 +1,4 @@
-"""The tensor types and reduce ops that can be asked for: one entry of a table adds one."""
+"""Tensor types and reduce operations. To add one, add an entry to a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ REDUCE_OPS = ("sum", "avg", "prod", "min", "max")
 
 @dataclass(frozen=True)
 class DType:
-    """A tensor type: bytes an element, largest exact integer, doublings that fit a product."""
+    """A tensor type.
+
+    nbytes     bytes per element
+    exact      largest integer up to which all integers are exact
+    doublings  how often 1 can be doubled without overflow
+    """
 
     nbytes: int
     exact: int
@@ -17,7 +22,7 @@ class DType:
     floating: bool = True
 
 
-# float8 is carried by few backends; whether this one does is found by trying.
+# Few backends support float8. ddpbench finds out by calling them.
 DTYPES: dict[str, DType] = {
     "float32": DType(4, 2**24, 126),
     "float64": DType(8, 2**53, 1022),

@@ -1,4 +1,4 @@
-"""Faults that can be planted, to see them found: one entry of `_ALL` adds one.
+"""Faults that ddpbench can plant to show that it finds them. To add one, add a line to `_FAULTS`.
 
     ddp --inject bit-flip:step=7,rank=1        in a DDP step
     doctor --inject wrong-interface:rank=0     in the set-up of a rank
@@ -8,33 +8,32 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ddpbench.catalog import setup_faults, step_faults
 from ddpbench.launch.placement import Placement, Refused
+from ddpbench.records.choices import explain_unknown
 
-# Of every fault: the step from which on, or after which, it acts (steps count from 1, warm-up
-# first), and the rank that it acts in (-1: the last). Faults of all ranks have no rank.
+# Settings of every fault: the step from which on, or after which, it acts (steps count from 1 and
+# include the warm-up), and the rank in which it acts (-1: the last). A fault of all ranks has none.
 STEP, RANK = 5, -1
 IN_STEP, IN_SET_UP = "step", "set-up"
-COMMANDS = {IN_STEP: "ddp", IN_SET_UP: "doctor"}  # that plant them
+COMMANDS = {IN_STEP: "ddp", IN_SET_UP: "doctor"}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is planted.
+    """One kind of fault.
 
-    act      in a step: (replica, settings) → done to a measure.step.Replica of the chosen rank;
-             in a set-up: (placement, settings) → the context in which that rank runs
-    before   whether it is done before the step, in every step from the chosen one on, or once
-             after it
-    others   what the other ranks do when the chosen one acts
-    settings name → default, besides step and rank
-    needs    replica → None, or one sentence: why it cannot be planted there
+    act        in a step: (replica, settings) → None, changes the measure.step.Replica of the chosen
+               rank; in a set-up: (placement, settings) → the context in which that rank runs
+    before     True: act before every step from the chosen one on; False: once after the chosen step
+    others     called in the other ranks when the chosen rank acts
+    settings   name → default, besides step and rank
+    needs      replica → None, or one sentence: why the fault cannot be planted there
     """
 
     name: str
@@ -49,7 +48,7 @@ class Fault:
 
     @property
     def defaults(self) -> dict[str, float]:
-        """All its settings."""
+        """Return the defaults of all settings."""
         step = {"step": float(STEP)} if self.kind == IN_STEP else {}
         rank = {} if self.all_ranks else {"rank": float(RANK)}
         return {**step, **rank, **(self.settings or {})}
@@ -63,11 +62,11 @@ class Planted:
     settings: Mapping[str, float]
 
     def objection(self, replica: Any, world_size: int) -> str | None:
-        """Why this cannot be planted in a step here; None if it can."""
+        """Return why the fault cannot be planted in a step here; None if it can."""
         return self._no_such_rank(world_size) or self.fault.needs(replica)
 
     def act(self, replica: Any, rank: int, world_size: int, before: bool) -> None:
-        """Do what is to be done before, or after, the replica's step number `replica.steps`."""
+        """Act before, or after, the replica's step number `replica.steps`, if the fault is due."""
         step, chosen = self.settings["step"], self._chosen(rank, world_size)
         due = replica.steps >= step if self.fault.before else replica.steps == step
         if before != self.fault.before or not due:
@@ -77,17 +76,16 @@ class Planted:
         elif self.fault.others is not None:
             self.fault.others(replica, self.settings)
 
-    def around(self, place: Placement) -> AbstractContextManager[Any]:
-        """The context in which a rank runs, where this is a fault of a set-up.
+    def around(self, placement: Placement) -> AbstractContextManager[Any]:
+        """Return the context in which a rank runs, for a fault of a set-up.
 
-        Raises Refused where there is no such rank.
+        Raises Refused if the launch has no such rank.
         """
-        if (sentence := self._no_such_rank(place.world_size)) is not None:
+        if (sentence := self._no_such_rank(placement.world_size)) is not None:
             raise Refused(sentence)
-        if not self._chosen(place.rank, place.world_size):
+        if not self._chosen(placement.rank, placement.world_size):
             return nullcontext()
-        around: AbstractContextManager[Any] = self.fault.act(place, self.settings)
-        return around
+        return cast("AbstractContextManager[Any]", self.fault.act(placement, self.settings))
 
     def _chosen(self, rank: int, world_size: int) -> bool:
         return rank == self.settings.get("rank", rank) % world_size
@@ -96,11 +94,11 @@ class Planted:
         rank = int(self.settings.get("rank", 0))
         if -world_size <= rank < world_size:
             return None
-        return f"the fault {self.fault.name} is for rank {rank}, and there are {world_size}"
+        return f"the fault {self.fault.name} is for rank {rank}, but there are {world_size} ranks"
 
 
 def parse(text: str, kind: str = IN_STEP) -> Planted:
-    """A fault of this kind from "name" or "name:setting=value,…".
+    """Parse a fault of this kind from "name" or "name:setting=value,…".
 
     Raises ValueError with one sentence.
     """
@@ -118,7 +116,7 @@ def parse(text: str, kind: str = IN_STEP) -> Planted:
         except ValueError:
             shown = ",".join(f"{k}={v:g}" for k, v in fault.defaults.items())
             raise ValueError(
-                f"{name} does not take {word!r}: its settings are {shown} (those are the defaults)"
+                f"{name} has no setting {word!r}: its settings and their defaults are {shown}"
             ) from None
     return Planted(fault, settings)
 
@@ -126,102 +124,60 @@ def parse(text: str, kind: str = IN_STEP) -> Planted:
 def _unknown(name: str, kind: str) -> str:
     for other, command in COMMANDS.items():
         if name in FAULTS[other]:
-            return f"the fault {name} is one of a {other}: say {command} --inject {name}"
-    known = FAULTS[kind]
-    close = difflib.get_close_matches(name, known, 1)
-    meant = f"; did you mean {close[0]}?" if close else "."
-    return f"unknown fault {name!r}{meant} Known: {', '.join(known)}"
+            return f"{name} is a fault of a {other}: use {command} --inject {name}"
+    return explain_unknown("fault", name, FAULTS[kind])
 
 
 def listed(kind: str) -> str:
-    """All of a kind, for a help text."""
+    """List all faults of a kind, for a help text."""
     return "; ".join(f"{fault.name}: {fault.help}" for fault in FAULTS[kind].values())
 
 
-_ALL = (
-    Fault("bit-flip", "one bit of one parameter flips", step_faults.bit_flip, settings={"bit": 12}),
-    Fault("permute", "one parameter's elements change their order", step_faults.permute),
-    Fault("nan", "one element of one parameter becomes NaN", step_faults.nan),
-    Fault(
-        "optimizer-state", "one element of the optimizer's state changes",
-        step_faults.optimizer_state, needs=step_faults.stateless,
-    ),
-    Fault(
-        "buffer", "one element of a buffer changes", step_faults.buffer,
-        needs=step_faults.no_buffers,
-    ),
-    Fault(
-        "learning-rate", "another learning rate in one rank", step_faults.learning_rate,
-        before=True, settings={"lr": 0.05},
-    ),
-    Fault(
-        "corrupted-result", "one bit of one reduced gradient flips in one rank, in one step",
-        step_faults.corrupted_result, before=True, settings={"bit": 20},
-    ),
-    Fault(
-        "bypass", "the forward goes through the module instead of DDP", step_faults.bypass,
-        before=True, all_ranks=True,
-    ),
-    Fault(
-        "no-sync", "the last micro-batch runs under no_sync too", step_faults.unsynced,
-        before=True, all_ranks=True,
-    ),
-    Fault(
-        "slow-rank", "one rank's forward takes longer", step_faults.slow_rank, before=True,
-        settings={"ms": 30},
-    ),
-    Fault(
-        "slow-link", "the last bucket takes at least so long from hand-over to reduction",
-        step_faults.slow_link, before=True, settings={"ms": 30}, all_ranks=True,
-    ),
-    Fault("raise", "one rank raises an error", step_faults.error, before=True),
-    Fault(
-        "hang", "one rank sleeps instead of stepping", step_faults.hang, before=True,
-        settings={"seconds": 3600},
-    ),
-    Fault("stop", "one rank is stopped (SIGSTOP)", step_faults.stop, before=True),
-    Fault("kill", "one rank is killed (SIGKILL)", step_faults.kill, before=True),
-    Fault(
-        "out-of-memory", "one rank asks for more memory than it can get",
-        step_faults.out_of_memory, before=True, settings={"mb": 1024},
-    ),
-    Fault(
-        "wrong-shape", "all ranks sum a metric, one of another shape", step_faults.wrong_shape,
-        before=True, others=step_faults.summed,
-    ),
-    Fault(
-        "wrong-dtype", "all ranks sum a metric, one of another dtype", step_faults.wrong_dtype,
-        before=True, others=step_faults.summed,
-    ),
-    Fault(
-        "wrong-order", "all ranks sum a metric and gather it, one in the other order",
-        step_faults.wrong_order, before=True, others=step_faults.in_order,
-    ),
-    Fault(
-        "skipped", "all ranks gather a metric, one does not", step_faults.skipped, before=True,
-        others=step_faults.gathered,
-    ),
-    Fault(
-        "slow-rank", "one rank shares a core with busy processes", setup_faults.slow_rank,
-        settings={"busy": 3}, kind=IN_SET_UP,
-    ),
-    Fault(
-        "wrong-interface", "GLOO_SOCKET_IFNAME names no interface in one rank",
-        setup_faults.wrong_interface, kind=IN_SET_UP,
-    ),
-    Fault(
-        "mixed-versions", "one rank reports another version of torch", setup_faults.mixed_versions,
-        kind=IN_SET_UP,
-    ),
-    Fault(
-        "oversubscribed", "OMP_NUM_THREADS is a multiple of the cores",
-        setup_faults.oversubscribed, settings={"per_core": 2}, all_ranks=True, kind=IN_SET_UP,
-    ),
-    Fault(
-        "full-disk", "no file may grow beyond a size", setup_faults.full_disk,
-        settings={"nbytes": 4096}, all_ranks=True, kind=IN_SET_UP,
-    ),
-)  # fmt: skip
+def _fault(
+    act: Callable[[Any, Mapping[str, float]], Any],
+    *,
+    name: str = "",
+    kind: str = IN_STEP,
+    before: bool = False,
+    others: Callable[[Any, Mapping[str, float]], None] | None = None,
+    all_ranks: bool = False,
+    needs: Callable[[Any], str | None] = lambda _: None,
+    **settings: float,
+) -> Fault:
+    """Make a fault; its name and its help are those of the function `act`."""
+    name = name or act.__name__.replace("_", "-")
+    sentence = (act.__doc__ or "").partition(".")[0]
+    text = sentence[:1].lower() + sentence[1:]
+    return Fault(name, text, act, before, others, settings, all_ranks, needs, kind)
+
+
+_FAULTS = (
+    _fault(step_faults.bit_flip, bit=12),
+    _fault(step_faults.permute),
+    _fault(step_faults.nan),
+    _fault(step_faults.optimizer_state, needs=step_faults.require_state),
+    _fault(step_faults.buffer, needs=step_faults.require_buffer),
+    _fault(step_faults.learning_rate, before=True, lr=0.05),
+    _fault(step_faults.corrupted_result, before=True, bit=20),
+    _fault(step_faults.bypass, before=True, all_ranks=True),
+    _fault(step_faults.no_sync, before=True, all_ranks=True),
+    _fault(step_faults.slow_rank, before=True, ms=30),
+    _fault(step_faults.slow_link, before=True, all_ranks=True, ms=30),
+    _fault(step_faults.raise_error, name="raise", before=True),
+    _fault(step_faults.hang, before=True, seconds=3600),
+    _fault(step_faults.stop, before=True),
+    _fault(step_faults.kill, before=True),
+    _fault(step_faults.out_of_memory, before=True, mb=1024),
+    _fault(step_faults.wrong_shape, before=True, others=step_faults.sum_metric),
+    _fault(step_faults.wrong_dtype, before=True, others=step_faults.sum_metric),
+    _fault(step_faults.wrong_order, before=True, others=step_faults.sum_then_gather),
+    _fault(step_faults.skipped, before=True, others=step_faults.gather_metric),
+    _fault(setup_faults.slow_rank, kind=IN_SET_UP, busy=3),
+    _fault(setup_faults.wrong_interface, kind=IN_SET_UP),
+    _fault(setup_faults.mixed_versions, kind=IN_SET_UP),
+    _fault(setup_faults.oversubscribed, kind=IN_SET_UP, all_ranks=True, per_core=2),
+    _fault(setup_faults.full_disk, kind=IN_SET_UP, all_ranks=True, nbytes=4096),
+)
 FAULTS: dict[str, dict[str, Fault]] = {
-    kind: {fault.name: fault for fault in _ALL if fault.kind == kind} for kind in COMMANDS
+    kind: {fault.name: fault for fault in _FAULTS if fault.kind == kind} for kind in COMMANDS
 }

@@ -1,7 +1,7 @@
-"""How DDP can reduce its gradients: one entry of HOOKS adds one, for `--comm-hook`.
+"""DDP's communication hooks for `--comm-hook`. To add one, add an entry to HOOKS.
 
-Importing this module imports no torch. What is lossy changes what a model learns, not only how long
-a step takes. On which backend a hook works is found out by trying: measure/hook_probe.py.
+Importing this module imports no torch. A lossy hook changes what a model learns, not only how long
+a step takes. measure/hook_probe.py finds out whether a hook works on a backend.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hook:
-    """A reduction of gradient buckets.
+    """A way to reduce gradient buckets.
 
-    make   group → (state, function), as DistributedDataParallel.register_comm_hook takes them, new
-           for each replica: a state may remember gradients; None: DDP's built-in reduction
+    make   group → (state, function) for DistributedDataParallel.register_comm_hook, called once per
+           replica because a state may hold gradients; None: DDP's built-in reduction
     """
 
     name: str
@@ -43,12 +43,12 @@ def _bf16(group: dist.ProcessGroup) -> tuple[object, HookFunction]:
 
 
 def _powersgd(group: dist.ProcessGroup) -> tuple[object, HookFunction]:
-    """PowerSGD of rank 1 from the third step on.
+    """Return PowerSGD of rank 1, which compresses from the third step on.
 
-    A matrix of n × m travels as n + m numbers, vectors as they are. A step applies only the rank-1
-    part of what has gathered; the rest is kept in this rank and added to the next gradient. Torch's
-    default, plain all_reduce for 1000 steps, would measure plain all_reduce; less than 2 torch
-    refuses, as DDP rebuilds its buckets after the first step.
+    A matrix of n × m is sent as n + m numbers, a vector as it is. A step applies only the rank-1
+    part of the gradient; each rank keeps the rest and adds it to its next gradient. Torch's default
+    is a plain all_reduce for the first 1000 steps, and ddpbench would measure only that. Torch
+    refuses less than 2 because DDP rebuilds its buckets after the first step.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -59,34 +59,33 @@ def _powersgd(group: dist.ProcessGroup) -> tuple[object, HookFunction]:
 HOOKS: dict[str, Hook] = {
     entry.name: entry
     for entry in (
-        Hook("none", "DDP's own all_reduce of every bucket, exact", None),
+        Hook("none", "DDP's own all_reduce of each bucket, exact", None),
         Hook(
             "fp16",
-            "cast to float16 on the way: half the bytes; 11 bits remain, a gradient above 65504 "
-            "becomes inf, one below 6e-8 becomes 0",
+            "send float16, half the bytes: 11 significant bits, inf above 65504, 0 below 6e-8",
             _fp16,
         ),
         Hook(
             "bf16",
-            "cast to bfloat16 on the way: half the bytes; 8 bits remain, over float32's range; "
-            "torch takes it only where it was built with CUDA and NCCL, or XPU",
+            "send bfloat16, half the bytes: 8 significant bits, float32's range; needs torch with "
+            "CUDA and NCCL, or with XPU",
             _bf16,
         ),
         Hook(
             "powersgd",
-            "PowerSGD of rank 1 from the third step on: n + m numbers for a matrix of n × m; all "
-            "but its rank-1 part is lost to the step, and added to the next one's",
+            "PowerSGD of rank 1 from the third step on: send n + m numbers for a matrix of n × m, "
+            "and add the rest of the gradient to the next step",
             _powersgd,
         ),
     )
 }
 
 
-# DDP reads a hook's annotations and does not understand them as text, as they are in this module.
+# No annotations: DDP reads those of a hook, and here they would be strings, which it rejects.
 def noop(state, bucket):  # type: ignore[no-untyped-def]
-    """A hook that communicates nothing: a completed future of the bucket's own buffer.
+    """Communicate nothing: return a completed future of the bucket's own buffer.
 
-    state: anything. Each rank keeps its own gradients, so replicas drift apart.
+    `state` is ignored. Each rank keeps its own gradients, so the replicas diverge.
     """
     import torch
 

@@ -1,8 +1,9 @@
-"""The operations that can be measured: one entry of OPERATIONS adds one.
+"""The operations that can be measured. To add one, add an entry to OPERATIONS.
 
-Sizes follow nccl-tests: S is the total buffer; where S is n blocks (`blocks`), `count` is one
-block's. Bus factors (busbw = algbw × factor) are nccl-tests', doc/PERFORMANCE.md. The least bytes
-that a rank must move bound the time of any algorithm from below (`least_nbytes`).
+Sizes follow nccl-tests: S is the size of the total buffer. If S consists of n blocks (`blocks`),
+`count` is the number of elements in one block. Bus factors (busbw = algbw × factor) are those of
+nccl-tests, doc/PERFORMANCE.md. Every algorithm takes at least the time that a rank needs to move
+`least_nbytes`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of an output and what must be in it.
+    """Expected content of one stretch of an output.
 
-    `length` elements from `start` on equal the table of `rank` (None: the reduction over all
-    ranks, see payload.py) read from its element `offset` on.
+    The `length` elements from `start` on must equal the table of `rank` (None: the reduction over
+    all ranks, see payload.py), beginning at the table's element `offset`.
     """
 
     start: int
@@ -36,41 +37,29 @@ class Piece:
 
 @dataclass
 class Buffers:
-    """What one rank's call reads and writes: flat tensors, the same one twice when in place."""
+    """Flat tensors that one rank's call reads and writes. They share memory when in place."""
 
     input: torch.Tensor
     output: torch.Tensor
-
-
-def _one(n: int) -> float:
-    return 1.0
 
 
 def _ring(n: int) -> float:
     return (n - 1) / n
 
 
-def _never(n: int) -> bool:
-    return False
-
-
-def _always(n: int) -> bool:
-    return True
-
-
-def _of_two(n: int) -> bool:
-    return n == 2  # of more, the ranks between pass on what they receive
+def _with_two_ranks(n: int) -> bool:
+    return n == 2  # with more ranks, those in between pass on what they receive
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation as torch.distributed names it.
+    """One operation, named as in torch.distributed.
 
-    elements   (case, rank) → (elements of the input, of the output); 0 where a rank has none
-    bind       (case, buffers, group, rank) → the call to time, ready to be made
-    expected   (case, rank) → what must be in the output afterwards
+    elements   (case, rank) → (elements of the input, of the output); 0 if the rank has none
+    bind       (case, buffers, group, rank) → the call to time, with all arguments bound
+    expected   (case, rank) → the pieces that the output must consist of afterwards
 
-    Ranks and roots are places in `group`, which need not be all ranks.
+    `rank` and `case.root` count within `group`, which may be smaller than the world.
     """
 
     name: str
@@ -78,24 +67,24 @@ class Operation:
     elements: Callable[[Case, int], tuple[int, int]]
     bind: Callable[[Case, Buffers, dist.ProcessGroup, int], Call]
     expected: Callable[[Case, int], tuple[Piece, ...]]
-    bus_factor: Callable[[int], float] = _one
-    least: Callable[[int], float] = _one  # least bytes over S
+    bus_factor: Callable[[int], float] = lambda n: 1.0
+    least: Callable[[int], float] = lambda n: 1.0  # least bytes over S
     forms: tuple[str, ...] = ("tensor",)  # the first is the default
     places: tuple[str, ...] = ("in",)  # "in" and "out" of place; the first is the default
     reduces: bool = False
     rooted: bool = False
     blocks: bool = False
     sized: bool = True
-    one_way: Callable[[int], bool] = _never  # whether a rank only sends or only receives
-    messages: int = 1  # one after the other in one call; the time is divided by it
-    paired: bool = False  # between neighbours 0-1, 2-3, …: asynchronous by nature, needs 2 ranks
+    one_way: Callable[[int], bool] = lambda n: False  # each rank only sends or only receives
+    messages: int = 1  # sent one after the other in one call; the time is divided by this
+    paired: bool = False  # between ranks 0-1, 2-3, …: no async_op, needs two ranks
 
     def least_nbytes(self, case: Case) -> float:
-        """Bytes that some rank must send or receive, whatever the algorithm."""
+        """Return the bytes that some rank must send or receive with any algorithm."""
         return case.nbytes * self.least(case.world_size) if case.world_size > 1 else 0.0
 
 
-# --- who holds what: (case, rank) → elements of input and output ---------------------------------
+# --- (case, rank) → elements of the input and of the output --------------------------------------
 
 
 def _same(case: Case, rank: int) -> tuple[int, int]:
@@ -126,7 +115,7 @@ def _nothing(case: Case, rank: int) -> tuple[int, int]:
     return 0, 0
 
 
-# --- what must come out ---------------------------------------------------------------------------
+# --- (case, rank) → the expected output -----------------------------------------------------------
 
 
 def _all_reduced(case: Case, rank: int) -> tuple[Piece, ...]:
@@ -177,7 +166,7 @@ def _no_result(case: Case, rank: int) -> tuple[Piece, ...]:
 
 
 def _dist(*names: str) -> Any:
-    """The first of these functions that this torch has: some were renamed (torch 2.13)."""
+    """Return the first of these functions that this torch has: torch 2.13 renamed some."""
     import torch.distributed as dist
 
     return next(getattr(dist, name) for name in names if hasattr(dist, name))
@@ -195,7 +184,7 @@ def _blocks(tensor: torch.Tensor, case: Case) -> list[torch.Tensor]:
     return list(tensor.view(case.world_size, case.count).unbind())
 
 
-# By place, not by keyword: keywords cost 0.4 µs in torch's decorator, which counts at 5 µs.
+# Arguments are positional: keywords cost 0.4 µs in torch's decorator, and a call may take 5 µs.
 
 
 def _all_reduce(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
@@ -259,13 +248,13 @@ def _barrier(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Cal
 
 
 def _partner(case: Case, rank: int) -> int | None:
-    """0-1, 2-3, …; the last of an odd number of ranks has none and only joins the start."""
+    """Return the other rank of the pair 0-1, 2-3, …; None for the last of an odd number."""
     partner = rank ^ 1
     return partner if partner < case.world_size else None
 
 
 def idle() -> None:
-    """What a rank does that has no part in an operation."""
+    """Do nothing: the call of a rank that takes no part in an operation."""
 
 
 def _send_recv(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
@@ -294,7 +283,7 @@ def _bidirectional(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) 
         return idle
 
     def both() -> None:
-        # A list of two: the lower rank's send is issued first, the higher rank's receive.
+        # The lower rank issues its send first, the higher rank its receive.
         ops = [
             dist.P2POp(dist.isend, b.input, group=group, group_peer=partner),
             dist.P2POp(dist.irecv, b.output, group=group, group_peer=partner),
@@ -310,7 +299,7 @@ OPERATIONS: dict[str, Operation] = {
     for entry in (
         Operation(
             name="all_reduce",
-            help="every rank gets the reduction of all",
+            help="every rank gets the reduction over all ranks",
             elements=_same,
             bind=_all_reduce,
             expected=_all_reduced,
@@ -335,16 +324,16 @@ OPERATIONS: dict[str, Operation] = {
             elements=_same,
             bind=_broadcast,
             expected=_from_root,
-            one_way=_of_two,
+            one_way=_with_two_ranks,
             rooted=True,
         ),
         Operation(
             name="reduce",
-            help="the root gets the reduction of all",
+            help="the root gets the reduction over all ranks",
             elements=_same,
             bind=_reduce,
             expected=_reduced_at_root,
-            one_way=_of_two,
+            one_way=_with_two_ranks,
             reduces=True,
             rooted=True,
         ),
@@ -363,7 +352,7 @@ OPERATIONS: dict[str, Operation] = {
         ),
         Operation(
             name="all_to_all",
-            help="every rank sends every rank a block of its own",
+            help="every rank sends a different block to each rank",
             elements=_exchanged,
             bind=_all_to_all,
             expected=_block_of_each,
@@ -379,7 +368,7 @@ OPERATIONS: dict[str, Operation] = {
             elements=_gathered_at_root,
             bind=_gather,
             expected=_all_blocks_at_root,
-            one_way=_always,
+            one_way=lambda n: True,
             bus_factor=_ring,
             least=_ring,
             forms=("list",),
@@ -389,11 +378,11 @@ OPERATIONS: dict[str, Operation] = {
         ),
         Operation(
             name="scatter",
-            help="every rank gets its block of the root's",
+            help="every rank gets its block of the root's tensor",
             elements=_scattered_from_root,
             bind=_scatter,
             expected=_block_of_root,
-            one_way=_always,
+            one_way=lambda n: True,
             bus_factor=_ring,
             least=_ring,
             forms=("list",),
@@ -403,7 +392,7 @@ OPERATIONS: dict[str, Operation] = {
         ),
         Operation(
             name="barrier",
-            help="no rank leaves before the last has come; no data",
+            help="every rank waits until all have entered; no data",
             elements=_nothing,
             bind=_barrier,
             expected=_no_result,
@@ -416,7 +405,7 @@ OPERATIONS: dict[str, Operation] = {
             elements=_same,
             bind=_send_recv,
             expected=_from_partner,
-            one_way=_always,
+            one_way=lambda n: True,
             places=("out",),
             messages=2,
             paired=True,

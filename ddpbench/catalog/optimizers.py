@@ -1,4 +1,4 @@
-"""The optimizers of a DDP step: one entry of OPTIMIZERS adds one. Imports no torch."""
+"""Optimizers of a DDP step. To add one, add an entry to OPTIMIZERS. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """One of torch.optim's.
+    """An optimizer of torch.optim.
 
-    kind    its name there
-    copies  of the parameters' memory that its state takes
+    kind    name of its class
+    copies  memory of its state, in multiples of the parameters' memory
     """
 
     kind: str
     copies: int
 
     def make(self, parameters: Iterable[Any], learning_rate: float) -> torch.optim.Optimizer:
-        """With torch's own settings but for the learning rate."""
+        """Make the optimizer with this learning rate and torch's other defaults."""
         import torch
 
         made: torch.optim.Optimizer = getattr(torch.optim, self.kind)(parameters, lr=learning_rate)

@@ -1,9 +1,9 @@
-"""Inputs whose results are known exactly, whatever the order of the reduction.
+"""Inputs whose results are known exactly, in any order of the reduction.
 
 Element i of rank r's buffer in generation g is `table(r, g)[i % PERIOD]`: small integers (products:
 powers of two), chosen so that every partial result is exact in the dtype. PERIOD is a prime, so
-data that land a block too early or too late differ. A new generation for each checked repetition
-lets a stale output be seen; the poison lets an untouched one be seen.
+data that land a block too early or too late differ. Each checked repetition has a new generation,
+so a stale output is detected. Outputs are poisoned first, so an untouched output is detected.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ STRETCH = 2**14  # periods compared at once
 def table(
     rank: int, generation: int, dtype: str, reduce_op: str | None, world_size: int
 ) -> npt.NDArray[np.float64]:
-    """One period of rank's input, float64[PERIOD], exact in `dtype`.
+    """Return one period of a rank's input, float64[PERIOD], exact in `dtype`.
 
-    Every rank's element counts: for sums and averages none is 0, for products of floating types
-    none is 1, as long as the world is small enough for the dtype; beyond, ranks take turns.
+    Every element affects the result: no summand is 0 and no factor of a floating type is 1. If the
+    world is too large for the dtype, the ranks take turns with such elements.
     """
     kind = DTYPES[dtype]
     index = np.arange(PERIOD, dtype=np.uint64)
     mixed: Any = _mix(index + np.uint64(PERIOD * (rank + 1)) + np.uint64(generation * 2**40))
     if reduce_op == "prod":
         turns = -(-world_size // kind.doublings)
-        mine = (index + np.uint64(rank + generation)) % np.uint64(turns) == 0
+        active = (index + np.uint64(rank + generation)) % np.uint64(turns) == 0
         most = np.uint64(max(1, kind.doublings // world_size))
         exponent = ((mixed >> np.uint64(1)) % most).astype(np.float64) + 1.0
         sign = np.where((mixed & np.uint64(1) == 0) & kind.floating, -1.0, 1.0)
-        return np.where(mine, np.exp2(sign * exponent), 1.0)
+        return np.where(active, np.exp2(sign * exponent), 1.0)
     if reduce_op not in ("sum", "avg"):
         numbers: npt.NDArray[np.float64] = 1.0 + mixed % np.uint64(kind.exact - 1)
         return numbers
-    # An average of n ranks is exact when each holds a multiple of n, or n only moves the exponent.
+    # An average over n ranks is exact if all inputs are multiples of n, or n is a power of two.
     shifts = kind.floating and world_size & (world_size - 1) == 0
     unit = world_size if reduce_op == "avg" and not shifts else 1
     if world_size * unit <= kind.exact:
@@ -58,7 +58,7 @@ def table(
 def reduced(
     generation: int, dtype: str, reduce_op: str, world_size: int
 ) -> npt.NDArray[np.float64]:
-    """One period of the reduction over all ranks, float64[PERIOD], exact in any order."""
+    """Return one period of the reduction over all ranks, float64[PERIOD], exact in any order."""
     total = table(0, generation, dtype, reduce_op, world_size)
     combine: Any = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum}.get(
         reduce_op, np.maximum
@@ -69,7 +69,7 @@ def reduced(
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64: neighbouring numbers become unrelated ones."""
+    """Map neighbouring numbers to unrelated ones, with the finaliser of SplitMix64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
@@ -77,7 +77,7 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def fill(buffer: torch.Tensor, values: npt.NDArray[np.float64]) -> None:
-    """Write the table over and over into `buffer`, any dtype, one dimension, any device."""
+    """Fill `buffer` with repetitions of `values`: any dtype, one dimension, any device."""
     period = _tensor(values, buffer)
     whole = buffer.numel() // PERIOD
     buffer[: whole * PERIOD].view(-1, PERIOD).copy_(period)
@@ -85,27 +85,25 @@ def fill(buffer: torch.Tensor, values: npt.NDArray[np.float64]) -> None:
 
 
 def poison(buffer: torch.Tensor) -> None:
-    """Fill with what no result contains: NaN, and for integers -1 or (unsigned) 0."""
+    """Fill with a value that no result contains: NaN, -1 for integers, 0 for unsigned ones."""
     kind = DTYPES[str(buffer.dtype).removeprefix("torch.")]
     buffer.fill_(float("nan") if kind.floating else 0 if buffer.dtype.is_signed is False else -1)
 
 
-def first_wrong(
-    buffer: torch.Tensor,
-    piece: Piece,
-    values: npt.NDArray[np.float64],
-    tolerance: float = 0.0,
+def find_wrong(
+    buffer: torch.Tensor, piece: Piece, values: npt.NDArray[np.float64], tolerance: float = 0.0
 ) -> tuple[int, str, str] | None:
-    """The first element of `piece` that is not as `values` say: (index in buffer, expected, got).
+    """Find the first element of `piece` that differs from `values`: (index, expected, got).
 
-    Compares bits of numbers that are never 0 or NaN; `tolerance` is relative, for averages over a
-    number of ranks that is no power of two, where a backend may scale before it sums.
+    The index counts in the buffer. Numbers are compared bit by bit; none is 0 or NaN. `tolerance`
+    is relative. Averages need it if the number of ranks is not a power of two: a backend may scale
+    before it sums.
     """
     period = _tensor(np.roll(values, -(piece.offset % PERIOD)), buffer)
     part = buffer[piece.start : piece.start + piece.length]
     whole = part.numel() // PERIOD
     body = part[: whole * PERIOD].view(-1, PERIOD)
-    # In stretches: comparing takes memory of its own, which must not grow with the buffer.
+    # Compare in stretches: the memory that a comparison takes must not grow with the buffer.
     stretches = [(row * PERIOD, body[row : row + STRETCH]) for row in range(0, whole, STRETCH)]
     for base, got in [*stretches, (whole * PERIOD, part[whole * PERIOD :])]:
         if got.numel() == 0:

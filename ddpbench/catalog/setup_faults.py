@@ -1,5 +1,7 @@
-"""How faults of a set-up are made: each is a context in which a rank meets the others and is
-examined, given the rank's place and the fault's settings; what was changed is undone at its end.
+"""Faults of a rank's set-up. Each function is a context in which the rank runs.
+
+It takes the rank's placement and the fault's settings, and undoes its change at the end. The first
+sentence of each docstring is the fault's help text.
 """
 
 from __future__ import annotations
@@ -16,43 +18,42 @@ from typing import Any
 
 from ddpbench.runtime import environment, network
 
-# Ends by itself when the rank that started it has, however that came.
+# Ends by itself once the rank that started it has ended, for any reason.
 BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
 NO_INTERFACE, NO_VERSION = "nonesuch0", "1.0.0"
 Settings = Mapping[str, float]
 
 
 @contextlib.contextmanager
-def slow_rank(place: Any, settings: Settings) -> Iterator[None]:
-    """All threads of the rank, and those it will have, share one core with busy processes."""
+def slow_rank(placement: Any, settings: Settings) -> Iterator[None]:
+    """Let one rank share a core with busy processes."""
     before = os.sched_getaffinity(0)
     _pin({max(before)})
-    me = str(os.getpid())
-    busy = [
-        subprocess.Popen([sys.executable, "-c", BUSY, me]) for _ in range(int(settings["busy"]))
-    ]
+    command = [sys.executable, "-c", BUSY, str(os.getpid())]
+    processes = [subprocess.Popen(command) for _ in range(int(settings["busy"]))]
     try:
         yield
     finally:
-        for each in busy:
-            each.kill()
-            each.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
         _pin(before)
 
 
 def _pin(cores: set[int]) -> None:
+    """Pin all threads of this process; later threads inherit it."""
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # a thread may end meanwhile
             os.sched_setaffinity(int(task.name), cores)
 
 
-def wrong_interface(place: Any, settings: Settings) -> AbstractContextManager[None]:
-    """gloo is told an interface that the host does not have."""
+def wrong_interface(placement: Any, settings: Settings) -> AbstractContextManager[None]:
+    """Set GLOO_SOCKET_IFNAME to an unknown interface in one rank."""
     return _variable(network.GLOO, NO_INTERFACE)
 
 
-def oversubscribed(place: Any, settings: Settings) -> AbstractContextManager[None]:
-    """Several compute threads a core, in each rank."""
+def oversubscribed(placement: Any, settings: Settings) -> AbstractContextManager[None]:
+    """Set OMP_NUM_THREADS to a multiple of the cores."""
     threads = int(settings["per_core"]) * len(os.sched_getaffinity(0))
     return _variable("OMP_NUM_THREADS", str(threads))
 
@@ -70,20 +71,20 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mixed_versions(place: Any, settings: Settings) -> Iterator[None]:
-    """The rank tells of another torch than it runs: a second one is not here to be run."""
-    told: Any = environment
-    versions = told._versions
-    told._versions = lambda: {**versions(), "torch": NO_VERSION}
+def mixed_versions(placement: Any, settings: Settings) -> Iterator[None]:
+    """Let one rank report another version of torch. A second torch is not installed here."""
+    module: Any = environment
+    versions = module._versions
+    module._versions = lambda: {**versions(), "torch": NO_VERSION}
     try:
         yield
     finally:
-        told._versions = versions
+        module._versions = versions
 
 
 @contextlib.contextmanager
-def full_disk(place: Any, settings: Settings) -> Iterator[None]:
-    """No file that the rank writes may grow beyond a size."""
+def full_disk(placement: Any, settings: Settings) -> Iterator[None]:
+    """Limit the size of every file. Writing more fails, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(settings["nbytes"]), limits[1]))
     try:

@@ -1,4 +1,4 @@
-"""Sizes as users type and read them: bytes, with K, M, G = 1024, 1024², 1024³."""
+"""Parse and format sizes in bytes, with K, M, G = 1024, 1024², 1024³."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ SYNTAX = "4:64M:x4 (by factor), 4:1K:+256 (by step) or 1K,64K,1M (a list)"
 
 
 def parse(text: str) -> tuple[int, ...]:
-    """The sizes in bytes that `text` means, ascending, each once.
+    """Return the sizes in bytes that `text` lists, ascending and without repetition.
 
-    Raises ValueError with one sentence: what was given, what is allowed.
+    Raises ValueError with one sentence on what is wrong and what is allowed.
     """
     sizes: set[int] = set()
     for part in text.split(","):
@@ -47,17 +47,17 @@ def _series(first: str, last: str, step: str, text: str) -> list[int]:
     elif step.strip().startswith("+"):
         stride = _size(step.strip()[1:], text)
         if (high - low) // stride >= 10_000:
-            raise ValueError(f"{text!r} means more than 10000 sizes: take a larger step")
+            raise ValueError(f"{text!r} lists more than 10000 sizes: choose a larger step")
         sizes = list(range(low, high + 1, stride))
     else:
         raise ValueError(
-            f"step {step!r} in {text!r}: write x2 or more to multiply, +256 or the like to add"
+            f"unknown step {step!r} in {text!r}: write x2 to multiply by 2, or +256 to add 256"
         )
     return sizes
 
 
 def readable(nbytes: int) -> str:
-    """4 B, 64 KiB, 1 MiB where it is exact; else bytes."""
+    """Format a size as 4 B, 64 KiB or 1 MiB if that is exact, else in bytes."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= size and nbytes % size == 0:
             return f"{nbytes // size} {unit}"
@@ -65,9 +65,9 @@ def readable(nbytes: int) -> str:
 
 
 def whole(nbytes: int, element_nbytes: int, blocks: int) -> tuple[int, int]:
-    """The nearest size below that divides into `blocks` equal blocks of whole elements.
+    """Round a size down to `blocks` equal blocks of whole elements, at least one element each.
 
-    At least one element a block; (total bytes, elements of one block).
+    Returns (total bytes, elements of one block).
     """
     count = max(1, nbytes // (element_nbytes * blocks))
     return count * element_nbytes * blocks, count

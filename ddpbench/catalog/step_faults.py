@@ -1,4 +1,7 @@
-"""How faults are made in a DDP step: each is done to a measure.step.Replica, in its rank."""
+"""Faults of a DDP step. Each function changes one rank's measure.step.Replica.
+
+The first sentence of each docstring is the fault's help text.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 
 import psutil
 
-ELEMENTS = 1024  # of the metric that a user's step sums over the ranks
+ELEMENTS = 1024  # of the metric that the user's step reduces over the ranks
 Settings = Mapping[str, float]
 
 
@@ -20,25 +23,26 @@ def _first(replica: Any) -> Any:
 
 
 def _flip(flat: Any, index: int, bit: float) -> None:
-    """One bit of an element of a flat tensor of floating-point numbers."""
+    """Flip one bit of an element of a flat floating-point tensor."""
     import torch
 
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     flat.view(bits[flat.element_size()])[index] ^= 1 << int(bit)
 
 
-# --- the replica is changed -----------------------------------------------------------------------
+# --- faults that change the replica ---------------------------------------------------------------
 
 
 def bit_flip(replica: Any, settings: Settings) -> None:
-    """In the middle of the first parameter."""
+    """Flip one bit of one parameter."""
     flat = _first(replica).view(-1)
     _flip(flat, flat.numel() // 2, settings["bit"])
 
 
 def corrupted_result(replica: Any, settings: Settings) -> None:
-    """In the largest element of the first gradient, once it is reduced and before the optimizer
-    takes it: as a bad link, adapter or GPU would deliver it."""
+    """Flip one bit of one reduced gradient, in one step. The optimizer sees it as if a bad link,
+    adapter or GPU had delivered it.
+    """
     if replica.steps != settings["step"]:
         return
 
@@ -51,34 +55,34 @@ def corrupted_result(replica: Any, settings: Settings) -> None:
 
 
 def bypass(replica: Any, settings: Settings) -> None:
-    """The forward no longer goes through DDP."""
+    """Let the forward bypass DDP."""
     replica.through = replica.module
 
 
-def unsynced(replica: Any, settings: Settings) -> None:
-    """No backward reduces any more."""
+def no_sync(replica: Any, settings: Settings) -> None:
+    """Run the last micro-batch under no_sync too."""
     replica.sync_last = False
 
 
 def learning_rate(replica: Any, settings: Settings) -> None:
-    """That of the setting `lr`."""
+    """Change the learning rate in one rank."""
     for group in replica.optimizer.param_groups:
         group["lr"] = settings["lr"]
 
 
 def permute(replica: Any, settings: Settings) -> None:
-    """The first parameter backwards."""
+    """Reverse the elements of one parameter."""
     tensor = _first(replica)
     tensor.copy_(tensor.flatten().flip(0).view_as(tensor))
 
 
 def nan(replica: Any, settings: Settings) -> None:
-    """The first element of the first parameter."""
+    """Set one element of one parameter to NaN."""
     _first(replica).view(-1)[0] = float("nan")
 
 
 def optimizer_state(replica: Any, settings: Settings) -> None:
-    """One element of the first tensor of it."""
+    """Change one element of the optimizer's state."""
     import torch
 
     for state in replica.optimizer.state.values():
@@ -88,66 +92,67 @@ def optimizer_state(replica: Any, settings: Settings) -> None:
                 return
 
 
-def stateless(replica: Any) -> str | None:
-    """Why there is no state to change."""
+def require_state(replica: Any) -> str | None:
+    """Return why there is no state to change; None if there is one."""
     if replica.case.optimizer != "sgd":
         return None
-    return "optimizer-state needs an optimizer that keeps some: say --optimizer adam"
+    return "the fault optimizer-state needs an optimizer with state: use --optimizer adam"
 
 
 def buffer(replica: Any, settings: Settings) -> None:
-    """The first element of the first buffer of floating-point numbers."""
+    """Change one element of a buffer."""
     import torch
 
-    for each in replica.module.buffers():
-        if torch.is_floating_point(each):
-            each.view(-1)[0] += 1
+    for tensor in replica.module.buffers():
+        if torch.is_floating_point(tensor):
+            tensor.view(-1)[0] += 1
             return
 
 
-def no_buffers(replica: Any) -> str | None:
-    """Why there is no buffer to change."""
+def require_buffer(replica: Any) -> str | None:
+    """Return why there is no buffer to change; None if there is one."""
     if any(True for _ in replica.module.buffers()):
         return None
-    return "the fault buffer needs a workload that has buffers: say --workload convnet"
+    return "the fault buffer needs a workload with buffers: use --workload convnet"
 
 
-# --- the rank is slow, or goes no further ---------------------------------------------------------
+# --- faults that slow or stop the rank ------------------------------------------------------------
 
 
 def slow_rank(replica: Any, settings: Settings) -> None:
-    """Each forward sleeps first."""
+    """Delay one rank's forward."""
     replica.delay_seconds = settings["ms"] / 1e3
 
 
 def slow_link(replica: Any, settings: Settings) -> None:
-    """The last bucket is not reduced before this time."""
+    """Delay the reduction of the last bucket."""
     replica.link_seconds = settings["ms"] / 1e3
 
 
-def error(replica: Any, settings: Settings) -> None:
-    """As a user's code would raise it."""
+def raise_error(replica: Any, settings: Settings) -> None:
+    """Raise an error in one rank."""
     raise RuntimeError("planted error")
 
 
 def hang(replica: Any, settings: Settings) -> None:
-    """In user code, where others wait in a collective."""
+    """Let one rank sleep instead of stepping. The others wait in a collective."""
     time.sleep(settings["seconds"])
 
 
 def stop(replica: Any, settings: Settings) -> None:
-    """As a debugger or a batch system does."""
+    """Stop one rank (SIGSTOP). A debugger or a batch system does this."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def kill(replica: Any, settings: Settings) -> None:
-    """As the kernel does when memory runs out."""
+    """Kill one rank (SIGKILL). The kernel does this when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def out_of_memory(replica: Any, settings: Settings) -> None:
-    """A real allocation that fails: on the CPU because this process may have only half as much more
-    address space, on a GPU because it is beyond all of its memory."""
+    """Let an allocation fail in one rank. On the CPU it is twice the address space that the process
+    may still use, on a GPU more than all of its memory.
+    """
     import torch
 
     nbytes = int(settings["mb"] * 2**20)
@@ -162,21 +167,21 @@ def out_of_memory(replica: Any, settings: Settings) -> None:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-# --- a user's own collective, beside DDP's, that one rank calls otherwise -------------------------
+# --- faults in a collective that the user's step calls besides DDP's ------------------------------
 
 
-def summed(replica: Any, settings: Settings) -> None:
-    """What all ranks should call: a metric's all_reduce."""
+def sum_metric(replica: Any, settings: Settings) -> None:
+    """Call all_reduce on a metric, as all ranks should."""
     _sum(replica, ELEMENTS, "float32")
 
 
 def wrong_shape(replica: Any, settings: Settings) -> None:
-    """Twice as long: gloo then ends a neighbour, and not the rank that is to blame."""
+    """Sum a metric of another shape in one rank. gloo then ends a neighbour of that rank."""
     _sum(replica, 2 * ELEMENTS, "float32")
 
 
 def wrong_dtype(replica: Any, settings: Settings) -> None:
-    """As a Python float becomes."""
+    """Sum a metric of another dtype in one rank. A Python float becomes a float64."""
     _sum(replica, ELEMENTS, "float64")
 
 
@@ -188,8 +193,8 @@ def _sum(replica: Any, elements: int, dtype: str) -> None:
     dist.all_reduce(metric, group=replica.ddp.process_group)
 
 
-def gathered(replica: Any, settings: Settings) -> None:
-    """What all ranks should call: a metric's all_gather."""
+def gather_metric(replica: Any, settings: Settings) -> None:
+    """Call all_gather on a metric, as all ranks should."""
     import torch
     import torch.distributed as dist
 
@@ -199,16 +204,16 @@ def gathered(replica: Any, settings: Settings) -> None:
 
 
 def skipped(replica: Any, settings: Settings) -> None:
-    """As `if rank == 0` around it does."""
+    """Let one rank skip the all_gather of a metric. An `if rank == 0` around it does this."""
 
 
-def in_order(replica: Any, settings: Settings) -> None:
-    """What all ranks should call."""
-    summed(replica, settings)
-    gathered(replica, settings)
+def sum_then_gather(replica: Any, settings: Settings) -> None:
+    """Sum a metric, then gather it, as all ranks should."""
+    sum_metric(replica, settings)
+    gather_metric(replica, settings)
 
 
 def wrong_order(replica: Any, settings: Settings) -> None:
-    """The same two, the other way round."""
-    gathered(replica, settings)
-    summed(replica, settings)
+    """Gather and sum a metric in the other order in one rank."""
+    gather_metric(replica, settings)
+    sum_metric(replica, settings)

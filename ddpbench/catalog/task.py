@@ -1,8 +1,8 @@
-"""A workload built in one rank: its model, its batches and its loss, and what makes them.
+"""A workload built in one rank: its model, its batches and its loss.
 
-A rank's batches are made before the first step, from its share of one data set as
-DistributedSampler deals it out in each epoch. Weights and data depend on the seed alone, and no
-global random state is used or left changed. Importing this module imports no torch.
+A rank's batches are made before the first step, from its share of one data set, as
+DistributedSampler distributes it in each epoch. Weights and data depend on the seed alone. Global
+random state is neither used nor changed. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 
     Sample = Callable[[torch.Generator], tuple[Tensor, ...]]
 
-EPOCHS, BATCHES = 2, 4  # made ahead of the steps, which cycle over them: epochs, batches in each
+EPOCHS, BATCHES = 2, 4  # epochs made before the first step, batches in each; the steps reuse them
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a task is built: one rank."""
+class RankSetup:
+    """The rank in which a task is built."""
 
     rank: int
     world_size: int
     batch: int  # samples of this rank in one batch
     device: torch.device
     seed: int
-    group: dist.ProcessGroup | None  # of all ranks, for what a loss itself communicates
+    group: dist.ProcessGroup | None  # of all ranks, for a loss that communicates
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a training needs that goes on epoch by epoch.
+    """Data of a training that runs epoch by epoch.
 
-    batches     epoch, from 1 → this rank's batches and their numbers of samples: as many batches,
-                of the same sizes, in every rank
-    validation  this rank's share, likewise; each sample is in one rank's share, and ranks may
-                have unequal numbers of batches, or none
-    settings    all that decides the losses, but for the optimizer
+    batches     epoch, from 1 → this rank's batches, each with its number of samples; all ranks
+                have the same number of batches, of the same sizes
+    validation  this rank's batches, each with its number of samples; every sample is in exactly
+                one rank, and ranks may have different numbers of batches, or none
+    settings    everything but the optimizer that the losses depend on
     """
 
     batches: Callable[[int], Iterator[tuple[Any, int]]]
@@ -54,8 +54,8 @@ class Task:
     """A workload built in one rank.
 
     model  on the device, with the same weights in every rank
-    batch  step, from 0 → this rank's batch of it, on the device
-    loss   (the model, bare or in DDP, batch) → the mean loss, a scalar; calls the model it is given
+    batch  step, from 0 → this rank's batch for the step, on the device
+    loss   (the model, bare or in DDP, batch) → the mean loss, a scalar; must call that very model
     """
 
     model: nn.Module
@@ -69,60 +69,63 @@ class Workload:
     """A model with its data, loss and optimizer.
 
     batch     samples of one rank, by kind of device
+    build     (values of all settings, rank setup) → the task. Raises ValueError with one sentence
+              for settings that exclude each other. Does not communicate.
     settings  name → default by kind of device
-    build     (all settings, decided; place) → the task. Raises ValueError with one sentence for
-              settings that do not go together. No communication.
     trains    whether its tasks have a `training`
     """
 
     name: str
     help: str
     batch: Mapping[str, int]
-    build: Callable[[Mapping[str, int], Place], Task]
+    build: Callable[[Mapping[str, int], RankSetup], Task]
     settings: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     optimizer: str = "sgd"
     learning_rate: float = 0.01
     trains: bool = False
 
 
-def seeded_model(make: Callable[[], nn.Module], place: Place) -> nn.Module:
-    """The model with the weights of this seed, made on the CPU: the same for every device."""
+def build_model(make: Callable[[], nn.Module], setup: RankSetup) -> nn.Module:
+    """Make the model with the seed's weights, on the CPU first: every device has the same."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(place.seed)
-        return make().to(place.device)
+        torch.default_generator.manual_seed(setup.seed)
+        return make().to(setup.device)
 
 
-def generator(seed: int, number: int) -> torch.Generator:
-    """Random numbers of their own for each (seed, number)."""
+def make_generator(seed: int, number: int) -> torch.Generator:
+    """Make a generator with a random sequence of its own for each (seed, number)."""
     import torch
 
     # torch's generator takes 32 bits; without the factor neighbouring seeds would share samples.
     return torch.Generator().manual_seed((seed * 0x9E3779B1 + number) % 2**32)
 
 
-def share_of_epoch(samples: int, place: Place, epoch: int) -> list[int]:
-    """The numbers of this rank's samples in an epoch, shuffled."""
+def shard_epoch(samples: int, setup: RankSetup, epoch: int) -> list[int]:
+    """Return the shuffled indices of this rank's samples in an epoch."""
     from torch.utils.data import DistributedSampler
 
-    whole: Any = range(samples)  # only its length is looked at
+    dataset: Any = range(samples)  # the sampler uses only its length
     sampler: DistributedSampler[int] = DistributedSampler(
-        whole, place.world_size, place.rank, seed=place.seed
+        dataset, setup.world_size, setup.rank, seed=setup.seed
     )
     sampler.set_epoch(epoch)
     return list(sampler)
 
 
-def generated_batches(place: Place, sample: Sample) -> Callable[[int], tuple[Tensor, ...]]:
-    """Task.batch over generated samples, each made from its number alone: a rank makes its own."""
+def generate_batches(setup: RankSetup, sample: Sample) -> Callable[[int], tuple[Tensor, ...]]:
+    """Return Task.batch over this rank's samples, each generated from its index alone."""
     import torch
 
-    whole = BATCHES * place.batch * place.world_size
-    made = []
+    samples = BATCHES * setup.batch * setup.world_size
+    batches = []
     for epoch in range(EPOCHS):
-        mine = share_of_epoch(whole, place, epoch)
-        for start in range(0, len(mine), place.batch):
-            rows = [sample(generator(place.seed, i)) for i in mine[start : start + place.batch]]
-            made.append(tuple(torch.stack(c).to(place.device) for c in zip(*rows, strict=True)))
-    return lambda step: made[step % len(made)]
+        indices = shard_epoch(samples, setup, epoch)
+        for start in range(0, len(indices), setup.batch):
+            rows = [
+                sample(make_generator(setup.seed, i)) for i in indices[start : start + setup.batch]
+            ]
+            columns = zip(*rows, strict=True)
+            batches.append(tuple(torch.stack(column).to(setup.device) for column in columns))
+    return lambda step: batches[step % len(batches)]

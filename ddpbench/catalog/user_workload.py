@@ -1,31 +1,32 @@
-"""A workload of the user's own: package.module:function. Importing this imports no torch."""
+"""The user's own workload, package.module:function. Importing this module imports no torch."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
-from ddpbench.catalog.task import Place, Task
+from ddpbench.catalog.task import RankSetup, Task
 
-WANTED = "(model, batch, loss): a torch.nn.Module, batch(step) and loss(model, batch)"
+RETURNS = "(model, batch, loss): a torch.nn.Module, batch(step) and loss(model, batch)"
 
 
-def samples(batch: Any) -> int:
-    """The first dimension of the first tensor in a batch; 1 where there is none."""
+def count_samples(batch: Any) -> int:
+    """Return the first dimension of the first tensor in a batch; 1 if there is none."""
     import torch
 
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.dim() else 1
     if isinstance(batch, Mapping):
         batch = list(batch.values())
-    return samples(batch[0]) if isinstance(batch, (list, tuple)) and batch else 1
+    return count_samples(batch[0]) if isinstance(batch, (list, tuple)) and batch else 1
 
 
-def imported(name: str) -> Callable[..., Any]:
+def import_function(name: str) -> Callable[..., Any]:
+    """Import package.module:function. Raises ValueError with one sentence."""
     module, _, attribute = name.partition(":")
-    if "" not in sys.path:  # python -m looks in the current folder, the ddpbench script does not
+    if "" not in sys.path:  # python -m searches the current folder, the ddpbench script does not
         sys.path.append("")
     try:
         function = getattr(import_module(module), attribute)
@@ -33,25 +34,25 @@ def imported(name: str) -> Callable[..., Any]:
         lines = str(error).strip().splitlines() or ["no text"]
         raise ValueError(
             f"workload {name!r} cannot be imported ({type(error).__name__}: {lines[0]}): "
-            "give package.module:function of a module that Python finds from here"
+            "write package.module:function, with a module that Python can import from here"
         ) from error
     if not callable(function):
         raise ValueError(
             f"workload {name!r} is a {type(function).__name__}, not a function(rank, world_size, "
-            f"device) that returns {WANTED}"
+            f"device) that returns {RETURNS}"
         )
-    wanted: Callable[..., Any] = function
-    return wanted
+    return cast("Callable[..., Any]", function)
 
 
-def built(name: str, function: Callable[..., Any], place: Place) -> Task:
+def build_task(name: str, function: Callable[..., Any], setup: RankSetup) -> Task:
+    """Call the user's function in this rank. Raises ValueError if it returns something else."""
     from torch import nn
 
-    made = function(place.rank, place.world_size, place.device)
-    match made:
+    result = function(setup.rank, setup.world_size, setup.device)
+    match result:
         case (nn.Module() as model, batch, loss) if callable(batch) and callable(loss):
-            return Task(model.to(place.device), batch, loss)
-    parts = made if isinstance(made, tuple) else (made,)
-    got = ", ".join(type(part).__name__ for part in parts)
-    got = f"({got})" if isinstance(made, tuple) else got
-    raise ValueError(f"workload {name!r} must return {WANTED}; it returned {got}")
+            return Task(model.to(setup.device), batch, loss)
+    parts = result if isinstance(result, tuple) else (result,)
+    kinds = ", ".join(type(part).__name__ for part in parts)
+    kinds = f"({kinds})" if isinstance(result, tuple) else kinds
+    raise ValueError(f"workload {name!r} must return {RETURNS}; it returned {kinds}")

@@ -33,10 +33,10 @@ def test_a_fault_is_known_by_its_name_and_kind() -> None:
 @pytest.mark.parametrize(
     ("text", "kind", "told"),
     [
-        ("wrong-interface", IN_STEP, "say doctor --inject wrong-interface"),
-        ("bit-flip", IN_SET_UP, "say ddp --inject bit-flip"),
-        ("mixed-version", IN_SET_UP, "did you mean mixed-versions"),
-        ("full-disk:rank=1", IN_SET_UP, "its settings are nbytes=4096 "),
+        ("wrong-interface", IN_STEP, "use doctor --inject wrong-interface"),
+        ("bit-flip", IN_SET_UP, "use ddp --inject bit-flip"),
+        ("mixed-version", IN_SET_UP, "Did you mean mixed-versions"),
+        ("full-disk:rank=1", IN_SET_UP, "its settings and their defaults are nbytes=4096"),
     ],
 )
 def test_what_cannot_be_planted_is_told_with_what_can(text: str, kind: str, told: str) -> None:
@@ -64,7 +64,7 @@ def test_a_fault_of_a_set_up_is_in_its_rank_and_ends_with_it() -> None:
     with faults.parse("mixed-versions:rank=0", IN_SET_UP).around(place(0)):
         assert rank_facts()["torch"] == "1.0.0"
     assert rank_facts()["torch"] == str(torch.__version__)
-    with pytest.raises(Refused, match="wrong-interface is for rank 2, and there are 2"):
+    with pytest.raises(Refused, match="wrong-interface is for rank 2, but there are 2 ranks"):
         faults.parse("wrong-interface:rank=2", IN_SET_UP).around(place(1))
 
 

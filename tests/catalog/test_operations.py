@@ -106,7 +106,7 @@ def test_expected_results_are_those_of_the_operation(name: str) -> None:
 
 
 def test_a_right_output_passes_the_check_and_two_exchanged_blocks_do_not() -> None:
-    """first_wrong on played outputs finds nothing; after two blocks of a gathered output changed
+    """find_wrong on played outputs finds nothing; after two blocks of a gathered output changed
     places, it names the first element of the first of them that differs."""
     for case in cases((5, 40), range(2, 5)):
         operation = OPERATIONS[case.operation]
@@ -118,12 +118,12 @@ def test_a_right_output_passes_the_check_and_two_exchanged_blocks_do_not() -> No
                 None: payload.reduced(4, case.dtype, case.reduce_op or "sum", n)
             }
             pieces = operation.expected(case, rank)
-            assert all(payload.first_wrong(output, p, tables[p.rank]) is None for p in pieces)
+            assert all(payload.find_wrong(output, p, tables[p.rank]) is None for p in pieces)
             if len(pieces) > 1:
                 a, b = (slice(p.start, p.start + p.length) for p in pieces[:2])
                 output[a], output[b] = output[b].clone(), output[a].clone()
                 differs = int((output.numpy() != wanted).argmax())
-                found = payload.first_wrong(output, pieces[0], tables[pieces[0].rank])
+                found = payload.find_wrong(output, pieces[0], tables[pieces[0].rank])
                 assert found is not None
                 assert found[0] == differs
 

@@ -73,7 +73,7 @@ def test_any_order_of_reduction_gives_the_expected_result(dtype: str) -> None:
 
 def first_wrong_of(got: torch.Tensor, expected: Table) -> tuple[int, str, str] | None:
     """The first wrong element of one whole period."""
-    return payload.first_wrong(got, Piece(0, len(got), 0), expected)
+    return payload.find_wrong(got, Piece(0, len(got), 0), expected)
 
 
 @pytest.mark.parametrize("dtype", [name for name, kind in DTYPES.items() if kind.floating])
@@ -150,10 +150,10 @@ def test_a_block_in_the_wrong_place_is_seen(dtype: str) -> None:
     for count in (32, 64, 255, 1000, 1020, 1022, 4096):
         for a, b in itertools.permutations(range(world), 2):
             of_other_rank = stretch(tables[b], dtype, 0, count)
-            assert payload.first_wrong(of_other_rank, Piece(0, count, a), tables[a]) is not None
+            assert payload.find_wrong(of_other_rank, Piece(0, count, a), tables[a]) is not None
             of_other_place = stretch(total, dtype, b * count, count)
             piece = Piece(0, count, None, offset=a * count)
-            assert payload.first_wrong(of_other_place, piece, total) is not None
+            assert payload.find_wrong(of_other_place, piece, total) is not None
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "float32", "bfloat16"])
@@ -163,7 +163,7 @@ def test_a_block_of_a_product_in_the_wrong_place_is_seen(dtype: str) -> None:
     total = payload.reduced(1, dtype, "prod", 4)
     for count, (a, b) in itertools.product((32, 1000, 4096), itertools.permutations(range(4), 2)):
         got = stretch(total, dtype, b * count, count)
-        assert payload.first_wrong(got, Piece(0, count, None, a * count), total) is not None
+        assert payload.find_wrong(got, Piece(0, count, None, a * count), total) is not None
 
 
 def rooms() -> list[tuple[str, str | None, int]]:
@@ -223,11 +223,11 @@ def test_an_untouched_output_is_seen_from_its_first_element_on(dtype: str) -> No
         for tolerance in (0.0, 2.0**-6):
             piece = Piece(0, PERIOD, None)
             payload.poison(buffer)
-            found = payload.first_wrong(buffer, piece, expected, tolerance)
+            found = payload.find_wrong(buffer, piece, expected, tolerance)
             assert found is not None
             assert found[0] == 0
             payload.fill(buffer[:-1], expected)
-            found = payload.first_wrong(buffer, piece, expected, tolerance)
+            found = payload.find_wrong(buffer, piece, expected, tolerance)
             assert found is not None
             assert found[0] == PERIOD - 1
 
@@ -258,14 +258,14 @@ def test_the_first_wrong_element_is_named(dtype: str) -> None:
         buffer = torch.zeros(start + length + 5, dtype=getattr(torch, dtype))
         piece = Piece(start, length, 0, offset)
         buffer[start : start + length] = stretch(values, dtype, offset % PERIOD, length)
-        assert payload.first_wrong(buffer, piece, values) is None
-        assert payload.first_wrong(buffer, piece, values, 2.0**-6) is None
+        assert payload.find_wrong(buffer, piece, values) is None
+        assert payload.find_wrong(buffer, piece, values, 2.0**-6) is None
         bad = sorted(draw.sample(range(length), min(length, 3)))
         for index in bad:
             right = values[(offset + index) % PERIOD]
             buffer[start + index] = 1.0 if right != 1.0 else 2.0
         for tolerance in (0.0, 2.0**-6):
-            found = payload.first_wrong(buffer, piece, values, tolerance)
+            found = payload.find_wrong(buffer, piece, values, tolerance)
             assert found is not None
             right = values[(offset + bad[0]) % PERIOD]
             assert (found[0], float(found[1])) == (start + bad[0], right)
@@ -276,16 +276,16 @@ def test_expected_and_got_are_told_with_all_their_digits() -> None:
     """Two numbers that differ in the last place are not printed alike."""
     values = np.full(PERIOD, 2.0**24 - 1)
     buffer = torch.full((3,), 2.0**24 - 2)
-    assert payload.first_wrong(buffer, Piece(1, 2, 0), values) == (1, "16777215", "16777214")
+    assert payload.find_wrong(buffer, Piece(1, 2, 0), values) == (1, "16777215", "16777214")
     values, whole = np.full(PERIOD, 2.0**53 - 1), torch.full((1,), 2**53 - 2)
-    found = payload.first_wrong(whole, Piece(0, 1, 0), values)
+    found = payload.find_wrong(whole, Piece(0, 1, 0), values)
     assert found == (0, "9007199254740991", "9007199254740990")
 
 
 def test_nothing_is_wrong_in_an_empty_piece() -> None:
     """A piece of no elements is right, whatever lies around it."""
     buffer = torch.full((3,), float("nan"))
-    assert payload.first_wrong(buffer, Piece(1, 0, 0), np.ones(PERIOD)) is None
+    assert payload.find_wrong(buffer, Piece(1, 0, 0), np.ones(PERIOD)) is None
 
 
 @pytest.mark.parametrize("dtype", [name for name, kind in DTYPES.items() if kind.floating])
@@ -297,8 +297,8 @@ def test_a_tolerance_is_relative_to_the_expected_number(dtype: str) -> None:
         for factor, passes in ((1.0, True), (1.25, True), (0.75, True), (1.5, False), (0.5, False)):
             buffer = torch.full((2 * PERIOD + 1,), 4.0 * scale).to(getattr(torch, dtype))
             buffer[-1] = 4.0 * scale * factor
-            found = payload.first_wrong(buffer, Piece(0, len(buffer), None), values, 0.25)
+            found = payload.find_wrong(buffer, Piece(0, len(buffer), None), values, 0.25)
             assert (found is None) == passes
         for bad in (float("nan"), float("inf")):
             buffer[-1] = bad
-            assert payload.first_wrong(buffer, Piece(0, len(buffer), None), values, 0.25)
+            assert payload.find_wrong(buffer, Piece(0, len(buffer), None), values, 0.25)

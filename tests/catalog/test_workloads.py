@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpbench.catalog import user_workload, workloads
-from ddpbench.catalog.task import BATCHES, EPOCHS, Place, Task
+from ddpbench.catalog import models, user_workload, workloads
+from ddpbench.catalog.task import BATCHES, EPOCHS, RankSetup, Task
 from ddpbench.catalog.workloads import WORKLOADS, get
 
 CPU = torch.device("cpu")
@@ -47,14 +47,14 @@ SMALL: dict[str, dict[str, int]] = {
 }
 
 
-def built(name: str, place: Place) -> Task:
+def built(name: str, setup: RankSetup) -> Task:
     """A small task."""
-    return WORKLOADS[name].build(SMALL[name], place)
+    return WORKLOADS[name].build(SMALL[name], setup)
 
 
-def alone(rank: int = 0, world_size: int = 1, batch: int = 4, seed: int = 3) -> Place:
-    """A place without a process group."""
-    return Place(rank, world_size, batch, CPU, seed, None)
+def alone(rank: int = 0, world_size: int = 1, batch: int = 4, seed: int = 3) -> RankSetup:
+    """A setup without a process group."""
+    return RankSetup(rank, world_size, batch, CPU, seed, None)
 
 
 def flat(task: Task) -> Tensor:
@@ -126,7 +126,7 @@ def test_the_default_transformer_has_gpt2s_parameters() -> None:
     """124 439 808 of GPT-2 small: output weights are the tokens' own."""
     settings = {name: values["cuda"] for name, values in WORKLOADS["transformer"].settings.items()}
     with torch.device("meta"):
-        model = workloads._gpt(settings, heads=12)
+        model = models.Decoder(settings, heads=12)
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
 
 
@@ -166,11 +166,11 @@ def test_most_rows_of_the_table_get_no_gradient() -> None:
 @pytest.mark.parametrize("ranks", [1, 3, 1010])
 def test_validation_counts_each_sample_once(ranks: int) -> None:
     """Over the shares of all ranks, of which one may be empty."""
-    place = Place(0, ranks, 2, CPU, 3, None)
+    setup = RankSetup(0, ranks, 2, CPU, 3, None)
     shares = [
         training.validation
         for rank in sorted({0, 1 % ranks, ranks - 2, ranks - 1} if ranks > 3 else set(range(ranks)))
-        if (training := built("regression", replace(place, rank=rank)).training)
+        if (training := built("regression", replace(setup, rank=rank)).training)
     ]
     assert all(len(x) == len(y) == size for share in shares for (x, y), size in share)
     if ranks > 3:
@@ -185,9 +185,11 @@ def test_validation_counts_each_sample_once(ranks: int) -> None:
 
 def test_an_unknown_name_is_one_sentence() -> None:
     """What is known, and what was probably meant."""
-    with pytest.raises(ValueError, match=r"unknown workload 'transfromer'; did you mean transf"):
+    with pytest.raises(
+        ValueError, match=r"unknown workload 'transfromer': choose .*Did you mean transf"
+    ):
         get("transfromer")
-    with pytest.raises(ValueError, match=r"Known: linear, .*; or package\.module:function"):
+    with pytest.raises(ValueError, match=r"choose linear, .* or package\.module:function"):
         get("")
 
 
@@ -229,8 +231,12 @@ def test_samples_are_counted_in_the_batch_itself() -> None:
     """The first dimension of the first tensor, in tuples and dicts too; 1 where there is none."""
     rows = torch.zeros(7, 3)
     for batch in (rows, (rows, rows[:2]), {"x": [rows]}):
-        assert user_workload.samples(batch) == 7
-    assert [user_workload.samples(batch) for batch in (torch.tensor(1.0), "text", ())] == [1, 1, 1]
+        assert user_workload.count_samples(batch) == 7
+    assert [user_workload.count_samples(batch) for batch in (torch.tensor(1.0), "text", ())] == [
+        1,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.usefixtures("own")
@@ -258,12 +264,12 @@ def test_a_wrong_function_is_one_sentence(name: str, told: str) -> None:
 # --- in real ranks: each play runs in every rank of a group, and returns what its test looks at
 
 
-def in_ddp(name: str, place: Place) -> dict[str, Any]:
+def in_ddp(name: str, setup: RankSetup) -> dict[str, Any]:
     """Two DDP steps of a small task, bit by bit the same in all ranks but for the data."""
-    task = built(name, place)
+    task = built(name, setup)
     seen: dict[str, Any] = {"weights": flat(task).sum().item()}
     seen["batches"] = [str(task.batch(step)) for step in range(2)]
-    replica = DistributedDataParallel(task.model, process_group=place.group)
+    replica = DistributedDataParallel(task.model, process_group=setup.group)
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
     losses = []
     for step in range(2):
@@ -283,21 +289,21 @@ def parameters(task: Task) -> str:
     return bytes(values.view(torch.uint8).tolist()).hex()
 
 
-def joined(place: Place) -> list[float]:
+def joined(setup: RankSetup) -> list[float]:
     """How far each gradient of contrastive is from one process's on the joined batch of all ranks,
     relative to the largest element; in float64, in the first and the second batch."""
-    task = built("contrastive", place)
-    replica = DistributedDataParallel(task.model.double(), process_group=place.group)
+    task = built("contrastive", setup)
+    replica = DistributedDataParallel(task.model.double(), process_group=setup.group)
     everyone = [
-        built("contrastive", replace(place, rank=rank, group=None))
-        for rank in range(place.world_size)
+        built("contrastive", replace(setup, rank=rank, group=None))
+        for rank in range(setup.world_size)
     ]
     single = everyone[0]
     single.model.double()
     apart = []
     for step in range(2):
         batches = [[part.double() for part in one.batch(step)] for one in everyone]
-        loss = task.loss(replica, batches[place.rank])
+        loss = task.loss(replica, batches[setup.rank])
         loss.backward()
         whole = [torch.cat(parts) for parts in zip(*batches, strict=True)]
         wanted_loss = single.loss(single.model, whole)
@@ -319,12 +325,12 @@ def job(folder: Path, group: Any) -> None:
     """All plays, in every rank."""
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    place = Place(rank, dist.get_world_size(), 4, CPU, 3, group)
+    setup = RankSetup(rank, dist.get_world_size(), 4, CPU, 3, group)
     outcomes: dict[str, Any] = {}
     try:
         for name in WORKLOADS:
-            outcomes[name] = in_ddp(name, place)
-        outcomes["joined"] = joined(place)
+            outcomes[name] = in_ddp(name, setup)
+        outcomes["joined"] = joined(setup)
     except Exception:
         outcomes["error"] = traceback.format_exc()
     (folder / f"{rank}.json").write_text(json.dumps(outcomes))
