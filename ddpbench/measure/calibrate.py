@@ -1,7 +1,7 @@
-"""How fast bytes can move between these ranks at all, measured in the same launch.
+"""Measure how fast these ranks can move bytes at all, in the same launch as the cases.
 
-The rates bound the rows: copies in memory, all ranks of a host at once, for shared memory;
-streams in both directions round the ring of ranks for TCP.
+These rates are upper limits for the operations: concurrent copies in memory for shared memory,
+streams in both directions around a ring of ranks for TCP.
 """
 
 from __future__ import annotations
@@ -24,48 +24,54 @@ from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
 
 COPY_NS, ROUNDS = 8_000_000, 3
-# Between hosts the link is the limit, and a rank that the scheduler wakes 1 ms late reads it wrong.
+# Streams between hosts last longer: a rank that the scheduler wakes 1 ms late distorts the rate.
 STREAM_NS, STREAM_BETWEEN_HOSTS_NS = 60_000_000, 200_000_000
 CONNECT_SECONDS = 5.0
-CHUNK, END = 1 << 22, b"\1"  # smaller chunks carry less: 3 GB/s at 256 KiB, 5.5 at 4 MiB
+CHUNK, END = 1 << 22, b"\1"  # smaller chunks are slower: 3 GB/s at 256 KiB, 5.5 GB/s at 4 MiB
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured; bytes a second of one rank."""
+    """Measured rates, in bytes per second of one rank."""
 
-    copies: dict[int, float] = field(default_factory=dict)  # size → slowest rank, all at once
-    copies_alone: dict[int, float] = field(default_factory=dict)  # size → one rank of a host
+    copies: dict[int, float] = field(default_factory=dict)  # size → slowest rank, all ranks at once
+    copies_alone: dict[int, float] = field(
+        default_factory=dict
+    )  # size → slowest host, one rank of each
     fastest_copy: float | None = None  # of any size and rank
-    both_ways: float | None = None  # slowest rank's receiving rate while it sends as well
-    one_way: float | None = None  # the same where every second rank only sends
-    # Both of these in the teams of a split, all at once, where they are not all ranks.
+    both_ways: float | None = None  # slowest rank's receiving rate while it sends, too
+    one_way: float | None = None  # likewise, every second rank sends and the others receive
+    # (both_ways, one_way) of each partition into several subgroups, with all subgroups at once.
+    # This name is stored with the run.
     teams: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
 
     def limit(
-        self, transport: str, nbytes: int, one_way: bool, one_host: bool, split: str = "world"
+        self, transport: str, nbytes: int, one_way: bool, one_host: bool, partition: str = "world"
     ) -> Limit | None:
-        """What bounds a case of this total size; None where it is not known."""
+        """Return the limit of a case of this total size; None if it is unknown."""
         if one_host and transport == "memory":
             copies = self.copies_alone if one_way else self.copies
             source = f"{'one' if one_way else 'concurrent'} memcpy of the same size"
             return Limit(copies[nbytes], source) if nbytes in copies else None
-        rate = self.teams.get(split, (self.both_ways, self.one_way))[one_way]
+        rate = self.teams.get(partition, (self.both_ways, self.one_way))[one_way]
         if rate is None or not transport:
             return None
         kind = "one-way" if one_way else "bidirectional"
         return Limit(rate, f"{kind} TCP streams {'on this host' if one_host else 'across hosts'}")
 
     def hard_limit(self, one_host: bool) -> Limit | None:
-        """What nothing on one host can pass: the fastest copy of any size, cache included."""
+        """Return the limit of any case on one host: the fastest copy of any size, in cache too."""
         if one_host and self.fastest_copy is not None:
             return Limit(self.fastest_copy, "fastest memcpy of any size")
         return None
 
 
-def rates(world: World, sizes: Iterable[int], splits: Iterable[Partition]) -> Rates:
-    """Measure on all ranks together: about 30 ms a size, and for the streams of each split half a
-    second, between hosts 2 seconds."""
+def measure_rates(world: World, sizes: Iterable[int], partitions: Iterable[Partition]) -> Rates:
+    """Measure on all ranks together.
+
+    Takes about 30 ms per size, and for the streams of each partition half a second, or 2 seconds
+    between hosts.
+    """
     copies: dict[int, float] = {}
     alone: dict[int, float] = {}
     fastest = 0.0
@@ -74,23 +80,23 @@ def rates(world: World, sizes: Iterable[int], splits: Iterable[Partition]) -> Ra
     source, target = (np.full(max(copied, default=0), one, np.uint8) for one in (1, 0))
     for nbytes in copied:
         world.watchdog.rearm()
-        copy = partial(_copy_rate, world, source[:nbytes], target[:nbytes])
+        copy = partial(_measure_copy, world, source[:nbytes], target[:nbytes])
         together = control.gather_values(world, copy(True))
         single = control.gather_values(world, copy(first_of_host))
-        copies[nbytes] = min(usual for usual, _ in together)
-        alone[nbytes] = min(usual for usual, _ in single if usual)
+        copies[nbytes] = min(median for median, _ in together)
+        alone[nbytes] = min(median for median, _ in single if median)
         fastest = max(fastest, *(best for _, best in together + single))
-    rings = {split.name: _ring_rates(world, split) for split in splits if split.size > 1}
+    rings = {each.name: _measure_ring(world, each) for each in partitions if each.size > 1}
     both_ways, one_way = rings.pop("world", (None, None))
     return Rates(copies, alone, fastest or None, both_ways, one_way, rings)
 
 
-def _copy_rate(
-    world: World, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], copies_too: bool
+def _measure_copy(
+    world: World, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], active: bool
 ) -> tuple[float, float]:
-    """Median and best rate of this rank's copies while others copy; 0 where it stands aside."""
+    """Return median and best rate of this rank's copies while others copy; 0 if not `active`."""
     control.broadcast_decision(world, 0)
-    if not copies_too:
+    if not active:
         return 0.0, 0.0
     spans: list[int] = []
     until = clock.now_ns() + COPY_NS
@@ -98,88 +104,101 @@ def _copy_rate(
         began = clock.now_ns()
         np.copyto(target, source)
         spans.append(clock.now_ns() - began)
-    usual, best = float(np.median(spans)), max(min(spans), 1)
-    return source.nbytes / (usual * 1e-9), source.nbytes / (best * 1e-9)
+    median_ns, best_ns = float(np.median(spans)), max(min(spans), 1)
+    return source.nbytes / (median_ns * 1e-9), source.nbytes / (best_ns * 1e-9)
 
 
-def _ring_rates(world: World, partition: Partition) -> tuple[float | None, float | None]:
-    """The slowest rank's receiving rate while each sends to the next of its team and hears the
-    previous one, all teams at once.
+def _measure_ring(world: World, partition: Partition) -> tuple[float | None, float | None]:
+    """Return the slowest rank's receiving rate: while every rank sends, and every second rank.
 
-    Then again while only every second rank sends. None where the ranks cannot open sockets to
-    each other.
+    Each rank sends to the next rank of its subgroup and receives from the previous one, in all
+    subgroups at once. None if the ranks cannot open sockets to each other.
     """
-    deadline = world.timeout.total_seconds()
-    team = partition.subgroup_of(world.rank) or (world.rank,)  # one in no team stands aside
-    at = team.index(world.rank)
+    subgroup = partition.subgroup_of(world.rank) or (world.rank,)  # in none: only takes decisions
+    index = subgroup.index(world.rank)
     with contextlib.ExitStack() as sockets:
-        place = (world.address, 0)
-        server = sockets.enter_context(
-            socket.create_server(place, family=address_family(world.address), backlog=1)
-        )
-        addresses = control.gather_values(world, [world.address, server.getsockname()[1]])
-        address = tuple(addresses[team[(at + 1) % len(team)]])
-        failure = None
-        try:
-            outward = sockets.enter_context(socket.create_connection(address, CONNECT_SECONDS))
-        except OSError as error:
-            failure = str(error)
-        if control.agree_objection(world, failure) is not None:  # before one waits for the other
+        connections = _connect_ring(world, subgroup[(index + 1) % len(subgroup)], sockets)
+        if connections is None:
             return None, None
-        server.settimeout(deadline)
-        inward = sockets.enter_context(server.accept()[0])
-        outward.settimeout(deadline)
-        inward.settimeout(deadline)
-        everyone = {rank for its in partition.subgroups for rank in its}
+        outward, inward = connections
+        everyone = {rank for ranks in partition.subgroups for rank in ranks}
         every_second = {
-            rank for its in partition.subgroups for rank in its[: partition.size - 1 : 2]
+            rank for ranks in partition.subgroups for rank in ranks[: partition.size - 1 : 2]
         }
-        nanoseconds = STREAM_BETWEEN_HOSTS_NS if len(partition.ranks_per_host) > 1 else STREAM_NS
-        ring = partial(_stream, world, outward, inward, team[at - 1], nanoseconds)
-        # The best of some, in turn: where the scheduler puts sender and receiver halves a rate, and
-        # it stays there until the pattern changes.
+        stream_ns = STREAM_BETWEEN_HOSTS_NS if len(partition.ranks_per_host) > 1 else STREAM_NS
+
+        def stream(senders: Container[int]) -> float:
+            sends, hears = world.rank in senders, subgroup[index - 1] in senders
+            return _stream(world, outward if sends else None, inward if hears else None, stream_ns)
+
+        # The best of several rounds, in turn: the cores that the scheduler chooses for sender and
+        # receiver can halve a rate, and it keeps them until the pattern changes.
         both_ways = one_way = 0.0
         for _ in range(ROUNDS):
-            both_ways = max(both_ways, ring(everyone))
-            one_way = max(one_way, ring(every_second))
+            both_ways = max(both_ways, stream(everyone))
+            one_way = max(one_way, stream(every_second))
         return both_ways, one_way
 
 
+def _connect_ring(
+    world: World, next_rank: int, sockets: contextlib.ExitStack
+) -> tuple[socket.socket, socket.socket] | None:
+    """Connect to the next rank and accept the previous one; None if a rank cannot connect."""
+    family = address_family(world.address)
+    server = sockets.enter_context(
+        socket.create_server((world.address, 0), family=family, backlog=1)
+    )
+    addresses = control.gather_values(world, [world.address, server.getsockname()[1]])
+    failure = None
+    try:
+        outward = sockets.enter_context(
+            socket.create_connection(tuple(addresses[next_rank]), CONNECT_SECONDS)
+        )
+    except OSError as error:
+        failure = str(error)
+    if control.agree_objection(world, failure) is not None:  # before a rank waits in accept
+        return None
+    deadline = world.timeout.total_seconds()
+    server.settimeout(deadline)
+    inward = sockets.enter_context(server.accept()[0])
+    outward.settimeout(deadline)
+    inward.settimeout(deadline)
+    return outward, inward
+
+
+def _send(outward: socket.socket, stream_ns: int) -> None:
+    data = memoryview(bytes(CHUNK))
+    until = clock.now_ns() + stream_ns
+    with contextlib.suppress(OSError):  # the receiver has left; another part reports that
+        while clock.now_ns() < until:
+            outward.sendall(data)
+        outward.sendall(END)
+
+
 def _stream(
-    world: World, outward: socket.socket, inward: socket.socket, previous: int, stream_ns: int,
-    senders: Container[int],
-) -> float:  # fmt: skip
-    """The slowest receiver's bytes a second while the senders send to their next rank.
+    world: World, outward: socket.socket | None, inward: socket.socket | None, stream_ns: int
+) -> float:
+    """Send to `outward`, receive from `inward`. Return the slowest receiver's bytes per second.
 
-    Every sender closes its stream with one last byte, which is how its receiver knows the end.
+    A rank that does not send, or receive, has None. Every sender ends its stream with one more
+    byte, END, by which its receiver recognises the end.
     """
-
-    def send() -> None:
-        data = memoryview(bytes(CHUNK))
-        until = clock.now_ns() + stream_ns
-        with contextlib.suppress(OSError):  # the receiver has left, which is told elsewhere
-            while clock.now_ns() < until:
-                outward.sendall(data)
-            outward.sendall(END)
-
     world.watchdog.rearm()
-    sends = world.rank in senders
-    hears = previous in senders
     control.broadcast_decision(world, 0)
-    sender = threading.Thread(target=send, daemon=True)
-    if sends:
+    if outward is not None:
+        sender = threading.Thread(target=_send, args=(outward, stream_ns), daemon=True)
         sender.start()
     total, began, ended = 0, 0, 0
     buffer = memoryview(bytearray(CHUNK))
-    while hears and not ended:
+    while inward is not None and not ended:
         count = inward.recv_into(buffer)
         if began:
             total += count
-        else:  # until the first bytes come it is the sender's start, not the stream
+        else:  # time before the first bytes is the sender's start, not the stream
             began = clock.now_ns()
         if count == 0 or buffer[count - 1 : count] == END:
             ended = clock.now_ns()
-    if sends:
+    if outward is not None:
         sender.join()
-    rates = control.gather_values(world, total / ((ended - began) * 1e-9) if hears else None)
-    return float(min(rate for rate in rates if rate is not None))
+    rate = None if inward is None else total / ((ended - began) * 1e-9)
+    return float(min(r for r in control.gather_values(world, rate) if r is not None))

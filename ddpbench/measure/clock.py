@@ -1,7 +1,7 @@
-"""The clock every stamp is read from, and what reading it costs.
+"""The clock of all time stamps, and what reading it costs.
 
-`time.perf_counter_ns` is CLOCK_MONOTONIC: one for all processes of a host (boot id, time
-namespace), so that stamps of different ranks in one clock domain are comparable.
+`time.perf_counter_ns` reads CLOCK_MONOTONIC. All processes of a host (same boot id and time
+namespace) share this clock, so their stamps are comparable.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from itertools import pairwise
 
 now_ns = time.perf_counter_ns
 
-# A repetition shorter than this many read costs, or steps, is measured in batches.
+# A repetition that is shorter than this many read costs, or clock steps, is timed in batches.
 COSTS, STEPS = 20, 10
 
 
 def properties(reads: int = 20_000) -> dict[str, float]:
-    """Seconds that one reading costs (median of pairs), and the smallest step between two."""
+    """Return the seconds that one reading costs (median), and the smallest step of the clock."""
     stamps = [now_ns() for _ in range(reads)]
     steps = sorted(b - a for a, b in pairwise(stamps))
     positive = [step for step in steps if step > 0]
@@ -27,5 +27,5 @@ def properties(reads: int = 20_000) -> dict[str, float]:
 
 
 def shortest_seconds(clock: dict[str, float]) -> float:
-    """What a repetition must last at least to be timed on its own."""
+    """Return the shortest repetition that can be timed on its own."""
     return max(COSTS * clock["cost_seconds"], STEPS * clock["step_seconds"])

@@ -1,10 +1,11 @@
-"""Whether a communication hook of DDP works on a backend here: really tried, in processes to throw
-away, as one that does not may abort its process or never end.
+"""Find out whether a communication hook of DDP works on a backend, by using it for a few steps.
 
-A hook that waits inside a callback, as PowerSGD's does, holds a thread of the backend for every
-bucket in flight. gloo has two such threads, and takes calls from several in another order in each
-rank: with one bucket PowerSGD works there, with more it hangs or aborts. So the probe's model has
-several.
+The steps run in throwaway processes: a hook that does not work may abort its process or hang.
+
+A hook that waits inside a callback, as PowerSGD's does, holds one of the backend's threads per
+bucket in flight. gloo has two such threads and processes calls from several buckets in a different
+order in each rank: with one bucket PowerSGD works there, with more it hangs or aborts. Therefore
+the probe's model has several buckets.
 """
 
 from __future__ import annotations
@@ -28,35 +29,48 @@ from ddpbench.runtime.world import World
 
 MODULE = "ddpbench.measure.hook_probe"
 STEPS = 5
-STEP_SECONDS = 10.0  # for one that is not the first: a few ms of work
+STEP_SECONDS = 10.0  # deadline of every step but the first; a step takes a few ms
 
 
 @dataclass(frozen=True)
 class Request(throwaway.Request):
-    """What the ranks are to try."""
+    """The hook that the ranks try, and DDP's options."""
 
     hook: str
     options: Mapping[str, Any]
     buckets: int
 
 
-def refusal(
-    hook: str, backend: str, device: str, timeout_seconds: float, options: Mapping[str, object],
-    modules: Sequence[str] = (), buckets: int = 4,
-) -> str | None:  # fmt: skip
-    """None where the hook works on this backend and device; else one sentence: why not.
+def find_refusal(
+    hook: str,
+    backend: str,
+    device: str,
+    timeout_seconds: float,
+    options: Mapping[str, object],
+    *,
+    modules: Sequence[str] = (),
+    buckets: int = 4,
+) -> str | None:
+    """Return None if the hook works on this backend and device, else one sentence: why not.
 
-    Two ranks of this host (nccl: one a GPU) train a small model for a few steps; its gradients must
-    be finite and its replicas equal. Takes a few seconds, never much more than timeout_seconds.
-    Rank 0 of a running job may call it while the others wait.
+    Two ranks of this host (nccl: one per GPU) train a small model for a few steps. Its gradients
+    must be finite and its replicas equal. This takes a few seconds, and hardly more than
+    `timeout_seconds`. Rank 0 of a running job may call it while the other ranks wait.
 
-    options: as DistributedDataParallel takes them, which JSON can carry; bucket_cap_mb is replaced.
-    modules: imported first in the ranks. buckets: how many the model has, at most 8.
+    options: arguments of DistributedDataParallel that JSON can represent; bucket_cap_mb is ignored.
+    modules: imported by the ranks first. buckets: number of buckets of the model, at most 8.
     """
     request = Request(
-        backend, device, timeout_seconds, list(modules), backends.get(backend).launcher,
-        throwaway.ranks_for(backend), hook, dict(options), min(buckets, 8),
-    )  # fmt: skip
+        backend=backend,
+        device=device,
+        seconds=timeout_seconds,
+        modules=list(modules),
+        launcher=backends.get(backend).launcher,
+        ranks=throwaway.ranks_for(backend),
+        hook=hook,
+        options=dict(options),
+        buckets=min(buckets, 8),
+    )
     with throwaway.started(MODULE, request) as trial:
         late = _await(trial, timeout_seconds)
         reason = _reason(trial.folder, request.ranks, trial.end(), late)
@@ -64,16 +78,16 @@ def refusal(
 
 
 def _await(trial: Trial, seconds: float) -> str | None:
-    """None once the process has ended; a reason where a step, or all, takes too long."""
+    """Wait for the end of the process. Return a reason if one step, or all, take too long."""
     deadline = time.monotonic() + seconds
     while trial.process.poll() is None:
         busy = [state for state in trial.states() if state.kind == "doing"]
         if time.monotonic() > deadline:
             if not busy:
-                return f"its trial was not over after {seconds:g} s"
+                return f"its trial did not end within {seconds:g} s"
             return f"it did not end within {seconds:g} s: rank {busy[0].rank} was in {busy[0].text}"
         for rank, _, text, since in busy:
-            # The first step loads what the others have.
+            # The first step loads libraries and takes longer.
             if text in map(_step, range(2, STEPS + 1)) and time.time() - since > STEP_SECONDS:
                 return f"it hung: rank {rank} was in {text} for over {STEP_SECONDS:g} s"
         time.sleep(0.02)
@@ -81,7 +95,7 @@ def _await(trial: Trial, seconds: float) -> str | None:
 
 
 def _reason(folder: Path, ranks: int, code: int, late: str | None) -> str | None:
-    """None where every rank found that it works; else why not, the first cause of it."""
+    """Return None if the hook worked in every rank, else the first cause of its failure."""
     states = throwaway.states(folder)
     if code == 0 and [state.kind for state in states] == ["works"] * ranks:
         return None
@@ -102,17 +116,17 @@ def _step(number: int) -> str:
     return f"step {number} of {STEPS}"
 
 
-# --- in the processes to throw away
+# --- in the throwaway processes -------------------------------------------------------------------
 
 
 def main(folder: Path) -> int:
-    """Start the ranks; in one of them, try the hook."""
+    """Start the ranks, or try the hook if this process is one of them."""
     request = Request(**json.loads((folder / "request").read_text()))
-    return throwaway.run(MODULE, folder, request, lambda ranks, tell: _try(request, ranks, tell))
+    return throwaway.run(MODULE, folder, request, lambda world, tell: _try(request, world, tell))
 
 
 def _try(request: Request, world: World, tell: Tell) -> None:
-    """Train a small model with the hook. Raises what that raises; Refused for a wrong outcome."""
+    """Train a small model with the hook. Raises Refused for a wrong outcome."""
     tell("doing", "the set-up of the group")
     with throwaway.tested(request, world) as (tested, device):
         parameters = _train(request, tested, device, world.rank, tell)
@@ -123,12 +137,12 @@ def _try(request: Request, world: World, tell: Tell) -> None:
 
 
 def _train(request: Request, tested: Any, device: Any, rank: int, tell: Tell) -> list[Any]:
-    """The parameters after all steps, of a model with one layer a bucket."""
+    """Train a model with one layer per bucket. Return its parameters after all steps."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
-    # Of different shapes: calls that match up wrongly fail then, instead of adding up nonsense.
+    # The layers differ in shape: mismatched calls then fail instead of adding unrelated numbers.
     widths = [64 + 8 * i for i in range(request.buckets + 1)]
     layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
     model = DistributedDataParallel(
@@ -154,7 +168,7 @@ def _train(request: Request, tested: Any, device: Any, rank: int, tell: Tell) ->
 
 
 def _digest(parameters: list[Any]) -> str:
-    """The same only for tensors of the same bits."""
+    """Return a hash of the tensors' bits."""
     import hashlib
 
     data = (p.detach().cpu().numpy().tobytes() for p in parameters)

@@ -1,7 +1,7 @@
-"""The timing loop, the only place that stamps a call, and a case set up for it.
+"""The timing loop for operations, and the set-up of a case for it.
 
-A repetition is: start together, stamp, call, stamp. Nothing else lies between the stamps. How often
-it is repeated is decided in pace.py.
+A repetition is: start together, stamp, call, stamp. Only the call lies between the stamps. pace.py
+decides how many repetitions there are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpbench.catalog import payload
-from ddpbench.catalog.operations import Buffers, Operation, idle
+from ddpbench.catalog.operations import OPERATIONS, Buffers, Operation, idle
 from ddpbench.measure import clock, memory, start
 from ddpbench.records.schema import Case, Plan, Wrong
 from ddpbench.runtime.subgroups import Subgroup
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def stamped(
     count: int, start: Callable[[], object], call: Callable[[], object]
 ) -> tuple[list[int], list[int]]:
-    """Repeat `call`, each time started together: entry and exit stamps in ns."""
+    """Call `start` and `call` `count` times. Return the entry and exit stamps of `call` in ns."""
     now = clock.now_ns
     entry: list[int] = []
     exits: list[int] = []
@@ -45,41 +45,41 @@ def stamped(
 
 
 class Bench:
-    """One case set up in one rank: buffers filled, call bound, ready to be repeated.
+    """One case set up in one rank, with filled buffers and a bound call.
 
-    `world` is all ranks, which keep in step; the operation runs in this rank's subgroup.
+    All ranks of the world repeat in step. The operation runs in this rank's subgroup.
     """
 
     def __init__(
-        self, case: Case, operation: Operation, plan: Plan, world: World, subgroup: Subgroup,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        """Raises whatever allocation raises; no communication."""
+        self, case: Case, plan: Plan, world: World, subgroup: Subgroup, device: torch.device
+    ) -> None:
+        """Allocate the buffers, without communication. Raises what the allocation raises."""
+        operation = OPERATIONS[case.operation]
         self.case, self.operation, self.plan, self.world = case, operation, plan, world
         self.subgroup, self.device = subgroup, device
         self._tables: dict[tuple[int | None, int], npt.NDArray[np.float64]] = {}
         self.calls = case.depth * operation.messages
-        self.start = start.of_team(case.start, subgroup, device)
-        # Before a burst: where repetitions have no common start the first has, or it would wait
-        # for a rank that still decides or checks.
+        self.start = start.bind_start(case.start, subgroup, device)
+        # Called before a burst. With --start none, the first repetition still starts together:
+        # otherwise it would wait for a rank that is still deciding or checking.
         self.begin: Callable[[], object] = idle
         if case.start == "none":
-            self.begin = start.of_team("barrier", subgroup, device)
+            self.begin = start.bind_start("barrier", subgroup, device)
         self.buffers: list[Buffers] = []
         self._issues: list[Call] = [idle]
         if subgroup.group is not None:
-            rank, its = subgroup.rank, subgroup.group
+            rank, group = subgroup.rank, subgroup.group
             self.buffers = [_allocate(case, operation, rank, device) for _ in range(case.depth)]
-            self._issues = [operation.bind(case, b, its, rank) for b in self.buffers]
+            self._issues = [operation.bind(case, b, group, rank) for b in self.buffers]
         self._events: list[tuple[Any, Any]] = []
         self.generation = 0
-        self.page_faults = 0  # of this process while it repeated
+        self.page_faults = 0  # of this process during repetitions
         self.refill()
         tensors = (tensor for b in self.buffers for tensor in (b.input, b.output))
         self.huge_share = memory.huge_share(tensors, case.buffers)
 
     def refill(self) -> None:
-        """New inputs, the same generation in all ranks; poison where a result must come."""
+        """Write inputs of the next generation, the same in all ranks, and poison the outputs."""
         self.generation += 1
         for buffers in self.buffers:
             if self.operation.sized:
@@ -87,18 +87,17 @@ class Bench:
                 payload.fill(buffers.input, self._table(self.subgroup.rank))
 
     def rest(self) -> None:
-        """Values that a reduction in place leaves as they are, for repetitions not checked.
+        """Write values that a reduction in place does not change, for unchecked repetitions.
 
-        A sum in place overflows when repeated. Copying the input back before every repetition
-        costs the next call its caches: 5 % at 4 B on mpi, 6 % at 1 MiB on gloo, where this costs
-        nothing.
+        A repeated sum in place overflows. Restoring the input before every repetition would evict
+        the next call's data from the caches: 5 % slower at 4 B on mpi, 6 % at 1 MiB on gloo.
         """
         if self.operation.reduces and self.case.in_place:
             for buffers in self.buffers:
                 buffers.input.fill_(1 if self.case.reduce_op == "prod" else 0)
 
     def repeat(self, count: int, batch: int = 1) -> npt.NDArray[np.int64]:
-        """`count` repetitions of `batch` calls: int64[count, 3] of this rank's stamps."""
+        """Time `count` repetitions of `batch` calls. Return this rank's stamps, int64[count, 3]."""
         call = self._call(batch, count)
         before = _page_faults()
         entry, exits = stamped(count, self.start, call)
@@ -110,17 +109,16 @@ class Bench:
         return stamps
 
     def wrong(self, repetition: int) -> Wrong | None:
-        """This rank's first wrong element in the outputs that lie in the buffers now."""
+        """Return this rank's first wrong output element, or None."""
         case = self.case
         for buffers in self.buffers:
             for piece in self.operation.expected(case, self.subgroup.rank):
                 power_of_two = case.world_size & (case.world_size - 1) == 0
                 tolerance = 0.0 if case.reduce_op != "avg" or power_of_two else 2.0**-6
-                found = payload.first_wrong(
-                    buffers.output, piece, self._table(piece.rank), tolerance
-                )
-                if found is not None:
-                    return Wrong(self.world.rank, repetition, *found)
+                table = self._table(piece.rank)
+                wrong = payload.find_wrong(buffers.output, piece, table, tolerance)
+                if wrong is not None:
+                    return Wrong(self.world.rank, repetition, *wrong)
         return None
 
     def _table(self, rank: int | None) -> npt.NDArray[np.float64]:
@@ -128,7 +126,7 @@ class Bench:
         if key not in self._tables:
             self._tables = {k: v for k, v in self._tables.items() if k[1] == self.generation}
             case, n = self.case, self.case.world_size
-            # Each subgroup has data of its own: what comes from another is seen to be wrong.
+            # Each subgroup has different data: data from another subgroup are detected as wrong.
             own = self.generation * case.groups + self.subgroup.number
             self._tables[key] = (
                 payload.reduced(own, case.dtype, case.reduce_op or "sum", n)
@@ -138,7 +136,7 @@ class Bench:
         return self._tables[key]
 
     def _call(self, batch: int, count: int) -> Callable[[], object]:
-        """The call between the stamps: it returns when the result is there."""
+        """Return the call between the stamps. It returns once the result has arrived."""
         first, *others = self._issues
         call: Callable[[], object] = first
         if others:  # pipelined
@@ -163,12 +161,12 @@ class Bench:
         return self._on_stream(call, count) if self.device.type == "cuda" else call
 
     def _on_stream(self, call: Callable[[], object], count: int) -> Callable[[], object]:
-        """Events around the call on the stream that waits for the result."""
+        """Record events around the call, on the stream that waits for the result."""
         import torch
 
         stream = torch.cuda.current_stream(self.device)
         event: Any = torch.cuda.Event
-        while len(self._events) < count:  # made and recorded once before, outside of any span
+        while len(self._events) < count:  # create and record them outside the timed span
             pair = event(enable_timing=True), event(enable_timing=True)
             pair[0].record(stream)
             pair[1].record(stream)
@@ -186,26 +184,26 @@ class Bench:
 
 
 def _page_faults() -> int:
-    """Of all threads of this process so far, those that no disk was needed for."""
+    """Return the minor page faults of this process so far, which need no disk."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def pipeline_depth(nbytes: int, plan: Plan) -> int:
-    """Operations in flight: as planned, fewer where their buffers would pass 256 MiB.
+    """Return the operations in flight: the plan's, or fewer to keep the buffers below 256 MiB.
 
-    Each has buffers of its own: gloo works on several at once.
+    Each operation has its own buffers because gloo works on several at once.
     """
     return max(2, min(plan.depth, 2**28 // max(nbytes, 1)))
 
 
 def needed_nbytes(case: Case, operation: Operation, element_nbytes: int) -> int:
-    """Memory one rank needs for a case: buffers, the check, the backend's copy."""
+    """Return the memory that one rank needs: buffers, the check and the backend's copy."""
     most = max(sum(operation.elements(case, rank)) for rank in {0, case.root or 0})
     return case.depth * most * element_nbytes + 2 * case.nbytes
 
 
 def _allocate(case: Case, operation: Operation, rank: int, device: torch.device) -> Buffers:
-    """Flat tensors; in place, one lies in the other as torch and nccl-tests have it."""
+    """Allocate flat tensors. In place, one lies in the other, as in torch and nccl-tests."""
     import torch
 
     inputs, outputs = operation.elements(case, rank)
@@ -223,11 +221,11 @@ def _allocate(case: Case, operation: Operation, rank: int, device: torch.device)
 
 
 def settle() -> None:
-    """Once before a sweep: keep this process's own helpers out of the timed spans.
+    """Keep torch's worker threads and the garbage collector out of the timed spans of a sweep.
 
     torch's worker threads spin for a while after a fill or a check, on the cores that a backend's
-    threads need (a gloo all_reduce of 1 MiB took four times as long); and what lives now is not
-    looked at again by the garbage collector, which runs between cases.
+    threads need: a gloo all_reduce of 1 MiB took four times as long. The garbage collector runs
+    between cases and skips the objects that exist now.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The memory that a case's tensors lie in, and how much of it the kernel backs with huge pages."""
+"""Allocate the tensors of a case, and measure how much of them lies in huge pages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 KINDS = ("torch", "huge")
 HUGE_NBYTES = 1 << 21
-# Where torch's allocator puts a large tensor within its page, so that kinds differ by pages alone.
-# 16 bytes below a peer's buffer, AMD's Zen 3 copies at a quarter of its rate.
+# Offset of a large tensor within its page, the same as from torch's allocator: then the kinds of
+# memory differ only in their pages. On AMD's Zen 3, a copy to an address that ends 16 bytes below
+# the source's runs at a quarter of the rate.
 IN_PAGE = 64
 
 
 def zeros(count: int, dtype: torch.dtype, device: torch.device, kind: str) -> torch.Tensor:
-    """A flat tensor in torch's own memory or, `huge`, in memory that asks for huge pages.
+    """Return a flat tensor in torch's own memory or, if `huge`, in memory advised as huge pages.
 
-    Raises what torch raises where there is no memory, and OSError where the kernel has no huge
-    pages to ask for.
+    Raises what torch raises if memory is short, and OSError if the kernel has no huge pages.
     """
     import torch
 
@@ -34,33 +34,33 @@ def zeros(count: int, dtype: torch.dtype, device: torch.device, kind: str) -> to
     mapped = mmap.mmap(-1, whole + HUGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_HUGEPAGE)
     start = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
-    # The tensor keeps the mapping alive, whose memory is zero until it is written.
+    # The tensor keeps the mapping alive. New mappings are zero.
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=-start % HUGE_NBYTES + IN_PAGE)
 
 
 def _may_be_huge(kind: str) -> bool:
-    """Whether the kernel backs any memory of this kind with huge pages: looking costs 50 ms."""
+    """Return whether the kernel may use huge pages here. Reading smaps instead costs 50 ms."""
     enabled = read("/sys/kernel/mm/transparent_hugepage/enabled") or "[always]"
     return kind == "huge" or "[always]" in enabled
 
 
 def huge_share(tensors: Iterable[torch.Tensor], kind: str) -> float | None:
-    """The share, 0 to 1, of the tensors' bytes that lie in huge pages, once they were written.
+    """Return the share, 0 to 1, of the written tensors' bytes that lie in huge pages.
 
-    The kernel counts by mapping: a tensor has the share of what is resident in its mapping. None
-    for memory of a GPU, for no bytes, and where the kernel does not tell.
+    The kernel counts per mapping: a tensor gets the share of its mapping's resident memory. None
+    for GPU memory, for no bytes, and if the kernel does not report it.
     """
-    places = {(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor.is_cpu}
-    total = sum(nbytes for _, nbytes in places)
+    buffers = {(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor.is_cpu}
+    total = sum(nbytes for _, nbytes in buffers)
     if total and not _may_be_huge(kind):
         return 0.0
     counted = huge = 0.0
     for text in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", read("/proc/self/smaps") or "", flags=re.M):
         span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", text)
         low, high = (int(span[1], 16), int(span[2], 16)) if span else (0, 0)
-        if nbytes := sum(nbytes for at, nbytes in places if low <= at < high):
+        if nbytes := sum(nbytes for address, nbytes in buffers if low <= address < high):
             resident, granted = (
-                int(found[1]) if (found := re.search(rf"^{name}: +(\d+)", text, re.M)) else 0
+                int(match[1]) if (match := re.search(rf"^{name}: +(\d+)", text, re.M)) else 0
                 for name in ("Rss", "AnonHugePages")
             )
             counted += nbytes

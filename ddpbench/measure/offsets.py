@@ -1,7 +1,7 @@
-"""What the clocks of other hosts are ahead of rank 0's: ping-pongs over sockets of their own.
+"""Measure how far the clocks of other hosts are ahead of rank 0's, by ping-pongs over sockets.
 
-The first rank of each clock answers rank 0. That is done before the first case and after each, so
-that every case has what was found before and after it; between ranks of one clock nothing is done.
+Rank 0 exchanges messages with the first rank of every other clock, before the first case and after
+each case, so that each case lies between two comparisons. Ranks that share one clock do nothing.
 """
 
 from __future__ import annotations
@@ -23,85 +23,85 @@ from ddpbench.records.schema import Offset
 from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 
-# Of all clocks together, so that many hosts take no longer than few; of each one at least.
+# In total, so that many hosts take no longer than few; and the least with each clock.
 EXCHANGES, FEWEST = 200, 20
 CONNECT_SECONDS = 5.0
-LATE_SECONDS = 30.0  # beyond the watchdog's deadline: it can name ranks
-ASKED, STAMP, RANK = b"?", struct.Struct("!q"), struct.Struct("!i")
+EXTRA_SECONDS = 30.0  # beyond the watchdog's deadline: the watchdog can name the late rank
+REQUEST, STAMP, RANK = b"?", struct.Struct("!q"), struct.Struct("!i")
 
 
 @dataclass
 class Clocks:
-    """The clocks of all ranks, as they were compared last. All ranks hold the same."""
+    """The clocks of all ranks and their latest comparison. All ranks hold the same."""
 
     world: World
-    ranks: list[list[int]]  # of each clock, rank 0's first
-    objection: str | None = None  # why they cannot be compared
-    peers: dict[int, socket.socket] = field(default_factory=dict)  # rank at the other end → to it
-    ahead: list[Ahead] = field(default_factory=list)  # of each clock, at the last comparison
-    ever: list[Ahead] = field(default_factory=list)  # likewise, all comparisons joined
+    ranks: list[list[int]]  # the ranks that read each clock; rank 0's clock first
+    objection: str | None = None  # why the clocks cannot be compared
+    peers: dict[int, socket.socket] = field(default_factory=dict)  # rank → connection to it
+    ahead: list[Ahead] = field(default_factory=list)  # of each clock, in the latest comparison
+    ever: list[Ahead] = field(default_factory=list)  # of each clock, in all comparisons joined
 
     @property
     def ahead_ns(self) -> int:
-        """What to subtract from this rank's stamps to have them in rank 0's clock, about."""
+        """Return what to subtract from this rank's stamps to convert them to rank 0's clock."""
         own = [self.world.rank in ranks for ranks in self.ranks].index(True)
         return self.ahead[own].middle_ns if self.ahead else 0
 
     @property
     def offsets(self) -> tuple[Offset, ...]:
-        """Of all clocks but rank 0's, over all comparisons so far."""
+        """Return the offset of each clock but rank 0's, over all comparisons so far."""
         return tuple(
             Offset(
                 host=self.world.members[ranks[0]].host,
                 ranks=tuple(ranks),
-                seconds=its.middle_ns * 1e-9,
-                bound_seconds=its.off_ns(its.middle_ns) * 1e-9,
+                seconds=ahead.middle_ns * 1e-9,
+                bound_seconds=ahead.off_ns(ahead.middle_ns) * 1e-9,
             )
-            for ranks, its in zip(self.ranks[1:], self.ever[1:], strict=False)
+            for ranks, ahead in zip(self.ranks[1:], self.ever[1:], strict=False)
         )
 
-    def again(self, teams: Sequence[Sequence[int]]) -> float | None:
-        """Compare once more; all ranks together. What stamps of different ranks since the last
-        time, each corrected by the `ahead_ns` of then, may be off against each other: seconds.
+    def compare_again(self, subgroups: Sequence[Sequence[int]]) -> float | None:
+        """Compare the clocks again, all ranks together. Return the largest error of stamps, in s.
 
-        teams: only stamps of one team are held against each other. 0.0 where the ranks of each team
-        read one clock, None where clocks cannot be compared.
+        This is the error between stamps of different ranks of a subgroup since the last comparison,
+        each corrected by the `ahead_ns` of that time: 0.0 if the ranks of each subgroup read one
+        clock, None if the clocks cannot be compared.
         """
         before = self.ahead
         self._compare()
-        number = {rank: clock for clock, ranks in enumerate(self.ranks) for rank in ranks}
-        read = [sorted({number[rank] for rank in team}) for team in teams]
-        if all(len(those) == 1 for those in read):
+        clock_of = {rank: clock for clock, ranks in enumerate(self.ranks) for rank in ranks}
+        clocks_read = [sorted({clock_of[rank] for rank in subgroup}) for subgroup in subgroups]
+        if all(len(numbers) == 1 for numbers in clocks_read):
             return 0.0
         if self.objection is not None:
             return None
         since = list(map(Ahead.joined, before, self.ahead))
         off_ns = max(
-            clocks.off_ns([since[i] for i in those], [before[i].middle_ns for i in those])
-            for those in read
+            clocks.off_ns([since[i] for i in numbers], [before[i].middle_ns for i in numbers])
+            for numbers in clocks_read
         )
         return off_ns * 1e-9
 
     def _compare(self) -> None:
         if len(self.ranks) > 1 and self.objection is None:
-            self.ahead = _compared(self.world, self.ranks, self.peers)
+            self.ahead = _gather_ahead(self.world, self.ranks, self.peers)
             self.ever = list(map(Ahead.joined, self.ever or self.ahead, self.ahead))
 
 
 @contextlib.contextmanager
-def opened(world: World, facts: Sequence[Mapping[str, Any]]) -> Iterator[Clocks]:
-    """The clocks, compared for the first time, for as long as the context lasts; all ranks call it
-    together.
+def open_clocks(world: World, facts: Sequence[Mapping[str, Any]]) -> Iterator[Clocks]:
+    """Connect and compare the clocks for as long as the context lasts; all ranks together.
 
-    facts: of each rank, which tell what clock it reads: `analysis.clocks.clocks`.
+    facts: the facts of each rank, from which `analysis.clocks.clocks` finds the clock it reads.
     """
-    its = Clocks(world, clocks.clocks(facts))
+    all_clocks = Clocks(world, clocks.clocks(facts))
     with contextlib.ExitStack() as stack:
-        if len(its.ranks) > 1:
+        if len(all_clocks.ranks) > 1:
             world.watchdog.begin_phase("the comparison of the hosts' clocks")
-            its.objection = _connect(world, [each[0] for each in its.ranks[1:]], its.peers, stack)
-        its._compare()
-        yield its
+            others = [ranks[0] for ranks in all_clocks.ranks[1:]]
+            all_clocks.objection = _connect(world, others, all_clocks.peers, stack)
+        all_clocks._compare()
+        yield all_clocks
 
 
 def _connect(
@@ -110,82 +110,79 @@ def _connect(
     peers: dict[int, socket.socket],
     stack: contextlib.ExitStack,
 ) -> str | None:
-    """Connections between rank 0 and the others into `peers`; in all ranks why there are none."""
-    server, told, failure = None, None, None
+    """Add the connections between rank 0 and the others to `peers`; or return why it failed."""
+    server, address, failure = None, None, None
     if world.rank == 0:
         try:
             family = sockets.address_family(world.address)
             server = socket.create_server((world.address, 0), family=family, backlog=len(others))
-            told = stack.enter_context(server).getsockname()[:2]
+            address = stack.enter_context(server).getsockname()[:2]
         except OSError as error:
-            failure = f"{world.address} cannot be listened on ({error.strerror})"
-    address = control.broadcast_value(world, told)
+            failure = f"cannot listen on {world.address} ({error.strerror})"
+    address = control.broadcast_value(world, address)
     if address is not None and world.rank in others:
         try:
-            peers[0] = stack.enter_context(
-                socket.create_connection(tuple(address), CONNECT_SECONDS)
-            )
+            connection = socket.create_connection(tuple(address), CONNECT_SECONDS)
+            peers[0] = stack.enter_context(connection)
             peers[0].sendall(RANK.pack(world.rank))
         except OSError as error:
-            failure = f"{address[0]} cannot be connected to ({error})"
-    objection = control.agree_objection(world, failure)  # before rank 0 waits for who cannot come
+            failure = f"cannot connect to {address[0]} ({error})"
+    objection = control.agree_objection(world, failure)  # before rank 0 waits in accept
+    patience_seconds = world.timeout.total_seconds() + EXTRA_SECONDS
     if objection is None and server is not None:
-        server.settimeout(_patience(world))
+        server.settimeout(patience_seconds)
         for _ in others:
             peer = stack.enter_context(server.accept()[0])
-            peer.settimeout(_patience(world))
-            peers[RANK.unpack(_received(peer, RANK.size))[0]] = peer
+            peer.settimeout(patience_seconds)
+            peers[RANK.unpack(_receive(peer, RANK.size))[0]] = peer
     for peer in peers.values():
-        peer.settimeout(_patience(world))
+        peer.settimeout(patience_seconds)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return objection
 
 
-def _patience(world: World) -> float:
-    return world.timeout.total_seconds() + LATE_SECONDS
-
-
-def _compared(world: World, ranks: list[list[int]], peers: dict[int, socket.socket]) -> list[Ahead]:
-    """What each clock is ahead now, in all ranks."""
+def _gather_ahead(
+    world: World, clock_ranks: list[list[int]], peers: dict[int, socket.socket]
+) -> list[Ahead]:
+    """Measure how far each clock is ahead now; the same result in all ranks."""
     world.watchdog.begin_phase("the comparison of the hosts' clocks")
-    others = [each[0] for each in ranks[1:]]
-    count = max(FEWEST, EXCHANGES // len(others))
-    found = [Ahead(0, 0)]
+    count = max(FEWEST, EXCHANGES // (len(clock_ranks) - 1))
+    all_ahead = [Ahead(0, 0)]
     for rank, peer in sorted(peers.items()):
         try:
             if world.rank:
                 _answer(peer, count)
             else:
-                found.append(clocks.ahead(np.array([_asked(peer) for _ in range(count)])))
+                all_ahead.append(clocks.ahead(np.array([_exchange(peer) for _ in range(count)])))
         except OSError as error:
             other = world.members[rank]
             raise RuntimeError(
-                f"rank {rank} ({other.host}) is lost while the clocks are compared: {error}"
+                f"lost rank {rank} ({other.host}) while comparing the clocks: {error}"
             ) from None
-    told = [[each.least_ns, each.most_ns] for each in found]
-    return [Ahead(*each) for each in control.broadcast_value(world, told)]
+    bounds = [[ahead.least_ns, ahead.most_ns] for ahead in all_ahead]
+    return [Ahead(*bound) for bound in control.broadcast_value(world, bounds)]
 
 
-def _asked(peer: socket.socket) -> tuple[int, int, int]:
-    """One exchange: own stamp, the peer's, own."""
-    asked = clock.now_ns()
-    peer.sendall(ASKED)
-    answer = _received(peer, STAMP.size)
-    return asked, STAMP.unpack(answer)[0], clock.now_ns()
+def _exchange(peer: socket.socket) -> tuple[int, int, int]:
+    """Send a request. Return the stamps of the request, of the peer and of the answer."""
+    sent = clock.now_ns()
+    peer.sendall(REQUEST)
+    answer = _receive(peer, STAMP.size)
+    return sent, STAMP.unpack(answer)[0], clock.now_ns()
 
 
 def _answer(peer: socket.socket, count: int) -> None:
     for _ in range(count):
-        _received(peer, len(ASKED))
+        _receive(peer, len(REQUEST))
         peer.sendall(STAMP.pack(clock.now_ns()))
 
 
-def _received(peer: socket.socket, nbytes: int) -> bytes:
-    """Raises ConnectionError when the other end is closed, TimeoutError when nothing comes."""
+def _receive(peer: socket.socket, nbytes: int) -> bytes:
+    """Receive exactly `nbytes`. Raises ConnectionError at the end, TimeoutError for silence."""
     data = b""
     while len(data) < nbytes:
-        more = peer.recv(nbytes - len(data))
-        if not more:
-            raise ConnectionError("its end is closed")
-        data += more
+        chunk = peer.recv(nbytes - len(data))
+        if not chunk:
+            raise ConnectionError("it closed the connection")
+        data += chunk
     return data

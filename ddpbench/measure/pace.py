@@ -1,7 +1,7 @@
-"""How often a case is repeated: warm-up, looks at the precision, the slice; all ranks alike.
+"""Decide how often a case is repeated: warm-up, precision reached, end of the time slice.
 
-Rank 0 decides how many repetitions come next and tells the others in between; checks, gathering and
-decisions happen there too, never inside a timed span.
+Rank 0 decides how many repetitions come next and sends the number to the other ranks. Decisions,
+checks and gathering happen between bursts, never inside a timed span.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from ddpbench.analysis import kept, stats
 from ddpbench.analysis.kept import Kept
-from ddpbench.catalog.operations import Operation
 from ddpbench.measure.loop import Bench
 from ddpbench.records.schema import Case, Plan, Wrong
 from ddpbench.runtime import control
@@ -28,20 +27,23 @@ if TYPE_CHECKING:
     import torch
 
 WARM_UP, WINDOW, WARM_UP_MOST = 10, 20, 500
-WARM_UP_SHARE = 0.25  # of the time slice: a long operation is not warmed up for seconds
-FEWEST = 6  # timed repetitions, however long they take: below, a median has no interval
-FIRST_LOOK = 120  # then at every doubling
-# No case ends by precision before this share of its slice: 120 calls of 5 µs are over within a
-# millisecond, one quiet or noisy moment would stand for the case, and p99 needs 368.
+WARM_UP_SHARE = 0.25  # of the time slice, so that a long operation is not warmed up for seconds
+FEWEST = 6  # timed repetitions, however long they take: fewer give no interval of the median
+FIRST_LOOK = 120  # repetitions before the precision is first checked; then at every doubling
+# A case ends by precision only after this share of its slice: 120 calls of 5 µs take less than a
+# millisecond, and one quiet or noisy moment would represent the case. The p99 needs 368 calls.
 LEAST_SHARE = 0.1
-BURST_SECONDS = 0.5  # longest stretch without a decision: Ctrl-C and the slice are noticed
+BURST_SECONDS = 0.5  # longest time without a decision, in which Ctrl-C has no effect
 INTERRUPTED = -1
 
 
 @dataclass
 class Samples:
-    """What a case gave. `cold` and what is kept are in rank 0 only: int64[world, repetition, 3] of
-    ns, (entry, exit, device time or -1)."""
+    """The samples of one case.
+
+    Only rank 0 has `cold`, `warm_up` and `timed`: int64[world, repetition, 3], in ns, of (entry,
+    exit, device time or -1).
+    """
 
     calls: int = 1
     cold: npt.NDArray[np.int64] | None = None
@@ -53,26 +55,34 @@ class Samples:
     wrong: list[Wrong] = field(default_factory=list)
     measuring_seconds: float = 0.0
     objection: str | None = None  # why the case was skipped on all ranks
-    huge_share: float | None = None  # of this rank's buffers, as memory.huge_share has it
-    page_faults: float | None = None  # of this rank in one timed repetition, the mean
+    huge_share: float | None = None  # of this rank's buffers: memory.huge_share
+    page_faults: float | None = None  # of this rank per timed repetition, the mean
 
 
 def measure(
-    case: Case, operation: Operation, plan: Plan, world: World, subgroup: Subgroup,
-    device: torch.device, shortest_seconds: float, objection: str | None, ahead_ns: int = 0,
-) -> Samples:  # fmt: skip
+    case: Case,
+    plan: Plan,
+    world: World,
+    subgroup: Subgroup,
+    device: torch.device,
+    *,
+    shortest_seconds: float,
+    objection: str | None,
+    ahead_ns: int = 0,
+) -> Samples:
     """Measure one case on all ranks together, or skip it on all ranks together.
 
-    The operation runs in this rank's subgroup. objection: its reason not to, found before.
-    ahead_ns: how far its clock is ahead of rank 0's, to which all stamps are converted. Returns
-    what rank 0 gathered; on other ranks, only `objection`, `checks` and `stop_reason` are set.
+    The operation runs in this rank's subgroup. Repetitions shorter than `shortest_seconds` are
+    timed in batches. `objection` is this rank's reason to skip the case. `ahead_ns` is how far this
+    rank's clock is ahead of rank 0's, to which all stamps are converted. Other ranks than 0 get
+    only `objection`, `checks` and `stop_reason`.
     """
-    teams = subgroup.partition.subgroups if subgroup.partition.size < world.world_size else ()
-    samples = Samples(warm_up=Kept(teams), timed=Kept(teams))
+    subgroups = subgroup.partition.subgroups if subgroup.partition.size < world.world_size else ()
+    samples = Samples(warm_up=Kept(subgroups), timed=Kept(subgroups))
     bench = None
     if objection is None:
         try:
-            bench = Bench(case, operation, plan, world, subgroup, device)
+            bench = Bench(case, plan, world, subgroup, device)
         except (OSError, MemoryError, RuntimeError, TypeError, AttributeError) as error:
             objection = f"cannot make the buffers: {control.first_line(error)}"
     samples.objection = control.agree_objection(world, objection)
@@ -81,7 +91,7 @@ def measure(
     samples.huge_share = bench.huge_share
     enabled = gc.isenabled()
     gc.collect()
-    gc.freeze()  # what lives now is not looked at again: 14 ms a case
+    gc.freeze()  # later collections skip today's objects, which saves 14 ms per case
     gc.disable()
     try:
         _measure(bench, samples, shortest_seconds, ahead_ns)
@@ -92,27 +102,26 @@ def measure(
 
 
 def _measure(bench: Bench, samples: Samples, shortest_seconds: float, ahead_ns: int) -> None:
-    world, plan = bench.world, bench.plan
     began = time.monotonic()
-    until = began + plan.slice_seconds
+    until = began + bench.plan.slice_seconds
     objection = None
     try:
         cold = bench.repeat(1)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         objection = f"not supported: {control.first_line(error)}"
-    samples.objection = control.agree_objection(world, objection)
+    samples.objection = control.agree_objection(bench.world, objection)
     if samples.objection is not None:
         return
     pace = Pace(bench, samples, seconds=time.monotonic() - began, ahead_ns=ahead_ns)
     pace.measuring = pace.seconds
-    samples.cold = pace.gathered(cold)
+    samples.cold = pace.gather_stamps(cold)
     _check(bench, samples, -1)
     bench.rest()
     samples.calls = samples.cold_calls = bench.calls
     batch = _warm_up(pace, until, shortest_seconds)
     samples.calls *= batch
     _timed(pace, until, batch)
-    if batch > 1:  # one call of the very buffers: a batch of sums in place has no exact result
+    if batch > 1:  # check one call with the same buffers: repeated sums in place are not exact
         bench.refill()
         bench.repeat(1)
         _check(bench, samples, -1)
@@ -121,53 +130,55 @@ def _measure(bench: Bench, samples: Samples, shortest_seconds: float, ahead_ns: 
 
 @dataclass
 class Pace:
-    """Runs bursts of repetitions that rank 0 chose, and knows how long one takes."""
+    """Runs bursts of repetitions whose number rank 0 decides. Tracks how long one takes."""
 
     bench: Bench
     samples: Samples
-    seconds: float = 0.0  # of one repetition with its start, as rank 0 saw it
+    seconds: float = 0.0  # of one repetition and its start, in this rank
     measuring: float = 0.0
     done: int = 0  # repetitions since the warm-up
     ahead_ns: int = 0
 
-    def gathered(self, stamps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        """At rank 0 all ranks' stamps in its clock."""
+    def gather_stamps(self, stamps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        """Gather all ranks' stamps at rank 0, in its clock; None in other ranks."""
         ahead = np.array([self.ahead_ns, self.ahead_ns, 0], dtype=np.int64)
         return control.gather_to_rank_0(self.bench.world, stamps - ahead)
 
-    def fitting(self, wanted: int, until: float, least: int = 1) -> int:
-        """How many of the wanted repetitions fit the time left and a burst; where no time is left
-        as many of the least as fit a burst, and one."""
+    def fit_burst(self, count: int, until: float, least: int = 1) -> int:
+        """Return how many of `count` repetitions fit into a burst that ends at `until`.
+
+        At least one, and at least `least` if those fit into a burst.
+        """
         left = min(until - time.monotonic(), BURST_SECONDS)
-        wanted = min(wanted, kept.fitting(self.bench.world.world_size))
+        count = min(count, kept.fitting(self.bench.world.world_size))
         if not self.seconds:
             return 1
         least = min(least, int(BURST_SECONDS / self.seconds))
-        return max(1, least, min(wanted, int(left / self.seconds)))
+        return max(1, least, min(count, int(left / self.seconds)))
 
-    def burst(self, wanted: int, batch: int, check: bool, into: Kept) -> bool:
-        """Repeat as often as rank 0 says and gather there; False when it says stop."""
+    def burst(self, count: int, batch: int, check: bool, into: Kept) -> bool:
+        """Repeat as often as rank 0's `count` says and gather there; False if rank 0 stops."""
         bench, world = self.bench, self.bench.world
         if world.rank == 0 and world.watchdog.signal is not None:
-            wanted = INTERRUPTED
-        count = control.broadcast_decision(world, wanted)
+            count = INTERRUPTED
+        count = control.broadcast_decision(world, count)
         if count <= 0:
             if count == INTERRUPTED:
                 self.samples.stop_reason = "interrupted"
             return False
         world.watchdog.rearm()
         stamps = self._repeat(count, batch, check and batch == 1 and bench.plan.check)
-        gathered = self.gathered(stamps)
+        gathered = self.gather_stamps(stamps)
         if gathered is not None:
             into.add(gathered)
         return True
 
     def _repeat(self, count: int, batch: int, check: bool) -> npt.NDArray[np.int64]:
-        """The burst; with `check`, a random repetition and the last are checked."""
+        """Run the burst. With `check`, check the outputs of a random repetition and of the last."""
         bench, stamps, position = self.bench, [], 0
         stretches = []
         if check:
-            # The same draw in every rank: seed, case and burst are the same.
+            # Every rank draws the same: seed, case and burst are the same.
             draw = random.Random(f"{bench.plan.seed}/{bench.case.key}/{bench.generation}")
             for at in sorted({draw.randrange(count), count - 1}):
                 stretches += [(at - position, False), (1, True)]
@@ -182,9 +193,9 @@ class Pace:
             stamps.append(bench.repeat(stretch, batch))
             spent = time.monotonic() - began
             self.measuring += spent
-            # One repetition alone may have been a slow one; it counts half.
-            each = spent / stretch
-            self.seconds = each if stretch >= 3 else (self.seconds + each) / 2
+            # A single repetition may have been unusually slow, so it counts half.
+            mean = spent / stretch
+            self.seconds = mean if stretch >= 3 else (self.seconds + mean) / 2
             self.done += stretch
             if checked:
                 _check(bench, self.samples, self.done - 1)
@@ -193,17 +204,17 @@ class Pace:
 
 
 def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
-    """Repeat until two neighbouring windows agree; then the number of calls in one repetition."""
+    """Repeat until two successive windows agree. Return the number of calls per repetition."""
     samples, rank = pace.samples, pace.bench.world.rank
     most = time.monotonic() + WARM_UP_SHARE * (until - time.monotonic())
     windows = samples.warm_up
     while True:
-        wanted = 0
+        count = 0
         if rank == 0:
             cut = time.monotonic() > most or windows.repetitions >= WARM_UP_MOST
             if not windows.over or not (cut or _settled(windows, samples.calls)):
-                wanted = pace.fitting(WINDOW if windows.over else WARM_UP, most)
-        if not pace.burst(wanted, 1, check=False, into=windows):
+                count = pace.fit_burst(WINDOW if windows.over else WARM_UP, most)
+        if not pace.burst(count, 1, check=False, into=windows):
             break
     batch = 1
     if rank == 0 and windows.over:
@@ -220,7 +231,7 @@ def _settled(windows: Kept, calls: int) -> bool:
 
 
 def _timed(pace: Pace, until: float, batch: int) -> None:
-    """Repeat until the median is known well enough, the slice is over, or there are enough."""
+    """Repeat until the precision, the end of the slice or the most repetitions is reached."""
     samples, plan, rank = pace.samples, pace.bench.plan, pace.bench.world.rank
     reasons = ["", "precision", "time slice", "most repetitions"]
     reason = 0
@@ -230,13 +241,13 @@ def _timed(pace: Pace, until: float, batch: int) -> None:
     pace.seconds *= batch
     pace.done = pace.bench.page_faults = 0
     while samples.stop_reason != "interrupted":
-        wanted = 0
+        count = 0
         if rank == 0:
             if len(times) >= look:
                 look *= 2
                 interval = stats.median_interval(times)
-                known = interval is not None and stats.half_width(interval) <= plan.precision
-                if known and time.monotonic() > least:
+                precise = interval is not None and stats.half_width(interval) <= plan.precision
+                if precise and time.monotonic() > least:
                     reason = 1
             if len(times) >= plan.max_repetitions:
                 reason = 3
@@ -244,8 +255,8 @@ def _timed(pace: Pace, until: float, batch: int) -> None:
                 reason = 2
             if not reason:
                 look_at = min(look, plan.max_repetitions)
-                wanted = pace.fitting(look_at - len(times), until, FEWEST - len(times))
-        if not pace.burst(wanted, batch, check=True, into=samples.timed):
+                count = pace.fit_burst(look_at - len(times), until, FEWEST - len(times))
+        if not pace.burst(count, batch, check=True, into=samples.timed):
             break
         if rank == 0:
             times = np.append(times, samples.timed.over[-1].times(samples.calls))
@@ -255,7 +266,7 @@ def _timed(pace: Pace, until: float, batch: int) -> None:
 
 
 def _check(bench: Bench, samples: Samples, repetition: int) -> None:
-    """Compare the outputs with what they must be; each rank keeps its first wrong element."""
+    """Compare the outputs with the expected ones. Each rank keeps its first wrong element."""
     if not bench.plan.check or not bench.operation.sized:
         return
     samples.checks += 1
@@ -264,9 +275,9 @@ def _check(bench: Bench, samples: Samples, repetition: int) -> None:
         samples.wrong.append(wrong)
 
 
-def everyones_wrong(world: World, samples: Samples) -> list[Wrong]:
-    """The first wrong element of each rank that has one, in every rank."""
+def gather_wrong(world: World, samples: Samples) -> list[Wrong]:
+    """Gather the first wrong element of each rank that has one, in every rank."""
     if not control.agree_any(bool(samples.wrong)):
         return []
-    found = control.gather_values(world, [vars(w) for w in samples.wrong])
-    return [Wrong(**wrong) for mine in found for wrong in mine]
+    everyones = control.gather_values(world, [vars(w) for w in samples.wrong])
+    return [Wrong(**wrong) for ranks_own in everyones for wrong in ranks_own]

@@ -1,6 +1,7 @@
-"""A DDP step's arms, interleaved: warm-up, then rounds in which every arm steps; all ranks alike.
+"""Measure the arms of a DDP step in turn: a warm-up, then rounds in which every arm steps.
 
-Rank 0 decides after each round whether another comes; verifications lie between the stamps.
+An arm is the step as it is ("ddp"), or a variant without or with timed communication. Rank 0
+decides after each round whether another follows. Verifications lie outside the stamps.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from ddpbench.measure.step import Marks, Replica, own_timers, phases, since
 from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 
-WARM_UP = 4  # steps: DDP's buckets have their final order after one, powersgd compresses from two
-FEWEST, MOST = 10, 1000  # rounds: for intervals, corrected for up to 16 ranks too
-IN_A_ROW, STRETCH_SECONDS = 5, 1.0  # steps in a row, unless they would take longer than this
+WARM_UP = 4  # steps: DDP's buckets are final after one, powersgd compresses after two
+FEWEST, MOST = 10, 1000  # rounds: enough for intervals, also corrected for 16 ranks
+IN_A_ROW, STRETCH_SECONDS = 5, 1.0  # steps in a row, unless they take longer
 ARMS = ("ddp", "noop", "no_sync", "timed")
 INTERRUPTED = -1
 STOPS = ("", "time slice", "rounds", "replicas differ", "interrupted")
@@ -33,7 +34,7 @@ STOPS = ("", "time slice", "rounds", "replicas differ", "interrupted")
 
 @dataclass(frozen=True)
 class Pace:
-    """How long to measure; None: as it turns out."""
+    """How long to measure. None: no fixed number."""
 
     seconds: float
     rounds: int | None
@@ -42,7 +43,7 @@ class Pace:
 
 @dataclass
 class Measured:
-    """What one case gave in this rank; `samples` in rank 0 only, once there was a round."""
+    """The measurement of one case in this rank. Only rank 0 has `samples`, after a round."""
 
     cold_seconds: float = 0.0
     warm_up: int = 0
@@ -51,7 +52,7 @@ class Measured:
     samples: Samples | None = None
 
 
-# Called after a step of the replica that is verified, with the step's number: whether to go on.
+# Called with the number of a step after it. Returns whether to continue.
 Verify = Callable[[int], bool]
 
 
@@ -59,8 +60,8 @@ Verify = Callable[[int], bool]
 class Rounds:
     """The arms of one case in one rank.
 
-    main is DDP as the case has it. probe is a second replica with a hook that can be switched, for
-    the arms that let replicas drift apart or change the reduction; None: only `main` is measured.
+    main is DDP as the case defines it. probe is a second replica with a hook that can be switched,
+    for the arms whose replicas diverge or reduce differently; None: only `main` is measured.
     """
 
     world: World
@@ -70,7 +71,7 @@ class Rounds:
     pace: Pace
     seed: int
     verify: Verify | None
-    every: int  # steps of main from one verification to the next
+    every: int  # steps of main between two verifications
     faults: tuple[Planted, ...] = ()
     progress: Callable[[float], None] = lambda share: None
     verify_ns: list[int] = field(default_factory=list)
@@ -81,7 +82,7 @@ class Rounds:
     _buckets: list[list[tuple[int, int]]] = field(default_factory=list)
 
     def run(self) -> Measured:
-        """Warm up, then rounds until rank 0 says stop."""
+        """Warm up, then run rounds until rank 0 stops."""
         measured = Measured()
         began = time.monotonic()
         enabled = gc.isenabled()
@@ -101,7 +102,7 @@ class Rounds:
         return measured
 
     def _warm_up(self, measured: Measured) -> float:
-        """A few steps of every arm; seconds of a step of main, the last."""
+        """Take a few steps of every arm. Return the seconds of the last step of main."""
         _, wall = self._stretch("ddp", 1)
         measured.cold_seconds = wall * 1e-9
         for _ in range(WARM_UP - 1):
@@ -111,7 +112,7 @@ class Rounds:
         for arm in self.arms[1:]:
             if not self.stopped:
                 self._stretch(arm, WARM_UP)
-        self.verify_ns.clear()  # the first makes tables and connections
+        self.verify_ns.clear()  # the first verification also creates tables and connections
         return wall * 1e-9
 
     def _measure(self, measured: Measured, until: float, seconds: float) -> None:
@@ -137,11 +138,11 @@ class Rounds:
 
     @property
     def _rounds(self) -> int:
-        """Rounds in which DDP as it is was measured."""
+        """Return the number of rounds in which the arm ddp was measured."""
         return len(self._walls.get("ddp", ()))
 
     def _over(self, until: float) -> int:
-        """Rank 0's reason to stop as an index of STOPS; 0: go on."""
+        """Return rank 0's reason to stop, an index of STOPS; 0: continue."""
         if self.world.watchdog.signal is not None:
             return STOPS.index("interrupted")
         done = self._rounds
@@ -151,7 +152,7 @@ class Rounds:
         return STOPS.index("time slice") if late or done >= MOST else 0
 
     def _round(self, arm: str, count: int) -> None:
-        """One stretch of one arm, kept."""
+        """Run one stretch of an arm and keep its stamps."""
         stamps, wall = self._stretch(arm, count)
         if arm == "ddp":
             if self.stopped:  # cut short
@@ -163,9 +164,9 @@ class Rounds:
             self._buckets.append(self._bucket_stamps())
 
     def _stretch(self, arm: str, count: int) -> tuple[list[list[int]], int]:
-        """`count` steps of an arm after a common start: stamps of each, and ns of all together.
+        """Take `count` steps of an arm after a common start. Return their stamps, and total ns.
 
-        The ns are those between synchronisations at both ends, without verifications.
+        The total lies between synchronisations at both ends and excludes verifications.
         """
         replica = self.main if arm == "ddp" else self.probe
         assert replica is not None
@@ -204,12 +205,12 @@ class Rounds:
         self.verify_ns.append(clock.now_ns() - began)
 
     def _plant(self, replica: Replica, before: bool) -> None:
-        """The planted faults that are due before the replica's next step, or after its last."""
+        """Plant the faults that are due before the replica's next step, or after its last."""
         if not self.faults:
             return
-        replica.steps += before  # the number of the step that comes
+        replica.steps += before  # the number of the next step
         for fault in self.faults:
-            # What makes replicas differ is planted in the one that is verified.
+            # Only main is verified, so faults that make replicas differ belong there.
             if replica is self.main or fault.fault.name in ("slow-rank", "slow-link"):
                 fault.act(replica, self.world.rank, self.world.world_size, before)
         replica.steps -= before
@@ -219,7 +220,7 @@ class Rounds:
             torch.cuda.synchronize(self.main.device)
 
     def _bucket_stamps(self) -> list[tuple[int, int]]:
-        """Of the timed arm's last step: ns from backward's begin to hand-over and reduction."""
+        """Return ns from backward's begin to hand-over and reduction, in the last timed step."""
         assert self.probe is not None
         assert self.probe.hook is not None
         hook, begin = self.probe.hook, self.probe.backward_mark
@@ -229,34 +230,34 @@ class Rounds:
         ]
 
     def _gather(self) -> Samples | None:
-        """All ranks' samples in rank 0. The ranks hold the same number of each."""
-        rounds = self._rounds  # of the last, others may have a stretch more
-        stamps = {arm: self._all(each[:rounds]) for arm, each in sorted(self._stamps.items())}
-        walls = {arm: self._all(each[:rounds]) for arm, each in sorted(self._walls.items())}
-        verify = self._all(self.verify_ns) if self.verify_ns else None
-        names = sorted(set.intersection(*(set(each) for each in self._timers)))
-        agreed = control.gather_values(self.world, names)
-        common = [name for name in names if all(name in each for each in agreed)]
+        """Gather all ranks' samples in rank 0. All ranks have the same number of samples."""
+        rounds = self._rounds  # other arms may have one stretch more
+        stamps = {arm: self._gather_ns(ns[:rounds]) for arm, ns in sorted(self._stamps.items())}
+        walls = {arm: self._gather_ns(ns[:rounds]) for arm, ns in sorted(self._walls.items())}
+        verify = self._gather_ns(self.verify_ns) if self.verify_ns else None
+        names = sorted(set.intersection(*map(set, self._timers)))
+        all_names = control.gather_values(self.world, names)
         timers = {
-            name: self._all([round(each[name] * 1e9) for each in self._timers]) for name in common
+            name: self._gather_ns([round(timer[name] * 1e9) for timer in self._timers])
+            for name in names
+            if all(name in names_of_rank for names_of_rank in all_names)
         }
-        buckets = self._all(self._buckets[:rounds]) if self._buckets else None
+        buckets = self._gather_ns(self._buckets[:rounds]) if self._buckets else None
         if self.world.rank:
             return None
         hook = self.probe.hook if self.probe else None
-        infos = [hook.infos[i] for i in sorted(hook.infos)] if hook else []
         return Samples(
-            stamps={arm: each for arm, each in stamps.items() if each is not None},
-            walls={arm: each for arm, each in walls.items() if each is not None},
+            stamps={arm: ns for arm, ns in stamps.items() if ns is not None},
+            walls={arm: ns for arm, ns in walls.items() if ns is not None},
             timers={
-                name: np.multiply(each, 1e-9, dtype=np.float64)
-                for name, each in timers.items()
-                if each is not None
+                name: np.multiply(ns, 1e-9, dtype=np.float64)
+                for name, ns in timers.items()
+                if ns is not None
             },
-            buckets=infos,
+            buckets=[hook.infos[i] for i in sorted(hook.infos)] if hook else [],
             bucket_stamps=buckets,
             verify=np.empty((self.world.world_size, 0), np.int64) if verify is None else verify,
         )
 
-    def _all(self, mine: Any) -> npt.NDArray[np.int64] | None:
-        return control.gather_to_rank_0(self.world, np.array(mine, np.int64))
+    def _gather_ns(self, ns: Any) -> npt.NDArray[np.int64] | None:
+        return control.gather_to_rank_0(self.world, np.array(ns, np.int64))

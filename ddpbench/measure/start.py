@@ -1,4 +1,4 @@
-"""How the ranks start a repetition together: one entry of STARTS adds one."""
+"""Ways to start a repetition on all ranks together. To add one, add an entry to STARTS."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 def barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """The backend's own barrier."""
+    """Return the backend's own barrier."""
     import torch.distributed as dist
 
     return partial(dist.barrier, group=group)
 
 
 def p2p_barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """Dissemination over send and recv: in round k rank r signals r + 2^k and hears r - 2^k.
+    """Return a dissemination barrier over send and recv (Hensgen, Finkel, Manber 1988).
 
-    The same messages on every backend, for comparing backends whose own barriers differ
-    (Hensgen, Finkel, Manber 1988).
+    In round k, rank r sends to r + 2^k and receives from r - 2^k. The messages are the same on
+    every backend, so that backends with different barriers can be compared.
     """
     import torch
     import torch.distributed as dist
@@ -43,23 +43,23 @@ def p2p_barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], 
             ]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
-        if device.type == "cuda":  # there, a wait only orders the stream
+        if device.type == "cuda":  # on a GPU, a wait only orders the stream
             torch.cuda.current_stream(device).synchronize()
 
     return meet
 
 
 def none(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """No common start, but that of a burst: the operations themselves keep the ranks together."""
+    """Return no common start. Only a burst starts together; then the operations keep step."""
     return lambda: None
 
 
-def of_team(name: str, subgroup: Subgroup, device: torch.device) -> Callable[[], object]:
-    """The start of STARTS by this name: of all ranks, so that all teams work at once.
+def bind_start(name: str, subgroup: Subgroup, device: torch.device) -> Callable[[], object]:
+    """Return this start of STARTS for all ranks, so that all subgroups work at the same time.
 
-    A team inside a host then starts once more on its own, so that its ranks enter as close as they
-    would alone. Not one between hosts: its messages would wait behind the data of the teams that
-    have begun, and the last would have the link to itself.
+    A subgroup inside a host then also starts on its own, so that its ranks enter as close together
+    as they would alone. A subgroup across hosts does not: its messages would wait behind the data
+    of subgroups that have already begun, and the last subgroup would have the link to itself.
     """
     together = STARTS[name](subgroup.world_group, device)
     inside = len(subgroup.partition.ranks_per_host) == 1

@@ -1,7 +1,7 @@
-"""One replica that trains, and the stamps of its steps: the DDP step in one rank.
+"""The DDP step in one rank: a replica that trains, and the stamps of its steps.
 
-A step is: zero_grad, forward, backward, optimizer, each micro-batch of it in turn. Stamps are taken
-between them and nowhere else. How often which arm steps is decided in rounds.py.
+A step is: zero_grad, forward and backward of each micro-batch, optimizer. Stamps lie between these
+phases and nowhere else. rounds.py decides how often each arm steps.
 """
 
 from __future__ import annotations
@@ -29,61 +29,63 @@ if TYPE_CHECKING:
 
 
 class Marks:
-    """Stamps in one rank, in ns since the first: of the host's clock, or events on the stream."""
+    """Stamps in one rank, in ns since the first: of the host's clock, or CUDA events."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._marks: list[Any] = []
 
     def mark(self) -> Any:
-        """Stamp now; the mark, for `since`."""
+        """Stamp now. Return the mark, for `since`."""
         mark = stamp(self._stream)
         self._marks.append(mark)
         return mark
 
     def ns(self) -> list[int]:
-        """All marks; on a GPU once the stream has been waited for."""
+        """Return all marks; on a GPU only after a synchronisation."""
         return [since(self._marks[0], mark) for mark in self._marks]
 
 
 def stamp(stream: Any) -> Any:
-    """The host's ns, or an event that this stream has recorded."""
+    """Return the host's time in ns, or an event recorded on this stream."""
     if stream is None:
         return clock.now_ns()
     event: Any = torch.cuda.Event
-    made = event(enable_timing=True)
-    made.record(stream)
-    return made
+    mark = event(enable_timing=True)
+    mark.record(stream)
+    return mark
 
 
 def since(first: Any, mark: Any) -> int:
-    """ns from one mark to another."""
+    """Return the ns from one mark to another."""
     if isinstance(first, int):
         return int(mark) - first
     return int(first.elapsed_time(mark) * 1e6)
 
 
 class Hook:
-    """DDP's communication hook of an arm's replica, which does one thing or another.
+    """A communication hook for DDP that can be switched.
 
-    mode  "noop": communicates nothing; "timed": reduces as the replica's own reduction would, and
-          stamps each bucket; "plain": reduces only
+    mode  "noop": communicate nothing; "timed": reduce as the case does, and stamp each bucket;
+          "plain": reduce only
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup, module: torch.nn.Module) -> None:
         make = hooks.HOOKS[name].make
-        chosen: Any = make(group) if make else (group, allreduce_hook)
-        self._state, self._reduce = chosen
-        self._names = {parameter: each for each, parameter in module.named_parameters()}
+        reduction: Any = make(group) if make else (group, allreduce_hook)
+        self._state, self._reduce = reduction
+        self._names = {tensor: parameter for parameter, tensor in module.named_parameters()}
         self.mode = "plain"
-        self.least_seconds = 0.0  # of the last bucket, from hand-over on: a planted slow link
+        self.least_seconds = (
+            0.0  # from hand-over to reduction of the last bucket: a planted slow link
+        )
         self.infos: dict[int, BucketInfo] = {}
         self.handed: dict[int, Any] = {}
         self.reduced: dict[int, Any] = {}
 
-    # Without annotations, which DDP would read and not understand.
+    # No annotations: DDP reads those of a hook, and here they would be strings, which it rejects.
     def reduce(self, state, bucket):  # type: ignore[no-untyped-def]
-        """What DDP calls with each bucket as it is full: the future of its reduced buffer."""
+        """Return the future of a bucket's reduced buffer. DDP calls this with each full bucket."""
         if self.mode == "noop":
             return hooks.noop(None, bucket)  # type: ignore[no-untyped-call]
         if self.mode == "plain":
@@ -101,8 +103,7 @@ class Hook:
         return self._reduced(bucket).then(reduced)
 
     def _reduced(self, bucket: Any) -> torch.futures.Future[Any]:
-        """The future of the bucket's reduced buffer. Where a slow link is planted, the last bucket
-        takes at least its time, and backward waits here."""
+        """Start the reduction. With a planted slow link, wait here for the last bucket."""
         began = clock.now_ns()
         future: torch.futures.Future[Any] = self._reduce(self._state, bucket)
         if self.least_seconds and bucket.is_last():
@@ -120,7 +121,7 @@ class Hook:
 
 @dataclass
 class Replica:
-    """A task's model in DDP, its optimizer, and how it steps. Faults may change it."""
+    """A task's model in DDP with its optimizer. Faults may change the attributes."""
 
     task: Task
     case: StepCase
@@ -128,25 +129,25 @@ class Replica:
     optimizer: torch.optim.Optimizer
     device: torch.device
     hook: Hook | None  # None: DDP's built-in reduction
-    steps: int = 0  # taken
-    through: torch.nn.Module = field(init=False)  # what the forward goes through
+    steps: int = 0  # taken so far
+    through: torch.nn.Module = field(init=False)  # the forward calls this module
     sync_last: bool = True  # whether the last micro-batch's backward reduces
-    delay_seconds: float = 0.0  # planted in the forward
-    loss: torch.Tensor | None = None  # the last
-    backward_mark: Any = None  # where the last backward began
+    delay_seconds: float = 0.0  # a planted delay of the forward
+    loss: torch.Tensor | None = None  # of the latest step
+    backward_mark: Any = None  # begin of the latest backward
 
     def __post_init__(self) -> None:
         self.through = self.ddp
 
     @property
     def module(self) -> torch.nn.Module:
-        """The bare model."""
+        """Return the bare model."""
         inner: torch.nn.Module = self.ddp.module
         return inner
 
     @property
     def link_seconds(self) -> float:
-        """What the last bucket takes at least, planted; the replica then needs a hook."""
+        """Return the least time of the last bucket, a planted fault that needs a hook."""
         return self.hook.least_seconds if self.hook else 0.0
 
     @link_seconds.setter
@@ -155,12 +156,12 @@ class Replica:
             self.hook.least_seconds = seconds
 
     def batches(self, ahead: int = 0) -> list[Any]:
-        """The micro-batches of the next step, or of one `ahead` steps further on."""
+        """Return the micro-batches of the next step, or of the step `ahead` steps after it."""
         first = (self.steps + ahead) * self.case.accumulate
         return [self.task.batch(first + i) for i in range(self.case.accumulate)]
 
     def step(self, batches: Sequence[Any], mark: Callable[[], Any], sync: bool = True) -> None:
-        """One step, 2 + 2 marks a micro-batch: begin, (end of forward, of backward)…, end."""
+        """Take one step with 2 + 2 marks per micro-batch: begin, (forward, backward ends)…, end."""
         self.steps += 1
         last = len(batches) - 1
         mark()
@@ -186,32 +187,36 @@ class Replica:
 
 
 def phases(ns: list[int], steps: int) -> list[list[int]]:
-    """The marks of some steps as [begin, end of forward, of backward, of optimizer] each.
+    """Convert the marks of some steps to [begin, ends of forward, backward and optimizer] each.
 
-    With several micro-batches the forwards are added up, and so are the backwards.
+    With several micro-batches, their forwards are added up, and their backwards, too.
     """
-    each = len(ns) // steps
-    out = []
-    for k in range(steps):
-        begin, *inner, end = ns[k * each : (k + 1) * each]
+    marks_per_step = len(ns) // steps
+    ends = []
+    for first in range(0, steps * marks_per_step, marks_per_step):
+        begin, *inner, end = ns[first : first + marks_per_step]
         spans = [b - a for a, b in itertools.pairwise([begin, *inner])]
         forward, backward = sum(spans[0::2]), sum(spans[1::2])
-        out.append([begin, begin + forward, begin + forward + backward, end])
-    return out
+        ends.append([begin, begin + forward, begin + forward + backward, end])
+    return ends
 
 
-def replica(
-    task: Task, case: StepCase, learning_rate: float, group: dist.ProcessGroup,
-    device: torch.device, hooked: bool,
-) -> Replica:  # fmt: skip
-    """The task's model in DDP over the group, as the case says; all ranks together.
+def build_replica(
+    task: Task,
+    case: StepCase,
+    learning_rate: float,
+    group: dist.ProcessGroup,
+    *,
+    device: torch.device,
+    switchable: bool,
+) -> Replica:
+    """Put the task's model into DDP over the group, as the case defines; all ranks together.
 
-    hooked: whether its reduction can be switched (Hook); else it is what the case says.
-    Raises what DDP raises.
+    switchable: reduce through a `Hook` that can be switched. Raises what DDP raises.
     """
-    more: dict[str, Any] = {}
-    if case.bucket_cap_mb is not None:
-        more["bucket_cap_mb"] = case.bucket_cap_mb
+    bucket_cap: dict[str, Any] = (
+        {} if case.bucket_cap_mb is None else {"bucket_cap_mb": case.bucket_cap_mb}
+    )
     ddp = DistributedDataParallel(
         task.model,
         device_ids=[device] if device.type == "cuda" else None,
@@ -219,17 +224,17 @@ def replica(
         gradient_as_bucket_view=case.gradient_as_bucket_view,
         static_graph=case.static_graph,
         find_unused_parameters=case.find_unused_parameters,
-        **more,
+        **bucket_cap,
     )
     hook = None
-    if hooked:
+    if switchable:
         hook = Hook(case.comm_hook, group, task.model)
         ddp.register_comm_hook(None, hook.reduce)
     elif case.comm_hook != "none":
         make = hooks.HOOKS[case.comm_hook].make
         assert make is not None
         ddp.register_comm_hook(*make(group))
-    # DDP's own timers, of every step; not documented, so where a torch lacks them there are none.
+    # Let DDP's own timers measure every step. They are undocumented, and a torch may lack them.
     with contextlib.suppress(AttributeError, RuntimeError):
         ddp._set_ddp_runtime_logging_sample_rate(1)
     optimizer = OPTIMIZERS[case.optimizer].make(ddp.parameters(), learning_rate)
@@ -245,13 +250,13 @@ TIMERS = {
 
 
 def own_timers(ddp: DistributedDataParallel) -> dict[str, float]:
-    """DDP's own timers of the step before the last, in seconds; empty where torch has none.
+    """Return DDP's own timers of the step before the latest, in seconds, if torch has them.
 
-    Communication is a span with its gaps, from the first bucket's start to the last one's end.
+    Communication spans from the first bucket's start to the last bucket's end, with its gaps.
     """
     try:
         data = ddp._get_ddp_logging_data()
     except (AttributeError, RuntimeError):
         return {}
-    found = {name: data.get(key, 0) for key, name in TIMERS.items()}
-    return {name: ns * 1e-9 for name, ns in found.items() if isinstance(ns, int) and ns > 0}
+    timers = {name: data.get(key, 0) for key, name in TIMERS.items()}
+    return {name: ns * 1e-9 for name, ns in timers.items() if isinstance(ns, int) and ns > 0}

@@ -1,7 +1,6 @@
-"""Ranks to throw away: what may abort its process, or never end, is tried in processes of its own,
-on this host.
+"""Throwaway ranks: try something that may abort its process, or hang, in separate processes.
 
-What a rank does, or how it ended, stands in the last line of a file of its own.
+Each rank has a file. Its last line says what the rank is doing, or how it ended.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-GRACE_SECONDS = 3.0  # for the ranks to leave, and MPI to clear its files away
-# What launchers tell their ranks. A user's settings for Open MPI stay: what works depends on them.
+GRACE_SECONDS = 3.0  # for the ranks to end and MPI to remove its files
+# Variables that launchers set in their ranks. The user's settings for Open MPI remain: they matter.
 LAUNCHERS = re.compile(
     r"(DDPBENCH_|GROUP_|ROLE_)?(LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|(MASTER_|TORCHELASTIC_|PMIX?_|"
     r"PMI2_|PRTE_|SLURM_|HYDRA_|HYDI_|MPI_LOCAL|OMPI_(?!MCA_)|OMPI_MCA_(ess|orte|pmix|prte)).*"
@@ -49,23 +48,23 @@ DEATHS = {
     "Floating-point exception": "crashed (SIGFPE)",
 }
 
-Tell = Callable[..., None]  # (kind, text): what this rank does now
+Tell = Callable[..., None]  # (kind, text): report what this rank is doing
 
 
 @dataclass(frozen=True)
 class Request:
-    """Where something is tried; goes to the ranks as JSON. Who adds what is tried, inherits."""
+    """The ranks of a trial, sent to them as JSON. A subclass adds what they try."""
 
     backend: str
     device: str
-    seconds: float  # of a wait of the ranks for each other
+    seconds: float  # longest wait of the ranks for each other
     modules: Sequence[str]  # imported first
     launcher: str  # of starters.STARTERS
     ranks: int
 
 
 def ranks_for(backend: str) -> int:
-    """How many ranks try something: two; on nccl one a GPU."""
+    """Return the number of ranks of a trial: two; on nccl at most one per GPU."""
     if backend != "nccl":
         return 2
     import torch
@@ -74,32 +73,31 @@ def ranks_for(backend: str) -> int:
 
 
 class State(NamedTuple):
-    """What a rank told last."""
+    """The last report of a rank."""
 
     rank: int
-    kind: str  # "doing", "failed", "works", or what the attempt has besides
+    kind: str  # "doing", "failed", "works", or a kind that the attempt adds
     text: str
     since: float  # time.time()
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A set of ranks, started; its files lie in the folder while it is entered."""
+    """Started ranks, and the folder of their files."""
 
     folder: Path
     process: subprocess.Popen[bytes]
 
     def states(self) -> list[State]:
-        """Of each rank that has started, in order of their ranks."""
+        """Return the last report of each rank that has started, in the order of the ranks."""
         return states(self.folder)
 
     def end(self) -> int:
-        """End the process and all that it has started, if it has not ended by itself; its exit
-        code."""
+        """End the process and its descendants if they still run. Return its exit code."""
         process = self.process
         if process.poll() is None:
             started = psutil.Process(process.pid).children(recursive=True)
-            process.terminate()  # which launchers pass on to their ranks
+            process.terminate()  # launchers pass the signal on to their ranks
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
             for each in started:
@@ -111,10 +109,10 @@ class Trial:
 
 @contextlib.contextmanager
 def started(module: str, request: Request) -> Iterator[Trial]:
-    """Run `python -m MODULE FOLDER`, whose main is `run`; at the end nothing of it is left.
+    """Run `python -m MODULE FOLDER`, whose main is `run`. At the end no process or file is left.
 
-    Rank 0 of a running job may enter it while the others wait. Raises OSError where the folder
-    cannot be made.
+    Rank 0 of a running job may enter this while the other ranks wait. Raises OSError if the folder
+    cannot be created.
     """
     with tempfile.TemporaryDirectory(prefix="ddpbench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -136,18 +134,18 @@ def started(module: str, request: Request) -> Iterator[Trial]:
 
 
 def environment() -> dict[str, str]:
-    """This environment without what makes a process a rank; one that finds what this one finds."""
-    mine = {name: text for name, text in os.environ.items() if not LAUNCHERS.fullmatch(name)}
+    """Return this environment without launcher variables, for Python to find the same modules."""
+    kept = {name: text for name, text in os.environ.items() if not LAUNCHERS.fullmatch(name)}
     return {
-        **mine,
+        **kept,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "PYTHONFAULTHANDLER": "1",  # says which signal ended a rank
+        "PYTHONFAULTHANDLER": "1",  # reports the signal that ended a rank
         "OMP_NUM_THREADS": "1",
     }
 
 
 def states(folder: Path) -> list[State]:
-    """Of each rank that has started, as the last line that it wrote tells."""
+    """Read the last line of each rank that has started."""
     found = []
     for path in sorted(folder.glob("rank-*")):
         *_, last = path.read_text().splitlines() or ["doing its start"]
@@ -158,12 +156,12 @@ def states(folder: Path) -> list[State]:
 
 
 def output(folder: Path) -> list[str]:
-    """The lines that launcher and ranks have printed."""
+    """Return the lines that launcher and ranks have printed."""
     return (folder / "output").read_text(errors="replace").splitlines()
 
 
 def death(lines: Sequence[str]) -> str | None:
-    """How a signal ended a rank, with what was said before: "was aborted (SIGABRT): what(): …"."""
+    """Describe the signal that ended a rank: "was aborted (SIGABRT): what(): …"; None without."""
     for i, line in enumerate(lines):
         died = re.search("Fatal Python error: (.*)", line)
         if died and died[1] in DEATHS:
@@ -173,17 +171,17 @@ def death(lines: Sequence[str]) -> str | None:
 
 
 def last_words(lines: Sequence[str]) -> list[str]:
-    """The last two lines in which there is a word."""
+    """Return the last two lines that contain a word."""
     return [line.strip() for line in lines if re.search(r"\w", line)][-2:]
 
 
 def short(text: str) -> str:
-    """At most 400 characters of it."""
+    """Shorten a text to 400 characters."""
     return text if len(text) <= 400 else f"{text[:399]}…"
 
 
 def sentence(error: Exception) -> str:
-    """Its type and first line, without what torch puts before it for each future on its way."""
+    """Describe an error by type and first line, without the prefixes of torch's futures."""
     first = (str(error).strip() or "no text").splitlines()[0]
     through, _, text = first.rpartition("running the callback: ")
     return short(
@@ -191,17 +189,17 @@ def sentence(error: Exception) -> str:
     )
 
 
-# --- in the processes to throw away
+# --- in the throwaway processes -------------------------------------------------------------------
 
 
 def run(module: str, folder: Path, request: Request, attempt: Callable[[World, Tell], None]) -> int:
-    """The main of such a module: start the ranks; in one of them, make the attempt."""
+    """Start the ranks, or make the attempt if this process is one of them."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if placement.read_placement() is not None:
         return _rank(request, folder, attempt)
-    # Whoever asked may be killed while it waits: then nobody wants to know any more.
+    # The parent may be killed while it waits. Then end this process, too.
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    with contextlib.suppress(OSError):  # not only on the core that a launcher gave rank 0
+    with contextlib.suppress(OSError):  # a launcher may have bound rank 0 to one core
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     deadline = Deadline(request.seconds)
     if request.device == "cpu" and request.launcher == "torchrun":
@@ -210,10 +208,10 @@ def run(module: str, folder: Path, request: Request, attempt: Callable[[World, T
 
 
 def _rank(request: Request, folder: Path, attempt: Callable[[World, Tell], None]) -> int:
-    """One rank's part; what it does, and how it ended, stands in the last line of its file."""
-    place = placement.read_placement()
-    assert isinstance(place, Placement)
-    with (folder / f"rank-{place.rank}").open("a", buffering=1) as file:
+    """Run one rank's part. It reports what it is doing in its file."""
+    own = placement.read_placement()
+    assert isinstance(own, Placement)
+    with (folder / f"rank-{own.rank}").open("a", buffering=1) as file:
 
         def tell(kind: str, text: str = "") -> None:
             file.write(f"{kind} {text}\n")
@@ -222,17 +220,17 @@ def _rank(request: Request, folder: Path, attempt: Callable[[World, Tell], None]
         try:
             for module in request.modules:
                 import_module(module)
-            meeting = Rendezvous(timeout_seconds=request.seconds)
-            with join_world(place, meeting, share_gpu=True) as world:
-                _told(lambda: attempt(world, tell), tell)
+            rendezvous = Rendezvous(timeout_seconds=request.seconds)
+            with join_world(own, rendezvous, share_gpu=True) as world:
+                _report_error(lambda: attempt(world, tell), tell)
         except Exception as error:
             tell("failed", sentence(error))
             raise
     return 0
 
 
-def _told(attempt: Callable[[], None], tell: Tell) -> None:
-    """Tell an error before the group's end: that may end the process."""
+def _report_error(attempt: Callable[[], None], tell: Tell) -> None:
+    """Report an error before the group ends, which may end the process."""
     try:
         attempt()
     except Exception as error:
@@ -242,9 +240,9 @@ def _told(attempt: Callable[[], None], tell: Tell) -> None:
 
 @contextlib.contextmanager
 def tested(request: Request, world: World) -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
-    """A group of all ranks on the backend asked for, and this rank's device."""
+    """Yield a group of all ranks on the requested backend, and this rank's device."""
     backend = backends.get(request.backend)
     name = backend.register() if backend.register else backend.name
     device = world.agree_device(request.device)
-    with world.agree_group(name) as found:
-        yield found, device
+    with world.agree_group(name) as group:
+        yield group, device

@@ -1,4 +1,4 @@
-"""A task trained epoch by epoch on real ranks, with validation, checkpoints and resumption."""
+"""Train a task epoch by epoch, with validation, checkpoints and resumption."""
 
 from __future__ import annotations
 
@@ -29,65 +29,77 @@ Verify = Callable[[nn.Module, torch.optim.Optimizer], Check]
 
 @dataclass
 class _State:
-    """What trains, and what a checkpoint keeps of it."""
+    """The content of a checkpoint, and what trains."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    settings: dict[str, Any]  # a checkpoint made with others is refused
-    epoch: int = 0  # done
-    step: int = 0  # of all epochs
+    settings: dict[str, Any]  # a checkpoint with other settings is refused
+    epoch: int = 0  # completed
+    step: int = 0  # counted over all epochs
 
 
 def train(
-    world: World, tested: dist.ProcessGroup, task: Task,
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], epochs: int,
-    checkpoint: Path | None, resume: bool, verify: Verify | None, seen: Callable[[Epoch], None],
-) -> tuple[Epoch, ...]:  # fmt: skip
-    """Train to the end of epoch number `epochs`, all ranks together; the epochs trained here.
+    world: World,
+    tested: dist.ProcessGroup,
+    task: Task,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    epochs: int,
+    *,
+    checkpoint: Path | None = None,
+    resume: bool = False,
+    verify: Verify | None = None,
+    report: Callable[[Epoch], None] = lambda epoch: None,
+) -> tuple[Epoch, ...]:
+    """Train to the end of epoch number `epochs`, all ranks together. Return the trained epochs.
 
-    checkpoint: rank 0 replaces this file after each epoch, in one step.
-    resume: go on behind the epoch that the checkpoint was made after, to the same losses, bit for
-        bit, as if nothing had come between. Rank 0 alone must see the file.
-    verify: (DDP, optimizer) → check(step), which is called after each optimizer step, counted from
-        1 over all epochs, and says whether the replicas are equal.
-    seen: called with each epoch in every rank, once its checkpoint is there.
+    checkpoint: rank 0 replaces this file atomically after each epoch.
+    resume: continue after the checkpoint's epoch, to bit-identical losses. Only rank 0 must see the
+        file.
+    verify: (DDP, optimizer) → check(step). The check follows each optimizer step, counted from 1
+        over all epochs, and returns whether the replicas are equal.
+    report: called in every rank after each epoch, once its checkpoint is stored.
 
-    An interrupted rank ends the training, in all ranks, after the epoch. Raises Refused, in all
-    ranks, for a checkpoint that cannot be read, written or gone on from.
+    If a rank is interrupted, all ranks stop after the epoch. Raises Refused, in all ranks, for a
+    checkpoint that cannot be read, written or continued.
     """
-    training = task.training
-    if training is None:
+    if task.training is None:
         raise ValueError("this task has no training: only its steps can be measured")
     world.watchdog.begin_phase("the start of the training")
-    folder = checkpoint.parent if checkpoint and world.rank == 0 else Path()
-    absent = None if folder.is_dir() else f"--checkpoint {checkpoint}: there is no folder {folder}"
-    if (sentence := control.agree_objection(world, absent)) is not None:
-        raise Refused(sentence)
+    _require_folder(world, checkpoint)
     ddp = DistributedDataParallel(task.model, process_group=tested)
-    _build_buckets(ddp, task, training)
+    _build_buckets(ddp, task, task.training)
     optimizer = make_optimizer(ddp)
-    state = _State(ddp.module, optimizer, _settings(training, optimizer))
+    state = _State(ddp.module, optimizer, _settings(task.training, optimizer))
     if resume:
         _resume(world, checkpoint, state, epochs)
     check = verify(ddp, optimizer) if verify else None
     trained: list[Epoch] = []
     while state.epoch < epochs:
         world.watchdog.begin_phase(f"epoch {state.epoch + 1} of the training")
-        trained.append(_epoch(world, tested, task, training, ddp, state, check))
+        trained.append(_train_epoch(world, task, task.training, ddp, state, check=check))
         if checkpoint is not None:
             _save(world, checkpoint, state)
-        seen(trained[-1])
+        report(trained[-1])
         if control.agree_objection(world, world.interrupted) is not None:
             break
     return tuple(trained)
 
 
-def _build_buckets(ddp: DistributedDataParallel, task: Task, training: Training) -> None:
-    """One backward for nothing, after which DDP sorts its buckets anew.
+def _require_folder(world: World, checkpoint: Path | None) -> None:
+    """Raise Refused in all ranks if rank 0 has no folder for the checkpoint."""
+    folder = checkpoint.parent if checkpoint and world.rank == 0 else Path()
+    absent = None if folder.is_dir() else f"--checkpoint {checkpoint}: there is no folder {folder}"
+    if (sentence := control.agree_objection(world, absent)) is not None:
+        raise Refused(sentence)
 
-    With more than two ranks the place in a bucket decides in which order a gradient is summed:
-    without this, the first step of a process would sum as no later one does, and a resumed training
-    would part from an uninterrupted one. Weights, buffers and random state stay as they are.
+
+def _build_buckets(ddp: DistributedDataParallel, task: Task, training: Training) -> None:
+    """Run one backward without a step, so that DDP rebuilds its buckets.
+
+    With more than two ranks, a gradient's position in its bucket determines the order in which it
+    is summed. Otherwise the first step of each process would sum in a different order, and a
+    resumed training would deviate from an uninterrupted one. Weights, buffers and random state do
+    not change.
     """
     batch, _ = next(iter(training.batches(1)))
     before = [buffer.clone() for buffer in ddp.module.buffers()]
@@ -95,19 +107,26 @@ def _build_buckets(ddp: DistributedDataParallel, task: Task, training: Training)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         loss: Any = task.loss(ddp, batch)
         loss.backward()
-    for buffer, kept in zip(ddp.module.buffers(), before, strict=True):
-        buffer.copy_(kept)
+    for buffer, saved in zip(ddp.module.buffers(), before, strict=True):
+        buffer.copy_(saved)
     ddp.zero_grad(set_to_none=True)
 
 
-def _epoch(
-    world: World, tested: dist.ProcessGroup, task: Task, training: Training,
-    ddp: DistributedDataParallel, state: _State, check: Check | None,
-) -> Epoch:  # fmt: skip
-    """Train and validate once through the data; the same record in all ranks."""
+def _train_epoch(
+    world: World,
+    task: Task,
+    training: Training,
+    ddp: DistributedDataParallel,
+    state: _State,
+    *,
+    check: Check | None,
+) -> Epoch:
+    """Train and validate once through the data. Return the same record in all ranks."""
     began, equal = clock.now_ns(), True
     device = next(ddp.module.parameters()).device
-    sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss and samples; of validation
+    sums = torch.zeros(
+        4, dtype=torch.float64, device=device
+    )  # loss and samples of training, of validation
     state.epoch += 1
     for batch, samples in training.batches(state.epoch):
         state.optimizer.zero_grad()
@@ -120,7 +139,7 @@ def _epoch(
             equal = check(state.step) and equal
         world.watchdog.rearm()
     _validate(world, task, training, ddp.module, sums[2:])
-    dist.all_reduce(sums, group=tested)
+    dist.all_reduce(sums, group=ddp.process_group)
     train_loss, trained, validation_loss, validated = sums.tolist()
     seconds = (clock.now_ns() - began) * 1e-9
     return Epoch(
@@ -138,8 +157,8 @@ def _validate(
 ) -> None:
     """Add this rank's share of the validation to float64[2]: losses and samples.
 
-    Through the bare module: DDP's forward may communicate (it broadcasts buffers), and here ranks
-    may have unequal numbers of batches.
+    The forward uses the bare module. DDP's forward may communicate (it broadcasts buffers), but the
+    ranks may have different numbers of batches here.
     """
     module.eval()
     for batch, samples in training.validation:
@@ -149,7 +168,7 @@ def _validate(
 
 
 def _add(sums: Tensor, loss: Tensor, samples: int) -> None:
-    """A batch's mean loss and its samples, without waiting for a GPU."""
+    """Add a batch's loss and its samples, without waiting for a GPU."""
     sums[0] += loss.detach().double() * samples
     sums[1] += samples
 
@@ -158,13 +177,13 @@ def _add(sums: Tensor, loss: Tensor, samples: int) -> None:
 
 
 def _settings(training: Training, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that decides the losses, by name."""
+    """Return everything that the losses depend on, by name."""
     rate = optimizer.param_groups[0]["lr"]
     return {**training.settings, "optimizer": type(optimizer).__name__, "learning rate": rate}
 
 
 def _save(world: World, path: Path, state: _State) -> None:
-    """Rank 0 writes the checkpoint. Raises Refused, in all ranks, when it cannot."""
+    """Write the checkpoint in rank 0. Raises Refused, in all ranks, if that fails."""
     world.watchdog.begin_phase("the saving of the checkpoint")
     objection = None
     if world.rank == 0:
@@ -175,14 +194,14 @@ def _save(world: World, path: Path, state: _State) -> None:
         except OSError as error:
             objection = (
                 f"the checkpoint {path} cannot be written after epoch {state.epoch} "
-                f"({error.strerror}): name a file that can"
+                f"({error.strerror}): choose a writable file"
             )
     if (sentence := control.agree_objection(world, objection)) is not None:
         raise Refused(sentence)
 
 
 def _stored(state: _State) -> dict[str, Any]:
-    """What a checkpoint holds: nothing but tensors, numbers and text."""
+    """Return the content of a checkpoint: only tensors, numbers and text."""
     return {
         "settings": state.settings,
         "epoch": state.epoch,
@@ -193,13 +212,13 @@ def _stored(state: _State) -> dict[str, Any]:
 
 
 def _resume(world: World, path: Path | None, state: _State, epochs: int) -> None:
-    """Put the checkpoint's content into the state; Refused, in all ranks, when that cannot be.
+    """Load the checkpoint into the state. Raises Refused, in all ranks, if that fails.
 
-    Rank 0 reads the bytes and sends them to all: ranks on other hosts may not see its file, or see
-    another of that name.
+    Rank 0 reads the bytes and sends them to all ranks: other hosts may have no such file, or
+    another file with that name.
     """
     if path is None:
-        raise ValueError("nothing to resume from: name the checkpoint")
+        raise ValueError("resume needs a checkpoint")
     world.watchdog.begin_phase("the reading of the checkpoint")
     content, objection = b"", None
     if world.rank == 0:
@@ -209,38 +228,38 @@ def _resume(world: World, path: Path | None, state: _State, epochs: int) -> None
             objection = f"the checkpoint {path} cannot be read ({error.strerror}): start without it"
     if (objection := control.broadcast_value(world, objection)) is None:
         content = control.broadcast_bytes(world, content)
-        objection = control.agree_objection(world, _taken(content, path, state, epochs))
+        objection = control.agree_objection(world, _load(content, path, state, epochs))
     if objection is not None:
         raise Refused(objection)
 
 
-def _taken(content: bytes, path: Path, state: _State, epochs: int) -> str | None:
-    """None when the state now is as this checkpoint has it; else one sentence: why not."""
+def _load(content: bytes, path: Path, state: _State, epochs: int) -> str | None:
+    """Load the checkpoint into the state. Return one sentence if it does not fit, else None."""
     try:
-        # On the CPU, from where both load_state_dict copy to where each tensor belongs: Adam's
-        # count of steps would otherwise stay on a GPU, and each step wait for it.
-        read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever damaged bytes lead the reader to
+        # Read to the CPU; load_state_dict then copies each tensor to its device. Adam's count of
+        # steps would otherwise be on the GPU, and every step would wait for it.
+        stored = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes may raise anything
         return f"the checkpoint {path} is damaged ({control.first_line(error)}): start without it"
-    if not isinstance(read, dict) or read.keys() != _stored(state).keys():
-        return f"{path} is no checkpoint of ddpbench's: start without it"
-    theirs = read["settings"]
-    for name in dict.fromkeys([*state.settings, *theirs]):
-        here, there = state.settings.get(name), theirs.get(name)
+    if not isinstance(stored, dict) or stored.keys() != _stored(state).keys():
+        return f"{path} is not a checkpoint of ddpbench: start without it"
+    settings = stored["settings"]
+    for name in dict.fromkeys([*state.settings, *settings]):
+        here, there = state.settings.get(name), settings.get(name)
         if here != there:
             return (
-                f"the checkpoint {path} is of another training: {name} is {there} there and "
-                f"{here} here; go on with the same, or start without it"
+                f"the checkpoint {path} is from another training: {name} is {there} there and "
+                f"{here} here; use the same options, or start without it"
             )
-    if read["epoch"] >= epochs:
+    if stored["epoch"] >= epochs:
         return (
-            f"the checkpoint {path} was made after epoch {read['epoch']}, and {epochs} are asked "
-            "for: ask for more"
+            f"the checkpoint {path} was made after epoch {stored['epoch']}, but --epochs is "
+            f"{epochs}: choose more epochs"
         )
     try:
-        state.model.load_state_dict(read["model"])
-        state.optimizer.load_state_dict(read["optimizer"])
+        state.model.load_state_dict(stored["model"])
+        state.optimizer.load_state_dict(stored["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
-        return f"the checkpoint {path} is of another model: {control.first_line(error)}"
-    state.epoch, state.step = read["epoch"], read["step"]
+        return f"the checkpoint {path} is from another model: {control.first_line(error)}"
+    state.epoch, state.step = stored["epoch"], stored["step"]
     return None

@@ -148,8 +148,8 @@ def a_group(rank: int) -> Any:
     return SimpleNamespace(
         rank=rank,
         timeout=timedelta(seconds=1),
-        watchdog=SimpleNamespace(phase=lambda what: None),
-        who=[SimpleNamespace(host="node1"), SimpleNamespace(host="node2")],
+        watchdog=SimpleNamespace(begin_phase=lambda what: None),
+        members=[SimpleNamespace(host="node1"), SimpleNamespace(host="node2")],
     )
 
 
@@ -158,26 +158,34 @@ def test_clocks_that_cannot_be_compared_are_left_apart(monkeypatch: pytest.Monke
     run goes on."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    monkeypatch.setattr(control, "broadcast_value", lambda group, value: ["127.0.0.1", port])
-    monkeypatch.setattr(control, "agree_objection", lambda group, mine: mine)
-    with offsets.opened(a_group(1), [{"hostname": "node1"}, {"hostname": "node2"}]) as its:
-        assert "127.0.0.1 cannot be connected to" in str(its.objection)
-        assert (its.again([[0, 1]]), its.ahead_ns, its.offsets) == (None, 0, ())
-        assert its.again([[0], [1]]) == 0.0  # inside each host
+    monkeypatch.setattr(control, "broadcast_value", lambda world, value: ["127.0.0.1", port])
+    monkeypatch.setattr(control, "agree_objection", lambda world, objection: objection)
+    with offsets.open_clocks(a_group(1), [{"hostname": "node1"}, {"hostname": "node2"}]) as its:
+        assert "cannot connect to 127.0.0.1" in str(its.objection)
+        assert (its.compare_again([[0, 1]]), its.ahead_ns, its.offsets) == (None, 0, ())
+        assert its.compare_again([[0], [1]]) == 0.0  # inside each host
 
 
 def test_a_rank_that_is_lost_meanwhile_is_named() -> None:
     """The other end closes: an error that names the rank and its host, at once."""
     here, there = socket.socketpair()
     there.close()
-    with here, pytest.raises(RuntimeError, match=r"rank 1 \(node2\) is lost while the clocks"):
-        offsets._compared(a_group(0), [[0], [1]], {1: here})
+    with (
+        here,
+        pytest.raises(RuntimeError, match=r"lost rank 1 \(node2\) while comparing the clocks"),
+    ):
+        offsets._gather_ahead(a_group(0), [[0], [1]], {1: here})
 
 
 def test_of_one_clock_nothing_is_asked() -> None:
     """All ranks in one clock domain: no socket, no message, stamps as they are, off by nothing."""
-    with offsets.opened(a_group(1), [{"hostname": "node1"}] * 2) as its:
-        assert (its.again([[0, 1]]), its.ahead_ns, its.offsets, its.peers) == (0.0, 0, (), {})
+    with offsets.open_clocks(a_group(1), [{"hostname": "node1"}] * 2) as its:
+        assert (its.compare_again([[0, 1]]), its.ahead_ns, its.offsets, its.peers) == (
+            0.0,
+            0,
+            (),
+            {},
+        )
 
 
 # --- real ranks -----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.catalog import workloads
-from ddpbench.catalog.task import Place, Task, Training
+from ddpbench.catalog.task import RankSetup, Task, Training
 from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.measure import training
@@ -53,16 +53,16 @@ class Bench:
     settings: dict[str, int] = field(default_factory=lambda: SMALL)
     rate: float = 0.002
 
-    def place(self, rank: int | None = None) -> Place:
-        """This rank's place, or another's without a group."""
-        size = self.world.world_size
+    def setup(self, rank: int | None = None) -> RankSetup:
+        """Return the setup of this rank, or of another without a group."""
+        size = self.ranks.world_size
         if rank is None:
-            return Place(self.world.rank, size, 8, CPU, self.seed, self.tested)
-        return Place(rank, size, 8, CPU, self.seed, None)
+            return RankSetup(self.ranks.rank, size, 8, CPU, self.seed, self.tested)
+        return RankSetup(rank, size, 8, CPU, self.seed, None)
 
     def task(self, rank: int | None = None) -> Task:
         """The regression."""
-        return WORKLOADS["regression"].build(self.settings, self.place(rank))
+        return WORKLOADS["regression"].build(self.settings, self.setup(rank))
 
     def train(
         self, epochs: int, checkpoint: str | None = None, resume: bool = False,
@@ -74,7 +74,7 @@ class Bench:
         return training.train(
             self.world, self.tested, task or self.task(),
             lambda model: torch.optim.Adam(model.parameters(), lr=self.rate),
-            epochs, path, resume, verify, seen,
+            epochs, checkpoint=path, resume=resume, verify=verify, report=seen,
         )  # fmt: skip
 
     def refusal(self, *arguments: Any, **more: Any) -> str:
@@ -241,16 +241,16 @@ def play_converged(bench: Bench) -> Any:
     """The regression as it is, to the end of 20 epochs."""
     workload = WORKLOADS["regression"]
     settings = {name: values["cpu"] for name, values in workload.settings.items()}
-    place = replace(bench.place(), batch=workload.batch["cpu"])
-    task = workload.build(settings, place)
+    setup = replace(bench.setup(), batch=workload.batch["cpu"])
+    task = workload.build(settings, setup)
     assert task.training is not None
-    whole = workload.build(settings, replace(place, rank=0, world_size=1)).training
+    whole = workload.build(settings, replace(setup, rank=0, world_size=1)).training
     assert whole is not None
     start = validated(task.model, [whole])
     epochs = training.train(
         bench.world, bench.tested, task,
         lambda model: torch.optim.Adam(model.parameters(), lr=workload.learning_rate),
-        20, None, False, None, str,
+        20,
     )  # fmt: skip
     return [start, *(epoch.validation_loss for epoch in epochs)]
 
@@ -366,13 +366,13 @@ REFUSED = {
     "missing": "missing.pt cannot be read (No such file or directory)",
     "text": "text.pt is damaged",
     "empty": "empty.pt is damaged",
-    "foreign": "foreign.pt is no checkpoint of ddpbench's",
+    "foreign": "foreign.pt is not a checkpoint of ddpbench",
     "half": "half.pt is damaged",
-    "lacking": "lacking.pt is of another model: ",
-    "done": "good.pt was made after epoch 1, and 1 are asked for: ask for more",
-    "width": "good.pt is of another training: width is 16 there and 8 here",
-    "seed": "good.pt is of another training: seed is 3 there and 4 here",
-    "rate": "good.pt is of another training: learning rate is 0.002 there and 0.5 here",
+    "lacking": "lacking.pt is from another model: ",
+    "done": "good.pt was made after epoch 1, but --epochs is 1: choose more epochs",
+    "width": "good.pt is from another training: width is 16 there and 8 here",
+    "seed": "good.pt is from another training: seed is 3 there and 4 here",
+    "rate": "good.pt is from another training: learning rate is 0.002 there and 0.5 here",
     "folder": "none/good.pt: there is no folder ",
 }
 
@@ -412,11 +412,9 @@ def test_regression_converges(played: Played, size: int) -> None:
 
 def test_other_tasks_do_not_train() -> None:
     """A task without a training is refused before anything is made."""
-    task = WORKLOADS["linear"].build({}, Place(0, 1, 2, CPU, 0, None))
+    task = WORKLOADS["linear"].build({}, RankSetup(0, 1, 2, CPU, 0, None))
     with pytest.raises(ValueError, match="has no training"):
-        training.train(
-            mock.Mock(), mock.Mock(), task, mock.Mock(), 1, None, False, None, mock.Mock()
-        )
+        training.train(mock.Mock(), mock.Mock(), task, mock.Mock(), 1)
 
 
 def main(folder: Path, size: int, *names: str) -> None:

@@ -94,10 +94,9 @@ class Bench:
     calls = generation = 1
     huge_share, page_faults = None, 0
 
-    def __init__(
-        self, case: Case, operation: Any, plan: Plan, world: World, *_: object
-    ) -> None:  # as of loop.Bench
-        self.case, self.operation, self.plan, self.world = case, operation, plan, world
+    def __init__(self, case: Case, plan: Plan, world: World, *_: object) -> None:
+        self.case, self.operation, self.plan = case, OPERATIONS[case.operation], plan
+        self.world = world
         self.at = 0
 
     def repeat(self, count: int, batch: int = 1) -> Any:
@@ -127,7 +126,7 @@ def measured(size: int, folder: Path) -> dict[str, float]:
     for name in ("scipy.stats", "pyarrow.parquet", "pandas"):
         import_module(name)
     world = simulate(size)
-    backend, operation, hosts = backends.get("gloo"), OPERATIONS["all_reduce"], len(world.hosts)
+    backend, hosts = backends.get("gloo"), len(world.hosts)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with timed("facts s"):
         run = Run("", "collectives", (), PLAN, store.format_now(), backends=("gloo",))
@@ -143,10 +142,12 @@ def measured(size: int, folder: Path) -> dict[str, float]:
         nothing = cast(Any, None)
         team = Subgroup(divide_ranks("world", [range(size)]), nothing, nothing)
         with timed("gather s", CASES):
-            samples = pace.measure(case, operation, PLAN, world, team, nothing, 0.0, None)
+            samples = pace.measure(
+                case, PLAN, world, team, nothing, shortest_seconds=0.0, objection=None
+            )
         with timed("summary s", CASES):
             launch_facts.gather_others_share(world, cpu.CpuMeter())
-            result = Result(case, 0, 1.0, 4.0, 4, wrong=tuple(pace.everyones_wrong(world, samples)))
+            result = Result(case, 0, 1.0, 4.0, 4, wrong=tuple(pace.gather_wrong(world, samples)))
             outcome = summarise_result(result, samples, 0.0)
         with timed("store s", CASES):
             record.add(*outcome)

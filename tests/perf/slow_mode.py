@@ -46,7 +46,7 @@ def looks(seconds: float) -> list[tuple[float, ...]]:
         until = time.monotonic() + seconds
         while comm.bcast(time.monotonic() < until):
             world.watchdog.rearm()
-            told = comm.bcast(handoff.seconds())
+            told = comm.bcast(handoff.measure_seconds())
             taken, copies = [], []
             for _ in range(CALLS):
                 comm.Barrier()
@@ -58,7 +58,7 @@ def looks(seconds: float) -> list[tuple[float, ...]]:
                 began = time.perf_counter()
                 np.copyto(copy, ours)
                 copies.append(time.perf_counter() - began)
-            again = comm.bcast(handoff.seconds())
+            again = comm.bcast(handoff.measure_seconds())
             if told and again:
                 medians = told, float(np.median(slowest)), statistics.median(copies), again
                 found.append(tuple(1e6 * value for value in medians))

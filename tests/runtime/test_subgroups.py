@@ -12,7 +12,6 @@ from stored_runs import a_case, a_result, a_run
 from ddpbench import collectives
 from ddpbench.analysis import stats
 from ddpbench.analysis.kept import Kept
-from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.measure import start
 from ddpbench.measure.calibrate import Rates
 from ddpbench.records.schema import Case, Limit, Plan
@@ -69,7 +68,7 @@ def bench(rank: int, case: Case, hosts: list[list[int]] = TWO) -> Any:
         if rank in members:
             team = Subgroup(its, nothing, cast(Any, "group"), number, members.index(rank))
     group: Any = SimpleNamespace(rank=rank, world_size=sum(map(len, hosts)))
-    return Bench(case, OPERATIONS[case.operation], Plan(), group, team, torch.device("cpu"))
+    return Bench(case, Plan(), group, team, torch.device("cpu"))
 
 
 def test_each_group_has_data_of_its_own() -> None:
