@@ -39,7 +39,7 @@ from ddpbench.launch import placement
             ["collectives", "--op", "all_redcue"],
             r"'all_redcue': choose .* Did you mean all_reduce\?",
         ),
-        (["collectives", "--backend", "glo"], r"unknown backend 'glo'.*did you mean gloo\?"),
+        (["collectives", "--backend", "glo"], r"unknown backend 'glo'.*Did you mean gloo\?"),
         (["collectives", "--dtype", "float23"], r"unknown dtype 'float23'"),
         (["collectives", "--sizes", "4:64M"], r"'4:64M' is not a list of sizes: write 4:64M:x4"),
         (["collectives", "--sizes", "0"], r"smallest size is 1 byte"),
@@ -59,9 +59,9 @@ def test_bad_input_is_one_sentence(tmp_path: Path, words: list[str], sentence: s
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["launch", "--"], r"no command after --: choose collectives, ddp or doctor$"),
-        (["manifest", "--"], r"no command after --: choose collectives, ddp or doctor$"),
-        (["collectives", "--backend", "fake"], r"unknown backend 'fake': known are gloo, nccl"),
+        (["launch", "--"], r"after -- comes what the ranks do, one of collectives, ddp, doctor$"),
+        (["manifest", "--"], r"after -- comes what the ranks do, one of collectives, ddp, doctor$"),
+        (["collectives", "--backend", "fake"], r"unknown backend 'fake': choose gloo, nccl"),
         (["collectives", "--backend", "undefined"], r"unknown backend 'undefined'"),
         (["collectives", "--timeout", "0.001"], r"'0.001' is not a number of seconds from 1 on"),
         (["collectives", "--op", "\udcff"], r"unknown operation '\\udcff'"),

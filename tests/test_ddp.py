@@ -258,12 +258,12 @@ def test_a_slow_rank_is_named(pool: RankPool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--workload", "mpl"), "did you mean mlp"),
+        (("--workload", "mpl"), "Did you mean mlp"),
         (("--width", "0"), "--width"),
-        (("--workload", "linear", "--width", "8"), "--width means nothing to linear"),
+        (("--workload", "linear", "--width", "8"), "--width does not apply to linear"),
         (("--static-graph", "--accumulate", "2"), "exclude each other"),
-        (("--inject", "bitflip"), "did you mean bit-flip"),
-        (("--inject", "nan:setp=3"), "does not take 'setp=3'"),
+        (("--inject", "bitflip"), "Did you mean bit-flip"),
+        (("--inject", "nan:setp=3"), "has no setting 'setp=3'"),
         (("--verify", "sometimes"), "every, off or a whole number"),
         (("--checkpoint", "x.pt"), "--workload regression"),
         (("--epochs", "3"), "--workload regression"),
@@ -388,7 +388,7 @@ def test_the_users_own_model(pool: RankPool, tmp_path: Path) -> None:
     ("function", "told"),
     [
         ("wrong", "(model, batch, loss)"),
-        ("unlike", "another than in rank 0: parameter ['weight', [4, 6]"),
+        ("unlike", "differs from rank 0's: parameter ['weight', [4, 6]"),
         ("fails", "KeyError: 'absent', at fails (mine.py:"),
     ],
 )

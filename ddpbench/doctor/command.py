@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_faults(parser.add_argument_group("faults, to check that the doctor finds them"))
     options.add_where(parser)
-    options.add_repeats(parser, "seed of all random orders (default: drawn)")
+    options.add_repeats(parser, "all random orders")
     options.add_shown(parser, FINDING_COLUMNS)
     options.add_stored(parser)
 
@@ -162,11 +162,11 @@ def prepare(launch: LaunchContext[Options]) -> Work[str]:
         return examine
 
     backend = launch.backend.name
-    return Work(launch.asked.only, lambda name: f"the examination of {name} on {backend}", begin)
+    return Work(launch.options.only, lambda name: f"the examination of {name} on {backend}", begin)
 
 
 def _context(launch: LaunchContext[Options], recorder: Recorder, progress: Progress) -> Context:
-    options = launch.asked
+    options = launch.options
     return Context(
         world=launch.world,
         backend=launch.backend,

@@ -1,4 +1,4 @@
-"""The facts that are stored with a launch: who runs where, and what each rank and host used."""
+"""Facts that are stored with a launch: where each rank runs, and what ranks and hosts used."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ def gather_launch_record(
     world: World,
     backend: Backend,
     device: str,
+    *,
     index: int,
-    times: dict[str, float],
+    clock: dict[str, float],
     facts: dict[str, object],
     cases: int,
 ) -> Launch:
-    """Who runs where, for the record; every rank tells its own part.
+    """Gather the record of a launch from all ranks.
 
-    facts: what the command adds to those of the environment.
+    clock: clock.properties of rank 0. facts: the command's, stored with those of the environment.
     """
     addresses = world.addresses
-    mine = {
+    rank_facts = {
         **environment.rank_facts(),
         "interface": environment.interface_of(next(iter(addresses), world.address)),
         "addresses": addresses,
         "gpu_before": environment.gpu_state(),
     }
-    everyone = control.gather_values(world, mine)
+    ranks = control.gather_values(world, rank_facts)
     return Launch(
         index=index,
         backend=backend.name,
@@ -45,50 +46,49 @@ def gather_launch_record(
         launcher=world.placement.launcher,
         world_size=world.world_size,
         facts={**environment.run_facts(), **facts} if world.rank == 0 else {},
-        ranks=tuple(everyone),
-        clock=times,
+        ranks=tuple(ranks),
+        clock=clock,
         started=store.format_now(),
         cases=cases,
     )
 
 
 def agree_thread_count(world: World) -> int:
-    """Compute threads of one rank, the same in all: what the user set, else its share of cores.
+    """Agree on the compute threads of one rank: OMP_NUM_THREADS, else its share of the cores.
 
-    torchrun sets OMP_NUM_THREADS to 1 where the user has not.
+    A value of 1 under torchrun does not count: torchrun sets it if the user has not set any.
     """
-    said = os.environ.get("OMP_NUM_THREADS", "")
+    text = os.environ.get("OMP_NUM_THREADS", "")
     cores = sorted(os.sched_getaffinity(0))
-    everyones = control.gather_values(world, cores)
-    sharers = sum(everyones[rank] == cores for rank in world.neighbours)  # bound ranks share none
-    by_torchrun = said == "1" and "TORCHELASTIC_RUN_ID" in os.environ
-    own = int(said) if said.isdecimal() and int(said) and not by_torchrun else 0
-    return int(min(control.gather_values(world, own or max(1, len(cores) // sharers))))
+    all_cores = control.gather_values(world, cores)
+    sharers = sum(all_cores[rank] == cores for rank in world.neighbours)  # bound ranks share none
+    by_torchrun = text == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    chosen = int(text) if text.isdecimal() and not by_torchrun else 0
+    return int(min(control.gather_values(world, chosen or max(1, len(cores) // sharers))))
 
 
-def gather_usage(world: World, whole: cpu.CpuMeter) -> list[dict[str, object]]:
-    """What each rank used since the meter's start, for the end of a launch's record."""
-    mine = {"cpu": asdict(whole.stop()), "gpu_after": environment.gpu_state()}
-    return control.gather_values(world, mine)
+def gather_usage(world: World, meter: cpu.CpuMeter) -> list[dict[str, object]]:
+    """Gather what each rank used since the meter's start."""
+    usage = {"cpu": asdict(meter.stop()), "gpu_after": environment.gpu_state()}
+    return control.gather_values(world, usage)
 
 
 def gather_others_share(world: World, meter: cpu.CpuMeter) -> float | None:
-    """The largest share of a host's cores that other processes used, over the hosts."""
+    """Gather the largest share, over the hosts, of a host's cores that other processes used."""
     return compute_others_share(world, control.gather_values(world, read_spent_seconds(meter)))
 
 
 def read_spent_seconds(meter: cpu.CpuMeter) -> list[float | None]:
-    """What this rank tells the others of itself and its host since the meter's start, in seconds:
-    its own CPU time, that of all processes, and the wall's."""
-    used = meter.stop()
-    return [used.own_seconds, used.host_busy_seconds, used.wall_seconds]
+    """Return seconds since the meter's start: this rank's CPU time, its host's, the wall time."""
+    usage = meter.stop()
+    return [usage.own_seconds, usage.host_busy_seconds, usage.wall_seconds]
 
 
-def compute_others_share(world: World, everyone: Sequence[Sequence[Any]]) -> float | None:
-    """The same as `others_share`, of what every rank has told."""
+def compute_others_share(world: World, spent: Sequence[Sequence[Any]]) -> float | None:
+    """Compute the same share from `read_spent_seconds` of every rank."""
     shares = []
     for members in world.machines.values():
-        _, busy, wall = everyone[members[0]]
-        own = [everyone[rank][0] for rank in members]
+        _, busy, wall = spent[members[0]]
+        own = [spent[rank][0] for rank in members]
         shares.append(cpu.others_share(busy, own, wall, psutil.cpu_count() or 1))
     return max((share for share in shares if share is not None), default=None)

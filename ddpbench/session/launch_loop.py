@@ -1,5 +1,7 @@
-"""The launch loop, the same for every measuring command: meet, agree, then on each backend record
-the launch and measure its cases, each stored at once. A command says what its cases are."""
+"""The launch loop of every measuring command: meet, agree, then measure the cases on each backend.
+
+Each case is stored at once. A command supplies its cases and a function that measures one.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,10 @@ if TYPE_CHECKING:
 
     from ddpbench.session.progress import Progress
     from ddpbench.session.recorder import Recorder
-    from ddpbench.session.run_end import End
 
 T = TypeVar("T", bound=RunOptions)
-C = TypeVar("C")  # what one case is to a command
-Measure = Callable[[C], tuple[Outcome, dict[str, Any] | None]]  # the outcome, its samples' columns
+C = TypeVar("C")  # a command's case
+Measure = Callable[[C], tuple[Outcome, dict[str, Any] | None]]  # → outcome, columns of its samples
 
 
 @dataclass(frozen=True)
@@ -41,140 +42,144 @@ class LaunchContext(Generic[T]):
 
     world: World
     backend: Backend
-    name: str  # by which torch knows the backend
-    tested: dist.ProcessGroup  # all ranks, on that backend
-    asked: T
+    name: str  # of the backend in torch
+    tested: dist.ProcessGroup  # all ranks, on the backend that is measured
+    options: T
     plan: Plan
     device: torch.device
-    index: int  # the launch's number
-    closing: ExitStack  # what ends with the launch
+    index: int  # number of the launch in the run
+    closing: ExitStack  # contexts that end with the launch
 
 
 @dataclass(frozen=True)
 class Work(Generic[C]):
-    """What a command measures in one launch."""
+    """The measurements of one launch."""
 
     cases: Sequence[C]
-    phase: Callable[[C], str]  # a case in words, for the message when it hangs
-    # Called when the launch is recorded. What it returns measures one case, all ranks together.
+    phase: Callable[[C], str]  # describes a case, for the message if it hangs
+    # Called once the launch is recorded. Returns a function that measures one case on all ranks.
     begin: Callable[[Recorder, Progress], Measure[C]]
-    facts: dict[str, object] = field(default_factory=dict)  # of the launch, that only it knows
+    facts: dict[str, object] = field(default_factory=dict)  # of the launch, from the command
 
 
 Prepare = Callable[[LaunchContext[T]], Work[Any]]
 
 
-def run(asked: T, place: Placement, prepare: Prepare[T]) -> int:
-    """One rank's part of a launch: meet, agree, measure each backend; the exit code."""
+def run(options: T, placement: Placement, prepare: Prepare[T]) -> int:
+    """Run one rank's part: meet, agree, measure on each backend. Return the exit code."""
     from ddpbench.session import run_end
 
-    if place.rank == 0:
-        for name in ("scipy.special", "pyarrow.parquet"):  # slow: not while the others wait
+    if placement.rank == 0:
+        for name in ("scipy.special", "pyarrow.parquet"):  # slow imports, before the others wait
             import_module(name)
-    with join_world(place, asked.rendezvous(), asked.share_gpu) as world:
-        control.agree_same_options(world, asked.named())
-        folder, plan = run_folder.broadcast_run_folder(world, asked)
+    with join_world(placement, options.rendezvous(), options.share_gpu) as world:
+        control.agree_same_options(world, options.named())
+        folder, plan = run_folder.broadcast_run_folder(world, options)
         world.watchdog.on_end = lambda *end: run_end.mark(folder, *end)
         end = None
-        for number, name in enumerate(asked.backend):
+        for index, name in enumerate(options.backend, options.launch):
             try:
                 backend = backends.get(name)
-                failure = _measure(
-                    world, backend, asked, plan, asked.launch + number, folder, prepare
-                )
+                failure = _measure(world, backend, options, plan, prepare, index=index, run=folder)
             except Refused:
-                if place.rank == 0 and asked.join is None:
+                if placement.rank == 0 and options.join is None:
                     run_end.discard(folder)
                 raise
             if failure is not None:
                 end = run_end.End("failed", failure, 5)
-            elif (by := control.agree_objection(world, world.interrupted)) is not None:
-                end = run_end.interrupted(by)
+            elif (signal := control.agree_objection(world, world.interrupted)) is not None:
+                end = run_end.interrupted(signal)
             if end is not None:
                 break
-        code = None
-        if end is not None and (asked.join is not None or end.code != 130):
-            # Whoever started the ranks may end them all when the first one fails. So rank 0 reports
-            # a failure before any rank leaves.
-            world.watchdog.begin_phase("the report of the failure")
-            code = _report(asked, folder, end) if place.rank == 0 else end.code
+        if end is not None and options.join is not None:
+            if placement.rank == 0:
+                run_end.mark(folder, end.state, end.reason or "", end.code)
+                if end.code == 5:
+                    tell(end.reason or "")
+            # The launcher ends all ranks once one has failed, so rank 0 must report before that.
             control.barrier_all()
-    if code is None and place.rank == 0:
-        code = _report(asked, folder, end)
-    return code if code is not None else end.code if end else 0
-
-
-def _report(asked: RunOptions, folder: Path, end: End | None) -> int:
-    """Finish the run, or mark a run that this launch has joined, on rank 0; the exit code."""
-    from ddpbench.session import run_end
-
-    if asked.join is None:
-        return run_end.finish(folder, asked.format, asked.columns, asked.quiet, end)
-    if end is None:
-        return 0
-    run_end.mark(folder, end.state, end.reason or "", end.code)
-    if end.code == 5:
-        tell(end.reason or "")
-    return end.code
+    if placement.rank == 0 and options.join is None:
+        return run_end.finish(folder, options.format, options.columns, options.quiet, end)
+    return end.code if end else 0
 
 
 def _measure(
-    world: World, backend: Backend, asked: T, plan: Plan, index: int, folder: Path,
+    world: World,
+    backend: Backend,
+    options: T,
+    plan: Plan,
     prepare: Prepare[T],
-) -> str | None:  # fmt: skip
-    """The launch loop: connect, record the launch, measure each case and store it at once.
+    *,
+    index: int,
+    run: Path,
+) -> str | None:
+    """Connect, record the launch in the folder `run`, and measure its cases.
 
-    Returns, in every rank, why the results can no longer be stored; None when all went well.
+    Returns, in every rank, why results can no longer be stored; None if they can.
     """
     from ddpbench.measure import clock
     from ddpbench.session.progress import Bar, Progress
     from ddpbench.session.recorder import FileRecorder, Recorder
 
-    device = world.agree_device(asked.device)
+    device = world.agree_device(options.device)
     with ExitStack() as closing:
         name = agree_torch_name(world, backend)
         tested = closing.enter_context(world.agree_group(name))
         barrier_to_connect(world, backend, tested)
-        began, whole = time.monotonic(), cpu.CpuMeter()
+        began, meter = time.monotonic(), cpu.CpuMeter()
         work = prepare(
-            LaunchContext(world, backend, name, tested, asked, plan, device, index, closing)
+            LaunchContext(world, backend, name, tested, options, plan, device, index, closing)
         )
-        times = control.broadcast_value(world, clock.properties())
         launch = launch_facts.gather_launch_record(
-            world, backend, asked.device, index, times, work.facts, len(work.cases)
+            world,
+            backend,
+            options.device,
+            index=index,
+            clock=control.broadcast_value(world, clock.properties()),
+            facts=work.facts,
+            cases=len(work.cases),
         )
-        writes = world.rank == 0
-        recorder = FileRecorder(folder, launch) if writes else Recorder(launch)
-        shown = writes and asked.shows_progress
-        progress = Bar(backend.name, len(work.cases)) if shown else Progress()
-        measure, failure = work.begin(recorder, progress), None
-        for case in work.cases:
-            if control.agree_objection(world, world.interrupted) is not None:
-                break
-            world.watchdog.begin_phase(work.phase(case))
-            recorder.add(*measure(case))
-            progress.advance(1)
-            failure = control.broadcast_value(world, recorder.failure)
-            if failure is not None:
-                break
-        used = launch_facts.gather_usage(world, whole)
+        writes, count = world.rank == 0, len(work.cases)
+        recorder = FileRecorder(run, launch) if writes else Recorder(launch)
+        progress = Bar(backend.name, count) if writes and options.shows_progress else Progress()
+        failure = _measure_cases(world, work, recorder, progress)
+        usage = launch_facts.gather_usage(world, meter)
         progress.stop()
-        recorder.close(time.monotonic() - began, used)
+        recorder.close(time.monotonic() - began, usage)
     return failure
 
 
+def _measure_cases(
+    world: World, work: Work[C], recorder: Recorder, progress: Progress
+) -> str | None:
+    """Measure each case and store it at once. Return why results can no longer be stored."""
+    measure = work.begin(recorder, progress)
+    for case in work.cases:
+        if control.agree_objection(world, world.interrupted) is not None:
+            return None
+        world.watchdog.begin_phase(work.phase(case))
+        recorder.add(*measure(case))
+        progress.advance(1)
+        failure = control.broadcast_value(world, recorder.failure)
+        if failure is not None:
+            return str(failure)
+    return None
+
+
 def agree_torch_name(world: World, backend: Backend) -> str:
-    """The name by which torch knows the backend. Refused in all ranks together where the
-    backend's own launcher did not start them."""
+    """Return the backend's name in torch.
+
+    Raises Refused in all ranks together if the backend's own launcher did not start them.
+    """
     name = backend.register() if backend.register else backend.name
     size, objection = backend.size(), None
     if backend.interfaces:
         objection = network.check_nccl_interface(backend.interfaces, len(world.hosts) > 1)
     if size is not None and size != world.world_size:
         objection = (
-            f"{backend.name} sees a world of {size}, not of {world.world_size} ranks: start them "
-            f"with the mpirun of {backend.library()}, or with srun and the --mpi that it knows "
-            "(pmix for Open MPI, pmi2 for MPICH)"
+            f"{backend.name} sees a world size of {size}, not {world.world_size}: start the ranks "
+            f"with the mpirun of {backend.library()}, or with srun --mpi=pmix (Open MPI) or "
+            "--mpi=pmi2 (MPICH)"
         )
     if (sentence := control.agree_objection(world, objection)) is not None:
         raise Refused(sentence)
@@ -182,9 +187,9 @@ def agree_torch_name(world: World, backend: Backend) -> str:
 
 
 def barrier_to_connect(world: World, backend: Backend, tested: dist.ProcessGroup | None) -> None:
-    """One barrier, so that connections made at the first call are no part of the first case.
+    """Call one barrier, so that the first case does not include the time to connect.
 
-    All ranks call it; None: this one is not in the group.
+    All ranks call it. `tested` is None in a rank that is not in the group.
     """
     import torch.distributed as dist
 

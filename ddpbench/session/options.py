@@ -1,4 +1,4 @@
-"""Options that the measuring commands share, and the strict types of their values. No torch."""
+"""Options that the measuring commands share, and strict types for their values. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpbench.session.errors import refuse
 
 
 class Parser(argparse.ArgumentParser):
-    """Strict: no abbreviations; an error is one sentence, from one process, exit code 2."""
+    """A strict parser. It takes no abbreviations. An error is one sentence, with exit code 2."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(
@@ -27,18 +27,18 @@ class Parser(argparse.ArgumentParser):
         )
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help; unlike argparse's own, not silently into a stdout that takes nothing."""
+        """Print the help. Unlike argparse, raise OSError if stdout cannot be written."""
         (file or sys.stdout).write(self.format_help())
 
     def parse_known_args(self, *args: Any, **settings: Any) -> Any:
-        """Refuses what it does not know, also as the parser of an action of a command."""
+        """Refuse unknown arguments, also when this parses a subcommand."""
         namespace, unknown = super().parse_known_args(*args, **settings)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
-        """End with the sentence; under a launcher in rank 0 only."""
+        """Refuse with the message; under a launcher, only rank 0 prints it."""
         unknown = re.fullmatch(r"unrecognized arguments: (.*)", message)
         if unknown:
             word = (unknown[1].split() or ["''"])[0]
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def names(kind: str, known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
-    """The type of a comma list of known names; `all` means every one."""
+    """Return the type of a comma-separated list of known names; `all` means all of them."""
     table = list(known)
 
     def parse(text: str) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ def names(kind: str, known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def listed(text: str) -> tuple[str, ...]:
-    """The type of a comma list: each word once, none empty."""
+    """Parse a comma-separated list: drop repeated words, refuse empty ones."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
         raise argparse.ArgumentTypeError(f"{text!r} has an empty name: write a,b,c")
@@ -73,7 +73,7 @@ def listed(text: str) -> tuple[str, ...]:
 
 
 def size_list(text: str) -> tuple[int, ...]:
-    """The type of `--sizes`."""
+    """Parse the value of `--sizes`."""
     try:
         return sizes.parse(text)
     except ValueError as error:
@@ -81,7 +81,7 @@ def size_list(text: str) -> tuple[int, ...]:
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """The type of a whole number within bounds."""
+    """Return the type of a whole number within bounds."""
     bounds = f"from {least} on" if most is None else f"from {least} to {most}"
 
     def parse(text: str) -> int:
@@ -93,7 +93,7 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """The type of a number above 0."""
+    """Parse a number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -104,14 +104,14 @@ def positive(text: str) -> float:
 
 
 def time_limit(text: str) -> float:
-    """The type of `--timeout`: ranks cannot even meet in less than a second."""
+    """Parse the value of `--timeout`. Ranks cannot meet in less than a second."""
     if (value := positive(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 on")
     return value
 
 
 def fault(kind: str) -> Callable[[str], str]:
-    """The type of `--inject`, of faults of one kind."""
+    """Return the type of `--inject` for faults of one kind."""
 
     def parse(text: str) -> str:
         try:
@@ -124,10 +124,10 @@ def fault(kind: str) -> Callable[[str], str]:
 
 
 def init_method(text: str) -> str:
-    """The type of `--init-method`."""
+    """Parse the value of `--init-method`."""
     if re.match(r"\w+://[^/]*@|tcp://.*@", text):
         raise argparse.ArgumentTypeError(
-            "it holds a user name or password, which no rendezvous asks for: write tcp://HOST:PORT"
+            "it contains a user name or password, which no rendezvous needs: write tcp://HOST:PORT"
         )
     tcp = re.fullmatch(r"tcp://[^/]+:(\d{1,5})", text)
     if tcp and 0 < int(tcp[1]) < 65536:
@@ -154,116 +154,134 @@ def import_modules(words: Sequence[str]) -> None:
                 raise placement.Refused(f"--import {module}: {error}") from None
 
 
+def add_group(parser: argparse.ArgumentParser, title: str, texts: str) -> Callable[..., None]:
+    """Add a group of options. Return a function that adds an option to it.
+
+    texts: the help of all options; each begins with its option at the start of a line. The function
+    takes the option's flags, its type, its default, and keywords for argparse. It ends the help
+    with the default, unless the help already names one.
+    """
+    group = parser.add_argument_group(title)
+    help_of = dict(re.findall(r"^(--\S+) +(.+(?:\n +.+)*)", texts, re.MULTILINE))
+
+    def add(*flags: str, kind: Any = None, default: Any = None, **settings: Any) -> None:
+        text = " ".join(help_of[flags[-1]].split())
+        if default is not None:
+            settings["default"] = default
+            if "(default:" not in text:
+                shown = ",".join(default) if isinstance(default, tuple) else default
+                text += (
+                    f" (default: {shown:g})" if isinstance(shown, float) else f" (default: {shown})"
+                )
+        if kind is not None:
+            settings["type"] = kind
+        group.add_argument(*flags, help=text, **settings)
+
+    return add
+
+
+WHERE = """
+--backend      backends to measure side by side: {backends}, any other that torch knows, auto (the
+               best for the device) or all (all that can run here)
+--device       device of the tensors; auto: cuda for nccl, cpu for another named backend, else cuda
+               if a GPU is visible
+--nproc        number of ranks to start on this host if no launcher started them (default: 2, or
+               one per GPU)
+--import       module to import first, such as a plug-in that registers a backend; can be repeated
+               (default: none)
+--share-gpu    allow several ranks to use the same GPU, for tests
+--init-method  how the ranks meet: env://, tcp://HOST:PORT or file:///PATH (default: as the launcher
+               defines it)
+--master-addr  host name or address of rank 0 (default: as the launcher defines it)
+--master-port  port on rank 0 (default: as the launcher defines it, else a free one)
+--timeout      longest time that a rank waits for the others, in seconds, at least 1
+--watchdog     what to do when a deadline is missed: end the run, report it, or ignore it
+"""
+
+
 def add_where(parser: argparse.ArgumentParser) -> None:
-    """Backend, device, and how ranks start and meet."""
-    where = parser.add_argument_group("where")
-    add = where.add_argument
-    add(
-        "--backend",
-        type=listed,
-        default=("auto",),
-        metavar="NAME,…",
-        help=f"of: {', '.join(backends.BACKENDS)}, any other that torch has registered; auto: the "
-        "best for the device (default); all: all that can run here; a list is run side by side",
-    )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
-    add(
-        "-n",
-        "--nproc",
-        type=whole(1),
-        metavar="N",
-        help="ranks to start on this host where no launcher did; default 2, or one a GPU",
-    )
-    add(
-        "--import",
-        dest="modules",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="import this first, e.g. a plug-in that registers a backend",
-    )
-    add("--share-gpu", action="store_true", help="let several ranks use one GPU, to try things")
-    add(
-        "--init-method",
-        type=init_method,
-        metavar="URL",
-        help="env://, tcp://HOST:PORT or file:///PATH; default: as the launcher says",
-    )
-    add("--master-addr", metavar="HOST", help="where rank 0 listens")
-    add("--master-port", type=whole(1, 65535), metavar="PORT", help="and on which port")
-    add(
-        "--timeout",
-        type=time_limit,
-        default=60.0,
-        metavar="SECONDS",
-        help="deadline of every wait, at least 1; default 60",
-    )
-    add(
-        "--watchdog",
-        choices=("end", "report", "off"),
-        type=lambda action: {"tell": "report"}.get(action, action),  # as it was called
-        default="end",
-        help="what to do when a deadline is missed: end the run, report it, or ignore it "
-        "(default: end)",
-    )
+    """Add the options on backend, device, and how ranks start and meet."""
+    texts = WHERE.format(backends=", ".join(backends.BACKENDS))
+    add = add_group(parser, "where", texts)
+    add("--backend", kind=listed, default=("auto",), metavar="NAME,…")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("-n", "--nproc", kind=whole(1), metavar="N")
+    add("--import", default=[], dest="modules", action="append", metavar="MODULE")
+    add("--share-gpu", action="store_true")
+    add("--init-method", kind=init_method, metavar="URL")
+    add("--master-addr", metavar="HOST")
+    add("--master-port", kind=whole(1, 65535), metavar="PORT")
+    add("--timeout", kind=time_limit, default=60.0, metavar="SECONDS")
+    choices = ("end", "report", "off")
+    former = {"tell": "report"}  # an earlier name of this choice
+    add("--watchdog", kind=lambda name: former.get(name, name), default="end", choices=choices)
 
 
-def add_repeats(parser: argparse.ArgumentParser, seed: str, launches: int = 1) -> None:
-    """Launches, how many there are where ddpbench starts the ranks, and the seed: the help on what
-    it is for."""
-    add = parser.add_argument_group("how often").add_argument
-    add(
-        "--launches",
-        type=whole(1),
-        metavar="R",
-        help="repeat in R sets of fresh processes; from 6 on, intervals hold over launches; "
-        f"default {launches}"
-        + (", and 1 where a launcher has started the ranks" if launches > 1 else ""),
-    )
-    add("--seed", type=whole(0), help=seed)
+REPEATS = """
+--launches     repeat everything in R launches, each with new processes; intervals over launches
+               need at least 6 (default: {launches})
+--seed         seed of {seeded} (default: {seed})
+"""
 
 
-def add_shown(parser: argparse.ArgumentParser, columns: Iterable[str], told: str = "") -> None:
-    """Format and columns. told: of these columns, after their names."""
-    shown = parser.add_argument_group("what is shown")
-    add = shown.add_argument
-    add("--format", choices=tuple(FORMATS), default="table", help="on stdout; default table")
-    add(
-        "--columns",
-        type=names("column", columns),
-        metavar="COLUMN,…",
-        help="of: " + ", ".join(columns) + told,
+def add_repeats(
+    parser: argparse.ArgumentParser, seeded: str, launches: int = 1, seed: int | None = None
+) -> None:
+    """Add the options on launches and the seed. `seeded` names what the seed determines."""
+    texts = REPEATS.format(
+        launches=f"{launches}; 1 if a launcher started the ranks" if launches > 1 else launches,
+        seeded=seeded,
+        seed="a random number, stored with the run" if seed is None else seed,
     )
-    add("--quiet", action="store_true", help="the tables only: no header, no legend, no progress")
+    add = add_group(parser, "how often", texts)
+    add("--launches", kind=whole(1), metavar="R")
+    add("--seed", kind=whole(0), default=seed, metavar="N")
+
+
+SHOWN = """
+--format       output format on stdout
+--columns      columns to show: {columns}{note} (default: those that fit the results)
+--quiet        show only the tables: no header, no legend, no progress
+"""
+
+
+def add_shown(parser: argparse.ArgumentParser, columns: Iterable[str], note: str = "") -> None:
+    """Add the options on format and columns. `note` follows the names of the columns."""
+    texts = SHOWN.format(columns=", ".join(columns), note=note)
+    add = add_group(parser, "what is shown", texts)
+    add("--format", default="table", choices=tuple(FORMATS))
+    add("--columns", kind=names("column", columns), metavar="COLUMN,…")
+    add("--quiet", action="store_true")
+
+
+LOGS = """
+--op           operation of tests that the log does not name: {operations} (default: from the
+               command above the test, the file's name or busbw / algbw)
+--ranks        number of ranks of tests that do not print it (default: from the same sources)
+"""
 
 
 def add_logs(parser: argparse.ArgumentParser) -> None:
-    """What other tools' logs may not tell."""
-    add = parser.add_argument_group("logs of other tools").add_argument
-    add(
-        "--op",
-        choices=sources.OPERATIONS,
-        metavar="NAME",
-        help="operation of tests that the log does not name (default: from the command above them, "
-        f"the file's name or busbw / algbw): {', '.join(sources.OPERATIONS)}",
-    )
-    add(
-        "--ranks",
-        type=whole(1, 2**20),
-        metavar="N",
-        help="number of ranks of tests that do not print it (default: likewise)",
-    )
+    """Add the options on facts that other tools' logs may lack."""
+    texts = LOGS.format(operations=", ".join(sources.OPERATIONS))
+    add = add_group(parser, "logs of other tools", texts)
+    add("--op", choices=sources.OPERATIONS, metavar="NAME")
+    add("--ranks", kind=whole(1, 2**20), metavar="N")
 
 
 def require_columns(form: str, columns: Iterable[str] | None) -> None:
-    """Raises Refused where columns are chosen of a format that has none."""
+    """Raise Refused if columns are chosen for a format that has none."""
     if columns is not None and form in WITHOUT_COLUMNS:
         raise placement.Refused(f"--format {form} has no columns: leave out --columns")
 
 
 def add_stored(parser: argparse.ArgumentParser) -> None:
-    """Where results go; and what ddpbench tells the ranks that it starts itself."""
-    parser.add_argument("--output", metavar="FOLDER", help="default: a new one in results/")
+    """Add --output, and the internal options with which ddpbench starts ranks."""
+    parser.add_argument(
+        "--output",
+        metavar="FOLDER",
+        help="folder for the results (default: a new folder in results/)",
+    )
     parser.add_argument("--join", help=argparse.SUPPRESS)
     parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)

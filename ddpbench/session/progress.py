@@ -1,4 +1,4 @@
-"""Show progress on stderr: a bar with the time left, if somebody watches."""
+"""Progress on stderr: a bar with the remaining time, in rank 0 if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 
 class Progress:
-    """Shows nothing: what every other rank has, and a run without a terminal."""
+    """Shows nothing, in other ranks and without a terminal."""
 
     def describe(self, text: str) -> None:
-        """Show what is measured now, beside the bar."""
+        """Show the current case beside the bar."""
 
     def advance(self, cases: float) -> None:
-        """Move the bar by so many cases."""
+        """Move the bar by a number of cases."""
 
     def stop(self) -> None:
         """Remove the bar."""
 
 
 class Bar(Progress):
-    """A bar of one launch."""
+    """The progress bar of one launch."""
 
     def __init__(self, label: str, cases: int) -> None:
         from rich.console import Console
@@ -35,7 +35,7 @@ class Bar(Progress):
         )
 
         self.label = label
-        # No thread refreshes it: that would run inside timed spans.
+        # No thread refreshes the bar: it would run inside timed spans.
         self._bar: Any = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -50,12 +50,12 @@ class Bar(Progress):
         self._bar.start()
 
     def describe(self, text: str) -> None:
-        """Show what is measured now, beside the bar."""
+        """Show the current case beside the bar."""
         self._bar.update(self._task, description=f"{self.label}: {text}")
         self._bar.refresh()
 
     def advance(self, cases: float) -> None:
-        """Move the bar by so many cases."""
+        """Move the bar by a number of cases."""
         self._bar.advance(self._task, cases)
         self._bar.refresh()
 

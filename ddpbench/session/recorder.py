@@ -1,4 +1,4 @@
-"""The record of a launch: rank 0 has it on disk after every case, the other ranks keep none."""
+"""The record of a launch. Rank 0 stores it after every case; the other ranks store nothing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from ddpbench.measure.offsets import Clocks
 
 Outcome = Result | StepResult | Examination
-# Where a run keeps each kind of outcome.
+# The part of a run that holds each kind of outcome.
 PARTS = {Result: "results", StepResult: "steps", Examination: "examinations"}
 
 
 class Recorder:
-    """Stores nothing: what every rank but 0 has."""
+    """Stores nothing, in every rank but 0."""
 
     failure: str | None = None  # why nothing more can be stored
 
@@ -27,17 +27,17 @@ class Recorder:
         self.launch = launch
 
     def add_clocks(self, clocks: Clocks) -> None:
-        """Store what is known of the clocks now."""
+        """Store the latest comparison of the clocks."""
 
     def add(self, outcome: Outcome, columns: dict[str, Any] | None = None) -> None:
-        """Store one case, with its raw samples (records.samples) where there are any."""
+        """Store one case, and its raw samples (records.samples) if there are any."""
 
     def close(self, seconds: float, used: list[dict[str, Any]]) -> None:
-        """Store how long the launch took, how much of it was measuring, what each rank used."""
+        """Store the times of the launch and what each rank used."""
 
 
 class FileRecorder(Recorder):
-    """Appends each outcome to the run's folder as soon as it is there."""
+    """Appends each outcome to the run's folder at once."""
 
     def __init__(self, folder: Path, launch: Launch) -> None:
         super().__init__(launch)
@@ -45,20 +45,20 @@ class FileRecorder(Recorder):
         self.part = len(store.read(folder).everything)
         self.measuring_seconds = 0.0
         hosts = {str(rank.get("hostname") or "") for rank in launch.ranks} - {""}
-        whose = redact.owner()
-        self._whose = replace(whose, hosts=(*whose.hosts, *sorted(hosts)))
+        owner = redact.owner()
+        self._owner = replace(owner, hosts=(*owner.hosts, *sorted(hosts)))
         self._add_launch(launch)
 
     def add_clocks(self, clocks: Clocks) -> None:
-        """Store what is known of the clocks now."""
-        why = {"clocks": clocks.objection} if clocks.objection else {}
-        facts = {**self.launch.facts, **why}
-        now = replace(self.launch, offsets=clocks.offsets, facts=facts)
-        if now != self.launch:
-            self._add_launch(now)
+        """Store the latest comparison of the clocks."""
+        objection = {"clocks": clocks.objection} if clocks.objection else {}
+        facts = {**self.launch.facts, **objection}
+        launch = replace(self.launch, offsets=clocks.offsets, facts=facts)
+        if launch != self.launch:
+            self._add_launch(launch)
 
     def add(self, outcome: Outcome, columns: dict[str, Any] | None = None) -> None:
-        """Store one case, with its raw samples (records.samples) where there are any."""
+        """Store one case, and its raw samples (records.samples) if there are any."""
         try:
             if columns is not None:
                 store.add_samples(self.folder, self.part, columns)
@@ -73,18 +73,19 @@ class FileRecorder(Recorder):
             self.measuring_seconds += outcome.measuring_seconds
 
     def close(self, seconds: float, used: list[dict[str, Any]]) -> None:
-        """Store how long the launch took, how much of it was measuring, what each rank used."""
+        """Store the times of the launch and what each rank used."""
         if self.failure is not None:
             return
-        self._add_launch(replace(
+        launch = replace(
             self.launch,
             ended=store.format_now(),
             sweep_seconds=seconds,
             measuring_seconds=self.measuring_seconds,
             ranks=tuple(
-                {**facts, **mine} for facts, mine in zip(self.launch.ranks, used, strict=True)
+                {**facts, **own} for facts, own in zip(self.launch.ranks, used, strict=True)
             ),
-        ))  # fmt: skip
+        )
+        self._add_launch(launch)
 
     def _add_launch(self, launch: Launch) -> None:
         self.launch = launch
@@ -92,6 +93,6 @@ class FileRecorder(Recorder):
             self._append("launches", launch)
 
     def _append(self, part: str, record: Any, **more: int) -> None:
-        """As a line of the run. Raises OSError."""
+        """Append a record to the run as one line. Raises OSError."""
         line = {**more, part: asdict(record)}
-        store.append(self.folder, redact.record(line, self._whose))
+        store.append(self.folder, redact.record(line, self._owner))

@@ -1,4 +1,4 @@
-"""The end of a run: marked where it ends before its time, else closed with findings and tables."""
+"""The end of a run: closed with findings and tables, or marked as interrupted or failed."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from pathlib import Path
 
 from ddpbench.analysis import findings
 from ddpbench.records import store
+from ddpbench.records.schema import Run
 from ddpbench.records.visible import silence_stdout, tell
 from ddpbench.render.formats import FORMATS
 
 
 @dataclass(frozen=True)
 class End:
-    """How a run ended: "complete", "interrupted" or "failed", why, and its exit code."""
+    """The state in which a run ended ("complete", "interrupted" or "failed"), why, exit code."""
 
     state: str
     reason: str | None
     code: int
 
 
-def interrupted(by: str) -> End:
-    """The end of a run that was told to stop, and by what: "SIGUSR1"."""
-    return End("interrupted", f"interrupted by {by}", 130)
+def interrupted(signal: str) -> End:
+    """Return the end of a run that a signal interrupted, such as "SIGUSR1"."""
+    return End("interrupted", f"interrupted by {signal}", 130)
 
 
 def mark(folder: Path, state: str, reason: str, code: int) -> None:
-    """Mark a run that ends before its time; whichever rank lives may do it."""
+    """Mark a run as interrupted or failed. Any rank that is still alive may do this."""
     with contextlib.suppress(OSError, store.InvalidRun):  # another host, or a full disk
         store.close(folder, state, reason, code)
 
 
 def discard(folder: Path) -> bool:
-    """Remove a run in which nothing was measured or skipped; whether it was such a one."""
+    """Remove a run without any measured or skipped case. Return whether it was removed."""
     with contextlib.suppress(OSError, store.InvalidRun):
         if not store.read(folder).everything:
             shutil.rmtree(folder)
@@ -46,9 +47,9 @@ def discard(folder: Path) -> bool:
 def finish(
     folder: Path, form: str, columns: tuple[str, ...] | None, quiet: bool, end: End | None = None
 ) -> int:
-    """Close a run: findings, tables on disk and on stdout; its exit code.
+    """Close a run with findings and with tables on disk and stdout. Return its exit code.
 
-    end: how it ended before its time, unless a rank has marked that already.
+    end: None if the run is complete, or if a rank has already marked how it ended.
     """
     run = store.read(folder)
     run = replace(run, findings=findings.findings(run))
@@ -64,23 +65,28 @@ def finish(
             exit_code=end.code,
             ended=store.format_now(),
         )
+    stored = _store(folder, run)
+    try:
+        sys.stdout.write(FORMATS[form](run, columns, quiet))
+        sys.stdout.flush()
+    except OSError as error:  # the exit code still reports the result
+        silence_stdout()
+        if not isinstance(error, BrokenPipeError):
+            tell(f"cannot write to stdout ({error.strerror}); {stored}")
+            quiet = True
+    if not quiet or run.state != "complete":
+        tell(stored)
+    return 5 if run.exit_code is None else run.exit_code
+
+
+def _store(folder: Path, run: Run) -> str:
+    """Store a closed run and its tables. Return a sentence on what was stored."""
     try:
         store.write(folder, run)
         (folder / store.GROWING).unlink(missing_ok=True)
         store.replace_file(folder / "table.csv", FORMATS["csv"](run, None, False).encode())
         store.replace_file(folder / "table.txt", FORMATS["table"](run, None, False).encode())
         store.join_samples(folder)
-        stored = f"stored in {folder}"
     except OSError as error:
-        stored = f"{folder} holds only a part, the rest cannot be written ({error.strerror})"
-    try:
-        sys.stdout.write(FORMATS[form](run, columns, quiet))
-        sys.stdout.flush()
-    except OSError as error:  # the exit code still tells what was measured
-        silence_stdout()
-        if not isinstance(error, BrokenPipeError):
-            tell(f"stdout cannot be written ({error.strerror}); {stored}")
-            quiet = True
-    if not quiet or run.state != "complete":
-        tell(stored)
-    return 5 if run.exit_code is None else run.exit_code
+        return f"only a part is stored in {folder}: the rest cannot be written ({error.strerror})"
+    return f"stored in {folder}"

@@ -1,4 +1,4 @@
-"""The folder of a run: created once, known to every rank."""
+"""The folder of a run. It is created once, and every rank knows it."""
 
 from __future__ import annotations
 
@@ -17,46 +17,45 @@ from ddpbench.runtime.world import World
 from ddpbench.session.run_options import RunOptions
 
 
-def broadcast_run_folder(world: World, asked: RunOptions) -> tuple[Path, Plan]:
-    """The run's folder, made by rank 0 unless it exists already, and its plan."""
-    found: dict[str, Any] = {}
+def broadcast_run_folder(world: World, options: RunOptions) -> tuple[Path, Plan]:
+    """Return the run's folder and plan in all ranks. Rank 0 creates the folder if needed."""
+    value: dict[str, Any] = {}
     if world.rank == 0:
         try:
-            folder = (
-                Path(asked.join)
-                if asked.join
-                else create_run(asked, world.world_size, sys.argv[1:])
-            )
-            found = {"folder": str(folder.resolve()), "plan": asdict(store.read(folder).plan)}
+            if options.join:
+                folder = Path(options.join)
+            else:
+                folder = create_run(options, world.world_size, sys.argv[1:])
+            value = {"folder": str(folder.resolve()), "plan": asdict(store.read(folder).plan)}
         except (OSError, store.InvalidRun) as error:
-            found = {"error": explain_unwritable(error)}
-    found = control.broadcast_value(world, found)
-    if "error" in found:
-        raise Refused(str(found["error"]))
-    return Path(found["folder"]), Plan(**found["plan"])
+            value = {"error": explain_unwritable(error)}
+    value = control.broadcast_value(world, value)
+    if "error" in value:
+        raise Refused(str(value["error"]))
+    return Path(value["folder"]), Plan(**value["plan"])
 
 
-def create_run(asked: RunOptions, world_size: int, words: Sequence[str]) -> Path:
-    """Make the folder of a new run that `words` asked for. Raises OSError when it cannot."""
-    seed = random.SystemRandom().randrange(2**31) if asked.seed is None else asked.seed
+def create_run(options: RunOptions, world_size: int, arguments: Sequence[str]) -> Path:
+    """Choose a seed and create the folder of a new run. Raises OSError."""
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     record = Run(
         id="",
-        command=asked.command,
-        command_line=("ddpbench", asked.command, *words),
-        plan=asked.plan(seed),
+        command=options.command,
+        command_line=("ddpbench", options.command, *arguments),
+        plan=options.plan(seed),
         started=store.format_now(),
-        operations=asked.subjects,
-        backends=asked.backend,
+        operations=options.subjects,
+        backends=options.backend,
     )
-    label = f"{asked.command}-{'+'.join(asked.backend)}-w{world_size}"
-    return store.create(Path(asked.output) if asked.output else None, record, label)
+    label = f"{options.command}-{'+'.join(options.backend)}-w{world_size}"
+    return store.create(Path(options.output) if options.output else None, record, label)
 
 
 def explain_unwritable(error: Exception) -> str:
-    """The sentence for a results folder that cannot be made."""
+    """Explain in one sentence why a results folder cannot be created."""
     if isinstance(error, OSError) and error.strerror:
         return (
             f"results cannot be written to {error.filename} ({error.strerror}): "
-            "name a folder that can with --output"
+            "choose a writable folder with --output"
         )
     return str(error)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the user asked for, checked; None: the default depends on device or launcher."""
+    """Options of every measuring command. None: the default depends on device or launcher."""
 
     command: ClassVar[str]
-    usual_launches: ClassVar[int] = 1  # where ddpbench starts the ranks and nobody said how many
+    usual_launches: ClassVar[int] = 1  # if ddpbench starts the ranks
 
     backend: tuple[str, ...]
     device: str
@@ -40,39 +40,39 @@ class RunOptions:
     join: str | None
     launch: int
     progress: bool
-    paced: bool  # each launch waits for a line of stdin, and its exit code goes to stdout
+    paced: bool  # each launch waits for a line on stdin and writes its exit code to stdout
 
     @classmethod
     def of(cls, namespace: argparse.Namespace) -> Self:
-        """These options as a command line gave them."""
+        """Return the options of a parsed command line."""
         given = {field.name: getattr(namespace, field.name) for field in fields(cls)}
         return cls(**{**given, "modules": tuple(given["modules"])})
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """What is measured, by name."""
+        """Return the names of what is measured."""
         raise NotImplementedError
 
     def plan(self, seed: int) -> Plan:
-        """The protocol as it is stored with the run."""
+        """Return the protocol as it is stored with the run."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises Refused, with one sentence, for options that do not go together."""
+        """Raise Refused, with one sentence, for options that exclude each other."""
 
     @property
     def shows_progress(self) -> bool:
-        """Whether a terminal is there for it: here, or where ddpbench started the ranks."""
+        """Return whether a terminal shows progress: here, or where ddpbench started the ranks."""
         return not self.quiet and (self.progress or sys.stderr.isatty())
 
     def rendezvous(self) -> Rendezvous:
-        """How the ranks meet; a file serves one launch only."""
+        """Return how the ranks meet. A file can be used for one launch only."""
         method = self.init_method
         if method and method.startswith("file://") and self.join is not None:
             method = f"{method}.{self.launch}"
         return Rendezvous(method, self.master_addr, self.master_port, self.timeout, self.watchdog)
 
     def named(self) -> dict[str, object]:
-        """What must be the same in all ranks, by the names of the options."""
+        """Return the values that must be equal in all ranks, by the names of the options."""
         names = {"async_op": "async", "modules": "import"}
         return {names.get(k, k.replace("_", "-")): v for k, v in asdict(self).items()}

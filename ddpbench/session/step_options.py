@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ddpbench.catalog import faults, workloads
+from ddpbench.catalog.hooks import HOOKS
+from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.task import Workload
-from ddpbench.catalog.workloads import WORKLOADS
+from ddpbench.catalog.workloads import SETTINGS, WORKLOADS
 from ddpbench.launch.placement import Refused
 from ddpbench.records.schema import Plan
+from ddpbench.render.step_columns import STEP_COLUMNS
+from ddpbench.session import options
 from ddpbench.session.run_options import RunOptions
 
 DEFAULT = {"cpu": ("mlp",), "cuda": ("transformer",)}
@@ -16,7 +23,7 @@ DEFAULT = {"cpu": ("mlp",), "cuda": ("transformer",)}
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """What was asked for; None: as the workload or the device has it."""
+    """The options of a DDP step. None: the default depends on the workload or the device."""
 
     command = "ddp"
 
@@ -46,20 +53,17 @@ class Options(RunOptions):
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """The workloads."""
+        """Return the names of the workloads."""
         return self.workload or DEFAULT.get(self.device, DEFAULT["cpu"])
 
     def plan(self, seed: int) -> Plan:
-        """The protocol as it is stored with the run."""
+        """Return the protocol as it is stored with the run."""
         return Plan(
-            slice_seconds=self.seconds,
-            verify=self.verify,
-            timeout_seconds=self.timeout,
-            seed=seed,
+            slice_seconds=self.seconds, verify=self.verify, timeout_seconds=self.timeout, seed=seed
         )
 
     def ddp_options(self) -> dict[str, Any]:
-        """What DistributedDataParallel is given."""
+        """Return the arguments for DistributedDataParallel."""
         return {
             "bucket_cap_mb": self.bucket_cap_mb,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
@@ -68,23 +72,36 @@ class Options(RunOptions):
         }
 
     def settings_of(self, workload: Workload) -> dict[str, int]:
-        """The workload's settings: the user's, else its defaults for the device."""
-        given = dict(self.settings)
+        """Return the workload's settings: the user's, else the defaults for the device."""
+        chosen = dict(self.settings)
         return {
-            name: given.get(name, by_device[self.device])
+            name: chosen.get(name, by_device[self.device])
             for name, by_device in workload.settings.items()
         }
 
+    def case_values(self, workload: Workload) -> dict[str, Any]:
+        """Return the values of a StepCase that follow from the options alone."""
+        settings = self.settings_of(workload)
+        return {
+            "workload": workload.name,
+            "settings": tuple(f"{name}={value}" for name, value in settings.items()),
+            "device": self.device,
+            "accumulate": self.accumulate,
+            "optimizer": self.optimizer or workload.optimizer,
+            "amp": self.amp,
+            "comm_hook": self.comm_hook,
+            **self.ddp_options(),
+        }
+
     def check(self) -> None:
-        """Raises Refused, with one sentence, for options that do not go together."""
-        taken = {name for each in self.subjects if each in WORKLOADS
-                 for name in WORKLOADS[each].settings}  # fmt: skip
+        """Raise Refused, with one sentence, for options that exclude each other."""
+        built_in = [WORKLOADS[name] for name in self.subjects if name in WORKLOADS]
         for name, _ in self.settings:
-            if name not in taken:
-                those = [each.name for each in WORKLOADS.values() if name in each.settings]
+            if not any(name in workload.settings for workload in built_in):
+                owners = [each.name for each in WORKLOADS.values() if name in each.settings]
                 raise Refused(
-                    f"--{name} means nothing to {', '.join(self.subjects)}: "
-                    f"it belongs to --workload {' or '.join(those)}"
+                    f"--{name} does not apply to {', '.join(self.subjects)}: "
+                    f"it belongs to --workload {' or '.join(owners)}"
                 )
         if self.static_graph and self.accumulate > 1:
             raise Refused(
@@ -93,9 +110,146 @@ class Options(RunOptions):
             )
         own = [name for name in self.subjects if name not in WORKLOADS]
         if self.batch and own:
-            raise Refused(f"--batch means nothing to {own[0]}: its batch(step) says how many")
-        trains = [name for name in self.subjects if name in WORKLOADS and WORKLOADS[name].trains]
+            raise Refused(f"--batch does not apply to {own[0]}: its batch(step) sets the size")
+        trains = [workload for workload in built_in if workload.trains]
         if (self.checkpoint or self.resume or self.epochs) and len(trains) != 1:
             raise Refused("--epochs, --checkpoint and --resume are for --workload regression")
         if self.resume and not self.checkpoint:
-            raise Refused("--resume needs --checkpoint FILE, the file to go on from")
+            raise Refused("--resume needs --checkpoint FILE, the file to continue from")
+
+
+class _Setting(argparse.Action):
+    """Collects --width 512 and similar options in `settings`."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
+        settings = {**dict(namespace.settings), self.option_strings[0].removeprefix("--"): value}
+        namespace.settings = tuple(settings.items())
+
+
+TRAINED = """
+--model        workloads to measure: {workloads}, all, or package.module:function of your own,
+               called with (rank, world_size, device), which returns (model, batch(step),
+               loss(model, batch)) (default: {cpu}; {cuda} on GPUs)
+--batch        samples per rank in a micro-batch (default: the workload's own)
+--optimizer    optimizer of the step (default: the workload's own)
+--learning-rate  learning rate of the optimizer (default: the workload's own)
+--accumulate   micro-batches per step; all but the last run under no_sync
+--amp          run the forward under autocast to this type (default: off)
+--threads      compute threads per rank (default: OMP_NUM_THREADS, else the host's cores divided by
+               its ranks)
+--epochs       epochs of regression's training (default: 20)
+--checkpoint   save regression's training in this file after each epoch (default: not saved)
+--resume       continue the training from --checkpoint
+"""
+DDP = """
+--bucket-cap-mb  size of every gradient bucket (default: DDP's own: 25, with a first bucket of 1)
+--gradient-as-bucket-view  let gradients share the memory of the buckets
+--static-graph  tell DDP that the graph is the same in every step
+--find-unused-parameters  let DDP search each graph for unused parameters
+--comm-hook    how to reduce the gradients. {hooks}
+"""
+PROTOCOL = """
+--seconds      time for one workload on one backend; at least ten rounds are measured
+--rounds       number of rounds, instead of --seconds; each round measures every arm: the complete
+               step, and variants that show where its time goes (default: as many as fit)
+--in-a-row     steps of one arm in a round (default: 5, or 1 if five steps take over a second)
+--no-budget    measure only the complete step, not the other arms; needs half the memory
+--verify       prove that the replicas are equal: after every step, after every N steps, or never
+               (off) (default: every)
+--on-mismatch  what to do when replicas differ
+--inject       inject a fault in the last rank from step {step} on, or in the rank and step that
+               :step=7,rank=0 names; can be repeated (default: none). {faults}
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command; imports no torch."""
+    _add_workload(parser)
+    _add_settings(parser)
+    _add_ddp(parser)
+    options.add_where(parser)
+    _add_protocol(parser)
+    options.add_repeats(parser, "weights, data and the order of the arms", seed=0)
+    options.add_shown(parser, STEP_COLUMNS)
+    options.add_stored(parser)
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    defaults = {device: ",".join(names) for device, names in DEFAULT.items()}
+    texts = TRAINED.format(workloads=", ".join(WORKLOADS), **defaults)
+    add = options.add_group(parser, "what is trained", texts)
+    add("--workload", "--model", kind=parse_workloads, metavar="NAME,…")
+    add("--batch", kind=options.whole(1), metavar="N")
+    add("--optimizer", choices=tuple(OPTIMIZERS))
+    add("--learning-rate", kind=options.positive, metavar="X")
+    add("--accumulate", kind=options.whole(1), default=1, metavar="N")
+    add("--amp", choices=("bf16",))
+    add("--threads", kind=options.whole(1), metavar="N")
+    add("--epochs", kind=options.whole(0), metavar="N")
+    add("--checkpoint", metavar="FILE")
+    add("--resume", action="store_true")
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add one option for each setting that any workload has."""
+    texts = ""
+    names = dict.fromkeys(name for each in WORKLOADS.values() for name in each.settings)
+    for name in names:
+        users = [each for each in WORKLOADS.values() if name in each.settings]
+        defaults = [f"{each.name} {_format_default(each.settings[name])}" for each in users]
+        help_text = SETTINGS.get(name, "setting of the workload")
+        texts += f"--{name} {help_text} (default: {'; '.join(defaults)})\n"
+    add = options.add_group(parser, "size of the model", texts)
+    for name in names:
+        flag, kind = f"--{name}", options.whole(1)
+        add(flag, kind=kind, default=(), dest="settings", action=_Setting, metavar="N")
+
+
+def _format_default(by_device: Mapping[str, int]) -> str:
+    cpu, cuda = by_device["cpu"], by_device["cuda"]
+    return f"{cpu}" if cpu == cuda else f"{cpu}, {cuda} on GPUs"
+
+
+def _add_ddp(parser: argparse.ArgumentParser) -> None:
+    hooks = "; ".join(f"{hook.name}: {hook.help}" for hook in HOOKS.values())
+    add = options.add_group(parser, "DDP's options", DDP.format(hooks=hooks))
+    add("--bucket-cap-mb", kind=options.positive, metavar="MB")
+    for flag in ("--gradient-as-bucket-view", "--static-graph", "--find-unused-parameters"):
+        add(flag, action="store_true")
+    add("--comm-hook", default="none", choices=tuple(HOOKS))
+
+
+def _add_protocol(parser: argparse.ArgumentParser) -> None:
+    texts = PROTOCOL.format(step=faults.STEP, faults=faults.listed(faults.IN_STEP))
+    add = options.add_group(parser, "how it is measured", texts)
+    add("--seconds", kind=options.positive, default=30.0, metavar="SECONDS")
+    add("--rounds", kind=options.whole(1), metavar="N")
+    add("--in-a-row", kind=options.whole(1), metavar="K")
+    add("--no-budget", action="store_true")
+    add("--verify", kind=parse_interval, default=1, metavar="every|N|off")
+    add("--on-mismatch", default="stop", choices=("stop", "continue"))
+    fault = options.fault(faults.IN_STEP)
+    metavar = "FAULT[:setting=value,…]"
+    add("--inject", kind=fault, default=[], action="append", metavar=metavar)
+
+
+def parse_workloads(text: str) -> tuple[str, ...]:
+    """Parse the value of `--workload`."""
+    names = options.listed(text)
+    if "all" in names:
+        return tuple(WORKLOADS)
+    for name in names:
+        try:
+            workloads.get(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return names
+
+
+def parse_interval(text: str) -> int:
+    """Parse the value of `--verify`: steps between two verifications, 0 for none."""
+    if text in ("every", "off"):
+        return int(text == "every")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not every, off or a whole number from 1 on")
+    return int(text)

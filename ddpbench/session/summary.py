@@ -1,4 +1,4 @@
-"""From the samples of a case to what is stored of it: the summary, and the columns of samples."""
+"""Convert the samples of a case to what is stored: the summary and the columns of samples."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def summarise_result(
     result: Result, samples: Samples, clock_off_seconds: float | None
 ) -> tuple[Result, dict[str, Any] | None]:
-    """The result with what its samples say, and their columns; as it is where there are none.
+    """Return the result with its summary, and the columns of its samples, if there are any.
 
-    clock_off_seconds: what stamps of different ranks may be off, as `Result` has it.
+    clock_off_seconds: largest error between stamps of different ranks, as in `Result`.
     """
     if not samples.timed.repetitions:
         return result, None
@@ -60,8 +60,11 @@ def _columns(result: Result, samples: Samples) -> dict[str, Any]:
 
 
 def step_columns(case: str, launch: int, samples: steps.Samples) -> dict[str, Any]:
-    """SAMPLE_COLUMNS of a DDP step: "CASE/ARM/PHASE", entry and exit in ns since the first step of
-    the round; "CASE/verify" and "CASE/bucket/INDEX" likewise (since the begin of backward)."""
+    """Return the SAMPLE_COLUMNS of a DDP step, with entry and exit in ns.
+
+    "CASE/ARM/PHASE" counts from the first step of the round, "CASE/bucket/INDEX" from the begin of
+    backward, "CASE/verify" from the begin of the verification.
+    """
     spans: dict[str, npt.NDArray[np.int64]] = {}  # name → [world, repetition, (entry, exit)]
     for arm, stamps in samples.stamps.items():
         flat = stamps.reshape(stamps.shape[0], -1, 4)

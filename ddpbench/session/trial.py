@@ -1,4 +1,4 @@
-"""One workload on one backend, in one rank: made, measured in rounds, verified, trained."""
+"""One workload on one backend, in one rank: build it, train it, measure it, verify it."""
 
 from __future__ import annotations
 
@@ -14,63 +14,53 @@ import torch.distributed as dist
 
 from ddpbench.analysis import steps
 from ddpbench.catalog import faults, user_workload
-from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.optimizers import OPTIMIZERS
-from ddpbench.catalog.task import Place, Task, Workload
+from ddpbench.catalog.task import RankSetup, Task, Workload
 from ddpbench.hang.places import find_error_place
 from ddpbench.measure import step, training
 from ddpbench.measure.rounds import ARMS, Measured, Pace, Rounds
 from ddpbench.measure.step import Replica
-from ddpbench.records.schema import Epoch, Figure, Plan, Replicas, StepCase, StepResult
+from ddpbench.records.schema import Epoch, Figure, Replicas, StepCase, StepResult
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import control, cpu, environment
-from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts
 from ddpbench.session.progress import Progress
 from ddpbench.session.summary import step_columns
 
 if TYPE_CHECKING:
+    from ddpbench.session.launch_loop import LaunchContext
     from ddpbench.session.step_options import Options
 
-EPOCHS = 20  # of a training to its end
-COPIES = 2  # of the parameters beside themselves: gradients and buckets
+EPOCHS = 20  # default of --epochs
+COPIES = 2  # memory of gradients and buckets, in multiples of the parameters'
 
 
-@dataclass
 class Trial:
-    """Where and how a workload is measured: one backend in one rank."""
+    """The measurement of workloads in one launch, as one rank sees it."""
 
-    world: World
-    tested: dist.ProcessGroup
-    backend: Backend
-    asked: Options
-    plan: Plan
-    device: torch.device
-    threads: int
-    index: int
-
-    @property
-    def planted(self) -> tuple[faults.Planted, ...]:
-        """The faults that were asked for."""
-        return tuple(faults.parse(text) for text in self.asked.inject)
+    def __init__(self, context: LaunchContext[Options], threads: int) -> None:
+        self.world, self.tested, self.backend = context.world, context.tested, context.backend
+        self.options, self.plan, self.device = context.options, context.plan, context.device
+        self.index, self.threads = context.index, threads
+        self.planted = tuple(faults.parse(text) for text in self.options.inject)
 
     def measure(
         self, workload: Workload, progress: Progress
     ) -> tuple[StepResult, dict[str, Any] | None]:
-        """One workload: its result, and in rank 0 its samples' columns."""
+        """Measure one workload. Return its result and, in rank 0, the columns of its samples."""
         began, meter = time.monotonic(), cpu.CpuMeter()
-        case, main, reason = self._replica(workload)
+        case, main, reason = self._build(workload)
         if reason is not None or main is None:
             return StepResult(case=case, launch=self.index, reason=reason), None
-        epochs = self._train(workload, case)  # first: a checkpoint that cannot be is told at once
+        epochs = self._train(workload, case)  # first: an impossible checkpoint is refused at once
         arms, notes = self._arms(case)
         probe = None
         if len(arms) > 1:
-            _, probe, reason = self._replica(workload, hooked=True)
+            _, probe, reason = self._build(workload, switchable=True)
             if probe is None:
                 arms, notes = ("ddp",), [f"no budget and no buckets: {reason}"]
-        ledger = Ledger(self.asked.on_mismatch == "continue")
-        measured = self._rounds(case, main, probe, arms, ledger, progress)
+        ledger = Ledger(self.options.on_mismatch == "continue")
+        measured = self._measure_rounds(main, probe, arms, ledger, progress)
         summary, columns = None, None
         cost: tuple[Figure | None, float | None] = None, None
         if measured.samples is not None:
@@ -87,7 +77,7 @@ class Trial:
             cold_seconds=measured.cold_seconds,
             stop_reason=measured.stop_reason,
             summary=summary,
-            replicas=ledger.told(*cost) if self.asked.verify else None,
+            replicas=ledger.summarise(*cost) if self.options.verify else None,
             losses=tuple(losses) if None not in losses else (),
             epochs=epochs,
             notes=tuple(notes),
@@ -95,81 +85,85 @@ class Trial:
         )
         return replace(result, wall_seconds=time.monotonic() - began), columns
 
-    def _place(self, batch: int) -> Place:
-        return Place(
-            self.world.rank, self.world.world_size, batch, self.device, self.plan.seed, self.tested
-        )
+    def _rank_setup(self, batch: int) -> RankSetup:
+        rank, world_size = self.world.rank, self.world.world_size
+        return RankSetup(rank, world_size, batch, self.device, self.plan.seed, self.tested)
 
-    def _replica(
-        self, workload: Workload, hooked: bool = False
+    def _build(
+        self, workload: Workload, switchable: bool = False
     ) -> tuple[StepCase, Replica | None, str | None]:
-        """The workload's case, and its model in DDP; or, in all ranks, why there is none."""
-        asked = self.asked
-        batch = asked.batch or workload.batch[asked.device]
-        settings = self.asked.settings_of(workload)
+        """Return the case and its model in DDP; or, in all ranks, why there is no model.
+
+        switchable: whether a hook of the model can switch off its communication.
+        """
+        options, world = self.options, self.world
+        batch = options.batch or workload.batch[options.device]
         task, objection = None, None
         try:
-            task = workload.build(settings, self._place(batch))
-            batch = batch or user_workload.samples(task.batch(0))
+            task = workload.build(options.settings_of(workload), self._rank_setup(batch))
+            batch = batch or user_workload.count_samples(task.batch(0))
         except Exception as error:  # whatever a user's function raises
-            objection = _told(error)
+            objection = _describe_error(error)
+        case = self._case(workload, task, batch)
+        objection = objection or self._too_large(case, replicas=1 + switchable)
+        objection = self._gather_difference(task) or objection
+        if (sentence := control.agree_objection(world, objection)) is not None:
+            return case, None, sentence
+        assert task is not None
+        replica = None
+        slow_link = any(planted.fault.name == "slow-link" for planted in self.planted)
+        try:
+            replica = step.build_replica(
+                task,
+                case,
+                self._learning_rate(workload),
+                self.tested,
+                device=self.device,
+                switchable=switchable or slow_link,
+            )
+            objections = [each.objection(replica, case.world_size) for each in self.planted]
+            objection = next((each for each in objections if each is not None), None)
+        except (RuntimeError, ValueError, TypeError) as error:
+            objection = f"DDP refuses it: {control.first_line(error, 300)}"
+        sentence = control.agree_objection(world, objection)
+        world.watchdog.rearm()  # building may take long, and so may the first step
+        return case, replica if sentence is None else None, sentence
+
+    def _case(self, workload: Workload, task: Task | None, batch: int) -> StepCase:
         parameters = list(task.model.parameters()) if task else []
-        case = StepCase(
-            workload=workload.name,
-            settings=tuple(f"{name}={value}" for name, value in settings.items()),
-            parameters=sum(each.numel() for each in parameters),
-            parameter_nbytes=sum(each.nbytes for each in parameters),
+        return StepCase(
+            **self.options.case_values(workload),
+            parameters=sum(parameter.numel() for parameter in parameters),
+            parameter_nbytes=sum(parameter.nbytes for parameter in parameters),
             backend=self.backend.name,
-            provider=self.backend.provider(asked.device),
-            device=asked.device,
+            provider=self.backend.provider(self.options.device),
             batch=batch,
-            accumulate=asked.accumulate,
-            optimizer=asked.optimizer or workload.optimizer,
-            amp=asked.amp,
-            comm_hook=asked.comm_hook,
             threads=self.threads,
             world_size=self.world.world_size,
             ranks_per_host=tuple(len(host) for host in self.world.hosts.values()),
-            clock="device" if asked.device == "cuda" else "host",
-            **asked.ddp_options(),
+            clock="device" if self.options.device == "cuda" else "host",
         )
-        objection = objection or self._too_large(case, replicas=1 + hooked)
-        objection = self._unlike(task) or objection
-        if (sentence := control.agree_objection(self.world, objection)) is not None:
-            return case, None, sentence
-        assert task is not None
-        made = None
-        slow_link = any(each.fault.name == "slow-link" for each in self.planted)
-        try:
-            made = step.replica(
-                task, case, asked.learning_rate or workload.learning_rate, self.tested,
-                self.device, hooked or slow_link,
-            )  # fmt: skip
-            wants = [each.objection(made, case.world_size) for each in self.planted]
-            objection = next((want for want in wants if want is not None), None)
-        except (RuntimeError, ValueError, TypeError) as error:
-            objection = f"DDP refuses it: {control.first_line(error, 300)}"
-        sentence = control.agree_objection(self.world, objection)
-        self.world.watchdog.rearm()  # building may take long, and so may the first step
-        return case, made if sentence is None else None, sentence
 
-    def _unlike(self, task: Task | None) -> str | None:
-        """What of this rank's model is not as in rank 0, where DDP would wait or fail."""
-        mine = None
+    def _learning_rate(self, workload: Workload) -> float:
+        return self.options.learning_rate or workload.learning_rate
+
+    def _gather_difference(self, task: Task | None) -> str | None:
+        """Describe how this rank's model differs from rank 0's, with which DDP would hang."""
+        own = None
         if task is not None:
-            mine = [
+            own = [
                 [name, list(each.shape), str(each.dtype), each.requires_grad]
                 for name, each in task.model.named_parameters()
             ]
-        everyones = control.gather_values(self.world, mine)
-        if mine is None or None in everyones or mine == everyones[0]:
+        models = control.gather_values(self.world, own)
+        if own is None or None in models or own == models[0]:
             return None
-        pairs = itertools.zip_longest(mine, everyones[0])
-        own, first = next((a, b) for a, b in pairs if a != b)
-        return f"the model is another than in rank 0: parameter {own} there is {first}"
+        pairs = itertools.zip_longest(own, models[0])
+        own_parameter, first = next((a, b) for a, b in pairs if a != b)
+        return f"the model differs from rank 0's: parameter {own_parameter} there is {first}"
 
     def _too_large(self, case: StepCase, replicas: int) -> str | None:
-        """Why this rank cannot hold so many replicas, none of which has stepped yet."""
+        """Return why this rank cannot hold this number of replicas that have not stepped yet."""
         free, sharers, where = environment.free_memory_nbytes(), self.world.neighbours, "host"
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -181,12 +175,12 @@ class Trial:
             return None
         return (
             f"the {len(sharers)} ranks on this {where} would need {needed / 1e9:.1f} GB of memory "
-            f"for gradients, buckets and optimizer, {free / 1e9:.1f} GB is free"
+            f"for gradients, buckets and optimizer, but {free / 1e9:.1f} GB is free"
         )
 
     def _arms(self, case: StepCase) -> tuple[tuple[str, ...], list[str]]:
-        """The arms that can be measured, and why others cannot."""
-        if self.asked.no_budget:
+        """Return the arms that can be measured, and why others cannot."""
+        if self.options.no_budget:
             return ("ddp",), []
         if case.static_graph:
             return tuple(arm for arm in ARMS if arm != "no_sync"), [
@@ -195,11 +189,16 @@ class Trial:
             ]
         return ARMS, []
 
-    def _rounds(
-        self, case: StepCase, main: Replica, probe: Replica | None, arms: tuple[str, ...],
-        ledger: Ledger, progress: Progress,
-    ) -> Measured:  # fmt: skip
-        asked, done = self.asked, 0.0
+    def _measure_rounds(
+        self,
+        main: Replica,
+        probe: Replica | None,
+        arms: tuple[str, ...],
+        ledger: Ledger,
+        progress: Progress,
+    ) -> Measured:
+        """Measure in rounds until the end; `progress` counts the rounds as part of one case."""
+        options, done = self.options, 0.0
 
         def advance(share: float) -> None:
             nonlocal done
@@ -207,25 +206,32 @@ class Trial:
             done = share
 
         verify = None
-        if asked.verify:
-            # Over the control group: what is measured cannot spoil its own proof.
+        if options.verify:
+            # Over the control group: the measured backend cannot spoil its own proof.
             ledger.verifier = Verifier(main.ddp, main.optimizer, dist.group.WORLD)
             verify = ledger.check
         measured = Rounds(
-            self.world, main, probe, arms, Pace(asked.seconds, asked.rounds, asked.in_a_row),
-            self.plan.seed, verify, asked.verify,
-            self.planted, advance,
-        ).run()  # fmt: skip
-        progress.advance(-done)  # the launch loop counts the case as a whole
+            world=self.world,
+            main=main,
+            probe=probe,
+            arms=arms,
+            pace=Pace(options.seconds, options.rounds, options.in_a_row),
+            seed=self.plan.seed,
+            verify=verify,
+            every=options.verify,
+            faults=self.planted,
+            progress=advance,
+        ).run()
+        progress.advance(-done)  # the launch loop counts the whole case
         return measured
 
     def _train(self, workload: Workload, case: StepCase) -> tuple[Epoch, ...]:
-        """The epochs of a training to its end, with a replica of its own; most workloads: none."""
-        asked = self.asked
-        epochs = EPOCHS if asked.epochs is None else asked.epochs
+        """Train a separate replica to the end, if the workload trains. Return its epochs."""
+        options = self.options
+        epochs = EPOCHS if options.epochs is None else options.epochs
         if not (workload.trains and epochs):
             return ()
-        rate = asked.learning_rate or workload.learning_rate
+        rate = self._learning_rate(workload)
 
         def verify(ddp: Any, optimizer: Any) -> Any:
             verifier = Verifier(ddp, optimizer, dist.group.WORLD)
@@ -234,18 +240,18 @@ class Trial:
         return training.train(
             self.world,
             self.tested,
-            workload.build(self.asked.settings_of(workload), self._place(case.batch)),
+            workload.build(options.settings_of(workload), self._rank_setup(case.batch)),
             lambda model: OPTIMIZERS[case.optimizer].make(model.parameters(), rate),
             epochs,
-            Path(asked.checkpoint) if asked.checkpoint else None,
-            asked.resume,
-            verify if asked.verify else None,
-            lambda epoch: self._tell(case, epoch),
+            checkpoint=Path(options.checkpoint) if options.checkpoint else None,
+            resume=options.resume,
+            verify=verify if options.verify else None,
+            report=lambda epoch: self._report_epoch(case, epoch),
         )
 
-    def _tell(self, case: StepCase, epoch: Epoch) -> None:
-        """An epoch on stderr, as it ends, where somebody watches."""
-        if self.world.rank == 0 and not self.asked.quiet and sys.stderr.isatty():
+    def _report_epoch(self, case: StepCase, epoch: Epoch) -> None:
+        """Report the end of an epoch on stderr, if it is a terminal."""
+        if self.world.rank == 0 and not self.options.quiet and sys.stderr.isatty():
             sys.stderr.write(
                 f"ddpbench: {case.workload} on {case.backend}, epoch {epoch.number}: "
                 f"train {epoch.train_loss:.4g}, validation {epoch.validation_loss:.4g}\n"
@@ -254,19 +260,19 @@ class Trial:
 
 @dataclass
 class Ledger:
-    """What the verifications of one case have found so far."""
+    """The verifications of one case so far."""
 
     goes_on: bool
     verifier: Verifier | None = None
     verified: int = 0
-    differing: int = 0  # of them
+    differing: int = 0
     last_step: int = 0
     equal_until: int | None = None
-    bad: Report | None = None  # the first
+    bad: Report | None = None  # first report that failed
     last: Report | None = None
 
     def check(self, step: int) -> bool:
-        """Verify after this step, in all ranks; whether to go on."""
+        """Verify after this step, in all ranks. Return whether to continue."""
         assert self.verifier is not None
         report = self.verifier.check(step)
         self.verified, self.last_step, self.last = self.verified + 1, step, report
@@ -277,8 +283,8 @@ class Ledger:
             self.equal_until = step
         return self.goes_on or not report.failed
 
-    def told(self, cost: Figure | None, share: float | None) -> Replicas | None:
-        """For the record; None where nothing was verified."""
+    def summarise(self, cost: Figure | None, share: float | None) -> Replicas | None:
+        """Return the record of the verifications; None if there were none."""
         report = self.bad or self.last
         if report is None:
             return None
@@ -303,8 +309,8 @@ class Ledger:
         )
 
 
-def _told(error: Exception) -> str:
-    """A sentence; of what nobody here has raised on purpose also its kind and place."""
+def _describe_error(error: Exception) -> str:
+    """Describe an error in one sentence, with its type and place unless it is a ValueError."""
     if isinstance(error, (ValueError, MemoryError)):
         return control.first_line(error, 300)
     return f"{type(error).__name__}: {control.first_line(error, 300)}, at {find_error_place(error)}"

@@ -173,7 +173,7 @@ def test_results_are_stored_where_nothing_can_be_printed(tmp_path: Path) -> None
     folder, run = read_stored_run(tmp_path)
     assert (done.returncode, run.state) == (0, "complete")
     assert done.stderr == (
-        "ddpbench: stdout cannot be written (No space left on device); stored in "
+        "ddpbench: cannot write to stdout (No space left on device); stored in "
         f"results/{folder.name}\n"
     )
     done = bash(f"$D {words} --output closed <&- >&- 2>&-", tmp_path)

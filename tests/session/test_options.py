@@ -105,6 +105,18 @@ def test_cuda_tensors_are_not_asked_into_the_hosts_huge_pages() -> None:
         replace(arguments, device="cuda").check()
 
 
+def test_a_form_that_an_operation_lacks_is_named() -> None:
+    """A note names the operations that lack --form or --place; if all lack it, it is refused."""
+    arguments = collectives.Options.of(parse("--op", "gather,barrier", "--form", "list"))
+    arguments.check()
+    assert arguments.notes() == ["--form list does not apply to barrier: measured with tensor"]
+    both = parse("--op", "all", "--form", "tensor,list", "--place", "in,out")
+    for namespace in (parse("--op", "all"), both):
+        assert collectives.Options.of(namespace).notes() == []
+    with pytest.raises(Refused, match="--place out applies to none of all_reduce, broadcast: use "):
+        collectives.Options.of(parse("--op", "all_reduce,broadcast", "--place", "out")).check()
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

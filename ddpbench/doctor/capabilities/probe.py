@@ -156,7 +156,7 @@ def attempted(
     for elements in ELEMENTS:  # always all of them, so that the ranks stay in step
         try:
             case = _case(request, each, elements, team)
-            bench = Bench(case, operation, PLAN, ranks, team, device)
+            bench = Bench(case, PLAN, ranks, team, device)
             bench.repeat(1)
             wrong = bench.wrong(-1) if operation.sized else None
         except Exception as error:  # any error is a backend's way to refuse

@@ -76,7 +76,7 @@ def _gather_clocks_ahead(context: Context) -> tuple[list[float | None], str | No
     """Return how far each rank's time of day is ahead of rank 0's, in seconds; why any is None."""
     from ddpbench.measure import offsets
 
-    with offsets.opened(context.world, context.launch.ranks) as clocks:
+    with offsets.open_clocks(context.world, context.launch.ranks) as clocks:
         # The time of day minus the clock of the time stamps is constant, and `clocks` knows how far
         # the clocks of the time stamps are apart.
         epoch_ns = time.time_ns() - clock.now_ns() + clocks.ahead_ns

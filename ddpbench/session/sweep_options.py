@@ -1,0 +1,181 @@
+"""The options of `ddpbench collectives`, validated. No torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
+from ddpbench.catalog.operations import OPERATIONS
+from ddpbench.catalog.sizes import SYNTAX
+from ddpbench.launch.placement import Refused
+from ddpbench.measure import memory
+from ddpbench.measure.start import STARTS
+from ddpbench.records.schema import Plan
+from ddpbench.render.collective_columns import COLUMNS
+from ddpbench.runtime.subgroups import GROUPS
+from ddpbench.session import options
+from ddpbench.session.run_options import RunOptions
+
+# Seconds per case, for a single launch and for each of several. Launches differ more from each
+# other than repetitions within one launch do, so each of several needs little time.
+SLICE, SHORT_SLICE = 2.0, 0.1
+DEFAULT_SIZES = {"cpu": "4:64M:x4", "cuda": "8:1G:x4"}
+FORMS, PLACES = ("tensor", "list"), ("in", "out")
+
+
+@dataclass(frozen=True)
+class Options(RunOptions):
+    """The options of a sweep. An empty `form` or `place` means each operation's usual one."""
+
+    command = "collectives"
+    usual_launches = 6
+
+    op: tuple[str, ...]
+    sizes: tuple[int, ...] | None
+    dtype: tuple[str, ...]
+    reduce_op: tuple[str, ...]
+    form: tuple[str, ...]
+    place: tuple[str, ...]
+    groups: tuple[str, ...]
+    root: int
+    async_op: bool
+    issue: str
+    depth: int
+    start: str
+    precision: float
+    slice: float | None
+    no_check: bool
+    buffers: str
+    limit: float | None
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """Return the names of the operations."""
+        return self.op
+
+    def check(self) -> None:
+        """Raise Refused for options that exclude each other."""
+        if self.buffers == "huge" and self.device == "cuda":
+            raise Refused(
+                "--buffers huge asks for huge pages of the host, but CUDA tensors are on the GPU: "
+                "leave it out, or add --device cpu"
+            )
+        for option, chosen, unsuited in self._find_unsuited():
+            if len(unsuited) == len(self.op):
+                raise Refused(
+                    f"--{option} {chosen} applies to none of {', '.join(self.op)}: "
+                    f"use --{option} {_supported(option, self.op[0])[0]}, or leave it out"
+                )
+
+    def notes(self) -> list[str]:
+        """Return one line for --form and --place if some of the operations do not support them."""
+        return [
+            f"--{option} {chosen} does not apply to {', '.join(unsuited)}: "
+            f"measured with {_supported(option, unsuited[0])[0]}"
+            for option, chosen, unsuited in self._find_unsuited()
+            if unsuited
+        ]
+
+    def _find_unsuited(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Yield --form and --place if given: (option, its value, operations without support)."""
+        for option, chosen in (("form", self.form), ("place", self.place)):
+            if chosen:
+                unsuited = [n for n in self.op if not set(chosen) & set(_supported(option, n))]
+                yield option, ",".join(chosen), unsuited
+
+    def plan(self, seed: int) -> Plan:
+        """Return the protocol as it is stored with the run."""
+        return Plan(
+            issue=self.issue,
+            start="none" if self.issue == "pipelined" else self.start,
+            depth=self.depth,
+            precision=self.precision / 100,
+            slice_seconds=self.slice or (SLICE if self.launches == 1 else SHORT_SLICE),
+            check=not self.no_check,
+            timeout_seconds=self.timeout,
+            seed=seed,
+        )
+
+
+def _supported(option: str, operation: str) -> tuple[str, ...]:
+    """Return the values of --form or --place that an operation supports."""
+    entry = OPERATIONS[operation]
+    return entry.forms if option == "form" else entry.places
+
+
+MEASURED = """
+--op           operations to measure: {operations}, or all
+--sizes        total bytes as nccl-tests counts them: {syntax} (default: {cpu}; {cuda} for CUDA
+               tensors)
+--dtype        dtypes to measure: {dtypes}, or all
+--reduce-op    reduce ops to measure: {reduce_ops}, or all
+--form         call with one tensor (tensor) or with a list of tensors (list), if the operation has
+               both (default: tensor, if the operation has it)
+--place        write the result over the input (in) or elsewhere (out), if the operation has both
+               (default: each operation's usual one)
+--groups       ranks that work together: all ranks (world), the ranks of each host (host) or one
+               rank of each host (cross); all hosts, or all such groups, work at the same time
+--root         root of broadcast, reduce, gather and scatter: a rank, counted within its group
+--async        call with async_op=True and wait for the result
+"""
+PROTOCOL = """
+--issue        make one call at a time, started on all ranks together (isolated), or keep --depth
+               calls in flight as nccl-tests does (pipelined)
+--depth        calls in flight with --issue pipelined
+--start        how the ranks start a call together: the backend's barrier, p2p_barrier (the same
+               messages on every backend) or none
+--precision    end a case when the 95 %% interval of its median is within ± this percentage
+--slice        longest time for one case in one launch, in seconds (default: {short:g}; {slice:g}
+               with --launches 1)
+--no-check     do not compare results with the expected ones
+--buffers      memory of the tensors: torch's own, or huge pages if the kernel provides them (huge)
+--limit        highest one-way rate of a rank, of which the table shows each result as a percentage
+               (default: measured for CPU tensors)
+"""
+COLUMN_NOTE = (
+    ". osu: the mean over calls and ranks, each call between barriers, as OSU prints it. "
+    "nccl_tests: the time that nccl-tests prints, with --issue pipelined only"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command; imports no torch."""
+    texts = MEASURED.format(
+        operations=", ".join(OPERATIONS),
+        dtypes=", ".join(DTYPES),
+        reduce_ops=", ".join(REDUCE_OPS),
+        syntax=SYNTAX,
+        **DEFAULT_SIZES,
+    )
+    add = options.add_group(parser, "what is measured", texts)
+    three = ("all_reduce", "all_gather", "broadcast")
+    add("--op", kind=options.names("operation", OPERATIONS), default=three, metavar="OP,…")
+    add("--sizes", kind=options.size_list, metavar="SIZES")
+    add("--dtype", kind=options.names("dtype", DTYPES), default=("float32",), metavar="DTYPE,…")
+    reduce_ops = options.names("reduce op", REDUCE_OPS)
+    add("--reduce-op", kind=reduce_ops, default=("sum",), metavar="OP,…")
+    add("--form", kind=options.names("form", FORMS), default=(), metavar="FORM,…")
+    add("--place", kind=options.names("place", PLACES), default=(), metavar="PLACE,…")
+    add("--groups", kind=options.names("group", GROUPS), default=("world",), metavar="GROUP,…")
+    add("--root", kind=options.whole(0), default=0, metavar="RANK")
+    add("--async", dest="async_op", action="store_true")
+    options.add_where(parser)
+    _add_protocol(parser)
+    options.add_repeats(parser, "the order of cases", Options.usual_launches)
+    options.add_shown(parser, COLUMNS, COLUMN_NOTE)
+    options.add_stored(parser)
+
+
+def _add_protocol(parser: argparse.ArgumentParser) -> None:
+    texts = PROTOCOL.format(short=SHORT_SLICE, slice=SLICE)
+    add = options.add_group(parser, "how it is measured", texts)
+    add("--issue", default="isolated", choices=("isolated", "pipelined"))
+    add("--depth", kind=options.whole(2), default=20, metavar="N")
+    add("--start", default="barrier", choices=tuple(STARTS))
+    add("--precision", kind=options.positive, default=2.5, metavar="PERCENT")
+    add("--slice", kind=options.positive, metavar="SECONDS")
+    add("--no-check", action="store_true")
+    add("--buffers", default="torch", choices=memory.KINDS)
+    add("--limit", kind=options.positive, metavar="GB/S")
