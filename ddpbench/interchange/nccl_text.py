@@ -179,9 +179,8 @@ def _setup(
     per_process = given.get("threads", 1) * given.get("gpus", 1) * given.get("each", 1)
     world_size, ranks = _read_devices(part, per_process)
     text = "\n".join(part.lines)
-    tool = "rccl-tests" if AMD.search(text) else "nccl-tests"
-    if version:
-        tool = f"{version['tool']}-tests"
+    library = version["tool"] if version else "rccl" if AMD.search(text) else "nccl"
+    tool = f"{library}-tests"
     notes = []
     if line is None:
         notes.append(
@@ -195,13 +194,12 @@ def _setup(
         f"{tool} prints no -a: its default, the mean over ranks, is assumed; what -J writes has "
         "the whole command line"
     )
-    library = LIBRARY.search(text)
-    code = version["code"] if version else None
+    printed, code = LIBRARY.search(text), version and version["code"]
     setup = Setup(
         program=name,
         tool=tool,
         version=version["version"] if version else None,
-        library=format_version(int(code)) if code else library[1] if library else None,
+        library=format_version(int(code)) if code else printed[1] if printed else None,
         iterations=given.get("iterations", 0),
         aggregated=given.get("aggregated", 1),
         graph=given.get("graph", 0),
