@@ -36,7 +36,7 @@ class Channel:
         if "cpu" not in kinds:
             self.device = torch.device(kinds[0])  # the current one
 
-    def extremes(self, vector: Int64) -> tuple[Int64, Int64]:
+    def gather_extremes(self, vector: Int64) -> tuple[Int64, Int64]:
         """The least and the greatest over the ranks of each of int64[n], n the same in all.
 
         One all_reduce: complementing turns the order of int64 round, without overflow.
@@ -48,7 +48,7 @@ class Channel:
         least, most = both.cpu().numpy().reshape(2, -1)
         return least, ~most
 
-    def everyones(self, vector: Int64) -> Int64:
+    def gather_rows(self, vector: Int64) -> Int64:
         """int64[ranks, n]: every rank's int64[n], n the same in all."""
         if self.alone:
             return vector[None]
@@ -57,16 +57,16 @@ class Channel:
         dist.all_gather(parts, mine, self.group)
         return torch.stack(parts).cpu().numpy()
 
-    def everyones_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value as JSON keeps it."""
         content = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        sizes = self.everyones(np.array([content.size], np.int64))[:, 0]
+        sizes = self.gather_rows(np.array([content.size], np.int64))[:, 0]
         room = np.zeros(-(-int(sizes.max()) // 8) * 8, np.uint8)
         room[: content.size] = content
-        rows = self.everyones(room.view(np.int64)).view(np.uint8)
+        rows = self.gather_rows(room.view(np.int64)).view(np.uint8)
         return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    def broadcast(self, content: npt.NDArray[np.uint8], source: int) -> npt.NDArray[np.uint8]:
+    def broadcast_bytes(self, content: npt.NDArray[np.uint8], source: int) -> npt.NDArray[np.uint8]:
         """The bytes uint8[n] of the rank at this place of the group; n the same in all."""
         if self.alone:
             return content

@@ -1,4 +1,4 @@
-"""What of a replica is not the same in all ranks: all of it at once, then only what differs."""
+"""Compare a replica over all ranks: everything at once, then only what differs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Options:
 
 @dataclass
 class Found:
-    """What comparing some kinds gave."""
+    """The result of comparing some kinds."""
 
     differences: list[Difference] = field(default_factory=list)
     mismatches: list[Mismatch] = field(default_factory=list)
@@ -39,27 +39,21 @@ class Found:
     nbytes: int = 0
 
 
-def compare(
+def gather_comparison(
     channel: Channel,
     state: State,
     kinds: Sequence[str],
     options: Options,
     found: Found,
+    *,
     extras: Sequence[int] = (),
 ) -> list[tuple[int, int]]:
-    """Add to `found` what differs in these kinds; the least and the greatest of each extra."""
-    contents: dict[str, tuple[Digests, Counts]] = {}
-    asked = (options.gradients, options.finite, options.locate, options.step,
-             options.equal_until, options.traced, list(kinds))  # fmt: skip
-    head = [of_bytes(repr(asked).encode()) >> 1]
-    for kind in kinds:
-        form = structure(kind, state.entries[kind])
-        digests, counts = read([entry.value for entry in state.entries[kind]], options.finite)
-        digests += form.salts  # modulo 2^64
-        contents[kind] = digests, counts
-        whole = int(np.uint64(of_bytes(digests.tobytes())).astype(np.int64))
-        head += [len(digests), form.digest, whole, int(counts.sum())]
-    least, most = channel.extremes(np.array([*head, *extras], np.int64))
+    """Add the differences in some kinds to `found`; return the least and greatest of each extra."""
+    settings: list[object] = [options.gradients, options.finite, options.locate, options.step]
+    settings += [options.equal_until, options.traced, list(kinds)]
+    contents = [_read_contents(state, kind, options.finite) for kind in kinds]
+    head = [of_bytes(repr(settings).encode()) >> 1, *(n for _, _, row in contents for n in row)]
+    least, most = channel.gather_extremes(np.array([*head, *extras], np.int64))
     if least[0] != most[0]:
         raise ValueError(
             "the ranks verify with different arguments: gradients, finite, locate and step must be "
@@ -69,9 +63,9 @@ def compare(
     same = (least == most)[1 : 1 + 4 * len(kinds)].reshape(-1, 4)
     some_nonfinite = most[1 : 1 + 4 * len(kinds)].reshape(-1, 4)[:, 3] > 0
     for i, kind in enumerate(kinds):
-        entries, (digests, counts) = state.entries[kind], contents[kind]
+        entries, (digests, counts, _) = state.entries[kind], contents[i]
         if not same[i, :2].all():
-            chosen = _common(channel, kind, entries, found)
+            chosen = _gather_common(channel, kind, entries, found)
             entries = [entries[place] for place in chosen]
             digests, counts = digests[chosen], counts[chosen]
         found.compared[kind] = len(entries)
@@ -79,17 +73,26 @@ def compare(
             e.value.nbytes if isinstance(e.value, torch.Tensor) else 8 for e in entries
         )
         if not same[i, :3].all():
-            found.differences += _differences(channel, kind, entries, digests, options)
+            found.differences += _gather_differences(channel, kind, entries, digests, options)
         if some_nonfinite[i]:
-            found.nonfinite += _nonfinite(channel, kind, entries, counts)
+            found.nonfinite += _gather_nonfinite(channel, kind, entries, counts)
     tail = 1 + 4 * len(kinds)
     return list(zip(least[tail:].tolist(), most[tail:].tolist(), strict=True))
 
 
-def _common(channel: Channel, kind: str, entries: list[Entry], found: Found) -> list[int]:
+def _read_contents(state: State, kind: str, finite: bool) -> tuple[Digests, Counts, list[int]]:
+    """Digests and non-finite counts of a kind's entries, and four numbers that stand for all."""
+    form = structure(kind, state.entries[kind])
+    digests, counts = read([entry.value for entry in state.entries[kind]], finite)
+    digests += form.salts  # modulo 2^64
+    whole = int(np.uint64(of_bytes(digests.tobytes())).astype(np.int64))
+    return digests, counts, [len(digests), form.digest, whole, int(counts.sum())]
+
+
+def _gather_common(channel: Channel, kind: str, entries: list[Entry], found: Found) -> list[int]:
     """The places here of the entries that all ranks have alike, in one order for all ranks; what
     is not alike is added to `found`."""
-    everyone = channel.everyones_objects([[entry.name, row(entry)] for entry in entries])
+    everyone = channel.gather_objects([[entry.name, row(entry)] for entry in entries])
     tables = [dict(rows) for rows in everyone]
     places = {entry.name: place for place, entry in enumerate(entries)}
     common = []
@@ -120,37 +123,36 @@ def _order(channel: Channel, kind: str, tables: list[dict[str, str]]) -> Mismatc
     )
 
 
-def _differences(
+def _gather_differences(
     channel: Channel, kind: str, entries: list[Entry], digests: Digests, options: Options
 ) -> list[Difference]:
     """The entries whose digests differ; the first of them compared in full."""
-    least, most = channel.extremes(digests.view(np.int64))
+    least, most = channel.gather_extremes(digests.view(np.int64))
     bad = np.flatnonzero(least != most)
     if bad.size == 0:
         return []
-    everyones: Int64 = channel.everyones(digests.view(np.int64)[bad])
+    everyones: Int64 = channel.gather_rows(digests.view(np.int64)[bad])
     differences, located = [], 0
     for column, place in enumerate(bad.tolist()):
         entry = entries[place]
         fresh = located < options.locate and (kind, entry.name) not in options.known
         located += fresh
         values = locate.by_value(everyones[:, column])
-        differences.append(locate.difference(channel, kind, entry, values, fresh))
+        differences.append(locate.gather_difference(channel, kind, entry, values, fresh))
     return differences
 
 
-def _nonfinite(
+def _gather_nonfinite(
     channel: Channel, kind: str, entries: list[Entry], counts: Counts
 ) -> list[NonFinite]:
     """The entries with elements that are not finite in some rank."""
-    bad = np.flatnonzero(channel.extremes(counts)[1] > 0)
+    bad = np.flatnonzero(channel.gather_extremes(counts)[1] > 0)
     if bad.size == 0:
         return []
-    everyones = channel.everyones(counts[bad])
-    return [
-        NonFinite(kind, entries[place].name, tuple(
-            (rank, int(count))
-            for rank, count in zip(channel.ranks, everyones[:, column], strict=True) if count
-        ))
-        for column, place in enumerate(bad.tolist())
-    ]  # fmt: skip
+    everyones = channel.gather_rows(counts[bad])
+    nonfinite = []
+    for column, place in enumerate(bad.tolist()):
+        pairs = zip(channel.ranks, everyones[:, column].tolist(), strict=True)
+        those = tuple((rank, count) for rank, count in pairs if count)
+        nonfinite.append(NonFinite(kind, entries[place].name, those))
+    return nonfinite

@@ -31,13 +31,15 @@ def by_value(digests: Int64) -> list[list[int]]:
     return sorted(places.values(), key=lambda those: (-len(those), those[0]))
 
 
-def difference(
+def gather_difference(
     channel: Channel, kind: str, entry: Entry, values: list[list[int]], located: bool
 ) -> Difference:
     """What is known of an entry that has these values; its first elements, if `located`."""
     details: list[Detail] = []
     if located:
-        rows = channel.everyones(_compare(channel, as_tensor(entry.value), values[0][0]))
+        rows = channel.gather_rows(
+            _broadcast_and_compare(channel, as_tensor(entry.value), values[0][0])
+        )
         details = [
             _detail(channel, entry, those, values[0][0], rows[those[0]]) for those in values[1:]
         ]
@@ -61,7 +63,7 @@ def _piece(tensor: Tensor, start: int, stop: int) -> Bytes:
 _FIELDS = ("differing", "first", "max_delta", "multiset", "mine", "mine2", "theirs", "theirs2")
 
 
-def _compare(channel: Channel, tensor: Tensor, source: int) -> Int64:
+def _broadcast_and_compare(channel: Channel, tensor: Tensor, source: int) -> Int64:
     """int64[8], as _FIELDS: this rank's elements against those of the rank at `source`."""
     tensor = tensor.detach()
     count = max(1, PIECE_NBYTES // tensor.itemsize)
@@ -69,7 +71,7 @@ def _compare(channel: Channel, tensor: Tensor, source: int) -> Int64:
     ends = np.zeros((2, 16), np.uint8)
     for start in range(0, tensor.numel(), count):
         mine = _piece(tensor, start, min(start + count, tensor.numel()))
-        theirs = channel.broadcast(mine, source)
+        theirs = channel.broadcast_bytes(mine, source)
         elements = [a.reshape(-1, tensor.itemsize) for a in (mine, theirs)]
         words = [_words(a) for a in elements]
         places = np.flatnonzero((words[0] != words[1]).any(axis=1))

@@ -65,7 +65,7 @@ def frozen_in_some(channel: Channel, tables: list[Usage], found: Found) -> list[
     return frozen
 
 
-def without_gradient(
+def gather_without_gradient(
     channel: Channel, state: State, found: Found, tables: list[Usage], outer: Any
 ) -> tuple[WithoutGradient, ...]:
     """Parameters whose gradient is None in some ranks, or in all. To be called where some others
@@ -83,7 +83,7 @@ def without_gradient(
             for e in state.entries["gradient"]
             if e.name in differing and not e.value.any()
         }
-        zero = _ranks_by_name(channel, channel.everyones_objects(zeros), ZERO, found)
+        zero = _ranks_by_name(channel, channel.gather_objects(zeros), ZERO, found)
     absent = [WithoutGradient(name, ranks) for name, ranks in missing.items()]
     absent += [WithoutGradient(name, ranks, zeros=True) for name, ranks in zero.items()]
     return tuple(absent)

@@ -1,4 +1,4 @@
-"""Are the replicas equal, bit for bit? In every rank, after a step.
+"""Verify that replicas are equal, bit for bit: called in every rank, after a step.
 
 A healthy verification costs one pass over the replica's memory and one all_reduce of a few hundred
 bytes, however many ranks and tensors there are: count, structure and content of each kind of tensor
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.replicas import causes, findings
 from ddpbench.replicas.channel import Channel
-from ddpbench.replicas.compare import Found, Options, compare
+from ddpbench.replicas.compare import Found, Options, gather_comparison
 from ddpbench.replicas.digest import of_bytes
 from ddpbench.replicas.origin import Tracer
 from ddpbench.replicas.report import (
@@ -33,6 +33,7 @@ from ddpbench.replicas.report import (
 )
 from ddpbench.replicas.state import (
     KINDS,
+    State,
     collect,
     is_option,
     shards_state,
@@ -42,10 +43,11 @@ from ddpbench.replicas.state import (
 from ddpbench.replicas.usage import (
     FROZEN,
     Agreeing,
+    Usage,
     agreeing,
     frozen_in_some,
+    gather_without_gradient,
     usage,
-    without_gradient,
 )
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -82,10 +84,12 @@ def verify_replicas(
     """
     how: Any = {"gradients": gradients, "finite": finite, "locate": locate}
     _check(module=module, optimizer=optimizer, group=group, **how)
-    return _verify(
-        module, listed(optimizer), group,
+    return _gather_report(
+        module,
+        listed(optimizer),
+        group,
         Options(**how, step=None if step is None else _number(step)),
-    )  # fmt: skip
+    )
 
 
 class Verifier:
@@ -111,10 +115,8 @@ class Verifier:
         trace_nonfinite: bool = False,
     ) -> None:
         self._how: Any = {"gradients": gradients, "finite": finite, "locate": locate}
-        _check(
-            module=module, optimizer=optimizer, group=group, **self._how,
-            trace_nonfinite=trace_nonfinite,
-        )  # fmt: skip
+        typed = {"module": module, "optimizer": optimizer, "group": group, **self._how}
+        _check(**typed, trace_nonfinite=trace_nonfinite)
         self._what = module, listed(optimizer), group
         if trace_nonfinite and not listed(optimizer):
             raise ValueError("trace_nonfinite=True needs the optimizer: its steps are counted")
@@ -134,7 +136,7 @@ class Verifier:
             **self._how, step=step, equal_until=self.equal_until, known=self._told,
             traced=self._tracer is not None,
         )  # fmt: skip
-        report = _verify(*self._what, options, self._tracer, self._before)
+        report = _gather_report(*self._what, options, tracer=self._tracer, before=self._before)
         self._told = {(found.kind, found.name) for found in report.differences}
         for key in [*self._told, *((found.kind, found.name) for found in report.mismatches)]:
             self.first_bad.setdefault(key, step)
@@ -221,11 +223,12 @@ def _number(step: Any) -> int:
         raise TypeError(f"step must be a whole number, not {step!r}") from None
 
 
-def _verify(
+def _gather_report(
     module: torch.nn.Module,
     optimizers: tuple[torch.optim.Optimizer, ...],
     group: ProcessGroup | None,
     options: Options,
+    *,
     tracer: Tracer | None = None,
     before: findings.Before | None = None,
 ) -> Report:
@@ -236,23 +239,16 @@ def _verify(
     state = collect(module, optimizers, options.gradients is not False)
     kinds = [kind for kind in KINDS if kind != "gradient" or options.gradients]
     used = usage(module, state, options.gradients is not False)
-    skipped = [list(astuple(each)) for each in state.not_compared]
-    here = {
-        "rng": _rng(module), "usage": _digest(used), "skipped": _digest(skipped),
-        "unsynced": _unsynced(outer), "finds_unused": _finds_unused(outer),
-        "rebroadcast": _rebroadcast(module), "stateless": _stateless(optimizers),
-        "stepped": int(any(not is_option(e.name) for e in state.entries["optimizer"])),
-        "trains": int(any(p.grad is not None for p in module.parameters())),
-    }  # fmt: skip
+    own = _summarise(module, optimizers, state, used)
     found = Found()
-    extremes = compare(channel, state, kinds, options, found, [*here.values()])
-    least, most = (dict(zip(here, each, strict=True)) for each in zip(*extremes, strict=True))
+    extremes = gather_comparison(channel, state, kinds, options, found, extras=[*own.values()])
+    least, most = (dict(zip(own, values, strict=True)) for values in zip(*extremes, strict=True))
     everyone = [used] * len(channel.ranks)
     if least["usage"] != most["usage"]:
-        everyone = channel.everyones_objects(used)
+        everyone = channel.gather_objects(used)
     found.mismatches += frozen_in_some(channel, everyone, found)
     if options.gradients is None and any(d.kind == "parameter" for d in found.differences):
-        compare(channel, state, ["gradient"], options, found)
+        gather_comparison(channel, state, ["gradient"], options, found)
     if before is not None and not findings.keys(found) & before.known:
         before = None  # what was wrong is right again
     facts = causes.Facts(
@@ -260,7 +256,7 @@ def _verify(
         differences=tuple(found.differences),
         mismatches=tuple(found.mismatches),
         nonfinite=tuple(found.nonfinite),
-        without_gradient=without_gradient(channel, state, found, everyone, outer)
+        without_gradient=gather_without_gradient(channel, state, found, everyone, outer)
         if most["trains"]
         else (),
         parameters=found.compared["parameter"],
@@ -276,27 +272,65 @@ def _verify(
         stateless=bool(most["stateless"]),
         steps=sum(e.name.endswith(".step") for e in state.entries["optimizer"]),
     )
+    skipped = [_skipped(state)]
     if least["skipped"] != most["skipped"]:
-        skipped = [row for rows in channel.everyones_objects(skipped) for row in rows]
-    not_compared = dict.fromkeys(NotCompared(*row) for row in skipped if row[0] in found.compared)
+        skipped = channel.gather_objects(skipped[0])
+    not_compared = dict.fromkeys(
+        NotCompared(*row) for rows in skipped for row in rows if row[0] in found.compared
+    )
     seen = findings.Seen(
-        tuple(not_compared), _origins(channel, found, tracer), tracer is not None,
-        least["rng"] == most["rng"], options.step, found.compared,
-    )  # fmt: skip
-    return _report(channel, options, found, facts, seen, before)
+        tuple(not_compared),
+        _gather_origins(channel, found, tracer),
+        tracer is not None,
+        least["rng"] == most["rng"],
+        options.step,
+        found.compared,
+    )
+    ranks = tuple(channel.ranks)
+    return _report(facts, seen, before, options=options, ranks=ranks, nbytes=found.nbytes)
+
+
+def _summarise(
+    module: torch.nn.Module,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    state: State,
+    used: Usage,
+) -> dict[str, int]:
+    """Numbers of this rank, of which the least and the greatest over all ranks are wanted."""
+    outer = wrapper(module)
+    return {
+        "rng": _rng(module),
+        "usage": _digest(used),
+        "skipped": _digest(_skipped(state)),
+        "unsynced": _unsynced(outer),
+        "finds_unused": _finds_unused(outer),
+        "rebroadcast": _rebroadcast(module),
+        "stateless": _stateless(optimizers),
+        "stepped": int(any(not is_option(entry.name) for entry in state.entries["optimizer"])),
+        "trains": int(any(parameter.grad is not None for parameter in module.parameters())),
+    }
+
+
+def _skipped(state: State) -> list[list[str]]:
+    return [list(astuple(skipped)) for skipped in state.not_compared]
 
 
 def _report(
-    channel: Channel, options: Options, found: Found, facts: causes.Facts, seen: findings.Seen,
+    facts: causes.Facts,
+    seen: findings.Seen,
     before: findings.Before | None,
-) -> Report:  # fmt: skip
+    *,
+    options: Options,
+    ranks: tuple[int, ...],
+    nbytes: int,
+) -> Report:
     wrong = findings.keys(facts)
     since = options.step if before is None else before.since
     return Report(
-        ranks=tuple(channel.ranks),
+        ranks=ranks,
         step=options.step,
-        compared=found.compared,
-        nbytes=found.nbytes,
+        compared=seen.compared,
+        nbytes=nbytes,
         differences=facts.differences,
         mismatches=facts.mismatches,
         nonfinite=facts.nonfinite,
@@ -315,7 +349,7 @@ def _digest(value: Any) -> int:
     return of_bytes(json.dumps(value).encode()) >> 1
 
 
-def _origins(channel: Channel, found: Found, tracer: Tracer | None) -> tuple[Origin, ...]:
+def _gather_origins(channel: Channel, found: Found, tracer: Tracer | None) -> tuple[Origin, ...]:
     """The ranks in which something was not finite first, by the number of optimizer steps."""
     if tracer is None:
         return ()
@@ -323,7 +357,7 @@ def _origins(channel: Channel, found: Found, tracer: Tracer | None) -> tuple[Ori
     tracer.clear()
     if not found.nonfinite:
         return ()
-    everyone = zip(channel.ranks, channel.everyones_objects(first), strict=True)
+    everyone = zip(channel.ranks, channel.gather_objects(first), strict=True)
     origins = [Origin(rank, *each) for rank, each in everyone if each is not None]
     earliest = max((each.steps_ago for each in origins), default=0)
     return tuple(each for each in origins if each.steps_ago == earliest)

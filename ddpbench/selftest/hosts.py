@@ -135,7 +135,7 @@ class Hosts:
         self, host: int, words: Sequence[str], cwd: Path | None = None, **environ: str
     ) -> subprocess.Popen[bytes]:
         """A process that stays in a host; what it prints is lost, so let it write a log."""
-        return self._popen(host, words, cwd, environ, subprocess.DEVNULL, subprocess.DEVNULL)
+        return self._popen(host, words, cwd=cwd, environ=environ, out=None, err=None)
 
     def run(
         self,
@@ -154,7 +154,8 @@ class Hosts:
             running = []
             for host, its in each.items():
                 out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-                running.append((self._popen(host, its, cwd, environ, out, err), out, err))
+                process = self._popen(host, its, cwd=cwd, environ=environ, out=out, err=err)
+                running.append((process, out, err))
 
             def ended() -> list[Done]:
                 done = []
@@ -213,16 +214,17 @@ class Hosts:
         self,
         host: int,
         words: Sequence[str],
+        *,
         cwd: Path | None,
         environ: Mapping[str, str],
-        out: IO[bytes] | int,
-        err: IO[bytes] | int,
+        out: IO[bytes] | None,
+        err: IO[bytes] | None,
     ) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [*self.into(host), *words],
             stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
+            stdout=out or subprocess.DEVNULL,
+            stderr=err or subprocess.DEVNULL,
             cwd=cwd,
             env=self.environment(**environ),
             start_new_session=True,
@@ -272,47 +274,35 @@ class Hosts:
 
 
 def _shape(namespace: str, interface: str, rate: float, less: Mapping[str, float]) -> None:
-    """What leaves an interface at a rate, and less of it to some addresses; bits a second.
+    """Limit the rate of an interface, and further that to some addresses; in bits per second.
 
     tc counts a frame without preamble, checksum and gap, and adding them counts once for many
     frames that the kernel handles as one: so the rate is what full frames leave of it.
     """
-    tc = ("tc", "-n", namespace)
 
-    def add(parent: str, number: int, its: float) -> None:
-        nbytes = str(max(BURST_NBYTES, round(its / 8 * BURST_SECONDS)))
-        bits, most = (
-            f"{round(its * COUNTED / FRAME)}bit",
-            str(max(128_000, round(its / 8 * QUEUE_SECONDS))),
+    def tc(command: str) -> None:
+        _sh("tc", "-n", namespace, *command.split())
+
+    def add(parent: str, number: int, bits: float) -> None:
+        burst = max(BURST_NBYTES, round(bits / 8 * BURST_SECONDS))
+        limit = max(128_000, round(bits / 8 * QUEUE_SECONDS))
+        bits = round(bits * COUNTED / FRAME)
+        tc(
+            f"class add dev {interface} parent {parent} classid 1:{number} htb rate {bits}bit "
+            f"ceil {bits}bit burst {burst} cburst {burst} quantum 60000"
         )
-        _sh(
-            *tc, "class", "add", "dev", interface, "parent", parent, "classid", f"1:{number}",
-            "htb", "rate", bits, "ceil", bits, "burst", nbytes, "cburst", nbytes,
-            "quantum", "60000",
-        )  # fmt: skip
         if number > 1:
-            _sh(
-                *tc,
-                "qdisc",
-                "add",
-                "dev",
-                interface,
-                "parent",
-                f"1:{number}",
-                "bfifo",
-                "limit",
-                most,
-            )
+            tc(f"qdisc add dev {interface} parent 1:{number} bfifo limit {limit}")
 
-    _sh(*tc, "qdisc", "add", "dev", interface, "root", "handle", "1:", "htb", "default", "2")
+    tc(f"qdisc add dev {interface} root handle 1: htb default 2")
     add("1:", 1, rate)
     add("1:1", 2, rate)
-    for number, (address, its) in enumerate(less.items(), 3):
-        add("1:1", number, min(its, rate))
-        _sh(
-            *tc, "filter", "add", "dev", interface, "parent", "1:", "protocol", "ip", "u32",
-            "match", "ip", "dst", f"{address}/32", "flowid", f"1:{number}",
-        )  # fmt: skip
+    for number, (address, lower) in enumerate(less.items(), 3):
+        add("1:1", number, min(lower, rate))
+        tc(
+            f"filter add dev {interface} parent 1: protocol ip u32 match ip dst {address}/32 "
+            f"flowid 1:{number}"
+        )
 
 
 def _sh(*words: str) -> str:
