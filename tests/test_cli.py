@@ -59,8 +59,8 @@ def test_bad_input_is_one_sentence(tmp_path: Path, words: list[str], sentence: s
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["launch", "--"], r"after -- comes what the ranks do, one of collectives, ddp, doctor$"),
-        (["manifest", "--"], r"after -- comes what the ranks do, one of collectives, ddp, doctor$"),
+        (["launch", "--"], r"no command after --: choose collectives, ddp or doctor$"),
+        (["manifest", "--"], r"no command after --: choose collectives, ddp or doctor$"),
         (["collectives", "--backend", "fake"], r"unknown backend 'fake': choose gloo, nccl"),
         (["collectives", "--backend", "undefined"], r"unknown backend 'undefined'"),
         (["collectives", "--timeout", "0.001"], r"'0.001' is not a number of seconds from 1 on"),
