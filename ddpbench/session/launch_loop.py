@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from ddpbench.session.progress import Progress
     from ddpbench.session.recorder import Recorder
+    from ddpbench.session.run_end import End
 
 T = TypeVar("T", bound=RunOptions)
 C = TypeVar("C")  # a command's case
@@ -91,16 +92,30 @@ def run(options: T, placement: Placement, prepare: Prepare[T]) -> int:
                 end = run_end.interrupted(signal)
             if end is not None:
                 break
-        if end is not None and options.join is not None:
-            if placement.rank == 0:
-                run_end.mark(folder, end.state, end.reason or "", end.code)
-                if end.code == 5:
-                    tell(end.reason or "")
-            # The launcher ends all ranks once one has failed, so rank 0 must report before that.
+        code = None
+        if end is not None and (options.join is not None or end.code != 130):
+            # A launcher may end all ranks once one has failed. So rank 0 reports a failure before
+            # any rank leaves.
+            world.watchdog.begin_phase("the report of the failure")
+            code = _report(options, folder, end) if placement.rank == 0 else end.code
             control.barrier_all()
-    if placement.rank == 0 and options.join is None:
+    if code is None and placement.rank == 0:
+        code = _report(options, folder, end)
+    return code if code is not None else end.code if end else 0
+
+
+def _report(options: RunOptions, folder: Path, end: End | None) -> int:
+    """Finish the run in rank 0, or mark a run that this launch has joined. Return the exit code."""
+    from ddpbench.session import run_end
+
+    if options.join is None:
         return run_end.finish(folder, options.format, options.columns, options.quiet, end)
-    return end.code if end else 0
+    if end is None:
+        return 0
+    run_end.mark(folder, end.state, end.reason or "", end.code)
+    if end.code == 5:
+        tell(end.reason or "")
+    return end.code
 
 
 def _measure(
