@@ -711,7 +711,7 @@ def raw(run: Run, **other: Any) -> bytes:
         (b'{"benchmarks": []}', "is not a ddpbench run: it has no schema number"),
         (b"[]", "is not a ddpbench run: it has no schema number"),
         (raw(a_run(), schema=SCHEMA + 1), f"has schema {SCHEMA + 1}, this ddpbench reads up to"),
-        (raw(a_run(), plan=3), "run.json is damaged: $.plan is int, not Plan"),
+        (raw(a_run(), plan=3), "run.json is damaged: Expected `object`, got `int` - at `$.plan`"),
         (raw(a_run()), "holds no result: nothing was measured"),
     ],
     ids=["empty", "truncated", "foreign", "another's JSON", "a list", "newer", "mistyped", "bare"],
