@@ -100,9 +100,7 @@ def _unchecked(setup: Setup, clocks: str | None) -> Iterator[str]:
         yield f"the hosts' clocks: {clocks}"
     if len(setup.ranks) == 1:
         yield "differences between ranks: there is only one rank"
-    if not any(setup.values("gpu_uuid")):
-        yield "GPUs: no rank uses one"
-    elif find_spec("pynvml") is None:
+    if any(setup.values("gpu_uuid")) and find_spec("pynvml") is None:
         yield "clocks and links of GPUs: pip install nvidia-ml-py"
     if not any(facts.get("allowed_cpus") for facts in setup.ranks):
         yield "cores that are free for binding: the control group does not list its cores"
