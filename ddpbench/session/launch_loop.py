@@ -82,9 +82,11 @@ def run(options: T, placement: Placement, prepare: Prepare[T]) -> int:
             try:
                 backend = backends.get(name)
                 failure = _measure(world, backend, options, plan, prepare, index=index, run=folder)
-            except Refused:
-                if placement.rank == 0 and options.join is None:
-                    run_end.discard(folder)
+            except Refused as error:
+                if placement.rank == 0 and options.join is None and not run_end.discard(folder):
+                    # Mark it first: the launcher may end this rank once another one has left.
+                    run_end.mark(folder, "failed", str(error), 2)
+                    run_end.finish(folder, options.format, options.columns, options.quiet)
                 raise
             if failure is not None:
                 end = run_end.End("failed", failure, 5)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_lines import QUICK, run_command, torchrun
 from stored_runs import a_result, a_run
 
 from ddpbench import cli, collectives
@@ -65,3 +66,37 @@ def test_a_number_of_ranks_that_the_launcher_contradicts_is_refused(
     assert cli.main(["collectives", "-n", count, "--backend", "gloo", "--device", "cpu"]) == code
     sentence = "ddpbench: -n 3 does not match the 2 ranks that torchrun has started: leave out -n, "
     assert capsys.readouterr().err.startswith(sentence if code else "")
+
+
+REFUSED_BACKEND = """
+from dataclasses import replace
+from ddpbench.catalog import backends
+backends.BACKENDS["gloo2"] = replace(backends.BACKENDS["gloo"], name="gloo2", size=lambda: 3)
+"""
+
+
+@pytest.mark.parametrize("names", ["gloo,gloo2", "gloo2,gloo"])
+def test_a_backend_refused_under_a_launcher_keeps_and_marks_what_others_measured(
+    tmp_path: Path, names: str
+) -> None:
+    """Under a launcher, a refusal of the second backend marks the run as failed and shows what the
+    first one measured; if nothing was measured, the run is removed."""
+    (tmp_path / "refused_backend.py").write_text(REFUSED_BACKEND)
+    words = [
+        "--import",
+        "refused_backend",
+        "--backend",
+        names,
+        "--op",
+        "barrier",
+        "--device",
+        "cpu",
+    ]
+    start = [*torchrun(1), "-m", "ddpbench.collectives", *words, *QUICK, "--output", "run"]
+    done = run_command(start, tmp_path)
+    assert "ddpbench: gloo2 sees a world size of 3, not 1: " in done.stderr
+    assert (tmp_path / "run").exists() == bool(done.stdout) == (names == "gloo,gloo2")
+    if done.stdout:
+        run = store.read(tmp_path / "run")
+        assert (run.state, run.exit_code, len(run.results)) == ("failed", 2, 1)
+        assert "gloo2 sees a world size of 3" in str(run.state_reason)
