@@ -190,8 +190,8 @@ def list_cases(
             partitions,
             [form for form in options.form if form in operation.forms] or operation.forms[:1],
             [place for place in options.place if place in operation.places] or operation.places[:1],
-            options.dtype if operation.sized else ("uint8",),
-            options.reduce_op if operation.reduces else (None,),
+            (options.dtype or ("float32",)) if operation.sized else ("uint8",),
+            (options.reduce_op or ("sum",)) if operation.reduces else (None,),
             requested if operation.sized else (0,),
         )
         for variant in itertools.starmap(Variant, variants):

@@ -27,7 +27,10 @@ FORMS, PLACES = ("tensor", "list"), ("in", "out")
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """The options of a sweep. An empty `form` or `place` means each operation's usual one."""
+    """The options of a sweep.
+
+    An empty `dtype`, `reduce_op`, `form` or `place` means the usual one of each operation.
+    """
 
     command = "collectives"
     usual_launches = 6
@@ -64,24 +67,27 @@ class Options(RunOptions):
             )
         for option, chosen, unsuited in self._find_unsuited():
             if len(unsuited) == len(self.op):
+                values = _supported(option, self.op[0])
+                advice = (
+                    f"use --{option} {values[0]}, or leave it out" if values else "leave it out"
+                )
                 raise Refused(
-                    f"--{option} {chosen} applies to none of {', '.join(self.op)}: "
-                    f"use --{option} {_supported(option, self.op[0])[0]}, or leave it out"
+                    f"--{option} {chosen} applies to none of {', '.join(self.op)}: {advice}"
                 )
 
     def notes(self) -> list[str]:
-        """Return one line for --form and --place if some of the operations do not support them."""
+        """Return one line for each given option that some of the operations do not support."""
         return [
             f"--{option} {chosen} does not apply to {', '.join(unsuited)}: "
-            f"measured with {_supported(option, unsuited[0])[0]}"
+            f"measured {_usual(option, unsuited[0])}"
             for option, chosen, unsuited in self._find_unsuited()
             if unsuited
         ]
 
     def _find_unsuited(self) -> Iterator[tuple[str, str, list[str]]]:
-        """Yield --form and --place if given: (option, its value, operations without support)."""
-        for option, chosen in (("form", self.form), ("place", self.place)):
-            if chosen:
+        """Yield the given ones of four options: (option, its value, operations without support)."""
+        for option in ("form", "place", "dtype", "reduce-op"):
+            if chosen := getattr(self, option.replace("-", "_")):
                 unsuited = [n for n in self.op if not set(chosen) & set(_supported(option, n))]
                 yield option, ",".join(chosen), unsuited
 
@@ -100,9 +106,19 @@ class Options(RunOptions):
 
 
 def _supported(option: str, operation: str) -> tuple[str, ...]:
-    """Return the values of --form or --place that an operation supports."""
+    """Return the values of --form, --place, --dtype or --reduce-op that an operation supports."""
     entry = OPERATIONS[operation]
+    if option == "dtype":
+        return tuple(DTYPES) if entry.sized else ()
+    if option == "reduce-op":
+        return REDUCE_OPS if entry.reduces else ()
     return entry.forms if option == "form" else entry.places
+
+
+def _usual(option: str, operation: str) -> str:
+    """Describe how an operation is measured if it does not support the given value."""
+    values = _supported(option, operation)
+    return f"with {values[0]}" if values else "without it"
 
 
 MEASURED = """
@@ -110,7 +126,8 @@ MEASURED = """
 --sizes        total bytes as nccl-tests counts them: {syntax} (default: {cpu}; {cuda} for CUDA
                tensors)
 --dtype        dtypes to measure: {dtypes}, or all
---reduce-op    reduce ops to measure: {reduce_ops}, or all
+               (default: float32)
+--reduce-op    reduce ops to measure: {reduce_ops}, or all (default: sum)
 --form         call with one tensor (tensor) or with a list of tensors (list), if the operation has
                both (default: tensor, if the operation has it)
 --place        write the result over the input (in) or elsewhere (out), if the operation has both
@@ -153,9 +170,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     three = ("all_reduce", "all_gather", "broadcast")
     add("--op", kind=options.names("operation", OPERATIONS), default=three, metavar="OP,…")
     add("--sizes", kind=options.size_list, metavar="SIZES")
-    add("--dtype", kind=options.names("dtype", DTYPES), default=("float32",), metavar="DTYPE,…")
+    add("--dtype", kind=options.names("dtype", DTYPES), default=(), metavar="DTYPE,…")
     reduce_ops = options.names("reduce op", REDUCE_OPS)
-    add("--reduce-op", kind=reduce_ops, default=("sum",), metavar="OP,…")
+    add("--reduce-op", kind=reduce_ops, default=(), metavar="OP,…")
     add("--form", kind=options.names("form", FORMS), default=(), metavar="FORM,…")
     add("--place", kind=options.names("place", PLACES), default=(), metavar="PLACE,…")
     add("--groups", kind=options.names("group", GROUPS), default=("world",), metavar="GROUP,…")

@@ -14,6 +14,7 @@ import pytest
 
 import ddpbench
 from ddpbench import collectives
+from ddpbench.catalog import backends
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.launch.placement import Refused
 from ddpbench.session import options
@@ -58,8 +59,10 @@ def test_without_options_the_defaults_stand() -> None:
     arguments = vars(parse())
     assert collectives.Options(**{**arguments, "modules": tuple(arguments["modules"])})
     assert arguments["op"] == ("all_reduce", "all_gather", "broadcast")
-    assert [arguments[name] for name in ("backend", "dtype")] == [("auto",), ("float32",)]
-    assert arguments["device"] == "auto"
+    assert (arguments["backend"], arguments["device"]) == (("auto",), "auto")
+    options = replace(collectives.Options.of(parse("--op", "reduce")), device="cpu", nproc=2)
+    cases = collectives.planned(options, backends.get("gloo")) or []
+    assert {(case.dtype, case.reduce_op) for case in cases} == {("float32", "sum")}
     assert (arguments["launches"], arguments["precision"], arguments["slice"]) == (None, 2.5, None)
     one, six = (collectives.Options.of(parse("--launches", n)).plan(0) for n in ("1", "6"))
     assert (one.slice_seconds, six.slice_seconds) == (2.0, 0.1)
@@ -105,8 +108,9 @@ def test_cuda_tensors_are_not_asked_into_the_hosts_huge_pages() -> None:
         replace(arguments, device="cuda").check()
 
 
-def test_a_form_that_an_operation_lacks_is_named() -> None:
-    """A note names the operations that lack --form or --place; if all lack it, it is refused."""
+def test_an_option_that_an_operation_lacks_is_named() -> None:
+    """A note names the operations that lack --form, --place, --dtype or --reduce-op; if all lack
+    it, it is refused."""
     arguments = collectives.Options.of(parse("--op", "gather,barrier", "--form", "list"))
     arguments.check()
     assert arguments.notes() == ["--form list does not apply to barrier: measured with tensor"]
@@ -115,6 +119,13 @@ def test_a_form_that_an_operation_lacks_is_named() -> None:
         assert collectives.Options.of(namespace).notes() == []
     with pytest.raises(Refused, match="--place out applies to none of all_reduce, broadcast: use "):
         collectives.Options.of(parse("--op", "all_reduce,broadcast", "--place", "out")).check()
+    words = ("--op", "reduce,broadcast,barrier", "--dtype", "int8", "--reduce-op", "max")
+    assert collectives.Options.of(parse(*words)).notes() == [
+        "--dtype int8 does not apply to barrier: measured without it",
+        "--reduce-op max does not apply to broadcast, barrier: measured without it",
+    ]
+    with pytest.raises(Refused, match="^--dtype int8 applies to none of barrier: leave it out$"):
+        collectives.Options.of(parse("--op", "barrier", "--dtype", "int8")).check()
 
 
 @pytest.mark.parametrize(
