@@ -68,11 +68,10 @@ class Options(RunOptions):
         for option, chosen, unsuited in self._find_unsuited():
             if len(unsuited) == len(self.op):
                 values = _supported(option, self.op[0])
-                advice = (
-                    f"use --{option} {values[0]}, or leave it out" if values else "leave it out"
-                )
+                advice = f"use --{option} {values[0]}, or " if values else ""
                 raise Refused(
-                    f"--{option} {chosen} applies to none of {', '.join(self.op)}: {advice}"
+                    f"--{option} {chosen} applies to none of {', '.join(self.op)}: "
+                    f"{advice}leave it out"
                 )
 
     def notes(self) -> list[str]:
