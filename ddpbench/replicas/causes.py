@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ddpbench.replicas.report import Difference, Mismatch, NonFinite, WithoutGradient
 from ddpbench.replicas.state import is_option
-from ddpbench.replicas.usage import FROZEN, Agreeing
+from ddpbench.replicas.usage import FROZEN, EqualCounts
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class Facts:
     without_gradient: tuple[WithoutGradient, ...]
     parameters: int  # how many there are
     gradients: int  # how many were compared; 0: none were there, or none were asked for
-    agreeing: Agreeing
     frozen: frozenset[str]  # parameters with requires_grad=False
     earlier: bool  # a verification before this one found all parameters equal
     unsynced: bool  # in some rank DDP's last forward was under no_sync (or no_grad)
@@ -31,6 +30,7 @@ class Facts:
     stepped: bool  # in some rank an optimizer has state
     stateless: bool  # in some rank an optimizer keeps no state, so its steps leave no trace
     steps: int  # how many step counts the optimizers keep
+    equal: EqualCounts
 
     def of(self, kind: str) -> list[Difference]:
         """The differences of a kind."""
@@ -55,12 +55,12 @@ class Facts:
     @property
     def all_parameters(self) -> bool:
         """Whether every parameter differs, of several, but for constants."""
-        return len(self.of("parameter")) > 1 and not self.agreeing.parameters
+        return len(self.of("parameter")) > 1 and not self.equal.parameters
 
     @property
     def all_gradients(self) -> bool:
         """Whether every gradient differs, of several, but for zeros."""
-        return len(self.of("gradient")) > 1 and not self.agreeing.gradients
+        return len(self.of("gradient")) > 1 and not self.equal.gradients
 
     @property
     def reduced(self) -> bool:
@@ -168,11 +168,11 @@ def _initialised(facts: Facts) -> bool:
     if facts.earlier or facts.kinds != {"parameter"} or not facts.redrawn:
         return False
     if facts.reduced:  # the same gradients, and as far as can be seen the same step
-        return facts.agreeing.trained > 0 or (facts.stepped and not facts.stateless)
+        return facts.equal.trained > 0 or (facts.stepped and not facts.stateless)
     if facts.gradients:
         return False
     unstepped = facts.optimizers and not (facts.stepped or facts.stateless)
-    return unstepped or (facts.agreeing.trainable > 0 and not facts.stepped)
+    return unstepped or (facts.equal.trainable > 0 and not facts.stepped)
 
 
 def _untrained(facts: Facts) -> bool:

@@ -29,7 +29,7 @@ class Options:
 
 
 @dataclass
-class Found:
+class Comparison:
     """The result of comparing some kinds."""
 
     differences: list[Difference] = field(default_factory=list)
@@ -44,11 +44,14 @@ def gather_comparison(
     state: State,
     kinds: Sequence[str],
     options: Options,
-    found: Found,
+    comparison: Comparison,
     *,
     extras: Sequence[int] = (),
 ) -> list[tuple[int, int]]:
-    """Add the differences in some kinds to `found`; return the least and greatest of each extra."""
+    """Add the differences in some kinds to `comparison`.
+
+    Return the least and the greatest of each extra over all ranks.
+    """
     settings: list[object] = [options.gradients, options.finite, options.locate, options.step]
     settings += [options.equal_until, options.traced, list(kinds)]
     contents = [_read_contents(state, kind, options.finite) for kind in kinds]
@@ -65,17 +68,17 @@ def gather_comparison(
     for i, kind in enumerate(kinds):
         entries, (digests, counts, _) = state.entries[kind], contents[i]
         if not same[i, :2].all():
-            chosen = _gather_common(channel, kind, entries, found)
+            chosen = _gather_common(channel, kind, entries, comparison)
             entries = [entries[place] for place in chosen]
             digests, counts = digests[chosen], counts[chosen]
-        found.compared[kind] = len(entries)
-        found.nbytes += sum(
+        comparison.compared[kind] = len(entries)
+        comparison.nbytes += sum(
             e.value.nbytes if isinstance(e.value, torch.Tensor) else 8 for e in entries
         )
         if not same[i, :3].all():
-            found.differences += _gather_differences(channel, kind, entries, digests, options)
+            comparison.differences += _gather_differences(channel, kind, entries, digests, options)
         if some_nonfinite[i]:
-            found.nonfinite += _gather_nonfinite(channel, kind, entries, counts)
+            comparison.nonfinite += _gather_nonfinite(channel, kind, entries, counts)
     tail = 1 + 4 * len(kinds)
     return list(zip(least[tail:].tolist(), most[tail:].tolist(), strict=True))
 
@@ -89,9 +92,11 @@ def _read_contents(state: State, kind: str, finite: bool) -> tuple[Digests, Coun
     return digests, counts, [len(digests), form.digest, whole, int(counts.sum())]
 
 
-def _gather_common(channel: Channel, kind: str, entries: list[Entry], found: Found) -> list[int]:
+def _gather_common(
+    channel: Channel, kind: str, entries: list[Entry], comparison: Comparison
+) -> list[int]:
     """The places here of the entries that all ranks have alike, in one order for all ranks; what
-    is not alike is added to `found`."""
+    is not alike is added to `comparison`."""
     everyone = channel.gather_objects([[entry.name, row(entry)] for entry in entries])
     tables = [dict(rows) for rows in everyone]
     places = {entry.name: place for place, entry in enumerate(entries)}
@@ -104,10 +109,10 @@ def _gather_common(channel: Channel, kind: str, entries: list[Entry], found: Fou
             common.append(places[name])
         else:
             those = tuple((form, tuple(ranks)) for form, ranks in forms.items())
-            found.mismatches.append(Mismatch(kind, name, those))
+            comparison.mismatches.append(Mismatch(kind, name, those))
     orders = {tuple(name for name in table) for table in tables}
-    if len(orders) > 1 and len(common) == len(entries) and not found.mismatches:
-        found.mismatches.append(_order(channel, kind, tables))
+    if len(orders) > 1 and len(common) == len(entries) and not comparison.mismatches:
+        comparison.mismatches.append(_order(channel, kind, tables))
     return common
 
 

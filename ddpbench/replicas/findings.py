@@ -11,7 +11,7 @@ import torch
 
 from ddpbench.records.schema import SEVERITIES, Finding
 from ddpbench.replicas.causes import Cause, Facts
-from ddpbench.replicas.compare import Found
+from ddpbench.replicas.compare import Comparison
 from ddpbench.replicas.report import (
     Detail,
     Difference,
@@ -32,7 +32,7 @@ Key = tuple[str, str, str]  # what is wrong, kind, name
 
 
 @dataclass(frozen=True)
-class Before:
+class History:
     """What a Verifier has reported since the replicas were last right."""
 
     first: Finding  # the first finding of the first report
@@ -41,7 +41,7 @@ class Before:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Verification:
     """What is told beside the differences themselves."""
 
     not_compared: tuple[NotCompared, ...]
@@ -52,7 +52,7 @@ class Seen:
     compared: dict[str, int]
 
 
-def keys(facts: Facts | Found | Report) -> set[Key]:
+def keys(facts: Facts | Comparison | Report) -> set[Key]:
     """All that is wrong: what a later report need not tell again."""
     wrong = {("differs", d.kind, d.name) for d in facts.differences if d.kind != "buffer"}
     wrong |= {("unlike", m.kind, m.name) for m in facts.mismatches}
@@ -61,7 +61,7 @@ def keys(facts: Facts | Found | Report) -> set[Key]:
 
 
 def findings(
-    facts: Facts, cause: Cause | None, before: Before | None, seen: Seen
+    facts: Facts, cause: Cause | None, history: History | None, verification: Verification
 ) -> tuple[Finding, ...]:
     """All of it, the worst first; the likely cause stands with what it explains.
 
@@ -69,27 +69,27 @@ def findings(
     it is told in one line, and after it only what has come since.
     """
     wrong = keys(facts)
-    if before is not None and wrong:
-        still = _still(before, wrong, seen.step)
-        if wrong <= before.known:
+    if history is not None and wrong:
+        still = _still(history, wrong, verification.step)
+        if wrong <= history.known:
             return (still,)
-        found = [still, *_wrong(_fresh(facts, before), None, seen)]
+        found = [still, *_wrong(_fresh(facts, history), None, verification)]
     else:
-        found = [*_wrong(facts, cause, seen), *_beside(facts, seen)]
+        found = [*_wrong(facts, cause, verification), *_beside(facts, verification)]
     return tuple(sorted(found, key=lambda f: SEVERITIES.index(f.severity)))
 
 
-def _still(before: Before, wrong: set[Key], step: int | None) -> Finding:
-    first, old = before.first, len(wrong & before.known)
-    place = {"cause": first.code, "since": before.since}
-    sentence = f"as in step {before.since}, see its report ({first.code}): {old} of its tensors"
+def _still(history: History, wrong: set[Key], step: int | None) -> Finding:
+    first, old = history.first, len(wrong & history.known)
+    place = {"cause": first.code, "since": history.since}
+    sentence = f"as in step {history.since}, see its report ({first.code}): {old} of its tensors"
     sentence += f" {'is' if old == 1 else 'are'} still different or not finite"
     return Finding("error", first.code, sentence, "", _place(step, **place))
 
 
-def _fresh(facts: Facts, before: Before) -> Facts:
+def _fresh(facts: Facts, history: History) -> Facts:
     def new(what: str, those: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(t for t in those if (what, t.kind, t.name) not in before.known)
+        return tuple(t for t in those if (what, t.kind, t.name) not in history.known)
 
     return replace(
         facts,
@@ -99,10 +99,10 @@ def _fresh(facts: Facts, before: Before) -> Facts:
     )
 
 
-def _wrong(facts: Facts, cause: Cause | None, seen: Seen) -> Iterator[Finding]:
+def _wrong(facts: Facts, cause: Cause | None, verification: Verification) -> Iterator[Finding]:
     """What differs, is not alike or is not finite, the part with the cause first."""
     shown = cause.shown(facts) if cause else None
-    folds = [*_differences(facts, shown, seen), *_mismatches(facts, seen.step)]
+    folds = [*_differences(facts, shown, verification), *_mismatches(facts, verification.step)]
     if cause is not None and folds:
         unlike = [f for f in folds if cause.unlike and f.place["kind"] in cause.unlike
                   and f.code == "structure-differs"]  # fmt: skip
@@ -116,20 +116,20 @@ def _wrong(facts: Facts, cause: Cause | None, seen: Seen) -> Iterator[Finding]:
             place={**chosen.place, "cause": cause.code},
         )
     yield from folds
-    yield from _nonfinite(facts, seen)
+    yield from _nonfinite(facts, verification)
 
 
-def _beside(facts: Facts, seen: Seen) -> Iterator[Finding]:
+def _beside(facts: Facts, verification: Verification) -> Iterator[Finding]:
     """What is no difference: gradients that are not there, what was not compared, and notes."""
-    yield from _without_gradient(facts, seen.step)
-    yield from _not_compared(seen.not_compared)
+    yield from _without_gradient(facts, verification.step)
+    yield from _not_compared(verification.not_compared)
     if any(each.kind != "buffer" and not each.minority for each in facts.differences):
         yield Finding(
             "note",
             "no-majority",
             "where as many ranks hold one value as another, nobody can say which is right",
         )
-    if not seen.rng_equal:
+    if not verification.rng_equal:
         yield Finding(
             "note",
             "rng-differs",
@@ -148,7 +148,9 @@ def _severity(facts: Facts, kind: str) -> str:
     return "note" if facts.rebroadcast else "warning"
 
 
-def _differences(facts: Facts, shown: Difference | None, seen: Seen) -> Iterator[Finding]:
+def _differences(
+    facts: Facts, shown: Difference | None, verification: Verification
+) -> Iterator[Finding]:
     """One for all that differ between the same ranks; the one with `shown` first."""
     sides: dict[tuple[object, ...], list[Difference]] = {}
     for each in facts.differences:
@@ -162,26 +164,28 @@ def _differences(facts: Facts, shown: Difference | None, seen: Seen) -> Iterator
         yield Finding(
             min((_severity(facts, d.kind) for d in those), key=SEVERITIES.index),
             "replicas-differ",
-            _folded(those, example, seen, same_sides=those is not rest),
+            _folded(those, example, verification, same_sides=those is not rest),
             "",
-            _place(seen.step, kind=example.kind, tensor=example.name, tensors=names,
+            _place(verification.step, kind=example.kind, tensor=example.name, tensors=names,
                    ranks=sorted({rank for d in those for rank in d.minority})),
         )  # fmt: skip
 
 
-def _folded(those: list[Difference], example: Difference, seen: Seen, same_sides: bool) -> str:
+def _folded(
+    those: list[Difference], example: Difference, verification: Verification, same_sides: bool
+) -> str:
     how = ". ".join(_how(example, detail) for detail in example.details[:_SHOWN])
     if len(those) == 1:
         return f"{named(example)} {_who(example)}" + (f". {how}" if how else "")
     counts = Counter(each.kind for each in those)
-    some = [f"{n} of {counted(kind, seen.compared[kind])}" for kind, n in counts.items()]
+    some = [f"{n} of {counted(kind, verification.compared[kind])}" for kind, n in counts.items()]
     what = " and ".join([*([", ".join(some[:-1])] if some[1:] else []), some[-1]])
     who = _who(example, "differ") if same_sides else "differ between other ranks"
     if same_sides and example.minority:
         who = f"differ in {ranks_text(example.minority)}"
     # Buffers that DDP sends anew differ after each step, and are reported each time.
-    known = seen.step is not None and example.kind != "buffer"
-    when = f", first seen in step {seen.step}" if known else ""
+    known = verification.step is not None and example.kind != "buffer"
+    when = f", first seen in step {verification.step}" if known else ""
     text = f"{what} {who}{when}: {example.name} and {len(those) - 1} more"
     return text + (f". For example {named(example)}: {how}" if how else "")
 
@@ -293,7 +297,7 @@ _TRACE = (
 )
 
 
-def _nonfinite(facts: Facts, seen: Seen) -> Iterator[Finding]:
+def _nonfinite(facts: Facts, verification: Verification) -> Iterator[Finding]:
     """One for all of a kind in the same ranks."""
     sides: dict[tuple[str, tuple[int, ...]], list[NonFinite]] = {}
     for each in facts.nonfinite:
@@ -314,27 +318,29 @@ def _nonfinite(facts: Facts, seen: Seen) -> Iterator[Finding]:
             )
         next_step = ""
         if severity == "error" and origin:
-            sentence, next_step = _origin(sentence, seen)
+            sentence, next_step = _origin(sentence, verification)
             origin = False
-        place = _place(seen.step, kind=kind, tensor=names[0], tensors=names, ranks=list(ranks))
+        place = _place(
+            verification.step, kind=kind, tensor=names[0], tensors=names, ranks=list(ranks)
+        )
         yield Finding(severity, "non-finite", sentence, next_step, place)
 
 
-def _origin(sentence: str, seen: Seen) -> tuple[str, str]:
+def _origin(sentence: str, verification: Verification) -> tuple[str, str]:
     """The sentence with where a NaN was first, and what to do."""
-    if not seen.traced:
+    if not verification.traced:
         return sentence, f"look at the step before: its loss, learning rate, dtype; {_TRACE}"
-    if not seen.origins:
+    if not verification.origins:
         return f"{sentence}. No output and no local gradient had one before", (
             "look at what runs between the reduction of the gradients and here: clipping, "
             "scaling, the optimizer (a learning rate that is too large), edits of weights"
         )
     told = []
-    for each in seen.origins[:_SHOWN]:
+    for each in verification.origins[:_SHOWN]:
         ago = each.steps_ago
         when = f", {ago} step{'' if ago == 1 else 's'} before this one" if ago else ""
         told.append(f"rank {each.rank} in {each.place}{when}")
-    ranks = ranks_text(tuple(each.rank for each in seen.origins))
+    ranks = ranks_text(tuple(each.rank for each in verification.origins))
     return (
         f"{sentence}. First, before gradients were reduced: {'; '.join(told)}",
         f"look at the batch and the loss of {ranks} in that step",

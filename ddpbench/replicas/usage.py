@@ -1,4 +1,4 @@
-"""Which parameters the ranks train, and what the tensors that are equal tell of the others."""
+"""Parameters that some ranks do not train, and counts of equal tensors that hint at a cause."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from typing import Any
 import torch
 
 from ddpbench.replicas.channel import Channel
-from ddpbench.replicas.compare import Found
+from ddpbench.replicas.compare import Comparison
 from ddpbench.replicas.digest import constant
 from ddpbench.replicas.report import Mismatch, WithoutGradient
 from ddpbench.replicas.state import State, unwrap
 
 FROZEN, NO_GRADIENT, ZERO = "requires_grad=False", "no gradient", "a gradient of zeros"
-Usage = dict[str, str]  # parameter → FROZEN or NO_GRADIENT, where it is
+Usage = dict[str, str]  # name of a parameter that is not trained → FROZEN or NO_GRADIENT
 
 
 @dataclass(frozen=True)
-class Agreeing:
-    """How many of what differs nowhere tells something, while other tensors of its kind differ."""
+class EqualCounts:
+    """Numbers of tensors that are equal in all ranks, while other tensors differ."""
 
-    parameters: int = 0  # not constants, as LayerNorm's ones and zeros are before training
-    gradients: int = 0  # not zero throughout
+    parameters: int = 0  # without constants, such as LayerNorm's ones and zeros before training
+    gradients: int = 0  # without gradients of zeros
     trainable: int = 0  # parameters with requires_grad, constant or not
-    trained: int = 0  # parameters whose gradient is there and not zero throughout
+    trained: int = 0  # parameters with a gradient that is not all zeros
 
 
-def usage(module: torch.nn.Module, state: State, gradients: bool) -> Usage:
-    """Of each compared parameter that this rank does not train now: FROZEN, or (looked at with
-    `gradients`) NO_GRADIENT."""
+def read_usage(module: torch.nn.Module, state: State, gradients: bool) -> Usage:
+    """Return the compared parameters that this rank does not train now, as FROZEN or NO_GRADIENT.
+
+    NO_GRADIENT is reported only with `gradients`.
+    """
     status = {}
-    skipped = {each.name for each in state.not_compared if each.kind == "parameter"}
+    skipped = {entry.name for entry in state.not_compared if entry.kind == "parameter"}
     for name, parameter in unwrap(module).named_parameters():
         if name in skipped:
             continue
@@ -43,10 +45,13 @@ def usage(module: torch.nn.Module, state: State, gradients: bool) -> Usage:
 
 
 def _ranks_by_name(
-    channel: Channel, tables: list[Usage], status: str, found: Found
+    channel: Channel, tables: list[Usage], status: str, comparison: Comparison
 ) -> dict[str, tuple[int, ...]]:
-    """Name → the ranks in which it has this status, of parameters that all ranks have alike."""
-    unlike = {each.name for each in found.mismatches if each.kind == "parameter"}
+    """Return the ranks in which a parameter has this status, by its name.
+
+    Parameters that do not exist in all ranks alike are left out.
+    """
+    unlike = {m.name for m in comparison.mismatches if m.kind == "parameter"}
     names = dict.fromkeys(n for table in tables for n in table if table[n] == status)
     return {
         name: tuple(r for r, t in zip(channel.ranks, tables, strict=True) if t.get(name) == status)
@@ -55,46 +60,49 @@ def _ranks_by_name(
     }
 
 
-def frozen_in_some(channel: Channel, tables: list[Usage], found: Found) -> list[Mismatch]:
+def find_frozen_in_some(
+    channel: Channel, tables: list[Usage], comparison: Comparison
+) -> list[Mismatch]:
+    """Return the parameters that some ranks freeze and others train."""
     frozen = []
-    for name, ranks in _ranks_by_name(channel, tables, FROZEN, found).items():
+    for name, ranks in _ranks_by_name(channel, tables, FROZEN, comparison).items():
         others = tuple(rank for rank in channel.ranks if rank not in ranks)
         if others:
-            those = ((FROZEN, ranks), ("requires_grad=True", others))
-            frozen.append(Mismatch("parameter", name, those))
+            forms = ((FROZEN, ranks), ("requires_grad=True", others))
+            frozen.append(Mismatch("parameter", name, forms))
     return frozen
 
 
 def gather_without_gradient(
-    channel: Channel, state: State, found: Found, tables: list[Usage], outer: Any
+    channel: Channel, state: State, comparison: Comparison, tables: list[Usage], ddp: Any
 ) -> tuple[WithoutGradient, ...]:
-    """Parameters whose gradient is None in some ranks, or in all. To be called where some others
-    have one: else all gradients were dropped, by zero_grad.
+    """Return the parameters whose gradient is None in some ranks, or in all.
 
-    Where DDP has not reduced gradients, a gradient of zeros in some ranks counts, too: it is that
-    of a parameter that was not used there, after zero_grad(set_to_none=False).
+    Call it only if some parameter has a gradient: otherwise zero_grad has dropped them all. If DDP
+    has not reduced the gradients, a gradient of zeros in some ranks counts, too: an unused
+    parameter has it after zero_grad(set_to_none=False).
     """
-    missing = _ranks_by_name(channel, tables, NO_GRADIENT, found)
+    missing = _ranks_by_name(channel, tables, NO_GRADIENT, comparison)
     zero: dict[str, tuple[int, ...]] = {}
-    differing = {d.name for d in found.differences if d.kind == "gradient"}
-    if outer is not None and differing:
+    differing = {d.name for d in comparison.differences if d.kind == "gradient"}
+    if ddp is not None and differing:
         zeros = {
             e.name: ZERO
             for e in state.entries["gradient"]
             if e.name in differing and not e.value.any()
         }
-        zero = _ranks_by_name(channel, channel.gather_objects(zeros), ZERO, found)
+        zero = _ranks_by_name(channel, channel.gather_objects(zeros), ZERO, comparison)
     absent = [WithoutGradient(name, ranks) for name, ranks in missing.items()]
     absent += [WithoutGradient(name, ranks, zeros=True) for name, ranks in zero.items()]
     return tuple(absent)
 
 
-def agreeing(state: State, found: Found, used: Usage) -> Agreeing:
-    """What the tensors that are equal tell of those that are not."""
-    if not found.differences:
-        return Agreeing()
-    unlike = {(each.kind, each.name) for each in found.differences}
-    unlike |= {(each.kind, each.name) for each in found.mismatches}
+def count_equal(state: State, comparison: Comparison, usage: Usage) -> EqualCounts:
+    """Count the tensors that are equal in all ranks; all zeros if nothing differs."""
+    if not comparison.differences:
+        return EqualCounts()
+    unlike = {(d.kind, d.name) for d in comparison.differences}
+    unlike |= {(m.kind, m.name) for m in comparison.mismatches}
     parameters = {
         e.name: e.value for e in state.entries["parameter"] if ("parameter", e.name) not in unlike
     }
@@ -103,9 +111,9 @@ def agreeing(state: State, found: Found, used: Usage) -> Agreeing:
         for e in state.entries["gradient"]
         if ("gradient", e.name) not in unlike and not constant(e.value, 0)
     }
-    return Agreeing(
+    return EqualCounts(
         sum(not constant(value) for value in parameters.values()),
         len(moving),
-        sum(used.get(name) != FROZEN for name in parameters),
+        sum(usage.get(name) != FROZEN for name in parameters),
         len(moving & parameters.keys()),
     )

@@ -1,0 +1,176 @@
+"""One verification: read this rank's replica, compare it over all ranks, and build the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ddpbench.replicas import causes, findings
+from ddpbench.replicas.channel import Channel
+from ddpbench.replicas.compare import Comparison, Options, gather_comparison
+from ddpbench.replicas.flags import read_flags, skipped_rows
+from ddpbench.replicas.origin import Tracer
+from ddpbench.replicas.report import NotCompared, Origin, Report, WithoutGradient
+from ddpbench.replicas.state import KINDS, State, collect, wrapper
+from ddpbench.replicas.usage import (
+    FROZEN,
+    EqualCounts,
+    Usage,
+    count_equal,
+    find_frozen_in_some,
+    gather_without_gradient,
+    read_usage,
+)
+
+
+@dataclass(frozen=True)
+class _Replica:
+    """This rank's replica, and the flags of all ranks."""
+
+    module: torch.nn.Module
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    state: State
+    usage: Usage
+    least: Mapping[str, int]  # of each flag, over all ranks
+    most: Mapping[str, int]
+
+
+def gather_report(
+    module: torch.nn.Module,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    group: ProcessGroup | None,
+    options: Options,
+    *,
+    tracer: Tracer | None = None,
+    history: findings.History | None = None,
+) -> Report:
+    """Verify the replicas of a group; every rank of the group calls it and gets the same report.
+
+    tracer: watches this rank's outputs and gradients for NaN, if it is wanted.
+    history: what a Verifier has reported since the replicas were last right.
+    """
+    ddp = wrapper(module)
+    if group is None and ddp is not None:
+        group = ddp.process_group
+    channel = Channel(group)
+    state = collect(module, optimizers, options.gradients is not False)
+    usage = read_usage(module, state, options.gradients is not False)
+    flags = read_flags(module, optimizers, state, usage)
+    kinds = [kind for kind in KINDS if kind != "gradient" or options.gradients]
+    comparison = Comparison()
+    extremes = gather_comparison(
+        channel, state, kinds, options, comparison, extras=[*flags.values()]
+    )
+    least, most = (dict(zip(flags, values, strict=True)) for values in zip(*extremes, strict=True))
+    replica = _Replica(module, optimizers, state, usage, least, most)
+    facts = _gather_facts(channel, replica, comparison, options)
+    if history is not None and not findings.keys(comparison) & history.known:
+        history = None  # what was wrong is right again
+    if history is None:  # else no cause is looked for
+        facts = replace(facts, equal=count_equal(state, comparison, usage))
+    verification = findings.Verification(
+        not_compared=_gather_not_compared(channel, replica, comparison),
+        origins=_gather_origins(channel, comparison, tracer),
+        traced=tracer is not None,
+        rng_equal=least["rng"] == most["rng"],
+        step=options.step,
+        compared=comparison.compared,
+    )
+    ranks, nbytes = tuple(channel.ranks), comparison.nbytes
+    return _build_report(facts, verification, history, options=options, ranks=ranks, nbytes=nbytes)
+
+
+def _gather_facts(
+    channel: Channel, replica: _Replica, comparison: Comparison, options: Options
+) -> causes.Facts:
+    """Gather what the comparison leaves open, and return the pattern for the table of causes."""
+    state, usage, least, most = replica.state, replica.usage, replica.least, replica.most
+    usages = [usage] * len(channel.ranks)
+    if least["usage"] != most["usage"]:
+        usages = channel.gather_objects(usage)
+    comparison.mismatches += find_frozen_in_some(channel, usages, comparison)
+    if options.gradients is None and any(d.kind == "parameter" for d in comparison.differences):
+        gather_comparison(channel, state, ["gradient"], options, comparison)
+    without_gradient: tuple[WithoutGradient, ...] = ()
+    if most["trains"]:
+        ddp = wrapper(replica.module)
+        without_gradient = gather_without_gradient(channel, state, comparison, usages, ddp)
+    return causes.Facts(
+        world_size=len(channel.ranks),
+        differences=tuple(comparison.differences),
+        mismatches=tuple(comparison.mismatches),
+        nonfinite=tuple(comparison.nonfinite),
+        without_gradient=without_gradient,
+        parameters=comparison.compared["parameter"],
+        gradients=comparison.compared.get("gradient", 0),
+        frozen=frozenset(name for name in usage if usage[name] == FROZEN),
+        earlier=options.equal_until is not None,
+        unsynced=bool(most["unsynced"]),
+        finds_unused=bool(most["finds_unused"]),
+        rebroadcast=bool(least["rebroadcast"]),
+        optimizers=bool(replica.optimizers),
+        stepped=bool(most["stepped"]),
+        stateless=bool(most["stateless"]),
+        equal=EqualCounts(),
+        steps=sum(e.name.endswith(".step") for e in state.entries["optimizer"]),
+    )
+
+
+def _gather_not_compared(
+    channel: Channel, replica: _Replica, comparison: Comparison
+) -> tuple[NotCompared, ...]:
+    """Return, without repetition, what some rank could not compare, of the compared kinds."""
+    tables = [skipped_rows(replica.state)]
+    if replica.least["skipped"] != replica.most["skipped"]:
+        tables = channel.gather_objects(tables[0])
+    rows = dict.fromkeys(tuple(row) for table in tables for row in table)
+    return tuple(NotCompared(*row) for row in rows if row[0] in comparison.compared)
+
+
+def _gather_origins(
+    channel: Channel, comparison: Comparison, tracer: Tracer | None
+) -> tuple[Origin, ...]:
+    """Return the ranks that had a value that is not finite first, by optimizer steps."""
+    if tracer is None:
+        return ()
+    first = tracer.first() if comparison.nonfinite else None
+    tracer.clear()
+    if not comparison.nonfinite:
+        return ()
+    firsts = zip(channel.ranks, channel.gather_objects(first), strict=True)
+    origins = [Origin(rank, *first) for rank, first in firsts if first is not None]
+    earliest = max((origin.steps_ago for origin in origins), default=0)
+    return tuple(origin for origin in origins if origin.steps_ago == earliest)
+
+
+def _build_report(
+    facts: causes.Facts,
+    verification: findings.Verification,
+    history: findings.History | None,
+    *,
+    options: Options,
+    ranks: tuple[int, ...],
+    nbytes: int,
+) -> Report:
+    wrong = findings.keys(facts)
+    since = options.step if history is None else history.since
+    return Report(
+        ranks=ranks,
+        step=options.step,
+        compared=verification.compared,
+        nbytes=nbytes,
+        differences=facts.differences,
+        mismatches=facts.mismatches,
+        nonfinite=facts.nonfinite,
+        without_gradient=facts.without_gradient,
+        origins=verification.origins,
+        not_compared=verification.not_compared,
+        rng_equal=verification.rng_equal,
+        findings=findings.findings(facts, causes.likely(facts), history, verification),
+        equal_until=options.equal_until,
+        since=since if wrong else None,
+        repeated=history is not None and bool(wrong) and wrong <= history.known,
+    )
