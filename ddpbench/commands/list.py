@@ -43,7 +43,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
             continue
         backends = ",".join(dict.fromkeys(launch.backend for launch in run.launches))
         world_size = run.launches[0].world_size if run.launches else None
-        measured = sum(outcome.summary is not None for outcome in run.outcomes)
+        measured = len({each.case for each in run.outcomes if each.summary is not None})
         subjects = ",".join(run.operations[:3]) + (",…" if len(run.operations) > 3 else "")
         texts = map(escape, (folder.name, run.command, subjects, backends))
         rows.append([*texts, world_size, measured, escape(run.state), run.exit_code])
