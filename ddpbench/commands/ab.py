@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=options.positive,
         default=900.0,
         metavar="SECONDS",
-        help=f"start no look that would end later, but always measure {LEAST_BLOCKS} blocks "
-        "(default: 900)",
+        help=f"longest time for all launches; the first {LEAST_BLOCKS} blocks always run, however "
+        "long they take (default: 900)",
     )
     compare.add_judging(parser)
     turns.add_measured(parser, "results/", USUAL[0])

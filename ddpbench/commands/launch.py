@@ -45,7 +45,11 @@ SHARED = re.compile(r"(NCCL|GLOO|TORCH|OMP|MKL|UCX)_|PYTHONPATH$")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command; imports no torch."""
-    _add_nodes(parser.add_argument_group("nodes, the same on all of them"))
+    _add_nodes(
+        parser.add_argument_group(
+            "nodes; all options but --node-rank must be the same on each node"
+        )
+    )
     _add_ssh(parser.add_argument_group("all nodes from one host"))
     add_command(parser)
 
@@ -62,7 +66,8 @@ def _add_nodes(group: argparse._ArgumentGroup) -> None:
         "--hosts",
         type=Path,
         metavar="FILE",
-        help='instead of that: file with a line "NAME slots=N" for each node, node 0 first',
+        help='file with a line "NAME slots=N" for each node, node 0 first; '
+        "replaces --ranks-per-node",
     )
     add(
         "--init-method",
@@ -92,7 +97,7 @@ def _add_nodes(group: argparse._ArgumentGroup) -> None:
         "--node-rank",
         type=options.whole(0),
         metavar="I",
-        help="this node's place in the list, from 0; with --hosts found by name or address",
+        help="number of this node, from 0 (default with --hosts: found by name or address)",
     )
 
 

@@ -20,7 +20,8 @@ from ddpbench.render.style import Style
 LEGEND = {
     "time": "time µs: {statistic} time of one call over repetitions; 95 %: half-width of its "
     "interval",
-    "p99": f"p99: shown from {stats.PERCENTILES['p99']} repetitions on (all launches together)",
+    "p99": "p99 µs: 99 % of the calls were faster; shown only with at least "
+    f"{stats.PERCENTILES['p99']} repetitions in all launches together",
     "osu": "osu µs: as OSU prints it, the mean over calls and ranks of calls between barriers",
     "nccl_tests": "nccl-tests µs: as nccl-tests prints it, the time of the calls in flight divided "
     "by their number, mean over ranks",
@@ -127,5 +128,5 @@ def _limits(shown: list[Line]) -> list[str]:
         low, high = digits(min(values)), digits(max(values))
         span = low if low == high else f"{low} … {high} (by size)"
         names = ", ".join(operations[key])
-        legend.append(f"% limit on {backend} of {names}: busbw over {span} GB/s, {source}")
+        legend.append(f"% limit on {backend} of {names}: busbw as a share of {span} GB/s, {source}")
     return legend

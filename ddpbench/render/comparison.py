@@ -157,7 +157,7 @@ def _table(comparison: Comparison, rows: Sequence[Row], style: Style) -> str:
         Column("new", lambda row: side_time(row.case, row.new)),
         Column("95 %", lambda row: side_interval(row.new)),
         Column("change", lambda row: shift_estimate(row.shift)),
-        Column("interval of it", lambda row: shift_interval(row.shift)),
+        Column("range of change", lambda row: shift_interval(row.shift)),
         Column("margin", lambda row: _plus_minus(row.margin) if row.margin > margin else ""),
         Column("drift", lambda row: _plus_minus(row.drift) if row.drift else ""),
         text_column("verdict", lambda row: row.verdict),

@@ -42,8 +42,11 @@ def _launches(run: Run) -> str:
     backends = [launch.backend for launch in run.launches]
     count = max(map(backends.count, backends))
     if count > 1:
-        few = f" and needs {stats.FEWEST} of them" if count < stats.FEWEST else ""
-        return f"launches  {count} launches per backend; the interval covers all launches{few}"
+        if count < stats.FEWEST:
+            covered = f"an interval over launches needs at least {stats.FEWEST}"
+        else:
+            covered = "the interval covers all launches"
+        return f"launches  {count} launches per backend; {covered}"
     alone = "there is no interval" if "tool" in run.launches[0].facts else ""
     return f"launches  1 launch per backend; {alone or 'the interval covers this launch only'}"
 

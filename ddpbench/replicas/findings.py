@@ -127,13 +127,13 @@ def _beside(facts: Facts, verification: Verification) -> Iterator[Finding]:
         yield Finding(
             "note",
             "no-majority",
-            "where as many ranks hold one value as another, nobody can say which is right",
+            "no value has a majority of ranks, so nobody can say which is right",
         )
     if not verification.rng_equal:
         yield Finding(
             "note",
             "rng-differs",
-            "the ranks' random number generators are in different states, as is meant where "
+            "the ranks' random number generators are in different states; this is intended if "
             "dropout and augmentation differ by rank",
         )
 

@@ -257,7 +257,8 @@ def add_shown(parser: argparse.ArgumentParser, columns: Iterable[str], note: str
 LOGS = """
 --op           operation of tests that the log does not name: {operations} (default: from the
                command above the test, the file's name or busbw / algbw)
---ranks        number of ranks of tests that do not print it (default: from the same sources)
+--ranks        number of ranks of tests that do not print it (default: from the
+               command above the test or the file's name)
 """
 
 

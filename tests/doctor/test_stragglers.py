@@ -356,7 +356,7 @@ def test_equal_real_ranks_are_left_in_peace(pool: RankPool, tmp_path: Path) -> N
         assert all(seconds > 0 for seconds in its["seconds"][ALONE].values())
     assert "speed of each rank" in done.stdout
     if len(os.sched_getaffinity(0)) >= 2:
-        assert "each rank all at once, at best: matmul" in done.stdout
+        assert "best rate of each rank, all at once: matmul" in done.stdout
         assert min(its["wait_seconds"] for its in examined.figures["ranks"]) >= 0
 
 
@@ -400,4 +400,4 @@ def test_one_rank_has_nobody_to_be_slower_than(pool: RankPool, tmp_path: Path) -
     done = pool.call(1, tmp_path, *WORDS)
     assert done.returncode == 0, done
     assert "not checked: which rank is slower than the others: there is only one" in done.stdout
-    assert "each rank alone, at best: matmul" in done.stdout
+    assert "best rate of each rank, alone: matmul" in done.stdout

@@ -79,8 +79,7 @@ def test_the_interfaces_that_were_used_stand_above() -> None:
         (1, "launches  1 launch per backend; the interval covers this launch only"),
         (
             2,
-            "launches  2 launches per backend; the interval covers all launches and needs 6 of "
-            "them",
+            "launches  2 launches per backend; an interval over launches needs at least 6",
         ),
         (6, "launches  6 launches per backend; the interval covers all launches"),
     ],
@@ -228,7 +227,7 @@ def test_legends_explain_the_flags_that_were_raised_and_no_others() -> None:
     said = formats.table(run).splitlines()
     explained = [name for name in lines.FLAGS if any(line.startswith(f"{name}: ") for line in said)]
     assert explained == ["rounded"]
-    assert "% limit on gloo of all_reduce: busbw over 2.500 GB/s, memcpy" in said
+    assert "% limit on gloo of all_reduce: busbw as a share of 2.500 GB/s, memcpy" in said
 
 
 # --- columns --------------------------------------------------------------------------------------

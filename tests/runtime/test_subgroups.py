@@ -167,7 +167,10 @@ def test_groups_stand_apart_in_names_and_tables() -> None:
     assert len({labels.label(case) for case in cases}) == 3
     results = [a_result(case, limit=Limit(1e9, "streams")) for case in cases]
     shown = formats.table(a_run(*results))
-    assert "% limit on gloo of all_reduce (cross groups): busbw over 1.000 GB/s, streams" in shown
+    assert (
+        "% limit on gloo of all_reduce (cross groups): busbw as a share of 1.000 GB/s, streams"
+        in shown
+    )
     titles = [line for line in shown.splitlines() if line.startswith("all_reduce")]
     assert [title.split("  ", 4)[4] for title in titles] == [
         "2 ranks  inside each host, 2 groups at once  cpu",

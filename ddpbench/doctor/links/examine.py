@@ -40,8 +40,8 @@ TWO_HOSTS = (
     "two directions are compared"
 )
 WITHIN = (
-    "links within a host are shown, not judged: what memory and loopback carry depends on where "
-    "the scheduler puts the ranks"
+    "links within a host are shown, not judged: their rates depend on the cores on which the "
+    "scheduler puts the ranks"
 )
 
 Readings = dict[Cell, Reading]

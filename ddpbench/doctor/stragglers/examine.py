@@ -136,7 +136,7 @@ def _lines(passes: Sequence[Pass], loads: Mapping[str, Load], work_seconds: floa
             f"{name} {judge.span(judge.rates(passes, load, when))} {load.unit}"
             for name, load in loads.items()
         ]
-        yield f"each rank {WORDS[when]}, at best: {', '.join(rates)}"
+        yield f"best rate of each rank, {WORDS[when]}: {', '.join(rates)}"
     waits = [wait for one in passes for wait in judge.wait_seconds(one) if wait is not None]
     if waits:
         yield (
@@ -157,7 +157,7 @@ def _unchecked(
         )
     for when, share in judge.unjudged(passes).items():
         yield (
-            f"which rank is slow {WORDS[when]}, or late: the host is busy, and ranks wait for a "
+            f"which rank is slow ({WORDS[when]}) or late: the host is busy, and ranks waited for a "
             f"core for {min(share, 1.0) * 100:.0f} % of the time"
         )
     if COPY not in loads:

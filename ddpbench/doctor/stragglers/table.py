@@ -11,9 +11,9 @@ MOST_ROWS = 16
 # why a rank did not run → heading of the share of its time
 KEPT = {"queued": "waiting for core %", "throttled": "throttled %", "stolen": "stolen %"}
 LEGEND = (
-    "rates are those of the best round: while the other ranks of the machine rest, and at once, "
-    "while all compute; wait: for the latest rank in an all_reduce after equal work; waiting for "
-    "core, throttled, stolen: share of the rank's time alone"
+    "rates: of the best round, while the host's other ranks rest; at once: while all ranks "
+    "compute; wait: how long the rank waits for the latest one in an all_reduce after equal work; "
+    "waiting for core, throttled, stolen: share of the time in which the rank computes alone"
 )
 
 
