@@ -293,7 +293,7 @@ def test_bad_input_is_one_sentence(
     ("words", "told"),
     [
         (("--inject", "buffer", *SMALL), "convnet"),
-        (("--inject", "nan:rank=2", *SMALL), "rank 2, and there are 2"),
+        (("--inject", "nan:rank=2", *SMALL), "rank 2, but there are 2 ranks"),
         (("--comm-hook", "bf16", *SMALL), "bf16"),
         (("--workload", "embedding", "--rows", "40000000000"), "memory"),
     ],

@@ -307,7 +307,10 @@ def test_another_python_is_tried_before_anything_is_measured(
         (["--a", "", "--b", "", "colectives"], "'colectives' is not a command to measure"),
         (["--a", "", "--b", "", "collectives", "--sizes", "4Q"], "4Q"),
         (["--a", "", "--b", "--launches 3"], "leave out --launches: ddpbench sets it"),
-        (["--a", "", "--b", "", "ddp", "--workload", "linear", "--width", "3"], "--width means"),
+        (
+            ["--a", "", "--b", "", "ddp", "--workload", "linear", "--width", "3"],
+            "--width does not apply to linear",
+        ),
         (["--a", "", "--b", "", "--output", "taken"], "taken"),
     ],
 )

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import slurm_cluster as bench
-from command_lines import ROOT
+from command_lines import ROOT, clean_environment
 from rank_pool import Done, RankPool
-from slurm_cluster import Cluster
+from slurm_cluster import Cluster, explain_missing, start_cluster
 
 from ddpbench import cli
 from ddpbench.commands import slurm as command
@@ -135,7 +134,7 @@ def test_sigusr1_is_passed_on_to_the_ranks_that_ddpbench_starts(tmp_path: Path) 
         "from ddpbench.launch import starters; raise SystemExit(starters.torchrun(['rank.py'], 1))"
     )
     words = [sys.executable, "-c", code]
-    environ = bench.environment()
+    environ = clean_environment()
     done = subprocess.run(words, cwd=tmp_path, env=environ, timeout=60, check=False)
     assert done.returncode == 130
 
@@ -259,11 +258,11 @@ def test_a_job_is_told_with_its_places(
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A Slurm of two nodes. Where there can be none: skipped, but in CI an error."""
-    if (reason := bench.why_not()) is not None:
+    if (reason := explain_missing()) is not None:
         (pytest.fail if os.environ.get("DDPBENCH_TEST_ALL") else pytest.skip)(f"no Slurm: {reason}")
     with (
         tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder,
-        bench.cluster(Path(folder)) as up,
+        start_cluster(Path(folder)) as up,
     ):
         yield up
 

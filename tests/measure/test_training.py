@@ -55,9 +55,9 @@ class Bench:
 
     def setup(self, rank: int | None = None) -> RankSetup:
         """Return the setup of this rank, or of another without a group."""
-        size = self.ranks.world_size
+        size = self.world.world_size
         if rank is None:
-            return RankSetup(self.ranks.rank, size, 8, CPU, self.seed, self.tested)
+            return RankSetup(self.world.rank, size, 8, CPU, self.seed, self.tested)
         return RankSetup(rank, size, 8, CPU, self.seed, None)
 
     def task(self, rank: int | None = None) -> Task:

@@ -163,7 +163,7 @@ def test_the_table_has_a_row_each_and_a_verdict() -> None:
         (("--selftest", "-n", "4"), "-n means nothing to --selftest"),
         (("--selftest", "--format", "csv"), "choose of table, markdown, json"),
         (("--healthy", "3"), "--healthy belongs to --selftest"),
-        (("--inject", "stop"), "say ddp --inject stop"),
+        (("--inject", "stop"), "use ddp --inject stop"),
     ],
 )
 def test_bad_input_is_one_sentence(
