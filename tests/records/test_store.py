@@ -488,3 +488,15 @@ def test_a_run_without_samples_has_an_empty_frame(tmp_path: Path) -> None:
     frame = store.read_samples(tmp_path)
     assert (tuple(frame.columns), len(frame)) == (store.SAMPLE_COLUMNS, 0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_list_counts_a_case_once_however_many_launches_measured_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with one case in three launches has one case."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results" / "thrice").mkdir(parents=True)
+    run = a_run(*(a_result(launch=number) for number in range(3)))
+    (tmp_path / "results/thrice/run.json").write_bytes(codec.encode(run))
+    heads, _, row = call_in_process(["list"]).out.splitlines()
+    assert row[heads.index("ranks") + len("ranks") : heads.index("state")].strip() == "1"
