@@ -180,5 +180,7 @@ def read(folders: Sequence[Path], hints: Hints = NO_HINTS) -> tuple[Run, ...]:
     runs = tuple(sources.read(folder, hints) for folder in folders)
     for folder, run in zip(folders, runs, strict=True):
         if not run.outcomes:
+            if run.examinations:
+                raise InvalidRun(f"{folder} is a run of the doctor: it has no times to compare")
             raise InvalidRun(f"{folder} holds no result: nothing was measured")
     return runs

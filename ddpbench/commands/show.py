@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run",
         metavar="RUN",
-        help="a folder, a name in results/, `last`, or a log of nccl-tests, rccl-tests or OSU",
+        help="a folder, a name in results/, a baseline, `last`, or a log of nccl-tests, rccl-tests "
+        "or OSU",
     )
     options.add_logs(parser)
     options.add_shown(parser, [*COLUMNS, *STEP_COLUMNS, *FINDING_COLUMNS])

@@ -65,7 +65,7 @@ exit "$status"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add no options: sbatch and the measuring commands read the words."""
-    parser.usage = "%(prog)s [sbatch options] [-- [collectives|ddp] [options]]"
+    parser.usage = "%(prog)s [sbatch options] [-- [collectives|ddp|doctor] [options]]"
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:

@@ -212,8 +212,9 @@ def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[s
             else f"assumed for cases with fewer than {drift.FEWEST} stored runs"
         )
         yield (
-            f"the two sides are {_span(rule.drift.seconds)} apart, and a machine drifts: no change "
-            f"below the column drift is claimed ({known}); `ab` measures in turns, without drift"
+            f"the two sides are {_span(rule.drift.seconds)} apart, and a machine changes over "
+            "time: a change counts only if its whole range lies beyond the column drift "
+            f"({known}); `ab` measures in turns, without drift"
         )
 
 

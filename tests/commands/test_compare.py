@@ -740,6 +740,18 @@ def test_a_run_in_which_all_was_skipped_has_nothing_to_compare(compared: Compare
     assert err == "ddpbench: before and after hold no case that was measured\n"
 
 
+def test_a_run_of_the_doctor_has_no_times_to_compare(
+    compared: Compare, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`last` may be such a run: one sentence says so, exit 3."""
+    compared(*base_and_new(1.0))
+    stored = Path(__file__).parents[1] / "records" / "stored_doctor.json"
+    (made(Path("results/examined")) / "run.json").write_bytes(stored.read_bytes())
+    code, out, err = capture_command(capsys, "before", "examined")
+    assert (code, out) == (3, "")
+    assert err.endswith("examined is a run of the doctor: it has no times to compare\n")
+
+
 # --- without torch --------------------------------------------------------------------------------
 
 
