@@ -349,6 +349,9 @@ def test_a_dead_or_stopped_rank_is_named_and_the_rest_is_kept(
         rf"ddpbench: rank {victim} \(.*, pid {ranks[victim].pid}\) {re.escape(verdict)}, "
         rf"last seen in \w+ \(\w+\.py:\d+\).*; rank {1 - victim} waits in case "
     )
+    if backend == "mpi" and blow == signal.SIGKILL:
+        # On a busy host mpirun may end the other rank first; then the starter of the ranks reports.
+        pattern += rf"|ddpbench: rank {victim} \(.*, pid {ranks[victim].pid}\) was killed by SIGKILL"
     assert len(re.findall(pattern, stderr)) == 1, stderr
     assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)
     folder, run = read_stored_run(tmp_path)
