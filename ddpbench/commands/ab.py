@@ -5,15 +5,16 @@ python -m ddpbench ab --a "" --b "--python /new/bin/python" collectives --sizes 
 python -m ddpbench ab --a "--bucket-cap-mb 25" --b "--bucket-cap-mb 100" ddp -n 4
 python -m ddpbench ab --a "--backend gloo" --b "--backend mpi" ddp --workload mlp
 
-A variant has NAME=VALUE words for its environment, --python PATH for another Python environment
-(this ddpbench with the torch there), and options of its own for how the same thing is done.
-Variants that do different things (dtype, size, number of ranks) are INCOMPARABLE.
+A variant has up to three parts, in this order: environment variables (NAME=VALUE), --python PATH
+(another Python environment: this ddpbench runs with the torch there), and options of COMMAND that
+change how it does the same thing. Variants that do different things (dtype, size, number of ranks)
+are INCOMPARABLE.
 
 Launches come in randomised blocks of one launch per variant. The pairs are judged after 6, 12, 24
 and 48 blocks, with intervals of 96.8, 99, 99.5 and 99.75 %, so that at most 5 % of all verdicts are
 false although ddpbench looks several times. The two runs are stored in results/…-ab-…/a and /b.
-The exit codes are those of `compare`, with a as BASE and b as NEW. If a side fails: 5, or the
-side's own 2, 4 or 130.
+The exit codes are those of `compare`, with a as BASE and b as NEW. If a variant fails, the
+exit code is 5, or the variant's own 2, 4 or 130.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ TABLES: tuple[Callable[[list[StepLine], Run, Style], str], ...] = (
 PARTS = (steps.EXPOSED, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, steps.WAITING)
 BUCKETS = ("ready", "wire", "wait")
 LEGEND = {
-    "arm": "arm: a way to run the step: as it is, without communication, without bucket copies "
-    "too, with timed buckets",
+    "arm": "arm: a variant of the step: complete; without communication; also without bucket "
+    "copies; with timed buckets",
     "step": "step ms: time of K steps in a row / K, median over rounds; 95 %: half-width of its "
     "interval; forward includes zero_grad",
     "slowest": "slowest rank: the one most often slowest in forward, and in how many of the steps; "
