@@ -1,13 +1,13 @@
-"""64 bits for the bits of a tensor.
+"""64-bit digests of the bits of tensors.
 
-Equal bits in the same order give equal digests. What `==` calls equal is not enough (-0.0 == 0.0),
-and what it calls different is too much (NaN != NaN).
+Equal bits in the same order give equal digests. Comparing values would not do: -0.0 == 0.0, and
+NaN != NaN.
 
-`of_cpu` is xxh3 over memory as it lies there. `weighted` is for where xxh3 cannot read: every
-32-bit word times an odd weight of its own, folded, summed in int64 on the tensor's device, block
-after block, so that the memory it needs is bounded. Both see a permutation. They are different
-functions: digests can be compared only among tensors on one kind of device, which is therefore part
-of a replica's structure (state.py).
+`of_cpu` is xxh3 over memory. `weighted` is for devices whose memory xxh3 cannot read: it multiplies
+every 32-bit word by an odd weight, folds it, and sums up in int64 on the device. It works block by
+block, which bounds its memory. Both digests change with the order of elements. They are different
+functions, so only digests from one kind of device can be compared. The kind of device is therefore
+part of a replica's structure (state.py).
 """
 
 from __future__ import annotations
@@ -26,35 +26,44 @@ from torch import Tensor
 Digests = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
 
-BLOCK = 1 << 20  # words, or elements, that are worked on at once where memory is needed for them
+BLOCK = 1 << 20  # words or elements per block, where a block needs memory of its own
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# numpy knows these by name; any other dtype is looked at as whole numbers of its size.
+# Tensors of other dtypes are viewed as integers of the same size.
 IN_NUMPY = {
-    torch.float32, torch.float64, torch.float16, torch.complex64, torch.complex128, torch.bool,
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-}  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+}
 _xxh3 = xxhash.xxh3_64_intdigest
-_STEP = 0x9E3779B97F4A7C15 | 1  # odd: multiplying by it loses nothing
+_STEP = 0x9E3779B97F4A7C15 | 1  # odd, so multiplying by it loses no bits
 _SIGNED_STEP = _STEP - (1 << 64)
 
 
 def of_bytes(content: Any) -> int:
-    """xxh3 of bytes, or of any contiguous buffer: 0 … 2^64-1."""
+    """Return the xxh3 digest of bytes or of any contiguous buffer: 0 … 2^64-1."""
     return _xxh3(content)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor's elements in order in memory, without its history; itself where it is so."""
+    """Return the tensor detached and contiguous; it is copied only if necessary."""
     tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():  # the memory is still to be conjugated or negated
+    if tensor.is_conj() or tensor.is_neg():  # its memory holds other values
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def of_cpu(tensor: Tensor) -> int:
-    """xxh3 of a CPU tensor's elements in order, of any dtype and strides: 0 … 2^64-1.
+    """Return the xxh3 digest of a CPU tensor of any dtype and strides: 0 … 2^64-1.
 
-    Contiguous memory is read where it lies; else one copy of the tensor is made and dropped.
+    A tensor that is not contiguous is copied first.
     """
     tensor = plain(tensor)
     if tensor.dtype not in IN_NUMPY:
@@ -66,7 +75,7 @@ def of_cpu(tensor: Tensor) -> int:
 
 @lru_cache(maxsize=16)
 def _weights(device: torch.device, count: int) -> Tensor:
-    """int64[count]: odd, and random enough that no pattern of values cancels (splitmix64)."""
+    """Return int64[count]: odd and pseudo-random (splitmix64), so no pattern of values cancels."""
     with np.errstate(over="ignore"):
         z = (np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(_STEP)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -76,21 +85,21 @@ def _weights(device: torch.device, count: int) -> Tensor:
 
 
 def _blocks(flat: Tensor) -> Iterator[Tensor]:
-    """A flat tensor's parts of up to BLOCK elements."""
+    """Yield the parts of a flat tensor, of up to BLOCK elements."""
     for start in range(0, flat.numel(), BLOCK):
         yield flat[start : start + BLOCK]
 
 
 def weighted(tensor: Tensor) -> Tensor:
-    """int64, no dimensions, on the tensor's device: the digest of any tensor there; no waiting.
+    """Return the digest as an int64 scalar on the tensor's device, without waiting for it.
 
-    A change of one word always changes it: the weight is odd, the fold and the step from block to
-    block can be undone. Any other change is missed with a chance of about 2^-63.
+    A change of one word always changes the digest: the weight is odd, and the fold and the step
+    between blocks are invertible. Any other change is missed with a probability of about 2^-63.
     """
     flat = plain(tensor).reshape(-1)
     words = flat.view(WORDS[min(flat.itemsize, 4)])
     digest = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    # Few sizes, so that few sets of weights are kept: small tensors share one.
+    # Only two sizes of weights exist, so the cache holds few.
     weights = _weights(tensor.device, 1 << 12 if words.numel() <= 1 << 12 else BLOCK)
     for block in _blocks(words):
         terms = block * weights[: block.numel()]  # int64, modulo 2^64
@@ -99,11 +108,11 @@ def weighted(tensor: Tensor) -> Tensor:
     return digest
 
 
-# --- values that are no numbers
+# --- values that are not finite
 
 
 def total(tensor: Tensor) -> Tensor:
-    """A float, no dimensions: not finite if an element is not finite, or else if it overflows."""
+    """Return the sum as a float scalar: not finite if an element is not, or if it overflows."""
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -113,7 +122,7 @@ def total(tensor: Tensor) -> Tensor:
 
 
 def count_nonfinite(tensor: Tensor) -> int:
-    """How many elements are NaN or infinite, counted block by block."""
+    """Count the NaN and infinite elements, block by block."""
     flat = plain(tensor).reshape(-1)
     total = 0
     for block in _blocks(flat):
@@ -123,7 +132,7 @@ def count_nonfinite(tensor: Tensor) -> int:
 
 
 def constant(tensor: Tensor, value: float | None = None) -> bool:
-    """Whether all elements are equal to each other, or to this value."""
+    """Return whether all elements are equal to each other, or to `value`."""
     flat = plain(tensor).reshape(-1)
     if flat.is_floating_point() and flat.itemsize == 1:
         flat = flat.float()  # float8 cannot be compared
@@ -134,13 +143,13 @@ def constant(tensor: Tensor, value: float | None = None) -> bool:
 
 
 def read(values: Sequence[Any], finite: bool) -> tuple[Digests, Counts]:
-    """Of each tensor or number: its digest, uint64[n], and how many elements of it are not finite,
-    int64[n] (0 where `finite` is false, and for numbers: an option may well be infinite).
+    """Return a digest, uint64[n], and a non-finite count, int64[n], of each tensor or number.
 
-    A device is waited for once, after all its tensors.
+    The count is 0 if `finite` is false, and for numbers, because an option may be infinite. Waits
+    for a device once, after all its tensors.
     """
     digests, counts = [0] * len(values), np.zeros(len(values), np.int64)
-    away: dict[torch.device, list[int]] = {}
+    on_device: dict[torch.device, list[int]] = {}  # positions
     with torch.no_grad():
         for i, value in enumerate(values):
             if not isinstance(value, Tensor):
@@ -150,52 +159,51 @@ def read(values: Sequence[Any], finite: bool) -> tuple[Digests, Counts]:
                 if finite and _may_be_nonfinite(value):
                     counts[i] = count_nonfinite(value)
             else:
-                away.setdefault(value.device, []).append(i)
-        for places in away.values():
-            for i, digest, suspect in zip(
-                places, *_read_on_device([values[i] for i in places], finite), strict=True
-            ):
+                on_device.setdefault(value.device, []).append(i)
+        for positions in on_device.values():
+            rows = _read_on_device([values[i] for i in positions], finite)
+            for i, digest, suspect in zip(positions, *rows, strict=True):
                 digests[i] = digest
                 counts[i] = count_nonfinite(values[i]) if suspect else 0
     return np.array(digests, np.uint64), counts
 
 
 def _may_be_nonfinite(value: Tensor) -> bool:
-    # Summing is forty times faster than torch.isfinite, and whatever is not finite stays in a sum.
+    # A sum is forty times faster than torch.isfinite, and keeps NaN and infinity.
     if not (value.is_floating_point() or value.is_complex()):
         return False
     return not math.isfinite(total(value).item())
 
 
 def _read_on_device(tensors: list[Tensor], finite: bool) -> tuple[list[int], list[bool]]:
-    """Digests, and whether something may not be finite, of tensors on one device."""
+    """Return digests of tensors on one device, and whether each may have non-finite elements."""
     digests = torch.stack([weighted(t) for t in tensors]).cpu().numpy().view(np.uint64)
     floats = [i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
     suspects = [False] * len(tensors)
     if finite and floats:
         sums = [total(tensors[i]).float() for i in floats]
-        for i, fine in zip(floats, torch.stack(sums).isfinite().tolist(), strict=True):
-            suspects[i] = not fine
+        for i, finite_sum in zip(floats, torch.stack(sums).isfinite().tolist(), strict=True):
+            suspects[i] = not finite_sum
     return digests.tolist(), suspects
 
 
 def as_tensor(value: Any) -> Tensor:
-    """What a value is in memory: itself, or a number as bool, float64 or complex128."""
+    """Return a tensor unchanged, and a number as a tensor of its `number_type`."""
     if isinstance(value, Tensor):
         return value
     return torch.from_numpy(np.frombuffer(number_bytes(value), dtype=number_type(value)).copy())[0]
 
 
 def number_type(value: bool | int | float | complex) -> str:
-    """The dtype as which a number is taken: 1 and 1.0 are the same learning rate."""
+    """Return the dtype that stands for a number: 1 and 1.0 are the same learning rate."""
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, complex):
         return "complex128"
-    # Whole numbers beyond 2^53 are not all there in float64.
+    # float64 cannot represent all integers beyond 2^53.
     return "int64" if isinstance(value, int) and abs(value) > 1 << 53 else "float64"
 
 
 def number_bytes(value: bool | int | float | complex) -> bytes:
-    """A number's bytes in memory, by `number_type`."""
+    """Return the bytes of a number in memory, as its `number_type`."""
     return np.array(value, number_type(value)).tobytes()

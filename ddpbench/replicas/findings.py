@@ -1,9 +1,9 @@
-"""What a verification found, in words: what is alike is folded into one finding."""
+"""Findings of a verification: tensors that differ in the same way share one finding."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -26,14 +26,14 @@ from ddpbench.replicas.report import (
 )
 
 T = TypeVar("T")
-_SHOWN = 8  # ranks of a tensor; the report has them all
-_SIDES = 3  # sets of ranks that share values, told apart; what is left is one finding
-Key = tuple[str, str, str]  # what is wrong, kind, name
+_SHOWN = 8  # ranks in a sentence; the report has them all
+_SIDES = 3  # findings per pattern of ranks; one more finding sums up the rest
+Key = tuple[str, str, str]  # fault ("differs", "unlike", "not finite"), kind, name
 
 
 @dataclass(frozen=True)
 class History:
-    """What a Verifier has reported since the replicas were last right."""
+    """Reports of a Verifier since the replicas were last right."""
 
     first: Finding  # the first finding of the first report
     since: int  # its step
@@ -42,7 +42,7 @@ class History:
 
 @dataclass(frozen=True)
 class Verification:
-    """What is told beside the differences themselves."""
+    """Results of a verification other than the differences."""
 
     not_compared: tuple[NotCompared, ...]
     origins: tuple[Origin, ...]
@@ -53,7 +53,7 @@ class Verification:
 
 
 def keys(facts: Facts | Comparison | Report) -> set[Key]:
-    """All that is wrong: what a later report need not tell again."""
+    """Return a key for everything that is wrong. A later report does not explain it again."""
     wrong = {("differs", d.kind, d.name) for d in facts.differences if d.kind != "buffer"}
     wrong |= {("unlike", m.kind, m.name) for m in facts.mismatches}
     not_finite = {("not finite", n.kind, n.name) for n in facts.nonfinite}
@@ -63,33 +63,37 @@ def keys(facts: Facts | Comparison | Report) -> set[Key]:
 def findings(
     facts: Facts, cause: Cause | None, history: History | None, verification: Verification
 ) -> tuple[Finding, ...]:
-    """All of it, the worst first; the likely cause stands with what it explains.
+    """Return all findings, the worst first; the likely cause is part of the finding it explains.
 
-    before: what was told since the replicas were last right. What differs since follows from that:
-    it is told in one line, and after it only what has come since.
+    history: earlier reports. What they explained is summed up in one finding; the other findings
+        are about tensors that have newly become wrong.
     """
     wrong = keys(facts)
     if history is not None and wrong:
-        still = _still(history, wrong, verification.step)
+        reported = _reported(history, wrong, verification.step)
         if wrong <= history.known:
-            return (still,)
-        found = [still, *_wrong(_fresh(facts, history), None, verification)]
+            return (reported,)
+        rows = [reported, *_wrong(_fresh(facts, history), None, verification)]
     else:
-        found = [*_wrong(facts, cause, verification), *_beside(facts, verification)]
-    return tuple(sorted(found, key=lambda f: SEVERITIES.index(f.severity)))
+        rows = [*_wrong(facts, cause, verification), *_beside(facts, verification)]
+    return tuple(sorted(rows, key=lambda f: SEVERITIES.index(f.severity)))
 
 
-def _still(history: History, wrong: set[Key], step: int | None) -> Finding:
-    first, old = history.first, len(wrong & history.known)
+def _reported(history: History, wrong: set[Key], step: int | None) -> Finding:
+    """Return one finding for all that an earlier report has explained."""
+    first, count = history.first, len(wrong & history.known)
     place = {"cause": first.code, "since": history.since}
-    sentence = f"as in step {history.since}, see its report ({first.code}): {old} of its tensors"
-    sentence += f" {'is' if old == 1 else 'are'} still different or not finite"
+    verb = "differs or is" if count == 1 else "differ or are"
+    sentence = f"{count} of the tensors in the report of step {history.since} ({first.code}) "
+    sentence += f"still {verb} not finite"
     return Finding("error", first.code, sentence, "", _place(step, **place))
 
 
 def _fresh(facts: Facts, history: History) -> Facts:
-    def new(what: str, those: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(t for t in those if (what, t.kind, t.name) not in history.known)
+    """Return the facts without those that an earlier report has explained."""
+
+    def new(fault: str, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(t for t in tensors if (fault, t.kind, t.name) not in history.known)
 
     return replace(
         facts,
@@ -100,12 +104,15 @@ def _fresh(facts: Facts, history: History) -> Facts:
 
 
 def _wrong(facts: Facts, cause: Cause | None, verification: Verification) -> Iterator[Finding]:
-    """What differs, is not alike or is not finite, the part with the cause first."""
-    shown = cause.shown(facts) if cause else None
+    """Yield findings of differences, mismatches and values that are not finite, cause first."""
+    shown = cause.choose_example(facts) if cause else None
     folds = [*_differences(facts, shown, verification), *_mismatches(facts, verification.step)]
     if cause is not None and folds:
-        unlike = [f for f in folds if cause.unlike and f.place["kind"] in cause.unlike
-                  and f.code == "structure-differs"]  # fmt: skip
+        unlike = [
+            fold
+            for fold in folds
+            if fold.code == "structure-differs" and fold.place["kind"] in cause.unlike
+        ]
         chosen = (unlike or folds)[0]
         folds.remove(chosen)
         yield replace(
@@ -120,10 +127,10 @@ def _wrong(facts: Facts, cause: Cause | None, verification: Verification) -> Ite
 
 
 def _beside(facts: Facts, verification: Verification) -> Iterator[Finding]:
-    """What is no difference: gradients that are not there, what was not compared, and notes."""
+    """Yield findings that are no difference: missing gradients, skipped tensors, and notes."""
     yield from _without_gradient(facts, verification.step)
     yield from _not_compared(verification.not_compared)
-    if any(each.kind != "buffer" and not each.minority for each in facts.differences):
+    if any(d.kind != "buffer" and not d.minority for d in facts.differences):
         yield Finding(
             "note",
             "no-majority",
@@ -139,6 +146,7 @@ def _beside(facts: Facts, verification: Verification) -> Iterator[Finding]:
 
 
 def _place(step: int | None, **rest: object) -> dict[str, object]:
+    """Return the place of a finding, with the step if it is known."""
     return {**rest, **({} if step is None else {"step": step})}
 
 
@@ -151,70 +159,79 @@ def _severity(facts: Facts, kind: str) -> str:
 def _differences(
     facts: Facts, shown: Difference | None, verification: Verification
 ) -> Iterator[Finding]:
-    """One for all that differ between the same ranks; the one with `shown` first."""
+    """Yield one finding per set of tensors that differ between the same ranks, `shown` first."""
     sides: dict[tuple[object, ...], list[Difference]] = {}
-    for each in facts.differences:
-        sides.setdefault((each.kind == "buffer", each.values), []).append(each)
-    folds = sorted(sides.values(), key=lambda those: (shown not in those, -len(those)))
-    kept, rest = folds[:_SIDES], [each for those in folds[_SIDES:] for each in those]
-    for those in [*kept, *([rest] if rest else [])]:
-        example = shown if shown in those else those[0]
+    for difference in facts.differences:
+        sides.setdefault((difference.kind == "buffer", difference.values), []).append(difference)
+    folds = sorted(sides.values(), key=lambda fold: (shown not in fold, -len(fold)))
+    rest = [difference for fold in folds[_SIDES:] for difference in fold]
+    for fold in [*folds[:_SIDES], *([rest] if rest else [])]:
+        example = shown if shown in fold else fold[0]
         assert example is not None
-        names = [example.name, *(d.name for d in those if d is not example)]
+        names = [example.name, *(d.name for d in fold if d is not example)]
+        ranks = sorted({rank for d in fold for rank in d.minority})
         yield Finding(
-            min((_severity(facts, d.kind) for d in those), key=SEVERITIES.index),
+            min((_severity(facts, d.kind) for d in fold), key=SEVERITIES.index),
             "replicas-differ",
-            _folded(those, example, verification, same_sides=those is not rest),
+            _describe_fold(fold, example, verification, same_sides=fold is not rest),
             "",
-            _place(verification.step, kind=example.kind, tensor=example.name, tensors=names,
-                   ranks=sorted({rank for d in those for rank in d.minority})),
-        )  # fmt: skip
+            _place(
+                verification.step,
+                kind=example.kind,
+                tensor=example.name,
+                tensors=names,
+                ranks=ranks,
+            ),
+        )
 
 
-def _folded(
-    those: list[Difference], example: Difference, verification: Verification, same_sides: bool
+def _describe_fold(
+    fold: list[Difference], example: Difference, verification: Verification, same_sides: bool
 ) -> str:
-    how = ". ".join(_how(example, detail) for detail in example.details[:_SHOWN])
-    if len(those) == 1:
-        return f"{named(example)} {_who(example)}" + (f". {how}" if how else "")
-    counts = Counter(each.kind for each in those)
-    some = [f"{n} of {counted(kind, verification.compared[kind])}" for kind, n in counts.items()]
-    what = " and ".join([*([", ".join(some[:-1])] if some[1:] else []), some[-1]])
-    who = _who(example, "differ") if same_sides else "differ between other ranks"
+    """Describe tensors that differ between the same ranks; else `same_sides` is False."""
+    details = ". ".join(_describe_detail(example, d) for d in example.details[:_SHOWN])
+    if len(fold) == 1:
+        text = f"{describe_tensor(example)} {_describe_sides(example)}"
+        return text + (f". {details}" if details else "")
+    counts = Counter(difference.kind for difference in fold)
+    parts = [f"{n} of {counted(kind, verification.compared[kind])}" for kind, n in counts.items()]
+    tensors = " and ".join([*([", ".join(parts[:-1])] if parts[1:] else []), parts[-1]])
+    sides = _describe_sides(example, "differ") if same_sides else "differ between other ranks"
     if same_sides and example.minority:
-        who = f"differ in {ranks_text(example.minority)}"
-    # Buffers that DDP sends anew differ after each step, and are reported each time.
-    known = verification.step is not None and example.kind != "buffer"
-    when = f", first seen in step {verification.step}" if known else ""
-    text = f"{what} {who}{when}: {example.name} and {len(those) - 1} more"
-    return text + (f". For example {named(example)}: {how}" if how else "")
+        sides = f"differ in {ranks_text(example.minority)}"
+    # Buffers that DDP sends again differ after each step, and are reported each time.
+    dated = verification.step is not None and example.kind != "buffer"
+    when = f", first seen in step {verification.step}" if dated else ""
+    text = f"{tensors} {sides}{when}: {example.name} and {len(fold) - 1} more"
+    return text + (f". For example {describe_tensor(example)}: {details}" if details else "")
 
 
-def named(each: Difference) -> str:
-    """ "parameter fc.weight (float32 3x2)"."""
-    shape = "x".join(map(str, each.shape))
-    return f"{each.kind} {each.name} ({each.dtype}{' ' if shape else ''}{shape})"
+def describe_tensor(difference: Difference) -> str:
+    """Return kind, name, dtype and shape: "parameter fc.weight (float32 3x2)"."""
+    shape = "x".join(map(str, difference.shape))
+    form = f"{difference.dtype}{' ' if shape else ''}{shape}"
+    return f"{difference.kind} {difference.name} ({form})"
 
 
-def _who(each: Difference, verb: str = "differs") -> str:
-    if each.minority and each.details:
-        return verb  # in the ranks that are named next
-    sides = [ranks_text(ranks) for ranks in each.values]
+def _describe_sides(difference: Difference, verb: str = "differs") -> str:
+    if difference.minority and difference.details:
+        return verb  # the details name the ranks
+    sides = [ranks_text(ranks) for ranks in difference.values]
     *others, last = sides if len(sides) <= _SHOWN else [*sides[:_SHOWN], "others"]
     return f"{verb} between {', '.join(others)} and {last}"
 
 
-def _how(each: Difference, detail: Detail) -> str:
+def _describe_detail(difference: Difference, detail: Detail) -> str:
     where = f" at [{', '.join(map(str, detail.index))}]" if detail.index else ""
     text = ranks_text(detail.ranks)
     text = text[0].upper() + text[1:]
-    if each.shape:
+    if difference.shape:
         text += f": {detail.differing} of {detail.elements} elements"
     if detail.differing > 1:
         text += ", first"
     text += f"{where}: {detail.value} against {detail.reference_value} in rank {detail.reference}"
     if detail.bit is not None:
-        text += f", bit {detail.bit}{_part(each.dtype, detail.bit)} alone"
+        text += f", bit {detail.bit}{_part(difference.dtype, detail.bit)} alone"
     if detail.permuted:
         text += ", the same elements in another order"
     if detail.max_delta is not None:
@@ -223,7 +240,7 @@ def _how(each: Difference, detail: Detail) -> str:
 
 
 def _part(dtype: str, bit: int) -> str:
-    """The part of a floating-point number that a bit is in; "" of any other."""
+    """Return the part of a floating-point number that a bit belongs to; "" for other dtypes."""
     if "float" not in dtype and "complex" not in dtype:
         return ""
     form = torch.finfo(getattr(torch, dtype))
@@ -234,131 +251,128 @@ def _part(dtype: str, bit: int) -> str:
 
 
 def _mismatches(facts: Facts, step: int | None) -> Iterator[Finding]:
-    """One for all of a kind that the same ranks have otherwise."""
+    """Yield one finding per kind and set of ranks in which the structure differs."""
     sides: dict[tuple[object, ...], list[Mismatch]] = {}
-    for each in facts.mismatches:
-        key = each.kind, *((form == "absent", ranks) for form, ranks in each.forms)
-        sides.setdefault(key, []).append(each)
-    for those in _at_most(sides, lambda key: key[0]):
-        first, names = those[0], few([each.name for each in those])
-        absent = {
-            r for each in those for form, ranks in each.forms if form == "absent" for r in ranks
-        }
+    for mismatch in facts.mismatches:
+        key = mismatch.kind, *((form == "absent", ranks) for form, ranks in mismatch.forms)
+        sides.setdefault(key, []).append(mismatch)
+    for fold in _limit_folds(sides):
+        first, names = fold[0], few([mismatch.name for mismatch in fold])
+        absent = {r for m in fold for form, ranks in m.forms if form == "absent" for r in ranks}
         forms = ", ".join(f"{form} in {ranks_text(ranks)}" for form, ranks in first.forms)
         sentence = f"{first.kind} {first.name}: {forms}"
         if first.kind == "gradient" and absent:
-            what = counted("parameter", len(those))
-            where = ranks_text(tuple(absent))
-            sentence = f"{what} without a gradient in {where}, with one in others: {names}"
-        elif len(those) > 1:
-            what = counted(first.kind, len(those))
-            sentence = f"{what} not in all ranks alike: {names}. For example {sentence}"
-        place = _place(step, kind=first.kind, tensor=first.name, tensors=[d.name for d in those])
+            verb = "has" if len(fold) == 1 else "have"
+            sentence = f"{counted('parameter', len(fold))} {verb} no gradient in "
+            sentence += f"{ranks_text(tuple(absent))} and one in other ranks: {names}"
+        elif len(fold) > 1:
+            tensors = counted(first.kind, len(fold))
+            sentence = f"{tensors} do not match between ranks: {names}. For example {sentence}"
+        place = _place(step, kind=first.kind, tensor=first.name, tensors=[m.name for m in fold])
         yield Finding("error", "structure-differs", sentence, "", place)
 
 
-def _at_most(sides: dict[Any, list[T]], kind_of: Callable[[Any], object]) -> Iterator[list[T]]:
-    """The sets of some sides each, the first few of a kind; all others of the kind as one set."""
+def _limit_folds(sides: dict[Any, list[T]]) -> Iterator[list[T]]:
+    """Yield up to _SIDES folds of each kind (the first item of a key), then its rest as one."""
     rest: dict[object, list[T]] = {}
-    told: Counter[object] = Counter()
-    for key, those in sides.items():
-        kind = kind_of(key)
-        told[kind] += 1
-        if told[kind] <= _SIDES:
-            yield those
+    counts: Counter[object] = Counter()
+    for (kind, *_), fold in sides.items():
+        counts[kind] += 1
+        if counts[kind] <= _SIDES:
+            yield fold
         else:
-            rest.setdefault(kind, []).extend(those)
+            rest.setdefault(kind, []).extend(fold)
     yield from rest.values()
 
 
 def _without_gradient(facts: Facts, step: int | None) -> Iterator[Finding]:
-    """One for all that the same ranks have no gradient of."""
+    """Yield one finding per set of ranks in which parameters have no gradient."""
     sides: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
-    told = {each.name for each in facts.mismatches if each.kind == "gradient"}
-    for each in facts.without_gradient:
-        if each.name in told:
-            continue
-        sides.setdefault((each.zeros, each.ranks), []).append(each.name)
+    mismatched = {mismatch.name for mismatch in facts.mismatches if mismatch.kind == "gradient"}
+    for missing in facts.without_gradient:
+        if missing.name not in mismatched:
+            sides.setdefault((missing.zeros, missing.ranks), []).append(missing.name)
     for (zeros, ranks), names in sides.items():
         everywhere = len(ranks) == facts.world_size
-        what = "with a gradient of zeros" if zeros else "without a gradient"
-        sentence = f"{counted('parameter', len(names))} {what} in "
-        sentence += f"{'any rank' if everywhere else ranks_text(ranks)}: {few(names)}"
-        next_step = "" if everywhere else "find out why the loss of these ranks does not use them"
+        verb = "has" if len(names) == 1 else "have"
+        gradient = "a gradient of zeros" if zeros else "no gradient"
+        where = "any rank" if everywhere else ranks_text(ranks)
+        sentence = f"{counted('parameter', len(names))} {verb} {gradient} in {where}: {few(names)}"
+        next_step = "" if everywhere else f"find out why the loss of {where} does not use them"
         place = _place(step, kind="parameter", tensor=names[0], tensors=names, ranks=list(ranks))
         severity = "note" if everywhere else "warning"
         yield Finding(severity, "without-gradient", sentence, next_step, place)
 
 
-# A mask of -inf is an honest buffer, and a scaler of losses makes and skips infinite gradients.
+# A buffer may be a mask of -inf. A loss scaler causes infinite gradients and skips their step.
 _HARMLESS = {"buffer": "note", "gradient": "warning"}
-_TRACE = (
-    "trace it with `Verifier(..., trace_nonfinite=True)`, which names the rank that had it first"
-)
 
 
 def _nonfinite(facts: Facts, verification: Verification) -> Iterator[Finding]:
-    """One for all of a kind in the same ranks."""
+    """Yield one finding per kind and set of ranks with NaN or infinite elements."""
     sides: dict[tuple[str, tuple[int, ...]], list[NonFinite]] = {}
-    for each in facts.nonfinite:
-        sides.setdefault((each.kind, tuple(rank for rank, _ in each.counts)), []).append(each)
-    origin = True  # it stands once, and so does the next step
-    for those in _at_most(sides, lambda key: key[0]):
-        kind, ranks = those[0].kind, tuple(sorted({r for each in those for r, _ in each.counts}))
-        severity = _HARMLESS.get(kind, "error")
-        numbers = sorted({count for each in those for _, count in each.counts})
-        count = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-        elements = f"{count} element{'' if count == '1' else 's'}"
-        names, where = [each.name for each in those], ranks_text(ranks)
+    for tensor in facts.nonfinite:
+        key = tensor.kind, tuple(rank for rank, _ in tensor.counts)
+        sides.setdefault(key, []).append(tensor)
+    explained = False  # the origin and the next step stand once
+    for fold in _limit_folds(sides):
+        kind, names = fold[0].kind, [tensor.name for tensor in fold]
+        ranks = tuple(sorted({rank for tensor in fold for rank, _ in tensor.counts}))
+        counts = sorted({count for tensor in fold for _, count in tensor.counts})
+        span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        elements, where = f"{span} element{'' if span == '1' else 's'}", ranks_text(ranks)
         sentence = f"{kind} {names[0]}: {elements} NaN or infinite in {where}"
-        if len(those) > 1:
-            sentence = (
-                f"{counted(kind, len(those))} with NaN or infinite elements in {where}: "
-                f"{few(names)}; {elements} each"
-            )
-        next_step = ""
-        if severity == "error" and origin:
-            sentence, next_step = _origin(sentence, verification)
-            origin = False
+        if len(fold) > 1:
+            sentence = f"{counted(kind, len(fold))} have NaN or infinite elements in {where}: "
+            sentence += f"{few(names)}; {elements} each"
+        severity, next_step = _HARMLESS.get(kind, "error"), ""
+        if severity == "error" and not explained:
+            sentence, next_step = _explain_origin(sentence, verification)
+            explained = True
         place = _place(
             verification.step, kind=kind, tensor=names[0], tensors=names, ranks=list(ranks)
         )
         yield Finding(severity, "non-finite", sentence, next_step, place)
 
 
-def _origin(sentence: str, verification: Verification) -> tuple[str, str]:
-    """The sentence with where a NaN was first, and what to do."""
+def _explain_origin(sentence: str, verification: Verification) -> tuple[str, str]:
+    """Return the sentence with the origin of a NaN, and the next step."""
     if not verification.traced:
-        return sentence, f"look at the step before: its loss, learning rate, dtype; {_TRACE}"
-    if not verification.origins:
-        return f"{sentence}. No output and no local gradient had one before", (
-            "look at what runs between the reduction of the gradients and here: clipping, "
-            "scaling, the optimizer (a learning rate that is too large), edits of weights"
+        return sentence, (
+            "check the loss, the learning rate and the dtype of the step before. "
+            "`Verifier(..., trace_nonfinite=True)` names the rank that had it first"
         )
-    told = []
-    for each in verification.origins[:_SHOWN]:
-        ago = each.steps_ago
+    if not verification.origins:
+        return f"{sentence}. No output and no local gradient was NaN or infinite before", (
+            "check what runs between the reduction of the gradients and this verification: "
+            "clipping, scaling, the optimizer (a learning rate that is too large), edits of weights"
+        )
+    origins = []
+    for origin in verification.origins[:_SHOWN]:
+        ago = origin.steps_ago
         when = f", {ago} step{'' if ago == 1 else 's'} before this one" if ago else ""
-        told.append(f"rank {each.rank} in {each.place}{when}")
-    ranks = ranks_text(tuple(each.rank for each in verification.origins))
+        origins.append(f"rank {origin.rank} in {origin.place}{when}")
+    ranks = ranks_text(tuple(origin.rank for origin in verification.origins))
     return (
-        f"{sentence}. First, before gradients were reduced: {'; '.join(told)}",
+        f"{sentence}. First, before gradients were reduced: {'; '.join(origins)}",
         f"look at the batch and the loss of {ranks} in that step",
     )
 
 
-def _not_compared(those: Sequence[NotCompared]) -> Iterator[Finding]:
-    """One a reason."""
-    for reason in dict.fromkeys(each.reason for each in those):
-        alike = [each for each in those if each.reason == reason]
-        counts = Counter(each.kind for each in alike)
-        what = ", ".join(counted(kind, count) for kind, count in counts.items())
-        names = few(list(dict.fromkeys(each.name for each in alike)))
+def _not_compared(skipped: Sequence[NotCompared]) -> Iterator[Finding]:
+    """Yield one finding per reason."""
+    folds: dict[str, list[NotCompared]] = {}
+    for tensor in skipped:
+        folds.setdefault(tensor.reason, []).append(tensor)
+    for reason, fold in folds.items():
+        counts = Counter(tensor.kind for tensor in fold)
+        tensors = ", ".join(counted(kind, count) for kind, count in counts.items())
+        names = [tensor.name for tensor in fold]
         yield Finding(
             "warning",
             "not-compared",
-            f"not compared: {what} ({reason}): {names}",
-            "nothing is proved about these; stop your loop on `report.failed`, which is False "
-            "here unless something that was compared is wrong",
-            {"tensors": [each.name for each in alike]},
+            f"not compared: {tensors} ({reason}): {few(list(dict.fromkeys(names)))}",
+            "do not count these tensors as equal. Stop a loop on `report.failed`, which ignores "
+            "them",
+            {"tensors": names},
         )

@@ -169,7 +169,7 @@ def _build_report(
         origins=verification.origins,
         not_compared=verification.not_compared,
         rng_equal=verification.rng_equal,
-        findings=findings.findings(facts, causes.likely(facts), history, verification),
+        findings=findings.findings(facts, causes.find_cause(facts), history, verification),
         equal_until=options.equal_until,
         since=since if wrong else None,
         repeated=history is not None and bool(wrong) and wrong <= history.known,

@@ -1,8 +1,8 @@
-"""Where a NaN comes from: each rank's own outputs and gradients, before gradients are reduced.
+"""Origins of NaN and infinity: a rank's outputs and gradients before gradients are reduced.
 
-After the reduction every rank has it, and nothing tells whose it was. So a hook on the module's
-forward and one on each parameter keep a sum of what passes, in the tensor's own device, and wait
-for nothing; only a verification that finds something not finite reads them.
+After the reduction every rank has the NaN, and its origin is lost. So hooks on the module's forward
+and on each parameter sum up every output and gradient, on the tensor's device and without waiting
+for it. Only a verification that finds a value that is not finite reads these sums.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ OUTPUT = "the output of forward"
 
 
 class Tracer:
-    """Watches one replica from now on; `close` ends that."""
+    """Watch one replica until `close`."""
 
     def __init__(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
         self._places = [OUTPUT]
-        self._passed: list[tuple[int, Tensor]] = []  # place, sum: since the last optimizer step
-        self._steps: list[tuple[list[int], Tensor]] = []  # of each step since the last clear
-        # Functions, not methods: a copy of the module must not copy what this refers to.
+        self._passed: list[tuple[int, Tensor]] = []  # (place, sum) since the last optimizer step
+        self._steps: list[tuple[list[int], Tensor]] = []  # places and sums per step since `clear`
+        # The hooks are functions, not methods: a copy of the module must not copy this tracer.
         self._hooks: list[Any] = [module.register_forward_hook(_forward_hook(self._passed))]
         for name, parameter in unwrap(module).named_parameters():
             if parameter.requires_grad:
                 hook = _gradient_hook(self._passed, len(self._places))
                 self._hooks.append(parameter.register_hook(hook))
                 self._places.append(f"the gradient of {name}")
-        # The first one's steps are counted.
+        # Steps are counted at the first optimizer.
         self._hooks.append(optimizers[0].register_step_post_hook(lambda *_: self._end_step()))
 
     def close(self) -> None:
@@ -44,25 +44,25 @@ class Tracer:
             hook.remove()
 
     def clear(self) -> None:
-        """Forget what has passed."""
+        """Forget all sums."""
         self._passed.clear()
         self._steps.clear()
 
     def first(self) -> tuple[int, str] | None:
-        """How many optimizer steps ago, and where, something was not finite first; None: never.
+        """Return how many optimizer steps ago and where a value was not finite first, else None.
 
-        A gradient is taken as not finite, too, if the sum of its elements overflows.
+        A gradient also counts as not finite if the sum of its elements overflows.
         """
         count = len(self._steps)
         if self._passed:
             self._end_step()
         for index, (places, values) in enumerate(self._steps):
-            bad = (~values.isfinite()).nonzero()
-            if len(bad):
-                at = int(bad[0])
-                place = self._places[places[at]]
-                # Backward begins with the loss; what it reaches first has it from there.
-                if places[at] and (at == 0 or not places[at - 1]):
+            nonfinite = (~values.isfinite()).nonzero()
+            if len(nonfinite):
+                first = int(nonfinite[0])
+                place = self._places[places[first]]
+                # Backward begins with the loss: the first gradient may have the NaN from there.
+                if places[first] and (first == 0 or not places[first - 1]):
                     place = f"its loss, or {place}"
                 return max(0, count - 1 - index), place
         return None
@@ -86,7 +86,7 @@ def _forward_hook(passed: list[tuple[int, Tensor]]) -> Any:
     def hook(module: Any, inputs: Any, output: Any) -> None:
         for tensor in _tensors(output) if torch.is_grad_enabled() else ():
             value = total(tensor)
-            # Infinite logits may be a mask; a loss, a single number, has to be finite.
+            # Infinite logits may be a mask. A single number is a loss and must be finite.
             if tensor.numel() > 1:
                 value = torch.where(value.isnan(), value, 0.0)
             passed.append((0, value))
@@ -95,7 +95,7 @@ def _forward_hook(passed: list[tuple[int, Tensor]]) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in nested outputs."""
+    """Yield the floating-point tensors in nested outputs."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and type(value) is Tensor and value.layout == torch.strided:
             yield value

@@ -1,4 +1,4 @@
-"""What a verification says: frozen data, the same in every rank, and its text."""
+"""The report of a verification: frozen data, the same in every rank, and its text."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from ddpbench.records.schema import Finding
 
 @dataclass(frozen=True)
 class Detail:
-    """How the tensor of some ranks, equal among these, differs from the reference's."""
+    """Comparison of a tensor, equal in some ranks, with the tensor of a reference rank."""
 
-    ranks: tuple[int, ...]
-    reference: int  # the rank it was compared with
-    elements: int  # of the tensor
-    differing: int  # of these, how many have other bits
-    index: tuple[int, ...]  # of the first that has
-    value: str  # there
-    reference_value: str
-    max_delta: float | None  # over elements finite in both; None where there is none
-    bit: int | None  # the one bit of the one element that differs, 0 the least significant
+    ranks: tuple[int, ...]  # ranks that share this tensor
+    reference: int  # the reference rank
+    elements: int  # number of elements
+    differing: int  # number of elements with different bits
+    index: tuple[int, ...]  # of the first differing element
+    value: str  # of that element
+    reference_value: str  # of that element in the reference rank
+    max_delta: float | None  # over elements that are finite in both; None if there are none
+    bit: int | None  # the differing bit, 0 the least significant; None unless only one differs
     permuted: bool  # the same elements in another order
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor, or a number, whose bits are not the same in all ranks."""
+    """A tensor or a number whose bits are not the same in all ranks."""
 
     kind: str  # "parameter", "gradient", "optimizer" or "buffer"
     name: str
     dtype: str
     shape: tuple[int, ...]
-    values: tuple[tuple[int, ...], ...]  # the ranks that share a value, the most first
+    values: tuple[tuple[int, ...], ...]  # sets of ranks that share a value, the largest first
     details: tuple[Detail, ...] = ()  # empty beyond the first `locate` tensors of a kind
 
     @property
     def minority(self) -> tuple[int, ...]:
-        """The ranks beside the one largest set of equal ones; empty where there is a tie."""
+        """Ranks outside the largest set of equal ranks; empty if there is a tie."""
         return _minority(self.values)
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A name that is not there in all ranks, or as something else."""
+    """A tensor or value that is missing in some ranks, or has another shape, dtype or device."""
 
     kind: str
     name: str
-    forms: tuple[tuple[str, tuple[int, ...]], ...]  # "float32 (3, 2) cpu" or "absent": its ranks
+    forms: tuple[tuple[str, tuple[int, ...]], ...]  # ("float32 (3, 2) cpu" or "absent", ranks)
 
     @property
     def minority(self) -> tuple[int, ...]:
-        """The ranks beside the one largest set that has it alike; empty where there is a tie."""
+        """Ranks outside the largest set that has the same form; empty if there is a tie."""
         return _minority([ranks for _, ranks in self.forms])
 
 
@@ -62,7 +62,7 @@ class NonFinite:
 
     kind: str
     name: str
-    counts: tuple[tuple[int, int], ...]  # (rank, elements), of the ranks that have some
+    counts: tuple[tuple[int, int], ...]  # (rank, number of elements), only ranks with any
 
 
 @dataclass(frozen=True)
@@ -71,24 +71,24 @@ class NotCompared:
 
     kind: str
     name: str
-    reason: str  # "sharded: each rank holds a part of its own"
+    reason: str  # "sharded: each rank holds its own part"
 
 
 @dataclass(frozen=True)
 class WithoutGradient:
-    """A trained parameter whose gradient is None in some ranks, while others have theirs."""
+    """A trained parameter whose gradient is None in some ranks or in all."""
 
     name: str
     ranks: tuple[int, ...]
-    zeros: bool = False  # it is not None but zero throughout, unlike other ranks'
+    zeros: bool = False  # the gradient is not None but all zeros, unlike in other ranks
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a rank first saw a NaN or an infinity of its own, before gradients were reduced."""
+    """The first NaN or infinity of a rank before gradients were reduced."""
 
     rank: int
-    steps_ago: int  # optimizer steps between that and the verification
+    steps_ago: int  # optimizer steps from then to the verification
     place: str  # "the output of forward", or "the gradient of fc.weight"
 
 
@@ -97,58 +97,58 @@ class Report:
     """The result of one verification, the same in every rank. Ranks are global ranks.
 
     There are three answers. `ok`: everything was compared, is equal and finite. `failed`: something
-    differs or is not finite. Neither: what was compared is equal, and `not_compared` has the rest.
-    A loop that stops on a fault asks for `failed`; one that wants a proof asks for `ok`.
+    differs or is not finite. Neither: all compared tensors are equal, and `not_compared` lists the
+    others. Stop a loop on `failed`. Use `ok` if you need a proof.
     """
 
-    ranks: tuple[int, ...]  # that were compared
+    ranks: tuple[int, ...]  # ranks that were compared
     step: int | None
-    compared: dict[str, int]  # kind → how many tensors and numbers
-    nbytes: int  # of them, in one rank
+    compared: dict[str, int]  # kind → number of tensors and numbers
+    nbytes: int  # size of the compared values in one rank
     differences: tuple[Difference, ...] = ()
     mismatches: tuple[Mismatch, ...] = ()
     nonfinite: tuple[NonFinite, ...] = ()
     without_gradient: tuple[WithoutGradient, ...] = ()
-    origins: tuple[Origin, ...] = ()  # of `nonfinite`, where a Verifier traces it
+    origins: tuple[Origin, ...] = ()  # of `nonfinite`, if a Verifier traces it
     not_compared: tuple[NotCompared, ...] = ()
     rng_equal: bool = True
-    findings: tuple[Finding, ...] = ()  # all of the above in words, the worst first
-    equal_until: int | None = None  # the last step after which a Verifier had found all equal
-    since: int | None = None  # the step of the Verifier's first report of what is wrong
-    repeated: bool = False  # a report before this one, of the same Verifier, has all that is wrong
+    findings: tuple[Finding, ...] = ()  # sentences on all of the above, the worst first
+    equal_until: int | None = None  # last step after which a Verifier found everything equal
+    since: int | None = None  # step of the Verifier's first report of this fault
+    repeated: bool = False  # an earlier report of the same Verifier has explained everything
 
     @property
     def ok(self) -> bool:
-        """Whether everything was compared, is equal in all ranks (but for buffers), and the
-        parameters and the optimizer's state are finite."""
+        """Whether everything was compared, is equal and finite.
+
+        Buffers may differ. Only parameters and the optimizer's state must be finite.
+        """
         return not (self.failed or self.not_compared)
 
     @property
     def failed(self) -> bool:
-        """Whether something that was compared differs (but for buffers), or a parameter or the
-        optimizer's state is not finite."""
+        """Whether something but a buffer differs, or parameters or state are not finite."""
         return any(f.severity == "error" for f in self.findings)
 
     @property
     def differs(self) -> bool:
-        """Whether something that was compared differs between ranks, but for buffers, which are a
-        note or a warning."""
+        """Whether something differs between ranks; buffers, a note or a warning, do not count."""
         return bool(self._faulty)
 
     @property
     def equal(self) -> bool:
-        """Whether everything was compared and has the same bits in all ranks, but for buffers."""
+        """Whether everything was compared and has the same bits everywhere; buffers may differ."""
         return not (self.differs or self.not_compared)
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """ "kind name" of all that makes the replicas different."""
-        return tuple(f"{each.kind} {each.name}" for each in self._faulty)
+        """ "kind name" of every tensor that makes the replicas different."""
+        return tuple(f"{tensor.kind} {tensor.name}" for tensor in self._faulty)
 
     @property
     def minority(self) -> tuple[int, ...]:
-        """The ranks that are in the minority in any of `faults`; empty where all of it is a tie."""
-        return tuple(sorted({rank for each in self._faulty for rank in each.minority}))
+        """Ranks that are in the minority in any of `faults`; empty if all are ties."""
+        return tuple(sorted({rank for tensor in self._faulty for rank in tensor.minority}))
 
     @property
     def _faulty(self) -> list[Difference | Mismatch]:
@@ -156,50 +156,53 @@ class Report:
 
     @property
     def cause(self) -> Finding | None:
-        """The likely cause of a difference, where its pattern tells one."""
+        """The finding with the likely cause of a difference; None if no cause is known."""
         return next((f for f in self.findings if f.place.get("cause")), None)
 
     @property
     def headline(self) -> str:
-        """The verdict in one line, and what it is on."""
+        """The verdict, the ranks and what was compared, in one line."""
         when = "" if self.step is None else f"step {self.step}: "
-        who = ranks_text(self.ranks)
+        ranks = ranks_text(self.ranks)
         if self.differs:
-            return f"{when}replicas {self._different(who)}"
-        differing = Counter(each.kind for each in self.differences)
-        some = [f"{n} of {counted(kind, self.compared[kind])}" for kind, n in differing.items()]
-        verdict = f"replicas equal{' but for ' if some else ''}{', '.join(some)}"
+            return f"{when}replicas {self._describe_differences(ranks)}"
+        buffers = self._differing_counts()
+        verdict = f"replicas equal{' but for ' if buffers else ''}{', '.join(buffers)}"
         if self.not_compared:
-            model = self.compared["parameter"] > 0 or all(
-                each.kind != "parameter" for each in self.not_compared
+            partly = self.compared["parameter"] > 0 or all(
+                skipped.kind != "parameter" for skipped in self.not_compared
             )
-            verdict = f"replicas NOT {'ALL ' if model else ''}COMPARED"
+            verdict = f"replicas NOT {'ALL ' if partly else ''}COMPARED"
         elif len(self.ranks) == 1:
             verdict = "one replica, equal to itself"
         if self.failed:
             verdict += ", but NOT FINITE,"
-        text = f"{when}{verdict} in {who}; compared: {listed_kinds(self.compared)}"
-        if self.not_compared:
-            absent = Counter(each.kind for each in self.not_compared)
-            text += f"; not compared: {listed_kinds(absent)}"
-        return text
+        compared = listed_kinds(self.compared)
+        return f"{when}{verdict} in {ranks}; compared: {compared}{self._list_not_compared()}"
 
-    def _different(self, who: str) -> str:
+    def _describe_differences(self, ranks: str) -> str:
         if self.repeated:
-            return f"still DIFFERENT in {who}, as in step {self.since}"
-        differing = Counter(each.kind for each in self.differences)
-        some = [f"{n} of {counted(kind, self.compared[kind])}" for kind, n in differing.items()]
-        unlike = Counter(each.kind for each in self.mismatches)
-        some += [f"{counted(kind, n)} not in all ranks alike" for kind, n in unlike.items()]
+            return f"still DIFFERENT in {ranks}, as in step {self.since}"
+        counts = self._differing_counts()
+        mismatched = Counter(mismatch.kind for mismatch in self.mismatches)
+        counts += [f"{counted(kind, n)} not matching" for kind, n in mismatched.items()]
         until = "" if self.equal_until is None else f" (equal after step {self.equal_until})"
+        differing = {difference.kind for difference in self.differences}
         same = {kind: n for kind, n in self.compared.items() if n and kind not in differing}
         equal = f"; equal: {listed_kinds(same)}" if same else ""
-        absent = Counter(each.kind for each in self.not_compared)
-        rest = f"; not compared: {listed_kinds(absent)}" if absent else ""
         minorities = {difference.minority for difference in self.differences}
-        odd = minorities.pop() if len(minorities) == 1 else ()
-        where = f": {ranks_text(odd)} of {who}" if odd else f" in {who}"
-        return f"DIFFERENT{where}{until}: {', '.join(some)}{equal}{rest}"
+        minority = minorities.pop() if len(minorities) == 1 else ()
+        where = f": {ranks_text(minority)} of {ranks}" if minority else f" in {ranks}"
+        return f"DIFFERENT{where}{until}: {', '.join(counts)}{equal}{self._list_not_compared()}"
+
+    def _differing_counts(self) -> list[str]:
+        """Return "2 of 4 parameters" for each kind with differences."""
+        counts = Counter(difference.kind for difference in self.differences)
+        return [f"{n} of {counted(kind, self.compared[kind])}" for kind, n in counts.items()]
+
+    def _list_not_compared(self) -> str:
+        counts = Counter(skipped.kind for skipped in self.not_compared)
+        return f"; not compared: {listed_kinds(counts)}" if counts else ""
 
     def __str__(self) -> str:
         lines = [self.headline]
@@ -218,31 +221,32 @@ def _minority(sides: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def counted(kind: str, count: int) -> str:
-    """ "1 parameter", "3 buffers", "24 values of the optimizer's options and state"."""
-    one, of = (
-        ("value", " of the optimizer's options and state") if kind == "optimizer" else (kind, "")
-    )
-    return f"{count} {one}{'' if count == 1 else 's'}{of}"
+    """Return "1 parameter", "3 buffers" or "24 values of the optimizer's options and state"."""
+    plural = "" if count == 1 else "s"
+    if kind == "optimizer":
+        return f"{count} value{plural} of the optimizer's options and state"
+    return f"{count} {kind}{plural}"
 
 
 def listed_kinds(counts: Mapping[str, int]) -> str:
+    """Return "2 parameters, 1 buffer", without the kinds of which there are none."""
     return ", ".join(counted(kind, n) for kind, n in counts.items() if n) or "nothing"
 
 
 def few(names: Sequence[str]) -> str:
-    """All of up to three names, or the first two and how many more there are."""
+    """Return up to three names, else the first two and the number of the others."""
     if len(names) > 3:
         return f"{', '.join(names[:2])} and {len(names) - 2} more"
     return ", ".join(names)
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
-    """ "rank 3", or "ranks 0-2, 5"."""
+    """Return "rank 3" or "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    words = [str(a) if a == b else f"{a}{'-' if b > a + 1 else ', '}{b}" for a, b in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
+    spans = [str(a) if a == b else f"{a}{'-' if b > a + 1 else ', '}{b}" for a, b in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans)}"

@@ -1,4 +1,4 @@
-"""What a replica consists of: names and tensors, read where they lie, nothing touched."""
+"""The state of a replica: names and tensors, without copies. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from ddpbench.replicas.digest import Digests, number_type, of_bytes
 from ddpbench.replicas.report import NotCompared
 
 KINDS = ("parameter", "gradient", "optimizer", "buffer")
-IGNORED = "DDP was told to ignore it"
-SHARDED = "sharded: each rank holds a part of its own"
-DTENSOR = "a DTensor: its placements say which ranks hold what"
+IGNORED = "DDP is set to ignore it"
+SHARDED = "sharded: each rank holds its own part"
+DTENSOR = "a DTensor: its placements define which ranks hold which part"
 
 
 class Entry(NamedTuple):
-    """One named thing of a replica."""
+    """One named tensor or value of a replica."""
 
     name: str
-    value: Any  # a tensor or a number; None where `dtype` is a text that says all there is
+    value: Any  # a tensor or a number; None if `dtype` is the text of another value
     dtype: Any
     shape: tuple[int, ...]
-    device: str  # "cpu", "cuda", … ; "" of a number
+    device: str  # "cpu", "cuda", …; "" for a number
 
 
 @dataclass
 class State:
-    """The entries by kind, and what is not among them."""
+    """The entries by kind, and the tensors and values that cannot be compared."""
 
     entries: dict[str, list[Entry]]
     not_compared: list[NotCompared]
@@ -44,14 +44,14 @@ class State:
 
 @dataclass(frozen=True)
 class Structure:
-    """What must be equal before contents can be compared."""
+    """Digests of the structure, which must be equal before contents can be compared."""
 
-    digest: int  # int64, of all names, dtypes, shapes and devices, in order
-    salts: Digests  # uint64[n], one for each entry
+    digest: int  # int64, of all names, dtypes, shapes and devices in order
+    salts: Digests  # uint64[n], one per entry
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The user's own module: without DistributedDataParallel and torch.compile around it."""
+    """Return the module inside DistributedDataParallel and torch.compile."""
     while True:
         inner = getattr(module, "_orig_mod", None)
         if isinstance(module, DistributedDataParallel):
@@ -62,7 +62,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def wrapper(module: torch.nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel around a module, or inside torch.compile's wrapper."""
+    """Return the DistributedDataParallel, which torch.compile may wrap; None if there is none."""
     while not isinstance(module, DistributedDataParallel):
         inner = getattr(module, "_orig_mod", None)
         if not isinstance(inner, torch.nn.Module):
@@ -76,7 +76,7 @@ def collect(
     optimizers: Sequence[torch.optim.Optimizer],
     gradients: bool,
 ) -> State:
-    """All that can be compared of this rank's replica."""
+    """Collect the state of this rank's replica."""
     state = State({kind: [] for kind in KINDS}, [])
     outer, inner = wrapper(module), unwrap(module)
     ignored: set[str] = getattr(outer, "parameters_to_ignore", set())
@@ -103,11 +103,11 @@ def collect(
 
 
 def _sharded(module: torch.nn.Module) -> set[Tensor]:
-    """The parameters of which FullyShardedDataParallel leaves each rank a part, as plain tensors.
+    """Return the parameters that FullyShardedDataParallel shards as plain tensors.
 
-    fully_shard's are DTensors, which show it themselves.
+    The parameters of fully_shard are DTensors; `_unreadable` recognises those.
     """
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported: no module is one
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # if not imported, no module uses it
     if fsdp is None:
         return set()
     kept = fsdp.ShardingStrategy.NO_SHARD
@@ -120,19 +120,19 @@ def _sharded(module: torch.nn.Module) -> set[Tensor]:
 
 
 def shards_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each rank holds the state of a part of the parameters only."""
+    """Return whether each rank holds only a part of the optimizer's state."""
     optim: Any = sys.modules.get("torch.distributed.optim")
     kind = getattr(optim, "ZeroRedundancyOptimizer", ())
     return isinstance(optimizer, kind)
 
 
 def is_option(name: str) -> bool:
-    """Whether a name of kind "optimizer" is of an option, such as lr, rather than of a state."""
+    """Return whether a name of kind "optimizer" belongs to an option, such as lr, not to state."""
     return re.match(r"(optimizers\[\d+\]\.)?param_groups\[\d+\]\.(?!params\[)", name) is not None
 
 
 def _options(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """The options of the groups, such as lr."""
+    """Yield names and values of the options of the groups, such as lr."""
     for g, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key not in ("params", "param_names"):
@@ -142,22 +142,22 @@ def _options(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
 def _states(
     optimizer: torch.optim.Optimizer, names: dict[Tensor, str]
 ) -> Iterator[tuple[Tensor, str, Any]]:
-    """The state of each parameter, by the parameter's name."""
+    """Yield parameter, name and value of the state of each parameter."""
     for g, group in enumerate(optimizer.param_groups):
         for p, parameter in enumerate(group["params"]):
-            # `optimizer.state[parameter]` would make an empty entry.
+            # `optimizer.state[parameter]` would create an empty entry.
             values = optimizer.state.get(parameter, None)
             if values:
                 name = names.get(parameter, f"param_groups[{g}].params[{p}]")
-                for each, value in _within(name, values):
-                    yield parameter, each, value
+                for path, value in _within(name, values):
+                    yield parameter, path, value
 
 
 def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Tensors and numbers in nested dicts and lists."""
+    """Yield names and values of the items of nested dicts and lists."""
     if isinstance(value, dict):
         for i, (key, item) in enumerate(value.items()):
-            # A key that is an object has no name that is the same in another process.
+            # The text of an object differs between processes; its position does not.
             yield from _within(f"{name}.{key if isinstance(key, (str, int)) else i}", item)
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
@@ -170,11 +170,11 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def _add(state: State, kind: str, name: str, value: Any, reason: str = "") -> None:
-    """Add an entry; with a reason, or where there is nothing to read, as not compared."""
+    """Add an entry; with a reason, or if it cannot be read, as not compared."""
     if isinstance(value, Tensor):
         reason = reason or _unreadable(value)
     elif not (value is None or isinstance(value, (str, *_NUMBERS))):
-        reason = reason or f"a {type(value).__name__} is no tensor and no number"
+        reason = reason or f"a {type(value).__name__} is neither a tensor nor a number"
     if reason:
         state.not_compared.append(NotCompared(kind, name, reason))
     elif isinstance(value, Tensor):
@@ -187,14 +187,14 @@ def _add(state: State, kind: str, name: str, value: Any, reason: str = "") -> No
 
 
 def _unreadable(tensor: Tensor) -> str:
-    """Why a tensor's elements cannot be read or are not meant to be equal; "" if they can."""
+    """Return why a tensor's elements cannot be compared; "" if they can."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         if hasattr(tensor, "to_local"):
             return DTENSOR
         if torch.nn.parameter.is_lazy(tensor):
             return "not initialised yet"
         if hasattr(type(tensor), "__tensor_flatten__"):
-            return f"a {type(tensor).__name__} has no elements in memory of its own"
+            return f"a {type(tensor).__name__} has no memory for its elements"
     if tensor.layout is not torch.strided:
         return f"its layout is {tensor.layout}"
     if tensor.is_meta or (tensor.numel() and tensor.data_ptr() == 0):
@@ -203,19 +203,19 @@ def _unreadable(tensor: Tensor) -> str:
 
 
 def row(entry: Entry) -> str:
-    """What an entry is, in words: "float32 (3, 2) cpu"."""
+    """Return dtype, shape and device of an entry: "float32 (3, 2) cpu"."""
     if entry.value is None:
         return str(entry.dtype)
-    words = [str(entry.dtype).removeprefix("torch."), str(tuple(entry.shape)), entry.device]
-    return " ".join(word for word in words if word)
+    parts = [str(entry.dtype).removeprefix("torch."), str(tuple(entry.shape)), entry.device]
+    return " ".join(filter(None, parts))
 
 
 def structure(kind: str, entries: Sequence[Entry]) -> Structure:
-    """The structure of the entries of a kind."""
+    """Return the structure of the entries of a kind."""
     return _structure(kind, tuple((e.name, e.dtype, e.shape, e.device) for e in entries))
 
 
-@lru_cache(maxsize=32)  # the same in every step: looking it up is ten times cheaper
+@lru_cache(maxsize=32)  # it is the same in every step, and a lookup is ten times cheaper
 def _structure(kind: str, rows: tuple[tuple[str, Any, tuple[int, ...], str], ...]) -> Structure:
     texts = [
         json.dumps([kind, name, str(dtype), list(shape), device])

@@ -375,10 +375,10 @@ FAULTS: dict[Callable[[], Any], tuple[str, str]] = {
     different_adapters: ("different-initialisation", "2 of 5 parameters differ"),
     unused_experts: (
         "unused-parameters",
-        "error: 2 parameters without a gradient in rank 1, with one in others: experts.0.weight, ",
+        "error: 2 parameters have no gradient in rank 1 and one in other ranks: experts.0.weight, ",
     ),
     unused_experts_with_sgd: ("unused-parameters", "Next: give DDP find_unused_parameters=True"),
-    unused_experts_of_zeros: ("unused-parameters", "with a gradient of zeros in rank 0: "),
+    unused_experts_of_zeros: ("unused-parameters", "have a gradient of zeros in rank 0: "),
     unused_experts_bypassed: ("never-synchronised", "the forward bypassed DDP"),
     adapters_bypassed: ("never-synchronised", "the forward bypassed DDP"),
     skipped_step: ("uneven-steps", ".step (float32): Rank 1: 1.0 against 2.0 in rank 0"),
@@ -623,7 +623,7 @@ def test_parameters_without_a_gradient_are_named(reports: Callable[[str], Any]) 
     assert found["experts.3.bias"] == [0, 1]
     report = reports("experts")
     assert len(report["without_gradient"]) == 4
-    assert "parameters without a gradient in any rank: experts." in report["text"]
+    assert "parameters have no gradient in any rank: experts." in report["text"]
     assert reports("language")["without_gradient"] == []
 
 
@@ -642,7 +642,7 @@ def test_the_rank_that_had_a_nan_first_is_named(reports: Callable[[str], Any]) -
     assert origin == {"rank": LAST, "steps_ago": 2, "place": "the output of forward"}
     report = reports("nan_untraced")
     assert report["origins"] == []
-    assert "27 parameters with NaN or infinite elements in ranks 0, 1: " in report["text"]
+    assert "27 parameters have NaN or infinite elements in ranks 0, 1: " in report["text"]
     assert report["text"].count("Verifier(..., trace_nonfinite=True)") == 1
 
 

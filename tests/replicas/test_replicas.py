@@ -570,12 +570,12 @@ def play_memory(group: Any) -> Any:
     assert [bool(d.details) for d in report.differences] == [False, True]
     assert not report.repeated
     still, grown = report.findings
-    assert still.sentence.startswith("as in step 3, see its report (one-tensor): 1 of its tensors")
+    assert still.sentence.startswith("1 of the tensors in the report of step 3 (one-tensor) still")
     assert grown.sentence.startswith("parameter out.bias (float32 3) differs")
     again = play.verifier.check(5)
     assert again.repeated
     (only,) = again.findings
-    assert only.sentence.startswith("as in step 3, see its report (one-tensor): 2 of its tensors")
+    assert only.sentence.startswith("2 of the tensors in the report of step 3 (one-tensor) still")
     assert again.headline.endswith(", as in step 3")
     summary = play.verifier.summary()
     assert "5 verifications, of steps 1 to 5: 3 failed, first in step 3\n" in summary
@@ -752,7 +752,7 @@ def train(group: Any, planted: Planted, sgd: bool) -> Any:
             if step > found and not report.equal and not reports[found].equal:
                 before = reports[found].cause
                 assert report.cause.code == before.code
-                assert f"error: as in step {found}, see its report ({before.code}): " in str(report)
+                assert f" in the report of step {found} ({before.code}) still " in str(report)
                 assert report.cause.place["since"] == report.since == found
                 assert before.sentence not in str(report)
     if not reports[found].equal:
@@ -816,7 +816,7 @@ def play_sharded(group: Any) -> Any:
     for parameter in both.parameters():
         nn.init.ones_(parameter)
     fully_shard(both[0], mesh=mesh)
-    told = "not compared: 2 parameters (a DTensor: its placements say which ranks hold what): 0.w"
+    told = "2 parameters (a DTensor: its placements define which ranks hold which part): 0.w"
     report = ddpbench.verify_replicas(both, group=group)
     assert (report.ok, report.failed) == (False, False)
     assert told + "eight, 0.bias" in str(report)
@@ -1026,8 +1026,8 @@ def test_headlines(outcomes: Outcomes, group: str) -> None:
         f"replicas equal but for 1 of 1 buffer in {ranks}; compared: 4 parameters, {state}"
     )
     assert headline("fault_structure") == (
-        f"replicas DIFFERENT in {ranks}: 4 parameters not in all ranks alike, 1 buffer not in all "
-        "ranks alike; equal: 2 parameters"
+        f"replicas DIFFERENT in {ranks}: 4 parameters not matching, 1 buffer not "
+        "matching; equal: 2 parameters"
     )
     if group != "mpi-2":
         assert headline("play_sharded").startswith(f"replicas NOT COMPARED in {ranks}; compared: ")
@@ -1099,9 +1099,10 @@ def test_state_in_some_ranks_only(outcomes: Outcomes, group: str) -> None:
     assert report["mismatches"][1] == {
         "kind": "optimizer", "name": "fc.weight.exp_avg", "forms": forms
     }  # fmt: skip
-    told = "12 values of the optimizer's options and state not in all ranks alike: fc.weight.step, "
+    told = "12 values of the optimizer's options and state do not match between ranks: "
     assert (
-        told + "fc.weight.exp_avg and 10 more. For example optimizer fc.weight.step: "
+        told
+        + "fc.weight.step, fc.weight.exp_avg and 10 more. For example optimizer fc.weight.step: "
         in (report["text"])
     )
 
