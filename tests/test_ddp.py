@@ -168,8 +168,12 @@ def test_one_rank_has_a_step_and_no_communication(pool: RankPool, tmp_path: Path
 FOUND: dict[str, tuple[tuple[str, ...], str, str]] = {
     "bit-flip:step=7,rank=1": ((), "parameter", "bit"),
     "permute:step=6,rank=1": ((), "parameter", "another order"),
-    "nan:step=6,rank=0": ((), "parameter", "not finite"),
-    "optimizer-state:step=9,rank=1": (("--optimizer", "adam"), "optimizer", "state alone"),
+    "nan:step=6,rank=0": ((), "parameter", "finite in some ranks only"),
+    "optimizer-state:step=9,rank=1": (
+        ("--optimizer", "adam"),
+        "optimizer",
+        "only the optimizer's state",
+    ),
     "learning-rate:step=6,rank=1": ((), "optimizer", "learning rates"),
     "corrupted-result:step=6,rank=1": ((), "gradient", "the result of a collective was corrupted"),
     "bypass:step=1": ((), "parameter", "bypassed DDP"),
