@@ -1,4 +1,4 @@
-"""The self-test: faults are planted one by one in real ranks of this machine, and must be found."""
+"""The self-test: plant faults one by one in real ranks, and judge whether ddpbench finds them."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ from ddpbench.selftest.ranks import Done
 from ddpbench.selftest.trials import Trial
 from ddpbench.session.progress import open_progress
 
-TAKEN = ("--selftest", "--healthy", "--format")
+ALLOWED = ("--selftest", "--healthy", "--format")
 RANKS = 2  # of a healthy run
 HEALTHY = Trial(
-    "healthy", "nothing",
+    "healthy",
+    "nothing",
     ("doctor", "-n", str(RANKS), "--backend", "gloo", "--device", "cpu", "--seconds", "5"),
-    selftest.Expected((0,), "", ""), seconds=300.0,
-)  # fmt: skip
+    selftest.Expected((0,), "", ""),
+    seconds=300.0,
+)
 
 
-def run(asked: argparse.Namespace, words: Sequence[str]) -> int:
-    """Try, and print the table: 0 where all came out as it must, else 1.
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run the trials and print the table; return 0 if all outcomes are as expected, else 1.
 
-    Raises Refused for what does not go together.
+    Raises Refused if an argument is unknown to the self-test or a launcher has started it.
     """
-    _check(asked.format, words)
-    chosen = [trial for trial in trials.TRIALS if trial.fault in asked.selftest]
-    chosen += [HEALTHY] * (1 if asked.healthy is None else asked.healthy)
+    _check(options.format, arguments)
+    chosen = [trial for trial in trials.TRIALS if trial.fault in options.selftest]
+    chosen += [HEALTHY] * (1 if options.healthy is None else options.healthy)
     rows: list[Tried] = []
     with (
         tempfile.TemporaryDirectory(prefix="ddpbench-") as folder,
@@ -47,31 +49,31 @@ def run(asked: argparse.Namespace, words: Sequence[str]) -> int:
     ):
         for number, trial in enumerate(chosen, 1):
             progress.describe(f"{trial.fault}, {trial.planted}")
-            rows.append(tried(trial, Path(folder, str(number))))
+            rows.append(run_trial(trial, Path(folder, str(number))))
             progress.advance(1)
-    sys.stdout.write(FORMATS[asked.format](rows))
+    sys.stdout.write(FORMATS[options.format](rows))
     return int(any(row.right is False for row in rows))
 
 
-def tried(trial: Trial, folder: Path) -> Tried:
-    """One trial, made in a folder of its own, which does not exist yet."""
+def run_trial(trial: Trial, folder: Path) -> Tried:
+    """Run one trial and judge its outcome. The folder must not exist yet."""
     began = time.monotonic()
-    if (why := trial.needs()) is not None:
-        return Tried(trial.fault, trial.planted, None, None, None, why, None)
+    if (reason := trial.find_obstacle()) is not None:
+        return Tried(trial.fault, trial.planted, None, None, None, reason, None)
     folder.mkdir()
     output = folder / "run"
-    words = [sys.executable, "-m", "ddpbench", *trial.words, "--output", str(output)]
+    command = [sys.executable, "-m", "ddpbench", *trial.arguments, "--output", str(output)]
     try:
-        done = _between_hosts(trial, words) if trial.rates else _here(trial, words, folder)
+        done = _run_on_hosts(trial, command) if trial.rates else _run_here(trial, command, folder)
     except TimeoutError as late:
         done = Done(5, "", f"{selftest.PREFIX}{str(late)[:200]}")
-    lines = selftest.collect_messages(_stored(output), done.stderr)
+    lines = selftest.collect_messages(_read_run(output), done.stderr)
     seconds = time.monotonic() - began
     if trial is HEALTHY:
-        few = (os.cpu_count() or 1) < RANKS  # what is then told is true
-        return selftest.judge_healthy(
-            done.returncode, lines, seconds, ("^warning oversubscribed:",) if few else ()
-        )
+        # With fewer cores than ranks, this warning is correct.
+        oversubscribed = (os.cpu_count() or 1) < RANKS
+        allowed = ("^warning oversubscribed:",) if oversubscribed else ()
+        return selftest.judge_healthy(done.returncode, lines, seconds, allowed)
     return selftest.judge_fault(
         trial.fault,
         trial.planted,
@@ -82,43 +84,50 @@ def tried(trial: Trial, folder: Path) -> Tried:
     )
 
 
-def _here(trial: Trial, words: list[str], folder: Path) -> Done:
-    """The command on this host, which starts its ranks itself."""
-    if trial.tiny:
-        words = trials.on_tiny_disk(str(folder), words)
-    return ranks.call(words, trial.seconds)
+def _run_here(trial: Trial, command: list[str], folder: Path) -> Done:
+    """Run the command on this host, where it starts its ranks itself."""
+    if trial.tiny_disk:
+        command = trials.on_tiny_disk(str(folder), command)
+    return ranks.call(command, trial.seconds)
 
 
-def _between_hosts(trial: Trial, words: list[str]) -> Done:
-    """The command as the one rank of each of some hosts."""
+def _run_on_hosts(trial: Trial, command: list[str]) -> Done:
+    """Run the command on simulated hosts, with one rank on each."""
     count = len(trial.rates)
     with Hosts(count, trial.rates, trial.pairs) as bench:
-        meeting = {
-            "WORLD_SIZE": str(count), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": bench[0].address, "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        each = {rank: ["env", f"RANK={rank}", *words] for rank in range(count)}
-        ended = bench.run(each, None, trial.seconds, **meeting)
-    stderr = "".join(done.stderr for done in ended)
-    return Done(max(done.returncode for done in ended), "", stderr)
+        variables = {
+            "WORLD_SIZE": str(count),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": bench[0].address,
+            "MASTER_PORT": str(PORT),
+            "OMP_NUM_THREADS": "1",
+        }
+        commands = {rank: ["env", f"RANK={rank}", *command] for rank in range(count)}
+        outcomes = bench.run(commands, None, trial.seconds, **variables)
+    stderr = "".join(done.stderr for done in outcomes)
+    return Done(max(done.returncode for done in outcomes), "", stderr)
 
 
-def _stored(folder: Path) -> Run | None:
-    """The run there, finished or not; None where there is none, or none that can be read."""
+def _read_run(folder: Path) -> Run | None:
+    """Read the run in a folder, finished or not; None if there is none that can be read."""
     try:
         return store.read(folder)
     except store.InvalidRun:
         return None
 
 
-def _check(form: str, words: Sequence[str]) -> None:
-    for word in words:
-        if word.startswith("-") and word.split("=")[0] not in TAKEN:
-            raise Refused(f"{word} means nothing to --selftest, which takes {', '.join(TAKEN)}")
-    if form not in FORMATS:
-        raise Refused(f"--selftest has no --format {form}: choose of {', '.join(FORMATS)}")
-    if (place := placement.read_placement()) is not None:
+def _check(output_format: str, arguments: Sequence[str]) -> None:
+    for argument in arguments:
+        if argument.startswith("-") and argument.split("=")[0] not in ALLOWED:
+            raise Refused(
+                f"--selftest does not accept {argument}: leave it out. --selftest accepts only "
+                f"{', '.join(ALLOWED)}"
+            )
+    if output_format not in FORMATS:
+        raise Refused(f"unknown --format {output_format}: choose {', '.join(FORMATS)}")
+    if (launched := placement.read_placement()) is not None:
         raise Refused(
-            f"--selftest starts its ranks itself: leave out the launcher ({place.launcher}) and "
-            "type python -m ddpbench doctor --selftest"
+            "--selftest starts its ranks itself: leave out the launcher "
+            f"({launched.launcher}) and type python -m ddpbench doctor --selftest"
         )

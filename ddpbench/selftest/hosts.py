@@ -1,19 +1,20 @@
-"""A bench of hosts on this machine: network namespaces on a switch, with links of a known rate.
+"""Simulated hosts on this machine: network namespaces on a switch, with links of a known rate.
 
-    with Hosts(2, rate=1e9) as bench:                                 # bits a second
-        done = bench.run(["hostname"])                                # the same in all hosts
-        done = bench.run({0: ["ip", "addr"], 1: ["false"]})           # or each its own words
-        assert [each.returncode for each in done] == [0, 1]
-        done = bench.torchrun("-m", "ddpbench.collectives", ranks=(2, 1))
-        daemon = bench.start(1, ["slurmd", "-D"])                     # stays until the end
+    with Hosts(2, rate=1e9) as bench:                                 # bits per second
+        outcomes = bench.run(["hostname"])                            # on all hosts
+        outcomes = bench.run({0: ["ip", "addr"], 1: ["false"]})       # one command per host
+        assert [done.returncode for done in outcomes] == [0, 1]
+        outcomes = bench.torchrun("-m", "ddpbench.collectives", ranks=(2, 1))
+        daemon = bench.start(1, ["slurmd", "-D"])                     # runs until the end
 
-`missing` says why there can be no such hosts here. A host has a name (`bench[0].name`, "host1"), by
-which the others find it, an address, the one interface eth0, files and CPUs of this machine.
+`missing` returns why such hosts cannot exist here. A host has a name (`bench[0].name`, "host1")
+that the other hosts can resolve, an address and one interface, eth0. It shares files and CPUs with
+this machine.
 
-A rate is that of an Ethernet link: preamble, checksum and gap count, so that TCP over full frames
-of 1500 bytes carries 94.15 % of it (`payload`). `rate` is one for all hosts or one each, of both
-directions; `pairs` makes it less between two: {(0, 1): 1e8}. All ends with the `with`, whatever
-happened in it; what a killed process left behind, the next bench removes.
+A rate is that of an Ethernet link and includes preamble, checksum and gap. So TCP over full frames
+of 1500 bytes carries 94.15 % of it (`payload`). `rate` applies to both directions, either for all
+hosts or one per host. `pairs` lowers it between two hosts: {(0, 1): 1e8}. Leaving the `with` block
+removes everything. If a process was killed, the next bench removes what it left behind.
 """
 
 from __future__ import annotations
@@ -37,35 +38,37 @@ from typing import IO
 from ddpbench.launch import processes
 from ddpbench.selftest.ranks import Done, environment
 
-MINE = "ddpbench-"  # followed by the pid: whose namespace it is
+PREFIX = "ddpbench-"  # of namespaces; the pid of their owner follows
 ETC = Path("/etc/netns")
-FRAME, COUNTED, DATA = 1538, 1514, 1448  # of a full frame: on the wire, as tc sees it, TCP's share
+FRAME, COUNTED, DATA = 1538, 1514, 1448  # bytes of a full frame: on the wire, for tc, for TCP
 UNSHAPED = 40e9
-# At once after a pause. More would hide pauses that a real link cannot make good, and let a short
-# message pass too fast; less loses what the kernel's timers are late by. Two frames at least.
+# A link sends one burst at full speed after a pause. A larger burst would let short messages pass
+# too fast and hide pauses that a real link cannot make up for. A smaller one would lose the time by
+# which the kernel's timers are late. It must hold two frames.
 BURST_SECONDS, BURST_NBYTES = 50e-6, 3100
 QUEUE_SECONDS = 0.02
 PORT = 29_500
-# What the link carries is to be seen, not how TCP finds it out: bbr probes for more all the time.
+# The rate must show the link, not TCP's search for its limit: bbr keeps probing for more.
 STEADY_TCP = (
     "cd /proc/sys/net/ipv4; echo reno >tcp_congestion_control; echo 0 >tcp_slow_start_after_idle"
 )
-NAMED = 'hostname "$0" && exec "$@"'  # in a namespace of host names, else this machine is renamed
+# Run it in a namespace of host names (`unshare --uts`), or it renames this machine.
+RENAMED = 'hostname "$0" && exec "$@"'
 _numbers = itertools.count()
 
 
 def payload(rate: float) -> float:
-    """Bytes a second that TCP can carry over Ethernet of this rate, in bits a second."""
+    """Return the bytes per second that TCP can carry over Ethernet of `rate` bits per second."""
     return rate / 8 * DATA / FRAME
 
 
 def missing() -> str | None:
-    """Why there can be no bench here; None where there can."""
+    """Return why hosts cannot be simulated here; None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "tc", "unshare", "hostname"):
         if shutil.which(tool) is None:
-            return f"there is no {tool} in PATH (Debian: iproute2, util-linux, hostname)"
+            return f"{tool} is not in PATH (Debian: iproute2, util-linux, hostname)"
     try:
         with Hosts(1, rate=1e9):
             return None
@@ -75,7 +78,7 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a bench."""
+    """A simulated host."""
 
     name: str
     namespace: str
@@ -83,14 +86,14 @@ class Host:
 
     @property
     def etc(self) -> Path:
-        """The folder whose files stand in place of /etc's in this host: hosts, resolv.conf."""
+        """The folder whose files (hosts, resolv.conf) replace those in /etc on this host."""
         return ETC / self.namespace
 
 
 class Hosts:
-    """Some hosts on one switch; a context manager."""
+    """Simulated hosts on one switch; a context manager."""
 
-    environment = staticmethod(environment)  # of what runs in a host, by what is added to it
+    environment = staticmethod(environment)  # of the processes on a host
 
     def __init__(
         self,
@@ -98,15 +101,15 @@ class Hosts:
         rate: float | Sequence[float] | None = None,
         pairs: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
-        """rate, pairs: in bits a second; None: nothing is shaped."""
-        own = f"{MINE}{os.getpid()}-{next(_numbers)}-"
-        self.switch = f"{own}switch"
+        """rate, pairs: in bits per second; None: no limit."""
+        prefix = f"{PREFIX}{os.getpid()}-{next(_numbers)}-"
+        self.switch = f"{prefix}switch"
         self.hosts = tuple(
-            Host(f"host{n}", f"{own}{n}", f"10.77.0.{n}") for n in range(1, count + 1)
+            Host(f"host{n}", f"{prefix}{n}", f"10.77.0.{n}") for n in range(1, count + 1)
         )
         rates = rate if isinstance(rate, Sequence) else [rate] * count
-        self.rates: list[float] = [each or UNSHAPED for each in rates]
-        self.pairs = {frozenset(pair): less for pair, less in (pairs or {}).items()}
+        self.rates: list[float] = [rate or UNSHAPED for rate in rates]
+        self.pairs = {frozenset(pair): rate for pair, rate in (pairs or {}).items()}
         self._started: list[subprocess.Popen[bytes]] = []
 
     def __getitem__(self, index: int) -> Host:
@@ -117,7 +120,7 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         try:
-            self._make()
+            self._create()
         except BaseException:
             self.close()
             raise
@@ -132,79 +135,70 @@ class Hosts:
         self.close()
 
     def start(
-        self, host: int, words: Sequence[str], cwd: Path | None = None, **environ: str
+        self, host: int, command: Sequence[str], cwd: Path | None = None, **environ: str
     ) -> subprocess.Popen[bytes]:
-        """A process that stays in a host; what it prints is lost, so let it write a log."""
-        return self._popen(host, words, cwd=cwd, environ=environ, out=None, err=None)
+        """Start a process that runs on a host until `close`. Its output is lost."""
+        return self._popen(host, command, cwd=cwd, environ=environ, out=None, err=None)
 
     def run(
         self,
-        words: Sequence[str] | Mapping[int, Sequence[str]],
+        command: Sequence[str] | Mapping[int, Sequence[str]],
         cwd: Path | None = None,
         seconds: float = 60.0,
         **environ: str,
     ) -> list[Done]:
-        """Run words in all hosts at once, or in some each its own; how each ended, in their order.
+        """Run a command on all hosts at once, or one per host; return the outcomes in this order.
 
-        Raises TimeoutError, with what was printed, when one has not ended in time; none stays.
+        Raises TimeoutError with their output if one runs longer than `seconds`. No process stays.
         """
-        each = words if isinstance(words, Mapping) else dict.fromkeys(range(len(self)), words)
-        until = time.monotonic() + seconds
+        if not isinstance(command, Mapping):
+            command = dict.fromkeys(range(len(self)), command)
+        deadline = time.monotonic() + seconds
         with contextlib.ExitStack() as files:
             running = []
-            for host, its in each.items():
+            for host, arguments in command.items():
                 out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-                process = self._popen(host, its, cwd=cwd, environ=environ, out=out, err=err)
+                process = self._popen(host, arguments, cwd=cwd, environ=environ, out=out, err=err)
                 running.append((process, out, err))
-
-            def ended() -> list[Done]:
-                done = []
-                for process, *outputs in running:
-                    for output in outputs:
-                        output.seek(0)
-                    texts = [output.read().decode(errors="replace") for output in outputs]
-                    done.append(Done(process.poll() or 0, *texts))
-                return done
-
             try:
                 for process, *_ in running:
-                    process.wait(max(0.0, until - time.monotonic()))
+                    process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired as late:
-                raise TimeoutError(f"{late.cmd} not done in {seconds:g} s: {ended()}") from None
+                outcomes = [_read_outcome(*row) for row in running]
+                raise TimeoutError(f"{late.cmd} not done in {seconds:g} s: {outcomes}") from None
             finally:
                 for process, *_ in running:
                     processes.kill_tree(process)
-            return ended()
+            return [_read_outcome(*row) for row in running]
 
     def torchrun(
         self,
-        *words: str,
+        *arguments: str,
         ranks: Sequence[int],
         cwd: Path | None = None,
         seconds: float = 60.0,
         **environ: str,
     ) -> list[Done]:
-        """torchrun in the first hosts, with as many ranks as `ranks` says, the first the master."""
-        each = {
-            host: [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(ranks)),
-                "--node-rank", str(host), "--nproc-per-node", str(count),
-                "--master-addr", self[0].address, "--master-port", str(PORT), *words,
-            ]
+        """Run torchrun on the first hosts, with ranks[i] ranks on host i; host 0 is the master."""
+        shared = ["--nnodes", str(len(ranks)), "--master-addr", self[0].address]
+        shared += ["--master-port", str(PORT)]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *shared]
+        commands = {
+            host: [*torchrun, f"--node-rank={host}", f"--nproc-per-node={count}", *arguments]
             for host, count in enumerate(ranks)
-        }  # fmt: skip
-        return self.run(each, cwd, seconds, **environ)
+        }
+        return self.run(commands, cwd, seconds, **environ)
 
-    def inside(self, host: int, *words: str) -> str:
-        """What a short command prints in a host: `inside(0, "ip", "addr", "add", …)`."""
-        return _sh("ip", "netns", "exec", self[host].namespace, *words)
+    def inside(self, host: int, *command: str) -> str:
+        """Run a short command on a host, as `inside(0, "ip", "addr", "add", …)`; return stdout."""
+        return _sh("ip", "netns", "exec", self[host].namespace, *command)
 
     def pids(self, host: int) -> list[int]:
-        """What runs in a host."""
+        """Return the ids of the processes on a host."""
         return _pids(self[host].namespace)
 
     def close(self) -> None:
-        """End all processes in the hosts, and the hosts."""
+        """End all processes on the hosts, and remove the hosts."""
         for process in self._started:
             processes.kill_tree(process)
         for namespace in (*(host.namespace for host in self.hosts), self.switch):
@@ -213,7 +207,7 @@ class Hosts:
     def _popen(
         self,
         host: int,
-        words: Sequence[str],
+        command: Sequence[str],
         *,
         cwd: Path | None,
         environ: Mapping[str, str],
@@ -221,7 +215,7 @@ class Hosts:
         err: IO[bytes] | None,
     ) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [*self.into(host), *words],
+            [*self.into(host), *command],
             stdin=subprocess.DEVNULL,
             stdout=out or subprocess.DEVNULL,
             stderr=err or subprocess.DEVNULL,
@@ -233,23 +227,23 @@ class Hosts:
         return process
 
     def into(self, host: int) -> list[str]:
-        """What runs the words behind it in a host."""
-        its = self[host]
-        enter = ["ip", "netns", "exec", its.namespace, "unshare", "--uts"]
-        return [*enter, "sh", "-c", NAMED, its.name]
+        """Return the start of a command line; it runs the command that follows on a host."""
+        simulated = self[host]
+        enter = ["ip", "netns", "exec", simulated.namespace, "unshare", "--uts"]
+        return [*enter, "sh", "-c", RENAMED, simulated.name]
 
-    def _make(self) -> None:
-        """Namespaces, cables, addresses, names; then the rates."""
+    def _create(self) -> None:
+        """Create namespaces, cables, addresses and names; then set the rates."""
         _remove_left_behind()
         _sh("ip", "netns", "add", self.switch)
         _sh("ip", "-n", self.switch, "link", "add", "switch", "type", "bridge")
         _sh("ip", "-n", self.switch, "link", "set", "switch", "up")
-        known = "".join(f"{host.address} {host.name}\n" for host in self.hosts)
+        addresses = "".join(f"{host.address} {host.name}\n" for host in self.hosts)
         for index, host in enumerate(self.hosts):
             port, inside = f"port{index}", ("ip", "-n", host.namespace)
             host.etc.mkdir(parents=True)
-            (host.etc / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
-            (host.etc / "resolv.conf").write_text("")  # a name that is not there is not asked for
+            (host.etc / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}")
+            (host.etc / "resolv.conf").write_text("")  # no name server is asked
             _sh("ip", "netns", "add", host.namespace)
             _sh(*inside, "link", "add", "eth0", "type", "veth", "peer", port, "netns", self.switch)
             _sh("ip", "-n", self.switch, "link", "set", port, "master", "switch", "up")
@@ -261,23 +255,23 @@ class Hosts:
             self._shape(index)
 
     def _shape(self, index: int) -> None:
-        """The rate of a host at both ends of its cable; that of a pair where each of it sends."""
+        """Limit the rate of a host at both ends of its cable, and of a pair at its senders."""
         host, rate = self[index], self.rates[index]
-        less = {
-            other: self.pairs[pair]
+        lower_rates = {
+            self[other].address: self.pairs[pair]
             for other in range(len(self))
             if (pair := frozenset((index, other))) in self.pairs
         }
-        if rate != UNSHAPED or less:
+        if rate != UNSHAPED or lower_rates:
             _shape(self.switch, f"port{index}", rate, {})
-            _shape(host.namespace, "eth0", rate, {self[to].address: r for to, r in less.items()})
+            _shape(host.namespace, "eth0", rate, lower_rates)
 
 
-def _shape(namespace: str, interface: str, rate: float, less: Mapping[str, float]) -> None:
-    """Limit the rate of an interface, and further that to some addresses; in bits per second.
+def _shape(namespace: str, interface: str, rate: float, lower_rates: Mapping[str, float]) -> None:
+    """Limit the rate of an interface in bits per second, and lower it to some addresses.
 
-    tc counts a frame without preamble, checksum and gap, and adding them counts once for many
-    frames that the kernel handles as one: so the rate is what full frames leave of it.
+    tc counts a frame without preamble, checksum and gap. It could add them, but only once for
+    several frames that the kernel handles as one. So the rate is scaled for full frames instead.
     """
 
     def tc(command: str) -> None:
@@ -297,7 +291,7 @@ def _shape(namespace: str, interface: str, rate: float, less: Mapping[str, float
     tc(f"qdisc add dev {interface} root handle 1: htb default 2")
     add("1:", 1, rate)
     add("1:1", 2, rate)
-    for number, (address, lower) in enumerate(less.items(), 3):
+    for number, (address, lower) in enumerate(lower_rates.items(), 3):
         add("1:1", number, min(lower, rate))
         tc(
             f"filter add dev {interface} parent 1: protocol ip u32 match ip dst {address}/32 "
@@ -305,9 +299,17 @@ def _shape(namespace: str, interface: str, rate: float, less: Mapping[str, float
         )
 
 
-def _sh(*words: str) -> str:
-    """What a short command prints. Raises CalledProcessError, with its words, where it fails."""
-    done = subprocess.run(words, timeout=20, check=True, capture_output=True, text=True)
+def _read_outcome(process: subprocess.Popen[bytes], *outputs: IO[bytes]) -> Done:
+    texts = []
+    for output in outputs:
+        output.seek(0)
+        texts.append(output.read().decode(errors="replace"))
+    return Done(process.poll() or 0, *texts)
+
+
+def _sh(*command: str) -> str:
+    """Run a short command and return its stdout. Raises CalledProcessError if it fails."""
+    done = subprocess.run(command, timeout=20, check=True, capture_output=True, text=True)
     return done.stdout
 
 
@@ -316,7 +318,7 @@ def _pids(namespace: str) -> list[int]:
 
 
 def _remove(namespace: str) -> None:
-    """A namespace with all that runs in it."""
+    """Remove a namespace, and end the processes in it."""
     with contextlib.suppress(subprocess.CalledProcessError):
         for pid in _pids(namespace):
             with contextlib.suppress(ProcessLookupError):
@@ -324,19 +326,19 @@ def _remove(namespace: str) -> None:
         _sh("ip", "netns", "del", namespace)
     shutil.rmtree(ETC / namespace, ignore_errors=True)
     with contextlib.suppress(OSError):
-        ETC.rmdir()  # where nobody else has files there
+        ETC.rmdir()  # unless it holds files of others
 
 
 def _remove_left_behind() -> None:
-    """The namespaces of processes that no longer live."""
+    """Remove the namespaces of processes that no longer exist."""
     for name in _left_behind():
         _remove(name)
 
 
 def _left_behind() -> Iterator[str]:
     names = {line.split()[0] for line in _sh("ip", "netns", "list").splitlines() if line}
-    names |= {folder.name for folder in ETC.glob(f"{MINE}*")}
+    names |= {folder.name for folder in ETC.glob(f"{PREFIX}*")}
     for name in names:
-        match = re.match(rf"{MINE}(\d+)-", name)
+        match = re.match(rf"{PREFIX}(\d+)-", name)
         if match and not Path(f"/proc/{match[1]}").exists():
             yield name

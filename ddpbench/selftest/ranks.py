@@ -1,4 +1,4 @@
-"""A command line run elsewhere than in this process, with a deadline, and how it ended."""
+"""Run a command line in a process of its own, with a deadline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpbench.launch import processes
 
 @dataclass(frozen=True)
 class Done:
-    """What a command line ended with: the highest exit code, all that was printed."""
+    """Outcome of a command line: the highest exit code and the output."""
 
     returncode: int
     stdout: str
@@ -23,20 +23,26 @@ class Done:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This environment plus `extra`, in which this very ddpbench is found from everywhere."""
+    """Return this environment plus `extra`; this copy of ddpbench is importable in any folder."""
     package = str(Path(ddpbench.__file__).parents[1])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, **extra}
 
 
-def call(words: Sequence[str], seconds: float) -> Done:
-    """Run words on this host; stdout is not kept. Raises TimeoutError, with what was printed, when
-    they have not ended in time; nothing that they have started stays."""
+def call(arguments: Sequence[str], seconds: float) -> Done:
+    """Run a command line on this host without keeping stdout, and end all that it has started.
+
+    Raises TimeoutError with the text on stderr if it runs longer than `seconds`.
+    """
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
-            env=environment(), start_new_session=True,
-        )  # fmt: skip
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=environment(),
+            start_new_session=True,
+        )
         late = False
         try:
             process.wait(seconds)

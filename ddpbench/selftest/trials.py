@@ -1,4 +1,4 @@
-"""The trials of the self-test, in their order: one entry of TRIALS adds one."""
+"""The trials of the self-test in their order: one entry of TRIALS adds one."""
 
 from __future__ import annotations
 
@@ -12,200 +12,234 @@ from dataclasses import dataclass, field
 from ddpbench.analysis.selftest import Expected
 from ddpbench.selftest import hosts
 
-# A deadline that ranks of a busy machine meet, and that need not be waited for too long.
+# Long enough for the ranks of a busy machine, and short enough to wait for.
 TIMEOUT_SECONDS = 10
-TINY_NBYTES = 4096  # of a disk: room for the first record of a run, and for no second
+TINY_NBYTES = 4096  # of a disk that holds the first record of a run but not the second
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A fault, how it is planted, and what must come of it.
+    """A fault, the command that plants it, and the expected outcome.
 
-    fault    its name, which several trials may share
-    planted  what is done, in a few words
-    words    the command line of ddpbench
-    needs    () → one sentence: why it cannot be planted here; None where it can
-    seconds  by which the command must have ended
-    tiny     whether results go to a very small disk
-    rates    of the links, in bits a second, of as many hosts as the ranks are on; (): on this one
-    pairs    of these hosts between which the rate is less
+    fault          name of the fault; several trials may share it
+    planted        short description of the fault
+    arguments      command line of ddpbench
+    find_obstacle  () → one sentence on why it cannot be planted here; None if it can
+    seconds        deadline of the command
+    tiny_disk      whether results go to a very small disk
+    rates          link rate of each simulated host in bits per second; empty: run on this host
+    pairs          lower rates between two of these hosts
     """
 
     fault: str
     planted: str
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     expected: Expected
-    needs: Callable[[], str | None] = lambda: None
+    find_obstacle: Callable[[], str | None] = lambda: None
     seconds: float = 90.0
-    tiny: bool = False
+    tiny_disk: bool = False
     rates: tuple[float, ...] = ()
     pairs: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
-def _step(fault: str, *how: str, ranks: int = 3) -> tuple[str, ...]:
-    """DDP steps of a small model, in so many ranks that the one with the fault is the odd one."""
-    return (
-        "ddp", "-n", str(ranks), "--backend", "gloo", "--device", "cpu", "--workload", "mlp",
-        "--width", "64", "--depth", "2", "--threads", "1", "--in-a-row", "1",
-        "--timeout", str(TIMEOUT_SECONDS), *(how or ("--rounds", "4", "--no-budget")),
-        "--inject", fault,
-    )  # fmt: skip
+def _step(fault: str, *options: str, ranks: int = 3) -> tuple[str, ...]:
+    """Return a command for DDP steps with a fault, in enough ranks for a majority without it."""
+    command = f"ddp -n {ranks} --backend gloo --device cpu --workload mlp --width 64 --depth 2"
+    command += f" --threads 1 --in-a-row 1 --timeout {TIMEOUT_SECONDS}"
+    rounds = options or ("--rounds", "4", "--no-budget")
+    return (*command.split(), *rounds, "--inject", fault)
 
 
-def _doctor(examination: str, *more: str) -> tuple[str, ...]:
-    """One examination; a warning is an exit code of its own."""
-    return (
-        "doctor", "--backend", "gloo", "--device", "cpu", "--only", examination,
-        "--fail-on", "warning", "--seconds", "8", *more,
-    )  # fmt: skip
+def _doctor(examination: str, *options: str) -> tuple[str, ...]:
+    """Return a command for one examination, whose exit code is 1 after a warning."""
+    command = f"doctor --backend gloo --device cpu --only {examination} --fail-on warning"
+    return (*command.split(), "--seconds", "8", *options)
 
 
 def _planted(fault: str, examination: str = "preflight") -> tuple[str, ...]:
-    """One examination of two ranks of which the set-up has a fault."""
+    """Return a command for one examination of two ranks with a fault in their set-up."""
     return _doctor(examination, "-n", "2", "--timeout", "30", "--inject", fault)
 
 
 def _replica(cause: str, place: str) -> Expected:
-    """Replicas differ."""
+    """Return the outcome that replicas differ in `place` for this cause."""
     return Expected((4,), cause, rf"after step 6: {place}")
 
 
 def _ended(found: str, named: str) -> Expected:
-    """A deadline, an error or a death has ended the run."""
+    """Return the outcome that a deadline, an error or a death ends the run."""
     return Expected((5,), found, named)
 
 
 def _mismatch(one: str, others: str) -> Expected:
-    """Rank 1 calls another collective than the others. gloo may abort its neighbour for that."""
+    """Return the outcome that rank 1 calls another collective; gloo may abort a neighbour then."""
     named = rf"rank 1 calls #\d+ {one}( of .+)?( at .+)? where ranks? [\d, ]+ calls? {others}"
     return _ended(r"calls #\d+ .* where ranks? ", named)
 
 
 @functools.cache
 def no_hosts() -> str | None:
-    """Why there can be no links of a known rate here."""
+    """Return why links of a known rate cannot be simulated here; None if they can."""
     return hosts.missing()
 
 
 @functools.cache
 def no_mount() -> str | None:
-    """Why there can be no disk of a known size here."""
+    """Return why a disk of a known size cannot be mounted here; None if it can."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         return "mounting a small disk needs root and unshare (Debian: util-linux)"
     done = subprocess.run(
         on_tiny_disk("/mnt", ["true"]), capture_output=True, text=True, check=False, timeout=20
     )
-    return None if done.returncode == 0 else f"no small disk can be mounted: {done.stderr.strip()}"
+    return None if done.returncode == 0 else f"mounting a small disk failed: {done.stderr.strip()}"
 
 
-def on_tiny_disk(folder: str, words: list[str]) -> list[str]:
-    """These words where a disk of its own is mounted on a folder: no other process sees it, and it
-    goes with the last that does."""
+def on_tiny_disk(folder: str, command: list[str]) -> list[str]:
+    """Return the command that runs `command` with a tiny disk mounted on a folder.
+
+    Only this command and its children see the disk. It disappears when the last of them ends.
+    """
     mount = f'mount -t tmpfs -o size={TINY_NBYTES} tmpfs "$0" && exec "$@"'
-    return ["unshare", "--mount", "sh", "-c", mount, folder, *words]
+    return ["unshare", "--mount", "sh", "-c", mount, folder, *command]
 
 
 WEIGHT = r"parameter 0\.weight .* differs\. Rank 1: "
 SUM, GATHER = r"all_reduce float32\[1024\]", r"all_gather float32\[1024\]"
 TRIALS = (
     Trial(
-        "slow-rank", "rank 1 shares its core with 3 busy processes",
+        "slow-rank",
+        "rank 1 shares its core with 3 busy processes",
         _planted("slow-rank:rank=1", "stragglers"),
         Expected((1,), r"slow-rank: ", r"slow-rank: rank 1\b"),
     ),
     Trial(
-        "slow-rank", "rank 1's forward takes 40 ms longer",
+        "slow-rank",
+        "rank 1's forward takes 40 ms longer",
         _step("slow-rank:rank=1,ms=40,step=1", "--rounds", "12"),
         Expected((0,), r"late-rank: ", r"late-rank: .*rank 1 is late"),
     ),
     Trial(
-        "stop", "rank 1 is stopped in step 6", _step("stop:rank=1,step=6"),
+        "stop",
+        "rank 1 is stopped in step 6",
+        _step("stop:rank=1,step=6"),
         _ended(r"is stopped \(SIGSTOP\)", r"rank 1 \(\S+, pid \d+\) is stopped"),
     ),
     Trial(
-        "kill", "rank 1 is killed in step 6", _step("kill:rank=1,step=6"),
+        "kill",
+        "rank 1 is killed in step 6",
+        _step("kill:rank=1,step=6"),
         _ended(r"has died", r"rank 1 \(\S+, pid \d+\) has died"),
     ),
     Trial(
-        "hang", "rank 1 sleeps in its own code", _step("hang:rank=1,step=6"),
+        "hang",
+        "rank 1 sleeps outside any collective",
+        _step("hang:rank=1,step=6"),
         _ended(r"never joined|missed the deadline", r"rank 1\b.*\bhang \(step_faults\.py:\d+\)"),
     ),
     Trial(
-        "slow-link", "host1-host2 at 100 Mbit/s, others at 1 Gbit/s",
+        "slow-link",
+        "host1-host2 at 100 Mbit/s, others at 1 Gbit/s",
         _doctor("links", "--by", "host"),
         Expected((1,), r"slow-link: ", r"slow-link: .*host1\b.*host2\b"),
-        no_hosts, rates=(1e9,) * 4, pairs={(0, 1): 1e8},
+        no_hosts,
+        rates=(1e9,) * 4,
+        pairs={(0, 1): 1e8},
     ),
     Trial(
-        "slow-host", "host3's link at 100 Mbit/s, others at 1 Gbit/s",
+        "slow-host",
+        "host3's link at 100 Mbit/s, others at 1 Gbit/s",
         _doctor("links", "--by", "host"),
         Expected((1,), r"slow-host: ", r"slow-host: .*host3\b"),
-        no_hosts, rates=(1e9, 1e9, 1e8, 1e9),
+        no_hosts,
+        rates=(1e9, 1e9, 1e8, 1e9),
     ),
     Trial(
-        "wrong-shape", "rank 1 sums float32[2048], others [1024]",
+        "wrong-shape",
+        "rank 1 reduces float32[2048], others [1024]",
         _step("wrong-shape:rank=1,step=6", ranks=4),
         _mismatch(r"all_reduce float32\[2048\]", SUM),
     ),
     Trial(
-        "wrong-dtype", "rank 1 sums float64[1024], others float32",
+        "wrong-dtype",
+        "rank 1 reduces float64[1024], others float32",
         _step("wrong-dtype:rank=1,step=6", ranks=4),
         _mismatch(r"all_reduce float64\[1024\]", SUM),
     ),
     Trial(
-        "wrong-order", "rank 1 gathers before it sums", _step("wrong-order:rank=1,step=6"),
+        "wrong-order",
+        "rank 1 calls all_gather before all_reduce",
+        _step("wrong-order:rank=1,step=6"),
         _mismatch(GATHER, SUM),
     ),
     Trial(
-        "skipped", "rank 1 leaves out an all_gather", _step("skipped:rank=1,step=6"),
+        "skipped",
+        "rank 1 skips an all_gather",
+        _step("skipped:rank=1,step=6"),
         _mismatch(r"all_reduce .*", GATHER),
     ),
     Trial(
-        "corrupted-result", "a bit of rank 1's reduced gradient flips",
+        "corrupted-result",
+        "one bit of rank 1's reduced gradient flips",
         _step("corrupted-result:rank=1,step=6"),
         _replica(r"corrupted-result: ", r".*gradient 0\.weight .*: Rank 1: .* bit 20 "),
     ),
     Trial(
-        "bit-flip", "a bit of rank 1's replica flips", _step("bit-flip:rank=1,step=6"),
+        "bit-flip",
+        "one bit of rank 1's replica flips",
+        _step("bit-flip:rank=1,step=6"),
         _replica(r"bit-flip: ", rf"{WEIGHT}.* bit 12 "),
     ),
     Trial(
-        "learning-rate", "rank 1 steps with another learning rate",
+        "learning-rate",
+        "rank 1 uses another learning rate",
         _step("learning-rate:rank=1,step=6"),
         _replica(r"different-options: ", r".*optimizer \S+lr .*: Rank 1: 0\.05 "),
     ),
     Trial(
-        "nan", "an element of rank 1's replica becomes NaN", _step("nan:rank=1,step=6"),
+        "nan",
+        "an element of rank 1's replica becomes NaN",
+        _step("nan:rank=1,step=6"),
         _replica(r"non-finite", r"parameter 0\.weight: 1 element NaN or infinite in rank 1\b"),
     ),
     Trial(
-        "wrong-interface", "rank 1's GLOO_SOCKET_IFNAME is nonesuch0",
+        "wrong-interface",
+        "rank 1's GLOO_SOCKET_IFNAME is nonesuch0",
         _planted("wrong-interface:rank=1"),
-        Expected((2,), r"there is no interface nonesuch0",
-                 r"\(rank 1\) has GLOO_SOCKET_IFNAME=nonesuch0"),
+        Expected(
+            (2,), r"there is no interface nonesuch0", r"\(rank 1\) has GLOO_SOCKET_IFNAME=nonesuch0"
+        ),
     ),
     Trial(
-        "mixed-versions", "rank 1 reports torch 1.0.0", _planted("mixed-versions:rank=1"),
+        "mixed-versions",
+        "rank 1 reports torch 1.0.0",
+        _planted("mixed-versions:rank=1"),
         Expected((1,), r"mixed-versions: ", r"rank 1 runs torch 1\.0\.0, rank 0 "),
     ),
     Trial(
-        "oversubscribed", "OMP_NUM_THREADS is twice the cores, in 2 ranks",
+        "oversubscribed",
+        "2 ranks set OMP_NUM_THREADS to twice the cores",
         _planted("oversubscribed"),
         Expected((1,), r"oversubscribed: ", r"2 ranks with \d+ compute threads .*OMP_NUM_THREADS="),
     ),
     Trial(
-        "full-disk", "results go to a disk of 4 KiB", _doctor("preflight", "-n", "2"),
+        "full-disk",
+        "results go to a disk of 4 KiB",
+        _doctor("preflight", "-n", "2"),
         _ended(r"results cannot be written", r"/run any more \(No space left on device\)"),
-        no_mount, tiny=True,
+        no_mount,
+        tiny_disk=True,
     ),
     Trial(
-        "full-disk", "no file may grow beyond 4 KiB", _planted("full-disk"),
+        "full-disk",
+        "no file may exceed 4 KiB",
+        _planted("full-disk"),
         _ended(r"results cannot be written", r"/run any more \(File too large\)"),
     ),
     Trial(
-        "out-of-memory", "rank 1 asks for 1 GiB more than it can get",
+        "out-of-memory",
+        "rank 1 asks for 1 GiB more than it can get",
         _step("out-of-memory:rank=1,step=6"),
         _ended(r"can't allocate memory|out of memory", r"rank 1\b.*\b1073741824 bytes"),
     ),
-)  # fmt: skip
+)
 NAMES = tuple(dict.fromkeys(trial.fault for trial in TRIALS))

@@ -160,8 +160,8 @@ def test_the_table_has_a_row_each_and_a_verdict() -> None:
     ("words", "said"),
     [
         (("--selftest", "bitflip"), "Did you mean bit-flip"),
-        (("--selftest", "-n", "4"), "-n means nothing to --selftest"),
-        (("--selftest", "--format", "csv"), "choose of table, markdown, json"),
+        (("--selftest", "-n", "4"), "--selftest does not accept -n"),
+        (("--selftest", "--format", "csv"), "choose table, markdown, json"),
         (("--healthy", "3"), "--healthy belongs to --selftest"),
         (("--inject", "stop"), "use ddp --inject stop"),
     ],
@@ -194,8 +194,8 @@ def test_what_needs_root_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     for needs in (trials.no_mount, trials.no_hosts):
         needs.cache_clear()
-    those = [trial for trial in TRIALS if trial.tiny or trial.rates]
-    rows = [command.tried(trial, tmp_path / "1") for trial in those]
+    chosen = [trial for trial in TRIALS if trial.tiny_disk or trial.rates]
+    rows = [command.run_trial(trial, tmp_path / "1") for trial in chosen]
     for needs in (trials.no_mount, trials.no_hosts):
         needs.cache_clear()
     assert [row.fault for row in rows] == ["slow-link", "slow-host", "full-disk"]
