@@ -1,4 +1,4 @@
-"""How the ranks compare: through torch.distributed's public calls, on the given group.
+"""Exchange between the ranks of a group, through public calls of torch.distributed.
 
 Every call here is made by all ranks of the group in the same order, because what is called next
 depends only on what all of them know. Each wait is bounded by the group's own timeout, and what
@@ -19,7 +19,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Channel:
-    """A group, and where its messages lie. Without a process group: this process alone."""
+    """A process group and the device of its messages; without a group, this process alone."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -52,9 +52,9 @@ class Channel:
         """int64[ranks, n]: every rank's int64[n], n the same in all."""
         if self.alone:
             return vector[None]
-        mine = torch.from_numpy(np.ascontiguousarray(vector)).to(self.device)
-        parts = [torch.empty_like(mine) for _ in self.ranks]
-        dist.all_gather(parts, mine, self.group)
+        own = torch.from_numpy(np.ascontiguousarray(vector)).to(self.device)
+        parts = [torch.empty_like(own) for _ in self.ranks]
+        dist.all_gather(parts, own, self.group)
         return torch.stack(parts).cpu().numpy()
 
     def gather_objects(self, value: Any) -> list[Any]:

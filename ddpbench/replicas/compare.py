@@ -1,4 +1,4 @@
-"""Compare a replica over all ranks: everything at once, then only what differs."""
+"""Compare a replica over all ranks: first everything at once, then only what differs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ddpbench.replicas.state import Entry, State, row, structure
 
 @dataclass(frozen=True)
 class Options:
-    """How to verify: the same in all ranks."""
+    """Settings of a verification, the same in all ranks."""
 
     gradients: bool | None
     finite: bool
     locate: int
     step: int | None
     equal_until: int | None = None  # the step of the last verification that found all equal
-    known: Container[tuple[str, str]] = ()  # not to be located again
+    known: Container[tuple[str, str]] = ()  # (kind, name) of differences located before
     traced: bool = False  # whether each rank watches where a NaN comes from
 
 
@@ -84,7 +84,7 @@ def gather_comparison(
 
 
 def _read_contents(state: State, kind: str, finite: bool) -> tuple[Digests, Counts, list[int]]:
-    """Digests and non-finite counts of a kind's entries, and four numbers that stand for all."""
+    """Return digests and non-finite counts of a kind's entries, and four numbers for all."""
     form = structure(kind, state.entries[kind])
     digests, counts = read([entry.value for entry in state.entries[kind]], finite)
     digests += form.salts  # modulo 2^64
@@ -95,8 +95,10 @@ def _read_contents(state: State, kind: str, finite: bool) -> tuple[Digests, Coun
 def _gather_common(
     channel: Channel, kind: str, entries: list[Entry], comparison: Comparison
 ) -> list[int]:
-    """The places here of the entries that all ranks have alike, in one order for all ranks; what
-    is not alike is added to `comparison`."""
+    """Return the places of the entries that all ranks have alike, in the same order in all ranks.
+
+    Add the other entries to `comparison` as mismatches.
+    """
     everyone = channel.gather_objects([[entry.name, row(entry)] for entry in entries])
     tables = [dict(rows) for rows in everyone]
     places = {entry.name: place for place, entry in enumerate(entries)}
@@ -108,8 +110,8 @@ def _gather_common(
         if len(forms) == 1:
             common.append(places[name])
         else:
-            those = tuple((form, tuple(ranks)) for form, ranks in forms.items())
-            comparison.mismatches.append(Mismatch(kind, name, those))
+            rows = tuple((form, tuple(ranks)) for form, ranks in forms.items())
+            comparison.mismatches.append(Mismatch(kind, name, rows))
     orders = {tuple(name for name in table) for table in tables}
     if len(orders) > 1 and len(common) == len(entries) and not comparison.mismatches:
         comparison.mismatches.append(_order(channel, kind, tables))
@@ -117,12 +119,12 @@ def _gather_common(
 
 
 def _order(channel: Channel, kind: str, tables: list[dict[str, str]]) -> Mismatch:
-    """The first place at which the same names stand in different orders."""
+    """Return the first place at which the order of the names differs."""
     names = [list(table) for table in tables]
-    first = next(i for i, those in enumerate(zip(*names, strict=True)) if len(set(those)) > 1)
+    first = next(i for i, row in enumerate(zip(*names, strict=True)) if len(set(row)) > 1)
     forms: dict[str, list[int]] = {}
-    for rank, those in zip(channel.ranks, names, strict=True):
-        forms.setdefault(those[first], []).append(rank)
+    for rank, order in zip(channel.ranks, names, strict=True):
+        forms.setdefault(order[first], []).append(rank)
     return Mismatch(
         kind, f"number {first}", tuple((form, tuple(ranks)) for form, ranks in forms.items())
     )
@@ -131,7 +133,7 @@ def _order(channel: Channel, kind: str, tables: list[dict[str, str]]) -> Mismatc
 def _gather_differences(
     channel: Channel, kind: str, entries: list[Entry], digests: Digests, options: Options
 ) -> list[Difference]:
-    """The entries whose digests differ; the first of them compared in full."""
+    """Return the entries whose digests differ; compare the first `locate` in full."""
     least, most = channel.gather_extremes(digests.view(np.int64))
     bad = np.flatnonzero(least != most)
     if bad.size == 0:
@@ -150,7 +152,7 @@ def _gather_differences(
 def _gather_nonfinite(
     channel: Channel, kind: str, entries: list[Entry], counts: Counts
 ) -> list[NonFinite]:
-    """The entries with elements that are not finite in some rank."""
+    """Return the entries with elements that are not finite in some rank."""
     bad = np.flatnonzero(channel.gather_extremes(counts)[1] > 0)
     if bad.size == 0:
         return []
@@ -158,6 +160,6 @@ def _gather_nonfinite(
     nonfinite = []
     for column, place in enumerate(bad.tolist()):
         pairs = zip(channel.ranks, everyones[:, column].tolist(), strict=True)
-        those = tuple((rank, count) for rank, count in pairs if count)
-        nonfinite.append(NonFinite(kind, entries[place].name, those))
+        some = tuple((rank, count) for rank, count in pairs if count)
+        nonfinite.append(NonFinite(kind, entries[place].name, some))
     return nonfinite

@@ -1,7 +1,7 @@
-"""Where replicas differ: the tensors whose digests differ, and these alone, element by element.
+"""Compare the tensors whose digests differ, element by element.
 
-One rank sends its bits, piece by piece; every other compares its own with them and keeps a few
-numbers. So no rank ever holds more than pieces, and what is gathered is a row of numbers a rank.
+One rank sends its bits in pieces. Every other rank compares its own bits with them and keeps a few
+numbers. So no rank holds more than a piece, and each rank contributes one row of numbers.
 """
 
 from __future__ import annotations
@@ -24,34 +24,37 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def by_value(digests: Int64) -> list[list[int]]:
-    """The places of equal digests of int64[ranks], the most first, then by the lowest place."""
+    """Group the places of equal digests of int64[ranks]: largest first, then by lowest place."""
     places: dict[int, list[int]] = {}
     for place, digest in enumerate(digests.tolist()):
         places.setdefault(digest, []).append(place)
-    return sorted(places.values(), key=lambda those: (-len(those), those[0]))
+    return sorted(places.values(), key=lambda group: (-len(group), group[0]))
 
 
 def gather_difference(
     channel: Channel, kind: str, entry: Entry, values: list[list[int]], located: bool
 ) -> Difference:
-    """What is known of an entry that has these values; its first elements, if `located`."""
-    details: list[Detail] = []
+    """Return the difference of an entry; with `located`, compare its elements, too."""
+    reference = values[0][0]
+    details: tuple[Detail, ...] = ()
     if located:
-        rows = channel.gather_rows(
-            _broadcast_and_compare(channel, as_tensor(entry.value), values[0][0])
+        row = _broadcast_and_compare(channel, as_tensor(entry.value), reference)
+        rows = channel.gather_rows(row)
+        details = tuple(
+            _detail(channel, entry, places, reference, rows[places[0]]) for places in values[1:]
         )
-        details = [
-            _detail(channel, entry, those, values[0][0], rows[those[0]]) for those in values[1:]
-        ]
     return Difference(
-        kind, entry.name, str(entry.dtype).removeprefix("torch."), tuple(entry.shape),
-        tuple(tuple(channel.ranks[place] for place in those) for those in values),
-        tuple(details),
-    )  # fmt: skip
+        kind=kind,
+        name=entry.name,
+        dtype=str(entry.dtype).removeprefix("torch."),
+        shape=tuple(entry.shape),
+        values=tuple(tuple(channel.ranks[place] for place in places) for places in values),
+        details=details,
+    )
 
 
 def _piece(tensor: Tensor, start: int, stop: int) -> Bytes:
-    """Bytes of elements start … stop-1, in order, whatever the strides and the device."""
+    """Return the bytes of elements start … stop-1 in order, for any strides and device."""
     if tensor.is_contiguous():
         part = tensor.view(-1)[start:stop]
     else:  # reshape would copy the whole
@@ -60,27 +63,27 @@ def _piece(tensor: Tensor, start: int, stop: int) -> Bytes:
     return cast(Bytes, part.view(torch.uint8).numpy())
 
 
-_FIELDS = ("differing", "first", "max_delta", "multiset", "mine", "mine2", "theirs", "theirs2")
+_FIELDS = ("differing", "first", "max_delta", "multiset", "own", "own2", "other", "other2")
 
 
 def _broadcast_and_compare(channel: Channel, tensor: Tensor, source: int) -> Int64:
-    """int64[8], as _FIELDS: this rank's elements against those of the rank at `source`."""
+    """Compare this rank's elements with those of the rank at `source`: int64[8], as _FIELDS."""
     tensor = tensor.detach()
     count = max(1, PIECE_NBYTES // tensor.itemsize)
     differing, first, most, multiset = 0, -1, -1.0, 0
     ends = np.zeros((2, 16), np.uint8)
     for start in range(0, tensor.numel(), count):
-        mine = _piece(tensor, start, min(start + count, tensor.numel()))
-        theirs = channel.broadcast_bytes(mine, source)
-        elements = [a.reshape(-1, tensor.itemsize) for a in (mine, theirs)]
+        own = _piece(tensor, start, min(start + count, tensor.numel()))
+        other = channel.broadcast_bytes(own, source)
+        elements = [a.reshape(-1, tensor.itemsize) for a in (own, other)]
         words = [_words(a) for a in elements]
         places = np.flatnonzero((words[0] != words[1]).any(axis=1))
         if places.size == 0:
             continue
         if first < 0:
             first = start + int(places[0])
-            for end, those in zip(ends, elements, strict=True):
-                end[: tensor.itemsize] = those[places[0]]
+            for end, rows in zip(ends, elements, strict=True):
+                end[: tensor.itemsize] = rows[places[0]]
         differing += places.size
         changed = [a[places] for a in elements]
         multiset += sum(
@@ -94,13 +97,13 @@ def _broadcast_and_compare(channel: Channel, tensor: Tensor, source: int) -> Int
 
 
 def _words(elements: Bytes) -> npt.NDArray[Any]:
-    """uint8[n, itemsize] as unsigned words of up to 64 bits: [n, 1], or [n, 2] of 16 bytes."""
+    """View uint8[n, itemsize] as unsigned words of up to 64 bits: [n, 1], or [n, 2] of 16 bytes."""
     size = min(8, elements.shape[1])
     return np.ascontiguousarray(elements).view(f"u{size}")
 
 
 def _mixed(words: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """uint64[n] of words[n, k]: a sum of these tells sets of elements apart, in any order."""
+    """Hash words[n, k] to uint64[n]; the sum of the hashes identifies a set of elements."""
     with np.errstate(over="ignore"):
         z = np.zeros(len(words), np.uint64)
         for column in words.T.astype(np.uint64):
@@ -112,7 +115,7 @@ def _mixed(words: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 
 
 def _max_delta(elements: Sequence[Bytes], dtype: torch.dtype) -> float:
-    """The largest |Δ| where both are finite, in float64; -1 where none is."""
+    """Return the largest |Δ| of elements that are finite in both, in float64; -1 if none is."""
     wide = torch.complex128 if dtype.is_complex else torch.float64
     a, b = (torch.from_numpy(e.reshape(-1)).view(dtype).to(wide) for e in elements)
     deltas = (a - b).abs()
@@ -120,35 +123,37 @@ def _max_delta(elements: Sequence[Bytes], dtype: torch.dtype) -> float:
     return float(deltas.max()) if deltas.numel() else -1.0
 
 
-def _detail(channel: Channel, entry: Entry, those: list[int], reference: int, row: Int64) -> Detail:
-    """The row that the first of `those` ranks gathered, in words."""
+def _detail(
+    channel: Channel, entry: Entry, places: list[int], reference: int, row: Int64
+) -> Detail:
+    """Build a detail from the row of the first of the ranks at `places`."""
     tensor = as_tensor(entry.value)
-    told = dict(zip(_FIELDS, row.tolist(), strict=True))
+    fields = dict(zip(_FIELDS, row.tolist(), strict=True))
     size, dtype = tensor.itemsize, tensor.dtype
-    mine, theirs = row[4:6].tobytes()[:size], row[6:8].tobytes()[:size]
-    changed = int.from_bytes(mine, "little") ^ int.from_bytes(theirs, "little")
-    one = told["differing"] == 1 and changed.bit_count() == 1
-    texts = text(mine, dtype), text(theirs, dtype)
+    own, other = row[4:6].tobytes()[:size], row[6:8].tobytes()[:size]
+    changed = int.from_bytes(own, "little") ^ int.from_bytes(other, "little")
+    one = fields["differing"] == 1 and changed.bit_count() == 1
+    texts = text(own, dtype), text(other, dtype)
     if texts[0] == texts[1] or "nan" in texts[0] + texts[1]:
-        texts = f"{texts[0]} ({_hex(mine)})", f"{texts[1]} ({_hex(theirs)})"
-    index = np.unravel_index(max(0, told["first"]), tuple(tensor.shape)) if tensor.dim() else ()
+        texts = f"{texts[0]} ({_hex(own)})", f"{texts[1]} ({_hex(other)})"
+    index = np.unravel_index(max(0, fields["first"]), tuple(tensor.shape)) if tensor.dim() else ()
     delta = float(row[2:3].view(np.float64)[0])
     return Detail(
-        ranks=tuple(channel.ranks[place] for place in those),
+        ranks=tuple(channel.ranks[place] for place in places),
         reference=channel.ranks[reference],
         elements=tensor.numel(),
-        differing=told["differing"],
+        differing=fields["differing"],
         index=tuple(int(i) for i in index),
         value=texts[0],
         reference_value=texts[1],
         max_delta=None if delta < 0 else delta,
         bit=changed.bit_length() - 1 if one else None,
-        permuted=told["differing"] > 1 and told["multiset"] == 0,
+        permuted=fields["differing"] > 1 and fields["multiset"] == 0,
     )
 
 
 def text(element: bytes, dtype: torch.dtype) -> str:
-    """An element's value, as short as tells it from its neighbours in its own dtype."""
+    """Return the value of an element, in the fewest digits that identify it in its dtype."""
     value = torch.frombuffer(bytearray(element), dtype=dtype)[0]
     if dtype == torch.float32:
         return str(np.float32(value.item()))
