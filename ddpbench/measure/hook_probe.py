@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ddpbench.catalog import backends
 from ddpbench.catalog.hooks import HOOKS
 from ddpbench.launch.placement import Refused
 from ddpbench.measure import throwaway
-from ddpbench.measure.throwaway import Tell, Trial
+from ddpbench.measure.throwaway import Report, Trial
 from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 
@@ -122,21 +123,21 @@ def _step(number: int) -> str:
 def main(folder: Path) -> int:
     """Start the ranks, or try the hook if this process is one of them."""
     request = Request(**json.loads((folder / "request").read_text()))
-    return throwaway.run(MODULE, folder, request, lambda world, tell: _try(request, world, tell))
+    return throwaway.run(MODULE, folder, request, partial(_try, request))
 
 
-def _try(request: Request, world: World, tell: Tell) -> None:
+def _try(request: Request, world: World, report: Report) -> None:
     """Train a small model with the hook. Raises Refused for a wrong outcome."""
-    tell("doing", "the set-up of the group")
+    report("doing", "the set-up of the group")
     with throwaway.tested(request, world) as (tested, device):
-        parameters = _train(request, tested, device, world.rank, tell)
-        tell("doing", "the comparison of the replicas")
+        parameters = _train(request, tested, device, world.rank, report)
+        report("doing", "the comparison of the replicas")
         if len(set(control.gather_values(world, _digest(parameters)))) > 1:
             raise Refused(f"the replicas' parameters differ after {STEPS} steps")
-    tell("works")
+    report("works")
 
 
-def _train(request: Request, tested: Any, device: Any, rank: int, tell: Tell) -> list[Any]:
+def _train(request: Request, tested: Any, device: Any, rank: int, report: Report) -> list[Any]:
     """Train a model with one layer per bucket. Return its parameters after all steps."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
@@ -157,7 +158,7 @@ def _train(request: Request, tested: Any, device: Any, rank: int, tell: Tell) ->
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch.manual_seed(1 + rank)
     for number in range(1, STEPS + 1):
-        tell("doing", _step(number))
+        report("doing", _step(number))
         optimizer.zero_grad()
         model(torch.randn(8, widths[0], device=device)).square().mean().backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]

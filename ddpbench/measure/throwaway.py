@@ -48,7 +48,8 @@ DEATHS = {
     "Floating-point exception": "crashed (SIGFPE)",
 }
 
-Tell = Callable[..., None]  # (kind, text): report what this rank is doing
+Report = Callable[..., None]  # (kind, text): report what this rank is doing
+Attempt = Callable[[World, Report], None]  # one rank's part
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def sentence(error: Exception) -> str:
 # --- in the throwaway processes -------------------------------------------------------------------
 
 
-def run(module: str, folder: Path, request: Request, attempt: Callable[[World, Tell], None]) -> int:
+def run(module: str, folder: Path, request: Request, attempt: Attempt) -> int:
     """Start the ranks, or make the attempt if this process is one of them."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if placement.read_placement() is not None:
@@ -207,34 +208,34 @@ def run(module: str, folder: Path, request: Request, attempt: Callable[[World, T
     return starters.STARTERS[request.launcher](["-m", module, str(folder)], request.ranks, deadline)
 
 
-def _rank(request: Request, folder: Path, attempt: Callable[[World, Tell], None]) -> int:
+def _rank(request: Request, folder: Path, attempt: Attempt) -> int:
     """Run one rank's part. It reports what it is doing in its file."""
     own = placement.read_placement()
     assert isinstance(own, Placement)
     with (folder / f"rank-{own.rank}").open("a", buffering=1) as file:
 
-        def tell(kind: str, text: str = "") -> None:
+        def report(kind: str, text: str = "") -> None:
             file.write(f"{kind} {text}\n")
 
-        tell("doing", "its start")
+        report("doing", "its start")
         try:
             for module in request.modules:
                 import_module(module)
             rendezvous = Rendezvous(timeout_seconds=request.seconds)
             with join_world(own, rendezvous, share_gpu=True) as world:
-                _report_error(lambda: attempt(world, tell), tell)
+                _report_error(lambda: attempt(world, report), report)
         except Exception as error:
-            tell("failed", sentence(error))
+            report("failed", sentence(error))
             raise
     return 0
 
 
-def _report_error(attempt: Callable[[], None], tell: Tell) -> None:
+def _report_error(attempt: Callable[[], None], report: Report) -> None:
     """Report an error before the group ends, which may end the process."""
     try:
         attempt()
     except Exception as error:
-        tell("failed", sentence(error))
+        report("failed", sentence(error))
         raise
 
 

@@ -146,25 +146,28 @@ def test_the_table_has_a_row_for_reduce_ops_that_are_alike() -> None:
 
 @pytest.fixture
 def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Tries these combinations here; the verdicts by number, and what was told."""
+    """Tries these combinations here; the verdicts by number, and what was reported."""
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
     )
     world = dist.group.WORLD
     assert world is not None
     monkeypatch.setattr(control, "gather_values", lambda group, mine: [mine])
-    ranks: Any = SimpleNamespace(rank=0, watchdog=SimpleNamespace(rearm=lambda: None))
-    team = Subgroup(subgroups.divide_ranks("world", [[0]]), world, world)
+    one_rank: Any = SimpleNamespace(rank=0, watchdog=SimpleNamespace(rearm=lambda: None))
+    subgroup = Subgroup(subgroups.divide_ranks("world", [[0]]), world, world)
 
     def walked(wanted: Sequence[Combination]) -> tuple[dict[int, Verdict], list[str]]:
         notes: dict[int, Verdict] = {}
-        told: list[str] = []
+        reports: list[str] = []
         probe.walk(
-            probe.request("gloo", "cpu", (), wanted), ranks, team, torch.device("cpu"),
-            lambda kind, text: told.append(f"{kind} {text}"),
-            lambda number, verdict: notes.update({number: verdict}),
-        )  # fmt: skip
-        return notes, told
+            probe.request("gloo", "cpu", (), wanted),
+            one_rank,
+            subgroup,
+            torch.device("cpu"),
+            report=lambda kind, text: reports.append(f"{kind} {text}"),
+            note=lambda number, verdict: notes.update({number: verdict}),
+        )
+        return notes, reports
 
     try:
         yield walked
@@ -175,12 +178,12 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 def test_gloo_alone_is_never_wrong(walk: Callable[..., Any]) -> None:
     """All combinations end; each is right or refused with a reason; float32 sums work."""
     wanted = probe.combinations(1)
-    notes, told = walk(wanted)
+    notes, reports = walk(wanted)
     assert sorted(notes) == [*range(len(wanted))]
     assert {verdict.outcome for verdict in notes.values()} == {OK, UNSUPPORTED}
     assert all(verdict.why for verdict in notes.values() if verdict.outcome == UNSUPPORTED)
     assert notes[0] == Verdict(OK)
-    assert told[-1] == f"works {len(wanted)}"
+    assert reports[-1] == f"works {len(wanted)}"
 
 
 def test_a_call_that_does_nothing_is_wrong(
@@ -210,11 +213,11 @@ def test_a_group_that_a_refusal_breaks_is_not_used_again(
         return Verdict(OK) if LIST not in tried else NO
 
     monkeypatch.setattr(probe, "attempted", attempted)
-    notes, told = walk([SUM, LIST, MAX8])
+    notes, reports = walk([SUM, LIST, MAX8])
     assert tried == [SUM, LIST, SUM]
     assert notes[1] == Verdict(UNSUPPORTED, "RuntimeError: no; then its group is unusable")
     assert 2 not in notes
-    assert told[-2:] == ["refused 1 RuntimeError: no", "checking 1"]
+    assert reports[-2:] == ["refused 1 RuntimeError: no", "checking 1"]
 
 
 # --- one set of ranks after the other, scripted ---------------------------------------------------

@@ -21,7 +21,7 @@ from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.doctor.capabilities import verdicts
 from ddpbench.doctor.capabilities.verdicts import OK, UNSUPPORTED, WRONG, Combination, Verdict
 from ddpbench.measure import throwaway
-from ddpbench.measure.throwaway import Tell
+from ddpbench.measure.throwaway import Report
 from ddpbench.records.schema import Case, Plan
 from ddpbench.runtime import control, subgroups
 from ddpbench.runtime.subgroups import Subgroup
@@ -50,10 +50,9 @@ def request(
 ) -> Request:
     """Return a request for these combinations, or for all, on this backend."""
     ranks = throwaway.ranks_for(backend)
-    return Request(
-        backend, device, WAIT_SECONDS, list(modules), backends.get(backend).launcher, ranks,
-        combinations(ranks) if wanted is None else wanted,
-    )  # fmt: skip
+    launcher = backends.get(backend).launcher
+    wanted = combinations(ranks) if wanted is None else wanted
+    return Request(backend, device, WAIT_SECONDS, list(modules), launcher, ranks, wanted)
 
 
 def combinations(ranks: int) -> list[Combination]:
@@ -61,7 +60,7 @@ def combinations(ranks: int) -> list[Combination]:
 
     Sums come before other reduce ops. One-byte floats, which few backends support, come last.
     """
-    found = [
+    combinations = [
         Combination(name, form, reduce_op, dtype)
         for name, operation in OPERATIONS.items()
         if ranks > 1 or not operation.paired
@@ -69,123 +68,137 @@ def combinations(ranks: int) -> list[Combination]:
         for reduce_op in (REDUCE_OPS if operation.reduces else (None,))
         for dtype in (DTYPES if operation.sized else (None,))
     ]
-    order = {dtype: place for place, dtype in enumerate(DTYPES)}
+    order = {dtype: number for number, dtype in enumerate(DTYPES)}
 
-    def urgency(each: Combination) -> tuple[bool, bool, int]:
-        kind = DTYPES.get(each.dtype or "")
-        tiny = kind is not None and kind.floating and kind.nbytes == 1
-        return tiny, each.reduce_op not in (None, "sum"), order.get(each.dtype or "", 0)
+    def urgency(combination: Combination) -> tuple[bool, bool, int]:
+        name = combination.dtype or ""
+        dtype = DTYPES.get(name)
+        tiny = dtype is not None and dtype.floating and dtype.nbytes == 1
+        return tiny, combination.reduce_op not in (None, "sum"), order.get(name, 0)
 
-    return sorted(found, key=urgency)
+    return sorted(combinations, key=urgency)
 
 
 def main(folder: Path) -> int:
     """Start the ranks; in one of them, try the combinations."""
-    given = json.loads((folder / "request").read_text())
-    known = given["known"] and Combination(**given["known"])
-    wanted = [Combination(**each) for each in given["wanted"]]
-    request = Request(**{**given, "wanted": wanted, "known": known})
+    values = json.loads((folder / "request").read_text())
+    known = values["known"] and Combination(**values["known"])
+    wanted = [Combination(**combination) for combination in values["wanted"]]
+    request = Request(**{**values, "wanted": wanted, "known": known})
     verdicts = folder / "verdicts"
 
-    def attempt(ranks: World, tell: Tell) -> None:
-        tell("doing", "the set-up of the group")
+    def attempt(world: World, report: Report) -> None:
+        report("doing", "the set-up of the group")
         import torch.distributed as dist
 
         import_module("ddpbench.measure.loop")  # slow: not in the time of a combination
-        with throwaway.tested(request, ranks) as (tested, device), verdicts.open("a", 1) as file:
+        with throwaway.tested(request, world) as (tested, device), verdicts.open("a", 1) as file:
 
             def note(number: int, verdict: Verdict) -> None:
-                if ranks.rank == 0:
+                if world.rank == 0:
                     file.write(json.dumps([number, asdict(verdict)]) + "\n")
 
-            everyone = subgroups.divide_ranks("world", list(ranks.hosts.values()))
-            team = Subgroup(everyone, tested, tested, rank=ranks.rank)
+            partition = subgroups.divide_ranks("world", list(world.hosts.values()))
+            subgroup = Subgroup(partition, tested, tested, rank=world.rank)
             dist.barrier(group=tested)  # nor are connections made in it
-            walk(request, ranks, team, device, tell, note)
+            walk(request, world, subgroup, device, report=report, note=note)
 
     return throwaway.run(MODULE, folder, request, attempt)
 
 
 def walk(
-    request: Request, ranks: World, team: Subgroup, device: torch.device, tell: Tell,
+    request: Request,
+    world: World,
+    subgroup: Subgroup,
+    device: torch.device,
+    *,
+    report: Report,
     note: Callable[[int, Verdict], None],
-) -> None:  # fmt: skip
+) -> None:
     """Try one combination after the other, until the ranks or their group are out of step.
 
     note: stores the verdict of a combination, by its number.
     """
     known = request.known
     for number in range(request.first, len(request.wanted)):
-        each = request.wanted[number]
-        ranks.watchdog.rearm()
-        tell("doing", str(number))
-        mine = attempted(request, each, ranks, team, device)
-        if mine.outcome == UNSUPPORTED:
-            tell("refused", f"{number} {mine.why}")  # while others may wait for ever
+        combination = request.wanted[number]
+        world.watchdog.rearm()
+        report("doing", str(number))
+        own = attempted(request, combination, world, subgroup, device)
+        if own.outcome == UNSUPPORTED:
+            report("refused", f"{number} {own.why}")  # while others may wait for ever
         else:
-            tell("tried", str(number))
-        verdict, apart = verdicts.agreed(_everyones(ranks, mine))
+            report("tried", str(number))
+        verdict, apart = _agree_verdict(world, own)
         note(number, verdict)
         if verdict.outcome == OK:
-            known = known or each
+            known = known or combination
         elif known is not None and not apart:
-            tell("checking", str(number))
-            again, _ = verdicts.agreed(
-                _everyones(ranks, attempted(request, known, ranks, team, device))
-            )
+            report("checking", str(number))
+            own = attempted(request, known, world, subgroup, device)
+            again, _ = _agree_verdict(world, own)
             if again.outcome != OK:
                 apart = True
                 note(number, verdicts.breaking(verdict))
         if apart:
             return
-    tell("works", str(len(request.wanted)))
+    report("works", str(len(request.wanted)))
 
 
-def _everyones(ranks: World, mine: Verdict) -> list[Verdict]:
-    return [Verdict(**each) for each in control.gather_values(ranks, asdict(mine))]
+def _agree_verdict(world: World, own: Verdict) -> tuple[Verdict, bool]:
+    """Combine the verdicts of all ranks; return whether only some of them refused."""
+    return verdicts.agreed(
+        [Verdict(**values) for values in control.gather_values(world, asdict(own))]
+    )
 
 
 def attempted(
-    request: Request, each: Combination, ranks: World, team: Subgroup, device: torch.device
+    request: Request,
+    combination: Combination,
+    world: World,
+    subgroup: Subgroup,
+    device: torch.device,
 ) -> Verdict:
     """Return this rank's own verdict: the result is right or wrong, or the call was refused."""
     from ddpbench.measure.loop import Bench
 
-    operation = OPERATIONS[each.operation]
-    found = Verdict(OK)
+    verdict = Verdict(OK)
     for elements in ELEMENTS:  # always all of them, so that the ranks stay in step
         try:
-            case = _case(request, each, elements, team)
-            bench = Bench(case, PLAN, ranks, team, device)
+            case = _case(request, combination, elements, subgroup)
+            bench = Bench(case, PLAN, world, subgroup, device)
             bench.repeat(1)
-            wrong = bench.wrong(-1) if operation.sized else None
+            wrong = bench.wrong(-1) if OPERATIONS[combination.operation].sized else None
         except Exception as error:  # any error is a backend's way to refuse
             return Verdict(UNSUPPORTED, throwaway.sentence(error))
-        if wrong is not None and found.outcome == OK:
-            found = Verdict(
+        if wrong is not None and verdict.outcome == OK:
+            verdict = Verdict(
                 WRONG,
                 f"rank {wrong.rank} got {wrong.got} at index {wrong.index}, {elements} elements a "
                 f"block, expected {wrong.expected}",
                 {
-                    "rank": wrong.rank, "index": wrong.index, "elements": elements,
-                    "expected": wrong.expected, "got": wrong.got,
+                    "rank": wrong.rank,
+                    "index": wrong.index,
+                    "elements": elements,
+                    "expected": wrong.expected,
+                    "got": wrong.got,
                 },
-            )  # fmt: skip
-    return found
+            )
+    return verdict
 
 
-def _case(request: Request, each: Combination, elements: int, team: Subgroup) -> Case:
-    operation, size = OPERATIONS[each.operation], team.partition.size
-    dtype = each.dtype or "uint8"
+def _case(request: Request, combination: Combination, elements: int, subgroup: Subgroup) -> Case:
+    operation, size = OPERATIONS[combination.operation], subgroup.partition.size
+    dtype = combination.dtype or "uint8"
     count = elements if operation.sized else 0
     return Case(
-        operation=each.operation,
-        form=each.form,
+        operation=combination.operation,
+        form=combination.form,
         backend=request.backend,
         provider="",
         device=request.device,
         dtype=dtype,
-        reduce_op=each.reduce_op,
+        reduce_op=combination.reduce_op,
         root=0 if operation.rooted else None,
         nbytes=count * DTYPES[dtype].nbytes * (size if operation.blocks else 1),
         count=count,
@@ -195,7 +208,7 @@ def _case(request: Request, each: Combination, elements: int, team: Subgroup) ->
         start=PLAN.start,
         depth=1,
         world_size=size,
-        ranks_per_host=team.partition.ranks_per_host,
+        ranks_per_host=subgroup.partition.ranks_per_host,
     )
 
 

@@ -86,18 +86,24 @@ def counts(verdicts: Iterable[Verdict]) -> dict[str, int]:
 # outcome → severity, code, predicate, next step
 BAD = {
     WRONG: (
-        "error", "wrong-result", "gives a wrong result",
+        "error",
+        "wrong-result",
+        "gives a wrong result",
         "do not call it on this set-up, because no error is raised; report it to the backend",
     ),
     CRASH: (
-        "warning", "operation-crashes", "crashes instead of raising an error",
+        "warning",
+        "operation-crashes",
+        "crashes instead of raising an error",
         "never call it on this set-up: it ends the whole job",
     ),
     HANG: (
-        "warning", "operation-hangs", "hangs instead of raising an error",
+        "warning",
+        "operation-hangs",
+        "hangs instead of raising an error",
         "never call it on this set-up: the job would wait until its timeout",
     ),
-}  # fmt: skip
+}
 
 
 def findings(backend: str, tried: Tried) -> tuple[Finding, ...]:
