@@ -152,8 +152,8 @@ def _of_run(run: Run) -> Iterator[str]:
         name = "ddpbench_run_start_time_seconds"
         yield _block(name, "When it began, since 1970.", [({}, started)])
     if run.exit_code is not None:
-        yield _block("ddpbench_run_exit_code", "How it ended; 0: nothing is wrong.", [
-            ({}, run.exit_code)])  # fmt: skip
+        name = "ddpbench_run_exit_code"
+        yield _block(name, "How it ended; 0: nothing is wrong.", [({}, run.exit_code)])
 
 
 def _timestamp(started: str) -> float | None:

@@ -40,7 +40,7 @@ SAME = (
     Same("kernel", "the kernel is Linux", "note", "mixed-systems", IMAGE),
     Same("container", "the container is", "note", "mixed-systems", IMAGE),
     Same("transparent_huge_pages", "huge pages are", "note", "mixed-systems", UNEVEN),
-)  # fmt: skip
+)
 
 
 def same_facts(setup: Setup) -> Iterator[Finding]:
