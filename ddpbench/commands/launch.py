@@ -45,60 +45,33 @@ SHARED = re.compile(r"(NCCL|GLOO|TORCH|OMP|MKL|UCX)_|PYTHONPATH$")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command; imports no torch."""
-    _add_nodes(
-        parser.add_argument_group(
-            "nodes; all options but --node-rank must be the same on each node"
-        )
-    )
+    _add_nodes(parser)
     _add_ssh(parser.add_argument_group("all nodes from one host"))
     add_command(parser)
 
 
-def _add_nodes(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--ranks-per-node",
-        type=_ranks,
-        metavar="N,N,…",
-        help="number of ranks on each node, node 0 first",
-    )
-    add(
-        "--hosts",
-        type=Path,
-        metavar="FILE",
-        help='file with a line "NAME slots=N" for each node, node 0 first; '
-        "replaces --ranks-per-node",
-    )
-    add(
-        "--init-method",
-        type=options.init_method,
-        metavar="URL",
-        help="how nodes meet: tcp://HOST:PORT, or env:// for MASTER_ADDR and MASTER_PORT",
-    )
-    add(
-        "--master-addr",
-        metavar="HOST",
-        help="host name or address of node 0 (default: the first of --hosts)",
-    )
-    add(
-        "--master-port",
-        type=options.whole(1, 65535),
-        metavar="PORT",
-        help=f"port on node 0 (default: {PORT})",
-    )
-    add(
-        "--timeout",
-        type=options.positive,
-        default=60.0,
-        metavar="SECONDS",
-        help="how long to wait for all nodes (default: 60); the command has its own --timeout",
-    )
-    add(
-        "--node-rank",
-        type=options.whole(0),
-        metavar="I",
-        help="number of this node, from 0 (default with --hosts: found by name or address)",
-    )
+NODES = f"""
+--ranks-per-node  number of ranks on each node, node 0 first
+--hosts           file with a line "NAME slots=N" for each node, node 0 first; replaces
+                  --ranks-per-node
+--init-method     how nodes meet: tcp://HOST:PORT, or env:// for MASTER_ADDR and MASTER_PORT
+--master-addr     host name or address of node 0 (default: the first of --hosts)
+--master-port     port on node 0 (default: {PORT})
+--timeout         how long to wait for all nodes (default: 60); the command has its own --timeout
+--node-rank       number of this node, from 0 (default with --hosts: found by name or address)
+"""
+
+
+def _add_nodes(parser: argparse.ArgumentParser) -> None:
+    title = "nodes; all options but --node-rank must be the same on each node"
+    add = options.add_group(parser, title, NODES)
+    add("--ranks-per-node", kind=_ranks, metavar="N,N,…")
+    add("--hosts", kind=Path, metavar="FILE")
+    add("--init-method", kind=options.init_method, metavar="URL")
+    add("--master-addr", metavar="HOST")
+    add("--master-port", kind=options.whole(1, 65535), metavar="PORT")
+    add("--timeout", kind=options.positive, default=60.0, metavar="SECONDS")
+    add("--node-rank", kind=options.whole(0), metavar="I")
 
 
 def _add_ssh(group: argparse._ArgumentGroup) -> None:
@@ -255,11 +228,10 @@ def _over_ssh(
     They read signals as lines on stdin, which ends when this process ends: ssh passes on none.
     """
     local = nodes.find_local_nodes(all_nodes)
-    same = [
-        "-m", "ddpbench", "launch", "--signals-from-stdin", "--timeout", f"{namespace.timeout:g}",
-        "--ranks-per-node", ",".join(map(str, all_nodes.ranks)),
-        "--master-addr", address, "--master-port", str(port),
-    ]  # fmt: skip
+    same = ["-m", "ddpbench", "launch", "--signals-from-stdin"]
+    same += ["--timeout", f"{namespace.timeout:g}"]
+    same += ["--ranks-per-node", ",".join(map(str, all_nodes.ranks))]
+    same += ["--master-addr", address, "--master-port", str(port)]
     shared = [f"{name}={value}" for name, value in os.environ.items() if SHARED.match(name)]
     children = []
     for index, name in enumerate(all_nodes.names):

@@ -52,43 +52,25 @@ class Options(RunOptions):
         )
 
 
+EXAMINED = """
+--only       run only these examinations (default: all). {examinations}
+--seconds    approximate time for each examination
+--by         measure links between ranks or between hosts (default: rank)
+--max-pairs  measure up to N pairs one by one; with more, ddpbench divides the ranks into groups
+--fail-on    lowest severity that makes the exit code 1
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command. Imports no torch."""
-    add = parser.add_argument_group("examinations").add_argument
     known = "; ".join(f"{name}: {examiner.help}" for name, examiner in EXAMINATIONS.items())
-    add(
-        "--only",
-        type=options.names("examination", EXAMINATIONS),
-        default=tuple(EXAMINATIONS),
-        metavar="NAME,…",
-        help=f"run only these examinations (default: all). {known}",
-    )
-    add(
-        "--seconds",
-        type=options.positive,
-        default=15.0,
-        help="approximate time for each examination (default: 15)",
-    )
-    add(
-        "--by",
-        choices=("rank", "host"),
-        default="rank",
-        help="measure links between ranks or between hosts (default: rank)",
-    )
-    add(
-        "--max-pairs",
-        type=options.whole(1),
-        default=120,
-        metavar="N",
-        help="measure up to N pairs one by one; with more, ddpbench divides the ranks into groups "
-        "(default: 120)",
-    )
-    add(
-        "--fail-on",
-        choices=SEVERITIES,
-        default="error",
-        help="lowest severity that makes the exit code 1 (default: error)",
-    )
+    add = options.add_group(parser, "examinations", EXAMINED.format(examinations=known))
+    names = options.names("examination", EXAMINATIONS)
+    add("--only", kind=names, default=tuple(EXAMINATIONS), metavar="NAME,…")
+    add("--seconds", kind=options.positive, default=15.0)
+    add("--by", choices=("rank", "host"), default="rank")
+    add("--max-pairs", kind=options.whole(1), default=120, metavar="N")
+    add("--fail-on", choices=SEVERITIES, default="error")
     _add_faults(parser.add_argument_group("faults, to check that the doctor finds them"))
     options.add_where(parser)
     options.add_repeats(parser, "all random orders")

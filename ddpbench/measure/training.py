@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ddpbench.catalog.task import Task, Training
     from ddpbench.runtime.world import World
 
+# Takes the number of the step, from 1 over all epochs. Returns whether the replicas are equal.
 Check = Callable[[int], bool]
 Verify = Callable[[nn.Module, torch.optim.Optimizer], Check]
 
@@ -53,10 +54,8 @@ def train(
     """Train to the end of epoch number `epochs`, all ranks together. Return the trained epochs.
 
     checkpoint: rank 0 replaces this file atomically after each epoch.
-    resume: continue after the checkpoint's epoch, to bit-identical losses. Only rank 0 must see the
-        file.
-    verify: (DDP, optimizer) → check(step). The check follows each optimizer step, counted from 1
-        over all epochs, and returns whether the replicas are equal.
+    resume: continue after its epoch, to bit-identical losses. Only rank 0 must see the file.
+    verify: called once; the check that it returns follows each optimizer step.
     report: called in every rank after each epoch, once its checkpoint is stored.
 
     If a rank is interrupted, all ranks stop after the epoch. Raises Refused, in all ranks, for a
@@ -64,7 +63,6 @@ def train(
     """
     if task.training is None:
         raise ValueError("this task has no training: only its steps can be measured")
-    world.watchdog.begin_phase("the start of the training")
     _require_folder(world, checkpoint)
     ddp = DistributedDataParallel(task.model, process_group=tested)
     _build_buckets(ddp, task, task.training)
@@ -75,10 +73,8 @@ def train(
     check = verify(ddp, optimizer) if verify else None
     trained: list[Epoch] = []
     while state.epoch < epochs:
-        world.watchdog.begin_phase(f"epoch {state.epoch + 1} of the training")
         trained.append(_train_epoch(world, task, task.training, ddp, state, check=check))
-        if checkpoint is not None:
-            _save(world, checkpoint, state)
+        _save(world, checkpoint, state)
         report(trained[-1])
         if control.agree_objection(world, world.interrupted) is not None:
             break
@@ -87,6 +83,7 @@ def train(
 
 def _require_folder(world: World, checkpoint: Path | None) -> None:
     """Raise Refused in all ranks if rank 0 has no folder for the checkpoint."""
+    world.watchdog.begin_phase("the start of the training")
     folder = checkpoint.parent if checkpoint and world.rank == 0 else Path()
     absent = None if folder.is_dir() else f"--checkpoint {checkpoint}: there is no folder {folder}"
     if (sentence := control.agree_objection(world, absent)) is not None:
@@ -122,11 +119,11 @@ def _train_epoch(
     check: Check | None,
 ) -> Epoch:
     """Train and validate once through the data. Return the same record in all ranks."""
+    world.watchdog.begin_phase(f"epoch {state.epoch + 1} of the training")
     began, equal = clock.now_ns(), True
     device = next(ddp.module.parameters()).device
-    sums = torch.zeros(
-        4, dtype=torch.float64, device=device
-    )  # loss and samples of training, of validation
+    # Loss and samples of the training, then of the validation.
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
     state.epoch += 1
     for batch, samples in training.batches(state.epoch):
         state.optimizer.zero_grad()
@@ -182,8 +179,10 @@ def _settings(training: Training, optimizer: torch.optim.Optimizer) -> dict[str,
     return {**training.settings, "optimizer": type(optimizer).__name__, "learning rate": rate}
 
 
-def _save(world: World, path: Path, state: _State) -> None:
-    """Write the checkpoint in rank 0. Raises Refused, in all ranks, if that fails."""
+def _save(world: World, path: Path | None, state: _State) -> None:
+    """Write the checkpoint, if one is wanted, in rank 0. Raises Refused in all ranks on failure."""
+    if path is None:
+        return
     world.watchdog.begin_phase("the saving of the checkpoint")
     objection = None
     if world.rank == 0:

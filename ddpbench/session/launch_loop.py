@@ -144,21 +144,15 @@ def _measure(
         tested = closing.enter_context(world.agree_group(name))
         barrier_to_connect(world, backend, tested)
         began, meter = time.monotonic(), cpu.CpuMeter()
-        work = prepare(
-            LaunchContext(world, backend, name, tested, options, plan, device, index, closing)
-        )
+        context = LaunchContext(world, backend, name, tested, options, plan, device, index, closing)
+        work = prepare(context)
+        used, count = control.broadcast_value(world, clock.properties()), len(work.cases)
         launch = launch_facts.gather_launch_record(
-            world,
-            backend,
-            options.device,
-            index=index,
-            clock=control.broadcast_value(world, clock.properties()),
-            facts=work.facts,
-            cases=len(work.cases),
+            world, backend, options.device, index=index, clock=used, facts=work.facts, cases=count
         )
-        writes, count = world.rank == 0, len(work.cases)
-        recorder = FileRecorder(run, launch) if writes else Recorder(launch)
-        progress = Bar(backend.name, count) if writes and options.shows_progress else Progress()
+        recorder = FileRecorder(run, launch) if world.rank == 0 else Recorder(launch)
+        shown = world.rank == 0 and options.shows_progress
+        progress = Bar(backend.name, count) if shown else Progress()
         failure = _measure_cases(world, work, recorder, progress)
         usage = launch_facts.gather_usage(world, meter)
         progress.stop()

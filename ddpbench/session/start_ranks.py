@@ -102,10 +102,7 @@ def _start(options: T, run_rank: RunRank[T], words: Sequence[str]) -> int:
         if options.paced and not sys.stdin.readline():
             tell("stdin has ended before the last launch")
             break
-        launch = replace(
-            options, backend=(name,), join=str(folder), launch=number, launches=1,
-            progress=options.progress or sys.stderr.isatty(),
-        )  # fmt: skip
+        launch = replace(options, backend=(name,), join=str(folder), launch=number, launches=1)
         code, verdict = _launch(launch, run_rank, words)
         if options.paced:
             sys.stdout.write(f"{code}\n")
@@ -162,7 +159,7 @@ def _launch(launch: T, run_rank: RunRank[T], words: Sequence[str]) -> tuple[int,
         line = ["-m", f"ddpbench.{launch.command}", *words, "--backend", name]
         line += ["--device", launch.device, "--join", str(launch.join)]
         line += ["--launch", str(launch.launch), "--launches", "1"]
-        line += ["--progress"] if launch.progress else []
+        line += ["--progress"] if launch.shows_progress else []
         code = starters.STARTERS[starter](line, nproc, deadline)
     return code, next(iter(messages), "")
 
