@@ -198,7 +198,7 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     ]  # fmt: skip
     told = [process.communicate(timeout=60)[1] for process in started]
     assert [process.returncode for process in started] == [2, 2]
-    assert re.search(r"of 3 ranks these did not come within 5 s \(--timeout\): 1;", told[0]), told
+    assert re.search(r"1 of 3 ranks did not join within 5 s \(--timeout\): 1;", told[0]), told
     assert told[1] == ""
 
 

@@ -85,7 +85,7 @@ def read_hosts(path: Path) -> Nodes:
         match = re.fullmatch(r"(\S+)\s+(?:slots=)?([1-9]\d*)", entry)
         if match is None:
             raise Refused(
-                f"--hosts {path}, line {number}: {entry!r} is no node: write NAME slots=N"
+                f"--hosts {path}, line {number}: {entry!r} is not a node: write NAME slots=N"
             )
         names.append(match[1])
         ranks.append(int(match[2]))
@@ -146,14 +146,12 @@ def find_objection(announcements: Sequence[Announcement]) -> str | None:
             label = f"{announcement.node} ({announcement.host})"
             lists.setdefault(announcement.node_list, []).append(label)
         statements = "; ".join(
-            f"nodes {', '.join(labels)} say {node_list}"
-            if len(labels) > 1
-            else f"node {labels[0]} says {node_list}"
+            f"{'nodes' if len(labels) > 1 else 'node'} {', '.join(labels)} with {node_list}"
             for node_list, labels in lists.items()
         )
         return (
-            f"the nodes disagree about the ranks on each: {statements}; start all with the same "
-            "--ranks-per-node or --hosts"
+            f"the nodes were started with different numbers of ranks: {statements}; start all with "
+            "the same --ranks-per-node or --hosts"
         )
     first: dict[int, Announcement] = {}
     for this in announcements:
@@ -229,8 +227,8 @@ def meet(nodes: Nodes, index: int, address: str, port: int, seconds: float) -> M
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:200]
         raise Refused(
-            f"node {nodes.label(index)} lost node {nodes.label(0)}, where the nodes meet "
-            f"({address}:{port}): {reason}"
+            f"node {nodes.label(index)} lost the connection to node {nodes.label(0)} at "
+            f"{address}:{port}, where the nodes meet: {reason}"
         ) from None
     return Meeting(store, nodes, index)
 
@@ -246,14 +244,15 @@ def _require_own(address: str) -> None:
     except socket.gaierror as error:
         raise Refused(_explain_unresolved(address, error)) from None
     raise Refused(
-        f"{address} is no address of this machine ({socket.gethostname()}), where node 0 would "
-        "listen: start node 0 there, or give node 0's own as --master-addr on all nodes"
+        f"{address} is not an address of this host ({socket.gethostname()}), where node 0 must "
+        "listen: start node 0 on the host with that address, or give an address of this host as "
+        "--master-addr on all nodes"
     )
 
 
 def _explain_unresolved(address: str, error: OSError) -> str:
     return (
-        f"the name of node 0, {address}, cannot be looked up here ({error.strerror}): give its IP "
+        f"this host cannot resolve the name of node 0, {address} ({error.strerror}): give its IP "
         "address as --master-addr"
     )
 
@@ -271,8 +270,8 @@ def _await_port(nodes: Nodes, index: int, address: str, port: int, seconds: floa
         else:
             return
     raise Refused(
-        f"node {nodes.label(index)} found no node 0 at {address}:{port} within {seconds:g} s "
-        "(--timeout): start node 0 too, or see what keeps its port closed"
+        f"node {nodes.label(index)} could not reach node 0 at {address}:{port} within "
+        f"{seconds:g} s (--timeout): start node 0, or check what blocks its port"
     )
 
 
@@ -294,8 +293,9 @@ def _decide(store: dist.Store, nodes: Nodes, seconds: float) -> None:
     objection = find_objection(announcements)
     if objection is None and absent:
         objection = (
-            f"of {len(nodes.ranks)} nodes these did not come within {seconds:g} s (--timeout): "
-            f"{', '.join(nodes.label(i) for i in sorted(absent))}; see why they did not start"
+            f"{len(absent)} of {len(nodes.ranks)} nodes did not join within {seconds:g} s "
+            f"(--timeout): {', '.join(nodes.label(i) for i in sorted(absent))}; check why they did "
+            "not start"
         )
     verdict = {"wrong": objection, "tickets": len(announcements)}
     store.set(f"{KEYS}/verdict", json.dumps(verdict))
@@ -313,7 +313,7 @@ def _await_verdict(
     deadline = time.monotonic() + seconds
     while not store.check([f"{KEYS}/verdict"]):
         if time.monotonic() > deadline:
-            raise Refused(f"node {nodes.label(0)} gave no answer within {seconds:g} s")
+            raise Refused(f"node {nodes.label(0)} did not answer within {seconds:g} s")
         time.sleep(0.02)
     verdict = json.loads(store.get(f"{KEYS}/verdict"))
     store.add(f"{KEYS}/read", 1)
@@ -321,6 +321,6 @@ def _await_verdict(
         raise Refused(verdict["wrong"])
     if ticket > verdict["tickets"]:
         raise Refused(
-            f"node {nodes.label(index)} came when all nodes were there and "
-            "had begun: give each node its own --node-rank, and each run its own --master-port"
+            f"node {nodes.label(index)} started after all nodes had met: "
+            "give each node its own --node-rank, and each run its own --master-port"
         )

@@ -149,7 +149,7 @@ def require_free(port: int) -> None:
         except OSError as error:
             raise Refused(
                 f"--master-port {port} cannot be used ({error.strerror}): "
-                "give another one, or none and a free one is taken"
+                "choose another port, or leave out --master-port to use a free one"
             ) from None
 
 
@@ -195,6 +195,6 @@ def find_mpirun() -> str | None:
 
 
 NO_MPIRUN = (
-    "there is no mpirun beside this Python or in PATH: "
-    "pip install 'ddpbench[mpi]' brings one, without system packages"
+    "there is no mpirun beside this Python or in PATH: install one, without system packages, with "
+    "pip install 'ddpbench[mpi]'"
 )

@@ -24,8 +24,8 @@ def node_address(name: str, placement: Placement) -> str:
         return address[1]
     raise Refused(
         f"the ranks would meet on {name}, the first node of this step, but {socket.gethostname()} "
-        "finds no address for that name, nor does scontrol tell one: say where rank 0 can be "
-        "reached with --master-addr",
+        "cannot resolve that name, and scontrol shows no address for it: give the address of rank "
+        "0 with --master-addr",
         speaker=placement.rank if placement.local_rank == 0 else -1,
     )
 

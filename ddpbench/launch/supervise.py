@@ -186,7 +186,7 @@ class Watch:
         """Children of the starter that are to become ranks; only a last one has a known rank."""
         assert self.root is not None
         missing = [rank for rank in range(self.nproc) if rank not in self.ranks]
-        name = f"rank {missing[0]}" if len(missing) == 1 else "a rank to be"
+        name = f"rank {missing[0]}" if len(missing) == 1 else "a rank that is starting"
         with contextlib.suppress(psutil.Error):
             return {
                 process.pid: (siblings.describe_process(name, process.pid), -1)

@@ -90,8 +90,8 @@ def _choose_url(placement: Placement, rendezvous: Rendezvous) -> str:
             return "env://"
         if rendezvous.master_port is None:  # MASTER_PORT is the port of the launcher's own store
             raise Refused(
-                f"--master-addr {rendezvous.master_addr} needs a port that is free there: give "
-                "--master-port too, or neither"
+                f"--master-addr {rendezvous.master_addr} needs a port that is free there: add "
+                "--master-port, or leave out --master-addr"
             )
     if address and port:
         return f"tcp://{address}:{port}"
@@ -184,7 +184,7 @@ def _await_all(store: dist.Store, placement: Placement, seconds: float, topic: s
         if placement.rank == 0:
             time.sleep(1.0)  # the others' store lives here: let them come to their own end
         raise Refused(
-            f"of {placement.world_size} ranks these did not come within {seconds:g} s (--timeout): "
-            f"{', '.join(map(str, absent))}; see why they did not start",
+            f"{len(absent)} of {placement.world_size} ranks did not join within {seconds:g} s "
+            f"(--timeout): {', '.join(map(str, absent))}; check why they did not start",
             speaker=next(r for r in range(placement.world_size) if r not in absent),
         )

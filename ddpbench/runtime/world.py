@@ -123,8 +123,8 @@ class World:
         allowed = self.share_gpu or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         if shared and not allowed:
             raise Refused(
-                f"ranks {', '.join(map(str, shared))} would share GPUs: start at most one rank a "
-                "GPU, or say --share-gpu"
+                f"ranks {', '.join(map(str, shared))} would share GPUs: start at most one rank "
+                "per GPU, or add --share-gpu"
             )
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
@@ -203,13 +203,11 @@ def join_world(
     siblings.report_stage(siblings.MET)
     try:
         timeout = rendezvous.group_timeout
+        rank, size = placement.rank, placement.world_size
+        control_store = dist.PrefixStore("ddpbench/control", store)
         with network.keep_gloo_on_loopback(endpoints):
             dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore("ddpbench/control", store),
-                rank=placement.rank,
-                world_size=placement.world_size,
-                timeout=timeout,
+                "gloo", store=control_store, rank=rank, world_size=size, timeout=timeout
             )
         own = sockets.list_connections()
         world = World(

@@ -56,8 +56,8 @@ def test_a_hosts_file_has_a_line_a_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("vm1 slots=1\nvm2\n", "line 2: 'vm2' is no node: write NAME slots=N"),
-        ("vm1 slots=0", "line 1: 'vm1 slots=0' is no node"),
+        ("vm1 slots=1\nvm2\n", "line 2: 'vm2' is not a node: write NAME slots=N"),
+        ("vm1 slots=0", "line 1: 'vm1 slots=0' is not a node"),
         ("vm1 max_slots=2", "line 1: "),
         ("# nothing\n", "names no node"),
         (None, r"cannot be read: No such file or directory$"),
@@ -98,13 +98,13 @@ def test_the_node_that_disagrees_is_named() -> None:
     assert nodes.find_objection([*same, said(1, (2, 1, 1), ("a", "b", "c"))]) is None
     other = nodes.find_objection([*same, said(1, (2, 2, 1))])
     assert other is not None
-    assert "nodes 0 (vm0), 2 (vm2) say 2,1,1; node 1 (vm1) says 2,2,1; start all" in other
+    assert "nodes 0 (vm0), 2 (vm2) with 2,1,1; node 1 (vm1) with 2,2,1; start all" in other
     named = [said(0, (1, 1), ("a", "b")), said(1, (1, 1), ("a", "c"))]
-    assert "node 0 (vm0) says a:1,b:1; node 1 (vm1) says a:1,c:1" in str(
+    assert "node 0 (vm0) with a:1,b:1; node 1 (vm1) with a:1,c:1" in str(
         nodes.find_objection(named)
     )
     longer = nodes.find_objection([said(0, (2, 1)), said(1, (2, 1)), said(2, (2, 1, 1))])
-    assert "node 2 (vm2) says 2,1,1" in str(longer)
+    assert "node 2 (vm2) with 2,1,1" in str(longer)
 
 
 def test_two_that_are_the_same_node_are_named() -> None:
@@ -144,21 +144,21 @@ def test_nodes_that_agree_meet_and_others_are_all_refused() -> None:
     assert set(told) == {0, 1, 2}
     (sentence,) = set(told.values())
     assert "node 2 (" in str(sentence)
-    assert ") says 2,1,2" in str(sentence)
+    assert ") with 2,1,2" in str(sentence)
     named = Nodes((2, 1, 1), ("127.0.0.1", "vm2", "vm3"))
     told = meeting({0: named, 2: named}, 0.5)
     (sentence,) = set(told.values())
-    assert "of 3 nodes these did not come within 0.5 s (--timeout): 1 (vm2);" in str(sentence)
+    assert "1 of 3 nodes did not join within 0.5 s (--timeout): 1 (vm2);" in str(sentence)
 
 
 def test_without_node_0_the_others_say_where_they_looked() -> None:
     """Nobody listens: node 1 names the address; a name that is none is told at once, and so is a
     node 0 on another machine than the address'."""
     nobody = meeting({1: Nodes((1, 1))}, 0.3)[1]
-    assert re.match(r"node 1 found no node 0 at 127\.0\.0\.1:\d+ within 0\.3 s", str(nobody))
-    with pytest.raises(Refused, match=r"^the name of node 0, no-such\.invalid, cannot be looked"):
+    assert re.match(r"node 1 could not reach node 0 at 127\.0\.0\.1:\d+ within 0\.3 s", str(nobody))
+    with pytest.raises(Refused, match=r"cannot resolve the name of node 0, no-such\.invalid"):
         nodes.meet(Nodes((1, 1)), 1, "no-such.invalid", 1, 5)
-    with pytest.raises(Refused, match=r"^192\.0\.2\.1 is no address of this machine"):
+    with pytest.raises(Refused, match=r"^192\.0\.2\.1 is not an address of this host"):
         nodes.meet(Nodes((1, 1)), 0, "192.0.2.1", 29500, 5)
 
 
@@ -260,9 +260,9 @@ def test_hosts_that_disagree_are_refused_by_name(
     for done in bench.run(words, tmp_path):
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == (
-            "ddpbench: the nodes disagree about the ranks on each: nodes 0 (host1), 1 (host2) say "
-            "host1:2,host2:1,host3:1; node 2 (host3) says host1:2,host2:1,host3:2; start all with "
-            "the same --ranks-per-node or --hosts\n"
+            "ddpbench: the nodes were started with different numbers of ranks: nodes 0 (host1), 1 "
+            "(host2) with host1:2,host2:1,host3:1; node 2 (host3) with host1:2,host2:1,host3:2; "
+            "start all with the same --ranks-per-node or --hosts\n"
         )
     assert not (tmp_path / "results").exists()
 
