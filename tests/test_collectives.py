@@ -351,7 +351,9 @@ def test_a_dead_or_stopped_rank_is_named_and_the_rest_is_kept(
     )
     if backend == "mpi" and blow == signal.SIGKILL:
         # On a busy host mpirun may end the other rank first; then the starter of the ranks reports.
-        pattern += rf"|ddpbench: rank {victim} \(.*, pid {ranks[victim].pid}\) was killed by SIGKILL"
+        pattern += (
+            rf"|ddpbench: rank {victim} \(.*, pid {ranks[victim].pid}\) was killed by SIGKILL"
+        )
     assert len(re.findall(pattern, stderr)) == 1, stderr
     assert not any(rank.is_running() and rank.status() != "zombie" for rank in ranks)
     folder, run = read_stored_run(tmp_path)
