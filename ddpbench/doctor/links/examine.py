@@ -162,6 +162,8 @@ def _outcome(
         *findings.summary("between hosts", crossing),
         *findings.summary("within hosts", within),
     ]
+    if within and not _between_gpus(context):
+        lines.append(WITHIN)
     if repeated:
         confirmed = sum(again.confirmed for _, again in repeated)
         lines.append(
@@ -176,7 +178,6 @@ def _outcome(
     ]
     rates = {cell: c.bytes_per_second for cell, c in crossing.items()}
     unchecked = [*schedule.unchecked, *doubts, *([TWO_HOSTS] if two_hosts else [])]
-    unchecked += [WITHIN] if within and not _between_gpus(context) else []
     figures = _figures(schedule, carried, places, repeated)
     return Outcome(
         lines=tuple(lines),
