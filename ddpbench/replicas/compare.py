@@ -48,10 +48,7 @@ def gather_comparison(
     *,
     extras: Sequence[int] = (),
 ) -> list[tuple[int, int]]:
-    """Add the differences in some kinds to `comparison`.
-
-    Return the least and the greatest of each extra over all ranks.
-    """
+    """Add differences to `comparison`; return the least and the greatest of each extra."""
     settings: list[object] = [options.gradients, options.finite, options.locate, options.step]
     settings += [options.equal_until, options.traced, list(kinds)]
     contents = [_read_contents(state, kind, options.finite) for kind in kinds]

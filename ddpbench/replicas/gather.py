@@ -47,11 +47,7 @@ def gather_report(
     tracer: Tracer | None = None,
     history: findings.History | None = None,
 ) -> Report:
-    """Verify the replicas of a group; every rank of the group calls it and gets the same report.
-
-    tracer: watches this rank's outputs and gradients for NaN, if it is wanted.
-    history: what a Verifier has reported since the replicas were last right.
-    """
+    """Verify the replicas of a group: every rank calls it. `history` holds earlier reports."""
     ddp = wrapper(module)
     if group is None and ddp is not None:
         group = ddp.process_group
@@ -79,8 +75,7 @@ def gather_report(
         step=options.step,
         compared=comparison.compared,
     )
-    ranks, nbytes = tuple(channel.ranks), comparison.nbytes
-    return _build_report(facts, verification, history, options=options, ranks=ranks, nbytes=nbytes)
+    return _build_report(channel, comparison, facts, verification, history, options=options)
 
 
 def _gather_facts(
@@ -147,21 +142,21 @@ def _gather_origins(
 
 
 def _build_report(
+    channel: Channel,
+    comparison: Comparison,
     facts: causes.Facts,
     verification: findings.Verification,
     history: findings.History | None,
     *,
     options: Options,
-    ranks: tuple[int, ...],
-    nbytes: int,
 ) -> Report:
     wrong = findings.keys(facts)
     since = options.step if history is None else history.since
     return Report(
-        ranks=ranks,
+        ranks=tuple(channel.ranks),
         step=options.step,
         compared=verification.compared,
-        nbytes=nbytes,
+        nbytes=comparison.nbytes,
         differences=facts.differences,
         mismatches=facts.mismatches,
         nonfinite=facts.nonfinite,
