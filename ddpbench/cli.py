@@ -15,7 +15,7 @@ from pkgutil import iter_modules
 
 from ddpbench import __version__, commands
 from ddpbench.records.choices import explain_unknown
-from ddpbench.records.visible import prepare_streams
+from ddpbench.records.terminal_text import prepare_streams
 from ddpbench.session.errors import refuse, report_errors
 
 GROUPS = ("measure", "diagnose", "compare", "results", "manual")

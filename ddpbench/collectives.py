@@ -16,7 +16,7 @@ from ddpbench.catalog.dtypes import DTYPES
 from ddpbench.catalog.operations import OPERATIONS, Operation
 from ddpbench.launch.placement import Placement
 from ddpbench.records.schema import Case, Limit, Plan, Result
-from ddpbench.records.visible import tell
+from ddpbench.records.terminal_text import tell
 from ddpbench.runtime import control, cpu, environment
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World

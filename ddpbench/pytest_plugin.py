@@ -160,7 +160,7 @@ def _saved(files: Sequence[tuple[Path, Any]], accepted_only: bool) -> dict[str, 
                 saved.setdefault(test, []).append((number, info[KEY]))
     if not saved:
         return {}
-    from ddpbench.nested import one_case
+    from ddpbench.nested_runs import one_case
 
     return {
         name: [one_case.from_json(stored, number) for number, stored in every[-LEARNT_FROM:]]
@@ -218,7 +218,7 @@ def ddp_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
 def _benchmark(request: pytest.FixtureRequest, settings: dict[str, Any]) -> Run:
     """Measure, and pass the medians of the launches to pytest-benchmark."""
     benchmark, clock = _pytest_benchmark(request)
-    from ddpbench.nested import one_case
+    from ddpbench.nested_runs import one_case
 
     option, folder = request.config.getoption, _folder(request)
     command, defaults, short = COMMANDS[str(request.fixturename)]

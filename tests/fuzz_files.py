@@ -26,7 +26,7 @@ from fuzz_harness import Tally, fault_of, main, typed
 from in_process import Outcome, call_in_process, forbid_processes
 
 from ddpbench.records import store
-from ddpbench.records.visible import escape
+from ddpbench.records.terminal_text import escape
 from ddpbench.render.formats import FORMATS
 
 # JSON texts: of every type, too large, too small, not finite, half characters, control characters.

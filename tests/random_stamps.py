@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ddpbench.analysis.kept import Kept
+from ddpbench.analysis.kept_stamps import Kept
 from ddpbench.analysis.stats import Stamps
 
 

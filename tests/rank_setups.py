@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpbench.analysis.setup import Setup
+from ddpbench.analysis.rank_setup import Setup
 
 GIB = 2**30
 

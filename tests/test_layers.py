@@ -43,18 +43,20 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "version", "records", "analysis", "launch", "runtime", "catalog", "render", "measure",
         "replicas", "session",
     ),
-    "nested": (
+    "nested_runs": (
         "version", "records", "analysis", "verdicts", "launch", "catalog", "render", "session",
         "doctor", "measuring",
     ),
     "guide": (),
     "commands": (
         "version", "records", "analysis", "verdicts", "launch", "catalog", "render", "interchange",
-        "session", "selftest", "doctor", "measuring", "nested", "guide",
+        "session", "selftest", "doctor", "measuring", "nested_runs", "guide",
     ),
     # The commands are imported by name, when they are called: see the test of cycles.
     "cli": ("version", "records", "session", "commands"),
-    "pytest_plugin": ("version", "records", "analysis", "verdicts", "render", "nested", "commands"),
+    "pytest_plugin": (
+        "version", "records", "analysis", "verdicts", "render", "nested_runs", "commands",
+    ),
     "__main__": ("cli",),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from without_torch import run_without_torch
 
 import ddpbench.render.regression  # noqa: F401  likewise
 from ddpbench import pytest_plugin
-from ddpbench.nested import one_case
+from ddpbench.nested_runs import one_case
 from ddpbench.records.schema import Case, Run
 
 pytest_plugins = ["pytester"]

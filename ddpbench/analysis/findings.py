@@ -8,7 +8,7 @@ from typing import Any
 
 from ddpbench.analysis import limits, lines, step_lines, steps
 from ddpbench.analysis.flags import BUSY_SHARE, AnyLine
-from ddpbench.analysis.setup import crowded
+from ddpbench.analysis.rank_setup import crowded
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import SEVERITIES, Finding, Run, StepCase, StepResult
 

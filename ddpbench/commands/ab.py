@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpbench.commands import compare
-from ddpbench.nested import turns
-from ddpbench.nested.turns import Variant
+from ddpbench.nested_runs import turns
+from ddpbench.nested_runs.turns import Variant
 from ddpbench.records import store
 from ddpbench.session import options
 from ddpbench.session.progress import open_progress

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ddpbench.commands import compare
-from ddpbench.nested import turns
-from ddpbench.nested.turns import Variant
+from ddpbench.nested_runs import turns
+from ddpbench.nested_runs.turns import Variant
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
 from ddpbench.session import options

@@ -23,7 +23,7 @@ from ddpbench.records import store
 from ddpbench.records.choices import did_you_mean
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
-from ddpbench.records.visible import tell
+from ddpbench.records.terminal_text import tell
 
 GROUP = "compare"
 HELP = "show one case over the stored runs: its trend, and where it changed"

@@ -31,7 +31,7 @@ from ddpbench.launch.nodes import Nodes
 from ddpbench.launch.placement import Refused
 from ddpbench.launch.processes import Child
 from ddpbench.launch.supervise import Deadline, Watch
-from ddpbench.nested.command_line import IN_RANKS, check
+from ddpbench.nested_runs.command_line import IN_RANKS, check
 from ddpbench.records.choices import did_you_mean, list_choices
 from ddpbench.session import options
 

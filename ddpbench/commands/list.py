@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
-from ddpbench.records.visible import escape, tell
+from ddpbench.records.terminal_text import escape, tell
 
 GROUP = "results"
 HELP = "list the stored runs"

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpbench.launch.placement import Refused
-from ddpbench.nested.command_line import IN_RANKS, MEASURING, check
+from ddpbench.nested_runs.command_line import IN_RANKS, MEASURING, check
 from ddpbench.records import redact
 from ddpbench.records.choices import explain_unknown
 

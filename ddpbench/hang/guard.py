@@ -32,13 +32,13 @@ from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ddpbench.hang import board, self_report
-from ddpbench.hang.board import Board
-from ddpbench.hang.flight import Flight
+from ddpbench.hang import self_report, status_board
+from ddpbench.hang.flight_recorder import Flight
 from ddpbench.hang.judge import Judgement, judge
 from ddpbench.hang.places import describe_error
 from ddpbench.hang.progress import find_waits, progress_key
 from ddpbench.hang.status import RankStatus
+from ddpbench.hang.status_board import Board
 from ddpbench.records import codec
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Guard:
         # At exit the main thread has no line any more.
         status = self_report.read_status(self._flight, place=self._heartbeat.place)
         self._board.publish_departure(replace(status, left=True), CLOSE_SECONDS)
-        if at_exit and self._rank == 0 and board.ends_with_rank_0(self._board.client.store):
+        if at_exit and self._rank == 0 and status_board.ends_with_rank_0(self._board.client.store):
             self._board.await_departures(LINGER_SECONDS)
         self._board.client.close()
         self._thread.join(CLOSE_SECONDS)  # for the reason that StoreClient.close gives
@@ -188,7 +188,7 @@ class Guard:
         while ends and not self._failure and not self._closed.is_set() and time.monotonic() < until:
             if self._is_published("verdict"):
                 return
-            time.sleep(board.POLL_SECONDS)
+            time.sleep(status_board.POLL_SECONDS)
 
     def _patience(self) -> float:
         return 1.25 * self._timeout + 2 * BEAT_SECONDS
@@ -274,7 +274,7 @@ class Guard:
                 self._await_prints(judgement)
             if self._end and leave:
                 self._board.kill_ranks(judgement.stopped)
-                board.end_process(5)
+                status_board.end_process(5)
 
     def _read_status(self, cause: str, late: bool, still: bool) -> RankStatus:
         error, place = self._failure or ("", "")
@@ -284,7 +284,9 @@ class Guard:
     def _judge(self, status: RankStatus) -> Judgement:
         """Judge, or return the judgement of the rank that was the first to raise the alarm."""
         alarm = self._board.key("alarm", self._round)
-        alarms = self._board.client.request(board.ANSWER_SECONDS, lambda store: store.add(alarm, 1))
+        alarms = self._board.client.request(
+            status_board.ANSWER_SECONDS, lambda store: store.add(alarm, 1)
+        )
         topic, key = f"words/{self._round}", self._board.key("verdict", self._round)
         if alarms not in (None, 1):
             self._board.publish(json.dumps(asdict(status)), topic, self._rank)
@@ -302,7 +304,7 @@ class Guard:
         first = self._rank == min(judgement.heard) or not judgement.store_answers
         stacks = judgement.stacks if first and not judgement.notice else ""
         if judgement.sentence and (first or not judgement.notice):
-            board.print_message(f"ddpbench: {judgement.sentence}\n{stacks}")
+            status_board.print_message(f"ddpbench: {judgement.sentence}\n{stacks}")
 
     def _await_prints(self, judgement: Judgement) -> None:
         """Let all ranks print before this process ends: a launcher ends all with the first."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ddpbench.hang import verdict
-from ddpbench.hang.board import Board
 from ddpbench.hang.progress import find_waits
 from ddpbench.hang.status import ALIVE, DIED, ENDED, OVER, STOPPED, RankStatus, SilentRank
+from ddpbench.hang.status_board import Board
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ddpbench.analysis.setup import spans
+from ddpbench.analysis.rank_setup import spans
 from ddpbench.hang.calls import find_call
 from ddpbench.hang.status import Hang, RankStatus
 

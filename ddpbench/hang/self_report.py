@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from ddpbench.hang.flight import Flight
+from ddpbench.hang.flight_recorder import Flight
 from ddpbench.hang.places import (
     describe_handled_error,
     find_distributed_call,

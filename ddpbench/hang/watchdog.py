@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
-from ddpbench.hang.board import Board, print_message
-from ddpbench.hang.flight import Flight
+from ddpbench.hang.flight_recorder import Flight
 from ddpbench.hang.judge import judge
 from ddpbench.hang.self_report import RankIdentity, observe_state, read_heartbeat, read_status
 from ddpbench.hang.status import ALIVE, DIED, RankStatus
+from ddpbench.hang.status_board import Board, print_message
 from ddpbench.launch import siblings
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from ddpbench.launch.family import (
     read_text,
 )
 from ddpbench.launch.placement import Refused, read_placement
-from ddpbench.records.visible import tell
+from ddpbench.records.terminal_text import tell
 
 WHO_STOPS = "Next: see who stops it (a debugger, a batch system, kill -STOP), and start again"
 JOINS, MET, LEFT = "joins", "met", "left"  # the stages of a rank

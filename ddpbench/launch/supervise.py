@@ -21,7 +21,7 @@ import psutil
 
 from ddpbench.launch import siblings
 from ddpbench.launch.family import Family
-from ddpbench.records.visible import tell
+from ddpbench.records.terminal_text import tell
 
 # Between looks, as long as ranks start, and later.
 FIND_SECONDS, START_SECONDS, LOOK_SECONDS = 0.05, 10.0, 0.5

@@ -23,8 +23,8 @@ from typing import Any
 from ddpbench.catalog import backends
 from ddpbench.catalog.hooks import HOOKS
 from ddpbench.launch.placement import Refused
-from ddpbench.measure import throwaway
-from ddpbench.measure.throwaway import Report, Trial
+from ddpbench.measure import throwaway_ranks
+from ddpbench.measure.throwaway_ranks import Report, Trial
 from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 
@@ -34,7 +34,7 @@ STEP_SECONDS = 10.0  # deadline of every step but the first; a step takes a few 
 
 
 @dataclass(frozen=True)
-class Request(throwaway.Request):
+class Request(throwaway_ranks.Request):
     """The hook that the ranks try, and DDP's options."""
 
     hook: str
@@ -67,12 +67,12 @@ def find_refusal(
         seconds=timeout_seconds,
         modules=list(modules),
         launcher=backends.get(backend).launcher,
-        ranks=throwaway.ranks_for(backend),
+        ranks=throwaway_ranks.ranks_for(backend),
         hook=hook,
         options=dict(options),
         buckets=min(buckets, 8),
     )
-    with throwaway.started(MODULE, request) as trial:
+    with throwaway_ranks.started(MODULE, request) as trial:
         late = _await(trial, timeout_seconds)
         reason = _reason(trial.folder, request.ranks, trial.end(), late)
     return None if reason is None else f"{hook} on {backend}: {reason}"
@@ -97,11 +97,11 @@ def _await(trial: Trial, seconds: float) -> str | None:
 
 def _reason(folder: Path, ranks: int, code: int, late: str | None) -> str | None:
     """Return None if the hook worked in every rank, else the first cause of its failure."""
-    states = throwaway.states(folder)
+    states = throwaway_ranks.states(folder)
     if code == 0 and [state.kind for state in states] == ["works"] * ranks:
         return None
-    lines = throwaway.output(folder)
-    if (died := throwaway.death(lines)) is not None:
+    lines = throwaway_ranks.output(folder)
+    if (died := throwaway_ranks.death(lines)) is not None:
         return f"the process {died}"
     failed = [state for state in states if state.kind == "failed"]
     if failed:
@@ -110,7 +110,7 @@ def _reason(folder: Path, ranks: int, code: int, late: str | None) -> str | None
         return late
     busy = [f", rank {state.rank} in {state.text}" for state in states if state.kind == "doing"]
     ended = f"its trial ended with exit code {code}{''.join(busy)}"
-    return throwaway.short(": ".join([ended, *throwaway.last_words(lines)]))
+    return throwaway_ranks.short(": ".join([ended, *throwaway_ranks.last_words(lines)]))
 
 
 def _step(number: int) -> str:
@@ -123,13 +123,13 @@ def _step(number: int) -> str:
 def main(folder: Path) -> int:
     """Start the ranks, or try the hook if this process is one of them."""
     request = Request(**json.loads((folder / "request").read_text()))
-    return throwaway.run(MODULE, folder, request, partial(_try, request))
+    return throwaway_ranks.run(MODULE, folder, request, partial(_try, request))
 
 
 def _try(request: Request, world: World, report: Report) -> None:
     """Train a small model with the hook. Raises Refused for a wrong outcome."""
     report("doing", "the set-up of the group")
-    with throwaway.tested(request, world) as (tested, device):
+    with throwaway_ranks.tested(request, world) as (tested, device):
         parameters = _train(request, tested, device, world.rank, report)
         report("doing", "the comparison of the replicas")
         if len(set(control.gather_values(world, _digest(parameters)))) > 1:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.analysis import kept, stats
-from ddpbench.analysis.kept import Kept
+from ddpbench.analysis import kept_stamps, stats
+from ddpbench.analysis.kept_stamps import Kept
 from ddpbench.measure.loop import Bench
 from ddpbench.records.schema import Case, Plan, Wrong
 from ddpbench.runtime import control
@@ -150,7 +150,7 @@ class Pace:
         At least one, and at least `least` if those fit into a burst.
         """
         left = min(until - time.monotonic(), BURST_SECONDS)
-        count = min(count, kept.fitting(self.bench.world.world_size))
+        count = min(count, kept_stamps.fitting(self.bench.world.world_size))
         if not self.seconds:
             return 1
         least = min(least, int(BURST_SECONDS / self.seconds))

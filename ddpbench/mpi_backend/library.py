@@ -21,7 +21,7 @@ from typing import Any
 
 from ddpbench.launch import siblings
 from ddpbench.launch.placement import free_port, read_placement
-from ddpbench.records.visible import tell
+from ddpbench.records.terminal_text import tell
 
 # Called before MPI is finalised. A sentence that one returns says why that would only hang.
 BEFORE_END: list[Callable[[], str | None]] = []

@@ -9,7 +9,7 @@ from typing import Any
 from ddpbench.analysis import stats
 from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import Run, StepCase
-from ddpbench.records.visible import escaped
+from ddpbench.records.terminal_text import escaped
 from ddpbench.render.column import Column, text_column
 from ddpbench.render.labels import format_time, label
 from ddpbench.render.style import TERMINAL

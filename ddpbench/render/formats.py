@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.records.schema import Finding, Run
-from ddpbench.records.visible import escaped
+from ddpbench.records.terminal_text import escaped
 from ddpbench.render import prometheus, pyperf
 from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.render.column import Column, choose_columns

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-from ddpbench.hang import board
+from ddpbench.hang import status_board
 from ddpbench.hang.places import describe_error
 from ddpbench.hang.self_report import RankIdentity
 from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, Watchdog
@@ -240,7 +240,7 @@ def _start_watchdog(
         placement.rank,
         members,
         rendezvous.timeout_seconds,
-        leave=board.end_process,
+        leave=status_board.end_process,
         signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
         mode=rendezvous.watchdog,
     )

@@ -11,7 +11,7 @@ from typing import NoReturn
 from ddpbench.launch import placement
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.store import InvalidRun
-from ddpbench.records.visible import silence_stdout, tell
+from ddpbench.records.terminal_text import silence_stdout, tell
 from ddpbench.runtime.control import first_line
 
 WAIT_FOR_SPEAKER_SECONDS = 2.0

@@ -17,7 +17,7 @@ from ddpbench.catalog import backends
 from ddpbench.catalog.backends import Backend
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.schema import Plan
-from ddpbench.records.visible import tell
+from ddpbench.records.terminal_text import tell
 from ddpbench.runtime import control, cpu, network
 from ddpbench.runtime.world import World, join_world
 from ddpbench.session import launch_facts, run_folder

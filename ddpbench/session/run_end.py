@@ -11,7 +11,7 @@ from pathlib import Path
 from ddpbench.analysis import findings
 from ddpbench.records import store
 from ddpbench.records.schema import Run
-from ddpbench.records.visible import silence_stdout, tell
+from ddpbench.records.terminal_text import silence_stdout, tell
 from ddpbench.render.formats import FORMATS
 
 

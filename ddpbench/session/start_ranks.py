@@ -20,7 +20,7 @@ from ddpbench.launch.placement import (
 )
 from ddpbench.launch.supervise import Deadline
 from ddpbench.records import store
-from ddpbench.records.visible import tell
+from ddpbench.records.terminal_text import tell
 from ddpbench.session import options as shared_options
 from ddpbench.session import run_folder
 from ddpbench.session.errors import report_errors

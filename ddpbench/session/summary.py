@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpbench.analysis import clocks, stats, steps
-from ddpbench.analysis.kept import Kept
+from ddpbench.analysis.kept_stamps import Kept
 from ddpbench.records.samples import operation_columns, span_columns
 from ddpbench.records.schema import Result
 

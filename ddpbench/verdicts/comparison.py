@@ -10,10 +10,10 @@ import numpy as np
 
 from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import LEFT_OUT
-from ddpbench.verdicts import drift, judging, matching, verdict
+from ddpbench.verdicts import drift, many_pairs, matching, verdict
 from ddpbench.verdicts.differences import Difference, differences
 from ddpbench.verdicts.drift import Drift
-from ddpbench.verdicts.judging import Pair
+from ddpbench.verdicts.many_pairs import Pair
 from ddpbench.verdicts.matching import AnyCase, Side, SideCase, Source
 from ddpbench.verdicts.noise import Noise
 from ddpbench.verdicts.verdict import (
@@ -141,7 +141,7 @@ def _judged(rows: list[Row], rule: Rule) -> list[Row]:
             i: replace(pair, drift=rule.drift.margin(rows[i].case, len(pairs)))
             for i, pair in pairs.items()
         }
-    judgements = judging.judge_pairs([*pairs.values()], rule.paired, rule.confidence)
+    judgements = many_pairs.judge_pairs([*pairs.values()], rule.paired, rule.confidence)
     for (i, pair), judgement in zip(pairs.items(), judgements, strict=True):
         rows[i] = replace(
             rows[i],

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddpbench.verdicts import drift, judging, matching
+from ddpbench.verdicts import drift, many_pairs, matching
 from ddpbench.verdicts.comparison import ONLY_NEW, ORDER
-from ddpbench.verdicts.judging import Pair
+from ddpbench.verdicts.many_pairs import Pair
 from ddpbench.verdicts.matching import AnyCase, Side
 from ddpbench.verdicts.verdict import INCOMPARABLE, Floats, Shift
 
@@ -57,7 +57,7 @@ def judge_tests(
         rows[i], times = _by_quartiles(rows[i])
         logs = _log_times(rows[i], saved[rows[i].test])
         pairs.append(Pair(*times, rows[i].margin, drift.margin(logs, len(todo))))
-    for i, judgement in zip(todo, judging.judge_pairs(pairs), strict=True):
+    for i, judgement in zip(todo, many_pairs.judge_pairs(pairs), strict=True):
         verdict, shift, why = judgement.verdict, judgement.shift, judgement.why
         rows[i] = replace(rows[i], verdict=verdict, shift=shift, why=why)
     return tuple(sorted(rows, key=lambda row: (ORDER.index(row.verdict), row.test)))

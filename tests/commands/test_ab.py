@@ -20,8 +20,8 @@ from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 from ddpbench import cli
 from ddpbench.commands import ab
 from ddpbench.launch.placement import Refused
-from ddpbench.nested import turns
-from ddpbench.nested.turns import Failed, Variant, parse_variant
+from ddpbench.nested_runs import turns
+from ddpbench.nested_runs.turns import Failed, Variant, parse_variant
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
 

@@ -32,7 +32,7 @@ from ddpbench.doctor.capabilities.verdicts import (
     Combination,
     Verdict,
 )
-from ddpbench.measure import throwaway
+from ddpbench.measure import throwaway_ranks
 from ddpbench.records import store
 from ddpbench.render.doctor import table_blocks
 from ddpbench.render.style import TERMINAL
@@ -265,10 +265,10 @@ def tried(
         assert request.first == this.first
         folder = tmp_path / str(len(left))
         this.write(folder)
-        trial = throwaway.Trial(folder, this)  # type: ignore[arg-type]
+        trial = throwaway_ranks.Trial(folder, this)  # type: ignore[arg-type]
         yield SimpleNamespace(folder=folder, process=this, states=trial.states, end=this.wait)
 
-    monkeypatch.setattr(throwaway, "started", started)
+    monkeypatch.setattr(throwaway_ranks, "started", started)
     wanted = probe.combinations(2)[:count]
     trials = Trials(wanted)
     for _ in trying(probe.request("gloo", "cpu", (), wanted), trials, 20.0):

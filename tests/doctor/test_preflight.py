@@ -12,7 +12,7 @@ from rank_setups import GIB, a_host, a_rank, a_setup
 from stored_runs import a_launch, a_run
 
 from ddpbench.analysis import findings
-from ddpbench.analysis.setup import Setup, folded, named
+from ddpbench.analysis.rank_setup import Setup, folded, named
 from ddpbench.doctor.preflight import checks
 from ddpbench.doctor.preflight.table import build_tables
 from ddpbench.records import store

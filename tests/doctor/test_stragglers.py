@@ -14,7 +14,7 @@ import pytest
 from rank_pool import RankPool
 from rank_setups import a_rank, a_setup
 
-from ddpbench.analysis.setup import Setup
+from ddpbench.analysis.rank_setup import Setup
 from ddpbench.doctor.stragglers import judge, turns
 from ddpbench.doctor.stragglers.causes import Suspect, find_cause
 from ddpbench.doctor.stragglers.readings import ALONE, TOGETHER, Load, Pass, Shown

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from command_lines import clean_environment
 
 import ddpbench
-from ddpbench.hang import flight
-from ddpbench.hang.board import StoreClient
+from ddpbench.hang import flight_recorder
+from ddpbench.hang.status_board import StoreClient
 from ddpbench.launch import placement
 
 SCRIPT = Path(__file__).parent / "watched_scripts.py"
@@ -80,7 +80,7 @@ def said(folder: Path, play: str) -> tuple[list[int], list[str], str]:
     """Exit codes of the ranks, verdicts, all of stderr."""
     err = (folder / f"{play}.err").read_text()
     codes = [int(code) for code in (folder / f"{play}.codes").read_text().split()]
-    if play not in ("receive", "quiet") and "_dump_fr_trace" not in flight._recorders(()):
+    if play not in ("receive", "quiet") and "_dump_fr_trace" not in flight_recorder._recorders(()):
         assert verdicts(err), err
         pytest.skip("this torch records no call of gloo's: verdicts lack their number and shape")
     return codes, verdicts(err), err

@@ -123,7 +123,7 @@ def test_a_store_is_served_and_lets_go_of_its_port() -> None:
 # --- nothing that runs what it reads --------------------------------------------------------------
 
 # torch's flight recorder has lines of code in its pickle only, made and read in one process.
-ALLOWED = {"ddpbench/hang/flight.py": "pickle"}
+ALLOWED = {"ddpbench/hang/flight_recorder.py": "pickle"}
 PICKLING = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
 

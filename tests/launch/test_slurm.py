@@ -17,7 +17,7 @@ from slurm_cluster import Cluster, explain_missing, start_cluster
 from ddpbench import cli
 from ddpbench.commands import slurm as command
 from ddpbench.launch import placement
-from ddpbench.launch import slurm as nodes
+from ddpbench.launch import slurm_nodes as nodes
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records import store
 

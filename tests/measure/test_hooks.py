@@ -21,7 +21,7 @@ from ddpbench.catalog import hooks
 from ddpbench.catalog.hooks import HOOKS
 from ddpbench.launch import placement
 from ddpbench.launch.placement import Refused
-from ddpbench.measure import hook_probe, throwaway
+from ddpbench.measure import hook_probe, throwaway_ranks
 
 # Planted with modules=("planted",): what each does in rank 1 when its third step reduces.
 PLANTED = """
@@ -189,9 +189,9 @@ def test_an_error_that_came_through_futures_is_told_without_them() -> None:
     """What torch puts before an error in a callback, once for every callback, is left out."""
     before = "Got the following error when running the callback: "
     error = RuntimeError(f"{before}RuntimeError: {before}ValueError: bad\nAt:\n  a.py(1): f")
-    assert throwaway.sentence(error) == "ValueError: bad"
-    assert throwaway.sentence(RuntimeError("bad\nmore")) == "RuntimeError: bad"
-    assert throwaway.sentence(Refused("it is bad")) == "it is bad"
+    assert throwaway_ranks.sentence(error) == "ValueError: bad"
+    assert throwaway_ranks.sentence(RuntimeError("bad\nmore")) == "RuntimeError: bad"
+    assert throwaway_ranks.sentence(Refused("it is bad")) == "it is bad"
 
 
 def test_the_trial_is_nobody_s_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_the_trial_is_nobody_s_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = ["OMPI_MCA_btl", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "RANKS"]
     for name in told + kept:
         monkeypatch.setenv(name, "1")
-    environ = throwaway.environment()
+    environ = throwaway_ranks.environment()
     assert not environ.keys() & set(told)
     assert environ.keys() >= set(kept)
     assert placement.read_placement(environ) is None

@@ -29,7 +29,7 @@ from tabulate import tabulate
 
 from ddpbench.catalog.sizes import readable
 from ddpbench.launch import starters
-from ddpbench.nested.turns import Side, Variant
+from ddpbench.nested_runs.turns import Side, Variant
 from ddpbench.records import store
 from ddpbench.verdicts.verdict import Shift, paired_shift
 

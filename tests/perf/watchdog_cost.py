@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpbench
-from ddpbench.hang.flight import Flight
+from ddpbench.hang.flight_recorder import Flight
 from ddpbench.hang.self_report import read_heartbeat
 
 CALLS, STEPS, WARM = 4000, 40, 2

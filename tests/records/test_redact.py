@@ -14,7 +14,7 @@ import pytest
 from command_lines import clean_environment
 
 from ddpbench.commands import slurm
-from ddpbench.nested import turns
+from ddpbench.nested_runs import turns
 from ddpbench.records import redact, store
 from ddpbench.records.redact import Owner
 from ddpbench.records.schema import Launch, Plan, Run

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 
-from ddpbench.analysis.setup import counted
+from ddpbench.analysis.rank_setup import counted
 from ddpbench.doctor.capabilities import probe
 from ddpbench.doctor.capabilities.probe import Request
 from ddpbench.doctor.capabilities.table import build_tables

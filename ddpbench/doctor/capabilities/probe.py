@@ -20,8 +20,8 @@ from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.doctor.capabilities import verdicts
 from ddpbench.doctor.capabilities.verdicts import OK, UNSUPPORTED, WRONG, Combination, Verdict
-from ddpbench.measure import throwaway
-from ddpbench.measure.throwaway import Report
+from ddpbench.measure import throwaway_ranks
+from ddpbench.measure.throwaway_ranks import Report
 from ddpbench.records.schema import Case, Plan
 from ddpbench.runtime import control, subgroups
 from ddpbench.runtime.subgroups import Subgroup
@@ -37,7 +37,7 @@ PLAN = Plan(start="none")
 
 
 @dataclass(frozen=True)
-class Request(throwaway.Request):
+class Request(throwaway_ranks.Request):
     """What the ranks must try: all that is wanted, from `first` on."""
 
     wanted: Sequence[Combination]
@@ -49,7 +49,7 @@ def request(
     backend: str, device: str, modules: Sequence[str], wanted: Sequence[Combination] | None = None
 ) -> Request:
     """Return a request for these combinations, or for all, on this backend."""
-    ranks = throwaway.ranks_for(backend)
+    ranks = throwaway_ranks.ranks_for(backend)
     launcher = backends.get(backend).launcher
     wanted = combinations(ranks) if wanted is None else wanted
     return Request(backend, device, WAIT_SECONDS, list(modules), launcher, ranks, wanted)
@@ -92,7 +92,10 @@ def main(folder: Path) -> int:
         import torch.distributed as dist
 
         import_module("ddpbench.measure.loop")  # slow: not in the time of a combination
-        with throwaway.tested(request, world) as (tested, device), verdicts.open("a", 1) as file:
+        with (
+            throwaway_ranks.tested(request, world) as (tested, device),
+            verdicts.open("a", 1) as file,
+        ):
 
             def note(number: int, verdict: Verdict) -> None:
                 if world.rank == 0:
@@ -103,7 +106,7 @@ def main(folder: Path) -> int:
             dist.barrier(group=tested)  # nor are connections made in it
             walk(request, world, subgroup, device, report=report, note=note)
 
-    return throwaway.run(MODULE, folder, request, attempt)
+    return throwaway_ranks.run(MODULE, folder, request, attempt)
 
 
 def walk(
@@ -170,7 +173,7 @@ def attempted(
             bench.repeat(1)
             wrong = bench.wrong(-1) if OPERATIONS[combination.operation].sized else None
         except Exception as error:  # any error is a backend's way to refuse
-            return Verdict(UNSUPPORTED, throwaway.sentence(error))
+            return Verdict(UNSUPPORTED, throwaway_ranks.sentence(error))
         if wrong is not None and verdict.outcome == OK:
             verdict = Verdict(
                 WRONG,

@@ -16,8 +16,8 @@ from pathlib import Path
 from ddpbench.doctor.capabilities import probe, verdicts
 from ddpbench.doctor.capabilities.probe import Request
 from ddpbench.doctor.capabilities.verdicts import CRASH, HANG, OK, UNSUPPORTED, Combination, Verdict
-from ddpbench.measure import throwaway
-from ddpbench.measure.throwaway import Trial
+from ddpbench.measure import throwaway_ranks
+from ddpbench.measure.throwaway_ranks import Trial
 
 HANG_SECONDS = 5.0  # for one combination: a few ms of work
 POLL_SECONDS = 0.1
@@ -58,7 +58,7 @@ def _sets(request: Request, trials: Trials, until: float) -> Generator[None, Non
         first = len(trials.verdicts)
         known = next((each for each, verdict in trials.tried if verdict.outcome == OK), None)
         this = replace(request, first=first, known=known)
-        with throwaway.started(probe.MODULE, this) as trial:
+        with throwaway_ranks.started(probe.MODULE, this) as trial:
             hung = yield from _watched(trial, until)
             code = trial.end()
             trials.verdicts += _heard(trial.folder, first)
@@ -69,7 +69,9 @@ def _sets(request: Request, trials: Trials, until: float) -> Generator[None, Non
             if time.monotonic() > until or at == len(trials.wanted):
                 return
             if blamed is None and at == first:
-                said = throwaway.death(throwaway.output(trial.folder)) or _last_words(trial)
+                said = throwaway_ranks.death(throwaway_ranks.output(trial.folder)) or _last_words(
+                    trial
+                )
                 trials.given_up = f"its ranks could not start (exit code {code}): {said}"
                 return
         if blamed is not None:
@@ -104,7 +106,7 @@ def _blamed(trial: Trial, number: int, hung: bool, code: int) -> Verdict | None:
     here = [state for state in trial.states() if state.text.split(" ")[0] == str(number)]
     if not here:
         return None
-    died = throwaway.death(throwaway.output(trial.folder))
+    died = throwaway_ranks.death(throwaway_ranks.output(trial.folder))
     if died is not None:
         return Verdict(CRASH, f"a rank {died}")
     if not hung:
@@ -120,5 +122,5 @@ def _blamed(trial: Trial, number: int, hung: bool, code: int) -> Verdict | None:
 
 def _last_words(trial: Trial) -> str:
     failed = [state.text for state in trial.states() if state.kind == "failed"]
-    said = failed[:1] or throwaway.last_words(throwaway.output(trial.folder))
-    return throwaway.short(": ".join(said) or "without a word")
+    said = failed[:1] or throwaway_ranks.last_words(throwaway_ranks.output(trial.folder))
+    return throwaway_ranks.short(": ".join(said) or "without a word")

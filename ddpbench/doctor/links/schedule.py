@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpbench.analysis.setup import counted
+from ddpbench.analysis.rank_setup import counted
 from ddpbench.doctor.links import pairing
 from ddpbench.doctor.links.pairing import Halves, Pair
 from ddpbench.doctor.links.suspects import Cell

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ddpbench.analysis.setup import Setup
+from ddpbench.analysis.rank_setup import Setup
 from ddpbench.doctor.preflight import dangers, differences
 from ddpbench.records.schema import Finding
 

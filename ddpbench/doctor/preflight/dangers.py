@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpbench.analysis.setup import Setup, cpus, crowded, folded
+from ddpbench.analysis.rank_setup import Setup, cpus, crowded, folded
 from ddpbench.records.schema import Finding
 
 MIB, GIB = 2**20, 2**30

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpbench.analysis.setup import Setup, folded, odd
+from ddpbench.analysis.rank_setup import Setup, folded, odd
 from ddpbench.records.schema import Finding
 
 APART_SECONDS = 1.0

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from ddpbench.analysis.setup import Setup, counted
+from ddpbench.analysis.rank_setup import Setup, counted
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.preflight import checks
 from ddpbench.doctor.preflight.table import build_tables

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ddpbench.analysis.setup import Facts, Setup, counted, folded, named
+from ddpbench.analysis.rank_setup import Facts, Setup, counted, folded, named
 from ddpbench.records.schema import Table, TableColumn
 
 MIB, GIB = 2**20, 2**30

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpbench.analysis.setup import Setup, folded
+from ddpbench.analysis.rank_setup import Setup, folded
 from ddpbench.doctor.stragglers.readings import ALONE, Pass, Shown
 
 # A reason explains a slow rank if it took at least this share of the time, and if that makes the

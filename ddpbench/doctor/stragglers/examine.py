@@ -18,7 +18,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
-from ddpbench.analysis.setup import Setup, crowded
+from ddpbench.analysis.rank_setup import Setup, crowded
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.stragglers import judge, turns
 from ddpbench.doctor.stragglers.loads import COPY, COPY_NBYTES, Effort, prepare_efforts

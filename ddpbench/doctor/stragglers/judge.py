@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ddpbench.analysis.setup import Setup
+from ddpbench.analysis.rank_setup import Setup
 from ddpbench.doctor.stragglers.causes import Cause, Suspect, find_cause
 from ddpbench.doctor.stragglers.readings import ALONE, Load, Pass
 from ddpbench.records.schema import Finding

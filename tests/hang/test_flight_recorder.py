@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ddpbench.hang import flight
-from ddpbench.hang.flight import Flight, Recorder
+from ddpbench.hang import flight_recorder
+from ddpbench.hang.flight_recorder import Flight, Recorder
 from ddpbench.hang.status import Call
 
 
@@ -63,7 +63,7 @@ def test_the_recorder_of_this_torch_is_understood() -> None:
         (call,) = second.calls
         assert call == Call(1, "all_reduce", "bfloat16[4]", call.place)
         assert call.place.startswith(
-            "test_the_recorder_of_this_torch_is_understood (test_flight.py"
+            "test_the_recorder_of_this_torch_is_understood (test_flight_recorder.py"
         )
         assert default.exact
     dist.destroy_process_group()
@@ -86,7 +86,7 @@ def test_a_group_of_others_hides_no_record() -> None:
 @pytest.mark.usefixtures("alone")
 def test_without_a_recorder_the_sequence_number_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The group's own count, and the name of what the main thread is in."""
-    monkeypatch.setattr(flight, "_recorders", lambda _: {})
+    monkeypatch.setattr(flight_recorder, "_recorders", lambda _: {})
     dist.all_reduce(torch.zeros(2))
     dist.all_reduce(torch.zeros(2))
     (log,) = Flight().read_logs("all_reduce", whole=True)
@@ -137,4 +137,4 @@ def test_a_status_that_counts_more_is_not_exact() -> None:
 def test_what_the_root_alone_gives_is_not_compared() -> None:
     """A scatter is told by what each rank gets."""
     entry = an_entry(1, profiling_name="gloo:scatter", output_dtypes=["Char"])
-    assert flight._call(1, entry) == Call(1, "scatter", "int8[8]")
+    assert flight_recorder._call(1, entry) == Call(1, "scatter", "int8[8]")

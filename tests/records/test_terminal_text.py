@@ -23,7 +23,7 @@ from command_lines import (
 )
 from in_process import call_in_process
 
-from ddpbench.records import visible
+from ddpbench.records import terminal_text
 from ddpbench.render.formats import FORMATS
 
 REFERENCE = ROOT / "results/reference"
@@ -95,10 +95,10 @@ def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
     text = shown["utf-8"].decode()
     assert {"µ", "±", "×", "⁹"} <= set(text)
     replaced = text
-    for character, substitute in visible.ASCII.items():
+    for character, substitute in terminal_text.ASCII.items():
         replaced = replaced.replace(character, substitute)
     assert shown["ascii"].decode("ascii") == shown["C"].decode("ascii") == replaced
-    latin = "".join(each if ord(each) < 256 else visible.ASCII[each] for each in text)
+    latin = "".join(each if ord(each) < 256 else terminal_text.ASCII[each] for each in text)
     assert shown["latin-1"].decode("latin-1") == latin
 
 
@@ -206,6 +206,6 @@ def test_what_was_not_measured_has_its_reason_in_every_format(kind: str, tmp_pat
 
 def test_escapes_keep_what_can_be_printed() -> None:
     """Letters of any script stay; controls, bidirectional marks and half characters do not."""
-    assert visible.escape("größe µ±×… 日本 ✓") == "größe µ±×… 日本 ✓"
-    assert visible.escape("a\x1b[31m\n\t\x7f\u202e\udcff") == r"a\x1b[31m\n\t\x7f\u202e\udcff"
-    assert visible.escape_lines("a\nb\rc") == "a\nb\\rc"
+    assert terminal_text.escape("größe µ±×… 日本 ✓") == "größe µ±×… 日本 ✓"
+    assert terminal_text.escape("a\x1b[31m\n\t\x7f\u202e\udcff") == r"a\x1b[31m\n\t\x7f\u202e\udcff"
+    assert terminal_text.escape_lines("a\nb\rc") == "a\nb\\rc"

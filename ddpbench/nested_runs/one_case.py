@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ddpbench.analysis import bandwidth, stats
-from ddpbench.nested.command_line import last_message
+from ddpbench.nested_runs.command_line import last_message
 from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Case, Run, StepCase
 from ddpbench.verdicts import matching

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import ddpbench
 from ddpbench.launch.placement import Refused
-from ddpbench.nested.command_line import MEASURING, check, last_message, plan_cases
+from ddpbench.nested_runs.command_line import MEASURING, check, last_message, plan_cases
 from ddpbench.records import redact, store
 from ddpbench.records.choices import list_choices
 from ddpbench.records.store import InvalidRun
-from ddpbench.records.visible import tell
+from ddpbench.records.terminal_text import tell
 from ddpbench.session import options, run_folder
 
 SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")

@@ -25,7 +25,7 @@ from ddpbench.hang.self_report import RankIdentity, observe_state
 from ddpbench.hang.status import DIED, LEFT, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family
 from ddpbench.records import codec, redact
-from ddpbench.records.visible import escape_lines
+from ddpbench.records.terminal_text import escape_lines
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -11,7 +11,7 @@ import pytest
 from stored_runs import a_case, a_result, a_run, a_summary
 from stored_steps import a_step_result, a_step_run
 
-from ddpbench.nested import one_case
+from ddpbench.nested_runs import one_case
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run, Wrong
 
