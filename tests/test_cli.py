@@ -128,7 +128,7 @@ def test_an_address_without_a_port_is_one_sentence(tmp_path: Path) -> None:
     words = ["-n", "2", "--backend", "gloo", "--master-addr", "127.0.0.1", *QUICK]
     assert_refused(
         run_ddpbench(tmp_path, "collectives", *words),
-        r"needs a port.*give --master-port too",
+        r"needs a port.*add --master-port",
     )
 
 
