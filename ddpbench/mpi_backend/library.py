@@ -16,6 +16,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -115,6 +116,14 @@ def thread_level() -> str:
     """Thread support that MPI granted: SINGLE, FUNNELED, SERIALIZED or MULTIPLE."""
     names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     return {getattr(mpi(), f"THREAD_{name}"): name for name in names}[mpi().Query_thread()]
+
+
+@cache
+def shared_lock() -> AbstractContextManager[object] | None:
+    """Return the lock for calls that several threads may make, or None if MPI needs none."""
+    if thread_level() == "MULTIPLE":
+        return None
+    return threading.RLock()  # a request that is collected meanwhile is tested in the same thread
 
 
 @cache

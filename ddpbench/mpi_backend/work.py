@@ -216,7 +216,8 @@ class Request(Work):
         super().__init__(name, rank, [tensor])
         self._request, self._finish, self._timeout = request, finish, timeout
         self._status = mpi().Status()
-        self._testing = threading.Lock()  # a second Test would see no message
+        # A second Test would see no message.
+        self._testing = mpi_library.shared_lock() or threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         timeout = timeout or self._timeout  # zero is C++'s kNoTimeout
