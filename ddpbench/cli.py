@@ -14,8 +14,8 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 from ddpbench import __version__, commands
-from ddpbench.records.choices import explain_unknown
 from ddpbench.records.terminal_text import prepare_streams
+from ddpbench.records.wording import explain_unknown
 from ddpbench.session.errors import refuse, report_errors
 
 GROUPS = ("measure", "diagnose", "compare", "results", "manual")

@@ -23,7 +23,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "launch": ("version", "records"),
     "mpi_backend": ("version", "records", "launch"),
     "mpi": ("launch", "mpi_backend"),
-    "hang": ("version", "records", "launch", "mpi_backend", "analysis.rank_setup"),
+    "hang": ("version", "records", "launch", "mpi_backend"),
     "runtime": ("version", "records", "launch", "mpi_backend", "mpi", "hang"),
     "catalog": ("version", "records", "launch", "mpi_backend", "runtime"),
     "render": ("version", "records", "analysis", "verdicts", "catalog.sizes"),

@@ -1,4 +1,4 @@
-"""A set-up: the facts of all ranks on their hosts, and how ranks are named in a sentence."""
+"""A set-up: the facts of all ranks on their hosts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ddpbench.records.wording import name_ranks
 
 Facts = Mapping[str, Any]
 FEW = 4  # hosts, or values, that a sentence names
@@ -47,7 +49,7 @@ class Setup:
         """ "rank 2 (node7)", "ranks 0-7 (node1)"; no more than a few hosts."""
         names = list(dict.fromkeys(map(self.host, ranks)))
         more = f", and {len(names) - FEW} more" if len(names) > FEW else ""
-        return f"{named(ranks)} ({', '.join(names[:FEW])}{more})"
+        return f"{name_ranks(ranks)} ({', '.join(names[:FEW])}{more})"
 
     def place(self, ranks: Sequence[int]) -> dict[str, Any]:
         """For a finding: the first of the ranks and its host, all ranks where there are several."""
@@ -57,27 +59,6 @@ class Setup:
     def where(self, holds: Callable[[Facts], bool]) -> list[int]:
         """The ranks of whose facts it holds."""
         return [rank for rank, its in enumerate(self.ranks) if holds(its)]
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """0, 1, 2, 5 as "0-2, 5"."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def named(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0-2, 5"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
-
-
-def counted(number: int, noun: str) -> str:
-    """ "1 link", "3 links"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def folded(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:

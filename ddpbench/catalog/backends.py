@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpbench.launch.placement import NO_MPIRUN, Refused, find_mpirun
-from ddpbench.records.choices import explain_unknown
+from ddpbench.records.wording import explain_unknown
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from ddpbench.catalog import setup_faults, step_faults
 from ddpbench.launch.placement import Placement, Refused
-from ddpbench.records.choices import explain_unknown
+from ddpbench.records.wording import explain_unknown
 
 # Settings of every fault: the step from which on, or after which, it acts (steps count from 1 and
 # include the warm-up), and the rank in which it acts (-1: the last). A fault of all ranks has none.

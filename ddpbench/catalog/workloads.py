@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ddpbench.catalog import task as tasks
 from ddpbench.catalog import user_workload
 from ddpbench.catalog.task import RankSetup, Task, Training, Workload, build_model, generate_batches
-from ddpbench.records.choices import explain_unknown
+from ddpbench.records.wording import explain_unknown
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -27,10 +27,10 @@ from ddpbench.launch import placement
 from ddpbench.launch.placement import Refused
 from ddpbench.nested_runs import command_line
 from ddpbench.records import codec, redact, store
-from ddpbench.records.choices import explain_unknown
 from ddpbench.records.schema import Run
 from ddpbench.records.store import BASELINES, InvalidRun
 from ddpbench.records.terminal_text import escape, escape_record, tell
+from ddpbench.records.wording import explain_unknown
 from ddpbench.session import run_folder
 from ddpbench.verdicts.differences import differences, other_machine
 

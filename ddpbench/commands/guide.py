@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 
 from ddpbench.launch.placement import Refused
-from ddpbench.records.choices import explain_unknown
+from ddpbench.records.wording import explain_unknown
 
 GROUP = "manual"
 HELP = "read the manual"

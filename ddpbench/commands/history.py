@@ -20,10 +20,10 @@ from pathlib import Path
 
 from ddpbench.launch.placement import Refused
 from ddpbench.records import store
-from ddpbench.records.choices import did_you_mean
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.terminal_text import tell
+from ddpbench.records.wording import did_you_mean
 
 GROUP = "compare"
 HELP = "show one case over the stored runs: its trend, and where it changed"

@@ -32,7 +32,7 @@ from ddpbench.launch.placement import Refused
 from ddpbench.launch.processes import Child
 from ddpbench.launch.supervise import Deadline, Watch
 from ddpbench.nested_runs.command_line import IN_RANKS, check
-from ddpbench.records.choices import did_you_mean, list_choices
+from ddpbench.records.wording import did_you_mean, list_choices
 from ddpbench.session import options
 
 GROUP = "measure"

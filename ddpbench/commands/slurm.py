@@ -25,7 +25,7 @@ from pathlib import Path
 from ddpbench.launch.placement import Refused
 from ddpbench.nested_runs.command_line import IN_RANKS, MEASURING, check
 from ddpbench.records import redact
-from ddpbench.records.choices import explain_unknown
+from ddpbench.records.wording import explain_unknown
 
 GROUP = "measure"
 HELP = "submit a Slurm job that measures"

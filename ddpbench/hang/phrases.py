@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ddpbench.analysis.rank_setup import spans
 from ddpbench.hang.calls import find_call
 from ddpbench.hang.status import Hang, RankStatus
+from ddpbench.records.wording import spans
 
 
 def format_lines(lines: Iterable[str]) -> str:

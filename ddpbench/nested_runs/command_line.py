@@ -11,8 +11,8 @@ from ddpbench import collectives, ddp
 from ddpbench.catalog import backends
 from ddpbench.doctor import command as doctor
 from ddpbench.launch.placement import Refused
-from ddpbench.records.choices import explain_unknown
 from ddpbench.records.schema import Case, StepCase
+from ddpbench.records.wording import explain_unknown
 from ddpbench.session import options as shared_options
 from ddpbench.session import start_ranks
 

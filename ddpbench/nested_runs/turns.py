@@ -24,9 +24,9 @@ import ddpbench
 from ddpbench.launch.placement import Refused
 from ddpbench.nested_runs.command_line import MEASURING, check, last_message, plan_cases
 from ddpbench.records import redact, store
-from ddpbench.records.choices import list_choices
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.terminal_text import tell
+from ddpbench.records.wording import list_choices
 from ddpbench.session import options, run_folder
 
 SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")

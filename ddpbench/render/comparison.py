@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ddpbench.analysis.rank_setup import counted
 from ddpbench.records.terminal_text import escaped
+from ddpbench.records.wording import counted
 from ddpbench.render.column import Column, text_column
 from ddpbench.render.labels import (
     SHOWN,

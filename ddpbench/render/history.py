@@ -9,9 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from ddpbench.analysis.flags import BUSY_SHARE
-from ddpbench.analysis.rank_setup import counted
 from ddpbench.analysis.stats import FEWEST
 from ddpbench.records.terminal_text import escaped
+from ddpbench.records.wording import counted
 from ddpbench.render.column import Column, text_column
 from ddpbench.render.labels import (
     format_change,

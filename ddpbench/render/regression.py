@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddpbench.analysis.rank_setup import counted
+from ddpbench.records.wording import counted
 from ddpbench.render.column import Column, text_column
 from ddpbench.render.labels import shift_estimate, shift_interval, side_interval, side_time
 from ddpbench.render.style import TERMINAL

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ddpbench.records.schema import SEVERITIES, Finding
+from ddpbench.records.wording import counted
 from ddpbench.replicas.causes import Cause, Facts
 from ddpbench.replicas.compare import Comparison
 from ddpbench.replicas.report import (
@@ -20,7 +21,7 @@ from ddpbench.replicas.report import (
     NotCompared,
     Origin,
     Report,
-    counted,
+    count_kind,
     few,
     ranks_text,
 )
@@ -194,7 +195,9 @@ def _describe_fold(
         text = f"{describe_tensor(example)} {_describe_sides(example)}"
         return text + (f". {details}" if details else "")
     counts = Counter(difference.kind for difference in fold)
-    parts = [f"{n} of {counted(kind, verification.compared[kind])}" for kind, n in counts.items()]
+    parts = [
+        f"{n} of {count_kind(kind, verification.compared[kind])}" for kind, n in counts.items()
+    ]
     tensors = " and ".join([*([", ".join(parts[:-1])] if parts[1:] else []), parts[-1]])
     sides = _describe_sides(example, "differ") if same_sides else "differ between other ranks"
     if same_sides and example.minority:
@@ -263,10 +266,10 @@ def _mismatches(facts: Facts, step: int | None) -> Iterator[Finding]:
         sentence = f"{first.kind} {first.name}: {forms}"
         if first.kind == "gradient" and absent:
             verb = "has" if len(fold) == 1 else "have"
-            sentence = f"{counted('parameter', len(fold))} {verb} no gradient in "
+            sentence = f"{counted(len(fold), 'parameter')} {verb} no gradient in "
             sentence += f"{ranks_text(tuple(absent))} and one in other ranks: {names}"
         elif len(fold) > 1:
-            tensors = counted(first.kind, len(fold))
+            tensors = count_kind(first.kind, len(fold))
             sentence = f"{tensors} do not match between ranks: {names}. For example {sentence}"
         place = _place(step, kind=first.kind, tensor=first.name, tensors=[m.name for m in fold])
         yield Finding("error", "structure-differs", sentence, "", place)
@@ -297,7 +300,7 @@ def _without_gradient(facts: Facts, step: int | None) -> Iterator[Finding]:
         verb = "has" if len(names) == 1 else "have"
         gradient = "a gradient of zeros" if zeros else "no gradient"
         where = "any rank" if everywhere else ranks_text(ranks)
-        sentence = f"{counted('parameter', len(names))} {verb} {gradient} in {where}: {few(names)}"
+        sentence = f"{counted(len(names), 'parameter')} {verb} {gradient} in {where}: {few(names)}"
         next_step = "" if everywhere else f"find out why the loss of {where} does not use them"
         place = _place(step, kind="parameter", tensor=names[0], tensors=names, ranks=list(ranks))
         severity = "note" if everywhere else "warning"
@@ -323,7 +326,7 @@ def _nonfinite(facts: Facts, verification: Verification) -> Iterator[Finding]:
         elements, where = f"{span} element{'' if span == '1' else 's'}", ranks_text(ranks)
         sentence = f"{kind} {names[0]}: {elements} NaN or infinite in {where}"
         if len(fold) > 1:
-            sentence = f"{counted(kind, len(fold))} have NaN or infinite elements in {where}: "
+            sentence = f"{count_kind(kind, len(fold))} have NaN or infinite elements in {where}: "
             sentence += f"{few(names)}; {elements} each"
         severity, next_step = _HARMLESS.get(kind, "error"), ""
         if severity == "error" and not explained:
@@ -366,7 +369,7 @@ def _not_compared(skipped: Sequence[NotCompared]) -> Iterator[Finding]:
         folds.setdefault(tensor.reason, []).append(tensor)
     for reason, fold in folds.items():
         counts = Counter(tensor.kind for tensor in fold)
-        tensors = ", ".join(counted(kind, count) for kind, count in counts.items())
+        tensors = ", ".join(count_kind(kind, count) for kind, count in counts.items())
         names = [tensor.name for tensor in fold]
         yield Finding(
             "warning",

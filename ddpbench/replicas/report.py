@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpbench.records.schema import Finding
+from ddpbench.records.wording import counted, name_ranks
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class Report:
             return f"still DIFFERENT in {ranks}, as in step {self.since}"
         counts = self._differing_counts()
         mismatched = Counter(mismatch.kind for mismatch in self.mismatches)
-        counts += [f"{counted(kind, n)} not matching" for kind, n in mismatched.items()]
+        counts += [f"{count_kind(kind, n)} not matching" for kind, n in mismatched.items()]
         until = "" if self.equal_until is None else f" (equal after step {self.equal_until})"
         differing = {difference.kind for difference in self.differences}
         same = {kind: n for kind, n in self.compared.items() if n and kind not in differing}
@@ -198,7 +199,7 @@ class Report:
     def _differing_counts(self) -> list[str]:
         """Return "2 of 4 parameters" for each kind with differences."""
         counts = Counter(difference.kind for difference in self.differences)
-        return [f"{n} of {counted(kind, self.compared[kind])}" for kind, n in counts.items()]
+        return [f"{n} of {count_kind(kind, self.compared[kind])}" for kind, n in counts.items()]
 
     def _list_not_compared(self) -> str:
         counts = Counter(skipped.kind for skipped in self.not_compared)
@@ -220,17 +221,16 @@ def _minority(sides: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(sorted(rank for ranks in others for rank in ranks))
 
 
-def counted(kind: str, count: int) -> str:
+def count_kind(kind: str, count: int) -> str:
     """Return "1 parameter", "3 buffers" or "24 values of the optimizer's options and state"."""
-    plural = "" if count == 1 else "s"
     if kind == "optimizer":
-        return f"{count} value{plural} of the optimizer's options and state"
-    return f"{count} {kind}{plural}"
+        return f"{counted(count, 'value')} of the optimizer's options and state"
+    return counted(count, kind)
 
 
 def listed_kinds(counts: Mapping[str, int]) -> str:
     """Return "2 parameters, 1 buffer", without the kinds of which there are none."""
-    return ", ".join(counted(kind, n) for kind, n in counts.items() if n) or "nothing"
+    return ", ".join(count_kind(kind, n) for kind, n in counts.items() if n) or "nothing"
 
 
 def few(names: Sequence[str]) -> str:
@@ -240,13 +240,6 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Return "rank 3" or "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    spans = [str(a) if a == b else f"{a}{'-' if b > a + 1 else ', '}{b}" for a, b in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans)}"
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0-2, 5"; two neighbours as "ranks 0, 1"."""
+    return name_ranks(ranks, shortest=3)

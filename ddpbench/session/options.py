@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from ddpbench.catalog import backends, faults, sizes
 from ddpbench.interchange import sources
 from ddpbench.launch import placement
-from ddpbench.records.choices import did_you_mean, explain_unknown
+from ddpbench.records.wording import did_you_mean, explain_unknown
 from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
 from ddpbench.session.errors import refuse
 

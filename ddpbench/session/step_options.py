@@ -14,6 +14,7 @@ from ddpbench.catalog.task import Workload
 from ddpbench.catalog.workloads import SETTINGS, WORKLOADS
 from ddpbench.launch.placement import Refused
 from ddpbench.records.schema import Plan
+from ddpbench.records.wording import list_choices
 from ddpbench.render.step_columns import STEP_COLUMNS
 from ddpbench.session import options
 from ddpbench.session.run_options import RunOptions
@@ -101,7 +102,7 @@ class Options(RunOptions):
                 owners = [each.name for each in WORKLOADS.values() if name in each.settings]
                 raise Refused(
                     f"--{name} does not apply to {', '.join(self.subjects)}: "
-                    f"it belongs to --workload {' or '.join(owners)}"
+                    f"it belongs to --workload {list_choices(owners)}"
                 )
         if self.static_graph and self.accumulate > 1:
             raise Refused(

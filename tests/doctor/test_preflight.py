@@ -12,11 +12,12 @@ from rank_setups import GIB, a_host, a_rank, a_setup
 from stored_runs import a_launch, a_run
 
 from ddpbench.analysis import findings
-from ddpbench.analysis.rank_setup import Setup, folded, named
+from ddpbench.analysis.rank_setup import Setup, folded
 from ddpbench.doctor.preflight import checks
 from ddpbench.doctor.preflight.table import build_tables
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
+from ddpbench.records.wording import name_ranks
 from ddpbench.render.doctor import table_blocks
 from ddpbench.render.style import TERMINAL
 from ddpbench.runtime import environment
@@ -257,8 +258,8 @@ def test_the_cores_that_a_control_group_allows(tmp_path: Path) -> None:
 
 def test_ranks_are_named_in_spans() -> None:
     """Neighbours are a span; values that are equal, lists too, are one group."""
-    assert named([3]) == "rank 3"
-    assert named([0, 1, 2, 5]) == "ranks 0-2, 5"
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([0, 1, 2, 5]) == "ranks 0-2, 5"
     assert folded([[1], [2], [1], None]) == [([1], [0, 2]), ([2], [1]), (None, [3])]
     many = Setup([a_rank(str(n)) for n in range(9)], [[n] for n in range(9)])
     assert many.who(range(9)) == "ranks 0-8 (0, 1, 2, 3, and 5 more)"

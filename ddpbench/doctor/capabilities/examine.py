@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 
-from ddpbench.analysis.rank_setup import counted
 from ddpbench.doctor.capabilities import probe
 from ddpbench.doctor.capabilities.probe import Request
 from ddpbench.doctor.capabilities.table import build_tables
@@ -32,6 +31,7 @@ from ddpbench.doctor.capabilities.verdicts import (
     rows,
 )
 from ddpbench.doctor.context import Context, Outcome
+from ddpbench.records.wording import counted
 from ddpbench.runtime import control
 
 # Times the seconds of an examination: a hang is tried twice, and fresh ranks need time to start.

@@ -6,10 +6,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpbench.analysis.rank_setup import counted
 from ddpbench.doctor.links import pairing
 from ddpbench.doctor.links.pairing import Halves, Pair
 from ddpbench.doctor.links.suspects import Cell
+from ddpbench.records.wording import counted
 
 SHARE = 0.7  # of the time of the examination; the rest is for suspects
 LEAST_SECONDS, MOST_SECONDS = 0.02, 0.2  # of one way of a pair

@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from ddpbench.analysis.rank_setup import Setup, counted
+from ddpbench.analysis.rank_setup import Setup
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.preflight import checks
 from ddpbench.doctor.preflight.table import build_tables
 from ddpbench.measure import clock
 from ddpbench.records import redact
+from ddpbench.records.wording import counted
 from ddpbench.runtime import control, environment
 
 # Facts in the record of a launch that serve another purpose.

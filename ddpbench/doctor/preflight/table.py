@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ddpbench.analysis.rank_setup import Facts, Setup, counted, folded, named
+from ddpbench.analysis.rank_setup import Facts, Setup, folded
 from ddpbench.records.schema import Table, TableColumn
+from ddpbench.records.wording import counted, name_ranks
 
 MIB, GIB = 2**20, 2**30
 HIDDEN = ("SLURM_",)  # Slurm sets many variables, and no collective reads them
@@ -56,7 +57,7 @@ def _folded(values: list[Any]) -> str:
     groups = folded(values)
     if len(groups) == 1:
         return str(groups[0][0])
-    return "; ".join(f"{value or '-'} ({named(ranks)})" for value, ranks in groups)
+    return "; ".join(f"{value or '-'} ({name_ranks(ranks)})" for value, ranks in groups)
 
 
 def _variables(setup: Setup) -> list[str]:

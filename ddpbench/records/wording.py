@@ -1,0 +1,52 @@
+"""Parts of sentences: counts, names of ranks, and names to choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+MOST_LISTED = 40  # names in one sentence; of more, the help has the list
+
+
+def explain_unknown(kind: str, word: str, known: Iterable[str]) -> str:
+    """Return "unknown KIND 'WORD': choose a, b or c. Did you mean b?"."""
+    table = list(known)
+    choices = f": choose {list_choices(table)}" if len(table) <= MOST_LISTED else ""
+    return f"unknown {kind} {word!r}{choices}{did_you_mean(word, table)}"
+
+
+def list_choices(known: Iterable[str]) -> str:
+    """Return "a, b or c"."""
+    *most, last = known
+    return f"{', '.join(most)} or {last}" if most else str(last)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ". Did you mean NAME?" for the closest name; "" if no name is close."""
+    import difflib
+
+    closest = difflib.get_close_matches(word, list(known), 1)
+    return f". Did you mean {closest[0]}?" if closest else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 link" or "3 links"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def name_ranks(ranks: Sequence[int], shortest: int = 2) -> str:
+    """Return "rank 3" or "ranks 0-2, 5"; `shortest` as in spans."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks, shortest)}"
+
+
+def spans(numbers: Sequence[int], shortest: int = 2) -> str:
+    """Return "0-2, 5" for 0, 1, 2, 5. A run of fewer than `shortest` numbers is listed singly."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) >= shortest else ", ".join(map(str, run))
+        for run in runs
+    )
