@@ -47,6 +47,5 @@ def spans(numbers: Sequence[int], shortest: int = 2) -> str:
         else:
             runs.append([number])
     return ", ".join(
-        f"{run[0]}-{run[-1]}" if len(run) >= shortest else ", ".join(map(str, run))
-        for run in runs
+        f"{run[0]}-{run[-1]}" if len(run) >= shortest else ", ".join(map(str, run)) for run in runs
     )
