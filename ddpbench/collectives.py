@@ -17,7 +17,7 @@ from ddpbench.catalog.operations import OPERATIONS, Operation
 from ddpbench.launch.placement import Placement
 from ddpbench.records.schema import Case, Limit, Plan, Result
 from ddpbench.records.terminal_text import tell
-from ddpbench.runtime import control, cpu, environment
+from ddpbench.runtime import control, cpu, host_memory
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts, launch_loop
@@ -246,7 +246,7 @@ def _objection(case: Case, world: World, device: torch.device) -> str | None:
         return "gloo sends and receives CPU tensors only"
     if operation.rooted and (case.root or 0) >= case.world_size:
         return f"root {case.root} is not one of {case.world_size} ranks"
-    free, sharers, where = environment.free_memory_nbytes(), len(world.neighbours), "host"
+    free, sharers, where = host_memory.free_memory_nbytes(), len(world.neighbours), "host"
     if device.type == "cuda":
         import torch
 

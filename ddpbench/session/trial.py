@@ -22,7 +22,7 @@ from ddpbench.measure.rounds import ARMS, Measured, Pace, Rounds
 from ddpbench.measure.step import Replica
 from ddpbench.records.schema import Epoch, Figure, Replicas, StepCase, StepResult
 from ddpbench.replicas import Report, Verifier
-from ddpbench.runtime import control, cpu, environment
+from ddpbench.runtime import control, cpu, host_memory
 from ddpbench.session import launch_facts
 from ddpbench.session.progress import Progress
 from ddpbench.session.summary import step_columns
@@ -164,7 +164,7 @@ class Trial:
 
     def _too_large(self, case: StepCase, replicas: int) -> str | None:
         """Return why this rank cannot hold this number of replicas that have not stepped yet."""
-        free, sharers, where = environment.free_memory_nbytes(), self.world.neighbours, "host"
+        free, sharers, where = host_memory.free_memory_nbytes(), self.world.neighbours, "host"
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             free, sharers = torch.cuda.mem_get_info(self.device)[0], self.world.gpu_mates

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddpbench.runtime import cpu, environment
+from ddpbench.runtime import cpu, environment, host_memory
 
 SPIN = "while True: pass"
 PING_PONG = """
@@ -283,7 +283,7 @@ def test_cgroup_v2_takes_the_tightest_level(tmp_path: Path) -> None:
             "sys__fs__cgroup__job__step__memory.current": "100\n",
         },
     )
-    assert environment.cgroup_limits(tmp_path) == {
+    assert host_memory.cgroup_limits(tmp_path) == {
         "cgroup_cpu_quota_cores": 1.5,
         "cgroup_memory_limit_nbytes": 1000,
         "cgroup_free_nbytes": 400,
@@ -302,7 +302,7 @@ def test_cgroup_v1_is_read_too(tmp_path: Path) -> None:
             "sys__fs__cgroup__cpu__cpu.cfs_period_us": "100000\n",
         },
     )
-    facts = environment.cgroup_limits(tmp_path)
+    facts = host_memory.cgroup_limits(tmp_path)
     assert list(facts.values()) == [0.5, 2000, 1500]
     write(
         tmp_path,
@@ -311,21 +311,21 @@ def test_cgroup_v1_is_read_too(tmp_path: Path) -> None:
             "sys__fs__cgroup__cpu__cpu.cfs_quota_us": "-1\n",
         },
     )
-    assert list(environment.cgroup_limits(tmp_path).values()) == [None, None, None]
+    assert list(host_memory.cgroup_limits(tmp_path).values()) == [None, None, None]
 
 
 def test_no_cgroup_no_limit(tmp_path: Path) -> None:
     """Without control groups every limit is None."""
-    assert list(environment.cgroup_limits(tmp_path).values()) == [None, None, None]
+    assert list(host_memory.cgroup_limits(tmp_path).values()) == [None, None, None]
 
 
 def test_free_memory_is_the_smaller_of_host_and_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control group's room bounds what may be allocated, on a host with plenty of memory."""
-    host = environment.free_memory_nbytes()
+    host = host_memory.free_memory_nbytes()
     assert host is not None
     assert 0 < host <= psutil.virtual_memory().total
-    monkeypatch.setattr(environment, "cgroup_limits", lambda: {"cgroup_free_nbytes": 4096})
-    assert environment.free_memory_nbytes() == 4096
+    monkeypatch.setattr(host_memory, "cgroup_limits", lambda: {"cgroup_free_nbytes": 4096})
+    assert host_memory.free_memory_nbytes() == 4096
 
 
 def test_throttled_time_in_either_unit(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from ddpbench.doctor.stragglers import judge, turns
 from ddpbench.doctor.stragglers.loads import COPY, COPY_NBYTES, Effort, prepare_efforts
 from ddpbench.doctor.stragglers.readings import ALONE, TOGETHER, Load, Pass, Shown
 from ddpbench.doctor.stragglers.table import build_tables
-from ddpbench.runtime import control, environment
+from ddpbench.runtime import control, host_memory
 
 SLICE_SECONDS = 0.02, 0.1  # least and most time of a turn at one load
 PERIOD_SECONDS = 0.12  # least with a CPU quota: longer than the kernel's period of 0.1 s
@@ -126,7 +126,7 @@ def _full_hosts(context: Context) -> list[str]:
 def _agree_copy_nbytes(context: Context) -> int:
     """Return how many bytes every rank has room to copy, the same on all ranks."""
     world = context.world
-    share = MEMORY_SHARE * (environment.free_memory_nbytes() or 0) / len(world.neighbours)
+    share = MEMORY_SHARE * (host_memory.free_memory_nbytes() or 0) / len(world.neighbours)
     return min(COPY_NBYTES["cpu"], *map(int, control.gather_values(world, share)))
 
 

@@ -1,0 +1,271 @@
+"""Kinds of devices that hold tensors. What depends on the kind of a device is here, in one table.
+
+To add a kind, add an entry to KINDS. A kind without an entry (xpu, hpu, …) gets `Accelerator`,
+which uses what all of torch's device modules have; it was never run on such a device.
+
+The methods take a torch.device of their kind. Until `select`, none of them creates a context on a
+device. An event of the CPU reads the host's clock, so code that times with events runs without a
+GPU, too. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ddpbench.records.wording import explain_unknown
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+class Event(Protocol):
+    """A stamp in the order of a device's work."""
+
+    def record(self) -> None:
+        """Stamp when the device has done what it was given so far."""
+
+    def synchronize(self) -> None:
+        """Wait until the stamp is taken."""
+
+    def elapsed_time(self, later: Any) -> float:
+        """Return the milliseconds from this stamp to a later one; both must be taken."""
+
+
+class HostEvent:
+    """An event of the CPU, which does its work in the order of the calls."""
+
+    ns = 0
+
+    def record(self) -> None:
+        self.ns = time.perf_counter_ns()
+
+    def synchronize(self) -> None:
+        """Return at once: the stamp is taken by `record`."""
+
+    def elapsed_time(self, later: HostEvent) -> float:
+        return (later.ns - self.ns) * 1e-6
+
+
+def elapsed_ns(first: Event, later: Event) -> int:
+    """Return the ns between two events that are taken."""
+    return round(first.elapsed_time(later) * 1e6)
+
+
+class Cpu:
+    """The host's processors and memory, the same for all ranks of a host."""
+
+    name = "cpu"
+    memory = "host"  # whose memory its tensors use, as messages name it
+    clock = "host"  # of the times of operations and steps; "device": events
+    sleeps = True  # whether `sleep` works
+    defaults = "cpu"  # key of the default sizes and batches in the catalog's tables
+
+    def unusable(self) -> str | None:
+        """Return None, or why no device of this kind can be used, as the end of a sentence."""
+        return None
+
+    def count(self) -> int:
+        """Return how many devices of this kind this process sees."""
+        return 1
+
+    def identity(self, index: int) -> str | None:
+        """Return a name that no other device has, on any host; None if all ranks may share it."""
+        return None
+
+    def select(self, index: int) -> torch.device:
+        """Make a device this process's current one. Return it."""
+        import torch
+
+        return torch.device("cpu")
+
+    def event(self, device: torch.device) -> Event:
+        """Return an event to be recorded on the stream that is current then."""
+        return HostEvent()
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until the device has done everything that it was given."""
+
+    def synchronize_stream(self, device: torch.device) -> None:
+        """Wait until the current stream has done everything that it was given."""
+
+    def sleep(self, device: torch.device, seconds: float) -> None:
+        """Keep the current stream busy for about so long."""
+        time.sleep(seconds)
+
+    def free_nbytes(self, device: torch.device) -> int | None:
+        """Return the memory that can be allocated now; None if it is unknown."""
+        from ddpbench.runtime import host_memory
+
+        return host_memory.free_memory_nbytes()
+
+    def total_nbytes(self, device: torch.device) -> int:
+        """Return the memory of the device that one process can fill; 0: not bounded by it."""
+        return 0
+
+    def release_memory(self) -> None:
+        """Give back the memory that torch keeps of freed tensors."""
+
+    def barrier_options(self, device: torch.device, group: dist.ProcessGroup) -> dict[str, Any]:
+        """Return the arguments with which dist.barrier uses this device."""
+        return {}
+
+    def ddp_device_ids(self, device: torch.device) -> list[torch.device] | None:
+        """Return DistributedDataParallel's `device_ids` for a model on this device."""
+        return None
+
+    def seeded_devices(self, device: torch.device) -> list[torch.device]:
+        """Return the devices with a random generator beside the CPU's: torch.random.fork_rng."""
+        return []
+
+    def random_states(self, device: torch.device) -> list[torch.Tensor]:
+        """Return the states of the generators that a model on this device can draw from."""
+        import torch
+
+        return [torch.get_rng_state()]
+
+
+class Accelerator(Cpu):
+    """Devices with streams, through torch's module for this kind."""
+
+    memory = "GPU"
+    clock = "device"
+    sleeps = False
+    defaults = "cuda"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def _module(self) -> Any:
+        import torch
+
+        return torch.get_device_module(self.name)
+
+    def unusable(self) -> str | None:
+        return None if self._module.is_available() else f"this torch finds no {self.name} device"
+
+    def count(self) -> int:
+        return int(self._module.device_count())
+
+    def identity(self, index: int) -> str | None:
+        uuid = getattr(self._module.get_device_properties(index), "uuid", None)
+        return str(uuid) if uuid else f"{self.name} {index}"
+
+    def select(self, index: int) -> torch.device:
+        import torch
+
+        self._module.set_device(index)
+        return torch.device(self.name, index)
+
+    def event(self, device: torch.device) -> Event:
+        event: Event = self._module.Event(enable_timing=True)
+        return event
+
+    def synchronize(self, device: torch.device) -> None:
+        self._module.synchronize(device)
+
+    def synchronize_stream(self, device: torch.device) -> None:
+        self._module.current_stream(device).synchronize()
+
+    def sleep(self, device: torch.device, seconds: float) -> None:
+        raise NotImplementedError(f"{self.name} devices cannot sleep")
+
+    def free_nbytes(self, device: torch.device) -> int | None:
+        return int(self._module.mem_get_info(device)[0])
+
+    def total_nbytes(self, device: torch.device) -> int:
+        return int(self._module.mem_get_info(device)[1])
+
+    def release_memory(self) -> None:
+        self._module.empty_cache()
+
+    def ddp_device_ids(self, device: torch.device) -> list[torch.device] | None:
+        return [device]
+
+    def seeded_devices(self, device: torch.device) -> list[torch.device]:
+        return [device]
+
+    def random_states(self, device: torch.device) -> list[torch.Tensor]:
+        return [*super().random_states(device), self._module.get_rng_state(device)]
+
+
+class Cuda(Accelerator):
+    """NVIDIA's GPUs, and AMD's, which torch calls cuda as well."""
+
+    sleeps = True
+    _cycles_per_second = 0.0
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+
+    def unusable(self) -> str | None:
+        """Quote CUDA: a driver that is too old must not look like a missing GPU."""
+        import warnings
+
+        import torch
+
+        if not (torch.version.cuda or torch.version.hip):
+            return "this torch is a CPU build"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the error below says the same
+            if torch.cuda.is_available():
+                return None
+            try:
+                torch.cuda.init()
+            except (RuntimeError, AssertionError) as error:
+                return f"CUDA says: {str(error).splitlines()[0].rstrip('. ')}"
+        return "no GPU is visible"
+
+    def identity(self, index: int) -> str | None:
+        import torch
+
+        return f"GPU-{torch.cuda.get_device_properties(index).uuid}"  # as nvidia-smi writes it
+
+    def sleep(self, device: torch.device, seconds: float) -> None:
+        import torch
+
+        if not self._cycles_per_second:
+            self._cycles_per_second = self._measure_cycles(device)
+        torch.cuda._sleep(round(seconds * self._cycles_per_second))
+
+    def _measure_cycles(self, device: torch.device, cycles: int = 1_000_000) -> float:
+        """Return the cycles per second of `torch.cuda._sleep`, at most 1 ms each."""
+        import torch
+
+        begin, end = self.event(device), self.event(device)
+        for _ in range(2):  # the first call also loads the kernel
+            begin.record()
+            torch.cuda._sleep(cycles)
+            end.record()
+            end.synchronize()
+        return cycles / (begin.elapsed_time(end) * 1e-3)
+
+    def barrier_options(self, device: torch.device, group: dist.ProcessGroup) -> dict[str, Any]:
+        """Name the device to nccl. Otherwise nccl may guess one from the rank's number."""
+        import torch.distributed as dist
+
+        # Other backends have no choice to make, and up to torch 2.7 refuse the argument.
+        return {"device_ids": [device.index]} if dist.get_backend(group) == "nccl" else {}
+
+
+KINDS: dict[str, Cpu] = {kind.name: kind for kind in (Cpu(), Cuda())}
+
+
+def get(name: str) -> Cpu:
+    """Return the kind of devices that torch calls by this name. Raises ValueError for no kind."""
+    if name in KINDS:
+        return KINDS[name]
+    import torch
+
+    current = torch.accelerator.current_accelerator()
+    if current is None or current.type != name:
+        choices = [*KINDS, *([current.type] if current else [])]
+        raise ValueError(explain_unknown("device", name, choices))
+    return KINDS.setdefault(name, Accelerator(name))
+
+
+def of(device: torch.device) -> Cpu:
+    """Return the kind of a device."""
+    return get(device.type)

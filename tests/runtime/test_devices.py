@@ -1,0 +1,49 @@
+"""The table of devices: the CPU's entry does what the other entries do, with the host's clock."""
+
+import time
+
+import pytest
+import torch
+
+from ddpbench.runtime import devices
+from ddpbench.runtime.devices import KINDS, Cpu, elapsed_ns
+
+CPU = torch.device("cpu")
+
+
+def test_events_of_the_cpu_read_the_hosts_clock() -> None:
+    """Between two events of the CPU lies the time that the host's clock measured."""
+    kind = devices.of(CPU)
+    first, later = kind.event(CPU), kind.event(CPU)
+    before = time.perf_counter_ns()
+    first.record()
+    kind.sleep(CPU, 0.01)
+    later.record()
+    later.synchronize()
+    most = time.perf_counter_ns() - before
+    assert 10_000_000 <= elapsed_ns(first, later) <= most
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_has_every_entry(name: str) -> None:
+    """A kind that lacks a method of the CPU's would fail only on a machine that has the device."""
+    kind = KINDS[name]
+    assert kind.name == name
+    assert isinstance(kind, Cpu)
+    assert kind.clock in ("host", "device")
+
+
+def test_an_unknown_kind_is_refused_with_the_kinds_that_exist() -> None:
+    """The sentence names what was typed and what is allowed."""
+    with pytest.raises(ValueError, match="choose cpu or cuda"):
+        devices.get("cpud")
+
+
+def test_the_cpu_needs_no_arguments_that_a_gpu_needs() -> None:
+    """DDP, barriers and generators get no device on the CPU."""
+    kind = devices.of(CPU)
+    assert kind.ddp_device_ids(CPU) is None
+    assert kind.seeded_devices(CPU) == []
+    assert len(kind.random_states(CPU)) == 1
+    assert kind.unusable() is None
+    assert kind.free_nbytes(CPU) is not None
