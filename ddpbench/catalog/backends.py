@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ddpbench.launch.placement import NO_MPIRUN, Refused, find_mpirun
 from ddpbench.records.wording import explain_unknown
+from ddpbench.runtime import nccl_library
 
 
 @dataclass(frozen=True)
@@ -74,21 +74,6 @@ def _no_cuda(backend: str, device: str) -> str | None:
         f"{backend} with CUDA tensors needs a GPU, and {built}: "
         "run on a GPU node, or use --device cpu --backend gloo"
     )
-
-
-def _nccl_version() -> str:
-    """Return the version of the loaded library. torch knows only that of its build's headers."""
-    import ctypes
-
-    import torch
-
-    number = ctypes.c_int()
-    try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):
-        built: Any = torch.cuda.nccl
-        return "NCCL " + ".".join(map(str, built.version())) + " (as built)"
-    return f"NCCL {number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def _mpi_native() -> bool:
@@ -161,7 +146,7 @@ BACKENDS: dict[str, Backend] = {
             help="NVIDIA's library for CUDA tensors (RCCL on AMD)",
             devices=("cuda",),
             unavailable=_nccl_unavailable,
-            library=_nccl_version,
+            library=nccl_library.describe,
             interfaces="NCCL_SOCKET_IFNAME",
         ),
         Backend(

@@ -24,6 +24,7 @@ from ddpbench import __version__
 from ddpbench.launch import family
 from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.records import redact
+from ddpbench.runtime import nccl_library
 from ddpbench.runtime.cpu import ROOT, cgroup_levels, or_none, read, search_line
 from ddpbench.runtime.host_memory import cgroup_limits, free_memory_nbytes
 
@@ -54,7 +55,7 @@ def run_facts() -> dict[str, object]:
         "git_dirty": None if changes is None else changes != "",
         "torch_build": next((f"{kind} {v}" for kind, v in builds.items() if v), torch and "cpu"),
         "cuda": builds["cuda"],
-        "nccl": or_none(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
+        "nccl": torch and or_none(nccl_library.describe_version),
         "mpi": or_none(mpi_library.library) if "mpi4py.MPI" in sys.modules else None,
         **host_facts(),
         "loopback": _interface("lo"),
