@@ -29,6 +29,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Wait until the stamp is taken."""
 
+    def query(self) -> bool:
+        """Return whether the stamp is taken."""
+
     def elapsed_time(self, later: Any) -> float:
         """Return the milliseconds from this stamp to a later one; both must be taken."""
 
@@ -43,6 +46,9 @@ class HostEvent:
 
     def synchronize(self) -> None:
         """Return at once: the stamp is taken by `record`."""
+
+    def query(self) -> bool:
+        return True
 
     def elapsed_time(self, later: HostEvent) -> float:
         return (later.ns - self.ns) * 1e-6
@@ -106,6 +112,10 @@ class Cpu:
 
     def release_memory(self) -> None:
         """Give back the memory that torch keeps of freed tensors."""
+
+    def group_options(self, device: torch.device, backend: str) -> dict[str, Any]:
+        """Return the arguments with which dist.new_group binds a group to this device."""
+        return {}
 
     def barrier_options(self, device: torch.device, group: dist.ProcessGroup) -> dict[str, Any]:
         """Return the arguments with which dist.barrier uses this device."""
@@ -241,6 +251,19 @@ class Cuda(Accelerator):
             end.record()
             end.synchronize()
         return cycles / (begin.elapsed_time(end) * 1e-3)
+
+    def group_options(self, device: torch.device, backend: str) -> dict[str, Any]:
+        """Bind nccl to the device where it would otherwise bind itself to a guessed one.
+
+        From torch 2.15 on, nccl connects while the group is made, on a GPU that it guesses from
+        LOCAL_RANK or the rank. Earlier versions connect at the first operation, on the GPU of its
+        tensor, or the one that `barrier_options` names. They are left to do so: torch 2.7.0 makes
+        a bound group's calls non-blocking, which may hang in NCCL 2.26.
+        """
+        import torch
+
+        guesses = backend == "nccl" and torch.__version__ >= "2.15"
+        return {"device_id": device} if guesses else {}
 
     def barrier_options(self, device: torch.device, group: dist.ProcessGroup) -> dict[str, Any]:
         """Name the device to nccl. Otherwise nccl may guess one from the rank's number."""
