@@ -66,6 +66,8 @@ class Cpu:
     memory = "host"  # whose memory its tensors use, as messages name it
     clock = "host"  # of the times of operations and steps; "device": events
     sleeps = True  # whether `sleep` works
+    forks = True  # whether processes that use such devices can be forked from one
+    refuses = False  # whether an allocation beyond its memory raises torch.OutOfMemoryError
     defaults = "cpu"  # key of the default sizes and batches in the catalog's tables
 
     def unusable(self) -> str | None:
@@ -142,6 +144,8 @@ class Accelerator(Cpu):
     memory = "GPU"
     clock = "device"
     sleeps = False
+    forks = False
+    refuses = True
     defaults = "cuda"
 
     def __init__(self, name: str) -> None:
