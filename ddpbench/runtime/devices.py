@@ -82,6 +82,14 @@ class Cpu:
         """Return a name that no other device has, on any host; None if all ranks may share it."""
         return None
 
+    def in_use(self) -> int | None:
+        """Return the index of the device that this process has begun to use; None if none is."""
+        return None
+
+    def properties(self, index: int) -> Any:
+        """Return what torch tells about a device: its name, its place on the PCI bus; or None."""
+        return None
+
     def select(self, index: int) -> torch.device:
         """Make a device this process's current one. Return it."""
         import torch
@@ -164,8 +172,14 @@ class Accelerator(Cpu):
         return int(self._module.device_count())
 
     def identity(self, index: int) -> str | None:
-        uuid = getattr(self._module.get_device_properties(index), "uuid", None)
+        uuid = getattr(self.properties(index), "uuid", None)
         return str(uuid) if uuid else f"{self.name} {index}"
+
+    def in_use(self) -> int | None:
+        return int(self._module.current_device()) if self._module.is_initialized() else None
+
+    def properties(self, index: int) -> Any:
+        return self._module.get_device_properties(index)
 
     def select(self, index: int) -> torch.device:
         import torch
@@ -233,9 +247,9 @@ class Cuda(Accelerator):
         return "no GPU is visible"
 
     def identity(self, index: int) -> str | None:
-        import torch
-
-        return f"GPU-{torch.cuda.get_device_properties(index).uuid}"  # as nvidia-smi writes it
+        """Return the UUID as nvidia-smi writes it. torch leaves out how it begins."""
+        gpu = self.properties(index)
+        return f"{'MIG' if ' MIG ' in gpu.name else 'GPU'}-{gpu.uuid}"
 
     def sleep(self, device: torch.device, seconds: float) -> None:
         import torch

@@ -1,6 +1,7 @@
 """The table of devices: the CPU's entry does what the other entries do, with the host's clock."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,3 +48,26 @@ def test_the_cpu_needs_no_arguments_that_a_gpu_needs() -> None:
     assert len(kind.random_states(CPU)) == 1
     assert kind.unusable() is None
     assert kind.free_nbytes(CPU) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "identity"),
+    [("NVIDIA H200", "GPU-1a2b"), ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "MIG-1a2b")],
+)
+def test_a_gpu_is_identified_as_nvidia_smi_does(
+    name: str, identity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's UUID lacks the beginning by which NVML finds the GPU, or the part of it."""
+    told = SimpleNamespace(name=name, uuid="1a2b")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: told)
+    assert KINDS["cuda"].identity(0) == identity
+
+
+def test_asking_what_is_in_use_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is in use once torch has started to use CUDA, not by the question."""
+    assert KINDS["cpu"].in_use() is None
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert KINDS["cuda"].in_use() is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert KINDS["cuda"].in_use() == 3
