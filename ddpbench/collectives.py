@@ -49,10 +49,10 @@ def prepare(context: LaunchContext[Options]) -> Work[Numbered]:
         for note in options.notes():
             tell(note)
     subgroups = context.closing.enter_context(
-        world.agree_subgroups(context.name, context.tested, options.groups)
+        world.agree_subgroups(context.name, context.tested, options.groups, context.device)
     )
     for subgroup in subgroups.values():
-        launch_loop.barrier_to_connect(world, context.backend, subgroup.group)
+        launch_loop.barrier_to_connect(world, context.backend, subgroup.group, context.device)
     loop.settle()
     partitions = [subgroup.partition for subgroup in subgroups.values()]
     requests = list_cases(options, context.backend, plan, partitions)

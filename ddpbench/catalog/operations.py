@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.records.schema import Case
+from ddpbench.runtime import devices
 
 if TYPE_CHECKING:
     import torch
@@ -243,8 +244,9 @@ def _scatter(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Cal
 
 
 def _barrier(case: Case, b: Buffers, group: dist.ProcessGroup, rank: int) -> Call:
-    call, later = _dist("barrier"), case.async_op
-    return lambda: call(group, later)
+    call, later, device = _dist("barrier"), case.async_op, b.output.device
+    device_ids = devices.of(device).barrier_options(device, group).get("device_ids")
+    return lambda: call(group, later, device_ids)
 
 
 def _partner(case: Case, rank: int) -> int | None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ddpbench.runtime import devices
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
@@ -14,10 +16,22 @@ if TYPE_CHECKING:
 
 
 def barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """Return the backend's own barrier."""
+    """Return the backend's own barrier, which holds the host on every kind of device.
+
+    From torch 2.15 on, nccl's barrier returns once it is issued.
+    """
     import torch.distributed as dist
 
-    return partial(dist.barrier, group=group)
+    kind = devices.of(device)
+    call = partial(dist.barrier, group=group, **kind.barrier_options(device, group))
+    if kind.clock == "host":
+        return call
+
+    def meet() -> None:
+        call()
+        kind.synchronize_stream(device)
+
+    return meet
 
 
 def p2p_barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
@@ -33,6 +47,7 @@ def p2p_barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], 
     if dist.get_backend(group) == "gloo":
         device = torch.device("cpu")  # gloo sends no CUDA tensors
     out, into = torch.zeros(1, device=device), torch.zeros(1, device=device)
+    kind = devices.of(device)
     distances = [1 << k for k in range((size - 1).bit_length())]
 
     def meet() -> None:
@@ -43,8 +58,7 @@ def p2p_barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], 
             ]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
-        if device.type == "cuda":  # on a GPU, a wait only orders the stream
-            torch.cuda.current_stream(device).synchronize()
+        kind.synchronize_stream(device)  # on a GPU, a wait only orders the stream
 
     return meet
 

@@ -245,5 +245,5 @@ def tested(request: Request, world: World) -> Iterator[tuple[dist.ProcessGroup, 
     backend = backends.get(request.backend)
     name = backend.register() if backend.register else backend.name
     device = world.agree_device(request.device)
-    with world.agree_group(name) as group:
+    with world.agree_group(name, device=device) as group:
         yield group, device

@@ -280,7 +280,7 @@ class Cuda(Accelerator):
         """
         import torch
 
-        guesses = backend == "nccl" and torch.__version__ >= "2.15"
+        guesses = _is_nccl(backend) and torch.__version__ >= "2.15"
         return {"device_id": device} if guesses else {}
 
     def barrier_options(self, device: torch.device, group: dist.ProcessGroup) -> dict[str, Any]:
@@ -288,7 +288,12 @@ class Cuda(Accelerator):
         import torch.distributed as dist
 
         # Other backends have no choice to make, and up to torch 2.7 refuse the argument.
-        return {"device_ids": [device.index]} if dist.get_backend(group) == "nccl" else {}
+        return {"device_ids": [device.index]} if _is_nccl(dist.get_backend(group)) else {}
+
+
+def _is_nccl(backend: str) -> bool:
+    """Return whether a backend is NCCL: "nccl", or a variant of it that torch has beside."""
+    return backend.startswith("nccl")
 
 
 KINDS: dict[str, Cpu] = {kind.name: kind for kind in (Cpu(), Cuda())}

@@ -13,8 +13,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from ddpbench.hang import status_board
@@ -25,7 +27,7 @@ from ddpbench.launch import siblings, sockets
 from ddpbench.launch.placement import PATIENT, Placement, Refused
 from ddpbench.launch.sockets import Connection
 from ddpbench.records import redact
-from ddpbench.runtime import control, network
+from ddpbench.runtime import control, devices, network
 from ddpbench.runtime.meeting import Rendezvous, connect_store, gather_introductions
 from ddpbench.runtime.network import Endpoint
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
@@ -133,19 +135,32 @@ class World:
 
     @contextlib.contextmanager
     def agree_group(
-        self, torch_name: str, members: Sequence[int] | None = None
+        self,
+        torch_name: str,
+        members: Sequence[int] | None = None,
+        device: torch.device | None = None,
     ) -> Iterator[dist.ProcessGroup]:
         """A process group of these ranks (None: all) on a backend, by its name in torch.
 
-        Every rank of the world calls it; one that is no member gets nothing of use.
+        Every rank of the world calls it; one that is no member gets nothing of use. device: this
+        rank's, for a backend that binds its groups to one. Such a group connects at once: raises
+        Refused in all ranks together if it cannot.
         """
         import torch.distributed as dist
 
         self.watchdog.begin_phase(f"the set-up of the {torch_name} group")
+        bound = devices.of(device).group_options(device, torch_name) if device else {}
+        objection = None
         try:
-            group = dist.new_group(members, backend=torch_name, timeout=self.timeout)
+            group = dist.new_group(members, backend=torch_name, timeout=self.timeout, **bound)
         except (AssertionError, ImportError, TypeError, ValueError) as error:
             raise RuntimeError(f"no group on {torch_name}: {control.first_line(error)}") from error
+        except RuntimeError as error:
+            if not bound:
+                raise
+            objection = describe_failed_connection(torch_name, error)
+        if bound and (sentence := control.agree_objection(self, objection)) is not None:
+            raise Refused(sentence)
         try:
             yield group
         finally:
@@ -154,22 +169,27 @@ class World:
 
     @contextlib.contextmanager
     def agree_subgroups(
-        self, torch_name: str, world_group: dist.ProcessGroup, names: Sequence[str]
+        self,
+        torch_name: str,
+        world_group: dist.ProcessGroup,
+        names: Sequence[str],
+        device: torch.device,
     ) -> Iterator[dict[str, Subgroup]]:
         """This rank's subgroup in each of these partitions, by name.
 
-        world_group: all ranks, on the same backend.
+        world_group: all ranks, on the same backend. device: this rank's.
         """
+        agree_group = partial(self.agree_group, torch_name, device=device)
         with contextlib.ExitStack() as groups:
             yield {
-                name: self._agree_subgroup(name, torch_name, world_group, groups) for name in names
+                name: self._agree_subgroup(name, world_group, agree_group, groups) for name in names
             }
 
     def _agree_subgroup(
         self,
         name: str,
-        torch_name: str,
         world_group: dist.ProcessGroup,
+        agree_group: Callable[[Sequence[int]], AbstractContextManager[dist.ProcessGroup]],
         groups: contextlib.ExitStack,
     ) -> Subgroup:
         partition = divide_ranks(name, list(self.hosts.values()))
@@ -178,7 +198,7 @@ class World:
             return Subgroup(partition, world_group, group, rank=self.rank)
         subgroup = Subgroup(partition, world_group, None)
         for number, members in enumerate(partition.subgroups):
-            group = groups.enter_context(self.agree_group(torch_name, members))
+            group = groups.enter_context(agree_group(members))
             if self.rank in members:
                 rank = members.index(self.rank)
                 subgroup = Subgroup(partition, world_group, group, number, rank)
@@ -244,6 +264,12 @@ def _start_watchdog(
         signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
         mode=rendezvous.watchdog,
     )
+
+
+def describe_failed_connection(name: str, error: Exception) -> str:
+    """Describe why a backend cannot connect its ranks: first and last line of its error."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or ["no text"]
+    return f"{name} cannot connect its ranks: {' '.join(dict.fromkeys((lines[0], lines[-1])))}"
 
 
 def _report_error(error: Exception, watchdog: Watchdog) -> NoReturn:

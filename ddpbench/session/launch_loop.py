@@ -19,7 +19,7 @@ from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.schema import Plan
 from ddpbench.records.terminal_text import tell
 from ddpbench.runtime import control, cpu, network
-from ddpbench.runtime.world import World, join_world
+from ddpbench.runtime.world import World, describe_failed_connection, join_world
 from ddpbench.session import launch_facts, run_folder
 from ddpbench.session.recorder import Outcome
 from ddpbench.session.run_options import RunOptions
@@ -141,8 +141,8 @@ def _measure(
     device = world.agree_device(options.device)
     with ExitStack() as closing:
         name = agree_torch_name(world, backend)
-        tested = closing.enter_context(world.agree_group(name))
-        barrier_to_connect(world, backend, tested)
+        tested = closing.enter_context(world.agree_group(name, device=device))
+        barrier_to_connect(world, backend, tested, device)
         began, meter = time.monotonic(), cpu.CpuMeter()
         context = LaunchContext(world, backend, name, tested, options, plan, device, index, closing)
         work = prepare(context)
@@ -197,19 +197,20 @@ def agree_torch_name(world: World, backend: Backend) -> str:
     return name
 
 
-def barrier_to_connect(world: World, backend: Backend, tested: dist.ProcessGroup | None) -> None:
+def barrier_to_connect(
+    world: World, backend: Backend, tested: dist.ProcessGroup | None, device: torch.device
+) -> None:
     """Call one barrier, so that the first case does not include the time to connect.
 
     All ranks call it. `tested` is None in a rank that is not in the group.
     """
-    import torch.distributed as dist
+    from ddpbench.measure import start
 
     objection = None
     try:
         if tested is not None:
-            dist.barrier(group=tested)
+            start.barrier(tested, device)()
     except RuntimeError as error:
-        lines = [line for line in str(error).splitlines() if line.strip()] or ["no text"]
-        objection = f"{backend.name} cannot connect its ranks: {lines[0]} {lines[-1]}"
+        objection = describe_failed_connection(backend.name, error)
     if (sentence := control.agree_objection(world, objection)) is not None:
         raise Refused(sentence)

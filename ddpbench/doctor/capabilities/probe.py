@@ -20,7 +20,7 @@ from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.doctor.capabilities import verdicts
 from ddpbench.doctor.capabilities.verdicts import OK, UNSUPPORTED, WRONG, Combination, Verdict
-from ddpbench.measure import throwaway_ranks
+from ddpbench.measure import start, throwaway_ranks
 from ddpbench.measure.throwaway_ranks import Report
 from ddpbench.records.schema import Case, Plan
 from ddpbench.runtime import control, subgroups
@@ -89,8 +89,6 @@ def main(folder: Path) -> int:
 
     def attempt(world: World, report: Report) -> None:
         report("doing", "the set-up of the group")
-        import torch.distributed as dist
-
         import_module("ddpbench.measure.loop")  # slow: not in the time of a combination
         with (
             throwaway_ranks.tested(request, world) as (tested, device),
@@ -103,7 +101,7 @@ def main(folder: Path) -> int:
 
             partition = subgroups.divide_ranks("world", list(world.hosts.values()))
             subgroup = Subgroup(partition, tested, tested, rank=world.rank)
-            dist.barrier(group=tested)  # nor are connections made in it
+            start.barrier(tested, device)()  # nor are connections made in it
             walk(request, world, subgroup, device, report=report, note=note)
 
     return throwaway_ranks.run(MODULE, folder, request, attempt)

@@ -1,0 +1,152 @@
+"""Starts of a repetition: NCCL's barriers get the rank's own GPU, wherever the ranks run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from command_lines import clean_environment
+from recording_backend import NAME
+from stored_runs import a_case
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ddpbench.catalog import backends
+from ddpbench.catalog.operations import OPERATIONS, Buffers
+from ddpbench.launch import forks
+from ddpbench.launch.placement import Refused, read_placement
+from ddpbench.measure import start
+from ddpbench.runtime import devices
+from ddpbench.runtime.meeting import Rendezvous
+from ddpbench.runtime.world import World, join_world
+from ddpbench.session import launch_loop
+
+GPUS = 4  # of each host
+# The hosts of ranks 0 to 3 → the GPU of each. NCCL would guess GPU 0, 1, 2, 3 in both.
+PLACES = {"cyclic": ("ABAB", [0, 0, 1, 1]), "uneven": ("AAAB", [0, 1, 2, 0])}
+
+
+@contextlib.contextmanager
+def pretended_gpus(host: str) -> Iterator[list[int]]:
+    """Answer torch's questions about GPUs as a host with GPUs would; yield the selected ones."""
+    selected: list[int] = []
+    stream = SimpleNamespace(synchronize=lambda: None)
+    answers = {
+        "device_count": lambda: GPUS,
+        "get_device_properties": lambda index: SimpleNamespace(uuid=f"{host}-{index}"),
+        "set_device": lambda device: selected.append(torch.device(device).index),
+        "current_stream": lambda device=None: stream,
+    }
+    with mock.patch.multiple(torch.cuda, **answers):
+        yield selected
+
+
+def call_barriers(world: World, hosts: str) -> list[int]:
+    """Call every barrier of a measured group in this rank; return the devices that they named."""
+    members = tuple(replace(m, boot_id=hosts[m.rank]) for m in world.members)
+    world = replace(world, members=members)
+    with pretended_gpus(hosts[world.rank]):
+        device = world.agree_device("cuda")
+        with world.agree_group(NAME, device=device) as group:
+            launch_loop.barrier_to_connect(world, backends.get(NAME), group, device)
+            start.STARTS["barrier"](group, device)()
+            with FakeTensorMode():
+                empty = torch.empty(0, device=device)
+            case = a_case(operation="barrier", device="cuda")
+            OPERATIONS["barrier"].bind(case, Buffers(empty, empty), group, world.rank)()
+            named: list[list[int]] = group.named  # type: ignore[attr-defined]
+    assert len(named) == 3
+    return sorted({index for each in named for index in each})
+
+
+def try_to_bind(world: World) -> str:
+    """Make a group of NCCL as torch 2.15 would, with a torch that has no NCCL."""
+    device = torch.device("cuda", world.rank)
+    with mock.patch.object(torch, "__version__", type(torch.__version__)("2.15.0")):
+        try:
+            with world.agree_group("nccl", device=device):
+                return ""
+        except Refused as refused:
+            return str(refused)
+
+
+def job(folder: Path) -> int:
+    """Call the barriers in one rank, wherever it may run."""
+    placement = read_placement()
+    assert placement is not None
+    with join_world(placement, Rendezvous(timeout_seconds=30)) as world:
+        found = {name: call_barriers(world, hosts) for name, (hosts, _) in PLACES.items()}
+        seen = {"barriers": found, "refused": try_to_bind(world)}
+        (folder / f"{world.rank}.json").write_text(json.dumps(seen))
+    return 0
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    """What each of four ranks saw."""
+    folder = tmp_path_factory.mktemp("barriers")
+    words = [sys.executable, __file__, str(folder)]
+    done = subprocess.run(
+        words, env=clean_environment(), capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_barriers_of_nccl_name_the_gpu_of_their_rank(
+    seen: list[dict[str, dict[str, list[int]]]], place: str
+) -> None:
+    """The first barrier of a group, each common start and the measured barrier name the rank's own
+    GPU: with cyclic ranks, with fewer ranks than GPUs, and on hosts with unequal numbers of ranks,
+    NCCL's own guess is another one."""
+    assert [each["barriers"][place] for each in seen] == [[gpu] for gpu in PLACES[place][1]]
+
+
+def test_a_group_that_connects_at_once_is_refused_by_all_ranks(
+    seen: list[dict[str, str]],
+) -> None:
+    """Where NCCL connects while its group is made, an error there is one sentence in all ranks."""
+    assert {each["refused"] for each in seen} == {
+        "nccl cannot connect its ranks: Distributed package doesn't have NCCL built in"
+    }
+
+
+def test_nccl_is_bound_where_it_would_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From torch 2.15 on, new_group gets the device. Before, a bound group would change NCCL's
+    mode. Other backends and the CPU are never bound."""
+    version = type(torch.__version__)
+    device = torch.device("cuda", 3)
+    bound = {}
+    for number in ("2.7.0", "2.14.1+cu130", "2.15.0"):
+        monkeypatch.setattr(torch, "__version__", version(number))
+        bound[number] = devices.of(device).group_options(device, "nccl")
+        assert devices.of(device).group_options(device, "gloo") == {}
+        assert devices.get("cpu").group_options(torch.device("cpu"), "nccl") == {}
+    assert bound == {"2.7.0": {}, "2.14.1+cu130": {}, "2.15.0": {"device_id": device}}
+
+
+def test_a_start_on_a_device_holds_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From torch 2.15 on, nccl's barrier returns once it is issued: the start waits for it."""
+    waited = []
+    monkeypatch.setattr(dist, "barrier", lambda **options: waited.append(options))
+    monkeypatch.setattr(devices.KINDS["cpu"], "clock", "device", raising=False)
+    synchronize = waited.append
+    monkeypatch.setattr(devices.KINDS["cpu"], "synchronize_stream", synchronize, raising=False)
+    group: Any = "group"
+    start.barrier(group, torch.device("cpu"))()
+    assert waited == [{"group": "group"}, torch.device("cpu")]
+
+
+if __name__ == "__main__":
+    sys.exit(forks.run(lambda: job(Path(sys.argv[1])), 4))
