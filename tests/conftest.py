@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from rank_pool import RankPool
 from simulated_hosts import Hosts, missing
+
+if TYPE_CHECKING:
+    from simulated_gpu import SimulatedGpu
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +32,20 @@ def hosts() -> Iterator[Callable[..., Hosts]]:
         pytest.skip(f"no simulated hosts: {why}")
     with contextlib.ExitStack() as benches:
         yield lambda *args, **options: benches.enter_context(Hosts(*args, **options))
+
+
+@pytest.fixture(scope="session")
+def cuda_guard(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a CPU build of torch lacks for simulated CUDA tensors."""
+    from simulated_gpu import load_guard
+
+    load_guard(tmp_path_factory.mktemp("guard"))
+
+
+@pytest.fixture
+def simulated_gpu(cuda_guard: None) -> Iterator[SimulatedGpu]:
+    """A GPU that torch simulates: device="cuda" works in the test, without a GPU."""
+    from simulated_gpu import SimulatedGpu
+
+    with SimulatedGpu() as gpu:
+        yield gpu

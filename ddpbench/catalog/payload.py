@@ -137,4 +137,5 @@ def _first_difference(got: torch.Tensor, expected: torch.Tensor, tolerance: floa
 def _tensor(values: npt.NDArray[np.float64], like: torch.Tensor) -> torch.Tensor:
     import torch
 
-    return torch.from_numpy(values).to(device=like.device).to(like.dtype)
+    # Converted on the CPU: not every kind of device has float64.
+    return torch.from_numpy(values).to(like.dtype).to(like.device)

@@ -1,0 +1,84 @@
+"""Inputs and the exact check with tensors on a GPU, which torch simulates: see simulated_gpu.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from simulated_gpu import OnGpu, SimulatedGpu
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
+
+from ddpbench.catalog import payload
+from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
+from ddpbench.catalog.operations import Piece
+
+PERIOD = payload.PERIOD
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    """The bytes of a tensor, wherever it is."""
+    held = tensor.held if isinstance(tensor, OnGpu) else tensor
+    return held.view(torch.uint8).tolist()
+
+
+def both(count: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A buffer on the GPU and one on the CPU."""
+    kind = getattr(torch, dtype)
+    return torch.zeros(count, dtype=kind, device="cuda"), torch.zeros(count, dtype=kind)
+
+
+def test_the_simulation_refuses_what_a_gpu_refuses(simulated_gpu: SimulatedGpu) -> None:
+    """Tensors of two devices cannot be added, numpy cannot see a GPU's, and each read is counted:
+    a test that passes in the simulation has mixed nothing."""
+    near, far = torch.ones(3), torch.ones(3, device="cuda")
+    assert far.device == torch.device("cuda", 0)
+    assert not far.is_cpu
+    with pytest.raises(FakeTensorDeviceMismatchError):
+        near + far
+    with pytest.raises(RuntimeError):
+        far.numpy()
+    assert simulated_gpu.reads == []
+    assert float((far + 1)[0]) == 2.0
+    assert far.cpu().numpy().tolist() == [1, 1, 1]
+    near.copy_(far)
+    far.tolist()
+    assert len(simulated_gpu.reads) == 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_gets_the_bits_of_the_cpu(simulated_gpu: SimulatedGpu, dtype: str) -> None:
+    """Filled and poisoned buffers on a GPU hold the CPU's bits, and filling them waits for
+    nothing; the values cross in the buffer's dtype, because not every GPU has float64."""
+    far, near = both(2 * PERIOD + 7, dtype)
+    for reduce_op in (None, *REDUCE_OPS):
+        values = payload.table(1, 3, dtype, reduce_op, 2)
+        for buffer in (far, near):
+            payload.poison(buffer)
+        assert bits(far) == bits(near)
+        for buffer in (far, near):
+            payload.fill(buffer, values)
+        assert bits(far) == bits(near)
+    assert simulated_gpu.reads == []
+    assert {size for name, size in simulated_gpu.crossed if name == "aten._to_copy"} == {
+        DTYPES[dtype].nbytes
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_is_checked_as_the_cpu_is(simulated_gpu: SimulatedGpu, dtype: str) -> None:
+    """A wrong element, in a whole period or in the rest, is found at the same index with the same
+    text; a right buffer costs one read for the periods and one for the rest."""
+    values = payload.table(1, 3, dtype, "sum", 2)
+    piece = Piece(5, 2 * PERIOD, 1, offset=5)
+    for tolerance in (0.0, 2.0**-6):
+        for index in (None, 5, PERIOD + 60, 2 * PERIOD + 4):
+            results = []
+            for buffer in both(2 * PERIOD + 7, dtype):
+                payload.fill(buffer, values)
+                if index is not None:
+                    buffer[index] = 0
+                before = len(simulated_gpu.reads)
+                results.append(payload.find_wrong(buffer, piece, values, tolerance))
+                if index is None and not buffer.is_cpu:
+                    assert len(simulated_gpu.reads) - before <= 2
+            assert results[0] == results[1]
+            assert (results[0] or (None,))[0] == index
