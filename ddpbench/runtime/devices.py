@@ -10,14 +10,23 @@ GPU, too. Importing this module imports no torch.
 
 from __future__ import annotations
 
+import os
+import re
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ddpbench.records.wording import explain_unknown
+from ddpbench.runtime import cpu
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+NO_DEVICE = re.compile(r"Found no .*driver|No \w+ GPUs are available")  # torch, with no device
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 class Event(Protocol):
@@ -74,9 +83,24 @@ class Cpu:
         """Return None, or why no device of this kind can be used, as the end of a sentence."""
         return None
 
+    def broken(self) -> bool:
+        """Whether `unusable` is a fault of devices that exist, which must not look like none."""
+        return False
+
+    def installed(self) -> int:
+        """Return how many devices the host's driver lists that this process was not told to hide.
+
+        The process may see fewer. 0 if the host does not reveal it.
+        """
+        return 0
+
     def count(self) -> int:
         """Return how many devices of this kind this process sees."""
         return 1
+
+    def usual_ranks(self) -> int:
+        """Return how many ranks to start on this host if the user names no number."""
+        return 2
 
     def identity(self, index: int) -> str | None:
         """Return a name that no other device has, on any host; None if all ranks may share it."""
@@ -171,9 +195,13 @@ class Accelerator(Cpu):
     def count(self) -> int:
         return int(self._module.device_count())
 
+    def usual_ranks(self) -> int:
+        return max(1, self.count())
+
     def identity(self, index: int) -> str | None:
         uuid = getattr(self.properties(index), "uuid", None)
-        return str(uuid) if uuid else f"{self.name} {index}"
+        boot_id = cpu.read("/proc/sys/kernel/random/boot_id")
+        return str(uuid) if uuid else f"{boot_id} {self.name} {index}"
 
     def in_use(self) -> int | None:
         return int(self._module.current_device()) if self._module.is_initialized() else None
@@ -229,25 +257,41 @@ class Cuda(Accelerator):
         super().__init__("cuda")
 
     def unusable(self) -> str | None:
-        """Quote CUDA: a driver that is too old must not look like a missing GPU."""
-        import warnings
+        """Quote CUDA's error: a driver that is too old must not look like a missing GPU.
 
+        Unlike torch.cuda.is_available, which hides the error, and which may count devices through
+        NVML that CUDA cannot use (PYTORCH_NVML_BASED_CUDA_CHECK), this starts CUDA. It creates no
+        context. A process that forks ranks must not call it, unless there is no device.
+        """
         import torch
 
         if not (torch.version.cuda or torch.version.hip):
             return "this torch is a CPU build"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the error below says the same
-            if torch.cuda.is_available():
-                return None
-            try:
-                torch.cuda.init()
-            except (RuntimeError, AssertionError) as error:
-                return f"CUDA says: {str(error).splitlines()[0].rstrip('. ')}"
-        return "no GPU is visible"
+        error = _start_cuda()
+        if error is None:
+            return None
+        version = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        hidden = [f"{name}={os.environ[name]}" for name in HIDING if name in os.environ]
+        place = f" with {' '.join(hidden)}" if hidden and NO_DEVICE.search(error) else ""
+        return f'{version} reports "{_shorten(error)}"{place}'
+
+    def broken(self) -> bool:
+        import torch
+
+        built = torch.version.cuda or torch.version.hip
+        error = _start_cuda() if built else None
+        return error is not None and not NO_DEVICE.search(error)
+
+    def installed(self) -> int:
+        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            return 0
+        return sum(1 for _ in NVIDIA_GPUS.glob("*"))
 
     def identity(self, index: int) -> str | None:
         """Return the UUID as nvidia-smi writes it. torch leaves out how it begins."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if index < len(visible) and visible[index].startswith("MIG-"):
+            return visible[index]  # CUDA may report one UUID for all instances of a GPU
         gpu = self.properties(index)
         return f"{'MIG' if ' MIG ' in gpu.name else 'GPU'}-{gpu.uuid}"
 
@@ -296,6 +340,24 @@ def _is_nccl(backend: str) -> bool:
     return backend.startswith("nccl")
 
 
+def _start_cuda() -> str | None:
+    """Return None, or torch's error, as often as it is called."""
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as error:
+        return str(error)
+    return None
+
+
+def _shorten(error: str) -> str:
+    """Return what matters in torch's error: CUDA's own number and text, else the first sentence."""
+    line = error.strip().splitlines()[0]
+    own = re.search(r"Error \d+: .*", line)
+    return own[0] if own else re.split(r"\. (?=[A-Z])", line)[0].rstrip(".")
+
+
 KINDS: dict[str, Cpu] = {kind.name: kind for kind in (Cpu(), Cuda())}
 
 
@@ -307,9 +369,17 @@ def get(name: str) -> Cpu:
 
     current = torch.accelerator.current_accelerator()
     if current is None or current.type != name:
-        choices = [*KINDS, *([current.type] if current else [])]
+        choices = dict.fromkeys([*KINDS, *([current.type] if current else [])])
         raise ValueError(explain_unknown("device", name, choices))
     return KINDS.setdefault(name, Accelerator(name))
+
+
+def preferred() -> Cpu:
+    """Return the kind that torch was built for, usable or not; without any, cuda."""
+    import torch
+
+    current = torch.accelerator.current_accelerator()
+    return get(current.type if current else "cuda")
 
 
 def of(device: torch.device) -> Cpu:
