@@ -8,6 +8,8 @@ then is raised is the group's error.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,22 @@ import torch.distributed as dist
 Int64 = npt.NDArray[np.int64]
 
 
+def choose_device(kinds: Sequence[str], tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Return the device of a group's messages: the CPU if the group takes its tensors.
+
+    Otherwise the first device of these kinds that holds one of the tensors. The current device may
+    be another rank's, because a script that passes devices around need not set it.
+    """
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    own = (tensor.device for tensor in tensors if tensor.device.type in kinds)
+    return next(own, torch.device(kinds[0]))  # without a number: the current one
+
+
 class Channel:
     """A process group and the device of its messages; without a group, this process alone."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, module: torch.nn.Module) -> None:
         self.group = group
         self.ranks, self.rank = [0], 0  # global ranks, in the group's order; this one's place
         self.device = torch.device("cpu")
@@ -33,8 +47,7 @@ class Channel:
             raise ValueError("this rank is not in the group: call it in the ranks of the group")
         self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         kinds = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
-        if "cpu" not in kinds:
-            self.device = torch.device(kinds[0])  # the current one
+        self.device = choose_device(kinds, chain(module.parameters(), module.buffers()))
 
     def gather_extremes(self, vector: Int64) -> tuple[Int64, Int64]:
         """The least and the greatest over the ranks of each of int64[n], n the same in all.

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpbench.replicas.digest import of_bytes
 from ddpbench.replicas.state import State, is_option, shards_state, unwrap, wrapper
 from ddpbench.replicas.usage import Usage
+from ddpbench.runtime import devices
 
 
 def read_flags(
@@ -47,10 +48,9 @@ def _digest(value: Any) -> int:
 
 def _rng_digest(module: torch.nn.Module) -> int:
     """Digest the states of torch's random number generators that this replica can draw from."""
-    states = [torch.get_rng_state()]
-    parameter: Any = next(unwrap(module).parameters(), None)
-    if parameter is not None and parameter.is_cuda:
-        states.append(torch.cuda.get_rng_state(parameter.device))
+    used = (p.device for p in unwrap(module).parameters() if not p.is_meta)
+    device = next(used, torch.device("cpu"))
+    states = devices.of(device).random_states(device)
     return of_bytes(b"".join(state.numpy().tobytes() for state in states)) >> 1
 
 

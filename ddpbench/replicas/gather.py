@@ -51,7 +51,7 @@ def gather_report(
     ddp = wrapper(module)
     if group is None and ddp is not None:
         group = ddp.process_group
-    channel = Channel(group)
+    channel = Channel(group, module)
     state = collect(module, optimizers, options.gradients is not False)
     usage = read_usage(module, state, options.gradients is not False)
     flags = read_flags(module, optimizers, state, usage)
