@@ -4,17 +4,18 @@ Equal bits in the same order give equal digests. Comparing values would not do: 
 NaN != NaN.
 
 `of_cpu` is xxh3 over memory. `weighted` is for devices whose memory xxh3 cannot read: it multiplies
-every 32-bit word by an odd weight, folds it, and sums up in int64 on the device. It works block by
-block, which bounds its memory. Both digests change with the order of elements. They are different
-functions, so only digests from one kind of device can be compared. The kind of device is therefore
-part of a replica's structure (state.py).
+every 32-bit word by an odd weight, folds it, and sums up in int64 on the device. Small tensors are
+joined and large ones are divided, so that a device gets a few long kernels. The two digests are
+different functions, so only digests from one kind of device can be compared. The kind of device is
+therefore part of a replica's structure (state.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,11 @@ from torch import Tensor
 Digests = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
 
-BLOCK = 1 << 20  # words or elements per block, where a block needs memory of its own
+# Words or elements per block, where a block needs memory of its own. On a device the digest of one
+# takes up to 20 bytes a word, and the weights 8: together 112 MiB, beside a copy of a tensor that is
+# not contiguous. The kernels of a block should take longer than their launch.
+BLOCK = 1 << 22
+JOINED = 1 << 18  # words or elements up to which a piece shares its kernels with others
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Tensors of other dtypes are viewed as integers of the same size.
 IN_NUMPY = {
@@ -44,7 +49,6 @@ IN_NUMPY = {
 }
 _xxh3 = xxhash.xxh3_64_intdigest
 _STEP = 0x9E3779B97F4A7C15 | 1  # odd, so multiplying by it loses no bits
-_SIGNED_STEP = _STEP - (1 << 64)
 
 
 def of_bytes(content: Any) -> int:
@@ -84,28 +88,97 @@ def _weights(device: torch.device, count: int) -> Tensor:
     return torch.from_numpy(z.view(np.int64)).to(device)
 
 
-def _blocks(flat: Tensor) -> Iterator[Tensor]:
-    """Yield the parts of a flat tensor, of up to BLOCK elements."""
-    for start in range(0, flat.numel(), BLOCK):
-        yield flat[start : start + BLOCK]
+def _blocks(flat: Tensor, count: int) -> Iterator[Tensor]:
+    """Yield the parts of a flat tensor, of up to `count` elements."""
+    for start in range(0, flat.numel(), count):
+        yield flat.narrow(0, start, min(count, flat.numel() - start))
 
 
-def weighted(tensor: Tensor) -> Tensor:
-    """Return the digest as an int64 scalar on the tensor's device, without waiting for it.
+Pieces = list[tuple[int, Tensor]]  # a tensor's position, and some of its elements, flat
 
-    A change of one word always changes the digest: the weight is odd, and the fold and the step
-    between blocks are invertible. Any other change is missed with a probability of about 2^-63.
+
+def _batches(flats: Iterable[tuple[int, Tensor]], unit: int) -> Iterator[Pieces]:
+    """Yield small tensors joined, up to BLOCK in all, and each block of a large one alone.
+
+    unit: elements that count as one.
     """
-    flat = plain(tensor).reshape(-1)
-    words = flat.view(WORDS[min(flat.itemsize, 4)])
-    digest = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    batch: Pieces = []
+    room = BLOCK
+    for position, flat in flats:
+        size = -(-flat.numel() // unit)
+        if size > JOINED:
+            yield from ([(position, part)] for part in _blocks(flat, BLOCK * unit))
+        elif size:
+            if size > room:
+                yield batch
+                batch, room = [], BLOCK
+            batch.append((position, flat))
+            room -= size
+    if batch:
+        yield batch
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _as_words(pieces: Pieces) -> Tensor:
+    """Return the bytes of all pieces as int32, each piece filled up to whole words by zeros."""
+    parts = [part for _, part in pieces]
+    if any(part.numel() % 4 or part.storage_offset() % 4 for part in parts):
+        zeros = parts[0].new_zeros(4)
+        filled = [(part, zeros.narrow(0, 0, -part.numel() % 4)) for part in parts]
+        return torch.cat([part for pair in filled for part in pair]).view(torch.int32)
+    return _join([part.view(torch.int32) for part in parts])
+
+
+def _weigh(pieces: Pieces) -> Tensor:
+    """Return int64[len(pieces)]: the sums of the weighted words up to the end of each piece."""
+    sizes = [-(-part.numel() // 4) for _, part in pieces]
+    words = _as_words(pieces)
     # Only two sizes of weights exist, so the cache holds few.
-    weights = _weights(tensor.device, 1 << 12 if words.numel() <= 1 << 12 else BLOCK)
-    for block in _blocks(words):
-        terms = block * weights[: block.numel()]  # int64, modulo 2^64
-        terms = terms.bitwise_xor_(terms >> 32)
-        digest = digest * _SIGNED_STEP + terms.sum()
-    return digest
+    table = _weights(words.device, JOINED if max(sizes) <= JOINED else BLOCK)
+    weights = _join([table.narrow(0, 0, size) for size in sizes])
+    terms = words * weights  # modulo 2^64
+    del words, weights
+    terms.bitwise_xor_(terms >> 32)
+    if len(sizes) == 1:
+        return terms.sum().reshape(1)
+    sums = terms.cumsum(0)
+    return torch.cat([sums.narrow(0, end - 1, 1) for end in accumulate(sizes)])
+
+
+def weigh(tensors: Sequence[Tensor]) -> tuple[Tensor, list[list[int]]]:
+    """Return the sums of batches of pieces of tensors on one device, without waiting for it.
+
+    Also returns the position of each piece's tensor, batch by batch.
+    """
+    flats = ((i, plain(tensor).reshape(-1).view(torch.uint8)) for i, tensor in enumerate(tensors))
+    sums, positions = [torch.empty(0, dtype=torch.int64, device=tensors[0].device)], []
+    for batch in _batches(flats, unit=4):
+        sums.append(_weigh(batch))
+        positions.append([position for position, _ in batch])
+    return torch.cat(sums), positions
+
+
+def weighted(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the digest of each of some tensors on one device: 0 … 2^64-1.
+
+    It depends on the tensor's bits and their order alone. A change of one word always changes it:
+    the weight is odd, and the fold and the step between blocks are invertible. Any other change is
+    missed with a probability of about 2^-63. A tensor that is not contiguous is copied first.
+    """
+    if not tensors:
+        return []
+    sums, batches = weigh(tensors)
+    ends = iter(sums.tolist())
+    digests = [0] * len(tensors)
+    for batch in batches:
+        before = 0
+        for position, end in zip(batch, ends, strict=False):
+            digests[position] = (digests[position] * _STEP + end - before) % (1 << 64)
+            before = end
+    return digests
 
 
 # --- values that are not finite
@@ -125,7 +198,7 @@ def count_nonfinite(tensor: Tensor) -> int:
     """Count the NaN and infinite elements, block by block."""
     flat = plain(tensor).reshape(-1)
     total = 0
-    for block in _blocks(flat):
+    for block in _blocks(flat, BLOCK):
         wide = block.float() if block.itemsize == 1 else block  # float8 has no isfinite
         total += wide.numel() - int(wide.isfinite().sum())
     return total
@@ -146,7 +219,7 @@ def read(values: Sequence[Any], finite: bool) -> tuple[Digests, Counts]:
     """Return a digest, uint64[n], and a non-finite count, int64[n], of each tensor or number.
 
     The count is 0 if `finite` is false, and for numbers, because an option may be infinite. Waits
-    for a device once, after all its tensors.
+    for a device twice, after all its tensors, or once without `finite`.
     """
     digests, counts = [0] * len(values), np.zeros(len(values), np.int64)
     on_device: dict[torch.device, list[int]] = {}  # positions
@@ -161,10 +234,11 @@ def read(values: Sequence[Any], finite: bool) -> tuple[Digests, Counts]:
             else:
                 on_device.setdefault(value.device, []).append(i)
         for positions in on_device.values():
-            rows = _read_on_device([values[i] for i in positions], finite)
-            for i, digest, suspect in zip(positions, *rows, strict=True):
+            tensors = [values[i] for i in positions]
+            for i, digest in zip(positions, weighted(tensors), strict=True):
                 digests[i] = digest
-                counts[i] = count_nonfinite(values[i]) if suspect else 0
+            for suspect in find_suspects(tensors) if finite else ():
+                counts[positions[suspect]] = count_nonfinite(tensors[suspect])
     return np.array(digests, np.uint64), counts
 
 
@@ -175,16 +249,29 @@ def _may_be_nonfinite(value: Tensor) -> bool:
     return not math.isfinite(total(value).item())
 
 
-def _read_on_device(tensors: list[Tensor], finite: bool) -> tuple[list[int], list[bool]]:
-    """Return digests of tensors on one device, and whether each may have non-finite elements."""
-    digests = torch.stack([weighted(t) for t in tensors]).cpu().numpy().view(np.uint64)
-    floats = [i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
-    suspects = [False] * len(tensors)
-    if finite and floats:
-        sums = [total(tensors[i]).float() for i in floats]
-        for i, finite_sum in zip(floats, torch.stack(sums).isfinite().tolist(), strict=True):
-            suspects[i] = not finite_sum
-    return digests.tolist(), suspects
+def add_up(tensors: Sequence[Tensor]) -> tuple[Tensor, list[list[int]]]:
+    """Return the totals of batches of floating-point tensors on one device, without waiting for it.
+
+    Also returns the positions of the tensors, batch by batch.
+    """
+    dtypes: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.is_floating_point() or tensor.is_complex():
+            dtypes.setdefault(tensor.dtype, []).append(i)
+    totals, positions = [torch.empty(0, device=tensors[0].device)], []
+    for dtype, those in dtypes.items():
+        flats = ((i, plain(tensors[i]).reshape(-1)) for i in those)
+        for batch in _batches(flats, unit=max(1, 4 // dtype.itemsize)):
+            totals.append(total(_join([part for _, part in batch])).float().reshape(1))
+            positions.append([i for i, _ in batch])
+    return torch.cat(totals), positions
+
+
+def find_suspects(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the positions of the tensors on one device that may have non-finite elements."""
+    totals, batches = add_up(tensors)
+    batches_of = zip(totals.tolist(), batches, strict=True)
+    return sorted({i for own, batch in batches_of if not math.isfinite(own) for i in batch})
 
 
 def as_tensor(value: Any) -> Tensor:
