@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ddpbench.replicas.channel import Channel, Int64
-from ddpbench.replicas.digest import as_tensor
+from ddpbench.replicas.digest import WORDS, as_tensor
 from ddpbench.replicas.report import Detail, Difference
 from ddpbench.replicas.state import Entry
 
@@ -58,6 +58,8 @@ def _piece(tensor: Tensor, start: int, stop: int) -> Bytes:
     if tensor.is_contiguous():
         part = tensor.view(-1)[start:stop]
     else:  # reshape would copy the whole
+        if not tensor.is_complex():  # torch takes no float8 and few unsigned dtypes
+            tensor = tensor.resolve_neg().view(WORDS[tensor.itemsize])
         part = tensor.take(torch.arange(start, stop, device=tensor.device))
     part = part.resolve_conj().resolve_neg().cpu().contiguous()
     return cast(Bytes, part.view(torch.uint8).numpy())
