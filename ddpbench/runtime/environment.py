@@ -24,7 +24,7 @@ from ddpbench import __version__
 from ddpbench.launch import family
 from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.records import redact
-from ddpbench.runtime import nccl_library
+from ddpbench.runtime import gpu_facts, link_facts, nccl_library
 from ddpbench.runtime.cpu import ROOT, cgroup_levels, or_none, read, search_line
 from ddpbench.runtime.host_memory import cgroup_limits, free_memory_nbytes
 
@@ -40,7 +40,6 @@ NOISE = re.compile(r"OMPI_(?!MCA_)|OMPI_MCA_(orte|prte|pmix|ess|initial|PREFIXES
 IPC_LOCK = 14  # the capability that lifts RLIMIT_MEMLOCK
 COMMAND_DEADLINE_SECONDS = 5.0
 MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity.d": "apptainer"}
-REASON = "nvmlClocksThrottleReason"
 
 
 def run_facts() -> dict[str, object]:
@@ -108,7 +107,9 @@ def rank_facts() -> dict[str, object]:
         "numa_nodes": compact(nodes) or None,
         "cpu_model": _cpu_model(read("/proc/cpuinfo")),
         "threads": or_none(lambda: int(_module("torch").get_num_threads())),
-        **_gpu(),
+        **gpu_facts.gpu(),
+        **gpu_facts.gpu_links(),
+        "rdma_ports": link_facts.rdma_ports(),
         "variables": allowed_variables(os.environ),
         **cgroup_limits(),
         "load_average": or_none(lambda: list(os.getloadavg())),
@@ -134,7 +135,7 @@ def setup_facts() -> dict[str, object]:
         "rdma_devices": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
         "shm_nbytes": or_none(lambda: shutil.disk_usage("/dev/shm").total),
         "debug_builds": [name for name, is_debug in debug.items() if is_debug],
-        **_gpu_place(torch),
+        **gpu_facts.gpu_health(),
     }
 
 
@@ -180,55 +181,6 @@ def _interface(name: str | None) -> dict[str, object]:
     speed = stats.speed * 125_000 if stats and stats.speed > 0 else None  # from Mbit/s
     mtu = stats.mtu if stats else None
     return {"name": name, "mtu_nbytes": mtu, "nominal_bytes_per_second": speed}
-
-
-def gpu_state() -> dict[str, object] | None:
-    """Clocks, throttle reasons, temperature and NVLinks of this rank's GPU; None without NVML."""
-    nvml, uuid = _module("pynvml"), _gpu()["gpu_uuid"]
-
-    def query(function: str, *arguments: object) -> Any:
-        return or_none(lambda: getattr(nvml, function)(*arguments))
-
-    query("nvmlInit")
-    gpu = query("nvmlDeviceGetHandleByUUID", uuid) if uuid else None
-    if gpu is None:
-        return None
-    sm, memory = (query("nvmlDeviceGetClockInfo", gpu, clock) for clock in (1, 2))  # in MHz
-    set_bits = query("nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
-    named = ((bit, name) for name, bit in vars(nvml).items() if name.startswith(REASON))
-    names = {bit: name.removeprefix(REASON) for bit, name in named}
-    reasons = [names.get(1 << n, f"bit {n}") for n in range(64) if (set_bits or 0) >> n & 1]
-    links = [query("nvmlDeviceGetNvLinkState", gpu, n) for n in range(nvml.NVML_NVLINK_MAX_LINKS)]
-    return {
-        "sm_clock_hertz": sm and sm * 10**6,
-        "memory_clock_hertz": memory and memory * 10**6,
-        "throttle_reasons": None if set_bits is None else reasons,
-        "temperature_celsius": query("nvmlDeviceGetTemperature", gpu, 0),
-        "nvlinks_active": None if set(links) == {None} else links.count(1),
-    }
-
-
-def _gpu() -> dict[str, object]:
-    """The GPU that this rank already uses; reading it must not create a CUDA context."""
-    cuda: Any = or_none(lambda: _module("torch").cuda)
-    index = or_none(cuda.current_device) if cuda and cuda.is_initialized() else None
-    gpu = None if index is None else or_none(lambda: cuda.get_device_properties(index))
-    uuid = gpu and f"GPU-{gpu.uuid}"  # as NVML and nvidia-smi write it
-    return {"gpu_index": index, "gpu_name": gpu and gpu.name, "gpu_uuid": uuid}
-
-
-def _gpu_place(torch: Any) -> dict[str, object]:
-    """The NUMA node of this rank's GPU, its total memory and its free memory."""
-    index = _gpu()["gpu_index"]
-    gpu: Any = None if index is None else or_none(lambda: torch.cuda.get_device_properties(index))
-    memory = None if gpu is None else or_none(lambda: torch.cuda.mem_get_info(index))
-    bus = or_none(lambda: f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
-    node = or_none(lambda: int(read(f"/sys/bus/pci/devices/{bus}/numa_node") or "-1"))
-    return {
-        "gpu_numa_node": None if node is None or node < 0 else node,
-        "gpu_free_nbytes": memory and memory[0],
-        "gpu_nbytes": memory and memory[1],
-    }
 
 
 def _cpu_model(cpu_info: str | None) -> str:

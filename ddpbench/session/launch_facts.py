@@ -12,7 +12,7 @@ import psutil
 from ddpbench.catalog.backends import Backend
 from ddpbench.records import store
 from ddpbench.records.schema import Launch
-from ddpbench.runtime import control, cpu, environment
+from ddpbench.runtime import control, cpu, environment, gpu_facts
 from ddpbench.runtime.world import World
 
 
@@ -35,7 +35,7 @@ def gather_launch_record(
         **environment.rank_facts(),
         "interface": environment.interface_of(next(iter(addresses), world.address)),
         "addresses": addresses,
-        "gpu_before": environment.gpu_state(),
+        "gpu_before": gpu_facts.gpu_state(),
     }
     ranks = control.gather_values(world, rank_facts)
     return Launch(
@@ -69,7 +69,7 @@ def agree_thread_count(world: World) -> int:
 
 def gather_usage(world: World, meter: cpu.CpuMeter) -> list[dict[str, object]]:
     """Gather what each rank used since the meter's start."""
-    usage = {"cpu": asdict(meter.stop()), "gpu_after": environment.gpu_state()}
+    usage = {"cpu": asdict(meter.stop()), "gpu_after": gpu_facts.gpu_state()}
     return control.gather_values(world, usage)
 
 

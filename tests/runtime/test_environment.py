@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -481,47 +480,3 @@ def test_others_share(
 ) -> None:
     """The share is between 0 and 1, and None where it is unknown or below the tick's resolution."""
     assert cpu.others_share(busy_seconds, own, wall, cores) == share
-
-
-# GPU
-
-
-def test_no_gpu_in_use_no_gpu_state() -> None:
-    """A rank that has not touched CUDA has no GPU facts, and asking creates no CUDA context."""
-    import torch
-
-    cuda: Any = torch.cuda
-    if cuda.is_initialized():
-        pytest.skip("another test uses the GPU in this process")
-    assert environment.gpu_state() is None
-    assert environment.rank_facts()["gpu_uuid"] is None
-    assert not cuda.is_initialized()
-
-
-def test_one_refused_query_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An NVML that refuses a query, as a MIG slice does, still tells the rest."""
-
-    def refused(*_: object) -> int:
-        raise OSError("Not Supported")
-
-    nvml = SimpleNamespace(
-        NVML_NVLINK_MAX_LINKS=4,
-        nvmlClocksThrottleReasonNone=0,
-        nvmlClocksThrottleReasonSwPowerCap=4,
-        nvmlClocksThrottleReasonAll=0x1FF,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-1": "gpu"}[uuid],
-        nvmlDeviceGetClockInfo=lambda gpu, clock: {1: 1980, 2: 3201}[clock],
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 4 | 1 << 40,
-        nvmlDeviceGetTemperature=refused,
-        nvmlDeviceGetNvLinkState=lambda gpu, link: 1 if link < 2 else refused(),
-    )
-    monkeypatch.setattr(environment, "_module", lambda name: nvml)
-    monkeypatch.setattr(environment, "_gpu", lambda: {"gpu_uuid": "GPU-1"})
-    assert environment.gpu_state() == {
-        "sm_clock_hertz": 1_980_000_000,
-        "memory_clock_hertz": 3_201_000_000,
-        "throttle_reasons": ["SwPowerCap", "bit 40"],
-        "temperature_celsius": None,
-        "nvlinks_active": 2,
-    }

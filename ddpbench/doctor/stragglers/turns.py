@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ddpbench.doctor.stragglers.loads import Effort, mean_seconds
 from ddpbench.measure import start
-from ddpbench.runtime import control, cpu, environment
+from ddpbench.runtime import control, cpu, gpu_facts
 from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:
@@ -192,6 +192,6 @@ def gpu_at_work(device: torch.device, work: Effort) -> dict[str, object] | None:
 
     for _ in range(GPU_CALLS):
         work.call()
-    state = environment.gpu_state()
+    state = gpu_facts.gpu_state()
     torch.cuda.synchronize(device)
     return state

@@ -1,0 +1,199 @@
+"""Facts about the GPU that this rank uses, ready for JSON; asking creates no context on a GPU.
+
+NVML (the module pynvml) knows NVIDIA's GPUs. A part of a GPU (MIG) has a UUID of its own there, but
+no clocks and no links: they are those of the whole GPU. What is not known is None.
+"""
+
+from __future__ import annotations
+
+import re
+from ctypes import byref
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from ddpbench.runtime import devices, link_facts
+from ddpbench.runtime.cpu import ROOT, or_none, read
+
+# NVML renamed its throttle reasons to event reasons in driver 535, and may drop the old names.
+REASON = re.compile(r"nvmlClocks(Event|Throttle)Reason(?!s|None$|All$)(\w+)")
+REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+ACTIVE, GPU, SWITCH = 1, 0, 2  # of NVLinks: state, what is at the other end
+UNCORRECTED, SINCE_DRIVER_LOADED = 1, 0  # of memory errors: kind, counter
+
+
+@dataclass(frozen=True)
+class Nvml:
+    """NVML's answers about one GPU; None to a query that it refuses."""
+
+    module: Any
+    gpu: Any
+    is_part: bool  # whether the rank uses a part of this GPU (MIG)
+
+    def query(self, function: str, *arguments: object) -> Any:
+        """Return the value of one of pynvml's functions for this GPU."""
+        return or_none(lambda: getattr(self.module, function)(self.gpu, *arguments))
+
+    def field(self, name: str, scope: int = 0) -> int | None:
+        """Return the value of a field of NVML, of one link if `scope` is its number."""
+        number = getattr(self.module, name, None)
+        values = self.query("nvmlDeviceGetFieldValues", [(number, scope)])
+        return int(values[0].value.uiVal) if values and values[0].nvmlReturn == 0 else None
+
+    def is_active(self, link: int) -> bool | None:
+        """Return whether an NVLink is up. GPUs since Hopper have a field for it, as NCCL asks."""
+        state = self.field("NVML_FI_DEV_NVLINK_GET_STATE", link)
+        state = self.query("nvmlDeviceGetNvLinkState", link) if state is None else state
+        return None if state is None else state == ACTIVE
+
+
+def gpu() -> dict[str, Any]:
+    """Return index, name and UUID of the GPU that this rank already uses."""
+    kind, index = _in_use()
+    uuid = kind and or_none(partial(kind.identity, index))
+    name = getattr(_properties(), "name", None)
+    return {"gpu_index": index, "gpu_name": name, "gpu_uuid": uuid}
+
+
+def gpu_state() -> dict[str, object] | None:
+    """Return clocks, throttle reasons, temperature and NVLinks of this rank's GPU, as NVML says."""
+    nvml = _open_nvml()
+    if nvml is None:
+        return None
+    sm, memory = (nvml.query("nvmlDeviceGetClockInfo", clock) for clock in (1, 2))  # in MHz
+    links = [nvml.is_active(n) for n in range(nvml.module.NVML_NVLINK_MAX_LINKS)]
+    return {
+        "sm_clock_hertz": sm and sm * 10**6,
+        "memory_clock_hertz": memory and memory * 10**6,
+        "throttle_reasons": _throttle_reasons(nvml),
+        "temperature_celsius": nvml.query("nvmlDeviceGetTemperature", 0),
+        "nvlinks_active": None if set(links) == {None} else links.count(True),
+    }
+
+
+def gpu_links() -> dict[str, object]:
+    """Return how this rank's GPU reaches others: its PCIe link, NVLinks, and their fabric.
+
+    gpu_nvlinks   one entry for each other end: "switch", or the place of a GPU on the PCI bus; none
+                  without NVLinks; None if NVML does not tell, or the rank has a part of a GPU
+    gpu_fabric    equal for GPUs that NVLinks connect across hosts
+    """
+    nvml, bus = _open_nvml(), _bus()
+    # The GPU of a Grace superchip reaches its host over other links than PCIe.
+    reached_otherwise = nvml is not None and nvml.field("NVML_FI_DEV_C2C_LINK_COUNT")
+    return {
+        "gpu_bus": bus,
+        "gpu_pcie": link_facts.pcie_link(bus) if bus and not reached_otherwise else None,
+        "gpu_nvlinks": None if nvml is None or nvml.is_part else _nvlinks(nvml),
+        "gpu_fabric": nvml and or_none(partial(_fabric, nvml)),
+    }
+
+
+def gpu_health() -> dict[str, object]:
+    """Return NUMA node and memory of this rank's GPU, and what its error correction says."""
+    nvml, bus = _open_nvml(), _bus()
+    free, total = or_none(_memory) or (None, None)
+    node = or_none(lambda: int(read(ROOT / f"sys/bus/pci/devices/{bus}/numa_node") or "-1"))
+    ecc = nvml and nvml.query("nvmlDeviceGetEccMode")
+    errors = (UNCORRECTED, SINCE_DRIVER_LOADED)
+    return {
+        "gpu_numa_node": None if node is None or node < 0 else node,
+        "gpu_free_nbytes": free,
+        "gpu_nbytes": total,
+        "gpu_ecc": ecc and bool(ecc[0]),
+        "gpu_memory_errors": nvml and nvml.query("nvmlDeviceGetTotalEccErrors", *errors),
+    }
+
+
+def _in_use() -> tuple[devices.Cpu | None, Any]:
+    """Return the kind and the index of the device that this rank uses; None if it is the CPU."""
+    for kind in devices.KINDS.values():
+        if (index := or_none(kind.in_use)) is not None:
+            return kind, index
+    return None, None
+
+
+def _properties() -> Any:
+    """Return what torch tells about the GPU in use."""
+    kind, index = _in_use()
+    return kind and or_none(partial(kind.properties, index))
+
+
+def _memory() -> tuple[int | None, int | None]:
+    """Return free and total memory of the GPU in use."""
+    import torch
+
+    kind, index = _in_use()
+    if kind is None:
+        return None, None
+    device = torch.device(kind.name, index)
+    return kind.free_nbytes(device), kind.total_nbytes(device)
+
+
+def _bus() -> str | None:
+    """Return the place of the GPU in use on the PCI bus, as /sys names it."""
+    told = _properties()
+    return or_none(
+        lambda: f"{told.pci_domain_id:04x}:{told.pci_bus_id:02x}:{told.pci_device_id:02x}.0"
+    )
+
+
+def _open_nvml() -> Nvml | None:
+    """Return NVML's view of this rank's GPU; None without NVML."""
+    module: Any = or_none(lambda: import_module("pynvml"))
+    uuid = gpu()["gpu_uuid"]
+    if module is None or uuid is None:
+        return None
+    or_none(module.nvmlInit)
+    body = re.sub("^(GPU|MIG)-", "", uuid)
+    whole = or_none(lambda: module.nvmlDeviceGetHandleByUUID(f"GPU-{body}"))
+    if whole is not None:
+        return Nvml(module, whole, is_part=False)
+    part = or_none(lambda: module.nvmlDeviceGetHandleByUUID(f"MIG-{body}"))
+    whole = or_none(lambda: module.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part))
+    return None if whole is None else Nvml(module, whole, is_part=True)
+
+
+def _throttle_reasons(nvml: Nvml) -> list[str] | None:
+    """Return why the clocks are lowered: NVML's names without what they all begin with."""
+    answers = (nvml.query(function) for function in REASONS)
+    bits = next((answer for answer in answers if answer is not None), None)
+    names: dict[int, str] = {}
+    for name, bit in vars(nvml.module).items():
+        if match := REASON.fullmatch(name):
+            names.setdefault(bit, match[2])  # of two names for a bit the older is deprecated
+    set_bits = (n for n in range(64) if (bits or 0) >> n & 1)
+    return None if bits is None else [names.get(1 << n, f"bit {n}") for n in set_bits]
+
+
+def _nvlinks(nvml: Nvml) -> list[dict[str, object]]:
+    """Return the active NVLinks: where they lead, how many, and the rate of each per direction."""
+    ends: dict[tuple[str, float | None], int] = {}
+    for link in range(nvml.module.NVML_NVLINK_MAX_LINKS):
+        if not nvml.is_active(link):
+            continue
+        speed = nvml.field("NVML_FI_DEV_NVLINK_GET_SPEED", link)
+        speed = speed or nvml.field("NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON")
+        end = _other_end(nvml, link), speed and speed * 1e6
+        ends[end] = ends.get(end, 0) + 1
+    return [
+        {"to": to, "count": count, "bytes_per_second": rate} for (to, rate), count in ends.items()
+    ]
+
+
+def _other_end(nvml: Nvml, link: int) -> str:
+    """Return "switch", the place of the GPU at the other end of an NVLink, or "other"."""
+    end = nvml.query("nvmlDeviceGetNvLinkRemoteDeviceType", link)
+    remote = nvml.query("nvmlDeviceGetNvLinkRemotePciInfo", link) if end == GPU else None
+    if remote is not None:
+        return str(remote.busId).lower()[-len("0000:00:00.0") :]
+    return "switch" if end in (SWITCH, None) else "other"
+
+
+def _fabric(nvml: Nvml) -> str | None:
+    """Return the name of the NVLink fabric that this GPU shares with other hosts."""
+    info = nvml.module.c_nvmlGpuFabricInfo_t()
+    nvml.module.nvmlDeviceGetGpuFabricInfo(nvml.gpu, byref(info))
+    cluster = bytes(info.clusterUuid)
+    return f"{cluster.hex()}/{info.cliqueId}" if any(cluster) else None

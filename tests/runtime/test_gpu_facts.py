@@ -1,0 +1,295 @@
+"""What is said about a GPU: from torch, from an NVML of either generation, and from the kernel."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ddpbench.runtime import environment, gpu_facts, link_facts
+
+BODY = "1f2e3d4c-0000-1111-2222-333344445555"
+PROPERTIES = {
+    "name": "NVIDIA H200", "uuid": BODY, "pci_domain_id": 0, "pci_bus_id": 0x65, "pci_device_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The GPU that torch says it uses; torch's module is where this suite ends."""
+    told = SimpleNamespace(**PROPERTIES)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: told)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 << 30, 140 << 30))
+    return told
+
+
+def refuse(*_: object) -> Any:
+    raise OSError("Not Supported")
+
+
+def a_nvml(monkeypatch: pytest.MonkeyPatch, handles: dict[str, str], **queries: Any) -> None:
+    """Let this process import a pynvml that has these handles by UUID, and these functions."""
+    module = ModuleType("pynvml")
+    vars(module).update(
+        NVML_NVLINK_MAX_LINKS=4,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: handles[uuid],
+        nvmlDeviceGetClockInfo=lambda gpu, clock: {1: 1980, 2: 3201}[clock],
+        nvmlDeviceGetTemperature=refuse,
+        nvmlDeviceGetNvLinkState=lambda gpu, link: 1 if link < 2 else refuse(),
+        **queries,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+
+
+BEFORE_535 = {
+    "nvmlClocksThrottleReasonNone": 0,
+    "nvmlClocksThrottleReasonSwPowerCap": 4,
+    "nvmlClocksThrottleReasonAll": 0x1FF,
+    "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 4 | 1 << 40,
+}
+SINCE_535 = {
+    "nvmlClocksEventReasonApplicationsClocksSetting": 2,
+    "nvmlClocksEventReasonUserDefinedClocks": 2,
+    "nvmlClocksEventReasonSwPowerCap": 4,
+    "nvmlClocksEventReasonAll": 0x1FF,
+    "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: 6,
+}
+
+
+@pytest.mark.parametrize(
+    ("queries", "reasons"),
+    [
+        (BEFORE_535, ["SwPowerCap", "bit 40"]),
+        (SINCE_535, ["ApplicationsClocksSetting", "SwPowerCap"]),
+        (
+            {**BEFORE_535, **SINCE_535, "nvmlDeviceGetCurrentClocksEventReasons": refuse},
+            ["SwPowerCap", "bit 40"],
+        ),
+        ({}, None),
+    ],
+    ids=["old names", "new names", "new module, old driver", "neither"],
+)
+def test_throttle_reasons_have_one_name_in_both_generations(
+    queries: dict[str, Any], reasons: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVML renamed functions and bits; what ddpbench says did not change, and a refused query, as
+    that of the temperature, leaves the others."""
+    a_nvml(monkeypatch, {f"GPU-{BODY}": "gpu"}, **queries)
+    assert gpu_facts.gpu_state() == {
+        "sm_clock_hertz": 1_980_000_000,
+        "memory_clock_hertz": 3_201_000_000,
+        "throttle_reasons": reasons,
+        "temperature_celsius": None,
+        "nvlinks_active": 2,
+    }
+
+
+def test_a_part_of_a_gpu_is_found_and_its_gpu_answers(
+    a_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVML knows a part (MIG) by "MIG-" and its UUID, and only the whole GPU has clocks. The links
+    of the whole GPU are not the part's."""
+    a_gpu.name = "NVIDIA A100-SXM4-80GB MIG 3g.40gb"
+    whole = {"part": "gpu"}
+    a_nvml(
+        monkeypatch, {f"MIG-{BODY}": "part"}, **SINCE_535,
+        nvmlDeviceGetDeviceHandleFromMigDeviceHandle=lambda part: whole[part],
+    )  # fmt: skip
+    nvml: Any = sys.modules["pynvml"]
+    nvml.nvmlDeviceGetClockInfo = lambda gpu, clock: {"gpu": 1410}[gpu]
+    state = gpu_facts.gpu_state()
+    assert state is not None
+    assert state["sm_clock_hertz"] == 1_410_000_000
+    assert gpu_facts.gpu()["gpu_uuid"] == f"MIG-{BODY}"
+    assert gpu_facts.gpu_links()["gpu_nvlinks"] is None
+
+
+def test_without_nvml_torch_still_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pynvml is missing, or has no driver, the facts of torch remain and the rest is None."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_facts.gpu_state() is None
+    assert gpu_facts.gpu() == {
+        "gpu_index": 2, "gpu_name": "NVIDIA H200", "gpu_uuid": f"GPU-{BODY}",
+    }  # fmt: skip
+    links, health = gpu_facts.gpu_links(), gpu_facts.gpu_health()
+    assert (links["gpu_bus"], links["gpu_nvlinks"]) == ("0000:65:00.0", None)
+    assert (health["gpu_free_nbytes"], health["gpu_nbytes"]) == (60 << 30, 140 << 30)
+    assert health["gpu_ecc"] is None
+    json.dumps([links, health])
+
+
+def test_no_gpu_in_use_no_gpu_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has not touched CUDA has no facts of a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert gpu_facts.gpu_state() is None
+    assert set(gpu_facts.gpu().values()) == {None}
+    assert environment.rank_facts()["gpu_uuid"] is None
+
+
+# --- the real pynvml ------------------------------------------------------------------------------
+
+
+def test_pynvml_has_what_is_asked_of_it() -> None:
+    """Each name of NVML in the source exists in the pynvml that is installed; of two names for one
+    thing, one does."""
+    nvml = pytest.importorskip("pynvml")
+    source = Path(gpu_facts.__file__).read_text()
+    names = set(re.findall(r"\b(?:c_)?nvml[A-Z]\w+|NVML_\w+", source))
+    names -= {"nvmlClocks", "nvmlReturn", *gpu_facts.REASONS}
+    assert len(names) > 10
+    assert [name for name in sorted(names) if not hasattr(nvml, name)] == []
+    assert any(hasattr(nvml, name) for name in gpu_facts.REASONS)
+    assert [name for name in dir(nvml) if gpu_facts.REASON.fullmatch(name)]
+    assert (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM, nvml.NVML_TEMPERATURE_GPU) == (1, 2, 0)
+    assert gpu_facts.ACTIVE == nvml.NVML_FEATURE_ENABLED
+    assert gpu_facts.GPU == nvml.NVML_NVLINK_DEVICE_TYPE_GPU
+    assert gpu_facts.SWITCH == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+    assert gpu_facts.UNCORRECTED == nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    assert gpu_facts.SINCE_DRIVER_LOADED == nvml.NVML_VOLATILE_ECC
+
+
+LIBRARY = r"""
+#include <string.h>
+#include <stdint.h>
+typedef struct { uint32_t field, scope; int64_t when, latency; int type, result;
+                 union { double d; unsigned u; unsigned long long l; } value; } Field;
+typedef struct { char old[16]; unsigned domain, bus, device, id, sub; char bus_id[32]; } Pci;
+static int handle;
+int nvmlInitWithFlags(unsigned flags) { return 0; }
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **gpu) {
+  *gpu = &handle; return strcmp(uuid, "GPU-1f2e3d4c-0000-1111-2222-333344445555") ? 6 : 0; }
+int nvmlDeviceGetClockInfo(void *gpu, int clock, unsigned *mhz) { *mhz = 1000 * clock; return 0; }
+int nvmlDeviceGetTemperature(void *gpu, int sensor, unsigned *celsius) { *celsius = 55; return 0; }
+int nvmlDeviceGetCurrentClocksEventReasons(void *gpu, unsigned long long *bits) {
+  *bits = 0x41; return 0; }
+int nvmlDeviceGetFieldValues(void *gpu, int count, Field *fields) {
+  for (int i = 0; i < count; i++) {
+    Field *f = fields + i;
+    f->result = f->scope < 20 ? 0 : 2;  /* Not Found */
+    f->value.u = f->field == 165 ? f->scope < 18 : f->field == 164 ? 26562 : 0;
+  }
+  return 0; }
+int nvmlDeviceGetNvLinkState(void *gpu, unsigned link, unsigned *state) { return 3; }
+int nvmlDeviceGetNvLinkRemoteDeviceType(void *gpu, unsigned link, int *type) {
+  *type = link < 16 ? 2 : 0; return 0; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *gpu, unsigned link, Pci *pci) {
+  strcpy(pci->bus_id, "00000000:1B:00.0"); return 0; }
+int nvmlDeviceGetGpuFabricInfo(void *gpu, void *info) {
+  memset(info, 0xab, 16); ((uint32_t *)info)[5] = 7; return 0; }
+int nvmlDeviceGetEccMode(void *gpu, unsigned *now, unsigned *next) { *now = *next = 1; return 0; }
+int nvmlDeviceGetTotalEccErrors(void *gpu, int kind, int counter, unsigned long long *count) {
+  *count = kind == 1 && counter == 0 ? 3 : 0; return 0; }
+"""
+SHOW = """
+import json, sys
+from types import SimpleNamespace
+import torch
+from ddpbench.runtime import gpu_facts
+told = SimpleNamespace(**json.loads(sys.argv[1]))
+torch.cuda.is_initialized = lambda: True
+torch.cuda.current_device = lambda: 2
+torch.cuda.get_device_properties = lambda index: told
+print(json.dumps([gpu_facts.gpu_state(), gpu_facts.gpu_links(), gpu_facts.gpu_health()]))
+"""
+
+
+def test_the_real_pynvml_reads_a_gpu_with_eighteen_links(tmp_path: Path) -> None:
+    """Against a stub of NVIDIA's library, with its structures, the real pynvml gives the facts of
+    an H200: 16 links to a switch and 2 to another GPU, each of 26.6 GB/s."""
+    pytest.importorskip("pynvml")
+    if shutil.which("cc") is None:
+        pytest.skip("needs cc")
+    library = tmp_path / "libnvidia-ml.so.1"
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(command, input=LIBRARY, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW, json.dumps(PROPERTIES)], capture_output=True, text=True,
+        env={"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": ":".join(filter(None, sys.path))},
+        check=True,
+    )  # fmt: skip
+    state, links, health = json.loads(done.stdout)
+    assert state == {
+        "sm_clock_hertz": 10**9, "memory_clock_hertz": 2 * 10**9, "temperature_celsius": 55,
+        "throttle_reasons": ["GpuIdle", "HwThermalSlowdown"], "nvlinks_active": 18,
+    }  # fmt: skip
+    assert links["gpu_nvlinks"] == [
+        {"to": "switch", "count": 16, "bytes_per_second": 26.562e9},
+        {"to": "0000:1b:00.0", "count": 2, "bytes_per_second": 26.562e9},
+    ]
+    assert links["gpu_fabric"] == "ab" * 16 + "/7"
+    assert (health["gpu_ecc"], health["gpu_memory_errors"]) == (True, 3)
+
+
+# --- /sys -----------------------------------------------------------------------------------------
+
+
+def a_device(root: Path, speed: str, width: int, port: tuple[str, int], now: str = "") -> None:
+    """Put a GPU at 0000:65:00.0 behind a port into a made-up /sys. Idle, its speed is `now`."""
+    folder = root / "sys/devices/pci0000:64/0000:64:00.0"
+    gpu = folder / "0000:65:00.0"
+    gpu.mkdir(parents=True)
+    (root / "sys/bus/pci/devices").mkdir(parents=True)
+    (root / "sys/bus/pci/devices/0000:65:00.0").symlink_to(gpu)
+    files = {
+        folder / "max_link_speed": port[0], folder / "max_link_width": port[1],
+        gpu / "max_link_speed": speed, gpu / "max_link_width": 16,
+        gpu / "current_link_speed": now or speed, gpu / "current_link_width": width,
+    }  # fmt: skip
+    for file, value in files.items():
+        file.write_text(f"{value}\n")
+
+
+@pytest.mark.parametrize(
+    ("speed", "width", "port", "now", "rate", "allowed"),
+    [
+        ("5.0 GT/s PCIe", 16, ("5.0 GT/s PCIe", 16), "", 8.0e9, 16),
+        ("16.0 GT/s PCIe", 16, ("16.0 GT/s PCIe", 16), "2.5 GT/s PCIe", 31.508e9, 16),
+        ("32.0 GT/s PCIe", 8, ("16.0 GT/s PCIe", 16), "16.0 GT/s PCIe", 15.754e9, 16),
+        ("32.0 GT/s PCIe", 8, ("32.0 GT/s PCIe", 8), "", 31.508e9, 8),
+        ("64.0 GT/s PCIe", 16, ("64.0 GT/s PCIe", 16), "", 121.0e9, 16),
+        ("32.0 GT/s PCIe", 16, ("16.0 GT/s PCIe", 32), "32.0 GT/s PCIe", 63.015e9, 16),
+        ("32.0 GT/s PCIe", 16, ("Unknown", 0), "2.5 GT/s PCIe", 63.015e9, 16),
+    ],
+    ids=["2nd", "idle", "narrow", "narrow slot", "6th", "virtual port", "no port"],
+)
+def test_the_rate_of_a_pcie_link(
+    speed: str, width: int, port: tuple[str, int], now: str, rate: float, allowed: int,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """A rate is speed × width, less the encoding of its generation. An idle GPU's low speed does
+    not count; a slot that has fewer lanes than the GPU allows no more."""
+    a_device(tmp_path, speed, width, port, now)
+    link = link_facts.pcie_link("0000:65:00.0", tmp_path)
+    assert link is not None
+    assert link["bytes_per_second"] == pytest.approx(rate, rel=1e-4)
+    assert (link["width"], link["width_allowed"]) == (width, allowed)
+
+
+def test_a_gpu_without_files_has_no_link(tmp_path: Path) -> None:
+    """Where /sys shows no link there is none, not one of rate zero."""
+    assert link_facts.pcie_link("0000:65:00.0", tmp_path) is None
+    assert link_facts.rdma_ports(tmp_path) == {}
+
+
+def test_active_rdma_ports_tell_their_rate(tmp_path: Path) -> None:
+    """400 Gb/s are 50e9 bytes a second; a port that is down carries nothing."""
+    for name, state, rate in (
+        ("mlx5_0", "4: ACTIVE", "400 Gb/sec (4X NDR)"),
+        ("mlx5_1", "4: ACTIVE", "12.5 Gb/sec (1X FDR10)"),
+        ("mlx5_2", "1: DOWN", "400 Gb/sec (4X NDR)"),
+    ):
+        port = tmp_path / f"sys/class/infiniband/{name}/ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text(f"{rate}\n")
+    assert link_facts.rdma_ports(tmp_path) == {"mlx5_0:1": 50e9, "mlx5_1:1": 1.5625e9}
