@@ -28,8 +28,8 @@ Digests = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
 
 # Words or elements per block, where a block needs memory of its own. On a device the digest of one
-# takes up to 20 bytes a word, and the weights 8: together 112 MiB, beside a copy of a tensor that is
-# not contiguous. The kernels of a block should take longer than their launch.
+# takes up to 20 bytes a word, and the weights 8: together 112 MiB. A tensor that is not contiguous
+# is copied as well. The kernels of a block should take longer than their launch.
 BLOCK = 1 << 22
 JOINED = 1 << 18  # words or elements up to which a piece shares its kernels with others
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
