@@ -71,6 +71,24 @@ def broadcast_decision(world: Membership, value: int) -> int:
     return int(cell.item())
 
 
+def send_number(peer: int, value: int) -> None:
+    """Send an integer to a rank that calls `receive_number`."""
+    import torch
+    import torch.distributed as dist
+
+    dist.send(torch.tensor([value], dtype=torch.int64), peer)
+
+
+def receive_number(peer: int) -> int:
+    """Return the integer that this rank sends with `send_number`."""
+    import torch
+    import torch.distributed as dist
+
+    cell = torch.zeros(1, dtype=torch.int64)
+    dist.recv(cell, peer)
+    return int(cell.item())
+
+
 def barrier_all() -> None:
     """Hold every rank until all have arrived.
 

@@ -352,6 +352,53 @@ def test_where_there_is_no_link_nothing_is_measured(pool: RankPool, tmp_path: Pa
     assert why.startswith("links between hosts: there is only one host")
 
 
+VIRTUAL_DEVICE = """
+import torch.distributed as dist
+from ddpbench.runtime import devices
+
+class Clock:  # of a device that takes 1 ns for a byte; everything else takes it 1 ms
+    ns = 0
+
+class Event:
+    def record(self):
+        self.ns = Clock.ns
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, later):
+        return (later.ns - self.ns) * 1e-6
+
+def count(module, name, cost_ns):
+    call = getattr(module, name)
+    def counted(*args, **options):
+        Clock.ns += cost_ns(*args)
+        return call(*args, **options)
+    setattr(module, name, counted)
+
+kind = devices.KINDS["cpu"]
+kind.clock, kind.event = "device", lambda device: Event()
+count(dist, "batch_isend_irecv", lambda ops: 1_000_000 * (len(ops) - 1) + ops[0].tensor.nbytes)
+for module, name in ((dist, "send"), (dist, "recv"), (dist, "all_gather"), (kind, "sleep")):
+    count(module, name, lambda *args: 1_000_000)
+"""
+
+
+def test_on_a_device_only_one_message_and_its_confirmation_are_timed(tmp_path: Path) -> None:
+    """Not the order, not the wait for the peer, not the hosts between many messages: what a slow
+    host takes is no part of a link. In each round one of the three ranks has no peer."""
+    (tmp_path / "virtual_device.py").write_text(VIRTUAL_DEVICE)
+    ranks = RankPool()
+    try:
+        its = measured(ranks, 3, tmp_path, "--import", "virtual_device")
+    finally:
+        ranks.close()
+    cells = its["figures"]["cells"]
+    assert len(cells) == 6
+    assert [cell[2] for cell in cells] == pytest.approx([1e9] * 6, rel=1e-3)
+    assert [cell[4] for cell in cells] == pytest.approx([8e-9] * 6)
+
+
 # --- hosts ----------------------------------------------------------------------------------------
 
 

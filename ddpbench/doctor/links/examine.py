@@ -25,7 +25,8 @@ from ddpbench.doctor.links.findings import Carried, Places
 from ddpbench.doctor.links.schedule import MOST_SECONDS, Schedule, plan_schedule
 from ddpbench.doctor.links.suspects import Again, Cell, Rates, Suspect
 from ddpbench.doctor.links.table import build_tables
-from ddpbench.doctor.links.wire import Reading, Wire, gather_readings
+from ddpbench.doctor.links.wire import Reading, Wire, agree_wire, gather_readings
+from ddpbench.runtime import devices
 
 UNJUDGED_SECONDS = 0.05  # of one way of a pair
 AGAIN_SECONDS = 0.1
@@ -65,8 +66,9 @@ def examine(context: Context) -> Outcome:
     context.report_progress(f"links, {schedule.cost}")
     # gloo sends no tensor of a GPU from point to point, and its links are the same.
     device = torch.device("cpu") if context.backend.transport == "tcp" else context.device
-    wire = Wire(context.process_group, device)
-    # Many connections are made at the first message.
+    wire = agree_wire(world, context.process_group, device)
+    # Many connections are made at the first message. The group itself is connected already: with
+    # nccl, the first operation of a group needs all its ranks, and some are in no pair.
     gather_readings(world, wire, schedule.connecting(), 0.0)
     at_once = _joined(gather_readings(world, wire, schedule.at_once(), schedule.seconds))
     steps = schedule.alone(context.seed)
@@ -231,7 +233,8 @@ def _places(context: Context) -> Places:
 
 def _between_gpus(context: Context) -> bool:
     """Tell whether the links within a host connect GPUs without sockets."""
-    return context.device.type == "cuda" and context.backend.transport != "tcp"
+    on_host = devices.of(context.device).memory == "host"
+    return not on_host and context.backend.transport != "tcp"
 
 
 def _joined(steps: Sequence[Readings]) -> Readings:
