@@ -15,9 +15,9 @@ from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.dtypes import DTYPES
 from ddpbench.catalog.operations import OPERATIONS, Operation
 from ddpbench.launch.placement import Placement
-from ddpbench.records.schema import Case, Limit, Plan, Result
+from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, Case, Limit, Plan, Result
 from ddpbench.records.terminal_text import tell
-from ddpbench.runtime import control, cpu, host_memory
+from ddpbench.runtime import control, cpu, devices
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts, launch_loop
@@ -58,7 +58,7 @@ def prepare(context: LaunchContext[Options]) -> Work[Numbered]:
     requests = list_cases(options, context.backend, plan, partitions)
     random.Random(f"{plan.seed}/{context.index}").shuffle(requests)
     world.watchdog.begin_phase("the calibration of limits")
-    on_cpu = context.device.type == "cpu" and options.limit is None
+    on_cpu = devices.of(context.device).memory == "host" and options.limit is None
     copied = {case.nbytes for case, _ in requests} if on_cpu else set()
     rates = calibrate.measure_rates(world, copied, partitions if on_cpu else ())
     return Work(
@@ -98,8 +98,11 @@ class Sweep:
         self.clocks = context.closing.enter_context(
             offsets.open_clocks(context.world, recorder.launch.ranks)
         )
-        self.handoff = Handoff(context.world) if context.device.type == "cpu" else None
-        self.shortest_seconds = clock.shortest_seconds(recorder.launch.clock)
+        kind = devices.of(context.device)
+        self.handoff = Handoff(context.world) if kind.memory == "host" else None
+        self.shortest_seconds = max(
+            clock.shortest_seconds(recorder.launch.clock), clock.STEPS * kind.event_step_seconds
+        )
         self.meter = cpu.CpuMeter()
         self.others_share: float | None = None  # of the cores, used by other processes
 
@@ -145,8 +148,8 @@ class Sweep:
         spent_seconds = launch_facts.read_spent_seconds(self.meter)
         handoff_seconds = self.handoff and self.handoff.measure_seconds()
         own = [spent_seconds, samples.huge_share, samples.page_faults, handoff_seconds]
-        all_facts = control.gather_values(self.context.world, own)
-        spent, shares, faults, handoffs = zip(*all_facts, strict=True)
+        all_facts = control.gather_values(self.context.world, [*own, samples.unhidden_share])
+        spent, shares, faults, handoffs, unhidden = zip(*all_facts, strict=True)
         others_share = launch_facts.compute_others_share(self.context.world, spent)
         if others_share is not None:  # else the case was too short, and the next one adds to it
             self.meter, self.others_share = cpu.CpuMeter(), others_share
@@ -155,6 +158,7 @@ class Sweep:
             "huge_share": min((s for s in shares if s is not None), default=None),
             "page_faults": max((f for f in faults if f is not None), default=None),
             "handoff_seconds": max((h for h in handoffs if h is not None), default=None),
+            "unhidden_share": max((u for u in unhidden if u is not None), default=None),
         }
 
 
@@ -182,7 +186,7 @@ def list_cases(
     options: Options, backend: Backend, plan: Plan, partitions: Sequence[Partition]
 ) -> list[tuple[Case, int]]:
     """List the cases of a sweep on one backend, each once, with the size that was requested."""
-    requested = options.sizes or sizes.parse(DEFAULT_SIZES[options.device])
+    requested = options.sizes or sizes.parse(DEFAULT_SIZES[devices.get(options.device).defaults])
     cases: dict[Case, int] = {}
     for name in options.op:
         operation = OPERATIONS[name]
@@ -227,10 +231,25 @@ def _case(
         world_size=partition.size,
         ranks_per_host=partition.ranks_per_host,
         buffers=options.buffers,
-        clock="device" if options.device == "cuda" else "host",
+        time_definition=_time_definition(options, backend, operation),
+        clock=devices.get(options.device).clock,
         group=partition.name,
         groups=len(partition.subgroups),
     )
+
+
+def _time_definition(options: Options, backend: Backend, operation: Operation) -> str:
+    """Return what a time of the operation is.
+
+    A launch can be hidden only if the call returns before the device has begun. A barrier does not
+    on all versions of torch.
+    """
+    kind = devices.get(options.device)
+    if kind.clock == "host":
+        return EXIT_ENTRY
+    alone = options.issue == "isolated" and not options.async_op
+    hides = kind.sleeps and backend.in_stream and operation.sized
+    return HIDDEN_LAUNCH if alone and hides else EVENTS
 
 
 def _objection(case: Case, world: World, device: torch.device) -> str | None:
@@ -242,19 +261,17 @@ def _objection(case: Case, world: World, device: torch.device) -> str | None:
         return f"{case.operation} needs two ranks"
     if operation.paired and case.issue == "pipelined":
         return f"{case.operation} can only be measured with --issue isolated"
-    if operation.paired and case.backend == "gloo" and case.device == "cuda":
+    kind = devices.of(device)
+    if operation.paired and case.backend == "gloo" and kind.memory != "host":
         return "gloo sends and receives CPU tensors only"
     if operation.rooted and (case.root or 0) >= case.world_size:
         return f"root {case.root} is not one of {case.world_size} ranks"
-    free, sharers, where = host_memory.free_memory_nbytes(), len(world.neighbours), "host"
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.empty_cache()  # release the memory of earlier cases
-        free, sharers, where = torch.cuda.mem_get_info(device)[0], len(world.gpu_mates), "GPU"
+    kind.release_memory()  # of earlier cases
+    free = kind.free_nbytes(device)
+    sharers = len(world.neighbours if kind.memory == "host" else world.gpu_mates)
     needed = loop.needed_nbytes(case, operation, DTYPES[case.dtype].nbytes) * sharers
     if free is not None and needed > 0.9 * free:
-        where = f"the {sharers} rank{'s' if sharers > 1 else ''} on this {where}"
+        where = f"the {sharers} rank{'s' if sharers > 1 else ''} on this {kind.memory}"
         return (
             f"{where} would need {needed / 1e9:.1f} GB of memory, but {free / 1e9:.1f} GB is free"
         )

@@ -14,6 +14,7 @@ from ddpbench.records.schema import Case, Plan, Result, Run
 
 SKEW_SHARE = 0.10  # of the time, by which the ranks may enter apart
 OVER_LAUNCHES = 0.10  # half-width of an interval over launches from which a row is imprecise
+UNHIDDEN_SHARE = 0.05  # of the calls, whose launch may have been seen
 DISAGREEING = 1.5  # longest over shortest median of the launches
 
 
@@ -175,6 +176,11 @@ FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
     ),
     "skew": Flag(
         f"the ranks entered apart by more than {SKEW_SHARE * 100:g} % of the time", _is_skewed
+    ),
+    "unhidden": Flag(
+        f"the launch of more than {UNHIDDEN_SHARE * 100:g} % of the calls was not hidden: their "
+        "time includes a part of it; keep other processes off the cores of the ranks",
+        lambda line, plan: any((r.unhidden_share or 0) > UNHIDDEN_SHARE for r in line.results),
     ),
     "busy": BUSY,
     "small-pages": Flag(

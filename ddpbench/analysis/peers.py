@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from ddpbench.records.schema import Result
+from ddpbench.records.schema import EVENTS, EXIT_ENTRY, Result
 
 BETWEEN_PAIRS = ("send_recv", "bidirectional")  # of ranks: other benchmarks time something else
 
@@ -19,7 +19,7 @@ def of_osu(result: Result) -> bool:
     """Whether OSU measures such a case alike: a blocking collective of all ranks."""
     case = result.case
     between = case.issue == "isolated" and case.start == "barrier" and not case.async_op
-    one_call = result.calls == 1 and case.time_definition == "exit-entry"
+    one_call = result.calls == 1 and case.time_definition in (EXIT_ENTRY, EVENTS)
     return between and one_call and _of_all(result)
 
 

@@ -35,6 +35,7 @@ class OverRanks:
     last_in: Stamps
     last_out: Stamps
     host_mean: Floats  # by the host's clock, as in other benchmarks, whatever clock `mean` uses
+    host_slowest: Stamps  # by the host's clock
 
     def times(self, calls: int) -> Floats:
         """Return the seconds of one call in each repetition, on its slowest rank.
@@ -67,7 +68,7 @@ def over_ranks(stamps: Stamps, subgroups: Sequence[Sequence[int]] = ()) -> OverR
     return OverRanks(
         *(spent.max(axis=0), spent.mean(axis=0), spent.min(axis=0)),
         *(entry.min(axis=0), entry.max(axis=0), exits.max(axis=0)),
-        host.mean(axis=0),
+        *(host.mean(axis=0), host.max(axis=0)),
     )
 
 
@@ -162,11 +163,19 @@ def summarise(stamps: Stamps, calls: int, common_clock: bool, single: bool = Tru
     return summary(over_ranks(stamps), calls, common_clock, single)
 
 
-def summary(over: OverRanks, calls: int, common_clock: bool, single: bool = True) -> Summary:
+def summary(
+    over: OverRanks,
+    calls: int,
+    common_clock: bool,
+    single: bool = True,
+    *,
+    hidden_launch: bool = False,
+) -> Summary:
     """Return all figures of one case in one launch, from at least one timed repetition.
 
     common_clock: whether stamps of different ranks are comparable. single: whether a repetition is
     one call of the operation. Several calls give no percentiles: they would be of averages.
+    hidden_launch: whether the host's stamps are of the launch alone, and tell nothing of the call.
     """
     times = over.times(calls)
     bracket: dict[str, Any] = {
@@ -184,13 +193,18 @@ def summary(over: OverRanks, calls: int, common_clock: bool, single: bool = True
         percentiles_seconds=percentiles(times) if single else {},
         rank_mean_seconds=float(np.median(over.mean)) * 1e-9 / calls,
         rank_min_seconds=float(np.median(over.fastest)) * 1e-9 / calls,
-        overall_mean_seconds=float(over.host_mean.mean()) * 1e-9 / calls,
+        overall_mean_seconds=(
+            None if hidden_launch else float(over.host_mean.mean()) * 1e-9 / calls
+        ),
+        launch_seconds=(
+            float(np.median(over.host_slowest)) * 1e-9 / calls if hidden_launch else None
+        ),
         outliers=outliers(times, 1.5),
         far_outliers=outliers(times, 3.0),
         lag1=lag1(times),
         quantiles_seconds=quantiles(times) if single else (),
         **{
-            name: float(np.median(values)) * 1e-9 if common_clock else None
+            name: float(np.median(values)) * 1e-9 if common_clock and not hidden_launch else None
             for name, values in bracket.items()
         },
     )

@@ -23,6 +23,8 @@ class Backend:
     register     () → the backend's name in torch, after torch has been made to know it
     size         () → the number of ranks that the backend's own launcher started; None: unknown
     transport    what limits it between ranks of one host: "memory", "tcp", or "" if unknown
+    in_stream    whether a call returns once it is issued, and runs in the order of what the device
+                 is given by the current stream: then its launch can be hidden
     interfaces   environment variable that names its network interfaces, in NCCL's syntax; gloo's
                  is checked with the control group
     """
@@ -37,6 +39,7 @@ class Backend:
     size: Callable[[], int | None] = lambda: None
     launcher: str = "torchrun"
     transport: str = ""
+    in_stream: bool = False
     interfaces: str = ""
 
 
@@ -147,6 +150,7 @@ BACKENDS: dict[str, Backend] = {
             devices=("cuda",),
             unavailable=_nccl_unavailable,
             library=nccl_library.describe,
+            in_stream=True,
             interfaces="NCCL_SOCKET_IFNAME",
         ),
         Backend(

@@ -1,7 +1,8 @@
 """The timing loop for operations, and the set-up of a case for it.
 
-A repetition is: start together, stamp, call, stamp. Only the call lies between the stamps. pace.py
-decides how many repetitions there are.
+A repetition is: start together, stamp, call, stamp. Only the call lies between the stamps. On a
+device with a clock of its own, device_spans.py adds events. pace.py decides how many repetitions
+there are.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import gc
 import resource
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,9 @@ import numpy.typing as npt
 from ddpbench.catalog import payload
 from ddpbench.catalog.operations import OPERATIONS, Buffers, Operation, idle
 from ddpbench.measure import clock, memory, start
-from ddpbench.records.schema import Case, Plan, Wrong
+from ddpbench.measure.device_spans import HiddenLaunch, Spans
+from ddpbench.records.schema import HIDDEN_LAUNCH, Case, Plan, Wrong
+from ddpbench.runtime import devices
 from ddpbench.runtime.subgroups import Subgroup
 from ddpbench.runtime.world import World
 
@@ -71,7 +74,11 @@ class Bench:
             rank, group = subgroup.rank, subgroup.group
             self.buffers = [_allocate(case, operation, rank, device) for _ in range(case.depth)]
             self._issues = [operation.bind(case, b, group, rank) for b in self.buffers]
-        self._events: list[tuple[Any, Any]] = []
+        on_device = devices.of(device).clock == "device"
+        self._spans = Spans(device) if on_device else None
+        self._hidden: HiddenLaunch | None = None
+        if self._spans and case.time_definition == HIDDEN_LAUNCH:
+            self._hidden = HiddenLaunch(self._spans, start.bind_device_start(subgroup, device))
         self.generation = 0
         self.page_faults = 0  # of this process during repetitions
         self.refill()
@@ -98,13 +105,16 @@ class Bench:
 
     def repeat(self, count: int, batch: int = 1) -> npt.NDArray[np.int64]:
         """Time `count` repetitions of `batch` calls. Return this rank's stamps, int64[count, 3]."""
-        call = self._call(batch, count)
+        call = self._call(batch)
+        if self._spans and not self._hidden:
+            call = self._spans.around(call, count)
         before = _page_faults()
-        entry, exits = stamped(count, self.start, call)
+        if self._hidden:
+            entry, exits = self._hidden.stamped(count, self.start, call, batch)
+        else:
+            entry, exits = stamped(count, self.start, call)
         self.page_faults += _page_faults() - before
-        device_ns = [-1] * count
-        if self.device.type == "cuda":
-            device_ns = [round(a.elapsed_time(b) * 1e6) for a, b in self._events[:count]]
+        device_ns = self._spans.elapsed_ns(count) if self._spans else [-1] * count
         stamps: npt.NDArray[np.int64] = np.array([entry, exits, device_ns], dtype=np.int64).T
         return stamps
 
@@ -135,8 +145,11 @@ class Bench:
             )
         return self._tables[key]
 
-    def _call(self, batch: int, count: int) -> Callable[[], object]:
-        """Return the call between the stamps. It returns once the result has arrived."""
+    def _call(self, batch: int) -> Callable[[], object]:
+        """Return the call between the stamps.
+
+        It returns once the result has arrived, or will arrive before what the device does next.
+        """
         first, *others = self._issues
         call: Callable[[], object] = first
         if others:  # pipelined
@@ -158,29 +171,12 @@ class Bench:
                 for _ in range(batch):
                     first()
 
-        return self._on_stream(call, count) if self.device.type == "cuda" else call
+        return call
 
-    def _on_stream(self, call: Callable[[], object], count: int) -> Callable[[], object]:
-        """Record events around the call, on the stream that waits for the result."""
-        import torch
-
-        stream = torch.cuda.current_stream(self.device)
-        event: Any = torch.cuda.Event
-        while len(self._events) < count:  # create and record them outside the timed span
-            pair = event(enable_timing=True), event(enable_timing=True)
-            pair[0].record(stream)
-            pair[1].record(stream)
-            self._events.append(pair)
-        pairs = iter(self._events)
-
-        def timed() -> None:
-            begin, end = next(pairs)
-            begin.record(stream)
-            call()
-            end.record(stream)
-            stream.synchronize()
-
-        return timed
+    @property
+    def unhidden(self) -> int | None:
+        """Repetitions so far whose launch was not hidden; None if launches are not to be hidden."""
+        return self._hidden.unhidden if self._hidden else None
 
 
 def _page_faults() -> int:

@@ -57,6 +57,7 @@ class Samples:
     objection: str | None = None  # why the case was skipped on all ranks
     huge_share: float | None = None  # of this rank's buffers: memory.huge_share
     page_faults: float | None = None  # of this rank per timed repetition, the mean
+    unhidden_share: float | None = None  # of this rank's timed repetitions: Result.unhidden_share
 
 
 def measure(
@@ -240,6 +241,7 @@ def _timed(pace: Pace, until: float, batch: int) -> None:
     least = time.monotonic() + LEAST_SHARE * plan.slice_seconds
     pace.seconds *= batch
     pace.done = pace.bench.page_faults = 0
+    unhidden_before = pace.bench.unhidden or 0
     while samples.stop_reason != "interrupted":
         count = 0
         if rank == 0:
@@ -263,6 +265,8 @@ def _timed(pace: Pace, until: float, batch: int) -> None:
     samples.stop_reason = samples.stop_reason or reasons[reason]
     if pace.done:
         samples.page_faults = pace.bench.page_faults / pace.done
+        if pace.bench.unhidden is not None:
+            samples.unhidden_share = (pace.bench.unhidden - unhidden_before) / pace.done
 
 
 def _check(bench: Bench, samples: Samples, repetition: int) -> None:

@@ -88,4 +88,17 @@ def bind_start(name: str, subgroup: Subgroup, device: torch.device) -> Callable[
     return meet
 
 
+def bind_device_start(subgroup: Subgroup, device: torch.device) -> Callable[[], object]:
+    """Return a start of this subgroup in the order of the device's work; it holds no host.
+
+    A reduction of one element: no rank gets its sum before the last rank's device comes to it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if subgroup.group is None:
+        return lambda: None
+    return partial(dist.all_reduce, torch.zeros(1, device=device), group=subgroup.group)
+
+
 STARTS = {"barrier": barrier, "p2p_barrier": p2p_barrier, "none": none}

@@ -11,6 +11,8 @@ from typing import Any
 
 SCHEMA = 1
 SEVERITIES = ("error", "warning", "note")  # of findings, the worst first
+# What a time is: of the host; between events on the device around the call; that without its launch
+EXIT_ENTRY, EVENTS, HIDDEN_LAUNCH = "exit-entry", "events", "hidden-launch"
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Case:
     ranks_per_host: tuple[int, ...]  # empty: not told
     buffers: str = "torch"  # whose memory: torch's own, or "huge", which asks for huge pages
     size_convention: str = "total"
-    time_definition: str = "exit-entry"
+    time_definition: str = EXIT_ENTRY
     clock: str = "host"
     rank_reduction: str = "max"
     statistic: str = "median"
@@ -55,12 +57,7 @@ class Case:
         """A readable name, unique among the cases of one run."""
         parts = [
             None if self.group == "world" else self.group,
-            self.operation,
-            self.form,
-            self.backend,
-            self.device,
-            self.dtype,
-            self.reduce_op,
+            *(self.operation, self.form, self.backend, self.device, self.dtype, self.reduce_op),
             None if self.root is None else f"root{self.root}",
             str(self.nbytes),
             "in" if self.in_place else "out",
@@ -125,6 +122,8 @@ class Summary:
     # Mean over repetitions and ranks of (exit - entry) by the host's clock: the figure of OSU, and
     # of nccl-tests. None: not told, or stored before there was this field.
     overall_mean_seconds: float | None = None
+    # Until the call returns to the host, on the slowest rank: median. None: not a time of its own.
+    launch_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -181,6 +180,8 @@ class Result:
     # A cache line from one rank's core to its neighbour's and back, after the case; of the slowest
     # pair of ranks. None: not known.
     handoff_seconds: float | None = None
+    # Share of the timed repetitions whose launch was not hidden, in the rank that has most.
+    unhidden_share: float | None = None
 
 
 LEFT_OUT = "left-out"  # the code of a finding: what of a log is missing or not read
@@ -387,8 +388,7 @@ class Examination:
 
 @dataclass(frozen=True)
 class Offset:
-    """What a clock that is not rank 0's was ahead of it: within ± the bound, all through the
-    launch."""
+    """What a clock that is not rank 0's was ahead of it in this launch, within ± the bound."""
 
     host: str
     ranks: tuple[int, ...]  # that read it

@@ -26,6 +26,8 @@ LEGEND = {
     "nccl_tests": "nccl-tests µs: as nccl-tests prints it, the time of the calls in flight divided "
     "by their number, mean over ranks",
     "skew": "skew µs: how long after the first rank the last rank entered, median",
+    "launch": "launch µs: how long the slowest rank's call took to return to the host, median; the "
+    "device was kept busy meanwhile, so time µs does not include it",
     "busbw": "algbw = size / time; busbw = algbw × the operation's bus factor (nccl-tests); "
     "GB = 10⁹ bytes; size: total buffer, 1 KiB = 1024 bytes",
 }
@@ -36,6 +38,8 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
     all_lines = lines.lines(run)
     shown = [line for line in all_lines if line.seconds is not None]
     names = choose_columns(columns, COLUMNS)
+    if columns is None and shown:
+        names = [name for name in names if any(map(COLUMNS[name].applies, shown))]
     texts, all_rows = [], []
     for title, group in _group_by_title(shown).items():
         rows = _rows(group, names)

@@ -29,6 +29,7 @@ class Column(Generic[RowT]):
     text: Callable[[RowT], str] | None = None  # default: the value with four digits
     default: bool = True  # whether a table shows it without --columns
     left: bool = False  # words are aligned left, numbers right
+    applies: Callable[[RowT], bool] = lambda _: True  # to a row; with no such row it is not shown
 
     def show(self, row: RowT) -> str:
         """Format one cell of a text table."""

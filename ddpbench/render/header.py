@@ -6,10 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ddpbench.analysis import stats
-from ddpbench.records.schema import Finding, Launch, Run
+from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, Finding, Launch, Run
 from ddpbench.render.column import digits
 
 TENSORS = 2  # differing tensors of a case that are listed above the tables
+SPANS = {  # what the time of a case is
+    EXIT_ENTRY: "exit - entry",
+    EVENTS: "time between events around the call, launch included",
+    HIDDEN_LAUNCH: "time between events around the call, launch hidden",
+}
 HOSTS = 8  # hosts that a line lists
 
 
@@ -83,10 +88,18 @@ def _how_calls(run: Run) -> str:
     case = run.results[0].case if run.results else None
     return (
         f"{issue}, start {case.start if case else plan.start}; median of t_max = slowest rank's "
-        f"exit - entry ({case.clock if case else 'host'} clock); "
+        f"{_span_of_time(run)} ({case.clock if case else 'host'} clock); "
         f"checks {'on' if plan.check else 'off'}; buffers {case.buffers if case else 'torch'}, "
         f"huge pages {facts.get('transparent_huge_pages') or 'unknown'}{_granted(run)}"
     )
+
+
+def _span_of_time(run: Run) -> str:
+    """State what the times of the cases are."""
+    definitions = sorted({result.case.time_definition for result in run.results} or {EXIT_ENTRY})
+    if len(definitions) > 1:  # a barrier's launch cannot be hidden
+        return "time between events around the call, launch hidden where launch µs is shown"
+    return SPANS.get(definitions[0], definitions[0])
 
 
 def _granted(run: Run) -> str:

@@ -75,6 +75,7 @@ class Cpu:
     memory = "host"  # whose memory its tensors use, as messages name it
     clock = "host"  # of the times of operations and steps; "device": events
     sleeps = True  # whether `sleep` works
+    event_step_seconds = 0.0  # smallest time between two events that differ; 0: the clock's
     forks = True  # whether processes that use such devices can be forked from one
     refuses = False  # whether an allocation beyond its memory raises torch.OutOfMemoryError
     defaults = "cpu"  # key of the default sizes and batches in the catalog's tables
@@ -176,6 +177,7 @@ class Accelerator(Cpu):
     memory = "GPU"
     clock = "device"
     sleeps = False
+    event_step_seconds = 0.5e-6  # as CUDA documents it
     forks = False
     refuses = True
     defaults = "cuda"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ddpbench.analysis import clocks, stats, steps
 from ddpbench.analysis.kept_stamps import Kept
 from ddpbench.records.samples import operation_columns, span_columns
-from ddpbench.records.schema import Result
+from ddpbench.records.schema import HIDDEN_LAUNCH, Result
 
 if TYPE_CHECKING:
     from ddpbench.measure.pace import Samples
@@ -39,7 +39,13 @@ def summarise_result(
         stop_reason=samples.stop_reason,
         checks=samples.checks,
         measuring_seconds=samples.measuring_seconds,
-        summary=stats.summary(over, samples.calls, common_clock, single),
+        summary=stats.summary(
+            over,
+            samples.calls,
+            common_clock,
+            single,
+            hidden_launch=result.case.time_definition == HIDDEN_LAUNCH,
+        ),
         clock_off_seconds=clock_off_seconds,
     )
     return result, _columns(result, samples)

@@ -14,6 +14,7 @@ from ddpbench.measure import memory
 from ddpbench.measure.start import STARTS
 from ddpbench.records.schema import Plan
 from ddpbench.render.collective_columns import COLUMNS
+from ddpbench.runtime import devices
 from ddpbench.runtime.subgroups import GROUPS
 from ddpbench.session import options
 from ddpbench.session.run_options import RunOptions
@@ -60,10 +61,11 @@ class Options(RunOptions):
 
     def check(self) -> None:
         """Raise Refused for options that exclude each other."""
-        if self.buffers == "huge" and self.device == "cuda":
+        where = "host" if self.device == "auto" else devices.get(self.device).memory
+        if self.buffers == "huge" and where != "host":
             raise Refused(
-                "--buffers huge asks for huge pages of the host, but CUDA tensors are on the GPU: "
-                "leave it out, or add --device cpu"
+                "--buffers huge asks for huge pages of the host, but the tensors are on the "
+                f"{where}: leave it out, or add --device cpu"
             )
         for option, chosen, unsuited in self._find_unsuited():
             if len(unsuited) == len(self.op):

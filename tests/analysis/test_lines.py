@@ -183,7 +183,7 @@ def test_flags_stand_in_the_order_of_their_table() -> None:
     everything = a_result(
         wrong=WRONG, hard_limit=replace(HARD, bytes_per_second=1.0), limit=Limit(1.0, "x"),
         summary=a_summary(width=None, skew_seconds=1.0), others_share=1.0, calls=40, batch=40,
-        requested_nbytes=1, stop_reason="interrupted",
+        requested_nbytes=1, stop_reason="interrupted", unhidden_share=1.0,
     )  # fmt: skip
     two = a_summary(width=None, skew_seconds=1.0, quantiles_seconds=(1e-3,) * 12 + (9e-3,) * 9)
     huge = replace(everything.case, buffers="huge")

@@ -1,0 +1,270 @@
+"""Times of a device's clock: the launch of a call is hidden, or is reported as seen."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from command_lines import QUICK, read_stored_run, run_ddpbench
+from stored_runs import a_case, a_result, a_run, a_summary, launch_results
+
+from ddpbench import collectives
+from ddpbench.catalog import backends
+from ddpbench.measure import device_spans
+from ddpbench.measure.device_spans import HiddenLaunch, Spans
+from ddpbench.records import store
+from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, Run
+from ddpbench.render import formats
+from ddpbench.runtime import devices
+from ddpbench.verdicts import comparison
+from ddpbench.verdicts.comparison import INCOMPARABLE, Rule
+from ddpbench.verdicts.matching import Source
+
+CPU = torch.device("cpu")
+LAUNCH_MS = 3
+# The host's processors with an event's clock, and gloo as if its launch could be hidden.
+PRETEND = """
+from dataclasses import replace
+from ddpbench.catalog.backends import BACKENDS
+from ddpbench.runtime import devices
+devices.KINDS["cpu"].clock = "device"
+BACKENDS["gloo"] = replace(BACKENDS["gloo"], in_stream=True)
+"""
+
+
+# --- the whole path -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def in_stream(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, str]:
+    """A run whose device has a stream, and whose calls of all_reduce take 3 ms to launch."""
+    folder = tmp_path_factory.mktemp("stream")
+    words = ["--import", "stream_backend", "--backend", "stream", "-n", "2", "--sizes", "8,4K"]
+    words += ["--op", "all_reduce,barrier", *QUICK]
+    done = run_ddpbench(folder, "collectives", *words, LAUNCH_MS=str(LAUNCH_MS))
+    assert done.returncode == 0, done.stderr
+    return *read_stored_run(folder), done.stdout
+
+
+def test_the_launch_is_in_its_own_figure_and_not_in_the_time(
+    in_stream: tuple[Path, Run, str],
+) -> None:
+    """Each call takes 3 ms to launch. The host's stamps show it in each repetition, and it is the
+    launch of the summary. The device's time of a repetition can be less: it holds no launch."""
+    folder, run, _ = in_stream
+    samples = store.read_samples(folder)
+    for result in run.results:
+        if result.case.operation == "barrier":
+            continue
+        assert (result.case.time_definition, result.case.clock) == (HIDDEN_LAUNCH, "device")
+        own = samples[(samples["case"] == result.case.key) & ~samples["warm_up"]]
+        launch_ns = own["exit_ns"] - own["entry_ns"]
+        assert (launch_ns >= LAUNCH_MS * 1e6).all()
+        assert 0 < own["device_ns"].min() < LAUNCH_MS * 1e6
+        summary = result.summary
+        assert summary is not None
+        slowest = launch_ns.groupby(own["repetition"]).max().median() * 1e-9
+        assert summary.launch_seconds == pytest.approx(slowest)
+        slowest = own["device_ns"].groupby(own["repetition"]).max().median() * 1e-9
+        assert summary.median_seconds == pytest.approx(slowest)
+        assert result.unhidden_share is not None
+        assert result.checks >= 2
+        assert not result.wrong
+
+
+def test_what_comes_from_the_hosts_stamps_is_left_out(in_stream: tuple[Path, Run, str]) -> None:
+    """They end when a call has returned, so there is no skew, no bracket of the time, and no figure
+    that other benchmarks would print. A barrier's launch is not hidden: it has them."""
+    for result in in_stream[1].results:
+        summary = result.summary
+        assert summary is not None
+        of_host = (
+            summary.skew_seconds,
+            summary.last_in_seconds,
+            summary.global_seconds,
+            summary.overall_mean_seconds,
+        )
+        if result.case.operation == "barrier":
+            assert result.case.time_definition == EVENTS
+            assert None not in of_host
+            assert (summary.launch_seconds, result.unhidden_share) == (None, None)
+        else:
+            assert set(of_host) == {None}
+
+
+def test_every_output_shows_the_launch(in_stream: tuple[Path, Run, str]) -> None:
+    """The table, its legend and its header, CSV and JSON."""
+    folder, run, text = in_stream
+    assert "time between events around the call, launch hidden where launch µs is shown" in text
+    assert "(device clock)" in text
+    assert "launch µs: how long the slowest rank's call took to return to the host" in text
+    rows = pd.read_csv(folder / "table.csv").set_index("op")
+    assert (rows.loc["all_reduce", "launch"] >= LAUNCH_MS * 1e3).all()
+    assert rows.loc["all_reduce", "skew"].isna().all()
+    assert pd.isna(rows.loc["barrier", "launch"])
+    stored = json.loads(formats.json(run))["results"]
+    assert any(result["summary"]["launch_seconds"] for result in stored)
+    assert json.loads(formats.json(run, ("op", "launch")))[0].keys() == {"op", "launch"}
+
+
+def test_a_launch_that_is_seen_is_flagged(tmp_path: Path) -> None:
+    """The CPU does its work as it is called: no launch can be hidden. Each repetition is counted,
+    and the row says that its time includes the launch."""
+    (tmp_path / "pretend.py").write_text(PRETEND)
+    words = ["--import", "pretend", "--backend", "gloo", "-n", "2", "--op", "all_reduce"]
+    done = run_ddpbench(tmp_path, "collectives", *words, "--sizes", "8", *QUICK)
+    assert done.returncode == 0, done.stderr
+    (result,) = read_stored_run(tmp_path)[1].results
+    assert result.unhidden_share == 1.0
+    assert "unhidden: the launch of more than 5 % of the calls was not hidden" in done.stdout
+
+
+# --- what is hidden -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "changed", "definition"),
+    [
+        ("nccl", "cuda", {}, HIDDEN_LAUNCH),
+        ("nccl", "cuda", {"async_op": True}, EVENTS),
+        ("nccl", "cuda", {"issue": "pipelined"}, EVENTS),
+        ("nccl", "cuda", {"op": ("barrier",)}, EVENTS),
+        ("gloo", "cuda", {}, EVENTS),
+        ("mpi", "cuda", {}, EVENTS),
+        ("gloo", "cpu", {}, EXIT_ENTRY),
+    ],
+)
+def test_each_case_names_what_its_time_is(
+    backend: str,
+    device: str,
+    changed: dict[str, Any],
+    definition: str,
+    options: collectives.Options,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only an isolated call that returns before the device begins can be launched out of sight."""
+    monkeypatch.setitem(
+        backends.BACKENDS, backend, replace(backends.get(backend), provider=lambda _: "native")
+    )
+    options = replace(options, **{"device": device, "op": ("all_reduce",), "nproc": 2, **changed})
+    (case, *_) = collectives.planned(options, backends.get(backend)) or []
+    assert case.time_definition == definition
+    assert case.clock == devices.get(device).clock
+
+
+@pytest.fixture
+def options() -> collectives.Options:
+    """The options of a sweep that was asked for nothing."""
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    collectives.add_arguments(parser)
+    return collectives.Options.of(parser.parse_args([]))
+
+
+def test_times_of_different_definitions_are_not_compared() -> None:
+    """A run that was stored with the launch in its times, or with the host's clock alone, has other
+    cases: they are INCOMPARABLE."""
+    case = a_case(backend="nccl", device="cuda", clock="device", time_definition=HIDDEN_LAUNCH)
+    new = Source("new", (a_run(*launch_results(1e-5, case)),))
+    for definition in (EVENTS, EXIT_ENTRY):
+        stored = replace(case, time_definition=definition)
+        base = Source("base", (a_run(*launch_results(3e-5, stored)),))
+        (row,) = comparison.compare(base, new, Rule()).rows
+        assert row.verdict == INCOMPARABLE
+        assert row.why == f"time_definition {definition} → hidden-launch"
+
+
+def test_a_host_clock_shows_no_column_for_launches() -> None:
+    """A column that applies to no row is not shown, unless it is asked for."""
+    run = a_run(a_result())
+    assert "launch µs" not in formats.table(run)
+    assert "launch µs" in formats.table(run, ("size", "launch"))
+    hidden = a_case(time_definition=HIDDEN_LAUNCH, clock="device")
+    text = formats.table(a_run(a_result(hidden, summary=a_summary(launch_seconds=2e-5))))
+    assert "skew µs" not in text
+    assert "launch hidden (device clock)" in text
+    row = pd.read_csv(io.StringIO(formats.csv(a_run(a_result())))).iloc[0]
+    assert pd.isna(row["launch"])
+
+
+# --- the sleep ------------------------------------------------------------------------------------
+
+
+class ScriptedDevice(devices.Cpu):
+    """A device that notes how long it must sleep, and whose launches are hidden as told."""
+
+    clock = "device"
+
+    def __init__(self, is_hidden: Callable[[float], bool]) -> None:
+        self.slept: list[float] = []
+        self.is_hidden = is_hidden
+
+    def event(self, device: torch.device) -> devices.Event:
+        """Return an event that is taken at once if the latest launch is not hidden."""
+        event = devices.HostEvent()
+        event.query = lambda: not self.is_hidden(self.slept[-1])  # type: ignore[method-assign]
+        return event
+
+    def sleep(self, device: torch.device, seconds: float) -> None:
+        """Note the sleep, and do not sleep."""
+        self.slept.append(seconds)
+
+
+def hidden_launch(
+    monkeypatch: pytest.MonkeyPatch, is_hidden: Callable[[float], bool]
+) -> tuple[HiddenLaunch, ScriptedDevice]:
+    """Return the loop on a scripted device."""
+    kind = ScriptedDevice(is_hidden)
+    monkeypatch.setitem(devices.KINDS, "cpu", kind)
+    return HiddenLaunch(Spans(CPU), lambda: None), kind
+
+
+def repeat(hidden: HiddenLaunch, count: int, calls: int = 1) -> None:
+    """Repeat a call that does nothing."""
+    entry, exits = hidden.stamped(count, lambda: None, lambda: None, calls)
+    assert len(entry) == len(exits) == count
+
+
+def test_sleeps_grow_until_launches_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each burst with launches in sight makes the sleeps at least twice as long, and what is hidden
+    changes nothing."""
+    hidden, kind = hidden_launch(monkeypatch, lambda seconds: seconds > 350e-6)
+    for _ in range(4):
+        repeat(hidden, 10)
+    assert kind.slept[1::10] == pytest.approx([100e-6, 200e-6, 400e-6, 400e-6], rel=1e-9)
+    assert hidden.unhidden == 20
+
+
+def test_sleeps_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that cannot be hidden costs some ms a call, not the time slice."""
+    hidden, kind = hidden_launch(monkeypatch, lambda seconds: False)
+    for _ in range(12):
+        repeat(hidden, 2)
+    assert max(kind.slept) == device_spans.MOST_SECONDS
+
+
+def test_one_slow_launch_changes_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of a case, which connects, tells nothing of the later ones; nor does one
+    interrupted launch in a long burst."""
+    seen = iter([False] + [True] * 10 + [False] + [True] * 100)
+    hidden, kind = hidden_launch(monkeypatch, lambda seconds: next(seen))
+    repeat(hidden, 1)
+    repeat(hidden, 40)
+    repeat(hidden, 1)
+    assert set(kind.slept[1:]) == {device_spans.FIRST_SECONDS}
+    assert hidden.unhidden == 2
+
+
+def test_a_batch_sleeps_for_the_launch_of_all_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several calls in one span take several launches."""
+    hidden, kind = hidden_launch(monkeypatch, lambda seconds: True)
+    repeat(hidden, 2, calls=3)
+    assert kind.slept[1:] == pytest.approx([3 * device_spans.FIRST_SECONDS] * 2)
