@@ -13,22 +13,18 @@ import contextlib
 import json
 import pickle
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ddpbench.hang import places
+from ddpbench.hang import places, torch_settings
+from ddpbench.hang.process_groups import UNKNOWN, Group, list_groups
 from ddpbench.hang.status import Call, Log
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-# Errors of a recorder with another format, or of a group that ends meanwhile.
-UNKNOWN = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 RECENT = 64  # calls of a group that are reported
 NATIVE = ("gloo", "nccl", "xccl", "mpi4py")  # in the general recorder, without a name
+NCCL = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")
 # Waits that are no collective, or that ranks call unequally often.
 OTHER = (
     *("send", "recv", "isend", "irecv", "batch_isend_irecv", "wait", "store."),
@@ -47,17 +43,6 @@ DTYPES = {
     "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }
-
-
-@dataclass(frozen=True)
-class Group:
-    """A process group of this rank; phrase: "of group 3"; members: global ranks."""
-
-    name: str
-    phrase: str
-    members: tuple[int, ...]
-    backends: tuple[str, ...]
-    sequence: Callable[[], int]
 
 
 @dataclass(frozen=True)
@@ -110,7 +95,12 @@ class Flight:
                 kept |= self._brief(name, recorder)
                 kept |= self._full(name, recorder, lines=True) if whole else {}
         kept |= _over_mpi()
-        return tuple(log for group in groups for log in _logs(group, kept, inside, whole))
+        # What the main thread stands in has no record yet, unless another call is open.
+        keys = {(group.name, backend) for group in groups for backend in group.backends}
+        is_open = any(kept[key].started > kept[key].finished for key in keys & kept.keys())
+        claims = whole and inside and not is_open and not inside.startswith(OTHER)
+        called = inside if claims else ""
+        return tuple(log for group in groups for log in _logs(group, kept, called))
 
     def newest_entries(self) -> list[int]:
         """Return the number of each recorder's latest entry; sends and receives count too."""
@@ -119,6 +109,21 @@ class Flight:
             with contextlib.suppress(*UNKNOWN):
                 numbers.append(_entries(recorder)[0][-1]["record_id"])
         return numbers
+
+    def explain_blindness(self) -> str:
+        """Return a sentence on the hangs that cannot be seen, and what to do; "" if there is none.
+
+        Call it once there is a group.
+        """
+        backends = {backend for group in self._current() for backend in group.backends}
+        blind = {backend: remedy for backend in backends if (remedy := _missing_setting(backend))}
+        if not blind:
+            return ""
+        return (
+            f"the flight recorder of {' and '.join(sorted(blind))} is off: a hang is seen only "
+            "while a rank stands in a call of torch.distributed. Before init_process_group, "
+            f"{' and '.join(sorted(set(blind.values())))}"
+        )
 
     def _recorders(self) -> dict[str, Recorder]:
         return _recorders({backend for group in self._groups for backend in group.backends})
@@ -129,7 +134,7 @@ class Flight:
         names = dict(distributed_c10d._world.pg_names)
         known = frozenset((id(group), str(name)) for group, name in names.items())
         if names and known != self._known:  # without any, keep what the groups did last
-            self._groups, self._known = _groups(), known
+            self._groups, self._known = list_groups(), known
         return self._groups
 
     def _brief(self, name: str, recorder: Recorder) -> Records:
@@ -160,64 +165,26 @@ class Flight:
         return kept
 
 
-def _groups() -> list[Group]:
-    from torch.distributed import distributed_c10d
-
-    groups = []
-    for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
-        with contextlib.suppress(*UNKNOWN):  # it may end, or begin, just now
-            groups.append(_group(group, ranks))
-    kinds = [(group.phrase, group.members) for group in groups]
-    return [
-        replace(group, phrase=f"{group.phrase} {group.name[:12]}")
-        if kinds.count(kind) > 1
-        else group
-        for group, kind in zip(groups, kinds, strict=True)
-    ]
-
-
-def _group(group: Any, ranks: Iterable[int]) -> Group:
-    """Raises ValueError if this rank is not a member."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    config = dist.get_backend_config(group)
-    name = str(distributed_c10d._world.pg_names.get(group, ""))
-    backends = {part.rpartition(":")[2] for part in config.split(",")}
-    phrase = "" if group is dist.group.WORLD else _phrase(group, name)
-    sequence = partial(_sequence, weakref.ref(group))  # a group ends with its last owner
-    return Group(name, phrase, tuple(sorted(ranks)), tuple(sorted(backends)), sequence)
-
-
-def _phrase(group: dist.ProcessGroup, name: str) -> str:
-    title = getattr(group, "group_desc", "")
-    return f"of group {name[:12]}" if title in ("", "undefined") else f"of group {title!r}"
-
-
-def _sequence(group: weakref.ref[Any]) -> int:
-    """The number of requests to the group, 0 if it does not count them."""
-    with contextlib.suppress(RuntimeError, AttributeError):
-        live: Any = group()
-        return int(live._get_sequence_number_for_group())
-    return 0
-
-
-def _logs(group: Group, kept: Records, inside: str, whole: bool) -> Iterable[Log]:
-    sequence = group.sequence() if len(group.backends) == 1 else 0
+def _logs(group: Group, kept: Records, called: str) -> Iterable[Log]:
+    """called: a collective in which the main thread stands, if there is no record of it; it may
+    belong to any group."""
     for backend in group.backends:
+        count = group.count(backend)
         record = kept.get((group.name, backend))
-        if record is None:  # only a group on one backend has a number, and nothing else
-            waits = bool(inside and sequence and not inside.startswith(OTHER))
-            calls = (Call(sequence, inside),) if whole and waits else ()
-            record = Record(sequence, sequence - waits, calls, exact=False)
+        known = record or Record(max(count, 0), max(count, 0), exact=False)
+        # nccl counts a call, then connects the ranks if they are not yet, and only then records it.
+        # gloo counts sends and receives, too, so its record is all that is known of collectives.
+        recorded = 0 if record is None else count if backend == "gloo" else record.started
+        if called and recorded < count:
+            calls = (*known.calls, Call(count, called))
+            known = replace(known, started=count, finished=count - 1, calls=calls)
         phrase = group.phrase if len(group.backends) == 1 else f"{group.phrase} on {backend}"
-        moves = record.moves
-        if backend == "gloo":  # its sequence counts sends and receives too
-            moves = max(sequence, record.started)
-        elif backend == "nccl" and (group.name, backend) in kept:  # see newest_entries
+        moves = known.moves
+        if backend == "gloo":
+            moves = max(count, known.started)
+        elif backend == "nccl" and record is not None:  # see newest_entries
             moves = record.started
-        known = replace(record, moves=moves)
-        yield Log(phrase.strip(), group.members, **vars(known))
+        yield Log(phrase.strip(), group.members, **vars(replace(known, moves=moves)))
 
 
 def _recorders(backends: Iterable[str]) -> dict[str, Recorder]:
@@ -230,6 +197,8 @@ def _recorders(backends: Iterable[str]) -> dict[str, Recorder]:
         for name in names
         if hasattr(c10d, f"{name}_json") and hasattr(c10d, name)
     }
+    if torch_settings.find_blocking_wait():  # a dump would ask for events that are gone
+        recorders.pop("_dump_nccl_trace", None)
     general = recorders.get("_dump_fr_trace")
     if general is not None and "backend" in (general.status.__doc__ or ""):
         others = {backend for backend in backends if backend not in NATIVE}
@@ -240,10 +209,34 @@ def _recorders(backends: Iterable[str]) -> dict[str, Recorder]:
     return recorders
 
 
+def _missing_setting(backend: str) -> str:
+    """Say what to do for torch to record a backend's calls; "" if it does, or cannot."""
+    recorders = _recorders({backend})
+    native = "_dump_nccl_trace" if backend in NCCL else "_dump_fr_trace"
+    if any(not name.startswith("_dump") for name in recorders):  # attached by a newer torch
+        is_on = torch_settings.records_by_default()
+    elif backend in NCCL and (variable := torch_settings.find_blocking_wait()):
+        return f"unset {variable}"
+    elif (
+        backend in ("gloo", *NCCL) and native in recorders
+    ):  # one that is on has an entry for each group
+        is_on = bool(_read_status(recorders[native]).get("pg_config"))
+    else:
+        return ""
+    name, older = torch_settings.BUFFER_SIZES
+    variable = name if "_dump_fr_trace" in recorders else older
+    return "" if is_on else f"set {variable}={torch_settings.ENTRIES}"
+
+
 def _status(recorder: Recorder) -> dict[int, dict[str, str]]:
     """The numbers of the last collectives of each group, by the recorder's number of it."""
-    status = json.loads(recorder.status(includeCollectives=False)).get("pg_status") or {}
+    status = _read_status(recorder).get("pg_status") or {}
     return {int(number): numbers for number, numbers in status.items()}
+
+
+def _read_status(recorder: Recorder) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads(recorder.status(includeCollectives=False))
+    return status
 
 
 def _entries(

@@ -84,7 +84,10 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
     _handle_terminate()
     identities = [None] * dist.get_world_size()
     store = distributed_c10d._get_default_store()
-    _on = Guard(Board(store, prefix, dist.get_rank(), identities), timeout, end)
+    flight = Flight()
+    if dist.get_rank() == 0 and _times == 1 and (warning := flight.explain_blindness()):
+        status_board.print_message(f"ddpbench: {warning}\n")
+    _on = Guard(Board(store, prefix, dist.get_rank(), identities), flight, timeout, end)
     return _on
 
 
@@ -115,10 +118,10 @@ def _handle_terminate() -> object:
 class Guard:
     """The watchdog of one rank."""
 
-    def __init__(self, own_board: Board, timeout: float, end: bool) -> None:
+    def __init__(self, own_board: Board, flight: Flight, timeout: float, end: bool) -> None:
         self._board, self._rank = own_board, own_board.rank
         self._timeout, self._end = timeout, end
-        self._flight, self._pid = Flight(), os.getpid()
+        self._flight, self._pid = flight, os.getpid()
         self._since: dict[Hashable, float] = {}  # when each wait began
         self._newest: dict[Hashable, list[int]] = {}
         self._deferred: set[Hashable] = set()  # while another rank waits, its alarm shows more
@@ -211,7 +214,8 @@ class Guard:
             return False
         # gloo's threads may count ends out of order, and so leave a number behind; the entry of
         # each call is right. nccl does not count sends and receives, but has entries of them.
-        confirmed = late & set(find_waits(self_report.read_status(self._flight)))
+        confirmed = {wait for wait in late if len(wait) > 2}
+        confirmed |= late & set(find_waits(self_report.read_status(self._flight)))
         newest = self._flight.newest_entries()
         confirmed = {w for w in confirmed if len(w) == 2 or self._newest.get(w) == newest}
         for wait in late - confirmed:

@@ -21,9 +21,15 @@ OURS = str(Path(__file__).parents[1]) + os.sep  # this package, wherever it is i
 MACHINERY = tuple(OURS + name + os.sep for name in ("hang", "runtime", "launch", "mpi_backend"))
 COMPILED = "torchinductor_"  # in the paths of code that torch.compile writes
 
+# The parts of torch whose functions wait for other ranks.
+CALLED = ("distributed_c10d.py", "_functional_collectives.py")
+PARALLEL = str(Path("nn", "parallel", "distributed.py"))
+
 WAIT = "wait"  # for a call that was begun before, with async_op or isend
 
 Line = tuple[str, str, int]  # function, file, line
+
+_marks = 0  # how many calls of torch.distributed were seen
 
 # Calls that wait for other ranks in C++, where they have no frame of their own.
 _WAITS = re.compile(r"(?<!\bos)\.wait\s*\(|store\w*\.(get|barrier)\s*\(", re.IGNORECASE)
@@ -69,18 +75,38 @@ def describe_handled_error() -> str:
     return ", at ".join(describe_error(error))
 
 
-def find_distributed_call(frame: FrameType) -> str:
-    """Return the function of torch.distributed in which the program is, "" none."""
-    name = ""
+def find_distributed_call(frame: FrameType) -> tuple[str, int]:
+    """Return the function of torch.distributed in which the program is, "" none, and a number.
+
+    The number stays the same as long as this call lasts, and differs in the next call of the same
+    line. It is -1 if unknown: in a call to C++, which has no frame, and under a debugger.
+    """
+    name, call = "", None
     for outer in walk_outwards(frame):
-        path = outer.f_code.co_filename
-        if path.endswith("distributed_c10d.py"):
-            name = outer.f_code.co_name  # the outermost of those that call each other
-        elif path.startswith(MACHINERY) and outer.f_code.co_name == WAIT:
+        path, function = outer.f_code.co_filename, outer.f_code.co_name
+        if path.endswith(CALLED):
+            name, call = function, outer  # the outermost of those that call each other
+        elif path.endswith(PARALLEL) and function == "__init__":  # connects the ranks in C++
+            name, call = "DistributedDataParallel", outer
+        elif path.startswith(MACHINERY) and function == WAIT:
             name = name or WAIT  # over mpi4py that is a function of ours
         elif name and _distance(path) == 0:
             break
-    return name or _awaited(frame)
+    return (name, _number_call(call)) if name else (_awaited(frame), -1)
+
+
+def _number_call(frame: FrameType | None) -> int:
+    """Mark the frame of a call, because another call may get the same object and the same id.
+
+    Only tracing uses the mark; a frame that is traced is left alone.
+    """
+    global _marks
+    if frame is None or frame.f_trace is not None:
+        return -1
+    if frame.f_trace_lines:
+        frame.f_trace_lines = False
+        _marks += 1
+    return _marks
 
 
 def find_peers(frame: FrameType, inside: str) -> tuple[int, int]:

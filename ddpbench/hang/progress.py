@@ -16,8 +16,9 @@ def find_waits(status: RankStatus) -> list[Key]:
         (log.group, log.started) for log in status.logs if log.started > log.finished
     ]
     moves = [log.moves for log in status.logs]
-    if status.inside and min(moves, default=-1) >= 0:  # a receive in a loop looks alike but moves
-        waits.append((status.inside, status.place, *_counts(status)))
+    # A receive in a loop looks alike, but moves, or is another call.
+    if status.inside and (status.call >= 0 or min(moves, default=-1) >= 0):
+        waits.append((status.inside, status.place, status.call, *_counts(status)))
     return waits
 
 
@@ -26,7 +27,7 @@ def progress_key(status: RankStatus) -> Key:
     are counted, when its main thread moves."""
     counts = _counts(status)
     if any(n > 0 for n in counts):
-        return ("progress", *counts)
+        return ("progress", status.call, *counts)
     return ("progress", status.place, *stack_position(find_main_frame()))
 
 

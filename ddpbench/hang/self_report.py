@@ -84,9 +84,10 @@ def observe_state(identity: RankIdentity, own: RankIdentity) -> str:
 def read_heartbeat(flight: Flight, phase: str = "") -> RankStatus:
     """Return the brief status: the place of the main thread, and numbers of collectives."""
     frame = find_main_frame()
-    inside = find_distributed_call(frame)
+    inside, call = find_distributed_call(frame)
     logs = flight.read_logs(inside, whole=False)
-    return RankStatus(find_place(frame), inside, logs, phase, destroyed=_is_destroyed(logs))
+    destroyed = _is_destroyed(logs)
+    return RankStatus(find_place(frame), inside, logs, phase, destroyed=destroyed, call=call)
 
 
 def read_status(flight: Flight, phase: str = "", place: str = "") -> RankStatus:
@@ -98,7 +99,7 @@ def read_status(flight: Flight, phase: str = "", place: str = "") -> RankStatus:
         logs = flight.read_logs("", whole=True)
         return RankStatus(place, "", logs, phase, destroyed=_is_destroyed(logs))
     frame = find_main_frame()
-    inside = find_distributed_call(frame)
+    inside, call = find_distributed_call(frame)
     logs = flight.read_logs(inside, whole=True)
     stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
     source, destination = find_peers(frame, inside) if inside else (-1, -1)
@@ -112,6 +113,7 @@ def read_status(flight: Flight, phase: str = "", place: str = "") -> RankStatus:
         destination=destination,
         destroyed=_is_destroyed(logs),
         handles=describe_handled_error(),
+        call=call,
     )
 
 

@@ -66,8 +66,9 @@ class RankStatus:
     """The state that a rank reports.
 
     place: the innermost line of the program's own code in the main thread, "f (data.py:22)";
-    inside: the function of torch.distributed that this line called, "" none; source, destination:
-    the rank from which it receives, to which it sends, -1 none; phase: the step of a ddpbench
+    inside: the function of torch.distributed that this line called, "" none; call: a number of this
+    call, which the rank's next call does not have, -1 if unknown; source, destination: the rank
+    from which it receives, to which it sends, -1 none; phase: the step of a ddpbench
     command; cause: why this rank raises the alarm, "" it does not; late: it has waited too long;
     still: nothing has moved for long, which may be right; left: its script has ended; destroyed:
     it has destroyed its process groups; handles: the error that its main thread handles, as in a
@@ -87,6 +88,7 @@ class RankStatus:
     still: bool = False
     destroyed: bool = False
     handles: str = ""
+    call: int = -1
 
     @property
     def waits_in(self) -> str:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from ddpbench.hang import status_board
+from ddpbench.hang import status_board, torch_settings
 from ddpbench.hang.places import describe_error
 from ddpbench.hang.self_report import RankIdentity
 from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, Watchdog
@@ -152,7 +152,8 @@ class World:
         bound = devices.of(device).group_options(device, torch_name) if device else {}
         objection = None
         try:
-            group = dist.new_group(members, backend=torch_name, timeout=self.timeout, **bound)
+            with torch_settings.watched_groups(self.timeout):
+                group = dist.new_group(members, backend=torch_name, timeout=self.timeout, **bound)
         except (AssertionError, ImportError, TypeError, ValueError) as error:
             raise RuntimeError(f"no group on {torch_name}: {control.first_line(error)}") from error
         except RuntimeError as error:
@@ -219,13 +220,14 @@ def join_world(
     siblings.report_stage(siblings.JOINS)
     store = connect_store(placement, rendezvous)
     members, endpoints = gather_introductions(store, placement, rendezvous.timeout_seconds)
-    watchdog = _start_watchdog(store, placement, members, rendezvous)
+    with torch_settings.watched_groups(rendezvous.group_timeout):  # it opens the recorders
+        watchdog = _start_watchdog(store, placement, members, rendezvous)
     siblings.report_stage(siblings.MET)
     try:
         timeout = rendezvous.group_timeout
         rank, size = placement.rank, placement.world_size
         control_store = dist.PrefixStore("ddpbench/control", store)
-        with network.keep_gloo_on_loopback(endpoints):
+        with network.keep_gloo_on_loopback(endpoints), torch_settings.watched_groups(timeout):
             dist.init_process_group(
                 "gloo", store=control_store, rank=rank, world_size=size, timeout=timeout
             )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import time
 from collections.abc import Iterator
+from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ddpbench.hang import flight_recorder
-from ddpbench.hang.flight_recorder import Flight, Recorder
+from ddpbench.hang import flight_recorder, torch_settings
+from ddpbench.hang.flight_recorder import Flight, Record, Recorder
+from ddpbench.hang.process_groups import Group
 from ddpbench.hang.status import Call
 
 
@@ -92,6 +96,136 @@ def test_without_a_recorder_the_sequence_number_is_told(monkeypatch: pytest.Monk
     (log,) = Flight().read_logs("all_reduce", whole=True)
     assert (log.started, log.finished, log.exact) == (2, 1, False)
     assert log.calls == (Call(2, "all_reduce"),)
+
+
+@pytest.fixture
+def mixed() -> Iterator[None]:
+    """A group of one on two backends; the one for CPU tensors is gloo under another name."""
+    import_module("unrecorded_backends")
+    dist.init_process_group("cpu:silent,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("mixed")
+def test_each_backend_of_a_group_is_asked_for_its_own_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The group itself has none. What the main thread is in may be a call on the backend that has
+    counted one."""
+    monkeypatch.setattr(flight_recorder, "_recorders", lambda _: {})
+    for _ in range(3):
+        dist.all_reduce(torch.zeros(2))
+    gloo, silent = Flight().read_logs("all_reduce", whole=True)
+    assert (gloo.group, gloo.started, gloo.finished) == ("on gloo", 0, 0)
+    assert (silent.group, silent.started, silent.finished) == ("on silent", 3, 2)
+    assert silent.calls == (Call(3, "all_reduce"),)
+    # A heartbeat claims nothing: the same line may be in another call by now.
+    assert [log.finished for log in Flight().read_logs("all_reduce", whole=False)] == [0, 3]
+
+
+def log_of_nccl(record: Record | None, count: int, called: str) -> Any:
+    """The log of a group on nccl that has this record, and has counted so many calls."""
+    group = Group("0", "", (0, 1), ("nccl",), lambda backend: count)
+    kept = {("0", "nccl"): record} if record else {}
+    (log,) = flight_recorder._logs(group, kept, called)
+    return log
+
+
+def test_a_call_that_nccl_has_counted_but_not_recorded_is_open() -> None:
+    """nccl counts a call before it connects the ranks, and records it only then."""
+    before = Record(2, 2, (Call(2, "broadcast"),))
+    log = log_of_nccl(before, 3, "all_reduce")
+    assert (log.started, log.finished) == (3, 2)
+    assert log.calls == (Call(2, "broadcast"), Call(3, "all_reduce"))
+    first = log_of_nccl(None, 1, "all_reduce")
+    assert (first.started, first.finished, first.calls) == (1, 0, (Call(1, "all_reduce"),))
+    for log in (log_of_nccl(before, 3, ""), log_of_nccl(before, 2, "all_reduce")):
+        assert (log.started, log.finished, log.calls) == (2, 2, before.calls)
+
+
+def a_status(on: bool) -> Any:
+    """A recorder that is on, or off, before any call."""
+    config = {"": {"desc": "", "ranks": "[0]"}} if on else {}
+    text = json.dumps({"pg_config": config, "pg_status": {}}).encode()
+    return Recorder(status=lambda includeCollectives: text, entries=lambda **_: b"")  # noqa: N803
+
+
+@pytest.mark.parametrize(
+    ("recorders", "variables", "told"),
+    [
+        ({"_dump_nccl_trace": True}, {}, ""),
+        ({"_dump_nccl_trace": False}, {}, "set TORCH_NCCL_TRACE_BUFFER_SIZE=2000"),
+        (
+            {"_dump_nccl_trace": False, "_dump_fr_trace": True},
+            {"TORCH_FR_BUFFER_SIZE": "0"},
+            "set TORCH_FR_BUFFER_SIZE=2000",
+        ),
+        (
+            {"_dump_fr_trace": True},
+            {"TORCH_NCCL_BLOCKING_WAIT": "1"},
+            "unset TORCH_NCCL_BLOCKING_WAIT",
+        ),
+        ({"_dump_fr_trace": True, "nccl2": False}, {}, ""),
+        (
+            {"_dump_fr_trace": True, "nccl2": False},
+            {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"},
+            "set TORCH_FR_BUFFER_SIZE=2000",
+        ),
+        ({}, {}, ""),
+    ],
+)
+def test_what_cannot_be_seen_of_nccl_is_told_with_the_remedy(
+    recorders: dict[str, bool],
+    variables: dict[str, str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With torch 2.7, with a recorder that is off, with waits on the host, and with a torch that
+    records nccl by a hook of its own."""
+    for name in (*torch_settings.BUFFER_SIZES, *torch_settings.BLOCKING_WAITS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    made = {name: a_status(on) for name, on in recorders.items()}
+    monkeypatch.setattr(flight_recorder, "_recorders", lambda _: made)
+    flight = Flight()
+    flight._groups = [Group("0", "", (0,), ("nccl",), lambda backend: 0)]
+    sentence = flight.explain_blindness()
+    assert sentence.startswith("the flight recorder of nccl is off: a hang ") == bool(told)
+    assert sentence.endswith(f"Before init_process_group, {told}" if told else "")
+
+
+def test_no_dump_of_nccl_is_read_while_it_waits_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """nccl then drops the events that the recorder would ask."""
+    c10d = torch._C._distributed_c10d
+    for name in ("_dump_nccl_trace", "_dump_nccl_trace_json"):
+        monkeypatch.setattr(c10d, name, lambda **_: b"", raising=False)
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    assert "_dump_nccl_trace" in flight_recorder._recorders(())
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    assert "_dump_nccl_trace" not in flight_recorder._recorders(())
+
+
+@pytest.mark.parametrize("given", [{}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}])
+def test_own_ranks_record_unless_the_user_decides(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only while groups are made; nccl's monitor then comes after the time-out of the groups."""
+    names = (*torch_settings.BUFFER_SIZES, torch_settings.HEARTBEAT)
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with torch_settings.watched_groups(timedelta(seconds=900)):
+        within = {name: os.environ[name] for name in names if name in os.environ}
+    sizes = given or dict.fromkeys(torch_settings.BUFFER_SIZES, "2000")
+    assert within == {**sizes, torch_settings.HEARTBEAT: "960"}
+    assert {name: os.environ[name] for name in names if name in os.environ} == given
 
 
 def an_entry(number: int, **others: Any) -> dict[str, Any]:

@@ -39,6 +39,7 @@ GLOO = (
         "pairs", "pipeline", "cycle", "ring", "posted", "cleanup", "uneven", "alive", "compute",
         "replicas", "finally", "short", "worker",
     ),
+    ("connect", "model", "mixed", "loop"),
 )  # fmt: skip
 
 
@@ -228,6 +229,49 @@ def test_a_hang_is_told_whatever_the_ranks_wait_in(folder: Path, play: str) -> N
     assert codes == [5, 5]
     assert len(told) == 2, err
     assert all(re.fullmatch(HANGS[play], each) for each in told), err
+
+
+def said_unrecorded(folder: Path, play: str) -> tuple[list[int], list[str], str]:
+    """Exit codes, verdicts and all of stderr of a play in which torch records nothing."""
+    err = (folder / f"{play}.err").read_text()
+    return [*map(int, (folder / f"{play}.codes").read_text().split())], verdicts(err), err
+
+
+@pytest.mark.parametrize(
+    ("play", "call"), [("connect", "all_reduce"), ("model", "DistributedDataParallel")]
+)
+def test_a_rank_that_is_missing_while_the_ranks_connect_is_seen(
+    folder: Path, play: str, call: str
+) -> None:
+    """No backend has counted or recorded anything yet: the alarm comes because the main thread has
+    been in one and the same call for so long, of a function or of DDP's constructor."""
+    codes, told, err = said_unrecorded(folder, play)
+    assert codes == [5, 5], err
+    waits = (
+        rf"rank 0: has waited longer than 2 s, at gloo \(unrecorded_backends\.py:\d+\), in {call}"
+    )
+    assert len(told) == 2, err
+    assert all(re.fullmatch(rf"{waits}; rank 1: in play_{play} {HERE}", each) for each in told), err
+
+
+def test_a_group_on_two_backends_is_seen_without_a_recorder(folder: Path) -> None:
+    """Each backend counts its calls; that the watchdog sees less is told once, with a remedy."""
+    codes, told, err = said_unrecorded(folder, "mixed")
+    assert codes == [5, 5], err
+    late = rf"rank 1 never joined #4 all_reduce on silent; it is in play_mixed {HERE}; rank 0 waits"
+    verdict = [each for each in told if re.fullmatch(late, each)]
+    assert len(verdict) == 2, err
+    blind = [each for each in told if each not in verdict]
+    if "_dump_fr_trace" in flight_recorder._recorders(()):
+        assert blind == [
+            "the flight recorder of gloo is off: a hang is seen only while a rank stands in a call "
+            "of torch.distributed. Before init_process_group, set TORCH_FR_BUFFER_SIZE=2000"
+        ], err
+
+
+def test_a_loop_of_unrecorded_calls_is_no_hang(folder: Path) -> None:
+    """The main thread is in one line for three times the time-out, but not in one call."""
+    assert said_unrecorded(folder, "loop") == ([0, 0], [], "")
 
 
 def test_an_error_that_waits_for_its_finally_is_told(folder: Path) -> None:

@@ -83,7 +83,7 @@ def called_in_a_thread(wait: Callable[[], object]) -> str:
     thread.start()
     time.sleep(0.3)
     try:
-        return find_distributed_call(sys._current_frames()[thread.ident or 0])
+        return find_distributed_call(sys._current_frames()[thread.ident or 0])[0]
     finally:
         thread.join()
 
@@ -99,3 +99,23 @@ def test_a_wait_in_c_is_known_by_its_call_and_others_are_not_taken_for_it() -> N
     assert called_in_a_thread(post) == "wait"
     assert called_in_a_thread(lambda: event.wait(0.6)) == ""
     assert called_in_a_thread(lambda: time.sleep(0.6)) == ""
+
+
+def test_a_call_keeps_its_number_and_the_next_one_has_another(tmp_path: Path) -> None:
+    """Also where Python reuses the object of a frame; a call that is traced has none."""
+    file = tmp_path / "distributed_c10d.py"
+    names: dict[str, Any] = {"see": lambda: find_distributed_call(sys._getframe())}
+    exec(compile("def wait():\n    return see(), see()\n", str(file), "exec"), names)
+    calls = [names["wait"]() for _ in range(3)]
+    assert all(first == second for first, second in calls)
+    assert {name for (name, _), _ in calls} == {"wait"}
+    numbers = [number for (_, number), _ in calls]
+    assert numbers == [numbers[0], numbers[0] + 1, numbers[0] + 2]
+
+    tracing = sys.gettrace()
+    sys.settrace(lambda frame, event, value: lambda *_: None)
+    try:
+        traced, _ = names["wait"]()
+    finally:
+        sys.settrace(tracing)
+    assert traced == ("wait", -1)

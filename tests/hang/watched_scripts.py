@@ -24,6 +24,7 @@ import ddpbench
 from ddpbench.launch import placement
 
 RANKS = 2
+BACKENDS = {"connect": "late", "model": "late", "loop": "late", "mixed": "cpu:silent,cuda:gloo"}
 
 
 def group(*ranks: int) -> dist.ProcessGroup:
@@ -294,6 +295,40 @@ def play_short(rank: int) -> None:
     step()
 
 
+def play_connect(rank: int) -> None:
+    """Rank 1 does not come to the first call, which connects the ranks."""
+    ddpbench.watchdog(timeout=2.0)
+    if rank == 1:
+        time.sleep(30)
+    step()
+
+
+def play_model(rank: int) -> None:
+    """Rank 1 does not come to DDP's constructor, which makes the first call."""
+    ddpbench.watchdog(timeout=2.0)
+    if rank == 1:
+        time.sleep(30)
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+
+
+def play_mixed(rank: int) -> None:
+    """Rank 1 does not come to a call on one of a group's two backends."""
+    ddpbench.watchdog(timeout=2.0)
+    for _ in range(3):
+        step()
+    if rank == 1:
+        time.sleep(30)
+    step()
+
+
+def play_loop(rank: int) -> None:
+    """Rank 0 waits in one line for longer than the time-out, each time for another call."""
+    ddpbench.watchdog(timeout=1.0)
+    for _ in range(30):
+        time.sleep(0.1 * rank)
+        step()
+
+
 def play_healthy(rank: int) -> None:
     """Nothing is wrong; the rank with the store is the first to leave."""
     ddpbench.watchdog(timeout=30.0)
@@ -311,7 +346,12 @@ def main(play: str) -> None:
         import_module("ddpbench.mpi")
     torch.set_num_threads(1)
     timeout = timedelta(seconds=2 if play == "short" else 600)
-    dist.init_process_group("mpi4py" if mpi else "gloo", timeout=timeout)
+    if play in BACKENDS:
+        import_module("unrecorded_backends")
+    if play == "mixed":
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
+    backend = "mpi4py" if mpi else BACKENDS.get(play, "gloo")
+    dist.init_process_group(backend, timeout=timeout)
     globals()[f"play_{play}"](dist.get_rank())
     if dist.is_initialized():
         time.sleep(0.02)  # gloo of torch 2.7 may hang where its group ends right after a call

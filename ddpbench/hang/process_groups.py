@@ -1,0 +1,83 @@
+"""The process groups of this rank: their names, members and backends, and what each counts."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# Errors of a private function with another signature, or of a group that ends meanwhile.
+UNKNOWN = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group of this rank.
+
+    phrase: "of group 3"; members: global ranks; count: returns the number of requests to a backend
+    of the group, -1 if that backend does not count them.
+    """
+
+    name: str
+    phrase: str
+    members: tuple[int, ...]
+    backends: tuple[str, ...]
+    count: Callable[[str], int]
+
+
+def list_groups() -> list[Group]:
+    """Return the groups of which this rank is a member."""
+    from torch.distributed import distributed_c10d
+
+    groups = []
+    for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
+        with contextlib.suppress(*UNKNOWN):  # it may end, or begin, just now
+            groups.append(_group(group, ranks))
+    kinds = [(group.phrase, group.members) for group in groups]
+    return [
+        replace(group, phrase=f"{group.phrase} {group.name[:12]}")
+        if kinds.count(kind) > 1
+        else group
+        for group, kind in zip(groups, kinds, strict=True)
+    ]
+
+
+def _group(group: Any, ranks: Iterable[int]) -> Group:
+    """Raises ValueError if this rank is not a member."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    pairs = [pair.rpartition(":") for pair in dist.get_backend_config(group).split(",")]
+    devices = {backend: device for device, _, backend in pairs}
+    name = str(distributed_c10d._world.pg_names.get(group, ""))
+    phrase = "" if group is dist.group.WORLD else _phrase(group, name)
+    count = partial(_count, weakref.ref(group), devices)  # a group ends with its last owner
+    return Group(name, phrase, tuple(sorted(ranks)), tuple(sorted(devices)), count)
+
+
+def _phrase(group: dist.ProcessGroup, name: str) -> str:
+    title = getattr(group, "group_desc", "")
+    return f"of group {name[:12]}" if title in ("", "undefined") else f"of group {title!r}"
+
+
+def _count(group: weakref.ref[Any], devices: Mapping[str, str], backend: str) -> int:
+    """Ask the backend itself: a group on two backends has no number of its own.
+
+    nccl counts no sends and receives.
+    """
+    import torch
+
+    live: Any = group()
+    with contextlib.suppress(*UNKNOWN):
+        return int(
+            live._get_backend(torch.device(devices[backend]))._get_sequence_number_for_group()
+        )
+    with contextlib.suppress(*UNKNOWN):  # a group in Python has no backends
+        return int(live._get_sequence_number_for_group())
+    return -1

@@ -1,0 +1,50 @@
+"""Settings that torch reads from the environment when a process group is made.
+
+They decide whether torch records calls, and when torch itself ends a process that waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+# Entries of the flight recorder; torch 2.7 knows the second name only, and records nothing without.
+BUFFER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+ENTRIES = "2000"  # as later versions of torch have it by default
+# Seconds after which a monitor ends the process if nccl's own watchdog does not move.
+HEARTBEAT, HEARTBEAT_SECONDS = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", 480
+BLOCKING_WAITS = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+
+
+@contextlib.contextmanager
+def watched_groups(timeout: timedelta) -> Iterator[None]:
+    """Let torch record the calls of groups that are made within, and end no process too early.
+
+    timeout: of the groups. What the user has set stays. The rest is taken back at the end, because
+    the record of a run names the user's settings.
+    """
+    own = {} if any(map(os.environ.get, BUFFER_SIZES)) else dict.fromkeys(BUFFER_SIZES, ENTRIES)
+    if not os.environ.get(HEARTBEAT):
+        own[HEARTBEAT] = str(max(HEARTBEAT_SECONDS, round(timeout.total_seconds()) + 60))
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            os.environ.pop(name, None)
+
+
+def records_by_default() -> bool:
+    """Return whether a torch that records without being asked to is not told to stop."""
+    return next(filter(None, map(os.environ.get, BUFFER_SIZES)), ENTRIES) != "0"
+
+
+def find_blocking_wait() -> str:
+    """Return the variable that makes nccl wait on the host; "" none.
+
+    nccl then keeps no list of its calls, and the recorder refers to events that are gone.
+    """
+    on = ("1", "t", "true", "y", "yes")
+    return next((v for v in BLOCKING_WAITS if os.environ.get(v, "").lower() in on), "")
