@@ -5,12 +5,13 @@ Other names that torch knows work too. Importing this module imports no torch; `
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddpbench.launch.placement import NO_MPIRUN, Refused, find_mpirun
-from ddpbench.records.wording import explain_unknown
-from ddpbench.runtime import nccl_library
+from ddpbench.records.wording import counted, explain_unknown
+from ddpbench.runtime import devices, nccl_library
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class Backend:
                  is given by the current stream: then its launch can be hidden
     interfaces   environment variable that names its network interfaces, in NCCL's syntax; gloo's
                  is checked with the control group
+    instead_of_sharing  () → None if several ranks can use one GPU, else what to do instead
     """
 
     name: str
     help: str
-    devices: tuple[str, ...]
     unavailable: Callable[[str], str | None]
     library: Callable[[], str]
     provider: Callable[[str], str] = lambda _: "native"
@@ -41,6 +42,7 @@ class Backend:
     transport: str = ""
     in_stream: bool = False
     interfaces: str = ""
+    instead_of_sharing: Callable[[], str | None] = lambda: None
 
 
 def _torch() -> str:
@@ -54,7 +56,7 @@ def _gloo_unavailable(device: str) -> str | None:
 
     if not dist.is_gloo_available():
         return "this torch was built without gloo: install a torch wheel for Linux"
-    return _no_cuda("gloo", device) if device == "cuda" else None
+    return _no_device("gloo", device)
 
 
 def _nccl_unavailable(device: str) -> str | None:
@@ -64,19 +66,26 @@ def _nccl_unavailable(device: str) -> str | None:
         return f"nccl carries CUDA tensors only, not {device}: use --device cuda, or --backend gloo"
     if not dist.is_nccl_available():
         return "this torch was built without NCCL: install a CUDA build, or use --device cpu"
-    return _no_cuda("nccl", device)
+    return _no_device("nccl", device)
 
 
-def _no_cuda(backend: str, device: str) -> str | None:
-    import torch
-
-    if torch.cuda.is_available():
+def _no_device(backend: str, device: str) -> str | None:
+    kind = devices.get(device)
+    if (why := kind.unusable()) is None:
         return None
-    built = "no GPU is visible" if torch.version.cuda else "this torch is a CPU build"
+    advice = "repair that" if kind.broken() else "run on a GPU node"
     return (
-        f"{backend} with CUDA tensors needs a GPU, and {built}: "
-        "run on a GPU node, or use --device cpu --backend gloo"
+        f"{backend} with {device.upper()} tensors needs a GPU, but {why}: "
+        f"{advice}, or use --device cpu --backend gloo"
     )
+
+
+def _nccl_instead_of_sharing() -> str | None:
+    if (nccl_library.version() or ()) < (2, 30):
+        return f"use --backend gloo, because {nccl_library.describe()} allows one rank per GPU"
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "0":
+        return "set NCCL_MULTI_RANK_GPU_ENABLE=1 and use --share-gpu"
+    return None
 
 
 def _mpi_native() -> bool:
@@ -88,7 +97,7 @@ def _mpi_native() -> bool:
 def _mpi_unavailable(device: str) -> str | None:
     from importlib.util import find_spec
 
-    if device == "cuda" and (why := _no_cuda("mpi", device)) is not None:
+    if (why := _no_device("mpi", device)) is not None:
         return why
     if not _mpi_native() and find_spec("mpi4py") is None:
         return (
@@ -139,7 +148,6 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             name="gloo",
             help="part of torch, over TCP; for CPU tensors, carries CUDA tensors too",
-            devices=("cpu", "cuda"),
             unavailable=_gloo_unavailable,
             library=lambda: f"gloo of {_torch()}",
             transport="tcp",
@@ -147,16 +155,15 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             name="nccl",
             help="NVIDIA's library for CUDA tensors (RCCL on AMD)",
-            devices=("cuda",),
             unavailable=_nccl_unavailable,
             library=nccl_library.describe,
             in_stream=True,
             interfaces="NCCL_SOCKET_IFNAME",
+            instead_of_sharing=_nccl_instead_of_sharing,
         ),
         Backend(
             name="mpi",
             help="any MPI: torch's own if torch was built with MPI, else ddpbench's over mpi4py",
-            devices=("cpu", "cuda"),
             unavailable=_mpi_unavailable,
             library=_mpi_library,
             provider=_mpi_provider,
@@ -171,28 +178,49 @@ BACKENDS: dict[str, Backend] = {
 BEST = {"cpu": "gloo", "cuda": "nccl"}
 
 
+def _best(device: str) -> str:
+    """Return the backend that `auto` means for a kind of device; torch knows those of others."""
+    import torch.distributed as dist
+
+    return BEST.get(device) or dist.get_default_backend_for_device(device)
+
+
 def get(name: str) -> Backend:
     """Return a backend by name; for a name that only torch knows (`ucc`, a plug-in) a plain one."""
     return BACKENDS.get(name) or Backend(
         name=name,
         help="registered with torch.distributed",
-        devices=("cpu", "cuda"),
         unavailable=lambda device: _unregistered(name, device),
         library=lambda: f"{name} with {_torch()}",
     )
 
 
-def choose_device(names: Sequence[str], device: str) -> str:
-    """Resolve `auto`: "cuda" if there is a GPU and the first chosen backend can use it."""
+def choose_device(
+    names: Sequence[str], device: str, warn: Callable[[str], None] = lambda sentence: None
+) -> str:
+    """Resolve `auto`: torch's accelerator if it works and the first chosen backend can use it.
+
+    Otherwise it is the CPU, with a warning if the host has GPUs that this process does not see.
+    Raises Refused for GPUs that are broken: who has some does not expect figures of the CPU.
+    """
     if device != "auto":
         return device
     if "nccl" in names:
         return "cuda"
     if names[0] not in ("auto", "all"):
         return "cpu"
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    kind = devices.preferred()
+    why = kind.unusable()
+    if why is None:
+        return kind.name
+    if kind.broken():
+        raise Refused(f"the GPUs cannot be used: {why}: repair that, or measure with --device cpu")
+    if number := kind.installed():
+        warn(
+            f"measuring on the CPU: this host has {counted(number, 'GPU')}, but {why}; "
+            "with --device cpu there is no such warning"
+        )
+    return "cpu"
 
 
 def choose(names: Sequence[str], device: str, launcher: str | None) -> tuple[str, ...]:
@@ -204,7 +232,7 @@ def choose(names: Sequence[str], device: str, launcher: str | None) -> tuple[str
     chosen: list[str] = []
     for name in names:
         if name == "auto":
-            chosen.append(BEST[device])
+            chosen.append(_best(device))
         elif name == "all":
             chosen += [b for b in BACKENDS if unavailable(b, device, launcher) is None]
         else:
@@ -241,4 +269,4 @@ def _unregistered(name: str, device: str) -> str | None:
     probe = getattr(dist, f"is_{name}_available", None)
     if probe is not None and not probe():
         return f"this torch was built without {name}: use one of {', '.join(BACKENDS)}"
-    return _no_cuda(name, device) if device == "cuda" else None
+    return _no_device(name, device)

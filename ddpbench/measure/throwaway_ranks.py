@@ -244,6 +244,6 @@ def tested(request: Request, world: World) -> Iterator[tuple[dist.ProcessGroup, 
     """Yield a group of all ranks on the requested backend, and this rank's device."""
     backend = backends.get(request.backend)
     name = backend.register() if backend.register else backend.name
-    device = world.agree_device(request.device)
+    device = world.agree_device(request.device, backend.instead_of_sharing())
     with world.agree_group(name, device=device) as group:
         yield group, device

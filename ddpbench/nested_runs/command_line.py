@@ -62,11 +62,11 @@ def plan_cases(words: Sequence[str]) -> list[Case | StepCase] | None:
     if options.modules:  # they may add cases
         return None
     device = backends.choose_device(options.backend, options.device)
-    if device != "cpu" and options.nproc is None:
-        return None  # one rank per GPU
-    options = replace(options, device=device, nproc=options.nproc or 2)
+    names = backends.choose(options.backend, device, None)
+    options = replace(options, device=device)
+    options = replace(options, nproc=start_ranks.count_ranks(options))
     cases: list[Case | StepCase] = []
-    for name in backends.choose(options.backend, device, None):
+    for name in names:
         planned = module.planned(options, backends.get(name))
         if planned is None:
             return None

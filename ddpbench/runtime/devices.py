@@ -365,15 +365,17 @@ KINDS: dict[str, Cpu] = {kind.name: kind for kind in (Cpu(), Cuda())}
 
 def get(name: str) -> Cpu:
     """Return the kind of devices that torch calls by this name. Raises ValueError for no kind."""
-    if name in KINDS:
-        return KINDS[name]
+    if name not in KINDS and name not in list_names():
+        raise ValueError(explain_unknown("device", name, list_names()))
+    return KINDS.get(name) or KINDS.setdefault(name, Accelerator(name))
+
+
+def list_names() -> list[str]:
+    """Return the names of the kinds in the table, and of torch's accelerator."""
     import torch
 
     current = torch.accelerator.current_accelerator()
-    if current is None or current.type != name:
-        choices = dict.fromkeys([*KINDS, *([current.type] if current else [])])
-        raise ValueError(explain_unknown("device", name, choices))
-    return KINDS.setdefault(name, Accelerator(name))
+    return list(dict.fromkeys([*KINDS, *([current.type] if current else [])]))
 
 
 def preferred() -> Cpu:

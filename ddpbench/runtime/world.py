@@ -28,6 +28,7 @@ from ddpbench.launch.placement import PATIENT, Placement, Refused
 from ddpbench.launch.sockets import Connection
 from ddpbench.records import redact
 from ddpbench.runtime import control, devices, network
+from ddpbench.runtime.device_choice import choose_indices, explain_sharing
 from ddpbench.runtime.meeting import Rendezvous, connect_store, gather_introductions
 from ddpbench.runtime.network import Endpoint
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
@@ -108,30 +109,26 @@ class World:
         connections = sockets.list_connections() - self.control_connections
         return sockets.local_addresses(connections, frozenset().union(*remote))
 
-    def agree_device(self, kind: str) -> torch.device:
-        """This rank's device: a GPU of its own, in order of the ranks on the machine.
+    def agree_device(self, name: str, instead_of_sharing: str | None = None) -> torch.device:
+        """This rank's device: one of its own, in order of the ranks that see the same devices.
 
-        Raises Refused, naming the ranks, if two would share one without --share-gpu.
+        instead_of_sharing: what to do where the backend refuses several ranks on one device; None
+        if it allows them. Raises Refused, naming the ranks, if several would share one then, or
+        without --share-gpu.
         """
-        import torch
-
-        if kind == "cpu":
-            return torch.device("cpu")
-        index = self.neighbours.index(self.rank) % max(1, torch.cuda.device_count())
-        # By its UUID, because a Slurm task may see its own GPU only.
-        uuid = str(torch.cuda.get_device_properties(index).uuid)
-        gpus = control.gather_values(self, [self.members[self.rank].boot_id, uuid])
-        shared = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
-        allowed = self.share_gpu or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        if shared and not allowed:
-            raise Refused(
-                f"ranks {', '.join(map(str, shared))} would share GPUs: start at most one rank "
-                "per GPU, or add --share-gpu"
-            )
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
-        self.gpu_mates[:] = [rank for rank, gpu in enumerate(gpus) if gpu == gpus[self.rank]]
-        return device
+        kind = devices.get(name)
+        visible = [kind.identity(index) for index in range(kind.count())]
+        if None in visible:  # all ranks may share it
+            return kind.select(0)
+        rows = control.gather_values(self, [visible, instead_of_sharing])
+        chosen = choose_indices([row[0] for row in rows])
+        used = [row[0][index] for row, index in zip(rows, chosen, strict=True)]
+        refusals = [row[1] for row in rows if row[1] is not None]
+        sentence = explain_sharing(used, next(iter(refusals), "add --share-gpu"))
+        if sentence is not None and (refusals or not self.share_gpu):
+            raise Refused(sentence)
+        self.gpu_mates[:] = [rank for rank, device in enumerate(used) if device == used[self.rank]]
+        return kind.select(chosen[self.rank])
 
     @contextlib.contextmanager
     def agree_group(

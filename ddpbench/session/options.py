@@ -15,6 +15,7 @@ from ddpbench.interchange import sources
 from ddpbench.launch import placement
 from ddpbench.records.wording import did_you_mean, explain_unknown
 from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
+from ddpbench.runtime import devices
 from ddpbench.session.errors import refuse
 
 
@@ -123,6 +124,15 @@ def fault(kind: str) -> Callable[[str], str]:
     return parse
 
 
+def device(text: str) -> str:
+    """Parse the value of `--device`. Only a name that is not in the table needs torch."""
+    if text not in ("auto", *devices.KINDS) and text not in devices.list_names():
+        raise argparse.ArgumentTypeError(
+            explain_unknown("device", text, ["auto", *devices.list_names()])
+        )
+    return text
+
+
 def init_method(text: str) -> str:
     """Parse the value of `--init-method`."""
     if re.match(r"\w+://[^/]*@|tcp://.*@", text):
@@ -183,8 +193,8 @@ def add_group(parser: argparse.ArgumentParser, title: str, texts: str) -> Callab
 WHERE = """
 --backend      backends to measure side by side: {backends}, any other that torch knows, auto (the
                best for the device) or all (all that can run here)
---device       device of the tensors; auto: cuda for nccl, cpu for another named backend, else cuda
-               if a GPU is visible
+--device       device of the tensors: cpu, cuda, or torch's name of another accelerator; auto: cuda
+               for nccl, cpu for another named backend, else the accelerator if there is one
 --nproc        number of ranks to start on this host if no launcher started them (default: 2, or
                one per GPU)
 --import       module to import first, such as a plug-in that registers a backend; can be repeated
@@ -204,7 +214,7 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     texts = WHERE.format(backends=", ".join(backends.BACKENDS))
     add = add_group(parser, "where", texts)
     add("--backend", kind=listed, default=("auto",), metavar="NAME,…")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--device", kind=device, default="auto", metavar="NAME")
     add("-n", "--nproc", kind=whole(1), metavar="N")
     add("--import", default=[], dest="modules", action="append", metavar="MODULE")
     add("--share-gpu", action="store_true")

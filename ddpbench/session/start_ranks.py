@@ -21,6 +21,7 @@ from ddpbench.launch.placement import (
 from ddpbench.launch.supervise import Deadline
 from ddpbench.records import store
 from ddpbench.records.terminal_text import tell
+from ddpbench.runtime import devices
 from ddpbench.session import options as shared_options
 from ddpbench.session import run_folder
 from ddpbench.session.errors import report_errors
@@ -46,7 +47,7 @@ def run_or_start(
     options.check()
     if placement is not None:
         return run_rank(options, placement)
-    return _start(replace(options, nproc=_count_ranks(options)), run_rank, words)
+    return _start(replace(options, nproc=count_ranks(options)), run_rank, words)
 
 
 def _require_world_size(options: RunOptions, placement: Placement | None) -> None:
@@ -63,7 +64,9 @@ def resolve(options: T, placement: Placement | None) -> T:
 
     Raises Refused if this host lacks one of them.
     """
-    device = backends.choose_device(options.backend, options.device)
+    speaks = placement is None or placement.rank == 0
+    warn = tell if speaks else lambda sentence: None
+    device = backends.choose_device(options.backend, options.device, warn)
     names = backends.choose(options.backend, device, placement.launcher if placement else None)
     launches = options.launches or (options.usual_launches if placement is None else 1)
     if placement is not None and launches > 1:
@@ -74,13 +77,9 @@ def resolve(options: T, placement: Placement | None) -> T:
     return replace(options, device=device, backend=names, launches=launches)
 
 
-def _count_ranks(options: RunOptions) -> int:
-    """Return how many ranks to start: as requested, else one per GPU, or two on the CPU."""
-    if options.nproc is not None or options.device == "cpu":
-        return options.nproc or 2
-    import torch
-
-    return torch.cuda.device_count()
+def count_ranks(options: RunOptions) -> int:
+    """Return how many ranks to start: as requested, else as many as are usual for the device."""
+    return options.nproc or devices.get(options.device).usual_ranks()
 
 
 def _start(options: T, run_rank: RunRank[T], words: Sequence[str]) -> int:
@@ -151,7 +150,7 @@ def _launch(launch: T, run_rank: RunRank[T], words: Sequence[str]) -> tuple[int,
     deadline = Deadline(launch.timeout, launch.watchdog == "end", report)
     (name,), nproc = launch.backend, launch.nproc or 1
     starter = backends.get(name).launcher
-    if launch.device == "cpu" and starter == "torchrun":
+    if devices.get(launch.device).forks and starter == "torchrun":
         code = forks.run(
             lambda: report_errors(lambda: _run_forked(launch, run_rank)), nproc, deadline=deadline
         )

@@ -43,8 +43,8 @@ def pretended_gpus(host: str) -> Iterator[list[int]]:
     stream = SimpleNamespace(synchronize=lambda: None)
     answers = {
         "device_count": lambda: GPUS,
-        "get_device_properties": lambda index: SimpleNamespace(uuid=f"{host}-{index}"),
-        "set_device": lambda device: selected.append(torch.device(device).index),
+        "get_device_properties": lambda index: SimpleNamespace(name="GPU", uuid=f"{host}-{index}"),
+        "set_device": selected.append,
         "current_stream": lambda device=None: stream,
     }
     with mock.patch.multiple(torch.cuda, **answers):

@@ -157,7 +157,8 @@ def test_an_option_that_an_operation_lacks_is_named() -> None:
         ("--precision -1", "--precision: '-1' is not a number above 0"),
         ("--init-method tcp://host", "--init-method: 'tcp://host' is not an init method: "),
         ("--init-method file:/x", "--init-method: 'file:/x' is not an init method: "),
-        ("--device tpu", "--device: invalid choice: 'tpu'"),
+        ("--device tpu", "--device: unknown device 'tpu': choose auto, cpu or cuda"),
+        ("--device cdua", "--device: unknown device 'cdua': choose auto, cpu or cuda. Did you"),
         ("--op", "--op: expected one argument"),
     ],
 )  # fmt: skip

@@ -1,0 +1,138 @@
+"""Each rank gets a GPU of its own wherever it runs, or one sentence says which ranks would share.
+
+Run as a program, this module is ranks that see GPUs of a made-up machine.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from command_lines import clean_environment
+
+from ddpbench.catalog import backends
+from ddpbench.launch import forks
+from ddpbench.launch.placement import Refused, read_placement
+from ddpbench.runtime import device_choice
+from ddpbench.runtime.meeting import Rendezvous
+from ddpbench.runtime.world import World, join_world
+
+# Layout → devices that each rank sees, and the index that each chooses.
+LAYOUTS = {
+    "one host": (["ABCD"] * 4, [0, 1, 2, 3]),
+    "fewer ranks than GPUs": (["ABCD"] * 2, [0, 1]),
+    "more ranks than GPUs": (["AB"] * 4, [0, 1, 0, 1]),
+    "hosts, one after the other": (["AB", "AB", "YZ", "YZ"], [0, 1, 0, 1]),
+    "hosts in turns": (["AB", "YZ", "AB", "YZ"], [0, 0, 1, 1]),
+    "uneven hosts": (["AB", "AB", "YZ"], [0, 1, 0]),
+    "a GPU per task of Slurm": (["A", "B", "Y", "Z"], [0, 0, 0, 0]),
+    "containers of one machine, in turns": (["AB", "CD", "AB", "CD"], [0, 0, 1, 1]),
+    "containers that were given one GPU": (["A", "A"], [0, 0]),
+    "the same GPUs in another order": (["AB", "BA"], [0, 0]),
+    "one rank sees all, the other one": (["AB", "A"], [1, 0]),
+    "parts that overlap": (["AB", "BC", "CD"], [0, 0, 0]),
+    "instances of one GPU": (["MIG-1", "MIG-2"], [0, 0]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_rank_has_a_gpu_of_its_own_if_it_can(layout: str) -> None:
+    """Ranks that see the same devices take them in order; what others see does not matter. They
+    share only where there are fewer devices than ranks, and then evenly."""
+    texts, indices = LAYOUTS[layout]
+    visible = [[text] if text.startswith("MIG") else list(text) for text in texts]
+    assert device_choice.choose_indices(visible) == indices
+    used = [devices[index] for devices, index in zip(visible, indices, strict=True)]
+    shared = len(set(used)) < len(used)
+    assert shared == (len(set(chain(*visible))) < len(visible))
+    assert (device_choice.explain_sharing(used, "wait") is not None) == shared
+
+
+def test_ranks_that_would_share_are_named() -> None:
+    """The sentence names the ranks and what to do; it does not name those with their own GPU."""
+    assert device_choice.explain_sharing(["A", "B", "A", "C"], "add --share-gpu") == (
+        "ranks 0, 2 would share GPUs: start at most one rank per GPU, or add --share-gpu"
+    )
+    assert device_choice.explain_sharing(["A", "B"], "add --share-gpu") is None
+
+
+# Loaded NCCL, variable that lets ranks share → part of the sentence; "" where they may.
+SHARING = [
+    ((2, 29, 7), "1", "use --backend gloo, because NCCL 2.29.7 (as built) allows one rank per GPU"),
+    ((2, 30, 7), None, "set NCCL_MULTI_RANK_GPU_ENABLE=1 and use --share-gpu"),
+    ((2, 30, 7), "0", "set NCCL_MULTI_RANK_GPU_ENABLE=1 and use --share-gpu"),
+    ((2, 30, 7), "1", ""),
+]
+
+
+@pytest.mark.skipif(bool(torch.version.cuda), reason="this torch brings an NCCL of its own")
+@pytest.mark.parametrize(("version", "enabled", "sentence"), SHARING)
+def test_advice_on_sharing_depends_on_the_loaded_nccl(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], enabled: str | None, sentence: str
+) -> None:
+    """--share-gpu is no help with an NCCL before 2.30; later ones need a variable too. gloo and mpi
+    share without either."""
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    if enabled is None:
+        monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    else:
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", enabled)
+    assert (backends.get("nccl").instead_of_sharing() or "") == sentence
+    assert backends.get("gloo").instead_of_sharing() is None
+    assert backends.get("mpi").instead_of_sharing() is None
+
+
+def choose(world: World, share_gpu: bool, instead: str | None) -> list[object]:
+    """Agree on devices in one rank of a machine that has two GPUs."""
+    selected: list[object] = []
+    answers = {
+        "device_count": lambda: 2,
+        "get_device_properties": lambda index: SimpleNamespace(name="GPU", uuid="ab"[index]),
+        "set_device": selected.append,
+    }
+    with mock.patch.multiple(torch.cuda, **answers):
+        try:
+            asked = replace(world, share_gpu=share_gpu, gpu_mates=[])
+            device = asked.agree_device("cuda", instead)
+        except Refused as refused:
+            return [str(refused), selected, []]
+    return [str(device), selected, asked.gpu_mates]
+
+
+def run_job(folder: Path) -> int:
+    """Agree on devices in one rank, as often as there are ways to ask; write the answers down."""
+    placement = read_placement()
+    assert placement is not None
+    with join_world(placement, Rendezvous(timeout_seconds=30)) as world:
+        ways = [(False, None), (True, None), (True, "use --backend gloo")]
+        found = [choose(world, *way) for way in ways]
+        (folder / str(world.rank)).write_text(json.dumps(found))
+    return 0
+
+
+def test_ranks_agree_on_their_gpus_or_are_refused_together(tmp_path: Path) -> None:
+    """Three ranks on two GPUs: without --share-gpu all are refused before any has a GPU; with it,
+    ranks 0 and 2 share, and know it; a backend that cannot share is refused all the same."""
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)],
+        env=clean_environment(), capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    refused = "ranks 0, 2 would share GPUs: start at most one rank per GPU, or"
+    for rank, (alone, shared, other) in enumerate(answers):
+        assert alone == [f"{refused} add --share-gpu", [], []]
+        assert shared == [f"cuda:{rank % 2}", [rank % 2], [[0, 2], [1], [0, 2]][rank]]
+        assert other == [f"{refused} use --backend gloo", [], []]
+
+
+if __name__ == "__main__":
+    sys.exit(forks.run(lambda: run_job(Path(sys.argv[1])), 3))
