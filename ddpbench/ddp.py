@@ -27,7 +27,7 @@ def planned(options: Options, backend: Backend) -> list[StepCase] | None:
     cases = []
     for name in options.subjects:
         workload = workloads.get(name)
-        batch = options.batch or workload.batch.get(options.device)
+        batch = options.batch_of(workload)
         if not batch:
             return None  # the user's own workload determines its batches
         case = StepCase(

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from ddpbench.runtime import devices
+
 ELEMENTS = 1024  # of the metric that the user's step reduces over the ranks
 Settings = Mapping[str, float]
 
@@ -155,9 +157,7 @@ def out_of_memory(replica: Any, settings: Settings) -> None:
     """
     import torch
 
-    nbytes = int(settings["mb"] * 2**20)
-    if replica.device.type == "cuda":
-        nbytes += torch.cuda.get_device_properties(replica.device).total_memory
+    nbytes = int(settings["mb"] * 2**20) + devices.of(replica.device).total_nbytes(replica.device)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     most = psutil.Process().memory_info().vms + nbytes // 2
     resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))

@@ -25,7 +25,7 @@ from ddpbench.catalog.hooks import HOOKS
 from ddpbench.launch.placement import Refused
 from ddpbench.measure import throwaway_ranks
 from ddpbench.measure.throwaway_ranks import Report, Trial
-from ddpbench.runtime import control
+from ddpbench.runtime import control, devices
 from ddpbench.runtime.world import World
 
 MODULE = "ddpbench.measure.hook_probe"
@@ -148,7 +148,7 @@ def _train(request: Request, tested: Any, device: Any, rank: int, report: Report
     layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
     model = DistributedDataParallel(
         torch.nn.Sequential(*layers).to(device),
-        device_ids=[device] if device.type == "cuda" else None,
+        device_ids=devices.of(device).ddp_device_ids(device),
         process_group=tested,
         **{**request.options, "bucket_cap_mb": 0.001 if request.buckets > 1 else 25},
     )

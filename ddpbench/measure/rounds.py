@@ -1,7 +1,13 @@
 """Measure the arms of a DDP step in turn: a warm-up, then rounds in which every arm steps.
 
 An arm is the step as it is ("ddp"), or a variant without or with timed communication. Rank 0
-decides after each round whether another follows. Verifications lie outside the stamps.
+decides after each round whether another follows.
+
+Arms can be compared only if they wait for the device at the same places: a GPU idles after a wait,
+until the host has launched something again. Therefore every arm pauses after the steps after which
+"ddp" is verified, with its clock stopped, and only "ddp" is verified there. DDP's own timers, which
+wait for the device when they are read, record in the last step of a stretch of "ddp" and are read
+behind it.
 """
 
 from __future__ import annotations
@@ -9,19 +15,20 @@ from __future__ import annotations
 import gc
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ddpbench.analysis.steps import Samples
 from ddpbench.catalog.faults import Planted
 from ddpbench.measure import clock
-from ddpbench.measure.step import Marks, Replica, own_timers, phases, since
-from ddpbench.runtime import control
+from ddpbench.measure.step import Marks, Replica, phases
+from ddpbench.runtime import control, devices
+from ddpbench.runtime.devices import Cpu, elapsed_ns
 from ddpbench.runtime.world import World
 
 WARM_UP = 4  # steps: DDP's buckets are final after one, powersgd compresses after two
@@ -79,6 +86,7 @@ class Rounds:
     _stamps: dict[str, list[Any]] = field(default_factory=dict)
     _walls: dict[str, list[int]] = field(default_factory=dict)
     _timers: list[dict[str, float]] = field(default_factory=list)
+    _steps: Counter[str] = field(default_factory=Counter)  # taken so far in each arm
     _buckets: list[list[tuple[int, int]]] = field(default_factory=list)
 
     def run(self) -> Measured:
@@ -155,9 +163,10 @@ class Rounds:
         """Run one stretch of an arm and keep its stamps."""
         stamps, wall = self._stretch(arm, count)
         if arm == "ddp":
+            own_timers = self.main.own_timers.read()
             if self.stopped:  # cut short
                 return
-            self._timers.append(own_timers(self.main.ddp))
+            self._timers.append(own_timers)
         self._walls.setdefault(arm, []).append(wall)
         self._stamps.setdefault(arm, []).append(stamps)
         if arm == "timed":
@@ -166,38 +175,62 @@ class Rounds:
     def _stretch(self, arm: str, count: int) -> tuple[list[list[int]], int]:
         """Take `count` steps of an arm after a common start. Return their stamps, and total ns.
 
-        The total lies between synchronisations at both ends and excludes verifications.
+        The total lies between synchronisations and excludes the pauses for verifications.
         """
+        replica = self._choose_replica(arm)
+        marks, wall = Marks(replica.device), 0
+        ready = [replica.batches(ahead) for ahead in range(count)]
+        self.world.watchdog.rearm()
+        began = self._meet()
+        for number, batches in enumerate(ready, 1):
+            self._plant(replica, before=True)
+            if arm == "ddp" and number == count:
+                replica.own_timers.start()
+            replica.step(batches, marks.mark, sync=arm != "no_sync")
+            self._steps[arm] += 1
+            if number == count or self._pauses(arm, replica):
+                self._synchronise()
+                wall += clock.now_ns() - began
+                self._pause(arm, replica)
+                if self.stopped or number == count:
+                    break
+                began = self._meet() if self._kind.clock == "device" else clock.now_ns()
+        return phases(marks.ns(), number), wall
+
+    def _choose_replica(self, arm: str) -> Replica:
+        """Return the replica of an arm, with its hook switched."""
         replica = self.main if arm == "ddp" else self.probe
         assert replica is not None
         if replica.hook is not None:
             replica.hook.mode = arm if arm in ("noop", "timed") else "plain"
-        verify = self.verify if arm == "ddp" else None
-        marks, wall, taken = Marks(replica.device), 0, 0
-        ready = [replica.batches(ahead) for ahead in range(count)]
-        self.world.watchdog.rearm()
+        return replica
+
+    @property
+    def _kind(self) -> Cpu:
+        return devices.of(self.main.device)
+
+    def _meet(self) -> int:
+        """Wait for all ranks and for the device. Return the time then."""
         control.barrier_all()
         self._synchronise()
-        began = clock.now_ns()
-        for batches in ready:
-            self._plant(replica, before=True)
-            replica.step(batches, marks.mark, sync=arm != "no_sync")
-            taken += 1
-            planted = any(fault.settings["step"] == replica.steps for fault in self.faults)
-            due = verify is not None and replica.steps % self.every == 0
-            if due or planted:
-                self._synchronise()
-                wall += clock.now_ns() - began
-                self._plant(replica, before=False)
-                if verify is not None and due:
-                    self._verified(verify, replica.steps)
-                if self.stopped:
-                    break
-                began = clock.now_ns()
-        if not self.stopped:
-            self._synchronise()
-            wall += clock.now_ns() - began
-        return phases(marks.ns(), taken), wall
+        return clock.now_ns()
+
+    def _synchronise(self) -> None:
+        self._kind.synchronize(self.main.device)
+
+    def _is_verified(self, arm: str) -> bool:
+        """Return whether "ddp" is verified after the step that the arm has just taken."""
+        return self.verify is not None and self._steps[arm] % self.every == 0
+
+    def _pauses(self, arm: str, replica: Replica) -> bool:
+        planted = any(fault.settings["step"] == replica.steps for fault in self.faults)
+        return planted or self._is_verified(arm)
+
+    def _pause(self, arm: str, replica: Replica) -> None:
+        """Plant faults and verify, if they are due after the latest step."""
+        self._plant(replica, before=False)
+        if self.verify is not None and arm == "ddp" and self._is_verified(arm):
+            self._verified(self.verify, replica.steps)
 
     def _verified(self, verify: Verify, step: int) -> None:
         began = clock.now_ns()
@@ -215,17 +248,14 @@ class Rounds:
                 fault.act(replica, self.world.rank, self.world.world_size, before)
         replica.steps -= before
 
-    def _synchronise(self) -> None:
-        if self.main.device.type == "cuda":
-            torch.cuda.synchronize(self.main.device)
-
     def _bucket_stamps(self) -> list[tuple[int, int]]:
         """Return ns from backward's begin to hand-over and reduction, in the last timed step."""
         assert self.probe is not None
         assert self.probe.hook is not None
         hook, begin = self.probe.hook, self.probe.backward_mark
+        assert begin is not None
         return [
-            (since(begin, hook.handed[index]), since(begin, hook.reduced[index]))
+            (elapsed_ns(begin, hook.handed[index]), elapsed_ns(begin, hook.reduced[index]))
             for index in sorted(hook.handed)
         ]
 

@@ -22,6 +22,8 @@ from ddpbench.analysis.steps import BucketInfo
 from ddpbench.catalog import hooks
 from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.measure import clock
+from ddpbench.runtime import devices
+from ddpbench.runtime.devices import Event, elapsed_ns
 
 if TYPE_CHECKING:
     from ddpbench.catalog.task import Task
@@ -29,38 +31,28 @@ if TYPE_CHECKING:
 
 
 class Marks:
-    """Stamps in one rank, in ns since the first: of the host's clock, or CUDA events."""
+    """Stamps in one rank: events of its kind of device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._marks: list[Any] = []
+        self._device = device
+        self._marks: list[Event] = []
 
-    def mark(self) -> Any:
-        """Stamp now. Return the mark, for `since`."""
-        mark = stamp(self._stream)
+    def mark(self) -> Event:
+        """Stamp now. Return the mark."""
+        mark = stamp(self._device)
         self._marks.append(mark)
         return mark
 
     def ns(self) -> list[int]:
-        """Return all marks; on a GPU only after a synchronisation."""
-        return [since(self._marks[0], mark) for mark in self._marks]
+        """Return all marks in ns since the first, once the device has been synchronised."""
+        return [elapsed_ns(self._marks[0], mark) for mark in self._marks]
 
 
-def stamp(stream: Any) -> Any:
-    """Return the host's time in ns, or an event recorded on this stream."""
-    if stream is None:
-        return clock.now_ns()
-    event: Any = torch.cuda.Event
-    mark = event(enable_timing=True)
-    mark.record(stream)
-    return mark
-
-
-def since(first: Any, mark: Any) -> int:
-    """Return the ns from one mark to another."""
-    if isinstance(first, int):
-        return int(mark) - first
-    return int(first.elapsed_time(mark) * 1e6)
+def stamp(device: torch.device) -> Event:
+    """Record an event on the stream that is current now."""
+    event = devices.of(device).event(device)
+    event.record()
+    return event
 
 
 class Hook:
@@ -80,8 +72,8 @@ class Hook:
             0.0  # from hand-over to reduction of the last bucket: a planted slow link
         )
         self.infos: dict[int, BucketInfo] = {}
-        self.handed: dict[int, Any] = {}
-        self.reduced: dict[int, Any] = {}
+        self.handed: dict[int, Event] = {}
+        self.reduced: dict[int, Event] = {}
 
     # No annotations: DDP reads those of a hook, and here they would be strings, which it rejects.
     def reduce(self, state, bucket):  # type: ignore[no-untyped-def]
@@ -93,11 +85,12 @@ class Hook:
         index = bucket.index()
         if index not in self.infos:
             self.infos[index] = self._info(bucket)
-        cuda = bucket.buffer().is_cuda
-        self.handed[index] = stamp(torch.cuda.current_stream() if cuda else None)
+        device = bucket.buffer().device
+        self.handed[index] = stamp(device)
 
         def reduced(done: torch.futures.Future[Any]) -> Any:
-            self.reduced[index] = stamp(torch.cuda.current_stream() if cuda else None)
+            # On a GPU, torch calls this while a stream is current that waits for the reduction.
+            self.reduced[index] = stamp(device)
             return done.value()
 
         return self._reduced(bucket).then(reduced)
@@ -108,6 +101,8 @@ class Hook:
         future: torch.futures.Future[Any] = self._reduce(self._state, bucket)
         if self.least_seconds and bucket.is_last():
             value = future.wait()
+            device = bucket.buffer().device
+            devices.of(device).synchronize_stream(device)  # on a GPU, wait() waits for nothing
             time.sleep(max(0.0, self.least_seconds - (clock.now_ns() - began) * 1e-9))
             future = torch.futures.Future()
             future.set_result(value)
@@ -129,12 +124,13 @@ class Replica:
     optimizer: torch.optim.Optimizer
     device: torch.device
     hook: Hook | None  # None: DDP's built-in reduction
+    own_timers: OwnTimers
     steps: int = 0  # taken so far
     through: torch.nn.Module = field(init=False)  # the forward calls this module
     sync_last: bool = True  # whether the last micro-batch's backward reduces
     delay_seconds: float = 0.0  # a planted delay of the forward
     loss: torch.Tensor | None = None  # of the latest step
-    backward_mark: Any = None  # begin of the latest backward
+    backward_mark: Event | None = None  # begin of the latest backward
 
     def __post_init__(self) -> None:
         self.through = self.ddp
@@ -160,7 +156,7 @@ class Replica:
         first = (self.steps + ahead) * self.case.accumulate
         return [self.task.batch(first + i) for i in range(self.case.accumulate)]
 
-    def step(self, batches: Sequence[Any], mark: Callable[[], Any], sync: bool = True) -> None:
+    def step(self, batches: Sequence[Any], mark: Callable[[], Event], sync: bool = True) -> None:
         """Take one step with 2 + 2 marks per micro-batch: begin, (forward, backward ends)…, end."""
         self.steps += 1
         last = len(batches) - 1
@@ -169,9 +165,9 @@ class Replica:
         for i, batch in enumerate(batches):
             reduces = sync and i == last and self.sync_last
             with contextlib.nullcontext() if reduces else self.ddp.no_sync():
-                with self._autocast():
+                with autocast(self.case, self.device):
                     if self.delay_seconds:
-                        time.sleep(self.delay_seconds)
+                        devices.of(self.device).sleep(self.device, self.delay_seconds)
                     loss = self.task.loss(self.through, batch)
                 self.backward_mark = mark()
                 (loss / len(batches) if last else loss).backward()
@@ -180,10 +176,12 @@ class Replica:
         mark()
         self.loss = loss.detach()
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.case.amp is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
+
+def autocast(case: StepCase, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of a forward, as the case defines."""
+    if case.amp is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
 
 
 def phases(ns: list[int], steps: int) -> list[list[int]]:
@@ -219,7 +217,7 @@ def build_replica(
     )
     ddp = DistributedDataParallel(
         task.model,
-        device_ids=[device] if device.type == "cuda" else None,
+        device_ids=devices.of(device).ddp_device_ids(device),
         process_group=group,
         gradient_as_bucket_view=case.gradient_as_bucket_view,
         static_graph=case.static_graph,
@@ -234,11 +232,8 @@ def build_replica(
         make = hooks.HOOKS[case.comm_hook].make
         assert make is not None
         ddp.register_comm_hook(*make(group))
-    # Let DDP's own timers measure every step. They are undocumented, and a torch may lack them.
-    with contextlib.suppress(AttributeError, RuntimeError):
-        ddp._set_ddp_runtime_logging_sample_rate(1)
     optimizer = OPTIMIZERS[case.optimizer].make(ddp.parameters(), learning_rate)
-    return Replica(task, case, ddp, optimizer, device, hook)
+    return Replica(task, case, ddp, optimizer, device, hook, OwnTimers(ddp))
 
 
 TIMERS = {
@@ -247,16 +242,54 @@ TIMERS = {
     "backward_comm_time": "communication",
     "backward_compute_comm_overlap_time": "overlap",
 }
+NEVER = 2**31 - 1  # steps between two that DDP's own timers measure
 
 
-def own_timers(ddp: DistributedDataParallel) -> dict[str, float]:
-    """Return DDP's own timers of the step before the latest, in seconds, if torch has them.
+class OwnTimers:
+    """DDP's own timers, of chosen steps. They are undocumented, and a torch may lack them.
 
-    Communication spans from the first bucket's start to the last bucket's end, with its gaps.
+    They record five events in a step. Reading them waits for these events. DDP does both in its
+    first ten steps and in one of a hundred later ones, and reads at the begin of the next forward:
+    on a GPU, the host then waits there for the backward before. Instead, `start` has the next step
+    record, and `read` reads when it is called.
     """
-    try:
-        data = ddp._get_ddp_logging_data()
-    except (AttributeError, RuntimeError):
-        return {}
-    timers = {name: data.get(key, 0) for key, name in TIMERS.items()}
-    return {name: ns * 1e-9 for name, ns in timers.items() if isinstance(ns, int) and ns > 0}
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        self._logger: Any = ddp.logger
+        ddp.logger = _WithoutReading(self._logger)  # type: ignore[assignment]
+        self._record_every(NEVER)
+
+    def start(self) -> None:
+        """Let the next step record."""
+        self._record_every(1)
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of the step that recorded, if torch has timers; stop recording.
+
+        Communication spans from the first bucket's start to the last bucket's end, with its gaps.
+        """
+        data: dict[str, Any] = {}
+        with contextlib.suppress(AttributeError, RuntimeError):
+            self._logger.set_runtime_stats_and_log()
+            data = self._ddp._get_ddp_logging_data()
+        self._record_every(NEVER)
+        timers = {name: data.get(key, 0) for key, name in TIMERS.items()}
+        return {name: ns * 1e-9 for name, ns in timers.items() if isinstance(ns, int) and ns > 0}
+
+    def _record_every(self, steps: int) -> None:
+        with contextlib.suppress(AttributeError, RuntimeError):
+            self._ddp._set_ddp_runtime_logging_sample_rate(steps)
+
+
+class _WithoutReading:
+    """DDP's logger, except that a forward does not read the timers."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Do nothing. DDP calls this at the begin of each forward whose backward reduces."""

@@ -27,6 +27,7 @@ from ddpbench.catalog import backends
 from ddpbench.launch import forks, placement, starters
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.launch.supervise import Deadline
+from ddpbench.runtime import devices
 from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import World, join_world
 
@@ -68,9 +69,7 @@ def ranks_for(backend: str) -> int:
     """Return the number of ranks of a trial: two; on nccl at most one per GPU."""
     if backend != "nccl":
         return 2
-    import torch
-
-    return max(1, min(2, torch.cuda.device_count()))
+    return max(1, min(2, *(devices.get(name).count() for name in backends.get(backend).devices)))
 
 
 class State(NamedTuple):
@@ -203,7 +202,7 @@ def run(module: str, folder: Path, request: Request, attempt: Attempt) -> int:
     with contextlib.suppress(OSError):  # a launcher may have bound rank 0 to one core
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     deadline = Deadline(request.seconds)
-    if request.device == "cpu" and request.launcher == "torchrun":
+    if devices.get(request.device).forks and request.launcher == "torchrun":
         return forks.run(lambda: _rank(request, folder, attempt), request.ranks, (), deadline)
     return starters.STARTERS[request.launcher](["-m", module, str(folder)], request.ranks, deadline)
 

@@ -17,7 +17,7 @@ from ddpbench.launch.placement import Refused
 from ddpbench.measure import clock
 from ddpbench.records import store
 from ddpbench.records.schema import Epoch
-from ddpbench.runtime import control
+from ddpbench.runtime import control, devices
 
 if TYPE_CHECKING:
     from ddpbench.catalog.task import Task, Training
@@ -64,7 +64,9 @@ def train(
     if task.training is None:
         raise ValueError("this task has no training: only its steps can be measured")
     _require_folder(world, checkpoint)
-    ddp = DistributedDataParallel(task.model, process_group=tested)
+    device = next(task.model.parameters()).device
+    device_ids = devices.of(device).ddp_device_ids(device)
+    ddp = DistributedDataParallel(task.model, device_ids, process_group=tested)
     _build_buckets(ddp, task, task.training)
     optimizer = make_optimizer(ddp)
     state = _State(ddp.module, optimizer, _settings(task.training, optimizer))
@@ -101,7 +103,7 @@ def _build_buckets(ddp: DistributedDataParallel, task: Task, training: Training)
     batch, _ = next(iter(training.batches(1)))
     before = [buffer.clone() for buffer in ddp.module.buffers()]
     device = next(ddp.module.parameters()).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices.of(device).seeded_devices(device), device_type=device.type):
         loss: Any = task.loss(ddp, batch)
         loss.backward()
     for buffer, saved in zip(ddp.module.buffers(), before, strict=True):

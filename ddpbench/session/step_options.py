@@ -16,6 +16,7 @@ from ddpbench.launch.placement import Refused
 from ddpbench.records.schema import Plan
 from ddpbench.records.wording import list_choices
 from ddpbench.render.step_columns import STEP_COLUMNS
+from ddpbench.runtime import devices
 from ddpbench.session import options
 from ddpbench.session.run_options import RunOptions
 
@@ -55,7 +56,7 @@ class Options(RunOptions):
     @property
     def subjects(self) -> tuple[str, ...]:
         """Return the names of the workloads."""
-        return self.workload or DEFAULT.get(self.device, DEFAULT["cpu"])
+        return self.workload or DEFAULT[self._sizes]
 
     def plan(self, seed: int) -> Plan:
         """Return the protocol as it is stored with the run."""
@@ -76,9 +77,18 @@ class Options(RunOptions):
         """Return the workload's settings: the user's, else the defaults for the device."""
         chosen = dict(self.settings)
         return {
-            name: chosen.get(name, by_device[self.device])
+            name: chosen.get(name, by_device[self._sizes])
             for name, by_device in workload.settings.items()
         }
+
+    def batch_of(self, workload: Workload) -> int:
+        """Return the samples of a batch; 0 if only the user's own workload knows them."""
+        return self.batch or workload.batch[self._sizes]
+
+    @property
+    def _sizes(self) -> str:
+        """Return the key of the default sizes: the CPU's while the device is not yet chosen."""
+        return devices.get("cpu" if self.device == "auto" else self.device).defaults
 
     def case_values(self, workload: Workload) -> dict[str, Any]:
         """Return the values of a StepCase that follow from the options alone."""
