@@ -3,27 +3,33 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from rank_pool import RankPool
 from rank_setups import a_rank, a_setup
+from simulated_gpu import SimulatedGpu
 
 from ddpbench.analysis.rank_setup import Setup
-from ddpbench.doctor.stragglers import judge, turns
+from ddpbench.doctor.stragglers import judge, loads, turns
 from ddpbench.doctor.stragglers.causes import Suspect, find_cause
+from ddpbench.doctor.stragglers.loads import prepare_efforts
 from ddpbench.doctor.stragglers.readings import ALONE, TOGETHER, Load, Pass, Shown
 from ddpbench.doctor.stragglers.table import build_tables
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
 from ddpbench.render.doctor import table_blocks
 from ddpbench.render.style import TERMINAL
-from ddpbench.runtime import cpu
+from ddpbench.runtime import cpu, devices
 
 LOADS = {"matmul": Load("matmul", 1e9, "GFLOP/s"), "copy": Load("copy", 1e8, "GB/s")}
 WORK = 5e-3
@@ -193,11 +199,11 @@ def test_a_gpu_that_slows_down_says_why() -> None:
     for power, is none."""
     ranks = [shown(gpu=GPU), shown(alone=2, gpu=HOT), shown(gpu=GPU)]
     setup = a_setup(*[a_rank() for _ in ranks], device="cuda")
-    why = find_cause(Suspect(1, ALONE, "cuda", ranks, setup))
+    why = find_cause(Suspect(1, ALONE, "GPU", ranks, setup))
     assert why.name == "throttled"
     assert why.sentence == "its GPU slows down (HwThermalSlowdown) to 600 MHz at 91 °C"
     cool = [shown(gpu=GPU)] * 3
-    assert find_cause(Suspect(1, ALONE, "cuda", cool, setup)).name == "nature"
+    assert find_cause(Suspect(1, ALONE, "GPU", cool, setup)).name == "nature"
 
 
 def test_what_holds_all_up_is_a_note() -> None:
@@ -291,6 +297,78 @@ def test_shares_add_up_over_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     kept.during(lambda: None)
     kept.during(lambda: None)
     assert kept.shares == {"throttled": None, "stolen": 0.125, "queued": 0.5}
+
+
+class Events:
+    """A GPU whose events are 7 ms apart, and the order of what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[str] = []
+
+    def record(self) -> None:
+        self.given.append("event")
+
+    def synchronize(self) -> None:
+        self.given.append("wait")
+
+    def elapsed_time(self, later: object) -> float:
+        return 7.0
+
+
+@pytest.fixture
+def gpu_of_events(simulated_gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> Events:
+    """A simulated GPU with small loads."""
+    events, kind = Events(), devices.KINDS["cuda"]
+    monkeypatch.setattr(kind, "event", lambda device: events)
+    monkeypatch.setattr(kind, "synchronize", lambda device: events.given.append("all"))
+    monkeypatch.setattr(loads, "SIDE", {"cpu": 8, "cuda": 16})
+    monkeypatch.setattr(loads, "COPY_NBYTES", {"cpu": 64, "cuda": 128})
+    monkeypatch.setattr(loads, "LEAST_COPY_NBYTES", 64)
+    return events
+
+
+def test_a_gpu_times_its_own_loads(gpu_of_events: Events, simulated_gpu: SimulatedGpu) -> None:
+    """A rank with a GPU has the CPU's loads too, on the host's clock; those of the GPU run there,
+    between two events, with amounts of their own."""
+    efforts = prepare_efforts(torch.device("cuda", 0), 64)
+    assert {name: effort.load.amount for name, effort in efforts.items()} == {
+        "matmul": 2.0 * 8**3,
+        "memory copy": 64.0,
+        "GPU matmul": 2.0 * 16**3,
+        "GPU memory copy": 4 * 128.0,
+    }
+    for name, effort in efforts.items():
+        gpu_of_events.given.clear()
+        simulated_gpu.called.clear()
+        seconds = effort.once()
+        on_gpu = name.startswith("GPU")
+        assert (seconds == 7e-3) == on_gpu
+        assert gpu_of_events.given == (["event", "event", "wait"] if on_gpu else [])
+        assert simulated_gpu.reads == []
+    assert [*prepare_efforts(torch.device("cpu"), 0)] == ["matmul"]
+
+
+def test_on_the_clock_of_a_device_loads_are_timed_by_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same code as on a GPU, with the CPU's events, which read the host's clock."""
+    monkeypatch.setattr(devices.KINDS["cpu"], "clock", "device")
+    (effort,) = prepare_efforts(torch.device("cpu"), 0).values()
+    began = time.perf_counter()
+    seconds = effort.once()
+    assert 0 < seconds <= time.perf_counter() - began
+
+
+def test_the_state_of_a_gpu_is_read_while_it_computes(gpu_of_events: Events) -> None:
+    """After some work was handed over, and before it is waited for; never on the CPU."""
+    device, given = torch.device("cuda", 0), gpu_of_events.given
+    work = prepare_efforts(device, 0)["GPU matmul"]
+    busy = replace(work, call=lambda: given.append("work"))
+    with mock.patch.object(torch.cuda, "is_initialized", partial(given.append, "state")):
+        turns.gpu_at_work(device, busy)
+    assert [*dict.fromkeys(given)] == ["work", "state", "all"]
+    assert given.count("work") == turns.GPU_CALLS
+    assert turns.gpu_at_work(torch.device("cpu"), work) is None
 
 
 def test_equal_work_is_a_usual_ranks() -> None:

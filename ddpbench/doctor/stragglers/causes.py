@@ -35,7 +35,7 @@ class Suspect:
 
     rank: int
     when: str
-    device: str
+    memory: str  # "host", or that of its GPU: what is slow
     shown: Pass
     setup: Setup
 
@@ -63,7 +63,7 @@ def find_cause(suspect: Suspect) -> Cause:
 
 
 def _throttled(suspect: Suspect) -> Cause | None:
-    share = suspect.kept("throttled") if suspect.device == "cpu" else None
+    share = suspect.kept("throttled") if suspect.memory == "host" else None
     if share is None:
         return None
     return Cause(
@@ -75,7 +75,7 @@ def _throttled(suspect: Suspect) -> Cause | None:
 
 
 def _stolen(suspect: Suspect) -> Cause | None:
-    share = suspect.kept("stolen") if suspect.device == "cpu" else None
+    share = suspect.kept("stolen") if suspect.memory == "host" else None
     if share is None:
         return None
     return Cause(
@@ -86,7 +86,7 @@ def _stolen(suspect: Suspect) -> Cause | None:
 
 
 def _queued(suspect: Suspect) -> Cause | None:
-    share = suspect.kept("queued") if suspect.device == "cpu" else None
+    share = suspect.kept("queued") if suspect.memory == "host" else None
     if share is None:
         return None
     processes = ", ".join(suspect.own.neighbours[:3])
@@ -106,7 +106,7 @@ def _gpu_slowed(suspect: Suspect) -> Cause | None:
         reason for reason in reasons if 2 * sum(reason in others for others in common) > len(common)
     }
     own = sorted(reasons - usual - {"GpuIdle", "ApplicationsClocksSetting", "None"})
-    if suspect.device == "cpu" or not own:
+    if suspect.memory == "host" or not own:
         return None
     state: Any = suspect.own.gpu
     clock, celsius = state.get("sm_clock_hertz"), state.get("temperature_celsius")
@@ -125,7 +125,7 @@ def _reasons(shown: Shown) -> list[str]:
 
 
 def _hardware(suspect: Suspect) -> Cause | None:
-    fact = "cpu_model" if suspect.device == "cpu" else "gpu_name"
+    fact = "cpu_model" if suspect.memory == "host" else "gpu_name"
     values = suspect.setup.values(fact)
     own = values[suspect.rank]
     others = [value for rank, value in enumerate(values) if rank != suspect.rank]
@@ -134,7 +134,7 @@ def _hardware(suspect: Suspect) -> Cause | None:
         return None
     return Cause(
         "hardware",
-        f"it runs on another {'CPU' if suspect.device == 'cpu' else 'GPU'}, {own}, the others on "
+        f"it runs on another {'CPU' if suspect.memory == 'host' else 'GPU'}, {own}, the others on "
         f"{commonest}",
         "give all ranks the same hardware, or this one less work",
     )
@@ -146,7 +146,7 @@ def _clock(suspect: Suspect) -> Cause | None:
     low = bool(suspect.own.hertz and known) and (
         (suspect.own.hertz or 0.0) < CLOCK_SHARE * statistics.median(known)
     )
-    if suspect.device != "cpu" or not (low or hot):
+    if suspect.memory != "host" or not (low or hot):
         return None
     clocks = f"its cores run at {(suspect.own.hertz or 0.0) / 1e9:.2g} GHz" if low else ""
     theirs = f", the others' at {statistics.median(known) / 1e9:.2g} GHz" if low else ""
@@ -173,7 +173,7 @@ def _nature(suspect: Suspect) -> Cause | None:
         "nature",
         "it is slow by nature: no quota, no hypervisor and no neighbour kept it from running, as "
         "far as the kernel tells"
-        if suspect.device == "cpu"
+        if suspect.memory == "host"
         else "it is slow by nature: its GPU gives no reason that the others do not give",
         "compare its host with the others (memory channels, power and BIOS settings), or leave it "
         "out",

@@ -24,7 +24,7 @@ from ddpbench.doctor.stragglers import judge, turns
 from ddpbench.doctor.stragglers.loads import COPY, COPY_NBYTES, Effort, prepare_efforts
 from ddpbench.doctor.stragglers.readings import ALONE, TOGETHER, Load, Pass, Shown
 from ddpbench.doctor.stragglers.table import build_tables
-from ddpbench.runtime import control, host_memory
+from ddpbench.runtime import control, devices, host_memory
 
 SLICE_SECONDS = 0.02, 0.1  # least and most time of a turn at one load
 PERIOD_SECONDS = 0.12  # least with a CPU quota: longer than the kernel's period of 0.1 s
@@ -52,7 +52,7 @@ def examine(context: Context) -> Outcome:
     }
     return Outcome(
         lines=tuple(_lines(passes, loads, work_seconds)),
-        unchecked=tuple(_unchecked(passes, full_hosts, loads, device)),
+        unchecked=tuple(_unchecked(passes, full_hosts, loads)),
         findings=judge.findings(passes, loads, setup, work_seconds),
         figures=figures,
         tables=build_tables(figures, backend),
@@ -68,7 +68,8 @@ def _gather_passes(
     """
     world = context.world
     slice_seconds = _slice_seconds(context, len(efforts))
-    work = next(e for e in efforts.values() if e.load.device == context.device.type)
+    memory = devices.of(context.device).memory
+    work = next(effort for effort in efforts.values() if effort.load.memory == memory)
     passes: list[Pass] = []
     repetitions, work_seconds = 0, 0.0
     while len(passes) < judge.PASSES:
@@ -146,7 +147,7 @@ def _lines(passes: Sequence[Pass], loads: Mapping[str, Load], work_seconds: floa
 
 
 def _unchecked(
-    passes: Sequence[Pass], full_hosts: Sequence[str], loads: Mapping[str, Load], device: str
+    passes: Sequence[Pass], full_hosts: Sequence[str], loads: Mapping[str, Load]
 ) -> Iterator[str]:
     if len(passes[0]) == 1:
         yield "which rank is slower than the others: there is only one rank"
@@ -164,8 +165,10 @@ def _unchecked(
         yield "memory copy: too little memory is free"
     if passes[0][0].kept[ALONE].get("queued") is None:
         yield "waiting for a core: this kernel does not report it"
-    if device == "cuda" and find_spec("pynvml") is None:
-        yield "why a GPU is slow: pip install nvidia-ml-py"
+    on_gpu = any(load.memory != "host" for load in loads.values())
+    if on_gpu and any(shown.gpu is None for shown in passes[0]):
+        missing = find_spec("pynvml") is None
+        yield f"why a GPU is slow: {'pip install nvidia-ml-py' if missing else 'NVML is silent'}"
 
 
 def _ranks(passes: Sequence[Pass], setup: Setup) -> Iterator[dict[str, Any]]:

@@ -95,8 +95,8 @@ def findings(
     slow, late_rank = suspects(passes), late(passes, work_seconds)
     groups: dict[tuple[str, str], list[tuple[int, Cause]]] = {}
     for rank, at in slow.items():
-        device = loads[at[0].load].device
-        cause = find_cause(Suspect(rank, at[0].when, device, passes[-1], setup))
+        memory = loads[at[0].load].memory
+        cause = find_cause(Suspect(rank, at[0].when, memory, passes[-1], setup))
         groups.setdefault((setup.host(rank), cause.name), []).append((rank, cause))
     found = []
     for group in groups.values():

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddpbench.doctor.stragglers.readings import Load
 from ddpbench.measure import clock
+from ddpbench.runtime import devices
 
 if TYPE_CHECKING:
     import torch
 
+# By `defaults` of the kind of device:
 SIDE = {"cpu": 512, "cuda": 4096}  # of the square matrices: some ms on a core, or on a GPU
 COPY_NBYTES = {"cpu": 2**26, "cuda": 2**28}  # beyond all caches that one rank can use
-LEAST_COPY_NBYTES = 2**23
 COPIES = {"cpu": 1, "cuda": 4}  # in a repetition
+LEAST_COPY_NBYTES = 2**23
 LEAST_REPETITIONS = 2  # of a slice
 
 
@@ -35,7 +37,7 @@ def _matmul(device: torch.device, nbytes: int) -> tuple[float, Callable[[], obje
     """Return the FLOP of a repetition, and the call."""
     import torch
 
-    side = SIDE[device.type]
+    side = SIDE[devices.of(device).defaults]
     one, other = (torch.rand(side, side, device=device) for _ in range(2))
     out = torch.empty(side, side, device=device)
     return 2.0 * side**3, lambda: torch.mm(one, other, out=out)
@@ -45,9 +47,10 @@ def _copy(device: torch.device, nbytes: int) -> tuple[float, Callable[[], object
     """Return the bytes that a repetition copies, and the call."""
     import torch
 
-    size = nbytes if device.type == "cpu" else COPY_NBYTES[device.type]
+    kind = devices.of(device)
+    size = nbytes if kind.memory == "host" else COPY_NBYTES[kind.defaults]
     source = torch.ones(size, dtype=torch.uint8, device=device)
-    target, count = torch.zeros_like(source), COPIES[device.type]
+    target, count = torch.zeros_like(source), COPIES[kind.defaults]
 
     def call() -> None:
         for _ in range(count):
@@ -62,8 +65,8 @@ LOADS: dict[str, tuple[Load, Prepare]] = {
     for load, prepare in (
         (Load("matmul", 0.0, "GFLOP/s"), _matmul),
         (Load("memory copy", 0.0, "GB/s"), _copy),
-        (Load("GPU matmul", 0.0, "GFLOP/s", "cuda"), _matmul),
-        (Load("GPU memory copy", 0.0, "GB/s", "cuda"), _copy),
+        (Load("GPU matmul", 0.0, "GFLOP/s", "GPU"), _matmul),
+        (Load("GPU memory copy", 0.0, "GB/s", "GPU"), _copy),
     )
 }
 COPY = "memory copy"
@@ -78,15 +81,15 @@ def prepare_efforts(device: torch.device, copy_nbytes: int) -> dict[str, Effort]
     import torch
 
     efforts = {}
+    own = devices.of(device).memory
     for name, (load, prepare) in LOADS.items():
-        if load.device not in ("cpu", device.type):
+        if load.memory not in ("host", own):
             continue
         if name == COPY and copy_nbytes < LEAST_COPY_NBYTES:
             continue
-        where = device if load.device == device.type else torch.device("cpu")
+        where = device if load.memory == own else torch.device("cpu")
         amount, call = prepare(where, copy_nbytes)
-        once = _timed_on_stream(call, where) if where.type == "cuda" else _timed(call)
-        efforts[name] = Effort(replace(load, amount=amount), call, once)
+        efforts[name] = Effort(replace(load, amount=amount), call, _timed(call, where))
     return efforts
 
 
@@ -101,29 +104,22 @@ def mean_seconds(effort: Effort, seconds: float) -> float:
     return spent / count
 
 
-def _timed(call: Callable[[], object]) -> Callable[[], float]:
+def _timed(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    """Time a call on the clock of its device: a GPU's leaves out what the host does meanwhile."""
     from ddpbench.measure import loop
 
     def once() -> float:
         entry, exits = loop.stamped(1, lambda: None, call)
         return (exits[0] - entry[0]) * 1e-9
 
-    return once
+    kind = devices.of(device)
+    begin, end = kind.event(device), kind.event(device)
 
-
-def _timed_on_stream(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    """Time a call by events on the stream, which leaves out what the host does meanwhile."""
-    import torch
-
-    stream = torch.cuda.current_stream(device)
-    event: Any = torch.cuda.Event
-    begin, end = event(enable_timing=True), event(enable_timing=True)
-
-    def once() -> float:
-        begin.record(stream)
+    def once_by_events() -> float:
+        begin.record()
         call()
-        end.record(stream)
+        end.record()
         end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e-3
+        return devices.elapsed_ns(begin, end) * 1e-9
 
-    return once
+    return once if kind.clock == "host" else once_by_events

@@ -16,7 +16,7 @@ class Load:
     name: str
     amount: float  # of one repetition, in FLOP or bytes
     unit: str  # of the rate, in 10⁹ a second: "GFLOP/s", "GB/s"
-    device: str = "cpu"
+    memory: str = "host"  # of its device: whose memory that uses
 
     def rate(self, seconds: float) -> float:
         """Return the rate, in the unit of the load, of a repetition that takes so many seconds."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ddpbench.doctor.stragglers.loads import Effort, mean_seconds
 from ddpbench.measure import start
-from ddpbench.runtime import control, cpu, gpu_facts
+from ddpbench.runtime import control, cpu, devices, gpu_facts
 from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ def barrier_waits_ns(
 
     from ddpbench.measure import loop
 
+    kind = devices.of(device)
     meet = start.STARTS["barrier"](group, device)
     cell = torch.zeros(1, device=device)
 
@@ -166,8 +167,7 @@ def barrier_waits_ns(
 
     def call() -> None:
         dist.all_reduce(cell, group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        kind.synchronize(device)
 
     world.watchdog.rearm()
     entry, exits = loop.stamped(REPETITIONS, prepare, call)
@@ -186,12 +186,11 @@ def equal_work(seconds_of_ranks: Sequence[Sequence[float]], seconds: float) -> t
 
 def gpu_at_work(device: torch.device, work: Effort) -> dict[str, object] | None:
     """Return the state of this rank's GPU while it computes; None without a GPU or NVML."""
-    if device.type != "cuda":
+    kind = devices.of(device)
+    if kind.memory == "host":
         return None
-    import torch
-
     for _ in range(GPU_CALLS):
         work.call()
     state = gpu_facts.gpu_state()
-    torch.cuda.synchronize(device)
+    kind.synchronize(device)
     return state
