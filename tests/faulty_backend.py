@@ -3,6 +3,7 @@
 element:RANK:NBYTES  one element of rank RANK's result is wrong when it has NBYTES
 drop:RANK            a sum that leaves out rank RANK
 stale                the previous result of the same size
+oom:RANK:NBYTES      rank RANK (-1: each) has no memory to join, when its result has NBYTES
 early                the call returns without any communication
 hang:RANK            rank RANK never joins (it sleeps), from its 20th all_reduce on
 raise:RANK           rank RANK raises instead of joining, from its 20th all_reduce on
@@ -45,6 +46,8 @@ class FaultyGroup(dist.ProcessGroup):
         """Reduce, with the planted fault."""
         self.calls += 1
         (tensor,) = tensors
+        if KIND == "oom" and NUMBERS in ([self.own_rank, tensor.nbytes], [-1, tensor.nbytes]):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         if KIND == "early":
             return FinishedWork()
         if KIND in ("hang", "raise") and self.own_rank == NUMBERS[0] and self.calls >= 20:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ddpbench.runtime import devices
 from ddpbench.runtime.cpu import read
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 KINDS = ("torch", "huge")
 HUGE_NBYTES = 1 << 21
+SHORT = re.compile("out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
 # Offset of a large tensor within its page, the same as from torch's allocator: then the kinds of
 # memory differ only in their pages. On AMD's Zen 3, a copy to an address that ends 16 bytes below
 # the source's runs at a quarter of the rate.
@@ -36,6 +38,20 @@ def zeros(count: int, dtype: torch.dtype, device: torch.device, kind: str) -> to
     start = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
     # The tensor keeps the mapping alive. New mappings are zero.
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=-start % HUGE_NBYTES + IN_PAGE)
+
+
+def describe_shortage(error: BaseException, device: torch.device) -> str | None:
+    """Describe an error for want of memory, and what helps; None for any other error."""
+    lines = str(error).splitlines()
+    line = next(filter(SHORT.search, lines), None)
+    if line is None and not isinstance(error, MemoryError):
+        return None
+    detail = f" ({line.strip()[:200]})" if line else ""
+    nccl = ", or a smaller NCCL_BUFFSIZE" if "nccl" in str(error).lower() else ""
+    return (
+        f"the memory of the {devices.of(device).memory} is too short{detail}: choose smaller "
+        f"--sizes{nccl}, or end other programs that use it"
+    )
 
 
 def _may_be_huge(kind: str) -> bool:

@@ -6,9 +6,13 @@ checks and gathering happen between bursts, never inside a timed span.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,6 +21,8 @@ import numpy.typing as npt
 
 from ddpbench.analysis import kept_stamps, stats
 from ddpbench.analysis.kept_stamps import Kept
+from ddpbench.hang.places import find_error_place
+from ddpbench.measure import memory
 from ddpbench.measure.loop import Bench
 from ddpbench.records.schema import Case, Plan, Wrong
 from ddpbench.runtime import control
@@ -85,7 +91,8 @@ def measure(
         try:
             bench = Bench(case, plan, world, subgroup, device)
         except (OSError, MemoryError, RuntimeError, TypeError, AttributeError) as error:
-            objection = f"cannot make the buffers: {control.first_line(error)}"
+            objection = memory.describe_shortage(error, device)
+            objection = objection or f"cannot make the buffers: {control.first_line(error)}"
     samples.objection = control.agree_objection(world, objection)
     if samples.objection is not None or bench is None:
         return samples
@@ -105,13 +112,8 @@ def measure(
 def _measure(bench: Bench, samples: Samples, shortest_seconds: float, ahead_ns: int) -> None:
     began = time.monotonic()
     until = began + bench.plan.slice_seconds
-    objection = None
-    try:
-        cold = bench.repeat(1)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        objection = f"not supported: {control.first_line(error)}"
-    samples.objection = control.agree_objection(bench.world, objection)
-    if samples.objection is not None:
+    cold = _call_first(bench, samples)
+    if samples.objection is not None or cold is None:
         return
     pace = Pace(bench, samples, seconds=time.monotonic() - began, ahead_ns=ahead_ns)
     pace.measuring = pace.seconds
@@ -127,6 +129,39 @@ def _measure(bench: Bench, samples: Samples, shortest_seconds: float, ahead_ns: 
         bench.repeat(1)
         _check(bench, samples, -1)
     samples.measuring_seconds = pace.measuring
+
+
+def _call_first(bench: Bench, samples: Samples) -> npt.NDArray[np.int64] | None:
+    """Make the first call. If it fails in some ranks, skip the case in all ranks together."""
+    ended_alone: AbstractContextManager[None] = contextlib.nullcontext()
+    objection, cold = None, None
+    try:
+        cold = bench.repeat(1)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, MemoryError) as error:
+        objection = memory.describe_shortage(error, bench.device)
+        objection = objection or f"not supported: {control.first_line(error)}"
+        ended_alone = _end_if_alone(bench, f"{type(error).__name__}: {objection}", error)
+    with ended_alone:
+        samples.objection = control.agree_objection(bench.world, objection)
+    return cold
+
+
+@contextlib.contextmanager
+def _end_if_alone(bench: Bench, cause: str, error: BaseException) -> Iterator[None]:
+    """End the run with this cause if the other ranks do not come in half of the time-out.
+
+    They may wait for this rank in the call that has failed here, and nothing else would end that.
+    """
+    place = find_error_place(error)
+    end = threading.Timer(
+        bench.plan.timeout_seconds / 2, bench.world.watchdog.end, (cause,), {"place": place}
+    )
+    end.daemon = True
+    end.start()
+    try:
+        yield
+    finally:
+        end.cancel()
 
 
 @dataclass

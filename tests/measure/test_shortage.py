@@ -1,0 +1,103 @@
+"""Too little memory: a case is skipped in all ranks together, or the run ends with the cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from command_lines import read_stored_run, run_ddpbench
+
+from ddpbench.measure import memory
+from ddpbench.records.schema import Run
+
+WORDS = ("-n", "2", "--op", "all_reduce", "--sizes", "8,4K,64K")
+SHORT = (
+    "the memory of the host is too short (CUDA out of memory. Tried to allocate 2.00 GiB.): "
+    "choose smaller --sizes, or end other programs that use it"
+)
+# Rank 1 cannot allocate the buffer of 4 KiB.
+IN_RANK_1 = """
+import os
+import torch
+zeros = torch.zeros
+def zeros_or_error(count, **options):
+    if os.environ.get("DDPBENCH_RANK") == "1" and (count, "dtype" in options) == (1024, True):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. Next line")
+    return zeros(count, **options)
+torch.zeros = zeros_or_error
+"""
+
+
+def sweep(folder: Path, *words: str, fault: str = "none") -> tuple[int, str, str, Run]:
+    """Run a sweep of three sizes. Return its exit code, its output, and what it stored."""
+    quick = ("--slice", "0.05", "--timeout", "6", "--launches", "1", "--quiet")
+    done = run_ddpbench(folder, "collectives", *words, *WORDS, *quick, FAULT=fault)
+    return done.returncode, done.stdout, done.stderr, read_stored_run(folder)[1]
+
+
+def reasons(run: Run) -> dict[int, str | None]:
+    """Size → why it was not measured; None if it was."""
+    return {result.case.nbytes: result.reason for result in run.results}
+
+
+def test_buffers_that_do_not_fit_in_one_rank_are_skipped_in_all(tmp_path: Path) -> None:
+    """The row names the rank, the cause and what to change, and the sweep goes on."""
+    (tmp_path / "in_rank_1.py").write_text(IN_RANK_1)
+    code, _, error, run = sweep(tmp_path, "--import", "in_rank_1", "--backend", "gloo")
+    assert code == 0, error
+    found = reasons(run)
+    assert (found.pop(8), found.pop(65536)) == (None, None)
+    (reason,) = found.values()
+    assert reason is not None
+    assert reason.endswith("choose smaller --sizes, or end other programs that use it (rank 1)")
+    assert "CUDA out of memory. Tried to allocate 2.00 GiB." in reason
+
+
+FAULTY = ("--import", "faulty_backend", "--backend", "faulty")
+
+
+def test_a_first_call_without_memory_in_all_ranks_is_skipped(tmp_path: Path) -> None:
+    """A backend may allocate its own buffers in the first call. If no rank joins, the group is as
+    before, and the other sizes are measured."""
+    code, _, error, run = sweep(tmp_path, *FAULTY, fault="oom:-1:4096")
+    assert code == 0, error
+    assert reasons(run) == {8: None, 4096: SHORT, 65536: None}
+
+
+def test_a_first_call_without_memory_in_one_rank_ends_the_run_with_the_cause(
+    tmp_path: Path,
+) -> None:
+    """The other rank waits inside the backend, and nothing else would end that: the run ends before
+    the deadline, names the rank, the cause and what to change, and does not accuse the other."""
+    code, _, error, run = sweep(tmp_path, *FAULTY, fault="oom:1:4096")
+    assert code == 5
+    assert error.startswith(f"ddpbench: rank 1: OutOfMemoryError: {SHORT}, at allreduce (faulty_")
+    assert "deadline" not in error
+    assert run.state == "failed"
+    assert 4096 not in reasons(run)
+
+
+@pytest.mark.parametrize(
+    ("error", "detail"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "CUDA out of memory. Tried"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory"), "alloc_cpu"),
+        (RuntimeError("NCCL error\nCuda failure 2 'out of memory'"), "Cuda failure 2"),
+        (OSError(12, "Cannot allocate memory"), "Cannot allocate memory"),
+        (MemoryError(), "is too short: choose smaller --sizes"),
+    ],
+)
+def test_every_way_to_lack_memory_is_recognised(error: Exception, detail: str) -> None:
+    """torch on a GPU and on the CPU, NCCL in its second line, the kernel, Python."""
+    sentence = memory.describe_shortage(error, torch.device("cuda" if "CUDA" in detail else "cpu"))
+    assert sentence is not None
+    assert detail in sentence
+    assert ("the memory of the GPU" in sentence) == ("CUDA" in detail)
+    assert ("NCCL_BUFFSIZE" in sentence) == ("Cuda" in detail)
+
+
+def test_another_error_is_no_shortage() -> None:
+    """An operation that a backend does not support is described as such."""
+    error = RuntimeError("ProcessGroupGloo does not support alltoall")
+    assert memory.describe_shortage(error, torch.device("cpu")) is None
