@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpbench.catalog import sizes
@@ -58,9 +58,10 @@ def prepare(context: LaunchContext[Options]) -> Work[Numbered]:
     requests = list_cases(options, context.backend, plan, partitions)
     random.Random(f"{plan.seed}/{context.index}").shuffle(requests)
     world.watchdog.begin_phase("the calibration of limits")
-    on_cpu = devices.of(context.device).memory == "host" and options.limit is None
-    copied = {case.nbytes for case, _ in requests} if on_cpu else set()
-    rates = calibrate.measure_rates(world, copied, partitions if on_cpu else ())
+    rates = calibrate.Rates()
+    if options.limit is None:
+        copied = {case.nbytes for case, _ in requests}
+        rates = calibrate.measure_rates(world, context.device, copied, partitions)
     return Work(
         [Numbered(number, *request) for number, request in enumerate(requests, 1)],
         lambda request: (
@@ -92,9 +93,12 @@ class Sweep:
     ) -> None:
         from ddpbench.measure import clock, offsets
         from ddpbench.measure.handoff import Handoff
+        from ddpbench.measure.link_limits import derive_limit
 
-        self.context, self.subgroups, self.rates = context, subgroups, rates
-        self.recorder = recorder
+        self.context, self.subgroups, self.recorder = context, subgroups, recorder
+        hosts, ranks = list(context.world.hosts.values()), recorder.launch.ranks
+        links = {n: derive_limit(ranks, hosts, s.partition) for n, s in subgroups.items()}
+        self.rates = replace(rates, links=links)
         self.clocks = context.closing.enter_context(
             offsets.open_clocks(context.world, recorder.launch.ranks)
         )

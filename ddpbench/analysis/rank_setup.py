@@ -61,6 +61,15 @@ class Setup:
         return [rank for rank, its in enumerate(self.ranks) if holds(its)]
 
 
+def settings(facts: Facts) -> dict[str, str]:
+    """The variables of a rank, and those that only the files of NCCL set."""
+    files = (facts.get("nccl_conf") or {}).values()
+    merged: dict[str, str] = {}
+    for each in (facts.get("variables") or {}, *files):
+        merged = {**each, **merged}
+    return merged
+
+
 def folded(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:
     """Each value with the ranks that have it, in order of the first of them."""
     groups: dict[str, tuple[Any, list[int]]] = {}

@@ -23,7 +23,8 @@ class Backend:
     provider     device → "native", or the package that implements it and how it accesses GPUs
     register     () → the backend's name in torch, after torch has been made to know it
     size         () → the number of ranks that the backend's own launcher started; None: unknown
-    transport    what limits it between ranks of one host: "memory", "tcp", or "" if unknown
+    transport    what limits it between ranks of one host: "memory", "tcp", "links" (of GPUs), or ""
+                 if unknown
     in_stream    whether a call returns once it is issued, and runs in the order of what the device
                  is given by the current stream: then its launch can be hidden
     interfaces   environment variable that names its network interfaces, in NCCL's syntax; gloo's
@@ -157,6 +158,7 @@ BACKENDS: dict[str, Backend] = {
             help="NVIDIA's library for CUDA tensors (RCCL on AMD)",
             unavailable=_nccl_unavailable,
             library=nccl_library.describe,
+            transport="links",
             in_stream=True,
             interfaces="NCCL_SOCKET_IFNAME",
             instead_of_sharing=_nccl_instead_of_sharing,

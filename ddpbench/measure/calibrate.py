@@ -12,16 +12,21 @@ import threading
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ddpbench.launch.sockets import address_family
 from ddpbench.measure import clock
+from ddpbench.measure.device_copy import measure_device_copy
 from ddpbench.records.schema import Limit
-from ddpbench.runtime import control
+from ddpbench.runtime import control, devices
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
+
+if TYPE_CHECKING:
+    import torch
 
 COPY_NS, ROUNDS = 8_000_000, 3
 # Streams between hosts last longer: a rank that the scheduler wakes 1 ms late distorts the rate.
@@ -44,11 +49,15 @@ class Rates:
     # (both_ways, one_way) of each partition into several subgroups, with all subgroups at once.
     # This name is stored with the run.
     teams: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    device_copy: float | None = None  # bytes that the fastest device reads and writes in its memory
+    links: dict[str, Limit | None] = field(default_factory=dict)  # partition → of its GPUs' links
 
     def limit(
         self, transport: str, nbytes: int, one_way: bool, one_host: bool, partition: str = "world"
     ) -> Limit | None:
         """Return the limit of a case of this total size; None if it is unknown."""
+        if transport == "links":
+            return self.links.get(partition)
         if one_host and transport == "memory":
             copies = self.copies_alone if one_way else self.copies
             source = f"{'one' if one_way else 'concurrent'} memcpy of the same size"
@@ -60,18 +69,27 @@ class Rates:
         return Limit(rate, f"{kind} TCP streams {'on this host' if one_host else 'across hosts'}")
 
     def hard_limit(self, one_host: bool) -> Limit | None:
-        """Return the limit of any case on one host: the fastest copy of any size, in cache too."""
+        """Return the limit of any case: the fastest copy of any size, in cache too.
+
+        On the CPU it holds for cases on one host.
+        """
+        if self.device_copy is not None:
+            return Limit(self.device_copy, "the fastest copy in a GPU's memory, read and written")
         if one_host and self.fastest_copy is not None:
             return Limit(self.fastest_copy, "fastest memcpy of any size")
         return None
 
 
-def measure_rates(world: World, sizes: Iterable[int], partitions: Iterable[Partition]) -> Rates:
-    """Measure on all ranks together.
+def measure_rates(
+    world: World, device: torch.device, sizes: Iterable[int], partitions: Iterable[Partition]
+) -> Rates:
+    """Measure on all ranks together: a device's own memory, or the host's and TCP.
 
-    Takes about 30 ms per size, and for the streams of each partition half a second, or 2 seconds
-    between hosts.
+    On the CPU this takes about 30 ms per size, and for the streams of each partition half a
+    second, or 2 seconds between hosts.
     """
+    if devices.of(device).memory != "host":
+        return Rates(device_copy=measure_device_copy(world, device))
     copies: dict[int, float] = {}
     alone: dict[int, float] = {}
     fastest = 0.0

@@ -133,4 +133,8 @@ def _limits(shown: list[Line]) -> list[str]:
         span = low if low == high else f"{low} … {high} (by size)"
         names = ", ".join(operations[key])
         legend.append(f"% limit on {backend} of {names}: busbw as a share of {span} GB/s, {source}")
+    # Where ddpbench has looked for limits, it has found the hard one.
+    looked = (r for line in shown for r in line.results if r.hard_limit and r.case.nbytes)
+    if any(result.limit is None and result.case.world_size > 1 for result in looked):
+        legend.append("% limit -: no rate of these links is known here; give one with --limit GB/S")
     return legend

@@ -32,8 +32,10 @@ CPUS = Path("/sys/devices/system/cpu")
 CHECKOUT = Path(__file__).parents[2]  # named because git would otherwise take any folder around it
 GIT = ("git", f"--git-dir={CHECKOUT}/.git", f"--work-tree={CHECKOUT}", "--no-optional-locks")
 ALLOWED = re.compile(
-    r"(NCCL|GLOO|TORCH|PYTORCH|OMP|GOMP|KMP|MKL|OMPI|UCX|UCC|FI|MPICH|SLURM)_|"
-    r"(CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|LAUNCH_BLOCKING)|PYTHON(DEVMODE|MALLOC|TRACEMALLOC))$"
+    r"(NCCL|RCCL|MSCCL|MSCCLPP|GLOO|TORCH|PYTORCH|OMP|GOMP|KMP|MKL|OMPI|UCX|UCC|FI|MPICH|SLURM|HSA)_|"
+    r"(CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)|"
+    r"NVIDIA_TF32_OVERRIDE|(HIP|ROCR)_VISIBLE_DEVICES|HIP_LAUNCH_BLOCKING|GPU_MAX_HW_QUEUES|"
+    r"PYTHON(DEVMODE|MALLOC|TRACEMALLOC))$"
 )
 # Open MPI sets many variables for its ranks; a user sets OMPI_MCA_*.
 NOISE = re.compile(r"OMPI_(?!MCA_)|OMPI_MCA_(orte|prte|pmix|ess|initial|PREFIXES|cpu_|num_)")
@@ -111,6 +113,8 @@ def rank_facts() -> dict[str, object]:
         **gpu_facts.gpu_links(),
         "rdma_ports": link_facts.rdma_ports(),
         "variables": allowed_variables(os.environ),
+        "nccl_conf": _nccl_conf(),
+        "nccl_plugins": nccl_library.plugins(),
         **cgroup_limits(),
         "load_average": or_none(lambda: list(os.getloadavg())),
         "free_memory_nbytes": free_memory_nbytes(),
@@ -163,6 +167,12 @@ def allowed_variables(variables: Mapping[str, str], length: int = 200) -> dict[s
         if ALLOWED.match(name)
         and not (redact.is_secret_name(name) or NOISE.match(name) or family.is_private(name, value))
     }
+
+
+def _nccl_conf() -> dict[str, dict[str, str]]:
+    """The settings in NCCL's files that affect collectives, without secrets and user names."""
+    files = nccl_library.read_conf_files()
+    return {redact.text(file): allowed_variables(settings) for file, settings in files.items()}
 
 
 def interface_of(address: str) -> dict[str, object]:

@@ -20,6 +20,7 @@ from ddpbench.runtime.cpu import ROOT, or_none, read
 REASON = re.compile(r"nvmlClocks(Event|Throttle)Reason(?!s|None$|All$)(\w+)")
 REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 ACTIVE, GPU, SWITCH = 1, 0, 2  # of NVLinks: state, what is at the other end
+DEVICES = "sys/bus/pci/devices"
 UNCORRECTED, SINCE_DRIVER_LOADED = 1, 0  # of memory errors: kind, counter
 
 
@@ -84,7 +85,7 @@ def gpu_links() -> dict[str, object]:
     reached_otherwise = nvml is not None and nvml.field("NVML_FI_DEV_C2C_LINK_COUNT")
     return {
         "gpu_bus": bus,
-        "gpu_pcie": link_facts.pcie_link(bus) if bus and not reached_otherwise else None,
+        "gpu_pcie": link_facts.pcie_link(bus, ROOT) if bus and not reached_otherwise else None,
         "gpu_nvlinks": None if nvml is None or nvml.is_part else _nvlinks(nvml),
         "gpu_fabric": nvml and or_none(partial(_fabric, nvml)),
     }
@@ -94,7 +95,7 @@ def gpu_health() -> dict[str, object]:
     """Return NUMA node and memory of this rank's GPU, and what its error correction says."""
     nvml, bus = _open_nvml(), _bus()
     free, total = or_none(_memory) or (None, None)
-    node = or_none(lambda: int(read(ROOT / f"sys/bus/pci/devices/{bus}/numa_node") or "-1"))
+    node = or_none(lambda: int(read(ROOT / DEVICES / str(bus) / "numa_node") or "-1"))
     ecc = nvml and nvml.query("nvmlDeviceGetEccMode")
     errors = (UNCORRECTED, SINCE_DRIVER_LOADED)
     return {
@@ -183,12 +184,16 @@ def _nvlinks(nvml: Nvml) -> list[dict[str, object]]:
 
 
 def _other_end(nvml: Nvml, link: int) -> str:
-    """Return "switch", the place of the GPU at the other end of an NVLink, or "other"."""
+    """Return "switch", the place of the GPU at the other end of an NVLink, or "other".
+
+    What a virtual machine does not see counts as a switch, as for NCCL.
+    """
     end = nvml.query("nvmlDeviceGetNvLinkRemoteDeviceType", link)
+    if end not in (GPU, SWITCH, None):
+        return "other"
     remote = nvml.query("nvmlDeviceGetNvLinkRemotePciInfo", link) if end == GPU else None
-    if remote is not None:
-        return str(remote.busId).lower()[-len("0000:00:00.0") :]
-    return "switch" if end in (SWITCH, None) else "other"
+    bus = str(getattr(remote, "busId", "")).lower()[-len("0000:00:00.0") :]
+    return bus if bus and (ROOT / DEVICES / bus).exists() else "switch"
 
 
 def _fabric(nvml: Nvml) -> str | None:

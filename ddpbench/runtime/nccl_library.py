@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pwd
+import re
 from typing import Any
+
+from ddpbench.runtime.cpu import or_none, read
+
+CONF_OF_HOST = "/etc/nccl.conf"
+PLUGIN = re.compile(r"/lib[nr]ccl-[^/\s]+\.so[^/\s]*")
 
 
 def loaded_version() -> tuple[int, ...] | None:
@@ -48,6 +55,35 @@ def describe_version() -> str | None:
 def describe() -> str:
     """Return the library's name and version."""
     return f"{'RCCL' if _is_rccl() else 'NCCL'} {describe_version() or 'of unknown version'}"
+
+
+def plugins() -> str | None:
+    """Return the names of the plug-ins that this process has loaded; None if it has no NCCL."""
+    mapped = read("/proc/self/maps") or ""
+    if not re.search(r"/lib[nr]ccl\.so", mapped):
+        return None
+    return ", ".join(sorted({name[1:] for name in PLUGIN.findall(mapped)})) or "none"
+
+
+def read_conf_files() -> dict[str, dict[str, str]]:
+    """Return the settings in the files that NCCL reads, by file; an earlier file wins.
+
+    NCCL reads NCCL_CONF_FILE, else ~/.nccl.conf, then /etc/nccl.conf. They may hold secrets.
+    """
+    home = or_none(lambda: pwd.getpwuid(os.getuid()).pw_dir)  # as NCCL does, without HOME
+    chosen = os.environ.get("NCCL_CONF_FILE") or (home and f"{home}/.nccl.conf")
+    texts = {file: read(file) for file in (chosen, CONF_OF_HOST) if file}
+    return {file: _parse_conf(text) for file, text in texts.items() if text is not None}
+
+
+def _parse_conf(text: str) -> dict[str, str]:
+    """Return the settings of a file; of two for one name the first counts."""
+    lines = (line.partition("=") for line in text.splitlines() if not line.startswith("#"))
+    settings: dict[str, str] = {}
+    for name, equals, value in lines:
+        if equals:
+            settings.setdefault(name, value)
+    return settings
 
 
 def _is_rccl() -> bool:

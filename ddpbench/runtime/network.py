@@ -145,20 +145,26 @@ def find_unreachable(rank: int, endpoints: Sequence[Endpoint], seconds: float) -
     return None
 
 
-def check_nccl_interface(
-    variable: str, several_hosts: bool, environ: Mapping[str, str] = os.environ
-) -> str | None:
-    """Why no interface of this host fits a variable of NCCL; None if one does.
+def matches_names(value: str, name: str) -> bool:
+    """Whether a variable of NCCL admits this interface or adapter.
 
     NCCL takes "eth0,ib" as beginnings of names, "=eth0" as a whole name, "^docker" as an exclusion.
     """
+    patterns = [
+        entry + ("" if "=" in value[:2] else "*") for entry in value.lstrip("^=").split(",")
+    ]
+    return any(fnmatchcase(name, pattern) for pattern in patterns) != value.startswith("^")
+
+
+def check_nccl_interface(
+    variable: str, several_hosts: bool, environ: Mapping[str, str] = os.environ
+) -> str | None:
+    """Why no interface of this host fits a variable of NCCL; None if one does."""
     value, interfaces = environ.get(variable, ""), sockets.list_interfaces()
-    patterns = [name + ("" if "=" in value[:2] else "*") for name in value.lstrip("^=").split(",")]
     fitting = [
         name
         for name, address in interfaces.items()
-        if any(fnmatchcase(name, pattern) for pattern in patterns) != value.startswith("^")
-        and not (several_hosts and sockets.is_loopback(address))
+        if matches_names(value, name) and not (several_hosts and sockets.is_loopback(address))
     ]
     if not value or fitting:
         return None

@@ -183,7 +183,7 @@ int nvmlDeviceGetNvLinkState(void *gpu, unsigned link, unsigned *state) { return
 int nvmlDeviceGetNvLinkRemoteDeviceType(void *gpu, unsigned link, int *type) {
   *type = link < 16 ? 2 : 0; return 0; }
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *gpu, unsigned link, Pci *pci) {
-  strcpy(pci->bus_id, "00000000:1B:00.0"); return 0; }
+  strcpy(pci->bus_id, link < 17 ? "00000000:1B:00.0" : "0FFFFFFF:FF:FF.0"); return 0; }
 int nvmlDeviceGetGpuFabricInfo(void *gpu, void *info) {
   memset(info, 0xab, 16); ((uint32_t *)info)[5] = 7; return 0; }
 int nvmlDeviceGetEccMode(void *gpu, unsigned *now, unsigned *next) { *now = *next = 1; return 0; }
@@ -192,9 +192,11 @@ int nvmlDeviceGetTotalEccErrors(void *gpu, int kind, int counter, unsigned long 
 """
 SHOW = """
 import json, sys
+from pathlib import Path
 from types import SimpleNamespace
 import torch
 from ddpbench.runtime import gpu_facts
+gpu_facts.ROOT = Path(sys.argv[2])
 told = SimpleNamespace(**json.loads(sys.argv[1]))
 torch.cuda.is_initialized = lambda: True
 torch.cuda.current_device = lambda: 2
@@ -205,26 +207,30 @@ print(json.dumps([gpu_facts.gpu_state(), gpu_facts.gpu_links(), gpu_facts.gpu_he
 
 def test_the_real_pynvml_reads_a_gpu_with_eighteen_links(tmp_path: Path) -> None:
     """Against a stub of NVIDIA's library, with its structures, the real pynvml gives the facts of
-    an H200: 16 links to a switch and 2 to another GPU, each of 26.6 GB/s."""
+    an H200: 16 links to a switch, one to another GPU, and one to what is not seen here and so
+    counts as a switch."""
     pytest.importorskip("pynvml")
     if shutil.which("cc") is None:
         pytest.skip("needs cc")
     library = tmp_path / "libnvidia-ml.so.1"
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
     subprocess.run(command, input=LIBRARY, text=True, check=True)
+    (tmp_path / "sys/bus/pci/devices/0000:1b:00.0").mkdir(parents=True)
     done = subprocess.run(
-        [sys.executable, "-c", SHOW, json.dumps(PROPERTIES)], capture_output=True, text=True,
+        [sys.executable, "-c", SHOW, json.dumps(PROPERTIES), str(tmp_path)],
         env={"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": ":".join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
         check=True,
-    )  # fmt: skip
+    )
     state, links, health = json.loads(done.stdout)
     assert state == {
         "sm_clock_hertz": 10**9, "memory_clock_hertz": 2 * 10**9, "temperature_celsius": 55,
         "throttle_reasons": ["GpuIdle", "HwThermalSlowdown"], "nvlinks_active": 18,
     }  # fmt: skip
     assert links["gpu_nvlinks"] == [
-        {"to": "switch", "count": 16, "bytes_per_second": 26.562e9},
-        {"to": "0000:1b:00.0", "count": 2, "bytes_per_second": 26.562e9},
+        {"to": "switch", "count": 17, "bytes_per_second": 26.562e9},
+        {"to": "0000:1b:00.0", "count": 1, "bytes_per_second": 26.562e9},
     ]
     assert links["gpu_fabric"] == "ab" * 16 + "/7"
     assert (health["gpu_ecc"], health["gpu_memory_errors"]) == (True, 3)

@@ -1,0 +1,155 @@
+"""The limits that follow from the links which driver and kernel report, and their sources."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddpbench.measure.link_limits import derive_limit
+from ddpbench.records.schema import Limit
+from ddpbench.runtime.subgroups import divide_ranks
+
+GB = 1e9
+PCIE = {
+    "width": 16, "width_allowed": 16, "transfers_per_second": 16e9, "bytes_per_second": 31.5 * GB,
+}  # fmt: skip
+SWITCH = [{"to": "switch", "count": 18, "bytes_per_second": 26.5625 * GB}]
+
+
+def a_rank(number: int, **other: Any) -> dict[str, Any]:
+    """Return what a rank with a GPU of its own reports of its links."""
+    own = {"gpu_bus": f"0000:{number:02x}:00.0", "gpu_pcie": PCIE, "gpu_nvlinks": [],
+           "gpu_fabric": None, "rdma_ports": {}, "variables": {}}  # fmt: skip
+    return {**own, **other}
+
+
+def on_one_host(*ranks: dict[str, Any]) -> Limit | None:
+    hosts = [list(range(len(ranks)))]
+    return derive_limit(ranks, hosts, divide_ranks("world", hosts))
+
+
+def on_two_hosts(ranks: list[dict[str, Any]], name: str = "world") -> Limit | None:
+    half = len(ranks) // 2
+    hosts = [list(range(half)), list(range(half, len(ranks)))]
+    return derive_limit(ranks, hosts, divide_ranks(name, hosts))
+
+
+def test_nvlinks_to_a_switch() -> None:
+    """The links of a GPU to a switch serve any other GPU: their rates add up."""
+    limit = on_one_host(*(a_rank(n, gpu_nvlinks=SWITCH) for n in range(8)))
+    assert limit == Limit(478.125 * GB, "18 NVLinks of 26.6 GB/s, as NVML reports")
+
+
+def test_only_nvlinks_to_gpus_of_the_ranks_count() -> None:
+    """Links to a GPU that no rank uses carry nothing; without any other link PCIe is the limit."""
+    links = [
+        {"to": "0000:01:00.0", "count": 4, "bytes_per_second": 25 * GB},
+        {"to": "0000:07:00.0", "count": 8, "bytes_per_second": 25 * GB},
+    ]
+    back = [{"to": "0000:00:00.0", "count": 4, "bytes_per_second": 25 * GB}]
+    bridged = on_one_host(a_rank(0, gpu_nvlinks=links), a_rank(1, gpu_nvlinks=back))
+    assert bridged == Limit(100 * GB, "4 NVLinks of 25.0 GB/s, as NVML reports")
+    apart = on_one_host(a_rank(0, gpu_nvlinks=links), a_rank(2))
+    assert apart == Limit(31.5 * GB, "PCIe x16 at 16 GT/s, as /sys reports")
+
+
+def test_the_slowest_gpu_limits_all() -> None:
+    """One GPU in a narrow slot sets the limit of the ranks."""
+    narrow = {**PCIE, "width": 8, "bytes_per_second": 15.75 * GB}
+    limit = on_one_host(a_rank(0), a_rank(1, gpu_pcie=narrow), a_rank(2))
+    assert limit == Limit(15.75 * GB, "PCIe x8 at 16 GT/s, as /sys reports")
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [a_rank(0, gpu_nvlinks=None), a_rank(1, gpu_nvlinks=None)],
+        [a_rank(0), a_rank(0)],
+        [a_rank(0, gpu_pcie=None), a_rank(1, gpu_pcie=None)],
+        [a_rank(n, gpu_nvlinks=[{"to": "switch", "count": 4, "bytes_per_second": None}])
+         for n in (0, 1)],
+        [{}, {}],
+    ],
+    ids=["no NVML", "one GPU", "no link", "no speed", "no GPU"],
+)  # fmt: skip
+def test_what_is_not_known_is_no_limit(ranks: list[dict[str, Any]]) -> None:
+    """Without the links' rates, or on one GPU, there is no limit rather than a wrong one."""
+    assert on_one_host(*ranks) is None
+
+
+@pytest.mark.parametrize("name", ["variables", "nccl_conf"])
+def test_a_setting_that_forbids_nvlink_leaves_pcie(name: str) -> None:
+    """With NCCL_P2P_DISABLE, as a variable or in a file of NCCL, data cross the host's memory."""
+    setting: dict[str, Any] = {"NCCL_P2P_DISABLE": "1"}
+    if name == "nccl_conf":
+        setting = {"/etc/nccl.conf": setting}
+    limit = on_one_host(*(a_rank(n, gpu_nvlinks=SWITCH, **{name: setting}) for n in range(2)))
+    assert limit is not None
+    assert limit.source.startswith("PCIe x16")
+
+
+PORTS = {f"mlx5_{n}:1": 50 * GB for n in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("ports", "variables", "rate", "source"),
+    [
+        (PORTS, {}, 200, "4 RDMA ports of a host, 50.0 GB/s each, as /sys reports"),
+        (PORTS, {"NCCL_IB_HCA": "mlx5_1,mlx5_2"}, 100,
+         "2 RDMA ports of a host, 50.0 GB/s each, as /sys reports"),
+        (PORTS, {"NCCL_IB_HCA": "=mlx5_1:1"}, 50,
+         "1 RDMA port of a host, 50.0 GB/s each, as /sys reports"),
+        (PORTS, {"NCCL_IB_HCA": "^=mlx5_1"}, 150,
+         "3 RDMA ports of a host, 50.0 GB/s each, as /sys reports"),
+        ({"a:1": 100 * GB, "b:1": 200 * GB}, {}, 252,
+         "8 PCIe links, x16 at 16 GT/s, as /sys reports"),
+    ],
+    ids=["all", "beginnings", "one", "all others", "more than the GPUs"],
+)  # fmt: skip
+def test_between_hosts_the_ports_or_the_slots_limit(
+    ports: dict[str, float], variables: dict[str, str], rate: float, source: str
+) -> None:
+    """What leaves a host passes the ports that NCCL may use, and the slots of the ranks' GPUs."""
+    ranks = [
+        a_rank(n % 8, gpu_nvlinks=SWITCH, rdma_ports=ports, variables=variables) for n in range(16)
+    ]
+    assert on_two_hosts(ranks) == Limit(rate * GB, source)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"rdma_ports": PORTS, "variables": {"NCCL_IB_DISABLE": "1"}},
+        {"rdma_ports": PORTS, "variables": {"NCCL_NET": "Socket"}},
+    ],
+)
+def test_over_tcp_between_hosts_no_limit_is_known(facts: dict[str, Any]) -> None:
+    """Where hosts send over TCP the rates of GPUs' links would be limits that say nothing."""
+    ranks = [a_rank(n % 4, gpu_nvlinks=SWITCH, **facts) for n in range(8)]
+    assert on_two_hosts(ranks) is None
+
+
+def test_groups_between_hosts_share_the_ports() -> None:
+    """Eight groups that work at once each get an eighth of a host's ports."""
+    ranks = [a_rank(n % 8, gpu_nvlinks=SWITCH, rdma_ports=PORTS) for n in range(16)]
+    source = "4 RDMA ports of a host, 50.0 GB/s each, shared by 8 groups, as /sys reports"
+    assert on_two_hosts(ranks, "cross") == Limit(25 * GB, source)
+    inside = on_two_hosts(ranks, "host")
+    assert inside is not None
+    assert inside.source.startswith("18 NVLinks")
+
+
+def test_a_fabric_of_nvlinks_reaches_across_hosts() -> None:
+    """Where NVLinks connect the GPUs of several hosts, their ports are not the limit."""
+    ranks = [
+        a_rank(n % 4, gpu_nvlinks=SWITCH, rdma_ports=PORTS, gpu_fabric="ab/0") for n in range(8)
+    ]
+    limit = on_two_hosts(ranks)
+    assert limit is not None
+    assert limit.source.startswith("18 NVLinks")
+    ranks[7]["gpu_fabric"] = "cd/0"
+    limit = on_two_hosts(ranks)
+    assert limit is not None
+    assert "PCIe links" in limit.source
