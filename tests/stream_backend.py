@@ -138,7 +138,6 @@ devices.KINDS["cpu"] = StreamCpu()
 backends.BACKENDS[NAME] = backends.Backend(
     name=NAME,
     help="gloo in a stream",
-    devices=("cpu",),
     unavailable=lambda device: None,
     library=lambda: "gloo",
     in_stream=True,
