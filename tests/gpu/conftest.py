@@ -1,0 +1,34 @@
+"""The checks that need a GPU: all tests of this folder have the marker `gpu`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gpu_machine import LIBRARY, REHEARSAL, Machine, find_machine
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder."""
+    for item in items:
+        if item.path.parent == HERE:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def machine() -> Machine:
+    """The machine with its GPU; without one, the test is skipped."""
+    found, reason = find_machine()
+    if found is None:
+        pytest.skip(f"no GPU: {reason} ({REHEARSAL}=1 rehearses on the CPU)")
+    return found
+
+
+@pytest.fixture
+def two_ranks(machine: Machine) -> dict[str, str]:
+    """The variables with which two ranks of nccl run here."""
+    if machine.two_ranks is None:
+        pytest.skip(f"two ranks of nccl need two GPUs, or NCCL 2.30: set {LIBRARY}")
+    return machine.two_ranks

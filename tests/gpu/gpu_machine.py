@@ -1,0 +1,97 @@
+"""The machine of the GPU checks, and how commands run there.
+
+python -m pytest -m gpu                                  on a machine with a GPU
+DDPBENCH_NCCL_LIBRARY=/path/libnccl.so.2 …               preloads an NCCL of 2.30 or newer, with
+                                                         which two ranks can share one GPU
+DDPBENCH_GPU_REHEARSAL=1 python -m pytest -m gpu         without a GPU: the same checks with the
+                                                         CPU and gloo, to test the checks
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from command_lines import clean_environment, ddpbench_command, run_command
+
+REHEARSAL, LIBRARY = "DDPBENCH_GPU_REHEARSAL", "DDPBENCH_NCCL_LIBRARY"
+UNITS = Path(__file__).with_name("gpu_units.py")
+# Two ranks of NCCL 2.30 on one GPU need all of these.
+SHARING = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_MAX_CTAS": "4",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_NET_GDR_LEVEL": "LOC",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is measured: CUDA tensors on nccl, or in a rehearsal CPU tensors on gloo."""
+
+    device: str
+    backend: str
+    gpus: int
+    nccl: tuple[int, ...]
+
+    @property
+    def rehearsal(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def two_ranks(self) -> dict[str, str] | None:
+        """The variables with which two ranks of the backend run here; None if they cannot."""
+        if self.rehearsal or self.gpus > 1:
+            return {}
+        if self.nccl < (2, 30):
+            return None
+        library = os.environ.get(LIBRARY)
+        return {**SHARING, **({"LD_PRELOAD": library} if library else {})}
+
+    def run(
+        self, cwd: Path, *words: str, seconds: float = 150, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `ddpbench WORDS…` on the device, until it ends; print what it prints."""
+        command = [*ddpbench_command(*words), "--device", self.device]
+        done = run_command(command, cwd, seconds, **variables)
+        print(f"$ ddpbench {' '.join(command[3:])}\n{done.stdout}{done.stderr}")
+        return done
+
+    def check_unit(self, name: str) -> None:
+        """Run a check of gpu_units.py in a process of its own: this one must not start CUDA."""
+        words = [sys.executable, str(UNITS), name, self.device]
+        done = run_command(words, UNITS.parent, 150)
+        print(done.stdout)
+        assert done.returncode == 0, done.stderr
+
+
+def read_facts(device: str) -> dict[str, object]:
+    """Return what torch says about the devices, asked in another process."""
+    library = {"LD_PRELOAD": os.environ[LIBRARY]} if os.environ.get(LIBRARY) else {}
+    words = [sys.executable, str(UNITS), "facts", device]
+    done = subprocess.run(
+        words, env=clean_environment(**library), capture_output=True, text=True, check=False,
+        timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    facts: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
+def find_machine() -> tuple[Machine | None, str]:
+    """Return the machine, or None and why there is no GPU."""
+    if os.environ.get(REHEARSAL):
+        return Machine("cpu", "gloo", 0, ()), ""
+    if not (torch.version.cuda or torch.version.hip):
+        return None, "this torch is a CPU build"
+    facts = read_facts("cuda")
+    if facts["unusable"]:
+        return None, str(facts["unusable"])
+    nccl = facts["nccl"]
+    assert isinstance(nccl, list)
+    return Machine("cuda", "nccl", int(str(facts["count"])), tuple(nccl)), ""

@@ -1,0 +1,239 @@
+"""Checks of single parts on a device, each in a process of its own: `gpu_units.py CHECK DEVICE`.
+
+A check that fails raises; what it prints is for the reader. The device is cuda, or cpu in a
+rehearsal.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+from two_replicas import flip_bit, locate_bit, make_values
+
+from ddpbench.catalog import hooks, payload
+from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
+from ddpbench.catalog.operations import Piece
+from ddpbench.replicas import digest
+from ddpbench.runtime import devices
+from ddpbench.runtime.devices import elapsed_ns
+
+EXACT = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.complex64, torch.bool, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
+
+
+def check_facts(device: torch.device) -> None:
+    """Print what the tests must know, as JSON: versions, devices, recorders."""
+    kind = devices.of(device)
+    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
+    recorders = [name for name in dir(torch._C._distributed_c10d) if name.startswith("_dump_")]
+    facts: dict[str, Any] = {
+        "unusable": kind.unusable(), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "nccl": list(nccl), "count": 0, "recorders": sorted(recorders), "names": [], "uuids": [],
+    }  # fmt: skip
+    if facts["unusable"] is None:
+        facts["count"] = kind.count()
+        facts["uuids"] = [kind.identity(index) for index in range(kind.count())]
+        facts["names"] = [getattr(kind.properties(i), "name", None) for i in range(kind.count())]
+    print(json.dumps(facts))
+
+
+def check_payload(device: torch.device) -> None:
+    """Fill, poison and find_wrong give on the device what they give on the CPU, in all dtypes."""
+    period = payload.PERIOD
+    piece = Piece(5, 2 * period, 1, offset=5)
+    for dtype, reduce_op in product(DTYPES, (None, *REDUCE_OPS)):
+        values = payload.table(1, 3, dtype, reduce_op, 2)
+        found: list[Any] = []
+        for place in (torch.device("cpu"), device):
+            buffer = torch.zeros(2 * period + 7, dtype=getattr(torch, dtype), device=place)
+            payload.poison(buffer)
+            poisoned = buffer.cpu().view(torch.uint8).clone()
+            payload.fill(buffer, values)
+            filled = buffer.cpu().view(torch.uint8).clone()
+            right = [payload.find_wrong(buffer, piece, values, t) for t in (0.0, 2.0**-6)]
+            buffer[period + 60] = 0
+            wrong = [payload.find_wrong(buffer, piece, values, t) for t in (0.0, 2.0**-6)]
+            found.append((poisoned.tolist(), filled.tolist(), right, wrong))
+        assert found[0] == found[1], (dtype, reduce_op, found[0][2:], found[1][2:])
+        assert found[1][2] == [None, None], (dtype, reduce_op)
+        assert all(one and one[0] == period + 60 for one in found[1][3]), (dtype, reduce_op)
+    print(f"{len(DTYPES)} dtypes")
+
+
+def check_digest(device: torch.device) -> None:
+    """The digest of devices is the same on the CPU, and sees a flipped bit and an exchange."""
+    for dtype in EXACT:
+        content = make_values(dtype)
+        swapped = content.clone()
+        swapped[1], swapped[2] = content[2].clone(), content[1].clone()
+        tensors = [content, flip_bit(content, 4321), swapped, content.reshape(50, 100).t()]
+        near = digest.weighted(tensors)
+        far = digest.weighted([tensor.to(device) for tensor in tensors])
+        assert near == far, (dtype, near, far)
+        assert len(set(far)) == 4, (dtype, far)
+        again = digest.read([content.to(device), content.to(device)], False)[0]
+        assert again[0] == again[1], dtype
+        if content.is_floating_point() or content.is_complex():
+            bad = content.clone()
+            bad[7] = float("nan")
+            counts = digest.read([content.to(device), bad.to(device)], True)[1].tolist()
+            assert counts == [0, 1], (dtype, counts)
+    print(f"{len(EXACT)} dtypes")
+
+
+def check_located_bit(device: torch.device) -> None:
+    """A planted bit is located on the device: element, index, bit, value."""
+    for dtype, form in product(EXACT, ((5000,), (50, 100))):
+        content, other = make_values(dtype).reshape(form), flip_bit(make_values(dtype), 4321)
+        if len(form) == 2:
+            content, other = content.t(), other.reshape(form).t()
+        near, far = locate_bit(content, other), locate_bit(content.to(device), other)
+        assert near == far, (dtype, near, far)
+        assert far[0].differing == 1, (dtype, far)
+        assert far[0].bit == 0, (dtype, far)
+
+
+def check_events(device: torch.device) -> None:
+    """Events measure what the device does; one that is recorded behind a sleep is not taken yet."""
+    kind = devices.of(device)
+    first, later = kind.event(device), kind.event(device)
+    for _ in range(2):  # the first sleep may measure the device's clock
+        began = time.perf_counter_ns()
+        first.record()
+        kind.sleep(device, 0.02)
+        later.record()
+        taken = later.query()
+        later.synchronize()
+        host = time.perf_counter_ns() - began
+    between = elapsed_ns(first, later)
+    print(f"asked for 20 ms: events {between * 1e-6:.2f} ms, host {host * 1e-6:.2f} ms")
+    assert later.query()
+    assert taken == (device.type == "cpu")
+    assert 5e6 < between <= host + 1e6, (between, host)
+    kind.sleep(device, 0.02)
+    kind.synchronize_stream(device)
+    kind.synchronize(device)
+
+
+@contextmanager
+def group_of_one(device: torch.device) -> Any:
+    """The default group: this process alone, on the backend that suits the device."""
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        try:
+            yield dist.group.WORLD
+        finally:
+            dist.destroy_process_group()
+
+
+def check_noop_hook(device: torch.device) -> None:
+    """DDP with the hook that does nothing leaves each gradient as backward made it."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(64, 64).to(device)
+    batch = torch.randn(8, 64, device=device)
+    module(batch).square().sum().backward()
+    wanted = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    module.zero_grad()
+    with group_of_one(device):
+        ids = devices.of(device).ddp_device_ids(device)
+        ddp = torch.nn.parallel.DistributedDataParallel(module, device_ids=ids)
+        ddp.register_comm_hook(None, hooks.noop)
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(batch).square().sum().backward()
+        got = [p.grad for p in module.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True) if a is not None)
+
+
+def check_timing(device: torch.device) -> None:
+    """A launch that is hidden behind a sleep is not in the events' time; the host's time has all.
+
+    A copy stands for a collective. Only the order of the medians is checked.
+    """
+    kind = devices.of(device)
+    for nbytes in (8, 2**16, 2**24):
+        source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+        target, start = torch.empty_like(source), torch.zeros(1, device=device)
+        times: dict[str, list[int]] = {"host": [], "events": [], "hidden": [], "hidden, host": []}
+        for hidden in [False, True] * 50:
+            begin, end = kind.event(device), kind.event(device)
+            kind.synchronize(device)
+            began = time.perf_counter_ns()
+            if hidden:
+                kind.sleep(device, 100e-6)
+                start.add_(1)
+            begin.record()
+            target.copy_(source)
+            end.record()
+            end.synchronize()
+            host = time.perf_counter_ns() - began
+            times["hidden" if hidden else "events"].append(elapsed_ns(begin, end))
+            times["hidden, host" if hidden else "host"].append(host)
+        medians = {name: statistics.median(ns[10:]) for name, ns in times.items()}
+        print(f"{nbytes:>9} bytes, median ns: {medians}")
+        assert medians["hidden"] > 0
+        assert medians["events"] <= medians["host"]
+        if device.type != "cpu":  # the CPU hides nothing
+            assert medians["hidden"] <= medians["events"]
+
+
+def check_digest_rate(device: torch.device) -> None:
+    """Print how fast the digest reads 1 GiB of parameters; a rehearsal reads 16 MiB."""
+    whole = 2**24 if device.type == "cpu" else 2**30
+    kind, sizes = devices.of(device), [2**20] * 8 + [4096] * 100
+    tensors = [torch.randn(size, device=device) for size in sizes]
+    while sum(tensor.nbytes for tensor in tensors) < whole:
+        tensors.append(torch.randn(whole // 64, device=device))
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    for name, call in {
+        "digest": lambda: digest.weighted(tensors),
+        "digest and finite": lambda: digest.read(tensors, True),
+        "copy (read and write)": lambda: [tensor.clone() for tensor in tensors],
+    }.items():
+        seconds = []
+        for _ in range(5):
+            kind.synchronize(device)
+            began = time.perf_counter()
+            call()
+            kind.synchronize(device)
+            seconds.append(time.perf_counter() - began)
+        best = min(seconds)
+        print(f"{name}: {nbytes} bytes in {best * 1e3:.2f} ms, {nbytes / best * 1e-9:.1f} GB/s")
+        assert best > 0
+
+
+CHECKS: dict[str, Callable[[torch.device], None]] = {
+    "payload": check_payload, "digest": check_digest, "located bit": check_located_bit,
+    "events": check_events, "noop hook": check_noop_hook, "timing": check_timing,
+    "digest rate": check_digest_rate,
+}  # fmt: skip
+
+
+def main(name: str, kind: str) -> None:
+    """Run a check on the first device of a kind."""
+    if name == "facts":
+        check_facts(torch.device(kind, 0))
+    else:
+        CHECKS[name](devices.get(kind).select(0))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

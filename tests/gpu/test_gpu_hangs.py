@@ -1,0 +1,72 @@
+"""Hangs of two ranks of nccl: what the watchdog tells, with torch's flight recorder and without."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_lines import clean_environment
+from gpu_machine import Machine
+
+from ddpbench.launch import placement
+
+SCRIPT = Path(__file__).with_name("gpu_hangs.py")
+RECORDER = {"on": "2000", "off": "0"}
+# What the verdict says of rank 1 where the recorder is on.
+VERDICTS = {
+    "late": r"rank 1\b.* load_batch \(gpu_hangs\.py:\d+\)",
+    "skipped": r"rank 1\b.*(skipped|never joined)",
+    "stopped": r"rank 1\b.* is stopped \(SIGSTOP\)",
+}
+
+
+def play(
+    machine: Machine, name: str, folder: Path, variables: dict[str, str]
+) -> tuple[int | None, str]:
+    """Run a play in two ranks; return rank 0's exit code and output. Nothing is left at the end."""
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+    common["MASTER_PORT"] = str(placement.free_port())
+    words = [sys.executable, str(SCRIPT), name, machine.device, machine.backend]
+    paths = [folder / f"rank{rank}" for rank in range(2)]
+    ranks = []
+    for rank, path in enumerate(paths):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with path.open("w") as output:
+            environ = clean_environment(**{**variables, **common, **own})
+            ranks.append(subprocess.Popen(words, env=environ, stdout=output, stderr=output))
+    try:
+        until = time.monotonic() + 90
+        for process in ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(1.0, until - time.monotonic()))
+    finally:
+        codes = [process.poll() for process in ranks]
+        for process in ranks:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    texts = [path.read_text() for path in paths]
+    print(name, codes, *texts, sep="\n")
+    return codes[0], texts[0]
+
+
+@pytest.mark.parametrize("recorder", RECORDER)
+@pytest.mark.parametrize("name", VERDICTS)
+def test_a_hang_is_blamed_on_rank_1(
+    machine: Machine, two_ranks: dict[str, str], tmp_path: Path, name: str, recorder: str
+) -> None:
+    """Rank 1 is late before DDP(), skips an all_reduce, or is stopped. With the recorder, rank 0
+    ends with exit code 5 and blames rank 1 in a line; without, it says at least where rank 1 is."""
+    size = RECORDER[recorder]
+    variables = {"TORCH_FR_BUFFER_SIZE": size, "TORCH_NCCL_TRACE_BUFFER_SIZE": size}
+    code, text = play(machine, name, tmp_path, {**two_ranks, **variables})
+    verdicts = re.findall(r"^ddpbench: (.*)$", text, re.MULTILINE)
+    assert verdicts
+    pattern = VERDICTS[name] if recorder == "on" else "rank 1"
+    assert any(re.search(pattern, verdict) for verdict in verdicts)
+    assert recorder == "off" or code == 5

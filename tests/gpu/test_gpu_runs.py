@@ -1,0 +1,169 @@
+"""Whole commands on a GPU: one rank, two ranks that share a GPU, nccl, gloo, mpi, DDP, doctor."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from command_lines import ONE_SENTENCE, ROOT, needs_mpirun, read_stored_run, run_command
+from gpu_machine import Machine
+
+from ddpbench.records import store
+from ddpbench.records.schema import EVENTS, HIDDEN_LAUNCH, Run
+
+TWO = ("-n", "2", "--timeout", "30")
+SHORT = ("--launches", "1", "--slice", "0.3")
+SMALL = ("--layers", "2", "--width", "256", "--vocabulary", "1000")
+
+
+def assert_measured(folder: Path, *operations: str) -> None:
+    """The only run in this folder is complete: each case has a time, and its checks passed."""
+    _, run = read_stored_run(folder)
+    assert run.state == "complete", run.state_reason
+    assert {result.case.operation for result in run.results} >= set(operations)
+    for result in run.results:
+        if result.summary is not None:
+            assert not result.wrong, result
+            assert result.summary.median_seconds > 0
+    assert any(result.summary for result in run.results)
+
+
+def test_a_world_of_one(machine: Machine, tmp_path: Path) -> None:
+    """`run_bench.sh gpu` ends with a table, says that one rank measures no link, and torch guesses
+    no device."""
+    place = ["cpu", "--backend", "gloo"] if machine.rehearsal else ["gpu"]
+    words = [*place, "-n", "1", "--sizes", "8:64M:x64", "--slice", "0.5", "--launches", "2"]
+    done = run_command([str(ROOT / "run_bench.sh"), *words], tmp_path, 170, VIRTUAL_ENV=sys.prefix)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    assert "one-rank" in done.stdout
+    for warning in ("Guessing device", "barrier()", "device_id"):
+        assert warning not in done.stderr
+    assert_measured(tmp_path, "all_reduce", "all_gather", "broadcast")
+
+
+def test_gloo_with_tensors_of_a_shared_gpu(machine: Machine, tmp_path: Path) -> None:
+    """Two ranks of gloo share a GPU if they may, and every operation that gloo has is right."""
+    operations = ("all_reduce", "all_gather", "broadcast")
+    words = ("--backend", "gloo", "--sizes", "8,1M", "--op", ",".join(operations))
+    done = machine.run(tmp_path, "collectives", *words, "--share-gpu", *TWO, *SHORT)
+    assert done.returncode == 0
+    assert_measured(tmp_path, *operations)
+
+
+def test_a_flipped_bit_is_found_on_a_shared_gpu(machine: Machine, tmp_path: Path) -> None:
+    """A DDP step over gloo has equal replicas; one flipped bit is found and named: exit code 4."""
+    words = ("ddp", "--backend", "gloo", "--workload", "mlp", "--width", "64", "--rounds", "3")
+    done = machine.run(tmp_path, *words, "--share-gpu", *TWO)
+    assert done.returncode == 0
+    done = machine.run(tmp_path, *words, "--share-gpu", *TWO, "--inject", "bit-flip")
+    assert done.returncode == 4
+    assert re.search(r"bit \d+", done.stdout)
+    assert "rank 1" in done.stdout
+
+
+def test_two_ranks_of_nccl_on_one_gpu_are_refused(machine: Machine, tmp_path: Path) -> None:
+    """Without --share-gpu, and with it where NCCL is older than 2.30: one sentence, exit code 2."""
+    if machine.gpus > 1:
+        pytest.skip("this machine has several GPUs")
+    for share in ([], ["--share-gpu"]):
+        done = machine.run(tmp_path, "collectives", "--backend", "nccl", *TWO, *SHORT, *share)
+        assert done.returncode == 2
+        assert ONE_SENTENCE.fullmatch(done.stderr), done.stderr
+        assert re.search("GPU|nccl", done.stderr)
+        assert done.stdout == ""
+
+
+@pytest.mark.parametrize("start", ["barrier", "p2p_barrier"])
+def test_two_ranks_of_nccl(
+    machine: Machine, two_ranks: dict[str, str], tmp_path: Path, start: str
+) -> None:
+    """Two ranks of nccl measure every operation with right results, with both starts; the time of
+    the device is never longer than the host's, and the case says how it is defined."""
+    words = ("collectives", "--backend", machine.backend, "--op", "all", "--start", start)
+    sizes = ("--sizes", "8,64K,16M")
+    done = machine.run(tmp_path, *words, *sizes, *TWO, *SHORT, **two_ranks)
+    assert done.returncode == 0
+    assert_measured(tmp_path, "all_reduce", "send_recv", "barrier", "all_to_all")
+    folder, run = read_stored_run(tmp_path)
+    for result in run.results:
+        assert result.case.clock == ("host" if machine.rehearsal else "device")
+    if not machine.rehearsal:
+        assert_device_times(folder, run)
+
+
+def assert_device_times(folder: Path, run: Run) -> None:
+    """Each repetition has a time of the device. Where events lie inside the host's stamps, it is
+    not longer than theirs; where the launch is hidden, those show the launch alone."""
+    samples = store.read_samples(folder)
+    for result in run.results:
+        own = samples[samples["case"] == result.case.key]
+        assert (own["device_ns"] > 0).all(), result.case.key
+        if result.case.time_definition == EVENTS:
+            assert (own["device_ns"] <= own["exit_ns"] - own["entry_ns"] + 5000).all()
+        else:
+            print(result.case.key, "unhidden:", result.unhidden_share, result.summary)
+            assert result.case.time_definition == HIDDEN_LAUNCH
+
+
+def test_ddp_on_nccl(machine: Machine, two_ranks: dict[str, str], tmp_path: Path) -> None:
+    """A transformer's step on two ranks of nccl, its budget, and equal replicas."""
+    words = ("ddp", "--backend", machine.backend, "--workload", "transformer", *SMALL)
+    done = machine.run(tmp_path, *words, "--rounds", "5", *TWO, **two_ranks)
+    assert done.returncode == 0
+    assert "exposed" in done.stdout
+
+
+@pytest.mark.parametrize("only", ["preflight,stragglers,links,capabilities", "links"])
+def test_the_doctor_on_nccl(
+    machine: Machine, two_ranks: dict[str, str], tmp_path: Path, only: str
+) -> None:
+    """The doctor ends with its tables and finds no error on two healthy ranks of nccl."""
+    words = ("doctor", "--backend", machine.backend, "--only", only, "--seconds", "5")
+    done = machine.run(tmp_path, *words, *TWO, **two_ranks)
+    assert done.returncode in (0, 1)
+    assert "ERROR" not in done.stdout
+    assert "links" in done.stdout
+
+
+def test_the_budget_does_not_depend_on_what_is_verified(
+    machine: Machine, two_ranks: dict[str, str], tmp_path: Path
+) -> None:
+    """The median step with a verification after every step, and with none, are of one magnitude;
+    the figures are printed, for a person to compare."""
+    words = ("ddp", "--backend", machine.backend, "--workload", "transformer", *SMALL)
+    amp = () if machine.rehearsal else ("--amp", "bf16")
+    medians = {}
+    for verify in ("every", "off"):
+        folder = tmp_path / verify
+        folder.mkdir()
+        options = ("--verify", verify, "--rounds", "10", *amp)
+        assert machine.run(folder, *words, *options, *TWO, **two_ranks).returncode == 0
+        medians[verify] = read_step_seconds(folder)
+    print(medians)
+    ratio = medians["every"] / medians["off"]
+    assert 0.5 < ratio < 2.0
+
+
+def read_step_seconds(folder: Path) -> float:
+    """Return the median step of the only run in a folder."""
+    _, run = read_stored_run(folder)
+    (result,) = run.steps
+    assert result.summary is not None
+    return result.summary.step.value
+
+
+@needs_mpirun
+def test_mpi_with_gpu_tensors(machine: Machine, tmp_path: Path) -> None:
+    """mpi moves tensors of a GPU, through pinned host memory unless MPI says it knows CUDA, and the
+    table says which."""
+    words = ("collectives", "--backend", "mpi", "--share-gpu", "--sizes", "8,1M")
+    done = machine.run(tmp_path, *words, *TWO, *SHORT)
+    assert done.returncode == 0
+    assert_measured(tmp_path, "all_reduce")
+    _, run = read_stored_run(tmp_path)
+    providers = {result.case.provider for result in run.results}
+    if not machine.rehearsal:
+        assert providers <= {"mpi4py, staged through host memory", "mpi4py, CUDA-aware"}

@@ -1,0 +1,27 @@
+"""Single parts on a GPU: the same results as on the CPU, events, times, rates."""
+
+from __future__ import annotations
+
+import pytest
+from gpu_machine import Machine, read_facts
+from gpu_units import CHECKS
+
+
+def test_facts(machine: Machine) -> None:
+    """torch sees a device, gives each GPU a name of its own, and has a flight recorder."""
+    facts = read_facts(machine.device)
+    print(facts)
+    assert facts["unusable"] is None
+    assert facts["recorders"]
+    uuids = facts["uuids"]
+    assert isinstance(uuids, list)
+    assert len(set(uuids)) == facts["count"] >= 1
+    if not machine.rehearsal:
+        assert all(str(uuid).startswith(("GPU-", "MIG-")) for uuid in uuids)
+        assert len(machine.nccl) == 3
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_unit(machine: Machine, name: str) -> None:
+    """The check of this name in gpu_units.py passes; its docstring says what that means."""
+    machine.check_unit(name)
