@@ -29,14 +29,24 @@ cpu, mpi, gpu, all and ddp give options to ddpbench. Yours follow, so yours win:
 run_bench.sh cpu -n 4 --op all_reduce
 If the active environment has ddpbench, everything runs there. Otherwise run_bench.sh creates .venv
 in the checkout from python3 (or PYTHON=/path/to/python). If that Python has torch, .venv uses it and
-adds only what is missing. Afterwards, .venv/bin/ddpbench runs ddpbench.
+adds only what is missing. Otherwise .venv gets a torch that fits the NVIDIA driver, if there is one.
+Afterwards, .venv/bin/ddpbench runs ddpbench.
 Exit codes are those of ddpbench; 2 if nothing could be run.
 EOF
 }
 
 say() { printf 'run_bench: %s\n' "$*" >&2; }
 fail() { say "$@"; exit 2; }
-has_gpu() { [[ -e /dev/nvidiactl || -e /dev/kfd || -e /dev/dxg ]]; }
+has_gpu() { # a driver lists a GPU; a login node may have a driver and none
+  compgen -G '/proc/driver/nvidia/gpus/*' >/dev/null ||
+    grep -qsv '^0$' /sys/class/kfd/kfd/topology/nodes/*/gpu_id ||
+    [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]]
+}
+driver() { # print the version of NVIDIA's driver, if there is one
+  cat /sys/module/nvidia/version 2>/dev/null ||
+    grep -m 1 -osE '[0-9]{3,}(\.[0-9]+)+' /proc/driver/nvidia/version ||
+    nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null
+}
 version() { "$1" -c 'import sys; print(*sys.version_info[:2])' 2>/dev/null; }
 content() { { echo "$checkout $1" && cat -- "$checkout"/{pyproject.toml,run_bench.sh}; } | cksum; }
 
@@ -101,6 +111,17 @@ install() { # install REQUIREMENT…
     --constraint "$venv/constraints.txt" "$@" </dev/null
 }
 
+fit_driver() { # choose a torch for which NVIDIA's driver is new enough
+  local version
+  version=$(driver) || return 0
+  if ((${version%%.*} < 525)); then
+    say "the NVIDIA driver $version is too old for this torch: GPUs need 525 or newer"
+  elif ((${version%%.*} < 580)); then
+    say "installing torch 2.10.0: newer ones need the NVIDIA driver 580 or newer, and this is $version"
+    tested[0]=torch==2.10.0 # for CUDA 12.8, which all drivers for CUDA 12 can run
+  fi
+}
+
 set_up() ( # set_up PYTHON: create .venv from it, or bring .venv up to date
   exec 9<"$checkout"
   if command -v flock >/dev/null && ! flock --nonblock 9 2>/dev/null; then
@@ -119,6 +140,8 @@ for entry in sys.path:
         print(f"import site; site.addsitedir({entry!r})")' "$venv/")
     tested=() groups=("${needs[@]}" "${uses[@]}")
     [[ $(head -n 1 "$stamp") != "$made_for" ]] || groups+=($(tail -n 1 "$stamp"))
+  else
+    fit_driver
   fi
   [[ -s $stamp && $(version "$python") == "$(version "$1")" ]] || rm -rf -- "$venv"
   mkdir -p -- "$venv" && : >"$stamp" || exit 2
@@ -168,10 +191,14 @@ bench() {
 }
 
 everywhere() { # everywhere COMMAND BACKENDS GPU-BACKENDS [arguments]: on the CPU, then on GPUs
-  local status=0 gpu_status=0
+  local status=0 gpu_status=0 why
   (bench "$1" --device cpu --backend "$2" -n 2 "${@:4}") || status=$?
   if has_gpu && ((status != 130)); then
-    (bench "$1" --device cuda --backend "$3" "${@:4}") || gpu_status=$?
+    if why=$("$python" -c 'import torch; torch.cuda.init()' 2>&1); then
+      (bench "$1" --device cuda --backend "$3" "${@:4}") || gpu_status=$?
+    else
+      say "skipping the GPUs, which torch cannot use: ${why##*$'\n'}"
+    fi
   fi
   exit $((gpu_status > status ? gpu_status : status))
 }

@@ -20,8 +20,13 @@ import pytest
 from ddpbench import cli
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-GPU_DEVICES = [Path("/dev") / name for name in ("nvidiactl", "kfd", "dxg")]
-HAS_GPU = any(device.exists() for device in GPU_DEVICES)
+# Where run_bench.sh asks for GPUs → where it does so in the tests, in the folder `machine`.
+ASKED = {
+    "/proc/driver/nvidia": "driver",
+    "/sys/module/nvidia": "module",
+    "/sys/class/kfd/kfd/topology": "topology",
+    "nvidia-smi -": "nvidia-smi -",
+}
 STUB = """\
 import json, os, sys
 print(json.dumps({"argv": sys.argv[1:], "python": sys.executable, "module": __file__}), flush=True)
@@ -31,10 +36,18 @@ sys.exit(int(os.environ.get("STUB_EXIT", "0")))
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the checkout, in a folder with a space, whose ddpbench echoes its arguments."""
+    """A copy of the checkout, in a folder with a space, whose ddpbench echoes its arguments.
+
+    The machine has the GPUs and the driver that `install_gpu` gives it.
+    """
     copy = tmp_path / "a checkout"
     (copy / "ddpbench").mkdir(parents=True)
     shutil.copy2(CHECKOUT / "run_bench.sh", copy)
+    text = (copy / "run_bench.sh").read_text()
+    for place, here in ASKED.items():
+        assert place in text
+        text = text.replace(place, f"{tmp_path}/machine/{here}")
+    (copy / "run_bench.sh").write_text(text)
     shutil.copy2(CHECKOUT / "pyproject.toml", copy)
     (copy / "ddpbench" / "__init__.py").touch()
     (copy / "ddpbench" / "__main__.py").write_text(STUB)
@@ -86,6 +99,13 @@ def add_dependency(checkout: Path, requirement: str) -> None:
     project.write_text(
         text.replace("dependencies = [", f'dependencies = [\n    "{requirement}",', 1)
     )
+
+
+def install_gpu(machine: Path, file: str, text: str) -> None:
+    """Let a file of the driver have this text; nvidia-smi prints it."""
+    (machine / file).parent.mkdir(parents=True, exist_ok=True)
+    (machine / file).write_text(f"#!/bin/sh\necho '{text}'\n" if file == "nvidia-smi" else text)
+    (machine / file).chmod(0o755)
 
 
 def make_wheel(folder: Path, name: str) -> None:
@@ -147,12 +167,88 @@ def test_each_command_of_ddpbench_is_passed_on(
     assert result.returncode == 3
 
 
-@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
-def test_gpu_without_a_gpu_is_refused_before_any_set_up(checkout: Path) -> None:
-    """No Python is asked for and no .venv made where there is no GPU to measure."""
+@pytest.mark.parametrize(
+    ("file", "text", "found"),
+    [
+        ("driver/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06", False),
+        ("driver/gpus/0000:01:00.0/information", "Model: NVIDIA H200", True),
+        ("topology/nodes/0/gpu_id", "0\n", False),  # a CPU
+        ("topology/nodes/1/gpu_id", "51110\n", True),
+        ("nvidia-smi", "No devices found.", False),
+        ("nvidia-smi", "GPU 0: NVIDIA H200 (UUID: GPU-1a2b)", True),
+    ],
+)
+def test_gpu_without_a_gpu_is_refused_before_any_set_up(
+    checkout: Path, tmp_path: Path, file: str, text: str, found: bool
+) -> None:
+    """No Python is asked for and no .venv made where there is no GPU to measure, as on a login node
+    with a driver. A driver that lists a GPU is believed."""
+    install_gpu(tmp_path / "machine", file, text)
     result = run_bench(checkout, "gpu", env=environment(PYTHON="/nowhere/python"))
-    assert "there is no GPU on this machine" in refused(result)
+    sentence = "/nowhere/python is no Python" if found else "there is no GPU on this machine"
+    assert sentence in refused(result)
     assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize(("error", "calls"), [("", 2), ("No CUDA GPUs are available", 1)])
+def test_gpus_that_torch_cannot_use_are_skipped(
+    checkout: Path, tmp_path: Path, error: str, calls: int
+) -> None:
+    """A driver may list GPUs that this job may not use. The exit code is that of the CPU's part."""
+    install_gpu(tmp_path / "machine", "driver/gpus/0000:01:00.0/information", "Model: NVIDIA H200")
+    (tmp_path / "fake").mkdir()
+    raised = f"raise RuntimeError({error!r})" if error else "pass"
+    (tmp_path / "fake" / "torch.py").write_text(
+        f"class cuda:\n    @staticmethod\n    def init():\n        {raised}\n"
+    )
+    active = make_environment(tmp_path / "active", checkout)
+    env = environment(VIRTUAL_ENV=str(active), PYTHONPATH=str(tmp_path / "fake"), STUB_EXIT="4")
+    for command in ("all", "ddp"):
+        result = run_bench(checkout, command, env=env)
+        devices = [call["argv"][2] for call in said(result)]  # type: ignore[index]
+        assert (devices, result.returncode) == (["cpu", "cuda"][:calls], 4)
+        skipped = f"run_bench: skipping the GPUs, which torch cannot use: RuntimeError: {error}\n"
+        assert (skipped in result.stderr) == (calls == 1)
+
+
+# A Python without torch, in which pip only prints what it is to install.
+BARE_PYTHON = """\
+#!/bin/sh
+case "$*" in
+  *version_info\\[:2]*) echo 3 11 ;;
+  "-m venv"*) for venv; do :; done; mkdir -p "$venv/bin"; cp "$0" "$venv/bin/python" ;;
+  *sysconfig*) dirname "$0" ;;
+  "-m pip install"*) echo "pip was asked for ${*#*constraints.txt }"; exit 1 ;;
+  *find_spec*torch) exit 1 ;;
+esac
+"""
+# Where the driver's version stands → part of the message, and the torch that is installed.
+DRIVERS = {
+    ("module/version", "535.104.05\n"): ("newer ones need the NVIDIA driver 580", "2.10.0"),
+    (
+        "driver/version",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n",
+    ): ("newer, and this is 570.86.15", "2.10.0"),
+    ("module/version", "580.65.06\n"): ("", "2.13.0"),
+    ("nvidia-smi", "470.57.02"): ("470.57.02 is too old for this torch", "2.13.0"),
+    ("nvidia-smi", ""): ("", "2.13.0"),
+}
+
+
+@pytest.mark.parametrize(("file", "text"), DRIVERS)
+def test_the_torch_that_is_installed_fits_the_driver(
+    checkout: Path, tmp_path: Path, file: str, text: str
+) -> None:
+    """A torch for CUDA 13 sees no GPU with a driver for CUDA 12. Without a driver, and with a new
+    one, the tested torch is installed."""
+    sentence, version = DRIVERS[file, text]
+    install_gpu(tmp_path / "machine", file, text)
+    (tmp_path / "python").write_text(BARE_PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    output = run_bench(checkout, "cpu", env=environment(PYTHON=str(tmp_path / "python"))).stderr
+    assert f"pip was asked for torch=={version} mpi4py==" in output
+    assert sentence in output
+    assert ("driver" in output) == bool(sentence)
 
 
 def test_the_active_environment_is_used_as_it_is(checkout: Path, tmp_path: Path) -> None:
@@ -222,8 +318,7 @@ def test_a_checkout_that_cannot_be_written(checkout: Path) -> None:
         ("mpi", [["--device", "cpu", "--backend", "mpi", "-n", "2"]]),
         (
             "all",
-            [["--device", "cpu", "--backend", "all", "-n", "2"]]
-            + [["--device", "cuda", "--backend", "nccl,gloo"]] * HAS_GPU,
+            [["--device", "cpu", "--backend", "all", "-n", "2"]],
         ),
     ],
 )
