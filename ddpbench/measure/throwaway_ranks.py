@@ -65,11 +65,11 @@ class Request:
     ranks: int
 
 
-def ranks_for(backend: str) -> int:
-    """Return the number of ranks of a trial: two; on nccl at most one per GPU."""
-    if backend != "nccl":
+def ranks_for(backend: str, device: str) -> int:
+    """Return the number of ranks of a trial: two, unless the backend needs a device for each."""
+    if backends.get(backend).instead_of_sharing() is None:
         return 2
-    return max(1, min(2, devices.get("cuda").count()))
+    return max(1, min(2, devices.get(device).count()))
 
 
 class State(NamedTuple):

@@ -17,12 +17,12 @@ from ddpbench.catalog import faults, user_workload
 from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.task import RankSetup, Task, Workload
 from ddpbench.hang.places import find_error_place
-from ddpbench.measure import step, training
+from ddpbench.measure import rehearsal, step, training
 from ddpbench.measure.rounds import ARMS, Measured, Pace, Rounds
 from ddpbench.measure.step import Replica
 from ddpbench.records.schema import Epoch, Figure, Replicas, StepCase, StepResult
 from ddpbench.replicas import Report, Verifier
-from ddpbench.runtime import control, cpu, host_memory
+from ddpbench.runtime import control, cpu, devices
 from ddpbench.session import launch_facts
 from ddpbench.session.progress import Progress
 from ddpbench.session.summary import step_columns
@@ -96,21 +96,10 @@ class Trial:
 
         switchable: whether a hook of the model can switch off its communication.
         """
-        options, world = self.options, self.world
-        batch = options.batch or workload.batch[options.device]
-        task, objection = None, None
-        try:
-            task = workload.build(options.settings_of(workload), self._rank_setup(batch))
-            batch = batch or user_workload.count_samples(task.batch(0))
-        except Exception as error:  # whatever a user's function raises
-            objection = _describe_error(error)
-        case = self._case(workload, task, batch)
-        objection = objection or self._too_large(case, replicas=1 + switchable)
-        objection = self._gather_difference(task) or objection
-        if (sentence := control.agree_objection(world, objection)) is not None:
+        case, task, sentence = self._build_task(workload, replicas=1 + switchable)
+        if task is None:
             return case, None, sentence
-        assert task is not None
-        replica = None
+        replica, objection = None, None
         slow_link = any(planted.fault.name == "slow-link" for planted in self.planted)
         try:
             replica = step.build_replica(
@@ -123,11 +112,38 @@ class Trial:
             )
             objections = [each.objection(replica, case.world_size) for each in self.planted]
             objection = next((each for each in objections if each is not None), None)
+        except torch.OutOfMemoryError as error:
+            objection = rehearsal.describe_shortage(error, case)
         except (RuntimeError, ValueError, TypeError) as error:
             objection = f"DDP refuses it: {control.first_line(error, 300)}"
-        sentence = control.agree_objection(world, objection)
-        world.watchdog.rearm()  # building may take long, and so may the first step
+        sentence = control.agree_objection(self.world, objection)
+        self.world.watchdog.rearm()  # building may take long, and so may the first step
         return case, replica if sentence is None else None, sentence
+
+    def _build_task(
+        self, workload: Workload, replicas: int
+    ) -> tuple[StepCase, Task | None, str | None]:
+        """Return the case and its task; or, in all ranks, why this number of them cannot be held.
+
+        All replicas but this one are in DDP already, and have not stepped yet.
+        """
+        options, batch = self.options, self.options.batch_of(workload)
+        task, objection = None, None
+        try:
+            task = workload.build(options.settings_of(workload), self._rank_setup(batch))
+            batch = batch or user_workload.count_samples(task.batch(0))
+        except torch.OutOfMemoryError as error:
+            objection = rehearsal.describe_shortage(error, self._case(workload, None, batch))
+        except Exception as error:  # whatever a user's function raises
+            objection = _describe_error(error)
+        case = self._case(workload, task, batch)
+        objection = objection or self._too_large(case, replicas)
+        objection = self._gather_difference(task) or objection
+        sentence = control.agree_objection(self.world, objection)
+        if sentence is None and task is not None and devices.of(self.device).refuses:
+            shortage = rehearsal.find_shortage(task, case, self.device, replicas)
+            sentence = control.agree_objection(self.world, shortage)
+        return case, task if sentence is None else None, sentence
 
     def _case(self, workload: Workload, task: Task | None, batch: int) -> StepCase:
         parameters = list(task.model.parameters()) if task else []
@@ -141,7 +157,7 @@ class Trial:
             threads=self.threads,
             world_size=self.world.world_size,
             ranks_per_host=tuple(len(host) for host in self.world.hosts.values()),
-            clock="device" if self.options.device == "cuda" else "host",
+            clock=devices.of(self.device).clock,
         )
 
     def _learning_rate(self, workload: Workload) -> float:
@@ -164,18 +180,18 @@ class Trial:
 
     def _too_large(self, case: StepCase, replicas: int) -> str | None:
         """Return why this rank cannot hold this number of replicas that have not stepped yet."""
-        free, sharers, where = host_memory.free_memory_nbytes(), self.world.neighbours, "host"
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            free, sharers = torch.cuda.mem_get_info(self.device)[0], self.world.gpu_mates
-            where = "GPU"
+        rehearsal.release_memory(self.device)
+        kind = devices.of(self.device)
+        free = kind.free_nbytes(self.device)
+        sharers = self.world.neighbours if kind.memory == "host" else self.world.gpu_mates
         copies = COPIES + OPTIMIZERS[case.optimizer].copies
         needed = replicas * copies * case.parameter_nbytes * len(sharers)
         if free is None or needed <= 0.9 * free:
             return None
         return (
-            f"the {len(sharers)} ranks on this {where} would need {needed / 1e9:.1f} GB of memory "
-            f"for gradients, buckets and optimizer, but {free / 1e9:.1f} GB is free"
+            f"the {len(sharers)} ranks on this {kind.memory} would need {needed / 1e9:.1f} GB of "
+            f"memory for gradients, buckets and optimizer, but {free / 1e9:.1f} GB is free; "
+            f"{rehearsal.advise(case)}"
         )
 
     def _arms(self, case: StepCase) -> tuple[tuple[str, ...], list[str]]:
@@ -210,7 +226,7 @@ class Trial:
             # Over the control group: the measured backend cannot spoil its own proof.
             ledger.verifier = Verifier(main.ddp, main.optimizer, dist.group.WORLD)
             verify = ledger.check
-        measured = Rounds(
+        rounds = Rounds(
             world=self.world,
             main=main,
             probe=probe,
@@ -221,7 +237,13 @@ class Trial:
             every=options.verify,
             faults=self.planted,
             progress=advance,
-        ).run()
+        )
+        try:
+            measured = rounds.run()
+        except torch.OutOfMemoryError as error:
+            # The other ranks wait in a collective, so the run cannot go on. Say what helps.
+            shortage = rehearsal.describe_shortage(error, main.case)
+            raise torch.OutOfMemoryError(shortage) from error
         progress.advance(-done)  # the launch loop counts the whole case
         return measured
 

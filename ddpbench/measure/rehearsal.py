@@ -1,0 +1,83 @@
+"""Find out whether a rank's memory holds a step: run a forward and a backward without DDP.
+
+In a step with DDP, a rank that runs out of memory leaves the other ranks waiting in a collective.
+So each rank tries alone first, beside empty tensors in place of what comes later: gradient buckets
+and the optimizer's state. The ranks can then agree on what to do. Only devices that refuse an
+allocation need this. A host whose memory is full ends a process instead.
+
+Not found out are the memory of the backend, of a communication hook and of the optimizer's
+temporary tensors. A loss that communicates makes the other ranks wait here, too.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+
+from ddpbench.catalog.optimizers import OPTIMIZERS
+from ddpbench.measure.step import autocast
+from ddpbench.records.wording import list_choices
+from ddpbench.runtime import control, devices
+
+if TYPE_CHECKING:
+    from ddpbench.catalog.task import Task
+    from ddpbench.records.schema import StepCase
+
+
+def find_shortage(task: Task, case: StepCase, device: torch.device, replicas: int) -> str | None:
+    """Return None if this rank holds a step, else one sentence: why not, and what helps.
+
+    task: not yet in DDP. replicas: how many this rank will hold; all but this one are in DDP
+    already and have not stepped. Parameters, buffers and random state do not change.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in task.model.buffers()]
+    shortage = None
+    seeded = devices.of(device).seeded_devices(device)
+    try:
+        with torch.random.fork_rng(seeded, device_type=device.type):
+            _run_alone(task, case, device, replicas)
+    except torch.OutOfMemoryError as error:
+        shortage = describe_shortage(error, case)
+    except Exception:  # of a loss that needs DDP: the first step will raise it, too
+        shortage = None
+    task.model.zero_grad(set_to_none=True)
+    for buffer, saved in buffers:
+        buffer.copy_(saved)
+    release_memory(device)
+    return shortage
+
+
+def _run_alone(task: Task, case: StepCase, device: torch.device, replicas: int) -> None:
+    """Run a forward and a backward beside all that a later step finds in memory."""
+    copies = OPTIMIZERS[case.optimizer].copies + (not case.gradient_as_bucket_view)
+    trained = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
+    resident = [torch.empty_like(each) for each in trained for _ in range(copies * replicas)]
+    with autocast(case, device):
+        loss = task.loss(task.model, task.batch(0))
+    loss.backward()
+    del resident
+
+
+def describe_shortage(error: torch.OutOfMemoryError, case: StepCase) -> str:
+    """Describe in one sentence what does not fit in memory, and what helps."""
+    first, second, *_ = (*control.first_line(error, 300).rstrip(".").split(". "), "")
+    what = f"{first} ({second.replace('Tried', 'tried', 1)})" if second else first
+    where = devices.get(case.device).memory
+    return f"a step does not fit in the memory of the {where}: {what}; {advise(case)}"
+
+
+def advise(case: StepCase) -> str:
+    """Return what to do about a case that does not fit in memory."""
+    if ":" in case.workload:
+        return "use a smaller batch or a smaller model"
+    settings = [setting.partition("=")[0] for setting in case.settings]
+    return f"use a smaller {list_choices(f'--{name}' for name in ['batch', *settings])}"
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back the memory of what is no longer used, if the device can refuse some."""
+    if devices.of(device).refuses:
+        gc.collect()
+        devices.of(device).release_memory()
