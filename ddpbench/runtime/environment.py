@@ -39,6 +39,7 @@ ALLOWED = re.compile(
 )
 # Open MPI sets many variables for its ranks; a user sets OMPI_MCA_*.
 NOISE = re.compile(r"OMPI_(?!MCA_)|OMPI_MCA_(orte|prte|pmix|ess|initial|PREFIXES|cpu_|num_)")
+DRIVERS = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version")
 IPC_LOCK = 14  # the capability that lifts RLIMIT_MEMLOCK
 COMMAND_DEADLINE_SECONDS = 5.0
 MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity.d": "apptainer"}
@@ -71,7 +72,7 @@ def host_facts() -> dict[str, object]:
     governors = filter(None, map(read, CPUS.glob("cpufreq/policy*/scaling_governor")))
     huge_pages = read("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
-        "driver": read("/sys/module/nvidia/version"),
+        "driver": next(filter(None, map(read, DRIVERS)), None),
         "kernel": platform.release(),
         "os": or_none(lambda: platform.freedesktop_os_release()["PRETTY_NAME"]),
         "container": _output("systemd-detect-virt", "--container")

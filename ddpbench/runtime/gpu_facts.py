@@ -83,10 +83,12 @@ def gpu_links() -> dict[str, object]:
     nvml, bus = _open_nvml(), _bus()
     # The GPU of a Grace superchip reaches its host over other links than PCIe.
     reached_otherwise = nvml is not None and nvml.field("NVML_FI_DEV_C2C_LINK_COUNT")
+    links = None if nvml is None or nvml.is_part else _nvlinks(nvml)
     return {
         "gpu_bus": bus,
         "gpu_pcie": link_facts.pcie_link(bus, ROOT) if bus and not reached_otherwise else None,
-        "gpu_nvlinks": None if nvml is None or nvml.is_part else _nvlinks(nvml),
+        "gpu_nvlinks": links,
+        "gpu_nvlinks_active": None if links is None else sum(link["count"] for link in links),
         "gpu_fabric": nvml and or_none(partial(_fabric, nvml)),
     }
 
@@ -168,7 +170,7 @@ def _throttle_reasons(nvml: Nvml) -> list[str] | None:
     return None if bits is None else [names.get(1 << n, f"bit {n}") for n in set_bits]
 
 
-def _nvlinks(nvml: Nvml) -> list[dict[str, object]]:
+def _nvlinks(nvml: Nvml) -> list[dict[str, Any]]:
     """Return the active NVLinks: where they lead, how many, and the rate of each per direction."""
     ends: dict[tuple[str, float | None], int] = {}
     for link in range(nvml.module.NVML_NVLINK_MAX_LINKS):

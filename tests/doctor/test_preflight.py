@@ -12,7 +12,7 @@ from rank_setups import GIB, a_host, a_rank, a_setup
 from stored_runs import a_launch, a_run
 
 from ddpbench.analysis import findings
-from ddpbench.analysis.rank_setup import Setup, folded
+from ddpbench.analysis.rank_setup import Setup, folded, settings
 from ddpbench.doctor.preflight import checks
 from ddpbench.doctor.preflight.table import build_tables
 from ddpbench.records import store
@@ -97,6 +97,37 @@ WRONG: dict[str, tuple[list[dict[str, Any]], str, str, str, str, dict[str, Any]]
         [a_rank(), a_rank(gpu_numa_node=1, gpu_index=5)], "gloo", "warning", "far-gpu",
         "rank 1 (a) is bound to cores of NUMA node 0, its GPU 5 is at node 1", {"rank": 1},
     ),
+    "narrow slot": (
+        [a_rank(), a_rank(gpu_pcie={"width": 8.0, "width_allowed": 16.0}, gpu_bus="0000:65:00.0")],
+        "nccl", "warning", "narrow-pcie", "the GPU of rank 1 (a) runs at x8 of x16", {"rank": 1},
+    ),
+    "lost data": (
+        [a_rank(gpu_memory_errors=0), a_rank(gpu_memory_errors=2)], "nccl", "warning",
+        "gpu-memory-errors", "rank 1 (a) has had 2 errors that ECC could not correct", {"rank": 1},
+    ),
+    "NVLink down": (
+        [a_rank(gpu_nvlinks_active=n) for n in (18, 18, 17)], "nccl", "warning", "mixed-links",
+        "the number of active NVLinks is 18 on ranks 0-1 (a), 17 on rank 2 (a)", {"rank": 2},
+    ),
+    "ECC": (
+        [a_rank(gpu_ecc=on) for on in (True, True, False)], "nccl", "note", "mixed-hardware",
+        "ECC of the GPU is on on ranks 0-1 (a), off on rank 2 (a)", {"rank": 2},
+    ),
+    "plug-in": (
+        [a_rank("a", nccl_plugins="libnccl-net.so"), a_rank("b", nccl_plugins="none")], "nccl",
+        "warning", "mixed-versions", "libnccl-net.so on rank 0 (a), none on rank 1 (b)",
+        {"host": "b"},
+    ),
+    "TF32": (
+        [a_rank(), a_rank(), a_rank(variables={"NVIDIA_TF32_OVERRIDE": "0"})], "nccl", "warning",
+        "variable-differs", "NVIDIA_TF32_OVERRIDE is not set on ranks 0-1 (a), 0 on rank 2 (a)",
+        {"rank": 2},
+    ),
+    "file of a host": (
+        [a_rank("a", nccl_conf={"/etc/nccl.conf": {"NCCL_ALGO": "Ring"}}), a_rank("b")], "nccl",
+        "error", "variable-differs", "NCCL_ALGO is Ring on rank 0 (a), not set on rank 1 (b)",
+        {"variable": "NCCL_ALGO"},
+    ),
     "used GPU": (
         [a_rank(gpu_uuid="x", gpu_nbytes=80 * GIB, gpu_free_nbytes=20 * GIB)], "nccl", "warning",
         "gpu-in-use", "60.0 of 80.0 GiB of the GPU of rank 0 (a)", {"rank": 0},
@@ -153,6 +184,23 @@ def test_what_is_wrong_is_found_and_named(name: str) -> None:
     assert words in found.sentence
     assert found.place | place == found.place
     assert found.next_step
+
+
+def test_a_variable_wins_over_a_file_of_nccl() -> None:
+    """What the environment sets, a file does not change, and an earlier file wins over a later."""
+    files = {"mine": {"NCCL_ALGO": "Tree", "NCCL_PROTO": "LL"}, "/etc": {"NCCL_PROTO": "Simple"}}
+    facts = a_rank(variables={"NCCL_ALGO": "Ring"}, nccl_conf=files)
+    assert settings(facts) == {"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"}
+    text = the_block(facts)
+    assert "nccl.conf   mine: NCCL_ALGO=Tree NCCL_PROTO=LL; /etc: NCCL_PROTO=Simple\n" in text
+
+
+def test_links_and_plug_ins_are_shown() -> None:
+    """The block has the lanes of a GPU's slot, its NVLinks, and what NCCL has loaded."""
+    slot = {"width": 16.0, "width_allowed": 16.0, "transfers_per_second": 32e9}
+    text = the_block(a_rank(gpu_pcie=slot, gpu_nvlinks_active=18, nccl_plugins="libnccl-net.so"))
+    assert "links       PCIe x16 at 32 GT/s, 18 NVLinks\n" in text
+    assert "plug-ins    libnccl-net.so\n" in text
 
 
 @pytest.mark.parametrize("value", ["1", "ON", "true"])

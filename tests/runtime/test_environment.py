@@ -220,6 +220,11 @@ def test_variables_that_steer_collectives_are_kept() -> None:
     the folder that each run gives Open MPI: it would make all runs and hosts look different."""
     prefixes = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "OMPI_MCA_", "UCX_", "MPICH_", "SLURM_")
     kept = {f"{prefix}X": "1" for prefix in prefixes} | {"CUDA_VISIBLE_DEVICES": "0,1"}
+    devices = (
+        "CUDA_DEVICE_MAX_CONNECTIONS CUDA_MODULE_LOADING NVIDIA_TF32_OVERRIDE HIP_VISIBLE_DEVICES "
+        "ROCR_VISIBLE_DEVICES GPU_MAX_HW_QUEUES HSA_ENABLE_SDMA RCCL_MSCCL_ENABLE MSCCL_ALGO_DIR"
+    )
+    kept |= dict.fromkeys(devices.split(), "1")
     noise = {"PATH": "/bin", "OMPI_MCA_orte_uri": "x", "OMPI_COMM_WORLD_SIZE": "2"}
     backing = "OMPI_MCA_btl_sm_backing_directory"
     noise[backing] = "/dev/shm/ddpbench-x1y2z3"

@@ -232,6 +232,7 @@ def test_the_real_pynvml_reads_a_gpu_with_eighteen_links(tmp_path: Path) -> None
         {"to": "switch", "count": 17, "bytes_per_second": 26.562e9},
         {"to": "0000:1b:00.0", "count": 1, "bytes_per_second": 26.562e9},
     ]
+    assert links["gpu_nvlinks_active"] == 18
     assert links["gpu_fabric"] == "ab" * 16 + "/7"
     assert (health["gpu_ecc"], health["gpu_memory_errors"]) == (True, 3)
 

@@ -1,24 +1,32 @@
-"""The version of the NCCL that a process has loaded, read from stub libraries made with cc."""
+"""The NCCL of a process: its version and plug-ins, from stub libraries, and its files."""
 
+import json
+import pwd
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 
-SOURCE = "int ncclGetVersion(int *version) {{ *version = {code}; return {result}; }}"
+from ddpbench.runtime import environment, nccl_library
+
+SOURCE = "int ncclGetVersion(int *version) {{ *version = {code}; return 0; }}"
+# The library decides, not torch: a stand-in of the parts of torch that are asked starts faster.
 SHOW = """
-import ctypes, sys, torch
+import ctypes, sys
+from types import SimpleNamespace
+sys.modules["torch"] = SimpleNamespace(
+    version=SimpleNamespace(hip=sys.argv[2] or None),
+    cuda=SimpleNamespace(nccl=SimpleNamespace(version=lambda: (2, 29, 7))),
+)
 from ddpbench.catalog import backends
 from ddpbench.runtime import nccl_library
-torch.version.hip = sys.argv[2] or None
-torch.cuda.nccl.version = lambda: (2, 29, 7)
-if sys.argv[1]:
-    ctypes.CDLL(sys.argv[1])
+for name in filter(None, sys.argv[1].split(",")):
+    ctypes.CDLL(name)
 print(nccl_library.loaded_version(), nccl_library.version(), nccl_library.describe_version(),
-      backends.get("nccl").library(), sep="; ")
+      backends.get("nccl").library(), nccl_library.plugins(), sep="; ")
 """
 
 
@@ -27,10 +35,10 @@ def stubs(tmp_path: Path) -> Path:
     """A folder with a libnccl.so.2 and a librccl.so.1 that only tell a version."""
     if shutil.which("cc") is None:
         pytest.skip("needs cc")
-    codes = {"libnccl.so.2": 23007, "librccl.so.1": 22105}
+    codes = {"libnccl.so.2": 23007, "librccl.so.1": 22105, "libnccl-net-ofi.so": 0}
     for name, code in codes.items():
         command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", name, f"-Wl,-soname,{name}"]
-        text = SOURCE.format(code=code, result=0)
+        text = SOURCE.format(code=code)
         subprocess.run(command, input=text, text=True, cwd=tmp_path, check=True)
     return tmp_path
 
@@ -38,8 +46,6 @@ def stubs(tmp_path: Path) -> Path:
 def shown(stubs: Path, load: str, hip: str = "") -> list[str]:
     """Show the versions in a process that finds the stubs by name, and loads one of them."""
     words = [sys.executable, "-c", SHOW, load, hip]
-    if torch.version.cuda:
-        pytest.skip("this torch brings an NCCL of its own")
     done = subprocess.run(
         words, env={"LD_LIBRARY_PATH": str(stubs), "PYTHONPATH": ":".join(filter(None, sys.path))},
         capture_output=True, text=True, check=True,
@@ -49,19 +55,58 @@ def shown(stubs: Path, load: str, hip: str = "") -> list[str]:
 
 def test_the_loaded_library_tells_its_version(stubs: Path) -> None:
     """What is loaded counts, not the headers with which torch was built."""
-    version = ["(2, 30, 7)", "(2, 30, 7)", "2.30.7", "NCCL 2.30.7"]
+    version = ["(2, 30, 7)", "(2, 30, 7)", "2.30.7", "NCCL 2.30.7", "none"]
     assert shown(stubs, "libnccl.so.2") == version
     assert shown(stubs, str(stubs / "libnccl.so.2")) == version
 
 
 def test_asking_loads_no_library(stubs: Path) -> None:
     """A library that is installed but not loaded does not answer: torch may load another one."""
-    built = ["None", "(2, 29, 7)", "2.29.7 (as built)", "NCCL 2.29.7 (as built)"]
+    built = ["None", "(2, 29, 7)", "2.29.7 (as built)", "NCCL 2.29.7 (as built)", "None"]
     assert shown(stubs, "") == built
 
 
 def test_rccl_is_asked_by_its_name(stubs: Path) -> None:
     """On a build for AMD the version is that of RCCL, and is called so."""
-    version = ["(2, 21, 5)", "(2, 21, 5)", "2.21.5", "RCCL 2.21.5"]
+    version = ["(2, 21, 5)", "(2, 21, 5)", "2.21.5", "RCCL 2.21.5", "none"]
     assert shown(stubs, "librccl.so.1", "6.4") == version
     assert shown(stubs, "libnccl.so.2", "6.4")[0] == "None"
+
+
+def test_a_plug_in_is_named(stubs: Path) -> None:
+    """What NCCL has loaded decides which network carries the data."""
+    assert shown(stubs, "libnccl.so.2,libnccl-net-ofi.so")[-1] == "libnccl-net-ofi.so"
+
+
+def test_the_files_of_nccl_are_read_as_nccl_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL_CONF_FILE replaces the file in the home folder, and that of the host comes last.
+
+    Comments and lines without a value do not count. Of two lines for a name the first does.
+    """
+    own, chosen, host = (tmp_path / name for name in (".nccl.conf", "chosen", "host"))
+    own.write_text("NCCL_ALGO=Ring\n")
+    host.write_text("# NCCL_IB_DISABLE=1\nNCCL_IB_HCA==mlx5_0:1\nnothing\nNCCL_IB_HCA=mlx5_9")
+    home = SimpleNamespace(pw_dir=str(tmp_path))
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: home)
+    monkeypatch.setattr(nccl_library, "CONF_OF_HOST", str(host))
+    monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
+    of_host = {str(host): {"NCCL_IB_HCA": "=mlx5_0:1"}}
+    assert nccl_library.read_conf_files() == {str(own): {"NCCL_ALGO": "Ring"}, **of_host}
+    monkeypatch.setenv("NCCL_CONF_FILE", str(chosen))
+    assert nccl_library.read_conf_files() == of_host
+    chosen.write_text("")
+    assert nccl_library.read_conf_files() == {str(chosen): {}, **of_host}
+
+
+def test_a_secret_in_a_file_of_nccl_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file may set any variable of the process; only those that steer collectives are kept."""
+    file = tmp_path / "nccl.conf"
+    file.write_text("NCCL_ALGO=Ring\nNCCL_API_KEY=hunter2\nAWS_SECRET_ACCESS_KEY=hunter2\n")
+    monkeypatch.setenv("NCCL_CONF_FILE", str(file))
+    facts = environment.rank_facts()
+    assert {"NCCL_ALGO": "Ring"} in facts["nccl_conf"].values()  # type: ignore[attr-defined]
+    assert "hunter2" not in json.dumps(facts)

@@ -23,6 +23,8 @@ CHECKS: tuple[Callable[[Setup], Iterator[Finding]], ...] = (
     dangers.bound_cores,
     dangers.narrow_affinity,
     dangers.far_gpu,
+    dangers.narrow_slot,
+    dangers.memory_errors,
     dangers.gpu_in_use,
     dangers.locked_memory,
     dangers.open_files,

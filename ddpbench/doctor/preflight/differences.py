@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpbench.analysis.rank_setup import Setup, folded, odd
+from ddpbench.analysis.rank_setup import Setup, folded, odd, settings
 from ddpbench.records.schema import Finding
 
 APART_SECONDS = 1.0
@@ -32,7 +32,22 @@ UNEVEN = "expect the ranks to differ in speed: the slowest sets the pace of a st
 SAME = (
     Same("library", "the backend is", "warning", "mixed-versions", IMAGE),
     Same("driver", "the GPU driver is", "warning", "mixed-versions", IMAGE),
+    Same("nccl_plugins", "the list of NCCL's plug-ins is", "warning", "mixed-versions", IMAGE),
     Same("gpu_name", "the GPU is", "note", "mixed-hardware", UNEVEN),
+    Same(
+        "gpu_nvlinks_active",
+        "the number of active NVLinks is",
+        "warning",
+        "mixed-links",
+        "find the link that is down with nvidia-smi nvlink -s, or expect these ranks to be slower",
+    ),
+    Same(
+        "gpu_ecc",
+        "ECC of the GPU is",
+        "note",
+        "mixed-hardware",
+        "set it alike with nvidia-smi -e 1, and reset the GPU",
+    ),
     Same("cpu_model", "the CPU is", "note", "mixed-hardware", UNEVEN),
     Same("cores_logical", "the number of cores is", "note", "mixed-hardware", UNEVEN),
     Same("smt", "SMT (two threads a core) is", "note", "mixed-hardware", UNEVEN),
@@ -70,7 +85,10 @@ def _shown(value: Any) -> str:
 
 # --- variables ------------------------------------------------------------------------------------
 
-COMPARED = re.compile(r"(NCCL|GLOO|TORCH|PYTORCH|OMP|KMP|MKL|OMPI_MCA|UCX|UCC|FI|MPICH)_")
+COMPARED = re.compile(
+    r"(NCCL|RCCL|MSCCL|MSCCLPP|HSA|GLOO|TORCH|PYTORCH|OMP|KMP|MKL|OMPI_MCA|UCX|UCC|FI|MPICH)_|"
+    r"(CUDA_DEVICE_MAX_CONNECTIONS|CUDA_MODULE_LOADING|NVIDIA_TF32_OVERRIDE|GPU_MAX_HW_QUEUES)$"
+)
 # May differ between ranks or hosts: devices, cores, where a rank writes.
 OWN = re.compile(
     r".*_(IFNAME|NET_DEVICES|IB_HCA|HOSTID|FILE|DIR|HOME|PATH|AFFINITY|PLACES|LOGS|PREFIX|IFACE)$|"
@@ -84,8 +102,8 @@ TOGETHER = re.compile(
 
 
 def same_variables(setup: Setup) -> Iterator[Finding]:
-    """Compare the variables that change how collectives work."""
-    everyone = [facts.get("variables") or {} for facts in setup.ranks]
+    """Compare the variables, and settings in NCCL's files, that change how collectives work."""
+    everyone = [settings(facts) for facts in setup.ranks]
     for name in sorted(set().union(*everyone)):
         values = [_set_by_user(setup, name, own.get(name)) for own in everyone]
         groups = folded(values)

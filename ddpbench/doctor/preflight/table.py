@@ -119,6 +119,24 @@ def _gpu(facts: Facts) -> str | None:
     )
 
 
+def _links(facts: Facts) -> str | None:
+    slot, count = facts.get("gpu_pcie"), facts.get("gpu_nvlinks_active")
+    shown = [
+        slot and f"PCIe x{slot['width']:g} at {slot['transfers_per_second'] / 1e9:g} GT/s",
+        count and counted(count, "NVLink"),
+    ]
+    return ", ".join(filter(None, shown)) or None
+
+
+def _conf(facts: Facts) -> str | None:
+    files = (facts.get("nccl_conf") or {}).items()
+    shown = [
+        f"{file}: {' '.join(f'{name}={value}' for name, value in settings.items())}"
+        for file, settings in files
+    ]
+    return "; ".join(shown) or None
+
+
 def _network(facts: Facts) -> str:
     used = facts.get("interface") or {}
     speed = used.get("nominal_bytes_per_second")
@@ -154,7 +172,10 @@ FIELDS: dict[str, Callable[[Facts], str | None]] = {
     "memory": _memory,
     "limits": _limits,
     "gpu": _gpu,
+    "links": _links,
     "network": _network,
     "rdma": lambda facts: ", ".join(facts.get("rdma_devices") or []) or None,
+    "plug-ins": lambda facts: facts.get("nccl_plugins"),
+    "nccl.conf": _conf,
     "clock": _clock,
 }
