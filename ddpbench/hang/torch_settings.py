@@ -10,7 +10,8 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 
-# Entries of the flight recorder; torch 2.7 knows the second name only, and records nothing without.
+# Entries of the flight recorder. torch 2.7 knows the second name only, and records nothing without
+# it; later versions warn of it in every rank.
 BUFFER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 ENTRIES = "2000"  # as later versions of torch have it by default
 # Seconds after which a monitor ends the process if nccl's own watchdog does not move.
@@ -25,7 +26,7 @@ def watched_groups(timeout: timedelta) -> Iterator[None]:
     timeout: of the groups. What the user has set stays. The rest is taken back at the end, because
     the record of a run names the user's settings.
     """
-    own = {} if any(map(os.environ.get, BUFFER_SIZES)) else dict.fromkeys(BUFFER_SIZES, ENTRIES)
+    own = {} if any(map(os.environ.get, BUFFER_SIZES)) else {_find_buffer_size(): ENTRIES}
     if not os.environ.get(HEARTBEAT):
         own[HEARTBEAT] = str(max(HEARTBEAT_SECONDS, round(timeout.total_seconds()) + 60))
     os.environ.update(own)
@@ -34,6 +35,14 @@ def watched_groups(timeout: timedelta) -> Iterator[None]:
     finally:
         for name in own:
             os.environ.pop(name, None)
+
+
+def _find_buffer_size() -> str:
+    """Return this torch's name of the variable for the recorder's entries."""
+    from torch._C import _distributed_c10d as c10d
+
+    name, older = BUFFER_SIZES
+    return name if hasattr(c10d, "_dump_fr_trace") else older
 
 
 def records_by_default() -> bool:

@@ -211,6 +211,9 @@ def test_no_dump_of_nccl_is_read_while_it_waits_on_the_host(
     assert "_dump_nccl_trace" not in flight_recorder._recorders(())
 
 
+OLDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+
+
 @pytest.mark.parametrize("given", [{}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}])
 def test_own_ranks_record_unless_the_user_decides(
     given: dict[str, str], monkeypatch: pytest.MonkeyPatch
@@ -223,9 +226,26 @@ def test_own_ranks_record_unless_the_user_decides(
         monkeypatch.setenv(name, value)
     with torch_settings.watched_groups(timedelta(seconds=900)):
         within = {name: os.environ[name] for name in names if name in os.environ}
-    sizes = given or dict.fromkeys(torch_settings.BUFFER_SIZES, "2000")
-    assert within == {**sizes, torch_settings.HEARTBEAT: "960"}
+    assert within.pop(torch_settings.HEARTBEAT) == "960"
+    assert len(within) == 1
+    assert within == given or set(within.values()) == {"2000"}
     assert {name: os.environ[name] for name in names if name in os.environ} == given
+
+
+@pytest.mark.parametrize(("has", "name"), [(True, "TORCH_FR_BUFFER_SIZE"), (False, OLDER)])
+def test_the_recorder_is_set_up_by_the_name_that_this_torch_knows(
+    has: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.7 knows the older name only. Later versions warn of it in every rank."""
+    for other in torch_settings.BUFFER_SIZES:
+        monkeypatch.delenv(other, raising=False)
+    c10d = torch._C._distributed_c10d
+    if has:
+        monkeypatch.setattr(c10d, "_dump_fr_trace", None, raising=False)
+    else:
+        monkeypatch.delattr(c10d, "_dump_fr_trace", raising=False)
+    with torch_settings.watched_groups(timedelta(seconds=900)):
+        assert [one for one in torch_settings.BUFFER_SIZES if one in os.environ] == [name]
 
 
 def an_entry(number: int, **others: Any) -> dict[str, Any]:
