@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ from ddpbench.measure import throwaway_ranks
 from ddpbench.records import store
 from ddpbench.render.doctor import table_blocks
 from ddpbench.render.style import TERMINAL
-from ddpbench.runtime import control, subgroups
+from ddpbench.runtime import control, devices, subgroups
 from ddpbench.runtime.subgroups import Subgroup
 
 SUM = Combination("all_reduce", "tensor", "sum", "float32")
@@ -217,7 +218,59 @@ def test_a_group_that_a_refusal_breaks_is_not_used_again(
     assert tried == [SUM, LIST, SUM]
     assert notes[1] == Verdict(UNSUPPORTED, "RuntimeError: no; then its group is unusable")
     assert 2 not in notes
-    assert reports[-2:] == ["refused 1 RuntimeError: no", "checking 1"]
+    assert reports[-3:] == ["refused 1 RuntimeError: no", "checking 1", "left 1"]
+
+
+def test_the_first_call_of_each_operation_is_told_apart(walk: Callable[..., Any]) -> None:
+    """It may make a communicator and load code; later calls of the operation do not."""
+    _, reports = walk([SUM, BARRIER, MAX8])
+    assert [text for text in reports if not text.startswith("tried")] == [
+        "first 0", "first 1", "doing 2", "works 3",
+    ]  # fmt: skip
+
+
+def test_a_device_that_an_error_has_made_useless_ends_the_ranks(
+    walk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a bad access on a GPU does, after which every call of the process fails: what refused is
+    told to have broken the group, and the rest is left to fresh ranks, even if nothing is known to
+    work."""
+
+    class Broken:
+        def record(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(probe, "attempted", lambda *_: NO)
+    notes, reports = walk([SUM, LIST])
+    assert notes == {0: NO, 1: NO}
+    monkeypatch.setattr(devices.KINDS["cpu"], "event", lambda device: Broken())
+    notes, reports = walk([SUM, LIST])
+    assert notes == {0: verdicts.breaking(NO)}
+    assert reports[-1] == "left 0"
+
+
+def test_a_lack_of_memory_is_no_refusal(
+    walk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the ranks: the backend was not tried."""
+
+    def bind(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    monkeypatch.setitem(OPERATIONS, "all_gather", replace(OPERATIONS["all_gather"], bind=bind))
+    with pytest.raises(torch.OutOfMemoryError):
+        walk([SUM, LIST])
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 1), (1, 1), (2, 2), (8, 2)])
+def test_nccl_is_tried_with_a_rank_for_each_gpu(
+    gpus: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most two, and never two on one GPU where nccl refuses that; gloo lets them share."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    assert throwaway_ranks.ranks_for("nccl", "cuda") == ranks
+    assert throwaway_ranks.ranks_for("gloo", "cuda") == 2
 
 
 # --- one set of ranks after the other, scripted ---------------------------------------------------
@@ -230,15 +283,18 @@ class Set:
 
     def __init__(
         self, first: int, outcomes: str = "", states: Sequence[str] = (), code: int | None = 0,
-        output: str = "",
+        output: str = "", ages: Sequence[float] = (1e9, 1e9), rounds: int = 0,
     ) -> None:  # fmt: skip
+        """ages: of the states, in seconds; rounds: how often the ranks are seen to run."""
         self.first, self.states, self.output, self.code = first, states, output, code
+        self.ages, self.rounds = ages, rounds
         names = {"o": OK, "u": UNSUPPORTED}
         notes = [[first + i, asdict(Verdict(names[o]))] for i, o in enumerate(outcomes)]
         self.notes = "".join(json.dumps(note) + "\n" for note in notes)
 
     def poll(self) -> int | None:
-        return self.code
+        self.rounds -= 1
+        return None if self.rounds >= 0 else self.code
 
     def wait(self) -> int:
         return -9 if self.code is None else self.code
@@ -250,7 +306,8 @@ class Set:
         for rank, text in enumerate(self.states):
             path = folder / f"rank-{rank}"
             path.write_text(f"doing its start\n{text}\n")
-            os.utime(path, (0, 0))  # a long time ago
+            since = time.time() - self.ages[rank]
+            os.utime(path, (since, since))
 
 
 def tried(
@@ -297,6 +354,51 @@ def test_what_ends_its_ranks_twice_is_told_and_the_rest_is_tried(
     once = [Set(0, "o", *end), Set(1, "oo", ["works 3"])]
     (tmp_path / "again").mkdir()
     assert tried(once, tmp_path / "again", monkeypatch).verdicts == [Verdict(OK)] * 3
+
+
+@pytest.mark.parametrize("kind", ["first", "doing"])
+@pytest.mark.parametrize("clock", ["host", "device"])
+def test_the_first_call_on_a_device_may_take_longer(
+    kind: str, clock: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks take 6 s to make a communicator, and work: on a device that is no hang."""
+    monkeypatch.setattr(devices.KINDS["cpu"], "clock", clock)
+    slow = [f"{kind} 0", f"{kind} 0"]
+    if (kind, clock) == ("first", "device"):
+        sets = [Set(0, "ooo", slow, ages=(6, 6), rounds=2)]
+        assert tried(sets, tmp_path, monkeypatch).verdicts == [Verdict(OK)] * 3
+        return
+    sets = [Set(0, "", slow, None, ages=(6, 6)), Set(0, "", slow, None, ages=(6, 6))]
+    hang = Verdict(HANG, "rank 0, 1 did not return within 5 s")
+    assert tried([*sets, Set(1, "oo", ["works 3"])], tmp_path, monkeypatch).verdicts[0] == hang
+
+
+def test_a_first_call_that_never_ends_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the time that it had, and not tried again: there is no time for that."""
+    monkeypatch.setattr(devices.KINDS["cpu"], "clock", "device")
+    sets = [Set(0, "", ["first 0", "tried 0"], None, ages=(31, 40)), Set(1, "oo", ["works 3"])]
+    found = tried(sets, tmp_path, monkeypatch).verdicts
+    assert found[0] == Verdict(HANG, "rank 0 did not return within 30 s")
+
+
+def test_a_rank_that_waits_for_the_last_does_not_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 was through long ago, and rank 1 has only just come to its end."""
+    sets = [Set(0, "ooo", ["tried 0", "tried 0"], ages=(20, 1), rounds=2)]
+    assert tried(sets, tmp_path, monkeypatch).verdicts == [Verdict(OK)] * 3
+
+
+def test_trials_without_memory_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That says nothing about the backend: no combination is blamed."""
+    short = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB"
+    trials = tried([Set(0, "o", ["first 1", f"failed {short}"], 5)], tmp_path, monkeypatch)
+    assert trials.verdicts == [Verdict(OK)]
+    assert trials.given_up == f"a rank had no memory left ({short})"
 
 
 def test_who_waits_for_a_rank_that_refused_does_not_hang(

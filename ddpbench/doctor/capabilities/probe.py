@@ -23,7 +23,7 @@ from ddpbench.doctor.capabilities.verdicts import OK, UNSUPPORTED, WRONG, Combin
 from ddpbench.measure import start, throwaway_ranks
 from ddpbench.measure.throwaway_ranks import Report
 from ddpbench.records.schema import Case, Plan
-from ddpbench.runtime import control, subgroups
+from ddpbench.runtime import control, devices, subgroups
 from ddpbench.runtime.subgroups import Subgroup
 from ddpbench.runtime.world import World
 
@@ -102,6 +102,8 @@ def main(folder: Path) -> int:
             partition = subgroups.divide_ranks("world", list(world.hosts.values()))
             subgroup = Subgroup(partition, tested, tested, rank=world.rank)
             start.barrier(tested, device)()  # nor are connections made in it
+            if request.known is not None:
+                attempted(request, request.known, world, subgroup, device)
             walk(request, world, subgroup, device, report=report, note=note)
 
     return throwaway_ranks.run(MODULE, folder, request, attempt)
@@ -120,17 +122,22 @@ def walk(
 
     note: stores the verdict of a combination, by its number.
     """
-    known = request.known
+    known, called = request.known, set()
     for number in range(request.first, len(request.wanted)):
         combination = request.wanted[number]
         world.watchdog.rearm()
-        report("doing", str(number))
+        # The first call of an operation may connect the ranks once more, and load code.
+        report("doing" if combination.operation in called else "first", str(number))
+        called.add(combination.operation)
         own = attempted(request, combination, world, subgroup, device)
         if own.outcome == UNSUPPORTED:
             report("refused", f"{number} {own.why}")  # while others may wait for ever
         else:
             report("tried", str(number))
         verdict, apart = _agree_verdict(world, own)
+        broken = control.gather_values(world, _has_failed(device))
+        if any(broken):  # whatever these processes try from now on fails, too
+            verdict, apart = verdicts.breaking(verdict), True
         note(number, verdict)
         if verdict.outcome == OK:
             known = known or combination
@@ -142,8 +149,20 @@ def walk(
                 apart = True
                 note(number, verdicts.breaking(verdict))
         if apart:
+            report("left", str(number))
             return
     report("works", str(len(request.wanted)))
+
+
+def _has_failed(device: torch.device) -> bool:
+    """Whether an error, such as a bad access on a GPU, has made the device useless here."""
+    try:
+        event = devices.of(device).event(device)
+        event.record()
+        event.query()  # unlike a synchronisation, it does not wait for a call that hangs
+    except RuntimeError:
+        return True
+    return False
 
 
 def _agree_verdict(world: World, own: Verdict) -> tuple[Verdict, bool]:
@@ -160,7 +179,10 @@ def attempted(
     subgroup: Subgroup,
     device: torch.device,
 ) -> Verdict:
-    """Return this rank's own verdict: the result is right or wrong, or the call was refused."""
+    """Return this rank's own verdict: the result is right or wrong, or the call was refused.
+
+    Raises an error that says that memory is short: that is no refusal of the backend.
+    """
     from ddpbench.measure.loop import Bench
 
     verdict = Verdict(OK)
@@ -170,7 +192,9 @@ def attempted(
             bench = Bench(case, PLAN, world, subgroup, device)
             bench.repeat(1)
             wrong = bench.wrong(-1) if OPERATIONS[combination.operation].sized else None
-        except Exception as error:  # any error is a backend's way to refuse
+        except Exception as error:  # any other error is a backend's way to refuse
+            if throwaway_ranks.OUT_OF_MEMORY.search(str(error)):
+                raise
             return Verdict(UNSUPPORTED, throwaway_ranks.sentence(error))
         if wrong is not None and verdict.outcome == OK:
             verdict = Verdict(

@@ -1,8 +1,8 @@
 """Trials of a backend in separate processes, because an unsupported call may crash or never return.
 
-One set of ranks tries all combinations (probe.py). A combination that ends the set, or hangs, is
-tried once more by fresh ranks before it is reported: the host may have had a bad moment. Fresh
-ranks then continue with the next combination.
+One set of ranks tries all combinations (probe.py). A combination that ends the set, or hangs for a
+few seconds, is tried once more by fresh ranks before it is reported: the host may have had a bad
+moment. Fresh ranks then continue with the next combination.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from ddpbench.doctor.capabilities.probe import Request
 from ddpbench.doctor.capabilities.verdicts import CRASH, HANG, OK, UNSUPPORTED, Combination, Verdict
 from ddpbench.measure import throwaway_ranks
 from ddpbench.measure.throwaway_ranks import Trial
+from ddpbench.runtime import devices
 
 HANG_SECONDS = 5.0  # for one combination: a few ms of work
+# For the first call of an operation on a device: it may make a communicator, and load code.
+FIRST_SECONDS = 30.0
 POLL_SECONDS = 0.1
 
 
@@ -59,7 +62,7 @@ def _sets(request: Request, trials: Trials, until: float) -> Generator[None, Non
         known = next((each for each, verdict in trials.tried if verdict.outcome == OK), None)
         this = replace(request, first=first, known=known)
         with throwaway_ranks.started(probe.MODULE, this) as trial:
-            hung = yield from _watched(trial, until)
+            hung = yield from _watched(trial, until, request.device)
             code = trial.end()
             trials.verdicts += _heard(trial.folder, first)
             at = len(trials.verdicts)
@@ -68,6 +71,9 @@ def _sets(request: Request, trials: Trials, until: float) -> Generator[None, Non
             blamed = _blamed(trial, at, hung, code)
             if time.monotonic() > until or at == len(trials.wanted):
                 return
+            if short := _shortage(trial):
+                trials.given_up = f"a rank had no memory left ({short})"
+                return
             if blamed is None and at == first:
                 said = throwaway_ranks.death(throwaway_ranks.output(trial.folder)) or _last_words(
                     trial
@@ -75,20 +81,26 @@ def _sets(request: Request, trials: Trials, until: float) -> Generator[None, Non
                 trials.given_up = f"its ranks could not start (exit code {code}): {said}"
                 return
         if blamed is not None:
-            if suspect == at or blamed.outcome == UNSUPPORTED:
+            if suspect == at or blamed.outcome == UNSUPPORTED or hung > HANG_SECONDS:
                 trials.verdicts.append(blamed)
             suspect = at
 
 
-def _watched(trial: Trial, until: float) -> Generator[None, None, bool]:
-    """Wait until the ranks or the time have ended; return whether a rank hangs."""
+def _watched(trial: Trial, until: float, device: str) -> Generator[None, None, float]:
+    """Wait until the ranks or the time have ended.
+
+    Returns the seconds that the ranks had for what they do if they hang, else 0.
+    """
+    first = FIRST_SECONDS if devices.get(device).clock == "device" else HANG_SECONDS
     while trial.process.poll() is None and time.monotonic() < until:
-        for state in trial.states():
-            if state.text.isdecimal() and time.time() - state.since > HANG_SECONDS:
-                return True
+        states = [state for state in trial.states() if state.text.isdecimal()]
+        allowed = first if "first" in (state.kind for state in states) else HANG_SECONDS
+        # A rank that is through waits for the others, so the last one counts.
+        if states and time.time() - max(state.since for state in states) > allowed:
+            return allowed
         yield
         time.sleep(POLL_SECONDS)
-    return False
+    return 0.0
 
 
 def _heard(folder: Path, first: int) -> list[Verdict]:
@@ -101,7 +113,7 @@ def _heard(folder: Path, first: int) -> list[Verdict]:
     return [found[number] for number in range(first, first + len(found))]
 
 
-def _blamed(trial: Trial, number: int, hung: bool, code: int) -> Verdict | None:
+def _blamed(trial: Trial, number: int, hung: float, code: int) -> Verdict | None:
     """Return what a combination without a verdict did to its ranks; None: no rank came to it."""
     here = [state for state in trial.states() if state.text.split(" ")[0] == str(number)]
     if not here:
@@ -116,8 +128,14 @@ def _blamed(trial: Trial, number: int, hung: bool, code: int) -> Verdict | None:
         why = refused[0].text.partition(" ")[2]
         by = [state.rank for state in refused]
         return Verdict(UNSUPPORTED, verdicts.refused_by(by, why))
-    busy = [str(state.rank) for state in here if state.kind == "doing"]
-    return Verdict(HANG, f"rank {', '.join(busy)} did not return within {HANG_SECONDS:g} s")
+    busy = [str(state.rank) for state in here if state.kind in ("first", "doing")]
+    return Verdict(HANG, f"rank {', '.join(busy)} did not return within {hung:g} s")
+
+
+def _shortage(trial: Trial) -> str:
+    """Return what a rank said when it had no memory left; "" if none did."""
+    failed = (state.text for state in trial.states() if state.kind == "failed")
+    return next(filter(throwaway_ranks.OUT_OF_MEMORY.search, failed), "")
 
 
 def _last_words(trial: Trial) -> str:
