@@ -32,7 +32,7 @@ SMALL: dict[str, dict[str, int]] = {
 
 @pytest.fixture(autouse=True)
 def _new_parameters() -> Iterator[None]:
-    """Let Module.to make new parameters, because simulated ones cannot replace the CPU's in place."""
+    """Let Module.to make new parameters: simulated ones cannot replace the CPU's in place."""
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     yield
