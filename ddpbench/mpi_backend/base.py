@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddpbench.mpi_backend import types as mpi_types
 from ddpbench.mpi_backend.library import mpi
-from ddpbench.mpi_backend.tensors import after_stream, finish, require
+from ddpbench.mpi_backend.tensors import DEVICES, after_stream, finish, require
 from ddpbench.mpi_backend.work import Call, Lane, Work, failure
 
 NAME = "mpi4py"
@@ -20,7 +20,6 @@ NAME = "mpi4py"
 _ENDED = Call((0, "a call that has ended", None, 0), -1, [], int, lane=None)  # type: ignore[arg-type]
 _ENDED.run()
 SYNCED: Any = None if hasattr(dist.AllreduceOptions(), "asyncOp") else _ENDED
-DEVICES = ["cpu", "cuda"]
 _ProcessGroup: Any = dist.ProcessGroup  # untyped: its overloads would conflict with the methods
 
 

@@ -21,6 +21,7 @@ from ddpbench.mpi_backend.tensors import (
     require,
     room_for,
     rooms_for,
+    with_idle_stream,
 )
 from ddpbench.mpi_backend.types import block, memory, pieces, unit
 from ddpbench.mpi_backend.work import failure
@@ -247,7 +248,8 @@ class Collectives(GroupBase):
             else:
                 rows = torch.split(whole.detach().view(-1), counts)
                 if not in_place:
-                    rows[self._rank].copy_(flat.view(-1))
+                    own = rows[self._rank]
+                    with_idle_stream(lambda: own.copy_(flat.view(-1)), whole)
                 for root, row in enumerate(rows):
                     self._bcast(row, root)
 

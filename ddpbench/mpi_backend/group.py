@@ -14,11 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpbench.mpi_backend.base import DEVICES, SYNCED
 from ddpbench.mpi_backend.base import NAME as NAME
+from ddpbench.mpi_backend.base import SYNCED
 from ddpbench.mpi_backend.collectives import Collectives, TensorList, TensorLists
 from ddpbench.mpi_backend.library import mpi, thread_level, world
-from ddpbench.mpi_backend.tensors import finish, flatten, require, room_for
+from ddpbench.mpi_backend.tensors import (
+    DEVICES,
+    finish,
+    flatten,
+    require,
+    room_for,
+    with_idle_stream,
+)
 from ddpbench.mpi_backend.types import memory, unit
 from ddpbench.mpi_backend.work import JoinedWork, Lane, Request, Work, failure
 
@@ -45,10 +52,9 @@ class ProcessGroupMPI4PY(Collectives):
         tensor = self._single(name, tensors)
         flat = (room_for if name == "recv" else flatten)(name, tensor)
         self._lane.posted += 1
-        if not tensor.is_cpu:
-            torch.cuda.current_stream(tensor.device).synchronize()
         try:
-            request = start((memory(flat), unit(flat.nbytes)), peer, tag)
+            message = memory(flat), unit(flat.nbytes)
+            request = with_idle_stream(lambda: start(message, peer, tag), tensor)
         except Exception as error:
             raise failure(name, self._rank, error) from error
 
@@ -57,7 +63,7 @@ class ProcessGroupMPI4PY(Collectives):
                 received = status.Get_elements(mpi().BYTE)  # Get_count ends at an int
                 if received != flat.nbytes:
                     raise ValueError(f"{received} bytes came, the tensor holds {flat.nbytes}")
-                finish((tensor,), (flat,), 0)
+                with_idle_stream(lambda: finish((tensor,), (flat,), 0), tensor)
 
         work = Request(
             name, self._rank, tensor, request, finish=finish_receive, timeout=self._lane.timeout

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddpbench.mpi_backend import types as mpi_types
 from ddpbench.mpi_backend.library import cuda_aware
+
+DEVICES = ["cpu", "cuda"]  # whose tensors the backend takes
 
 
 def require(name: str, holds: bool, rule: str) -> None:
@@ -19,7 +22,7 @@ def require(name: str, holds: bool, rule: str) -> None:
 
 def require_dense(name: str, tensor: Tensor) -> Tensor:
     """The tensor itself. Raises ValueError unless it is dense and on the CPU or a GPU."""
-    if tensor.layout == torch.strided and (tensor.is_cpu or tensor.is_cuda):
+    if tensor.layout == torch.strided and tensor.device.type in DEVICES:
         return tensor
     where = f"{tensor.layout} on {tensor.device}"
     raise ValueError(
@@ -39,7 +42,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def is_staged(tensor: Tensor) -> bool:
     """Whether MPI needs the tensor in host memory; halves are reduced there, by torch."""
-    return tensor.is_cuda and (tensor.itemsize == 2 or not cuda_aware())
+    return not tensor.is_cpu and (tensor.itemsize == 2 or not cuda_aware())
 
 
 def new_space(like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -71,11 +74,11 @@ def flatten(name: str, tensor: Tensor) -> Tensor:
 def row_of(tensors: Sequence[Tensor]) -> Tensor | None:
     """One flat tensor over the memory of these, if they are adjacent; else None."""
     first = tensors[0]
+    if not all(map(is_direct, tensors)):
+        return None
     offset, storage = first.storage_offset(), first.untyped_storage().data_ptr()
     for tensor in tensors:
         if tensor.storage_offset() != offset or tensor.untyped_storage().data_ptr() != storage:
-            return None
-        if not is_direct(tensor):
             return None
         offset += tensor.numel()
     start = first.storage_offset()
@@ -116,17 +119,34 @@ def finish(outputs: Sequence[Tensor], flats: Sequence[Tensor], divisor: int) -> 
             output.detach().copy_(flat.view(output.shape))
 
 
-def after_stream(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """The call, delayed until the GPU has done what its stream holds now.
+def with_idle_stream(call: Callable[[], Any], like: Tensor) -> Any:
+    """Make a call with the tensor's device current, and nothing on its stream before and after.
 
-    The call ends when what it has started on the stream has ended.
+    MPI knows no streams, and takes a GPU's memory only where that GPU is current.
     """
-    ready = torch.cuda.current_stream(device).record_event()
+    if like.is_cpu:
+        return call()
+    module: Any = torch.get_device_module(like.device)
+    with module.device(like.device):
+        stream = module.current_stream(like.device)
+        stream.synchronize()
+        result = call()
+        stream.synchronize()
+    return result
+
+
+def after_stream(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """The call, delayed until the GPU has done what the caller's stream holds now.
+
+    The call ends when what it has started on the stream of its own thread has ended, too.
+    """
+    module: Any = torch.get_device_module(device)
+    ready = module.current_stream(device).record_event()
 
     def synchronized() -> None:
-        with torch.cuda.device(device):
+        with module.device(device):
             ready.synchronize()
             call()
-            torch.cuda.current_stream().synchronize()
+            module.current_stream(device).synchronize()
 
     return synchronized
