@@ -11,7 +11,7 @@ from ddpbench.records.schema import Case, Interval, Plan, Result, StepCase, Step
 BUSY_SHARE = 0.05  # of the cores' time that other processes may use
 # A row with one of these flags is compared with no other backend. On a busy host, a polling backend
 # loses to any neighbour.
-NOT_COMPARABLE = {"WRONG", "INVALID", "DIFFER", "NONFINITE", "busy"}
+NOT_COMPARABLE = {"WRONG", "INVALID", "DIFFER", "NONFINITE", "busy", "unhidden"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,13 @@ def raised_flags(line: LineT, plan: Plan, known: Mapping[str, Flag[LineT]]) -> t
 def find_fastest(group: Sequence[LineT]) -> LineT | None:
     """Return the line whose interval lies below all others', of lines that differ in backend only.
 
-    Returns None if one of them has no interval, or a flag of NOT_COMPARABLE.
+    Returns None if one of them has no interval, or a flag of NOT_COMPARABLE, or if their times are
+    not of the same thing: a time between events holds no launch on a backend that hides it.
     """
     ends = []
     measured = [line for line in group if line.seconds is not None]
+    if len({(line.case.time_definition, line.case.clock) for line in measured}) > 1:
+        return None
     for line in measured:
         if line.interval is None or NOT_COMPARABLE & set(line.flags):
             return None

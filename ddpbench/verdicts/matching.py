@@ -161,6 +161,8 @@ def _fault(outcome: Outcome) -> str | None:
         return f"{'a rank' if rank < 0 else f'rank {rank}'} got a wrong result"
     elif seconds is not None and limits.impossible(outcome, seconds):
         return "faster than the data can move"
+    elif (outcome.unhidden_share or 0.0) >= 0.5:
+        return "the launch of most calls was not hidden, so the time includes it"
     if seconds is not None and not 0 < seconds < math.inf:
         return f"a median of {seconds} s"
     return None

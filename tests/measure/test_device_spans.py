@@ -16,11 +16,12 @@ from command_lines import QUICK, read_stored_run, run_ddpbench
 from stored_runs import a_case, a_result, a_run, a_summary, launch_results
 
 from ddpbench import collectives
+from ddpbench.analysis import flags, lines
 from ddpbench.catalog import backends
 from ddpbench.measure import device_spans
 from ddpbench.measure.device_spans import HiddenLaunch, Spans
 from ddpbench.records import store
-from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, Run
+from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, Case, Result, Run
 from ddpbench.render import formats
 from ddpbench.runtime import devices
 from ddpbench.verdicts import comparison
@@ -180,6 +181,32 @@ def test_times_of_different_definitions_are_not_compared() -> None:
         (row,) = comparison.compare(base, new, Rule()).rows
         assert row.verdict == INCOMPARABLE
         assert row.why == f"time_definition {definition} → hidden-launch"
+
+
+def test_a_case_with_launches_in_sight_is_not_compared() -> None:
+    """If the launch of most calls was not hidden, the median is not what the case says."""
+    case = a_case(time_definition=HIDDEN_LAUNCH, clock="device")
+    base = Source("base", (a_run(*launch_results(1e-5, case, unhidden_share=0.4)),))
+    new = Source("new", (a_run(*launch_results(3e-5, case, unhidden_share=0.6)),))
+    (row,) = comparison.compare(base, new, Rule()).rows
+    assert row.verdict == comparison.INVALID
+    assert row.why.startswith("NEW: launch 0: the launch of most calls was not hidden")
+    (same,) = comparison.compare(base, base, Rule()).rows
+    assert same.verdict == comparison.SAME
+
+
+def test_no_backend_is_the_fastest_by_another_kind_of_time() -> None:
+    """nccl hides its launch and gloo does not: neither gets the star."""
+    nccl = a_case(backend="nccl", clock="device", time_definition=HIDDEN_LAUNCH)
+    gloo = a_case(backend="gloo", clock="device", time_definition=EVENTS)
+    assert flags.find_fastest(lines.lines(a_run(*stars(nccl, gloo)))) is None
+    alike = replace(gloo, time_definition=HIDDEN_LAUNCH)
+    assert flags.find_fastest(lines.lines(a_run(*stars(nccl, alike)))) is not None
+
+
+def stars(quick: Case, slow: Case) -> list[Result]:
+    """Six launches of both cases, one ten times as quick as the other."""
+    return [*launch_results(1e-5, quick), *launch_results(1e-4, slow)]
 
 
 def test_a_host_clock_shows_no_column_for_launches() -> None:
