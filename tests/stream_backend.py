@@ -2,7 +2,7 @@
 
 `--import stream_backend --backend stream` shows what a GPU with NCCL shows: a call returns once it
 is issued, and the device does what it was given in that order. Before a call of all_reduce is
-issued, the host sleeps for LAUNCH_MS (a slow launch).
+issued, the host sleeps for LAUNCH_MS (a slow launch). STEP_US is how coarse the device's clock is.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class StreamCpu(devices.Cpu):
     """The CPU with a stream."""
 
     clock = "device"
+    event_step_seconds = float(os.environ.get("STEP_US", "0")) * 1e-6
 
     def event(self, device: torch.device) -> devices.Event:
         """Return an event of the stream."""

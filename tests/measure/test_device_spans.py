@@ -115,6 +115,27 @@ def test_every_output_shows_the_launch(in_stream: tuple[Path, Run, str]) -> None
     assert json.loads(formats.json(run, ("op", "launch")))[0].keys() == {"op", "launch"}
 
 
+def test_calls_too_short_for_the_devices_clock_are_batched(tmp_path: Path) -> None:
+    """A repetition is then several calls, launched behind one sleep. Launch and time are of one."""
+    words = ["--import", "stream_backend", "--backend", "stream", "-n", "2", "--op", "all_reduce"]
+    done = run_ddpbench(
+        tmp_path, "collectives", *words, "--sizes", "8", *QUICK, STEP_US="300", LAUNCH_MS="0.2"
+    )
+    assert done.returncode == 0, done.stderr
+    folder, run = read_stored_run(tmp_path)
+    (result,) = run.results
+    assert result.batch == result.calls > 1
+    assert not result.wrong
+    samples = store.read_samples(folder)
+    timed = samples[~samples["warm_up"]]
+    launch_ns = timed["exit_ns"] - timed["entry_ns"]
+    assert (launch_ns >= result.calls * 0.2e6).all()
+    assert result.summary is not None
+    assert result.summary.launch_seconds is not None
+    slowest_ns = launch_ns.groupby(timed["repetition"]).max().median()
+    assert result.summary.launch_seconds == pytest.approx(slowest_ns * 1e-9 / result.calls)
+
+
 def test_a_launch_that_is_seen_is_flagged(tmp_path: Path) -> None:
     """The CPU does its work as it is called: no launch can be hidden. Each repetition is counted,
     and the row says that its time includes the launch."""
