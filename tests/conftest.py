@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,17 +36,20 @@ def hosts() -> Iterator[Callable[..., Hosts]]:
 
 
 @pytest.fixture(scope="session")
-def cuda_guard(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What a CPU build of torch lacks for simulated CUDA tensors."""
+def cuda_guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that a CPU build of torch lacks for simulated CUDA tensors; it is loaded."""
     from simulated_gpu import load_guard
 
-    load_guard(tmp_path_factory.mktemp("guard"))
+    return load_guard(tmp_path_factory.mktemp("guard"))
 
 
 @pytest.fixture
-def simulated_gpu(cuda_guard: None) -> Iterator[SimulatedGpu]:
+def simulated_gpu(cuda_guard: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
     """A GPU that torch simulates: device="cuda" works in the test, without a GPU."""
-    from simulated_gpu import SimulatedGpu
+    from simulated_gpu import PretendedKind, SimulatedGpu
+
+    from ddpbench.runtime import devices
 
     with SimulatedGpu() as gpu:
+        monkeypatch.setitem(devices.KINDS, "cuda", PretendedKind(gpu))
         yield gpu

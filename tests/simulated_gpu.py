@@ -26,6 +26,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ddpbench.runtime import devices
+
 CUDA = torch.device("cuda", 0)
 # A CPU build of torch has nothing that selects a GPU. It then refuses to index or copy even a fake
 # CUDA tensor. A CUDA build has a guard, and this one, which does nothing, stands for it.
@@ -33,14 +35,18 @@ GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
 """
+GUARD_VARIABLE = "DDPBENCH_TEST_GUARD"  # the compiled guard, for other processes: pretend_gpu.py
 # What these return depends on values, so that fake tensors refuse them, and the host waits.
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero")
 
 
-def load_guard(folder: Path) -> None:
-    """Compile and load the guard; skip the test where there is no compiler."""
+def load_guard(folder: Path) -> Path:
+    """Compile, load and return the guard; skip the test where it cannot be had, or is not needed.
+
+    A CUDA build has its own, and might find a GPU where these tests simulate one.
+    """
     if torch.version.cuda or torch.version.hip:
-        return
+        pytest.skip("simulated CUDA tensors need a CPU build of torch")
     if (compiler := shutil.which("g++") or shutil.which("c++")) is None:
         pytest.skip("there is no C++ compiler, which simulated CUDA tensors need")
     root = Path(torch.__file__).parent
@@ -50,6 +56,7 @@ def load_guard(folder: Path) -> None:
     words = [compiler, "-std=c++20", "-shared", "-fPIC", str(source), *paths, "-o", str(library)]
     subprocess.run(words, check=True, capture_output=True, text=True)
     torch.ops.load_library(str(library))
+    return library
 
 
 class OnGpu(torch.Tensor):
@@ -184,6 +191,56 @@ def _fake(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+
+
+class PretendedKind(devices.Cuda):
+    """CUDA devices without CUDA: four of them, with the host's clock, and without streams."""
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        super().__init__()
+        self.gpu = gpu
+
+    def unusable(self) -> str | None:
+        return None
+
+    def count(self) -> int:
+        return 4
+
+    def identity(self, index: int) -> str | None:
+        return f"GPU-{index}"
+
+    def in_use(self) -> int | None:
+        return None
+
+    def properties(self, index: int) -> Any:
+        return None
+
+    def select(self, index: int) -> torch.device:
+        return CUDA
+
+    def event(self, device: torch.device) -> devices.Event:
+        return devices.HostEvent()
+
+    def synchronize(self, device: torch.device) -> None:
+        self.gpu.called.append("wait")
+
+    def synchronize_stream(self, device: torch.device) -> None:
+        self.gpu.called.append("wait")
+
+    def sleep(self, device: torch.device, seconds: float) -> None:
+        self.gpu.called.append("sleep")
+
+    def free_nbytes(self, device: torch.device) -> int | None:
+        return 2**33
+
+    def total_nbytes(self, device: torch.device) -> int:
+        return 2**34
+
+    def random_states(self, device: torch.device) -> list[torch.Tensor]:
+        return [torch.get_rng_state()]
+
+    def release_memory(self) -> None:
+        self.gpu.called.clear()
 
 
 @contextlib.contextmanager

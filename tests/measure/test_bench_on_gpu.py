@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from simulated_gpu import CUDA, OnGpu, SimulatedGpu, fake_group
+from command_lines import QUICK, read_stored_run, run_ddpbench
+from simulated_gpu import CUDA, GUARD_VARIABLE, OnGpu, SimulatedGpu, fake_group
 from stored_runs import a_case
 
 from ddpbench.catalog.operations import OPERATIONS
@@ -34,30 +35,11 @@ class MarkedEvent(devices.HostEvent):
         self.gpu.called.append("event")
 
 
-class SimulatedKind(devices.Cuda):
-    """CUDA devices without CUDA: events of the host's clock, no streams."""
-
-    def __init__(self, gpu: SimulatedGpu) -> None:
-        super().__init__()
-        self.gpu = gpu
-
-    def event(self, device: torch.device) -> devices.Event:
-        return MarkedEvent(self.gpu)
-
-    def synchronize(self, device: torch.device) -> None:
-        self.gpu.called.append("wait")
-
-    def synchronize_stream(self, device: torch.device) -> None:
-        self.gpu.called.append("wait")
-
-    def sleep(self, device: torch.device, seconds: float) -> None:
-        self.gpu.called.append("sleep")
-
-
 @pytest.fixture
 def gpu(simulated_gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
-    """The simulated GPU, which the table of devices knows too."""
-    monkeypatch.setitem(devices.KINDS, "cuda", SimulatedKind(simulated_gpu))
+    """The simulated GPU, whose events leave marks."""
+    kind = devices.KINDS["cuda"]
+    monkeypatch.setattr(kind, "event", lambda device: MarkedEvent(simulated_gpu))
     return simulated_gpu
 
 
@@ -133,3 +115,21 @@ def test_a_check_on_the_gpu_names_what_is_wrong(gpu: SimulatedGpu) -> None:
         assert wrong is not None
         assert (wrong.rank, wrong.repetition, wrong.index) == (0, 7, 0)
         assert wrong.got == "nan"
+
+
+def test_a_whole_sweep_over_gpu_tensors(cuda_guard: Path, tmp_path: Path) -> None:
+    """`collectives --device cuda` in two ranks of gloo, whose tensors are simulated CUDA tensors:
+    every case is measured with the device's clock, and every check of a result passes."""
+    words = ["--import", "pretend_gpu", "--device", "cuda", "--backend", "gloo", "-n", "2"]
+    words += ["--op", "all_reduce,all_gather,broadcast,barrier", "--sizes", "8,4K", *QUICK]
+    environ = {GUARD_VARIABLE: str(cuda_guard)}
+    done = run_ddpbench(tmp_path, "collectives", *words, "--timeout", "60", **environ)
+    assert done.returncode == 0, done.stderr
+    _, run = read_stored_run(tmp_path)
+    assert len(run.results) == 7
+    for result in run.results:
+        assert (result.case.device, result.case.clock) == ("cuda", "device")
+        assert result.case.time_definition == EVENTS
+        assert result.summary is not None
+        assert result.checks > 0 or result.case.operation == "barrier"
+        assert not result.wrong

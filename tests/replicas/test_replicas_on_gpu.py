@@ -7,10 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from simulated_gpu import SimulatedGpu
+import torch.distributed as dist
+from simulated_gpu import CUDA, SimulatedGpu, fake_group
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from two_replicas import flip_bit, locate_bit, make_values
 
+import ddpbench
 from ddpbench.replicas import digest, locate
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -90,3 +93,22 @@ def test_a_flipped_bit_on_a_gpu_is_located(
     assert details == near
     assert details[0].differing == 1
     assert details[0].bit == 0
+
+
+def test_a_verification_on_a_gpu_sends_from_the_gpu(
+    simulated_gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a group that moves CUDA tensors only, as nccl does, a module and its optimizer are
+    verified with messages from the GPU of the parameters."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
+    with fake_group(0, 2):
+        module = nn.Linear(30, 20, device="cuda")
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        simulated_gpu.collectives.clear()
+        report = ddpbench.verify_replicas(module, optimizer)
+    assert report.equal
+    assert report.ok
+    sent = [t for _, args in simulated_gpu.collectives for t in tree_leaves(args)]
+    tensors = [one for one in sent if isinstance(one, Tensor)]
+    assert tensors
+    assert {tensor.device for tensor in tensors} == {CUDA}

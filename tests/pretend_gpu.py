@@ -1,0 +1,16 @@
+"""A GPU for a whole command, as `--import pretend_gpu` adds it: torch simulates its tensors.
+
+Each rank of `--device cuda` then works with simulated CUDA tensors, which gloo moves as the CPU's.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from simulated_gpu import GUARD_VARIABLE, PretendedKind, SimulatedGpu
+
+from ddpbench.runtime import devices
+
+torch.ops.load_library(os.environ[GUARD_VARIABLE])
+devices.KINDS["cuda"] = PretendedKind(SimulatedGpu().__enter__())
