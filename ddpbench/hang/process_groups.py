@@ -50,11 +50,12 @@ def list_groups() -> list[Group]:
 
 def _group(group: Any, ranks: Iterable[int]) -> Group:
     """Raises ValueError if this rank is not a member."""
+    import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
     pairs = [pair.rpartition(":") for pair in dist.get_backend_config(group).split(",")]
-    devices = {backend: device for device, _, backend in pairs}
+    devices = {backend: torch.device(device) for device, _, backend in pairs}
     name = str(distributed_c10d._world.pg_names.get(group, ""))
     phrase = "" if group is dist.group.WORLD else _phrase(group, name)
     count = partial(_count, weakref.ref(group), devices)  # a group ends with its last owner
@@ -66,18 +67,15 @@ def _phrase(group: dist.ProcessGroup, name: str) -> str:
     return f"of group {name[:12]}" if title in ("", "undefined") else f"of group {title!r}"
 
 
-def _count(group: weakref.ref[Any], devices: Mapping[str, str], backend: str) -> int:
+def _count(group: weakref.ref[Any], devices: Mapping[str, Any], backend: str) -> int:
     """Ask the backend itself: a group on two backends has no number of its own.
 
     nccl counts no sends and receives.
     """
-    import torch
-
     live: Any = group()
-    with contextlib.suppress(*UNKNOWN):
-        return int(
-            live._get_backend(torch.device(devices[backend]))._get_sequence_number_for_group()
-        )
-    with contextlib.suppress(*UNKNOWN):  # a group in Python has no backends
-        return int(live._get_sequence_number_for_group())
+    try:
+        return int(live._get_backend(devices[backend])._get_sequence_number_for_group())
+    except UNKNOWN:  # a group in Python has no backends
+        with contextlib.suppress(*UNKNOWN):
+            return int(live._get_sequence_number_for_group())
     return -1
