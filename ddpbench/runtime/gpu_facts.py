@@ -19,7 +19,7 @@ from ddpbench.runtime.cpu import ROOT, or_none, read
 # NVML renamed its throttle reasons to event reasons in driver 535, and may drop the old names.
 REASON = re.compile(r"nvmlClocks(Event|Throttle)Reason(?!s|None$|All$)(\w+)")
 REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
-ACTIVE, GPU, SWITCH = 1, 0, 2  # of NVLinks: state, what is at the other end
+GPU, SWITCH = 0, 2  # what is at the other end of an NVLink
 DEVICES = "sys/bus/pci/devices"
 UNCORRECTED, SINCE_DRIVER_LOADED = 1, 0  # of memory errors: kind, counter
 
@@ -43,10 +43,10 @@ class Nvml:
         return int(values[0].value.uiVal) if values and values[0].nvmlReturn == 0 else None
 
     def is_active(self, link: int) -> bool | None:
-        """Return whether an NVLink is up. GPUs since Hopper have a field for it, as NCCL asks."""
+        """Return whether an NVLink is up, though it may sleep. GPUs since Hopper have a field."""
         state = self.field("NVML_FI_DEV_NVLINK_GET_STATE", link)
         state = self.query("nvmlDeviceGetNvLinkState", link) if state is None else state
-        return None if state is None else state == ACTIVE
+        return None if state is None else state != 0
 
 
 def gpu() -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _nvlinks(nvml: Nvml) -> list[dict[str, Any]]:
             continue
         speed = nvml.field("NVML_FI_DEV_NVLINK_GET_SPEED", link)
         speed = speed or nvml.field("NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON")
-        end = _other_end(nvml, link), speed and speed * 1e6
+        end = _other_end(nvml, link), speed * 1e6 if speed else None
         ends[end] = ends.get(end, 0) + 1
     return [
         {"to": to, "count": count, "bytes_per_second": rate} for (to, rate), count in ends.items()

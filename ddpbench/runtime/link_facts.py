@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ddpbench.runtime.cpu import ROOT, read
+from ddpbench.runtime.cpu import ROOT, read, search_line
 
 # Transfers per second of a lane → the share that is data, by the PCI Express Base Specification:
 # 8b/10b encoding up to 5 GT/s (revision 2.0), 128b/130b up to 32 GT/s (3.0 to 5.0, section 4.2.2),
@@ -21,15 +21,17 @@ ENCODINGS = ((5e9, 8 / 10), (32e9, 128 / 130), (float("inf"), 242 / 256))
 def pcie_link(bus: str, root: Path = ROOT) -> dict[str, float] | None:
     """Return width, width that both ends allow, and rate of the PCIe link of a device.
 
-    An idle GPU lowers its speed, so the speed is the highest that both ends allow, unless it is
-    higher now: a virtual machine may show another end than the real one.
+    An idle GPU lowers its speed, so the speed is the highest that both ends allow. A virtual
+    machine may show an end that does not exist, so nothing is known there.
     """
+    if search_line(r"^flags\s*:.*\b(hypervisor)\b", read(root / "proc/cpuinfo")):
+        return None
     device = (root / "sys/bus/pci/devices" / bus).resolve()
     ends = (device, device.parent)
     widths = [_number(end / "max_link_width") for end in ends]
     speeds = [_number(end / "max_link_speed") for end in ends]
     width = _number(device / "current_link_width")
-    speed = max(_number(device / "current_link_speed") or 0, min(filter(None, speeds), default=0))
+    speed = min(filter(None, speeds), default=0)
     if not width or not speed:
         return None
     share = next(share for most, share in ENCODINGS if speed * 1e9 <= most)

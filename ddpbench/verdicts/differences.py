@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from ddpbench.analysis.rank_setup import settings
 from ddpbench.records.schema import Launch, Plan, Run
 
 # Facts of launches and ranks. Load and free memory are left out: they change every minute.
@@ -17,7 +18,8 @@ FACTS = (
 )
 RANK_FACTS = (
     *("hostname", "cpuset", "numa_nodes", "threads", "gpu_name", "cgroup_cpu_quota_cores"),
-    *("cgroup_memory_limit_nbytes", "ulimit_memlock_nbytes", "interface"),
+    *("cgroup_memory_limit_nbytes", "ulimit_memlock_nbytes", "interface", "gpu_nvlinks_active"),
+    "nccl_plugins",
 )
 # Facts that distinguish machines; a container may have a new hostname each time.
 MACHINE = ("cpu_model", "cores_logical", "cores_physical", "gpu_name", "hostname")
@@ -81,9 +83,10 @@ def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set
             for name in RANK_FACTS:
                 if name in rank:
                     note(f"{name} of ranks" if name in FACTS else name, rank[name])
-            known: Any = rank.get("variables")
-            for name in variables if isinstance(known, dict) else ():
-                note(name, known.get(name, UNSET))
+            if "variables" in rank:
+                known = settings(rank)
+                for name in variables:
+                    note(name, known.get(name, UNSET))
     for run in runs:
         for field in fields(Plan):
             if field.name != "seed":
@@ -92,8 +95,7 @@ def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set
 
 
 def _variables(run: Run) -> set[str]:
-    known = [rank.get("variables") for launch in run.launches for rank in launch.ranks]
-    names = {name for each in known if isinstance(each, dict) for name in each}
+    names = {name for launch in run.launches for rank in launch.ranks for name in settings(rank)}
     return {name for name in names if not PASSING.match(name)}
 
 

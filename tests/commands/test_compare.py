@@ -458,6 +458,18 @@ def test_only_what_differs_in_the_environments_is_told() -> None:
     }
 
 
+def test_a_setting_in_a_file_of_nccl_is_told_like_a_variable() -> None:
+    """nccl.conf and the links of the GPUs explain a change, as a variable does."""
+    run = a_run(*launch_results(1e-3))
+    ring = {"/etc/nccl.conf": {"NCCL_ALGO": "Ring"}}
+    base = with_facts(run, {}, {"variables": {}, "gpu_nvlinks_active": 18})
+    new = with_facts(run, {}, {"variables": {}, "nccl_conf": ring, "gpu_nvlinks_active": 17})
+    assert {d.name: (d.base, d.new) for d in differences([base], [new])} == {
+        "NCCL_ALGO": (("unset",), ("Ring",)),
+        "gpu_nvlinks_active": (("18",), ("17",)),
+    }
+
+
 def test_a_backend_that_one_side_alone_has_differs_in_nothing() -> None:
     """Only launches of the backends that both sides have are held against each other."""
     gloo = a_run(*launch_results(1e-3))

@@ -150,7 +150,6 @@ def test_pynvml_has_what_is_asked_of_it() -> None:
     assert any(hasattr(nvml, name) for name in gpu_facts.REASONS)
     assert [name for name in dir(nvml) if gpu_facts.REASON.fullmatch(name)]
     assert (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM, nvml.NVML_TEMPERATURE_GPU) == (1, 2, 0)
-    assert gpu_facts.ACTIVE == nvml.NVML_FEATURE_ENABLED
     assert gpu_facts.GPU == nvml.NVML_NVLINK_DEVICE_TYPE_GPU
     assert gpu_facts.SWITCH == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
     assert gpu_facts.UNCORRECTED == nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
@@ -264,10 +263,10 @@ def a_device(root: Path, speed: str, width: int, port: tuple[str, int], now: str
         ("32.0 GT/s PCIe", 8, ("16.0 GT/s PCIe", 16), "16.0 GT/s PCIe", 15.754e9, 16),
         ("32.0 GT/s PCIe", 8, ("32.0 GT/s PCIe", 8), "", 31.508e9, 8),
         ("64.0 GT/s PCIe", 16, ("64.0 GT/s PCIe", 16), "", 121.0e9, 16),
-        ("32.0 GT/s PCIe", 16, ("16.0 GT/s PCIe", 32), "32.0 GT/s PCIe", 63.015e9, 16),
+        ("32.0 GT/s PCIe", 16, ("16.0 GT/s PCIe", 32), "2.5 GT/s PCIe", 31.508e9, 16),
         ("32.0 GT/s PCIe", 16, ("Unknown", 0), "2.5 GT/s PCIe", 63.015e9, 16),
     ],
-    ids=["2nd", "idle", "narrow", "narrow slot", "6th", "virtual port", "no port"],
+    ids=["2nd", "idle", "narrow", "narrow slot", "6th", "slow slot", "no port"],
 )
 def test_the_rate_of_a_pcie_link(
     speed: str, width: int, port: tuple[str, int], now: str, rate: float, allowed: int,
@@ -280,6 +279,14 @@ def test_the_rate_of_a_pcie_link(
     assert link is not None
     assert link["bytes_per_second"] == pytest.approx(rate, rel=1e-4)
     assert (link["width"], link["width_allowed"]) == (width, allowed)
+
+
+def test_a_virtual_machine_tells_nothing_of_slots(tmp_path: Path) -> None:
+    """What a hypervisor shows of a slot need not exist, so it is neither a limit nor a warning."""
+    a_device(tmp_path, "32.0 GT/s PCIe", 1, ("2.5 GT/s PCIe", 1))
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("processor : 0\nflags\t\t: fpu hypervisor lahf_lm\n")
+    assert link_facts.pcie_link("0000:65:00.0", tmp_path) is None
 
 
 def test_a_gpu_without_files_has_no_link(tmp_path: Path) -> None:
