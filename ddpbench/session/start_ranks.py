@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -64,10 +65,7 @@ def resolve(options: T, placement: Placement | None) -> T:
 
     Raises Refused if this host lacks one of them.
     """
-    speaks = placement is None or placement.rank == 0
-    warn = tell if speaks else lambda sentence: None
-    device = backends.choose_device(options.backend, options.device, warn)
-    names = backends.choose(options.backend, device, placement.launcher if placement else None)
+    device, names = _choose_for_host(options, placement)
     launches = options.launches or (options.usual_launches if placement is None else 1)
     if placement is not None and launches > 1:
         raise Refused(
@@ -75,6 +73,26 @@ def resolve(options: T, placement: Placement | None) -> T:
             f"-m ddpbench {options.command} -n {placement.world_size} --launches {launches} …"
         )
     return replace(options, device=device, backend=names, launches=launches)
+
+
+def _choose_for_host(
+    options: RunOptions, placement: Placement | None
+) -> tuple[str, tuple[str, ...]]:
+    """Return device and backends, as far as this host has them. Raises Refused if it does not.
+
+    GPUs may be broken or hidden on one host of several. So one rank of each host reports it.
+    """
+    device = options.device
+    warn = tell if placement is None or placement.local_rank == 0 else lambda sentence: None
+    try:
+        device = backends.choose_device(options.backend, device, warn)
+        launcher = placement.launcher if placement else None
+        return device, backends.choose(options.backend, device, launcher)
+    except Refused as refused:
+        if placement is None or device == "cpu":
+            raise
+        speaker = placement.rank - placement.local_rank
+        raise Refused(f"host {socket.gethostname()}: {refused}", speaker) from None
 
 
 def count_ranks(options: RunOptions) -> int:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from command_lines import QUICK, run_command, torchrun
 from stored_runs import a_result, a_run
 
 from ddpbench import cli, collectives
 from ddpbench.catalog import backends
+from ddpbench.launch.placement import Placement, Refused
+from ddpbench.nested_runs import command_line
 from ddpbench.records import store
 from ddpbench.session import start_ranks
 from ddpbench.session.run_options import RunOptions
@@ -66,6 +70,31 @@ def test_a_number_of_ranks_that_the_launcher_contradicts_is_refused(
     assert cli.main(["collectives", "-n", count, "--backend", "gloo", "--device", "cpu"]) == code
     sentence = "ddpbench: -n 3 does not match the 2 ranks that torchrun has started: leave out -n, "
     assert capsys.readouterr().err.startswith(sentence if code else "")
+
+
+@pytest.mark.parametrize(("device", "backend"), [("auto", "auto"), ("cuda", "gloo")])
+def test_each_host_reports_that_it_has_no_gpus(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str
+) -> None:
+    """One host of several may have no GPU, or a broken one. Then rank 0 knows of nothing, and the
+    first rank of that host names it."""
+
+    def fail() -> None:
+        raise RuntimeError("CUDA driver initialization failed, you might not have a CUDA gpu.")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: cuda)
+    words = ["collectives", "--device", device, "--backend", backend]
+    options = collectives.Options.of(command_line.parse(words))
+    with pytest.raises(Refused, match=f"^host {socket.gethostname()}: .*driver init") as refused:
+        start_ranks.resolve(options, Placement("torchrun", 5, 8, local_rank=1, local_world_size=2))
+    assert refused.value.speaker == 4
+    with pytest.raises(Refused, match="driver init") as refused:
+        start_ranks.resolve(options, None)
+    assert refused.value.speaker == 0
+    assert "host " not in str(refused.value)
 
 
 REFUSED_BACKEND = """
