@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from two_replicas import flip_bit, locate_bit, make_values
 
-import ddpbench
 from ddpbench.replicas import digest, locate
+from ddpbench.replicas.channel import Channel
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -95,20 +96,21 @@ def test_a_flipped_bit_on_a_gpu_is_located(
     assert details[0].bit == 0
 
 
-def test_a_verification_on_a_gpu_sends_from_the_gpu(
+def test_messages_about_replicas_are_sent_from_the_gpu(
     simulated_gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a group that moves CUDA tensors only, as nccl does, a module and its optimizer are
-    verified with messages from the GPU of the parameters."""
+    """In a group that moves CUDA tensors only, as nccl does, every exchange sends a tensor of the
+    GPU that holds the parameters, and each waits for the GPU once."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
+    vector = np.arange(5, dtype=np.int64)
     with fake_group(0, 2):
-        module = nn.Linear(30, 20, device="cuda")
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        simulated_gpu.collectives.clear()
-        report = ddpbench.verify_replicas(module, optimizer)
-    assert report.equal
-    assert report.ok
+        channel = Channel(None, nn.Linear(3, 2, device="cuda"))
+        simulated_gpu.called.clear()
+        least, most = channel.gather_extremes(vector)
+        assert least.tolist() == most.tolist() == vector.tolist()  # the fake group moves nothing
+        assert channel.gather_rows(vector).shape == (2, 5)
+        assert channel.broadcast_bytes(vector.view(np.uint8), 0).size == vector.nbytes
+    assert len(simulated_gpu.reads) == 3
     sent = [t for _, args in simulated_gpu.collectives for t in tree_leaves(args)]
     tensors = [one for one in sent if isinstance(one, Tensor)]
-    assert tensors
     assert {tensor.device for tensor in tensors} == {CUDA}
