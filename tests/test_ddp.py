@@ -205,6 +205,28 @@ def test_a_planted_fault_is_found_at_its_step(pool: RankPool, tmp_path: Path, fa
     assert run.exit_code == 4
 
 
+def test_steps_are_timed_with_the_devices_clock(tmp_path: Path) -> None:
+    """As on a GPU, with events of the CPU: the case says so, the parts of the budget make the step,
+    and a fault is found right after its step."""
+    (tmp_path / "timed.py").write_text(
+        'from ddpbench.runtime import devices\ndevices.KINDS["cpu"].clock = "device"\n'
+    )
+    fault = ("--inject", "bit-flip:step=7,rank=1", "--on-mismatch", "continue")
+    done = run_ddpbench(tmp_path, "ddp", "-n", "2", "--import", "timed", *SMALL, *FEW, *fault)
+    assert done.returncode == 4, done.stdout + done.stderr
+    result = one(tmp_path)
+    assert result.case.clock == "device"
+    assert result.replicas is not None
+    assert (result.replicas.equal_until, result.replicas.first_bad) == (6, 7)
+    assert result.replicas.verified == 16
+    summary, part = result.summary, parts(result)
+    assert summary is not None
+    whole = part["compute"] + part["bucket copies"] + part["exposed communication"]
+    assert whole == pytest.approx(summary.step.value)
+    assert {"forward", "backward"} <= set(summary.timers)
+    assert summary.buckets
+
+
 def test_an_edited_buffer_is_no_fault(pool: RankPool, tmp_path: Path) -> None:
     """DDP sends rank 0's buffers to all before the next forward: exit code 0."""
     words = ("ddp", "--workload", "convnet", *FEW, "--width", "8", "--batch", "4")

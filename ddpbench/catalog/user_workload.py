@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ddpbench.catalog.task import RankSetup, Task
+
+if TYPE_CHECKING:
+    import torch
 
 RETURNS = "(model, batch, loss): a torch.nn.Module, batch(step) and loss(model, batch)"
 
@@ -21,6 +24,19 @@ def count_samples(batch: Any) -> int:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     return count_samples(batch[0]) if isinstance(batch, (list, tuple)) and batch else 1
+
+
+def find_other_device(batch: Any, device: torch.device) -> torch.device | None:
+    """Return the device of the first tensor in a batch that is not on this device; None without."""
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        return None if batch.device == device else batch.device
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    parts = batch if isinstance(batch, (list, tuple)) else ()
+    found = (find_other_device(part, device) for part in parts)
+    return next((other for other in found if other is not None), None)
 
 
 def import_function(name: str) -> Callable[..., Any]:

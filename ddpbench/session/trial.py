@@ -53,12 +53,12 @@ class Trial:
         if reason is not None or main is None:
             return StepResult(case=case, launch=self.index, reason=reason), None
         epochs = self._train(workload, case)  # first: an impossible checkpoint is refused at once
-        arms, notes = self._arms(case)
+        arms, notes = self._arms(main)
         probe = None
         if len(arms) > 1:
             _, probe, reason = self._build(workload, switchable=True)
             if probe is None:
-                arms, notes = ("ddp",), [f"no budget and no buckets: {reason}"]
+                arms, notes = ("ddp",), [*notes, f"no budget and no buckets: {reason}"]
         ledger = Ledger(self.options.on_mismatch == "continue")
         measured = self._measure_rounds(main, probe, arms, ledger, progress)
         summary, columns = None, None
@@ -194,16 +194,18 @@ class Trial:
             f"{rehearsal.advise(case)}"
         )
 
-    def _arms(self, case: StepCase) -> tuple[tuple[str, ...], list[str]]:
-        """Return the arms that can be measured, and why others cannot."""
+    def _arms(self, main: Replica) -> tuple[tuple[str, ...], list[str]]:
+        """Return the arms that can be measured; and notes on the others, and on hidden copies."""
+        notes = _note_copies(main.task.batch(0), self.device)
         if self.options.no_budget:
-            return ("ddp",), []
-        if case.static_graph:
+            return ("ddp",), notes
+        if main.case.static_graph:
             return tuple(arm for arm in ARMS if arm != "no_sync"), [
+                *notes,
                 "bucket copying and compute are not told apart: torch's reducer fails under "
-                "no_sync with a static graph"
+                "no_sync with a static graph",
             ]
-        return ARMS, []
+        return ARMS, notes
 
     def _measure_rounds(
         self,
@@ -238,12 +240,7 @@ class Trial:
             faults=self.planted,
             progress=advance,
         )
-        try:
-            measured = rounds.run()
-        except torch.OutOfMemoryError as error:
-            # The other ranks wait in a collective, so the run cannot go on. Say what helps.
-            shortage = rehearsal.describe_shortage(error, main.case)
-            raise torch.OutOfMemoryError(shortage) from error
+        measured = _run(rounds, main.case)
         progress.advance(-done)  # the launch loop counts the whole case
         return measured
 
@@ -329,6 +326,25 @@ class Ledger:
             findings=report.findings,
             text=str(report),
         )
+
+
+def _note_copies(batch: Any, device: torch.device) -> list[str]:
+    """Return a note if a batch is not on the rank's device."""
+    elsewhere = user_workload.find_other_device(batch, device)
+    if elsewhere is None:
+        return []
+    return [
+        f"batch(step) returns a tensor on {elsewhere}, not on {device}: a copy in the forward is "
+        "measured with the step; let batch(step) return it on the device"
+    ]
+
+
+def _run(rounds: Rounds, case: StepCase) -> Measured:
+    """Run the rounds. If memory runs out, say what helps: the others wait in a collective."""
+    try:
+        return rounds.run()
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(rehearsal.describe_shortage(error, case)) from error
 
 
 def _describe_error(error: Exception) -> str:

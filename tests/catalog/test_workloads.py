@@ -239,6 +239,15 @@ def test_samples_are_counted_in_the_batch_itself() -> None:
     ]
 
 
+def test_a_tensor_elsewhere_is_found_in_a_batch() -> None:
+    """On another device than the rank's, in tuples and dicts too."""
+    here, there = torch.ones(2), torch.ones(2, device="meta")
+    for batch in (there, (here, there), {"x": ("text", [here, there])}):
+        assert user_workload.find_other_device(batch, CPU) == torch.device("meta")
+    for batch in (here, (here, here), "text", ()):
+        assert user_workload.find_other_device(batch, CPU) is None
+
+
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
     ("name", "told"),
