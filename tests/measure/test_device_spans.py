@@ -7,23 +7,26 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
+import torch.distributed as dist
 from command_lines import QUICK, read_stored_run, run_ddpbench
 from stored_runs import a_case, a_result, a_run, a_summary, launch_results
 
 from ddpbench import collectives
 from ddpbench.analysis import flags, lines
 from ddpbench.catalog import backends
-from ddpbench.measure import device_spans
+from ddpbench.measure import device_spans, start
 from ddpbench.measure.device_spans import HiddenLaunch, Spans
 from ddpbench.records import store
 from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, Case, Result, Run
 from ddpbench.render import formats
 from ddpbench.runtime import devices
+from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 from ddpbench.verdicts import comparison
 from ddpbench.verdicts.comparison import INCOMPARABLE, Rule
 from ddpbench.verdicts.matching import Source
@@ -279,6 +282,40 @@ def repeat(hidden: HiddenLaunch, count: int, calls: int = 1) -> None:
     """Repeat a call that does nothing."""
     entry, exits = hidden.stamped(count, lambda: None, lambda: None, calls)
     assert len(entry) == len(exits) == count
+
+
+def test_the_device_sleeps_before_its_start_and_the_events_enclose_the_call_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hosts start together, then the device sleeps, the devices start together, and the events
+    are issued right around the call. Only then does the host wait."""
+    done: list[str] = []
+    kind = ScriptedDevice(lambda seconds: True)
+    event = SimpleNamespace(record=lambda: done.append("event"), query=lambda: False)
+    monkeypatch.setattr(kind, "event", lambda device: event)
+    monkeypatch.setattr(kind, "sleep", lambda device, seconds: done.append("sleep"))
+    monkeypatch.setattr(kind, "synchronize_stream", lambda device: done.append("wait"))
+    monkeypatch.setitem(devices.KINDS, "cpu", kind)
+    spans = Spans(CPU)
+    spans.pairs(1)
+    hidden = HiddenLaunch(spans, lambda: done.append("start of devices"))
+    done.clear()
+    hidden.stamped(1, lambda: done.append("start"), lambda: done.append("call"), 1)
+    assert done == ["start", "sleep", "start of devices", "event", "call", "event", "wait"]
+
+
+def test_devices_start_with_the_group_of_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start on the device is a sum of one element in the subgroup; a rank in no subgroup has
+    nothing to start."""
+    called: list[Any] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: called.append((tensor, group)))
+    partition = divide_ranks("cross", [[0, 1], [2]])
+    world_group: Any = "world"
+    inside: Any = "subgroup"
+    start.bind_device_start(Subgroup(partition, world_group, inside), CPU)()
+    start.bind_device_start(Subgroup(partition, world_group, None), CPU)()
+    ((tensor, group),) = called
+    assert (tensor.tolist(), group) == ([0.0], "subgroup")
 
 
 def test_sleeps_grow_until_launches_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
