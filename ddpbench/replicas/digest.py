@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -47,6 +48,8 @@ IN_NUMPY = {
     torch.int32,
     torch.int64,
 }
+# Within it, what is made of a tensor of a subclass is a plain tensor.
+_without_subclass: Any = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
 _xxh3 = xxhash.xxh3_64_intdigest
 _STEP = 0x9E3779B97F4A7C15 | 1  # odd, so multiplying by it loses no bits
 
@@ -58,7 +61,11 @@ def of_bytes(content: Any) -> int:
 
 def plain(tensor: Tensor) -> Tensor:
     """Return the tensor detached and contiguous; it is copied only if necessary."""
-    tensor = tensor.detach()
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        tensor = tensor.detach()
+    else:
+        with _without_subclass():  # torch joins no tensors of unrelated subclasses
+            tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():  # its memory holds other values
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()

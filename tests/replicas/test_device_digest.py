@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -108,6 +108,22 @@ def test_a_digest_does_not_depend_on_other_tensors() -> None:
     assert together == digest.weighted(tensors[::-1])[::-1]
     assert together == digest.weighted([t.resolve_conj().clone().contiguous() for t in tensors])
     assert digest.weighted([]) == []
+
+
+class Dose(Tensor):
+    """A tensor with a meaning of its own."""
+
+
+class Distance(Tensor):
+    """Another."""
+
+
+def test_tensors_of_unrelated_subclasses_are_joined() -> None:
+    """A model may have parameters of several kinds, which torch refuses to join."""
+    ones = torch.ones(3)
+    kinds = [ones.as_subclass(Dose), ones.as_subclass(Distance), nn.Parameter(ones)]
+    assert digest.weighted(kinds) == digest.weighted([ones] * 3)
+    assert digest.find_suspects(kinds) == []
 
 
 @pytest.mark.usefixtures("blocks")
