@@ -80,7 +80,8 @@ def gpu_links() -> dict[str, object]:
                   without NVLinks; None if NVML does not tell, or the rank has a part of a GPU
     gpu_fabric    equal for GPUs that NVLinks connect across hosts
     """
-    nvml, bus = _open_nvml(), _bus()
+    nvml = _open_nvml()
+    bus = _bus(nvml)
     # The GPU of a Grace superchip reaches its host over other links than PCIe.
     reached_otherwise = nvml is not None and nvml.field("NVML_FI_DEV_C2C_LINK_COUNT")
     links = None if nvml is None or nvml.is_part else _nvlinks(nvml)
@@ -95,7 +96,8 @@ def gpu_links() -> dict[str, object]:
 
 def gpu_health() -> dict[str, object]:
     """Return NUMA node and memory of this rank's GPU, and what its error correction says."""
-    nvml, bus = _open_nvml(), _bus()
+    nvml = _open_nvml()
+    bus = _bus(nvml)
     free, total = or_none(_memory) or (None, None)
     node = or_none(lambda: int(read(ROOT / DEVICES / str(bus) / "numa_node") or "-1"))
     ecc = nvml and nvml.query("nvmlDeviceGetEccMode")
@@ -134,12 +136,20 @@ def _memory() -> tuple[int | None, int | None]:
     return kind.free_nbytes(device), kind.total_nbytes(device)
 
 
-def _bus() -> str | None:
-    """Return the place of the GPU in use on the PCI bus, as /sys names it."""
+def _bus(nvml: Nvml | None) -> str | None:
+    """Return the place of the GPU in use on the PCI bus, as /sys names it.
+
+    Some versions of torch do not tell it.
+    """
     told = _properties()
-    return or_none(
-        lambda: f"{told.pci_domain_id:04x}:{told.pci_bus_id:02x}:{told.pci_device_id:02x}.0"
-    )
+    if hasattr(told, "pci_bus_id"):
+        return f"{told.pci_domain_id:04x}:{told.pci_bus_id:02x}:{told.pci_device_id:02x}.0"
+    return None if nvml is None else _place(nvml.query("nvmlDeviceGetPciInfo"))
+
+
+def _place(told: Any) -> str | None:
+    """Return the place on the PCI bus in NVML's answer; /sys has a shorter number of the domain."""
+    return None if told is None else str(told.busId).lower()[-len("0000:00:00.0") :]
 
 
 def _open_nvml() -> Nvml | None:
@@ -152,7 +162,7 @@ def _open_nvml() -> Nvml | None:
     body = re.sub("^(GPU|MIG)-", "", uuid)
     whole = or_none(lambda: module.nvmlDeviceGetHandleByUUID(f"GPU-{body}"))
     if whole is not None:
-        return Nvml(module, whole, is_part=False)
+        return Nvml(module, whole, is_part=uuid.startswith("MIG-"))
     part = or_none(lambda: module.nvmlDeviceGetHandleByUUID(f"MIG-{body}"))
     whole = or_none(lambda: module.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part))
     return None if whole is None else Nvml(module, whole, is_part=True)
@@ -194,7 +204,7 @@ def _other_end(nvml: Nvml, link: int) -> str:
     if end not in (GPU, SWITCH, None):
         return "other"
     remote = nvml.query("nvmlDeviceGetNvLinkRemotePciInfo", link) if end == GPU else None
-    bus = str(getattr(remote, "busId", "")).lower()[-len("0000:00:00.0") :]
+    bus = _place(remote)
     return bus if bus and (ROOT / DEVICES / bus).exists() else "switch"
 
 

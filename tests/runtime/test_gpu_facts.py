@@ -185,6 +185,8 @@ int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *gpu, unsigned link, Pci *pci) {
   strcpy(pci->bus_id, link < 17 ? "00000000:1B:00.0" : "0FFFFFFF:FF:FF.0"); return 0; }
 int nvmlDeviceGetGpuFabricInfo(void *gpu, void *info) {
   memset(info, 0xab, 16); ((uint32_t *)info)[5] = 7; return 0; }
+int nvmlDeviceGetPciInfo_v3(void *gpu, Pci *pci) {
+  strcpy(pci->bus_id, "00000000:65:00.0"); return 0; }
 int nvmlDeviceGetEccMode(void *gpu, unsigned *now, unsigned *next) { *now = *next = 1; return 0; }
 int nvmlDeviceGetTotalEccErrors(void *gpu, int kind, int counter, unsigned long long *count) {
   *count = kind == 1 && counter == 0 ? 3 : 0; return 0; }
@@ -205,9 +207,11 @@ print(json.dumps([gpu_facts.gpu_state(), gpu_facts.gpu_links(), gpu_facts.gpu_he
 
 
 def test_the_real_pynvml_reads_a_gpu_with_eighteen_links(tmp_path: Path) -> None:
-    """Against a stub of NVIDIA's library, with its structures, the real pynvml gives the facts of
-    an H200: 16 links to a switch, one to another GPU, and one to what is not seen here and so
-    counts as a switch."""
+    """The real pynvml, on a stub of NVIDIA's library with its structures, gives the facts of a GPU.
+
+    16 links lead to a switch, one to another GPU, and one to what is not seen here, which counts as
+    a switch. torch does not tell where the GPU is on the PCI bus.
+    """
     pytest.importorskip("pynvml")
     if shutil.which("cc") is None:
         pytest.skip("needs cc")
@@ -215,8 +219,9 @@ def test_the_real_pynvml_reads_a_gpu_with_eighteen_links(tmp_path: Path) -> None
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
     subprocess.run(command, input=LIBRARY, text=True, check=True)
     (tmp_path / "sys/bus/pci/devices/0000:1b:00.0").mkdir(parents=True)
+    known = {name: value for name, value in PROPERTIES.items() if "pci" not in name}
     done = subprocess.run(
-        [sys.executable, "-c", SHOW, json.dumps(PROPERTIES), str(tmp_path)],
+        [sys.executable, "-c", SHOW, json.dumps(known), str(tmp_path)],
         env={"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": ":".join(filter(None, sys.path))},
         capture_output=True,
         text=True,
@@ -231,7 +236,7 @@ def test_the_real_pynvml_reads_a_gpu_with_eighteen_links(tmp_path: Path) -> None
         {"to": "switch", "count": 17, "bytes_per_second": 26.562e9},
         {"to": "0000:1b:00.0", "count": 1, "bytes_per_second": 26.562e9},
     ]
-    assert links["gpu_nvlinks_active"] == 18
+    assert (links["gpu_nvlinks_active"], links["gpu_bus"]) == (18, "0000:65:00.0")
     assert links["gpu_fabric"] == "ab" * 16 + "/7"
     assert (health["gpu_ecc"], health["gpu_memory_errors"]) == (True, 3)
 
