@@ -96,7 +96,7 @@ def test_without_a_driver_cuda_is_refused(
         assert re.fullmatch(
             rf"{backend} with CUDA tensors needs a GPU, but CUDA \d+\.\d+ reports "
             r'"Found no NVIDIA driver on your system" with CUDA_VISIBLE_DEVICES=0,1,2,3: '
-            r"run on a GPU node, or use --device cpu --backend gloo",
+            r"run where torch finds a GPU, or use --device cpu --backend gloo",
             sentence,
         ), sentence
     assert not (tmp_path / "results").exists()

@@ -74,7 +74,7 @@ def _no_device(backend: str, device: str) -> str | None:
     kind = devices.get(device)
     if (why := kind.unusable()) is None:
         return None
-    advice = "repair that" if kind.broken() else "run on a GPU node"
+    advice = "repair that" if kind.broken() else "run where torch finds a GPU"
     return (
         f"{backend} with {device.upper()} tensors needs a GPU, but {why}: "
         f"{advice}, or use --device cpu --backend gloo"

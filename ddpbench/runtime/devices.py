@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -273,7 +274,9 @@ class Cuda(Accelerator):
         if error is None:
             return None
         version = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-        hidden = [f"{name}={os.environ[name]}" for name in HIDING if name in os.environ]
+        hidden = [
+            f"{name}={shlex.quote(os.environ[name])}" for name in HIDING if name in os.environ
+        ]
         place = f" with {' '.join(hidden)}" if hidden and NO_DEVICE.search(error) else ""
         return f'{version} reports "{_shorten(error)}"{place}'
 

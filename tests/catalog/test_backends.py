@@ -135,7 +135,7 @@ def test_a_refusal_quotes_cuda_and_names_what_hides_the_gpus(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert backends.unavailable(name, "cuda", "mpirun") == (
         f'{name} with CUDA tensors needs a GPU, but CUDA 13.2 reports "{NO_GPU}" with '
-        "CUDA_VISIBLE_DEVICES=7: run on a GPU node, or use --device cpu --backend gloo"
+        "CUDA_VISIBLE_DEVICES=7: run where torch finds a GPU, or use --device cpu --backend gloo"
     )
     machine.error = None
     assert backends.unavailable(name, "cuda", "mpirun") is None
