@@ -13,8 +13,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -26,8 +28,9 @@ from two_replicas import flip_bit, locate_bit, make_values
 from ddpbench.catalog import hooks, payload
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import Piece
+from ddpbench.measure import device_copy
 from ddpbench.replicas import digest
-from ddpbench.runtime import devices
+from ddpbench.runtime import devices, gpu_facts
 from ddpbench.runtime.devices import elapsed_ns
 
 EXACT = [
@@ -220,10 +223,53 @@ def check_digest_rate(device: torch.device) -> None:
         assert best > 0
 
 
+def check_gpu_facts(device: torch.device) -> None:
+    """NVML finds the GPU that torch uses: its clocks, its memory's errors, its links."""
+    torch.zeros(1, device=device)
+    facts = {**gpu_facts.gpu(), **gpu_facts.gpu_links(), **gpu_facts.gpu_health()}
+    state = gpu_facts.gpu_state()
+    print(json.dumps([facts, state], indent=1))
+    if device.type == "cpu":
+        assert state is None
+        return
+    assert facts["gpu_bus"]
+    assert facts["gpu_nbytes"]
+    if find_spec("pynvml") is None:
+        print("nvidia-ml-py is not installed: NVML was not asked")
+        return
+    assert state is not None, "NVML does not know the GPU by torch's UUID"
+    assert state["sm_clock_hertz"]
+    assert state["throttle_reasons"] is not None
+
+
+def check_device_copy(device: torch.device) -> None:
+    """The limit of a device's memory is not below what a copy moves that the host has timed."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    watchdog = SimpleNamespace(rearm=lambda: None)
+    world: Any = SimpleNamespace(rank=0, world_size=1, watchdog=watchdog, gpu_mates=[0])
+    limit = device_copy.measure_device_copy(world, device)
+    dist.destroy_process_group()
+    kind = devices.of(device)
+    source = torch.ones(1 << 26, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    seconds = []
+    for _ in range(10):
+        kind.synchronize(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        kind.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    rate = 2 * source.nbytes / min(seconds)
+    assert limit is not None
+    print(f"limit {limit * 1e-9:.0f} GB/s; timed by the host {rate * 1e-9:.0f} GB/s")
+    assert device.type == "cpu" or limit > 0.9 * rate
+
+
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     "payload": check_payload, "digest": check_digest, "located bit": check_located_bit,
     "events": check_events, "noop hook": check_noop_hook, "timing": check_timing,
-    "digest rate": check_digest_rate,
+    "digest rate": check_digest_rate, "gpu facts": check_gpu_facts,
+    "device copy": check_device_copy,
 }  # fmt: skip
 
 
