@@ -24,7 +24,7 @@ from ddpbench.hang.status import Call, Log
 
 RECENT = 64  # calls of a group that are reported
 NATIVE = ("gloo", "nccl", "xccl", "mpi4py")  # in the general recorder, without a name
-NCCL = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")
+NCCL = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")  # in the records all are "nccl"
 # Waits that are no collective, or that ranks call unequally often.
 OTHER = (
     *("send", "recv", "isend", "irecv", "batch_isend_irecv", "wait", "store."),
@@ -96,8 +96,8 @@ class Flight:
                 kept |= self._full(name, recorder, lines=True) if whole else {}
         kept |= _over_mpi()
         # What the main thread stands in has no record yet, unless another call is open.
-        keys = {(group.name, backend) for group in groups for backend in group.backends}
-        is_open = any(kept[key].started > kept[key].finished for key in keys & kept.keys())
+        names = {group.name for group in groups}
+        is_open = any(r.started > r.finished for (name, _), r in kept.items() if name in names)
         claims = whole and inside and not is_open and not inside.startswith(OTHER)
         called = inside if claims else ""
         return tuple(log for group in groups for log in _logs(group, kept, called))
@@ -170,7 +170,7 @@ def _logs(group: Group, kept: Records, called: str) -> Iterable[Log]:
     belong to any group."""
     for backend in group.backends:
         count = group.count(backend)
-        record = kept.get((group.name, backend))
+        record = kept.get((group.name, "nccl" if backend in NCCL else backend))
         known = record or Record(max(count, 0), max(count, 0), exact=False)
         # nccl counts a call, then connects the ranks if they are not yet, and only then records it.
         # gloo counts sends and receives, too, so its record is all that is known of collectives.
@@ -182,7 +182,7 @@ def _logs(group: Group, kept: Records, called: str) -> Iterable[Log]:
         moves = known.moves
         if backend == "gloo":
             moves = max(count, known.started)
-        elif backend == "nccl" and record is not None:  # see newest_entries
+        elif backend in NCCL and record is not None:  # see newest_entries
             moves = record.started
         yield Log(phrase.strip(), group.members, **vars(replace(known, moves=moves)))
 

@@ -224,6 +224,7 @@ def join_world(
         timeout = rendezvous.group_timeout
         rank, size = placement.rank, placement.world_size
         control_store = dist.PrefixStore("ddpbench/control", store)
+        control_store.set_timeout(timeout)  # nccl's ranks wait for the first of them there
         with network.keep_gloo_on_loopback(endpoints), torch_settings.watched_groups(timeout):
             dist.init_process_group(
                 "gloo", store=control_store, rank=rank, world_size=size, timeout=timeout

@@ -132,9 +132,9 @@ def test_each_backend_of_a_group_is_asked_for_its_own_number(
     assert [log.finished for log in Flight().read_logs("all_reduce", whole=False)] == [0, 3]
 
 
-def log_of_nccl(record: Record | None, count: int, called: str) -> Any:
+def log_of_nccl(record: Record | None, count: int, called: str, backend: str = "nccl") -> Any:
     """The log of a group on nccl that has this record, and has counted so many calls."""
-    group = Group("0", "", (0, 1), ("nccl",), lambda backend: count)
+    group = Group("0", "", (0, 1), (backend,), lambda backend: count)
     kept = {("0", "nccl"): record} if record else {}
     (log,) = flight_recorder._logs(group, kept, called)
     return log
@@ -150,6 +150,13 @@ def test_a_call_that_nccl_has_counted_but_not_recorded_is_open() -> None:
     assert (first.started, first.finished, first.calls) == (1, 0, (Call(1, "all_reduce"),))
     for log in (log_of_nccl(before, 3, ""), log_of_nccl(before, 2, "all_reduce")):
         assert (log.started, log.finished, log.calls) == (2, 2, before.calls)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-legacy"])
+def test_every_implementation_of_nccl_is_found_under_its_name_in_the_records(backend: str) -> None:
+    """torch 2.15 has several, and all record as nccl."""
+    log = log_of_nccl(Record(7, 6), 7, "all_reduce", backend)
+    assert (log.started, log.finished, log.moves) == (7, 6, 7)
 
 
 def a_status(on: bool) -> Any:
