@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 KINDS = ("torch", "huge")
 HUGE_NBYTES = 1 << 21
-SHORT = re.compile("out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
+SHORT = re.compile(
+    "out of memory|can't allocate memory|cannot allocate memory|status_alloc_failed", re.IGNORECASE
+)
 # Offset of a large tensor within its page, the same as from torch's allocator: then the kinds of
 # memory differ only in their pages. On AMD's Zen 3, a copy to an address that ends 16 bytes below
 # the source's runs at a quarter of the rate.

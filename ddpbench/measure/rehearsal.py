@@ -12,14 +12,19 @@ temporary tensors. A loss that communicates makes the other ranks wait here, too
 from __future__ import annotations
 
 import gc
+import re
 from typing import TYPE_CHECKING
 
 import torch
 
 from ddpbench.catalog.optimizers import OPTIMIZERS
+from ddpbench.measure import memory
 from ddpbench.measure.step import autocast
 from ddpbench.records.wording import list_choices
-from ddpbench.runtime import control, devices
+from ddpbench.runtime import devices
+
+# What and how much, in torch's message of several lines' length.
+CUDAS = re.compile(r"(.* out of memory)\. T(ried to allocate [\d.]+ \w+)")
 
 if TYPE_CHECKING:
     from ddpbench.catalog.task import Task
@@ -38,10 +43,8 @@ def find_shortage(task: Task, case: StepCase, device: torch.device, replicas: in
     try:
         with torch.random.fork_rng(seeded, device_type=device.type):
             _run_alone(task, case, device, replicas)
-    except torch.OutOfMemoryError as error:
+    except Exception as error:  # others, as of a loss that needs DDP, the first step raises again
         shortage = describe_shortage(error, case)
-    except Exception:  # of a loss that needs DDP: the first step will raise it, too
-        shortage = None
     task.model.zero_grad(set_to_none=True)
     for buffer, saved in buffers:
         buffer.copy_(saved)
@@ -60,12 +63,15 @@ def _run_alone(task: Task, case: StepCase, device: torch.device, replicas: int) 
     del resident
 
 
-def describe_shortage(error: torch.OutOfMemoryError, case: StepCase) -> str:
-    """Describe in one sentence what does not fit in memory, and what helps."""
-    first, second, *_ = (*control.first_line(error, 300).rstrip(".").split(". "), "")
-    what = f"{first} ({second.replace('Tried', 'tried', 1)})" if second else first
+def describe_shortage(error: Exception, case: StepCase) -> str | None:
+    """Describe what does not fit in memory, and what helps; None for any other error."""
+    line = next(filter(memory.SHORT.search, str(error).splitlines()), None)
+    if line is None and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return None
     where = devices.get(case.device).memory
-    return f"a step does not fit in the memory of the {where}: {what}; {advise(case)}"
+    told = CUDAS.match(line or "")
+    detail = f"{told[1]} (t{told[2]})" if told else (line or type(error).__name__)[:200]
+    return f"a step does not fit in the memory of the {where}: {detail}; {advise(case)}"
 
 
 def advise(case: StepCase) -> str:

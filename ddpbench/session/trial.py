@@ -112,10 +112,9 @@ class Trial:
             )
             objections = [each.objection(replica, case.world_size) for each in self.planted]
             objection = next((each for each in objections if each is not None), None)
-        except torch.OutOfMemoryError as error:
-            objection = rehearsal.describe_shortage(error, case)
         except (RuntimeError, ValueError, TypeError) as error:
-            objection = f"DDP refuses it: {control.first_line(error, 300)}"
+            objection = rehearsal.describe_shortage(error, case)
+            objection = objection or f"DDP refuses it: {control.first_line(error, 300)}"
         sentence = control.agree_objection(self.world, objection)
         self.world.watchdog.rearm()  # building may take long, and so may the first step
         return case, replica if sentence is None else None, sentence
@@ -129,13 +128,13 @@ class Trial:
         """
         options, batch = self.options, self.options.batch_of(workload)
         task, objection = None, None
+        rehearsal.release_memory(self.device)
         try:
             task = workload.build(options.settings_of(workload), self._rank_setup(batch))
             batch = batch or user_workload.count_samples(task.batch(0))
-        except torch.OutOfMemoryError as error:
-            objection = rehearsal.describe_shortage(error, self._case(workload, None, batch))
         except Exception as error:  # whatever a user's function raises
-            objection = _describe_error(error)
+            objection = rehearsal.describe_shortage(error, self._case(workload, None, batch))
+            objection = objection or _describe_error(error)
         case = self._case(workload, task, batch)
         objection = objection or self._too_large(case, replicas)
         objection = self._gather_difference(task) or objection
@@ -344,7 +343,8 @@ def _run(rounds: Rounds, case: StepCase) -> Measured:
     try:
         return rounds.run()
     except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(rehearsal.describe_shortage(error, case)) from error
+        error.args = (rehearsal.describe_shortage(error, case),)
+        raise
 
 
 def _describe_error(error: Exception) -> str:

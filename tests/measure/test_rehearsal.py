@@ -153,11 +153,30 @@ def test_a_rehearsal_holds_what_a_later_step_finds(
     assert allocated.nbytes == copies * trained
 
 
-def test_the_advice_names_the_options_of_the_workload() -> None:
-    """A built-in workload's --batch and settings."""
-    error = torch.OutOfMemoryError("HIP out of memory.")
-    told = rehearsal.describe_shortage(error, a_step_case())
-    assert told == (
-        "a step does not fit in the memory of the host: HIP out of memory; "
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (torch.OutOfMemoryError(CUDAS), "CUDA out of memory (tried to allocate 20.00 MiB)"),
+        (torch.OutOfMemoryError("HIP out of memory."), "HIP out of memory."),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`",
+        ),
+        (
+            RuntimeError("NCCL error in x.cpp\nLast error:\nCuda failure 2 'out of memory'"),
+            "Cuda failure 2 'out of memory'",
+        ),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_a_lack_of_memory_is_told_with_the_options_that_help(error: Exception, told: str) -> None:
+    """However it is raised: the short of torch's message, and --batch and the settings."""
+    assert rehearsal.describe_shortage(error, a_step_case()) == (
+        f"a step does not fit in the memory of the host: {told}; "
         "use a smaller --batch, --width or --depth"
     )
+
+
+def test_other_errors_are_no_lack_of_memory() -> None:
+    """They are described as what they are."""
+    assert rehearsal.describe_shortage(RuntimeError("shapes differ"), a_step_case()) is None
