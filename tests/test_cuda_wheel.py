@@ -182,8 +182,8 @@ def test_ranks_that_would_share_a_gpu_are_refused(driver: Path, tmp_path: Path) 
     sentence = refusal(run(driver, tmp_path, *COLLECTIVES, *words, gpus=1))
     assert re.fullmatch(
         r"ranks 0, 1 would share GPUs: start at most one rank per GPU, or (set "
-        r"NCCL_MULTI_RANK_GPU_ENABLE=1 and use --share-gpu|use --backend gloo, because NCCL \S+ "
-        r"allows one rank per GPU)",
+        r"NCCL_MULTI_RANK_GPU_ENABLE=1, with which NCCL \S+ shares GPUs|use --backend gloo, "
+        r"because NCCL \S+ allows one rank per GPU)",
         sentence,
     ), sentence
     assert not list((tmp_path / "results").glob("*"))

@@ -84,8 +84,8 @@ def _no_device(backend: str, device: str) -> str | None:
 def _nccl_instead_of_sharing() -> str | None:
     if (nccl_library.version() or ()) < (2, 30):
         return f"use --backend gloo, because {nccl_library.describe()} allows one rank per GPU"
-    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "0":
-        return "set NCCL_MULTI_RANK_GPU_ENABLE=1 and use --share-gpu"
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        return f"set NCCL_MULTI_RANK_GPU_ENABLE=1, with which {nccl_library.describe()} shares GPUs"
     return None
 
 

@@ -27,7 +27,8 @@ def choose_indices(visible: Sequence[Sequence[str]]) -> list[int]:
 
 def explain_sharing(used: Sequence[str], remedy: str) -> str | None:
     """Return a sentence if several ranks use one device; `used`: identities, by rank."""
-    shared = [rank for rank, device in enumerate(used) if used.count(device) > 1]
+    users = Counter(used)
+    shared = [rank for rank, device in enumerate(used) if users[device] > 1]
     if not shared:
         return None
     return f"{name_ranks(shared, 3)} would share GPUs: start at most one rank per GPU, or {remedy}"

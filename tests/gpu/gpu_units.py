@@ -48,11 +48,15 @@ def check_facts(device: torch.device) -> None:
     facts: dict[str, Any] = {
         "unusable": kind.unusable(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "nccl": list(nccl), "count": 0, "recorders": sorted(recorders), "names": [], "uuids": [],
+        "contexts": [],
     }  # fmt: skip
     if facts["unusable"] is None:
         facts["count"] = kind.count()
         facts["uuids"] = [kind.identity(index) for index in range(kind.count())]
         facts["names"] = [getattr(kind.properties(i), "name", None) for i in range(kind.count())]
+        if torch.version.cuda:
+            contexts = map(torch._C._cuda_hasPrimaryContext, range(kind.count()))
+            facts["contexts"] = [index for index, exists in enumerate(contexts) if exists]
     print(json.dumps(facts))
 
 

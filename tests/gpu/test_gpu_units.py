@@ -8,11 +8,13 @@ from gpu_units import CHECKS
 
 
 def test_facts(machine: Machine) -> None:
-    """torch sees a device, gives each GPU a name of its own, and has a flight recorder."""
+    """torch sees a device, gives each GPU a name of its own, and has a flight recorder. Asking for
+    this creates no context on any GPU."""
     facts = read_facts(machine.device)
     print(facts)
     assert facts["unusable"] is None
     assert facts["recorders"]
+    assert facts["contexts"] == []
     uuids = facts["uuids"]
     assert isinstance(uuids, list)
     assert len(set(uuids)) == facts["count"] >= 1

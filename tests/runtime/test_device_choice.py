@@ -6,6 +6,7 @@ Run as a program, this module is ranks that see GPUs of a made-up machine.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -64,11 +65,12 @@ def test_ranks_that_would_share_are_named() -> None:
     assert device_choice.explain_sharing(["A", "B"], "add --share-gpu") is None
 
 
+VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 # Loaded NCCL, variable that lets ranks share → part of the sentence; "" where they may.
 SHARING = [
     ((2, 29, 7), "1", "use --backend gloo, because NCCL 2.29.7 (as built) allows one rank per GPU"),
-    ((2, 30, 7), None, "set NCCL_MULTI_RANK_GPU_ENABLE=1 and use --share-gpu"),
-    ((2, 30, 7), "0", "set NCCL_MULTI_RANK_GPU_ENABLE=1 and use --share-gpu"),
+    ((2, 30, 7), None, f"set {VARIABLE}=1, with which NCCL 2.30.7 (as built) shares GPUs"),
+    ((2, 30, 7), "0", f"set {VARIABLE}=1, with which NCCL 2.30.7 (as built) shares GPUs"),
     ((2, 30, 7), "1", ""),
 ]
 
@@ -78,13 +80,13 @@ SHARING = [
 def test_advice_on_sharing_depends_on_the_loaded_nccl(
     monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], enabled: str | None, sentence: str
 ) -> None:
-    """--share-gpu is no help with an NCCL before 2.30; later ones need a variable too. gloo and mpi
-    share without either."""
+    """--share-gpu is no help with an NCCL before 2.30; later ones need a variable. gloo and mpi
+    share without."""
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
     if enabled is None:
-        monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+        monkeypatch.delenv(VARIABLE, raising=False)
     else:
-        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", enabled)
+        monkeypatch.setenv(VARIABLE, enabled)
     assert (backends.get("nccl").instead_of_sharing() or "") == sentence
     assert backends.get("gloo").instead_of_sharing() is None
     assert backends.get("mpi").instead_of_sharing() is None
@@ -114,13 +116,16 @@ def run_job(folder: Path) -> int:
     with join_world(placement, Rendezvous(timeout_seconds=30)) as world:
         ways = [(False, None), (True, None), (True, "use --backend gloo")]
         found = [choose(world, *way) for way in ways]
+        os.environ[VARIABLE] = "1"
+        found.append(choose(world, False, None))
         (folder / str(world.rank)).write_text(json.dumps(found))
     return 0
 
 
 def test_ranks_agree_on_their_gpus_or_are_refused_together(tmp_path: Path) -> None:
     """Three ranks on two GPUs: without --share-gpu all are refused before any has a GPU; with it,
-    ranks 0 and 2 share, and know it; a backend that cannot share is refused all the same."""
+    or with NCCL's variable for this, ranks 0 and 2 share, and know it; a backend that cannot share
+    is refused all the same."""
     done = subprocess.run(
         [sys.executable, __file__, str(tmp_path)],
         env=clean_environment(), capture_output=True, text=True, timeout=90, check=False,
@@ -128,9 +133,10 @@ def test_ranks_agree_on_their_gpus_or_are_refused_together(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     answers = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
     refused = "ranks 0, 2 would share GPUs: start at most one rank per GPU, or"
-    for rank, (alone, shared, other) in enumerate(answers):
+    for rank, (alone, shared, other, by_variable) in enumerate(answers):
         assert alone == [f"{refused} add --share-gpu", [], []]
         assert shared == [f"cuda:{rank % 2}", [rank % 2], [[0, 2], [1], [0, 2]][rank]]
+        assert by_variable == shared
         assert other == [f"{refused} use --backend gloo", [], []]
 
 
