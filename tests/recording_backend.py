@@ -4,6 +4,7 @@ It stands for NCCL, whose name it bears: NCCL itself needs GPUs.
 """
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +23,10 @@ class RecordingGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         """Return the name that torch shows."""
         return NAME
+
+    def _get_backend(self, device: Any) -> Any:
+        """Return what torch asks whether a group that is bound to a device connects at once."""
+        return SimpleNamespace(supports_splitting=False)
 
     def barrier(self, opts: Any = None) -> Any:
         """Record the devices, and pass the call on to gloo."""

@@ -69,15 +69,22 @@ def call_barriers(world: World, hosts: str) -> list[int]:
     return sorted({index for each in named for index in each})
 
 
-def try_to_bind(world: World) -> str:
-    """Make a group of NCCL as torch 2.15 would, with a torch that has no NCCL."""
+def bind(world: World) -> dict[str, str]:
+    """Make groups as with torch 2.15: of a backend that works, and of one that cannot connect."""
     device = torch.device("cuda", world.rank)
-    with mock.patch.object(torch, "__version__", type(torch.__version__)("2.15.0")):
-        try:
-            with world.agree_group("nccl", device=device):
-                return ""
-        except Refused as refused:
-            return str(refused)
+    version, error = type(torch.__version__)("2.15.0"), RuntimeError("Duplicate GPU\nthe rest")
+    with mock.patch.object(torch, "__version__", version):
+        with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:  # noqa: SIM117
+            with world.agree_group(NAME, device=device):
+                bound = str(new_group.call_args.kwargs["device_id"])
+        # One rank alone has an error.
+        fails = {"side_effect": error} if world.rank == 2 else {"return_value": None}
+        with mock.patch.object(dist, "new_group", **fails):
+            try:
+                with world.agree_group(NAME, device=device):
+                    return {"bound": bound, "refused": ""}
+            except Refused as refused:
+                return {"bound": bound, "refused": str(refused)}
 
 
 def job(folder: Path) -> int:
@@ -86,7 +93,7 @@ def job(folder: Path) -> int:
     assert placement is not None
     with join_world(placement, Rendezvous(timeout_seconds=30)) as world:
         found = {name: call_barriers(world, hosts) for name, (hosts, _) in PLACES.items()}
-        seen = {"barriers": found, "refused": try_to_bind(world)}
+        seen = {"barriers": found, **bind(world)}
         (folder / f"{world.rank}.json").write_text(json.dumps(seen))
     return 0
 
@@ -113,12 +120,14 @@ def test_barriers_of_nccl_name_the_gpu_of_their_rank(
     assert [each["barriers"][place] for each in seen] == [[gpu] for gpu in PLACES[place][1]]
 
 
-def test_a_group_that_connects_at_once_is_refused_by_all_ranks(
+def test_a_group_that_connects_at_once_gets_the_gpu_or_is_refused_by_all_ranks(
     seen: list[dict[str, str]],
 ) -> None:
-    """Where NCCL connects while its group is made, an error there is one sentence in all ranks."""
+    """Where NCCL connects while its group is made, torch is told the GPU of each rank, and an error
+    of one rank is the same sentence in all of them."""
+    assert [each["bound"] for each in seen] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert {each["refused"] for each in seen} == {
-        "nccl cannot connect its ranks: Distributed package doesn't have NCCL built in"
+        "nccl-recording cannot connect its ranks: Duplicate GPU the rest (rank 2)"
     }
 
 
