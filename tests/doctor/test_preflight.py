@@ -13,7 +13,7 @@ from stored_runs import a_launch, a_run
 
 from ddpbench.analysis import findings
 from ddpbench.analysis.rank_setup import Setup, folded, settings
-from ddpbench.doctor.preflight import checks
+from ddpbench.doctor.preflight import checks, examine
 from ddpbench.doctor.preflight.table import build_tables
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
@@ -184,6 +184,21 @@ def test_what_is_wrong_is_found_and_named(name: str) -> None:
     assert words in found.sentence
     assert found.place | place == found.place
     assert found.next_step
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_what_nvml_does_not_tell_is_not_checked(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where NVML does not know a GPU, as those of AMD, the doctor says what it has not checked."""
+    monkeypatch.setattr(examine, "find_spec", lambda name: object() if installed else None)
+    reason = "NVML does not know these GPUs" if installed else "pip install nvidia-ml-py"
+    silent = {"gpu_uuid": "GPU-1", "gpu_before": None}
+    setup = a_setup(a_rank(), a_rank())
+    unchecked = list(examine._unchecked(setup, [silent, silent], None))
+    assert unchecked == [f"clocks, NVLinks and memory errors of GPUs: {reason}"]
+    known = {"gpu_uuid": "GPU-1", "gpu_before": {"nvlinks_active": None}}
+    assert list(examine._unchecked(setup, [known, {"gpu_uuid": None}], None)) == []
 
 
 def test_a_variable_wins_over_a_file_of_nccl() -> None:

@@ -13,7 +13,7 @@ runtime/environment.py, without secrets in the variables, and
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -53,7 +53,7 @@ def examine(context: Context) -> Outcome:
     }
     return Outcome(
         lines=(_summary(len(ranks), len(hosts)),),
-        unchecked=tuple(_unchecked(setup, objection)),
+        unchecked=tuple(_unchecked(setup, context.launch.ranks, objection)),
         findings=checks.findings(setup),
         figures=figures,
         tables=build_tables(figures, setup.backend),
@@ -96,12 +96,16 @@ def _summary(ranks: int, hosts: int) -> str:
     return f"compared the settings of {ranks} ranks on {counted(hosts, 'host')}"
 
 
-def _unchecked(setup: Setup, clocks: str | None) -> Iterator[str]:
+def _unchecked(
+    setup: Setup, recorded: Sequence[Mapping[str, Any]], clocks: str | None
+) -> Iterator[str]:
     if clocks is not None:
         yield f"the hosts' clocks: {clocks}"
     if len(setup.ranks) == 1:
         yield "differences between ranks: there is only one rank"
-    if any(setup.values("gpu_uuid")) and find_spec("pynvml") is None:
-        yield "clocks and links of GPUs: pip install nvidia-ml-py"
+    if any(facts.get("gpu_uuid") and facts.get("gpu_before") is None for facts in recorded):
+        missing = find_spec("pynvml") is None
+        reason = "pip install nvidia-ml-py" if missing else "NVML does not know these GPUs"
+        yield f"clocks, NVLinks and memory errors of GPUs: {reason}"
     if not any(facts.get("allowed_cpus") for facts in setup.ranks):
         yield "cores that are free for binding: the control group does not list its cores"
