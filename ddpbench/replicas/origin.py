@@ -69,7 +69,10 @@ class Tracer:
 
     def _end_step(self) -> None:
         if self._passed:
-            values = torch.stack([value.float() for _, value in self._passed])
+            # Outputs may be on several devices. To collect sums on the CPU would wait for a GPU.
+            used = (value.device for _, value in self._passed if not value.is_cpu)
+            device = next(used, torch.device("cpu"))
+            values = torch.stack([value.to(device, torch.float32) for _, value in self._passed])
             self._steps.append(([place for place, _ in self._passed], values))
             self._passed.clear()
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ddpbench.replicas import digest
+from ddpbench.replicas.origin import Tracer
 
 MIB = 1 << 20
 MOST_NBYTES = 112 * MIB  # as digest.py states beside BLOCK
@@ -167,3 +168,23 @@ def test_tensors_with_elements_that_are_not_finite_are_suspected() -> None:
     suspects = digest.find_suspects([*good, *bad])
     assert suspects == [3, 4, 5, 6, 7, 8]
     assert digest.find_suspects(good) == []
+
+
+class OnBoth(nn.Linear):
+    """A layer whose output is on the CPU and, without memory, on another device."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), torch.empty(2, device="meta")
+
+
+def test_a_step_may_have_outputs_on_several_devices() -> None:
+    """Where outputs are traced, the sums of a step are kept together on the device."""
+    layer = OnBoth(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    tracer = Tracer(layer, (optimizer,))
+    layer(torch.ones(1, 2))[0].sum().backward()
+    optimizer.step()
+    ((places, values),) = tracer._steps
+    assert len(places) == len(values) == 4  # outputs and gradients
+    assert values.is_meta
+    tracer.close()
