@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from ddpbench.measure import clock
 from ddpbench.runtime import control, devices
 from ddpbench.runtime.devices import elapsed_ns
 from ddpbench.runtime.world import World
 
 SIZES_NBYTES = (1 << 24, 1 << 26)  # one fits into the cache of a GPU, one does not
 COPIES, ROUNDS = 4, 5
+LEAST_NS = 100_000_000  # an idle GPU takes some time to raise its clocks
 LAUNCH_SECONDS = 5e-4  # the device waits for so long while the host launches the copies
 
 
@@ -37,8 +39,9 @@ def _measure_rate(device: torch.device, nbytes: int) -> float | None:
         torch.full((nbytes,), one, dtype=torch.uint8, device=device) for one in (1, 0)
     )
     begin, end = kind.event(device), kind.event(device)
-    best_ns = 0
-    for _ in range(ROUNDS):
+    spans_ns: list[int] = []
+    until = clock.now_ns() + LEAST_NS
+    while len(spans_ns) < ROUNDS or clock.now_ns() < until:
         if kind.sleeps:
             kind.sleep(device, LAUNCH_SECONDS)
         begin.record()
@@ -46,6 +49,5 @@ def _measure_rate(device: torch.device, nbytes: int) -> float | None:
             target.copy_(source)
         end.record()
         end.synchronize()
-        span_ns = max(1, elapsed_ns(begin, end))
-        best_ns = min(best_ns or span_ns, span_ns)
-    return 2 * nbytes * COPIES / (best_ns * 1e-9)
+        spans_ns.append(max(1, elapsed_ns(begin, end)))
+    return 2 * nbytes * COPIES / (min(spans_ns) * 1e-9)
