@@ -1,13 +1,14 @@
 """The table of devices: the CPU's entry does what the other entries do, with the host's clock."""
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ddpbench.runtime import devices
-from ddpbench.runtime.devices import KINDS, Cpu, elapsed_ns
+from ddpbench.runtime.devices import KINDS, Accelerator, Cpu, elapsed_ns
 
 CPU = torch.device("cpu")
 
@@ -61,6 +62,25 @@ def test_a_gpu_is_identified_as_nvidia_smi_does(
     told = SimpleNamespace(name=name, uuid="1a2b")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: told)
     assert KINDS["cuda"].identity(0) == identity
+
+
+def test_an_instance_of_a_gpu_is_named_by_the_variable_that_selects_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA may report the GPU's UUID for each of its instances. Ranks on two of them share none."""
+    gpu = SimpleNamespace(name="NVIDIA A100", uuid="1a2b")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-3c4d,GPU-1a2b")
+    names = [KINDS["cuda"].identity(index) for index in range(3)]
+    assert names == ["MIG-3c4d", "GPU-1a2b", "GPU-1a2b"]
+
+
+def test_a_device_without_a_uuid_is_identified_by_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first devices of two hosts are not one device."""
+    unnamed = SimpleNamespace(name="a device")
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda index: unnamed)
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert Accelerator("xpu").identity(1) == f"{boot_id} xpu 1"
 
 
 def test_asking_what_is_in_use_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,19 @@ def test_a_number_of_ranks_that_the_launcher_contradicts_is_refused(
     assert capsys.readouterr().err.startswith(sentence if code else "")
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [(["--device", "cpu"], 2), (["--device", "cuda"], 3), (["--device", "cuda", "-n", "5"], 5)],
+)
+def test_there_is_a_rank_for_each_gpu(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], ranks: int
+) -> None:
+    """Unless the user names a number; on the CPU there are two."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    options = collectives.Options.of(command_line.parse(["collectives", *words]))
+    assert start_ranks.count_ranks(options) == ranks
+
+
 @pytest.mark.parametrize(("device", "backend"), [("auto", "auto"), ("cuda", "gloo")])
 def test_each_host_reports_that_it_has_no_gpus(
     monkeypatch: pytest.MonkeyPatch, device: str, backend: str
