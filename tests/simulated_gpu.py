@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ddpbench.runtime import devices
 
 CUDA = torch.device("cuda", 0)
-# A CPU build of torch has nothing that selects a GPU. It then refuses to index or copy even a fake
-# CUDA tensor. A CUDA build has a guard, and this one, which does nothing, stands for it.
+# A CPU build of torch has nothing that selects a GPU, and then refuses to index or copy even a fake
+# CUDA tensor. A CUDA build has a guard, which asks the driver. This one does nothing.
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
@@ -41,12 +41,9 @@ READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonz
 
 
 def load_guard(folder: Path) -> Path:
-    """Compile, load and return the guard; skip the test where it cannot be had, or is not needed.
-
-    A CUDA build has its own, and might find a GPU where these tests simulate one.
-    """
-    if torch.version.cuda or torch.version.hip:
-        pytest.skip("simulated CUDA tensors need a CPU build of torch")
+    """Compile, load and return the guard; skip the test without a compiler, or with a GPU."""
+    if devices.get("cuda").installed():
+        pytest.skip("a GPU is not simulated where there is one")
     if (compiler := shutil.which("g++") or shutil.which("c++")) is None:
         pytest.skip("there is no C++ compiler, which simulated CUDA tensors need")
     root = Path(torch.__file__).parent

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from simulated_gpu import OnGpu, SimulatedGpu
-from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 from ddpbench.catalog import payload
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
@@ -32,7 +31,7 @@ def test_the_simulation_refuses_what_a_gpu_refuses(simulated_gpu: SimulatedGpu) 
     near, far = torch.ones(3), torch.ones(3, device="cuda")
     assert far.device == torch.device("cuda", 0)
     assert not far.is_cpu
-    with pytest.raises(FakeTensorDeviceMismatchError):
+    with pytest.raises(RuntimeError, match="two .*devices"):
         near + far
     with pytest.raises(RuntimeError):
         far.numpy()

@@ -13,7 +13,7 @@ from gpu_machine import Machine
 from ddpbench.records import store
 from ddpbench.records.schema import EVENTS, HIDDEN_LAUNCH, Run
 
-TWO = ("-n", "2", "--timeout", "30")
+TWO = ("-n", "2", "--timeout", "30", "--share-gpu")
 SHORT = ("--launches", "1", "--slice", "0.3")
 SMALL = ("--layers", "2", "--width", "256", "--vocabulary", "1000")
 
@@ -48,7 +48,7 @@ def test_gloo_with_tensors_of_a_shared_gpu(machine: Machine, tmp_path: Path) -> 
     """Two ranks of gloo share a GPU if they may, and every operation that gloo has is right."""
     operations = ("all_reduce", "all_gather", "broadcast")
     words = ("--backend", "gloo", "--sizes", "8,1M", "--op", ",".join(operations))
-    done = machine.run(tmp_path, "collectives", *words, "--share-gpu", *TWO, *SHORT)
+    done = machine.run(tmp_path, "collectives", *words, *TWO, *SHORT)
     assert done.returncode == 0
     assert_measured(tmp_path, *operations)
 
@@ -56,9 +56,9 @@ def test_gloo_with_tensors_of_a_shared_gpu(machine: Machine, tmp_path: Path) -> 
 def test_a_flipped_bit_is_found_on_a_shared_gpu(machine: Machine, tmp_path: Path) -> None:
     """A DDP step over gloo has equal replicas; one flipped bit is found and named: exit code 4."""
     words = ("ddp", "--backend", "gloo", "--workload", "mlp", "--width", "64", "--rounds", "3")
-    done = machine.run(tmp_path, *words, "--share-gpu", *TWO)
+    done = machine.run(tmp_path, *words, *TWO)
     assert done.returncode == 0
-    done = machine.run(tmp_path, *words, "--share-gpu", *TWO, "--inject", "bit-flip")
+    done = machine.run(tmp_path, *words, *TWO, "--inject", "bit-flip")
     assert done.returncode == 4
     assert re.search(r"bit \d+", done.stdout)
     assert "rank 1" in done.stdout
@@ -68,8 +68,8 @@ def test_two_ranks_of_nccl_on_one_gpu_are_refused(machine: Machine, tmp_path: Pa
     """Without --share-gpu, and with it where NCCL is older than 2.30: one sentence, exit code 2."""
     if machine.gpus > 1:
         pytest.skip("this machine has several GPUs")
-    for share in ([], ["--share-gpu"]):
-        done = machine.run(tmp_path, "collectives", "--backend", "nccl", *TWO, *SHORT, *share)
+    for two in (TWO[:-1], TWO):
+        done = machine.run(tmp_path, "collectives", "--backend", "nccl", *two, *SHORT)
         assert done.returncode == 2
         assert ONE_SENTENCE.fullmatch(done.stderr), done.stderr
         assert re.search("GPU|nccl", done.stderr)
@@ -159,7 +159,7 @@ def read_step_seconds(folder: Path) -> float:
 def test_mpi_with_gpu_tensors(machine: Machine, tmp_path: Path) -> None:
     """mpi moves tensors of a GPU, through pinned host memory unless MPI says it knows CUDA, and the
     table says which."""
-    words = ("collectives", "--backend", "mpi", "--share-gpu", "--sizes", "8,1M")
+    words = ("collectives", "--backend", "mpi", "--sizes", "8,1M")
     done = machine.run(tmp_path, *words, *TWO, *SHORT)
     assert done.returncode == 0
     assert_measured(tmp_path, "all_reduce")
