@@ -31,7 +31,7 @@ def test_the_simulation_refuses_what_a_gpu_refuses(simulated_gpu: SimulatedGpu) 
     near, far = torch.ones(3), torch.ones(3, device="cuda")
     assert far.device == torch.device("cuda", 0)
     assert not far.is_cpu
-    with pytest.raises(RuntimeError, match="two .*devices"):
+    with pytest.raises(RuntimeError, match=r"two .*devices"):
         near + far
     with pytest.raises(RuntimeError):
         far.numpy()
