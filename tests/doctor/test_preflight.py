@@ -31,11 +31,14 @@ def net(speed: float | None = 1.25e9, mtu: int = 1500) -> dict[str, Any]:
 
 def test_a_healthy_set_up_is_left_in_peace() -> None:
     """Alike ranks on one host, on two, with GPUs; devices, cores and log files of their own, and a
-    variable of one rank alone that steers nothing, are no differences."""
+    variable of one rank alone that steers nothing, are no differences. A small GPU holds the rank's
+    own context."""
     assert checks.findings(a_setup(a_rank())) == ()
     assert checks.findings(a_setup(*[a_rank() for _ in range(8)])) == ()
     two = [a_rank(host, **net(), variables={"NCCL_ALGO": "Ring"}) for host in "aabb"]
     assert checks.findings(a_setup(*two)) == ()
+    small = a_rank(gpu_uuid="GPU-1", gpu_nbytes=6 * GIB, gpu_free_nbytes=4.5 * GIB)
+    assert checks.findings(a_setup(small)) == ()
     gpus = [
         a_rank(
             cpuset=str(n), gpu_uuid=f"GPU-{n}", gpu_name="H", gpu_numa_node=0, gpu_index=n,

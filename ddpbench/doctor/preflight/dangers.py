@@ -22,7 +22,8 @@ LEAST_SHM_NBYTES = 128 * MIB  # free, for each rank
 LEAST_LOCKED_NBYTES = GIB
 # Open files of a rank: Python and its libraries; for each other rank, two groups and the store.
 FILES, FILES_A_RANK = 100, 4
-IN_USE_SHARE = 0.2  # of a GPU's memory before anything is measured
+# Of a GPU's memory, before anything is measured. The rank itself has a context and buffers there.
+IN_USE_SHARE, OWN_NBYTES = 0.2, 2 * GIB
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ def gpu_in_use(setup: Setup) -> Iterator[Finding]:
                 "start one rank a GPU to measure",
                 setup.place(ranks),
             )
-        elif whole - free > IN_USE_SHARE * whole:
+        elif whole - free > max(IN_USE_SHARE * whole, OWN_NBYTES):
             yield Finding(
                 "warning",
                 "gpu-in-use",
