@@ -7,10 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -321,6 +319,7 @@ def gpu_of_events(simulated_gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) 
     events, kind = Events(), devices.KINDS["cuda"]
     monkeypatch.setattr(kind, "event", lambda device: events)
     monkeypatch.setattr(kind, "synchronize", lambda device: events.given.append("all"))
+    monkeypatch.setattr(kind, "in_use", lambda: events.given.append("state"))
     monkeypatch.setattr(loads, "SIDE", {"cpu": 8, "cuda": 16})
     monkeypatch.setattr(loads, "COPY_NBYTES", {"cpu": 64, "cuda": 128})
     monkeypatch.setattr(loads, "LEAST_COPY_NBYTES", 64)
@@ -364,8 +363,7 @@ def test_the_state_of_a_gpu_is_read_while_it_computes(gpu_of_events: Events) -> 
     device, given = torch.device("cuda", 0), gpu_of_events.given
     work = prepare_efforts(device, 0)["GPU matmul"]
     busy = replace(work, call=lambda: given.append("work"))
-    with mock.patch.object(torch.cuda, "is_initialized", partial(given.append, "state")):
-        turns.gpu_at_work(device, busy)
+    turns.gpu_at_work(device, busy)
     assert [*dict.fromkeys(given)] == ["work", "state", "all"]
     assert given.count("work") == turns.GPU_CALLS
     assert turns.gpu_at_work(torch.device("cpu"), work) is None
