@@ -24,13 +24,13 @@ from command_lines import (
 )
 from rank_pool import Done, RankPool
 
-from ddpbench import cli
+from ddpbench import cli, ddp
 from ddpbench.catalog import faults
 from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.measure import step
 from ddpbench.records import store
 from ddpbench.records.schema import StepResult
-from ddpbench.session import trial
+from ddpbench.session import options, trial
 
 SMALL = ("--width", "64", "--depth", "2", "--batch", "8")
 FEW = ("--rounds", "6", "--in-a-row", "2", "--timeout", "30")
@@ -279,6 +279,25 @@ def test_a_slow_rank_is_named(pool: RankPool, tmp_path: Path) -> None:
     assert "rank 1 is late" in done.stdout
     (exposed,) = [part for part in summary.budget if part.name == "exposed communication"]
     assert exposed.figure.value < 0.020
+
+
+@pytest.mark.parametrize(
+    ("device", "subjects", "batch", "sequence"),
+    [("auto", ("mlp",), 4, 64), ("cpu", ("mlp",), 4, 64), ("cuda", ("transformer",), 8, 1024)],
+)
+def test_sizes_depend_on_the_kind_of_device(
+    device: str, subjects: tuple[str, ...], batch: int, sequence: int
+) -> None:
+    """Workload, batch and settings have a default for GPUs; what is given counts everywhere."""
+    parser = options.Parser()
+    ddp.add_arguments(parser)
+    chosen = ddp.Options.of(parser.parse_args(["--device", device, "--layers", "3"]))
+    transformer = WORKLOADS["transformer"]
+    assert chosen.subjects == subjects
+    assert chosen.batch_of(transformer) == batch
+    settings = chosen.settings_of(transformer)
+    assert (settings["sequence"], settings["layers"]) == (sequence, 3)
+    assert replace(chosen, batch=5).batch_of(transformer) == 5
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from ddpbench.measure.step import autocast
 from ddpbench.records.wording import list_choices
 from ddpbench.runtime import devices
 
-# What and how much, in torch's message of several lines' length.
-CUDAS = re.compile(r"(.* out of memory)\. T(ried to allocate [\d.]+ \w+)")
+# The first two sentences of torch's message, which has many.
+REFUSED = re.compile(r"(.* out of memory)\. Tried (to allocate [\d.]+ \w+)")
 
 if TYPE_CHECKING:
     from ddpbench.catalog.task import Task
@@ -69,8 +69,10 @@ def describe_shortage(error: Exception, case: StepCase) -> str | None:
     if line is None and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return None
     where = devices.get(case.device).memory
-    told = CUDAS.match(line or "")
-    detail = f"{told[1]} (t{told[2]})" if told else (line or type(error).__name__)[:200]
+    refused = REFUSED.match(line or "")
+    detail = (line or type(error).__name__)[:200]
+    if refused:
+        detail = f"{refused[1]} (tried {refused[2]})"
     return f"a step does not fit in the memory of the {where}: {detail}; {advise(case)}"
 
 

@@ -34,12 +34,13 @@ class Marks:
     """Stamps in one rank: events of its kind of device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._kind, self._device = devices.of(device), device
         self._marks: list[Event] = []
 
     def mark(self) -> Event:
-        """Stamp now. Return the mark."""
-        mark = stamp(self._device)
+        """Stamp now, on the stream that is current. Return the mark."""
+        mark = self._kind.event(self._device)
+        mark.record()
         self._marks.append(mark)
         return mark
 
