@@ -60,7 +60,8 @@ def _between_gpu_and(own: Facts, buses: set[Any]) -> Limit | None:
     links = own.get("gpu_nvlinks")
     if links is None:
         return None  # GPUs of AMD, and without NVML: there may be other links than PCIe
-    if settings(own).get("NCCL_P2P_DISABLE") == "1":
+    variables = settings(own)
+    if variables.get("NCCL_P2P_DISABLE") == "1" or variables.get("NCCL_P2P_LEVEL") in ("LOC", "0"):
         links = []
     links = [link for link in links if link["to"] == "switch" or link["to"] in buses]
     if not links:

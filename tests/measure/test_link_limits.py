@@ -78,13 +78,17 @@ def test_what_is_not_known_is_no_limit(ranks: list[dict[str, Any]]) -> None:
     assert on_one_host(*ranks) is None
 
 
-@pytest.mark.parametrize("name", ["variables", "nccl_conf"])
-def test_a_setting_that_forbids_nvlink_leaves_pcie(name: str) -> None:
-    """With NCCL_P2P_DISABLE, as a variable or in a file of NCCL, data cross the host's memory."""
-    setting: dict[str, Any] = {"NCCL_P2P_DISABLE": "1"}
-    if name == "nccl_conf":
-        setting = {"/etc/nccl.conf": setting}
-    limit = on_one_host(*(a_rank(n, gpu_nvlinks=SWITCH, **{name: setting}) for n in range(2)))
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"variables": {"NCCL_P2P_DISABLE": "1"}},
+        {"variables": {"NCCL_P2P_LEVEL": "LOC"}},
+        {"nccl_conf": {"/etc/nccl.conf": {"NCCL_P2P_DISABLE": "1"}}},
+    ],
+)
+def test_a_setting_that_forbids_nvlink_leaves_pcie(facts: dict[str, Any]) -> None:
+    """Without P2P, by a variable or a file of NCCL, data cross the host's memory."""
+    limit = on_one_host(*(a_rank(n, gpu_nvlinks=SWITCH, **facts) for n in range(2)))
     assert limit is not None
     assert limit.source.startswith("PCIe x16")
 
