@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ddpbench.analysis.lines import UNHIDDEN_SHARE
 from ddpbench.measure import clock
 from ddpbench.runtime import devices
 from ddpbench.runtime.devices import Event
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 FIRST_SECONDS, MOST_SECONDS = 100e-6, 5e-3  # of a sleep
 LONGER = 1.5  # how much longer than the usual launch a sleep must be
-UNHIDDEN_SHARE = 0.05  # of a burst: with more launches not hidden, the next sleeps are longer
 
 
 class Spans:

@@ -51,8 +51,8 @@ def describe_shortage(error: BaseException, device: torch.device) -> str | None:
     detail = f" ({line.strip()[:200]})" if line else ""
     nccl = ", or a smaller NCCL_BUFFSIZE" if "nccl" in str(error).lower() else ""
     return (
-        f"the memory of the {devices.of(device).memory} is too short{detail}: choose smaller "
-        f"--sizes{nccl}, or end other programs that use it"
+        f"the {devices.of(device).memory} has too little memory{detail}: choose smaller "
+        f"--sizes{nccl}, or end other programs that use its memory"
     )
 
 

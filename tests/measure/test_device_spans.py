@@ -50,8 +50,9 @@ BACKENDS["gloo"] = replace(BACKENDS["gloo"], in_stream=True)
 def in_stream(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, str]:
     """A run whose device has a stream, and whose calls of all_reduce take 3 ms to launch."""
     folder = tmp_path_factory.mktemp("stream")
-    words = ["--import", "stream_backend", "--backend", "stream", "-n", "2", "--sizes", "8,4K"]
-    words += ["--op", "all_reduce,barrier", *QUICK]
+    words = ["--import", "stream_backend", "--backend", "stream", "-n", "2", "--sizes", "8"]
+    # On a busy host, few of the calls are quick.
+    words += ["--op", "all_reduce,barrier", "--slice", "0.5", "--timeout", "20", "--launches", "1"]
     done = run_ddpbench(folder, "collectives", *words, LAUNCH_MS=str(LAUNCH_MS))
     assert done.returncode == 0, done.stderr
     return *read_stored_run(folder), done.stdout
@@ -110,8 +111,8 @@ def test_every_output_shows_the_launch(in_stream: tuple[Path, Run, str]) -> None
     assert "(device clock)" in text
     assert "launch µs: how long the slowest rank's call took to return to the host" in text
     rows = pd.read_csv(folder / "table.csv").set_index("op")
-    assert (rows.loc["all_reduce", "launch"] >= LAUNCH_MS * 1e3).all()
-    assert rows.loc["all_reduce", "skew"].isna().all()
+    assert rows.loc["all_reduce", "launch"] >= LAUNCH_MS * 1e3
+    assert pd.isna(rows.loc["all_reduce", "skew"])
     assert pd.isna(rows.loc["barrier", "launch"])
     stored = json.loads(formats.json(run))["results"]
     assert any(result["summary"]["launch_seconds"] for result in stored)

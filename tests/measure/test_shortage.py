@@ -13,8 +13,8 @@ from ddpbench.records.schema import Run
 
 WORDS = ("-n", "2", "--op", "all_reduce", "--sizes", "8,4K,64K,256K")
 SHORT = (
-    "the memory of the host is too short (CUDA out of memory. Tried to allocate 2.00 GiB.): "
-    "choose smaller --sizes, or end other programs that use it"
+    "the host has too little memory (CUDA out of memory. Tried to allocate 2.00 GiB.): "
+    "choose smaller --sizes, or end other programs that use its memory"
 )
 # Rank 1 cannot allocate the buffer of 4 KiB.
 IN_RANK_1 = """
@@ -72,7 +72,7 @@ def test_a_first_call_without_memory_in_one_rank_ends_the_run_with_the_cause(
         (RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory"), "alloc_cpu"),
         (RuntimeError("NCCL error\nCuda failure 2 'out of memory'"), "Cuda failure 2"),
         (OSError(12, "Cannot allocate memory"), "Cannot allocate memory"),
-        (MemoryError(), "is too short: choose smaller --sizes"),
+        (MemoryError(), "too little memory: choose smaller --sizes"),
     ],
 )
 def test_every_way_to_lack_memory_is_recognised(error: Exception, detail: str) -> None:
@@ -80,7 +80,7 @@ def test_every_way_to_lack_memory_is_recognised(error: Exception, detail: str) -
     sentence = memory.describe_shortage(error, torch.device("cuda" if "CUDA" in detail else "cpu"))
     assert sentence is not None
     assert detail in sentence
-    assert ("the memory of the GPU" in sentence) == ("CUDA" in detail)
+    assert ("the GPU has too little memory" in sentence) == ("CUDA" in detail)
     assert ("NCCL_BUFFSIZE" in sentence) == ("Cuda" in detail)
 
 
