@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from command_lines import QUICK, read_stored_run, run_ddpbench
 from simulated_gpu import CUDA, GUARD_VARIABLE, OnGpu, SimulatedGpu, fake_group
 from stored_runs import a_case
+from torch.utils._pytree import tree_leaves
 
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.measure.loop import Bench
@@ -95,9 +97,13 @@ def test_nothing_but_the_operation_lies_between_the_events(
             bench.rest()
             bench.begin()
             gpu.called.clear()
+            gpu.collectives.clear()
             stamps = bench.repeat(2, batch=2)
             assert stamps.shape == (2, 3)
             assert gpu.reads == []
+            sent = [args for call, args in gpu.collectives if call != "c10d.barrier"]
+            tensors = [one for one in tree_leaves(sent) if isinstance(one, torch.Tensor)]
+            assert {tensor.device for tensor in tensors} <= {CUDA}
             timed = spans(gpu.called)[-2:]
             extra = set() if OPERATIONS[name].sized else {"aten.empty.memory_format"}
             for span in timed:
