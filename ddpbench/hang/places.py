@@ -24,6 +24,11 @@ COMPILED = "torchinductor_"  # in the paths of code that torch.compile writes
 # The parts of torch whose functions wait for other ranks.
 CALLED = ("distributed_c10d.py", "_functional_collectives.py")
 PARALLEL = str(Path("nn", "parallel", "distributed.py"))
+# Those that wait in C++. The rest of DDP's constructor imports and computes.
+IN_C = (
+    *("_verify_param_shape_across_processes", "_sync_params_and_buffers"),
+    "_distributed_broadcast_coalesced",
+)
 
 WAIT = "wait"  # for a call that was begun before, with async_op or isend
 
@@ -86,8 +91,10 @@ def find_distributed_call(frame: FrameType) -> tuple[str, int]:
         path, function = outer.f_code.co_filename, outer.f_code.co_name
         if path.endswith(CALLED):
             name, call = function, outer  # the outermost of those that call each other
-        elif path.endswith(PARALLEL) and function == "__init__":  # connects the ranks in C++
-            name, call = "DistributedDataParallel", outer
+        elif function in IN_C and path.startswith(_folder("torch")):
+            name, call = function, outer
+        elif name in IN_C and path.endswith(PARALLEL) and function == "__init__":
+            name = "DistributedDataParallel"
         elif path.startswith(MACHINERY) and function == WAIT:
             name = name or WAIT  # over mpi4py that is a function of ours
         elif name and _distance(path) == 0:

@@ -305,6 +305,7 @@ def play_connect(rank: int) -> None:
 
 def play_model(rank: int) -> None:
     """Rank 1 does not come to DDP's constructor, which makes the first call."""
+    import_module("torch._dynamo")  # takes seconds in the constructor: a notice, but no hang
     ddpbench.watchdog(timeout=2.0)
     if rank == 1:
         time.sleep(30)
