@@ -367,3 +367,42 @@ def test_a_stored_run_is_shown_without_torch(tmp_path: Path, form: str) -> None:
     said = run_without_torch(RUN_DDPBENCH, "show", str(tmp_path / "mine"), "--format", form)
     assert "all_reduce" in said
     assert "gloo" in said
+
+
+# --- kinds of devices -----------------------------------------------------------------------------
+
+# Where the name of a kind decides something outside of runtime/devices.py, and why it may.
+KINDS_NAMED = {
+    "catalog/backends.py": "nccl carries CUDA tensors only; mpi may stage them",
+    "doctor/preflight/dangers.py": "a finding counts more where GPUs are measured",
+    "mpi_backend/work.py": "below the table; torch's futures take no CPU among their devices",
+    "render/labels.py": "the CPU is not written out",
+    "replicas/channel.py": "a group's own list of the kinds that it carries",
+    "runtime/nccl_library.py": "torch's number of the NCCL that it was built with",
+    "session/start_ranks.py": "what was asked for on the CPU is refused without a host's name",
+}  # fmt: skip
+
+
+def names_a_kind(node: ast.AST) -> bool:
+    """Whether this code asks torch.cuda, or compares something with the name of a kind."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == "is_cuda" or ast.unparse(node) == "torch.cuda"
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        return any(isinstance(s, ast.Constant) and s.value in ("cpu", "cuda") for s in sides)
+    return False
+
+
+def kinds_named(root: Path) -> set[str]:
+    """The files below `root`/ddpbench where the name of a kind of device decides something."""
+    return {
+        path.relative_to(root / "ddpbench").as_posix()
+        for path in (root / "ddpbench").rglob("*.py")
+        if any(names_a_kind(node) for node in ast.walk(ast.parse(path.read_text())))
+    } - {"runtime/devices.py"}
+
+
+def test_only_the_table_of_devices_knows_kinds() -> None:
+    """Code outside the table neither calls torch.cuda nor compares the name of a kind, but for the
+    files that are listed with their reasons. Ask `devices.of(device)` instead."""
+    assert kinds_named(ROOT) == set(KINDS_NAMED)
