@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rank_pool import RankPool
+from simulated_gpu import GUARD_VARIABLE
 from simulated_hosts import PORT, Hosts, payload
 
 from ddpbench.doctor.links import findings, pairing, suspects
@@ -352,11 +353,16 @@ def test_where_there_is_no_link_nothing_is_measured(pool: RankPool, tmp_path: Pa
     assert why.startswith("links between hosts: there is only one host")
 
 
-VIRTUAL_DEVICE = """
+VIRTUAL_GPU = """
+import os
+os.environ["{variable}"] = "{guard}"
+import pretend_gpu
 import torch.distributed as dist
+from dataclasses import replace
+from ddpbench.catalog import backends
 from ddpbench.runtime import devices
 
-class Clock:  # of a device that takes 1 ns for a byte; everything else takes it 1 ms
+class Clock:  # of a GPU that takes 1 ns for a byte; everything else takes it 1 ms
     ns = 0
 
 class Event:
@@ -384,25 +390,30 @@ def connect(*args, **options):
 
 def cost_ns(ops):
     assert ops[0].group in connected
+    assert ops[0].tensor.is_cuda
     return 1_000_000 * (len(ops) - 1) + ops[0].tensor.nbytes
 
 dist.barrier = connect
-kind = devices.KINDS["cpu"]
-kind.clock, kind.event = "device", lambda device: Event()
+kind = devices.KINDS["cuda"]
+kind.event = lambda device: Event()
 count(dist, "batch_isend_irecv", cost_ns)
 for module, name in ((dist, "send"), (dist, "recv"), (dist, "all_gather"), (kind, "sleep")):
     count(module, name, lambda *args: 1_000_000)
+backends.BACKENDS["gloo"] = replace(backends.BACKENDS["gloo"], transport="links")
 """
 
 
-def test_on_a_device_only_one_message_and_its_confirmation_are_timed(tmp_path: Path) -> None:
+def test_on_a_gpu_only_one_message_and_its_confirmation_are_timed(
+    cuda_guard: Path, tmp_path: Path
+) -> None:
     """Not the order, not the wait for the peer, not the hosts between many messages: what a slow
     host takes is no part of a link. In each round one of three ranks has no peer, and nccl needs
     all ranks for the first operation of a group: that is a barrier."""
-    (tmp_path / "virtual_device.py").write_text(VIRTUAL_DEVICE)
+    virtual = VIRTUAL_GPU.format(variable=GUARD_VARIABLE, guard=cuda_guard)
+    (tmp_path / "virtual_gpu.py").write_text(virtual)
     ranks = RankPool()
     try:
-        its = measured(ranks, 3, tmp_path, "--import", "virtual_device")
+        its = measured(ranks, 3, tmp_path, "--import", "virtual_gpu", "--device", "cuda")
     finally:
         ranks.close()
     cells = its["figures"]["cells"]
