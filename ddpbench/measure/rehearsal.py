@@ -11,6 +11,7 @@ temporary tensors. A loss that communicates makes the other ranks wait here, too
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 from typing import TYPE_CHECKING
@@ -53,14 +54,27 @@ def find_shortage(task: Task, case: StepCase, device: torch.device, replicas: in
 
 
 def _run_alone(task: Task, case: StepCase, device: torch.device, replicas: int) -> None:
-    """Run a forward and a backward beside all that a later step finds in memory."""
-    copies = OPTIMIZERS[case.optimizer].copies + (not case.gradient_as_bucket_view)
+    """Run a forward and a backward beside all that a later step finds in memory.
+
+    That are the optimizer's states, the buckets of this replica, and the gradients of the others,
+    unless these lie in their buckets.
+    """
+    views = case.gradient_as_bucket_view
+    copies = OPTIMIZERS[case.optimizer].copies * replicas + (1 if views else replicas)
     trained = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
-    resident = [torch.empty_like(each) for each in trained for _ in range(copies * replicas)]
-    with autocast(case, device):
-        loss = task.loss(task.model, task.batch(0))
-    loss.backward()
+    resident = [torch.empty_like(each) for each in trained for _ in range(copies)]
+    with contextlib.ExitStack() as hooks:
+        for each in trained if views else ():
+            hooks.enter_context(each.register_post_accumulate_grad_hook(_drop_gradient))
+        with autocast(case, device):
+            loss = task.loss(task.model, task.batch(0))
+        loss.backward()
     del resident
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    """Free a gradient that DDP would move to its bucket."""
+    parameter.grad = None
 
 
 def describe_shortage(error: Exception, case: StepCase) -> str | None:

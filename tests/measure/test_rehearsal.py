@@ -124,26 +124,45 @@ def some_task() -> Task:
     return Task(model, lambda step: torch.ones(4, 6), loss)
 
 
-def test_a_rehearsal_leaves_no_trace() -> None:
-    """Parameters, buffers, gradients and random numbers are as before."""
-    task = some_task()
+@pytest.mark.parametrize("views", [False, True])
+def test_a_rehearsal_leaves_no_trace(views: bool) -> None:
+    """Parameters, buffers, gradients and random numbers are as before, and gradients stay again."""
+    task, case = some_task(), a_step_case(optimizer="adam", gradient_as_bucket_view=views)
     before = {name: each.clone() for name, each in task.model.state_dict().items()}
     random_state = torch.get_rng_state()
-    assert rehearsal.find_shortage(task, a_step_case(optimizer="adam"), CPU, 1) is None
+    assert rehearsal.find_shortage(task, case, CPU, 1) is None
     assert all(torch.equal(each, before[name]) for name, each in task.model.state_dict().items())
     assert all(parameter.grad is None for parameter in task.model.parameters())
     assert torch.equal(torch.get_rng_state(), random_state)
+    task.loss(task.model, task.batch(0)).backward()
+    assert all((each.grad is not None) == each.requires_grad for each in task.model.parameters())
+
+
+def test_a_loss_that_needs_ddp_is_left_to_the_first_step() -> None:
+    """It fails without DDP, which says nothing about memory, and leaves no hook behind."""
+    task = some_task()
+    bare = task.loss
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        result: Tensor = model.module(batch)
+        return result
+
+    task.loss = loss
+    case = a_step_case(gradient_as_bucket_view=True)
+    assert rehearsal.find_shortage(task, case, CPU, 1) is None
+    bare(task.model, task.batch(0)).backward()
+    assert all((each.grad is not None) == each.requires_grad for each in task.model.parameters())
 
 
 @pytest.mark.parametrize(
     ("replicas", "optimizer", "views", "copies"),
-    [(1, "sgd", False, 1), (1, "sgd", True, 0), (1, "adam", False, 3), (2, "adamw", False, 6)],
+    [(1, "sgd", False, 1), (1, "sgd", True, 1), (2, "adam", True, 5), (2, "adamw", False, 6)],
 )
 def test_a_rehearsal_holds_what_a_later_step_finds(
     replicas: int, optimizer: str, views: bool, copies: int
 ) -> None:
-    """Buckets, unless the gradients lie in them, and two states of Adam, of each replica; nothing
-    for parameters that are not trained."""
+    """The buckets of this replica, the gradients of the other one unless they lie in its buckets,
+    two states of Adam in each; nothing for parameters that are not trained."""
     task = some_task()
     task.model[2] = nn.Identity()  # a dropout allocates by itself
     trained = sum(each.nbytes for each in task.model.parameters() if each.requires_grad)
