@@ -1,16 +1,25 @@
 """A GPU for a whole command, as `--import pretend_gpu` adds it: torch simulates its tensors.
 
 Each rank of `--device cuda` then works with simulated CUDA tensors, which gloo moves as the CPU's.
+It also stands in for nccl.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 from simulated_gpu import GUARD_VARIABLE, PretendedKind, SimulatedGpu
 
+from ddpbench.catalog.backends import BACKENDS
 from ddpbench.runtime import devices
 
 torch.ops.load_library(os.environ[GUARD_VARIABLE])
 devices.KINDS["cuda"] = PretendedKind(SimulatedGpu().__enter__())
+BACKENDS["nccl"] = replace(
+    BACKENDS["nccl"],
+    unavailable=lambda device: None,
+    library=lambda: "gloo, in place of NCCL",
+    register=lambda: "gloo",
+)
