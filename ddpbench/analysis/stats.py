@@ -178,6 +178,8 @@ def summary(
     hidden_launch: whether the host's stamps are of the launch alone, and tell nothing of the call.
     """
     times = over.times(calls)
+    host_mean = float(over.host_mean.mean()) * 1e-9 / calls
+    launch = float(np.median(over.host_slowest)) * 1e-9 / calls
     bracket: dict[str, Any] = {
         "skew_seconds": over.last_in - over.first_in,
         "last_in_seconds": (over.last_out - over.last_in) / calls,
@@ -193,12 +195,8 @@ def summary(
         percentiles_seconds=percentiles(times) if single else {},
         rank_mean_seconds=float(np.median(over.mean)) * 1e-9 / calls,
         rank_min_seconds=float(np.median(over.fastest)) * 1e-9 / calls,
-        overall_mean_seconds=(
-            None if hidden_launch else float(over.host_mean.mean()) * 1e-9 / calls
-        ),
-        launch_seconds=(
-            float(np.median(over.host_slowest)) * 1e-9 / calls if hidden_launch else None
-        ),
+        overall_mean_seconds=None if hidden_launch else host_mean,
+        launch_seconds=launch if hidden_launch else None,
         outliers=outliers(times, 1.5),
         far_outliers=outliers(times, 3.0),
         lag1=lag1(times),

@@ -134,7 +134,7 @@ def verified(every: int) -> str:
     """State how often the replicas were verified."""
     if not every:
         return "replicas not verified"
-    return f"replicas verified {'each step' if every == 1 else f'every {every}th step'}"
+    return f"replicas verified {'each step' if every == 1 else f'every {every} steps'}"
 
 
 def _where(launch: Launch) -> str:

@@ -83,7 +83,7 @@ def _losses(line: StepLine) -> Iterator[str]:
 def _when(line: StepLine, every: int) -> str:
     verified = sum(r.replicas.verified for r in line.results if r.replicas)
     count = f"{verified} step{'' if verified == 1 else 's'}"
-    when = f"after each of {count}" if every == 1 else f"after {count}, every {every}th"
+    when = f"after each of {count}" if every == 1 else f"after {count}, one in every {every}"
     return when + (f" in {len(line.results)} launches" if len(line.results) > 1 else "")
 
 
