@@ -75,7 +75,7 @@ def test_the_header_says_how_steps_were_measured() -> None:
     )
     off = formats.table(two_backends(plan=Plan(verify=0)))
     assert "replicas not verified; seed 0" in off
-    assert "replicas verified every 10th step" in formats.table(two_backends(plan=Plan(verify=10)))
+    assert "replicas verified every 10 steps" in formats.table(two_backends(plan=Plan(verify=10)))
 
 
 def test_the_title_names_what_is_not_default() -> None:
@@ -287,7 +287,7 @@ def test_equal_replicas_are_one_verdict_with_its_cost() -> None:
         )
     ]
     every = show(a_step_result(), plan=Plan(verify=10))
-    assert "replicas equal after 136 steps, every 10th, bit for bit: " in every
+    assert "replicas equal after 136 steps, one in every 10, bit for bit: " in every
     twice = show(a_step_result(), a_step_result(launch=1))
     assert "after each of 272 steps in 2 launches, bit for bit: " in twice
     assert "gloo  not verified\n" in show(a_step_result(replicas=None))
