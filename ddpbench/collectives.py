@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpbench.catalog import sizes
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from ddpbench.measure.calibrate import Rates
     from ddpbench.runtime.subgroups import Subgroup
     from ddpbench.session.recorder import Recorder
+
+
+Links = dict[tuple[str, str], "Limit | None"]  # (partition, operation) → of the GPUs' links
 
 
 def run(options: Options, placement: Placement) -> int:
@@ -97,8 +100,15 @@ class Sweep:
 
         self.context, self.subgroups, self.recorder = context, subgroups, recorder
         hosts, ranks = list(context.world.hosts.values()), recorder.launch.ranks
-        links = {n: derive_limit(ranks, hosts, s.partition) for n, s in subgroups.items()}
-        self.rates = replace(rates, links=links)
+        self.rates = rates
+        # What the links of the GPUs carry in each partition, for each operation.
+        self.links: Links = {}
+        if context.backend.transport == "links":
+            self.links = {
+                (name, op): derive_limit(ranks, hosts, subgroup.partition, OPERATIONS[op])
+                for name, subgroup in subgroups.items()
+                for op in context.options.op
+            }
         self.clocks = context.closing.enter_context(
             offsets.open_clocks(context.world, recorder.launch.ranks)
         )
@@ -140,7 +150,7 @@ class Sweep:
             reason=samples.objection,
             wrong=tuple(pace.gather_wrong(world, samples)),
             **facts,
-            limit=_limit(options, context.backend, case, self.rates),
+            limit=_limit(options, context.backend, case, self.rates, self.links),
             hard_limit=_hard_limit(options, case, self.rates),
             wall_seconds=time.monotonic() - started,
         )
@@ -282,10 +292,14 @@ def _objection(case: Case, world: World, device: torch.device) -> str | None:
     return None
 
 
-def _limit(options: Options, backend: Backend, case: Case, rates: Rates) -> Limit | None:
-    """Return the limit of this case's bus bandwidth: the user's, else the measured one."""
+def _limit(
+    options: Options, backend: Backend, case: Case, rates: Rates, links: Links
+) -> Limit | None:
+    """Return the limit of this case's bus bandwidth: the user's, else a known or measured one."""
     if options.limit is not None:
         return _nominal(options, case)
+    if backend.transport == "links":
+        return links.get((case.group, case.operation))
     one_way = OPERATIONS[case.operation].one_way(case.world_size)
     one_host = len(case.ranks_per_host) == 1
     return rates.limit(backend.transport, case.nbytes, one_way, one_host, case.group)

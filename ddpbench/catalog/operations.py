@@ -78,6 +78,7 @@ class Operation:
     sized: bool = True
     one_way: Callable[[int], bool] = lambda n: False  # each rank only sends or only receives
     messages: int = 1  # sent one after the other in one call; the time is divided by this
+    personal: bool = False  # each rank has other data for each of the others
     paired: bool = False  # between ranks 0-1, 2-3, …: no async_op, needs two ranks
 
     def least_nbytes(self, case: Case) -> float:
@@ -358,6 +359,7 @@ OPERATIONS: dict[str, Operation] = {
             elements=_exchanged,
             bind=_all_to_all,
             expected=_block_of_each,
+            personal=True,
             bus_factor=_ring,
             least=_ring,
             forms=("tensor", "list"),

@@ -50,14 +50,11 @@ class Rates:
     # This name is stored with the run.
     teams: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
     device_copy: float | None = None  # bytes that the fastest device reads and writes in its memory
-    links: dict[str, Limit | None] = field(default_factory=dict)  # partition → of its GPUs' links
 
     def limit(
         self, transport: str, nbytes: int, one_way: bool, one_host: bool, partition: str = "world"
     ) -> Limit | None:
         """Return the limit of a case of this total size; None if it is unknown."""
-        if transport == "links":
-            return self.links.get(partition)
         if one_host and transport == "memory":
             copies = self.copies_alone if one_way else self.copies
             source = f"{'one' if one_way else 'concurrent'} memcpy of the same size"

@@ -2,7 +2,8 @@
 
 The facts are those of runtime/gpu_facts.py (`gpu_links`) and runtime/link_facts.py. Rates are of
 one direction, so an operation that only sends has the same limit. Headers of packets are not
-deducted. A network that reduces may exceed a limit.
+deducted. A network that reduces may exceed a limit; so may a tree between few hosts, which sends
+less than the ring for which busbw is defined.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpbench.analysis.rank_setup import Facts, settings
+from ddpbench.catalog.operations import Operation
 from ddpbench.records.schema import Limit
 from ddpbench.runtime.network import matches_names
-from ddpbench.runtime.subgroups import Hosts, Partition
+from ddpbench.runtime.subgroups import Hosts, Members, Partition
 
 KERNEL = "as /sys reports"
 
 
-def derive_limit(ranks: Sequence[Facts], hosts: Hosts, partition: Partition) -> Limit | None:
-    """Return the lowest limit of a rank's rate in this partition; None if it is not known.
+def derive_limit(
+    ranks: Sequence[Facts], hosts: Hosts, partition: Partition, operation: Operation
+) -> Limit | None:
+    """Return the lowest limit of an operation's busbw in this partition; None if it is not known.
 
     Ranks that share a GPU use no link, so for them it is not known.
     """
@@ -27,45 +31,96 @@ def derive_limit(ranks: Sequence[Facts], hosts: Hosts, partition: Partition) -> 
     if len(set(buses)) < len(buses):
         return None
     limits: list[Limit | None] = []
-    for members in partition.subgroups:
+    subgroups = _pairs(partition.subgroups) if operation.paired else partition.subgroups
+    for members in map(set, subgroups):
         fabrics = {ranks[rank].get("gpu_fabric") for rank in members}
         joined = len(fabrics) == 1 and None not in fabrics  # by NVLinks, across hosts as well
-        for host in [members] if joined else hosts:
+        for host in [sorted(members)] if joined else hosts:
             local = [rank for rank in host if rank in members]
             if len(local) > 1:
                 limits += _between_gpus([ranks[rank] for rank in local])
             if local and len(local) < len(members):
-                network = _to_network(ranks[local[0]], _count_groups(host, partition, len(local)))
+                network = _to_network(ranks[local[0]], _count_groups(host, subgroups, len(local)))
                 if network is None:
                     return None
-                limits += [network, _through_slots([ranks[rank] for rank in local])]
+                leaving = (network, _through_slots([ranks[rank] for rank in local]))
+                share = _leaving(operation, len(members), len(local))
+                limits += [limit and _divide(limit, share) for limit in leaving]
     known = (limit for limit in limits if limit is not None)
     return min(known, key=lambda limit: limit.bytes_per_second, default=None)
 
 
-def _count_groups(host: Sequence[int], partition: Partition, local: int) -> int:
+def _pairs(subgroups: Members) -> Members:
+    """Return the pairs that an operation between two ranks forms in these subgroups."""
+    return tuple(m[i : i + 2] for m in subgroups for i in range(0, len(m) - 1, 2))
+
+
+def _count_groups(host: Sequence[int], subgroups: Members, local: int) -> int:
     """Return how many subgroups, each with so many ranks on this host, share its network."""
-    working = {rank for members in partition.subgroups for rank in members}
+    working = {rank for members in subgroups for rank in members}
     return len(working.intersection(host)) // local
 
 
+def _leaving(operation: Operation, ranks: int, local: int) -> float:
+    """Return the bytes that leave a host over those that busbw counts.
+
+    It is 1 in a ring. Where each rank has other data for each of the others, all ranks of a host
+    send to all ranks elsewhere.
+    """
+    return local * (ranks - local) / (ranks - 1) if operation.personal else 1.0
+
+
+def _divide(limit: Limit, share: float) -> Limit:
+    """Return the limit of busbw where so many of its bytes leave a host."""
+    if share == 1:
+        return limit
+    source = f"{limit.source}; {share:.2g} bytes leave a host for each that busbw counts"
+    return Limit(limit.bytes_per_second / share, source)
+
+
 def _between_gpus(local: Sequence[Facts]) -> list[Limit | None]:
-    """Return for each of these GPUs the limit of its links to the others."""
+    """Return for each of these GPUs the limit of its links to the others.
+
+    NVLinks may join only some of them, as a bridge does. Those reach the rest over their PCIe.
+    """
     buses = {facts.get("gpu_bus") for facts in local}
-    return [_between_gpu_and(own, buses) for own in local]
+    nvlinks = [_usable_nvlinks(own, buses) for own in local]
+    limits = [_sum_nvlinks(links) if links else None for links in nvlinks]
+    ends = [
+        {own.get("gpu_bus"), *(link["to"] for link in links)}
+        for own, links in zip(local, nvlinks, strict=True)
+        if links is not None
+    ]
+    islands = _join(ends)
+    # A GPU of AMD, or without NVML, may have other links than PCIe.
+    if len(islands) > 1 and None not in nvlinks:
+        groups = ([own for own in local if own.get("gpu_bus") in island] for island in islands)
+        limits += map(_through_slots, groups)
+    return limits
 
 
-def _between_gpu_and(own: Facts, buses: set[Any]) -> Limit | None:
-    """Return the limit of a GPU's NVLinks to these GPUs, or of PCIe if none leads there."""
+def _join(sets: Sequence[set[Any]]) -> list[set[Any]]:
+    """Join the sets that share members."""
+    joined: list[set[Any]] = []
+    for each in sets:
+        apart = [island for island in joined if not island & each]
+        joined = [*apart, each.union(*(island for island in joined if island & each))]
+    return joined
+
+
+def _usable_nvlinks(own: Facts, buses: set[Any]) -> list[Any] | None:
+    """Return a GPU's NVLinks that lead to these GPUs and that NCCL may use; None: unknown."""
     links = own.get("gpu_nvlinks")
     if links is None:
-        return None  # GPUs of AMD, and without NVML: there may be other links than PCIe
+        return None
     variables = settings(own)
     if variables.get("NCCL_P2P_DISABLE") == "1" or variables.get("NCCL_P2P_LEVEL") in ("LOC", "0"):
-        links = []
-    links = [link for link in links if link["to"] == "switch" or link["to"] in buses]
-    if not links:
-        return _through_slots([own])
+        return []
+    return [link for link in links if link["to"] == "switch" or link["to"] in buses]
+
+
+def _sum_nvlinks(links: Sequence[Any]) -> Limit | None:
+    """Return what these NVLinks carry together."""
     rates = {link["bytes_per_second"] for link in links}
     if None in rates:
         return None

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.measure.link_limits import derive_limit
 from ddpbench.records.schema import Limit
 from ddpbench.runtime.subgroups import divide_ranks
@@ -24,15 +25,17 @@ def a_rank(number: int, **other: Any) -> dict[str, Any]:
     return {**own, **other}
 
 
-def on_one_host(*ranks: dict[str, Any]) -> Limit | None:
+def on_one_host(*ranks: dict[str, Any], operation: str = "all_reduce") -> Limit | None:
     hosts = [list(range(len(ranks)))]
-    return derive_limit(ranks, hosts, divide_ranks("world", hosts))
+    return derive_limit(ranks, hosts, divide_ranks("world", hosts), OPERATIONS[operation])
 
 
-def on_two_hosts(ranks: list[dict[str, Any]], name: str = "world") -> Limit | None:
+def on_two_hosts(
+    ranks: list[dict[str, Any]], name: str = "world", operation: str = "all_reduce"
+) -> Limit | None:
     half = len(ranks) // 2
     hosts = [list(range(half)), list(range(half, len(ranks)))]
-    return derive_limit(ranks, hosts, divide_ranks(name, hosts))
+    return derive_limit(ranks, hosts, divide_ranks(name, hosts), OPERATIONS[operation])
 
 
 def test_nvlinks_to_a_switch() -> None:
@@ -157,3 +160,64 @@ def test_a_fabric_of_nvlinks_reaches_across_hosts() -> None:
     limit = on_two_hosts(ranks)
     assert limit is not None
     assert "PCIe links" in limit.source
+
+
+def test_the_ranks_of_a_host_share_its_ports_in_all_to_all() -> None:
+    """Each of 8 ranks has a block for each of the 8 on the other host: 64 of the 15 × 8 blocks that
+    busbw counts leave a host, not one rank's 15. A host's 8 ports of 50 GB/s carry 94 GB/s each."""
+    ports = {f"mlx5_{n}:1": 50 * GB for n in range(8)}
+    ranks = [a_rank(n % 8, gpu_nvlinks=SWITCH, rdma_ports=ports, gpu_pcie=None) for n in range(16)]
+    ring = on_two_hosts(ranks)
+    assert ring == Limit(400 * GB, "8 RDMA ports of a host, 50.0 GB/s each, as /sys reports")
+    limit = on_two_hosts(ranks, operation="all_to_all")
+    assert limit is not None
+    assert limit.bytes_per_second == pytest.approx(93.75 * GB)
+    assert limit.source == f"{ring.source}; 4.3 bytes leave a host for each that busbw counts"
+    alone = on_two_hosts([ranks[0], ranks[8]], operation="all_to_all")
+    assert alone == on_two_hosts([ranks[0], ranks[8]])
+    inside = on_one_host(*ranks[:8], operation="all_to_all")
+    assert inside == on_one_host(*ranks[:8])
+
+
+@pytest.mark.parametrize("operation", ["send_recv", "bidirectional"])
+def test_a_pair_uses_only_the_links_between_its_ranks(operation: str) -> None:
+    """Ranks 0-1, 2-3, … send to each other: inside a host they need no network, and of four GPUs
+    with four NVLinks to each other one, a pair has four. Between hosts pairs share the ports."""
+
+    def mesh(number: int, first: int) -> dict[str, Any]:
+        others = [f"0000:{n:02x}:00.0" for n in range(first, first + 4) if n != number]
+        links = [{"to": bus, "count": 4, "bytes_per_second": 25 * GB} for bus in others]
+        return a_rank(number, gpu_nvlinks=links, rdma_ports={"mlx5_0:1": 50 * GB})
+
+    four = [mesh(number, 0) for number in range(4)]
+    pair = Limit(100 * GB, "4 NVLinks of 25.0 GB/s, as NVML reports")
+    assert on_one_host(*four, operation=operation) == pair
+    assert on_one_host(*four) == Limit(300 * GB, "12 NVLinks of 25.0 GB/s, as NVML reports")
+    eight = [*four, *four]
+    assert on_two_hosts(eight, operation=operation) == pair
+    assert on_two_hosts([{**rank, "rdma_ports": {}} for rank in eight], operation=operation) == pair
+    across = [[0, 2, 4, 6], [1, 3, 5, 7]]
+    world = divide_ranks("world", across)
+    between = [four[rank // 2] for rank in range(8)]
+    limit = derive_limit(between, across, world, OPERATIONS[operation])
+    source = "1 RDMA port of a host, 50.0 GB/s each, shared by 4 groups, as /sys reports"
+    assert limit == Limit(12.5 * GB, source)
+
+
+def test_bridges_between_pairs_of_gpus_leave_pcie_between_the_pairs() -> None:
+    """Bridges join GPUs 0-1 and 2-3. What goes from one pair to the other leaves through its two
+    slots, whatever the bridges carry."""
+
+    def bridged(number: int) -> dict[str, Any]:
+        other = f"0000:{number ^ 1:02x}:00.0"
+        links = [{"to": other, "count": 12, "bytes_per_second": 25 * GB}]
+        return a_rank(number, gpu_nvlinks=links)
+
+    ranks = [bridged(number) for number in range(4)]
+    limit = Limit(63 * GB, "2 PCIe links, x16 at 16 GT/s, as /sys reports")
+    assert on_one_host(*ranks) == limit
+    assert on_one_host(*ranks[:2]) == Limit(300 * GB, "12 NVLinks of 25.0 GB/s, as NVML reports")
+    pairs = on_one_host(*ranks, operation="bidirectional")
+    assert pairs == on_one_host(*ranks[:2])
+    own = on_one_host(*ranks[:3])
+    assert own == Limit(31.5 * GB, "PCIe x16 at 16 GT/s, as /sys reports")
