@@ -153,7 +153,13 @@ def agree_same_options(world: Membership, options: dict[str, Any]) -> None:
 
 def find_differing_option(options_of_ranks: list[dict[str, Any]]) -> str | None:
     """A sentence on the first option that differs from rank 0's; None if all agree."""
+    first = options_of_ranks[0].get("device")
     for rank, options in enumerate(options_of_ranks):
+        if options.get("device") != first:
+            return (
+                f"rank {rank} has --device {options.get('device')}, rank 0 has {first}: start all "
+                "ranks with the same --device; with auto, a rank that sees no GPU takes the CPU"
+            )
         for name, value in options_of_ranks[0].items():
             if options.get(name) != value:
                 return (

@@ -329,7 +329,7 @@ class Cuda(Accelerator):
         """
         import torch
 
-        guesses = _is_nccl(backend) and torch.__version__ >= "2.15"
+        guesses = _is_nccl(backend) and torch.__version__ >= "2.15.0a0"
         return {"device_id": device} if guesses else {}
 
     def barrier_options(self, device: torch.device, group: dist.ProcessGroup) -> dict[str, Any]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import random
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -25,7 +28,7 @@ from ddpbench.records.terminal_text import tell
 from ddpbench.runtime import devices
 from ddpbench.session import options as shared_options
 from ddpbench.session import run_folder
-from ddpbench.session.errors import report_errors
+from ddpbench.session.errors import WAIT_FOR_SPEAKER_SECONDS, report_errors
 from ddpbench.session.run_options import RunOptions
 
 T = TypeVar("T", bound=RunOptions)
@@ -80,7 +83,7 @@ def _choose_for_host(
 ) -> tuple[str, tuple[str, ...]]:
     """Return device and backends, as far as this host has them. Raises Refused if it does not.
 
-    GPUs may be broken or hidden on one host of several. So one rank of each host reports it.
+    GPUs may be broken or hidden on one host of several, or in one rank. So each host reports it.
     """
     device = options.device
     warn = tell if placement is None or placement.local_rank == 0 else lambda sentence: None
@@ -91,8 +94,23 @@ def _choose_for_host(
     except Refused as refused:
         if placement is None or device == "cpu":
             raise
-        speaker = placement.rank - placement.local_rank
-        raise Refused(f"host {socket.gethostname()}: {refused}", speaker) from None
+        rank = f", rank {placement.rank}" if placement.local_rank else ""
+        sentence = f"host {socket.gethostname()}{rank}: {refused}"
+        raise Refused(sentence, _wait_to_speak(placement)) from None
+
+
+def _wait_to_speak(placement: Placement) -> int:
+    """Return the rank that reports a refusal of this host.
+
+    It is the first rank, at once. If that has a GPU and does not refuse, another one reports it:
+    the one that holds a name of the host meanwhile.
+    """
+    if placement.local_rank:
+        with socket.socket(socket.AF_UNIX) as name, contextlib.suppress(OSError):
+            name.bind(f"\0ddpbench-refused-{os.getppid()}")
+            time.sleep(WAIT_FOR_SPEAKER_SECONDS / 2)  # a launcher ends all ranks with the first
+            return placement.rank
+    return placement.rank - placement.local_rank
 
 
 def count_ranks(options: RunOptions) -> int:

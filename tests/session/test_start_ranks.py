@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ddpbench.catalog import backends
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.nested_runs import command_line
 from ddpbench.records import store
+from ddpbench.runtime import control
 from ddpbench.session import start_ranks
 from ddpbench.session.run_options import RunOptions
 
@@ -90,7 +92,8 @@ def test_each_host_reports_that_it_has_no_gpus(
     monkeypatch: pytest.MonkeyPatch, device: str, backend: str
 ) -> None:
     """One host of several may have no GPU, or a broken one. Then rank 0 knows of nothing, and the
-    first rank of that host names it."""
+    first rank of that host names it. It may be hidden from another rank of the host alone: that one
+    speaks, if no rank before it does so."""
 
     def fail() -> None:
         raise RuntimeError("CUDA driver initialization failed, you might not have a CUDA gpu.")
@@ -101,13 +104,34 @@ def test_each_host_reports_that_it_has_no_gpus(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: cuda)
     words = ["collectives", "--device", device, "--backend", backend]
     options = collectives.Options.of(command_line.parse(words))
-    with pytest.raises(Refused, match=f"^host {socket.gethostname()}: .*driver init") as refused:
-        start_ranks.resolve(options, Placement("torchrun", 5, 8, local_rank=1, local_world_size=2))
-    assert refused.value.speaker == 4
+    monkeypatch.setattr(start_ranks, "WAIT_FOR_SPEAKER_SECONDS", 1.0)
+    host = socket.gethostname()
+
+    def refuse(rank: int) -> tuple[int, str]:
+        with pytest.raises(Refused, match=f"^host {host}[:,].*driver init") as refused:
+            start_ranks.resolve(options, Placement("torchrun", 4 + rank, 8, rank, 4))
+        return refused.value.speaker, str(refused.value).partition(": ")[0]
+
+    assert refuse(0) == (4, f"host {host}")
+    assert refuse(2) == (6, f"host {host}, rank 6")
+    with ThreadPoolExecutor() as ranks:
+        speakers = dict(zip((1, 2, 3), ranks.map(refuse, (1, 2, 3)), strict=True))
+    own = [rank for rank, (speaker, _) in speakers.items() if speaker == 4 + rank]
+    assert len(own) == 1
+    assert {speaker for rank, (speaker, _) in speakers.items() if rank not in own} == {4}
     with pytest.raises(Refused, match="driver init") as refused:
         start_ranks.resolve(options, None)
     assert refused.value.speaker == 0
     assert "host " not in str(refused.value)
+
+
+def test_a_rank_that_alone_sees_no_gpu_is_named() -> None:
+    """Nobody has typed --backend gloo there: `auto` has taken it, because of the device."""
+    ranks = [{"backend": ["nccl"], "device": "cuda"}, {"backend": ["gloo"], "device": "cpu"}]
+    assert control.find_differing_option([ranks[0], ranks[0], ranks[1]]) == (
+        "rank 2 has --device cpu, rank 0 has cuda: start all ranks with the same --device; with "
+        "auto, a rank that sees no GPU takes the CPU"
+    )
 
 
 REFUSED_BACKEND = """
