@@ -61,12 +61,11 @@ class Setup:
         return [rank for rank, its in enumerate(self.ranks) if holds(its)]
 
 
-def settings(facts: Facts) -> dict[str, str]:
-    """The variables of a rank, and those that only the files of NCCL set."""
-    files = (facts.get("nccl_conf") or {}).values()
-    merged: dict[str, str] = {}
-    for each in (facts.get("variables") or {}, *files):
-        merged = {**each, **merged}
+def merge_settings(facts: Facts) -> dict[str, str]:
+    """Return the variables of a rank, and the settings that only NCCL's files make."""
+    merged = dict(facts.get("variables") or {})
+    for settings in (facts.get("nccl_conf") or {}).values():
+        merged = {**settings, **merged}
     return merged
 
 

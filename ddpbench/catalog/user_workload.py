@@ -35,8 +35,8 @@ def find_other_device(batch: Any, device: torch.device) -> torch.device | None:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     parts = batch if isinstance(batch, (list, tuple)) else ()
-    found = (find_other_device(part, device) for part in parts)
-    return next((other for other in found if other is not None), None)
+    others = (find_other_device(part, device) for part in parts)
+    return next((other for other in others if other is not None), None)
 
 
 def import_function(name: str) -> Callable[..., Any]:

@@ -26,14 +26,14 @@ def watched_groups(timeout: timedelta) -> Iterator[None]:
     timeout: of the groups. What the user has set stays. The rest is taken back at the end, because
     the record of a run names the user's settings.
     """
-    own = {} if any(map(os.environ.get, BUFFER_SIZES)) else {_find_buffer_size(): ENTRIES}
+    added = {} if any(map(os.environ.get, BUFFER_SIZES)) else {_find_buffer_size(): ENTRIES}
     if not os.environ.get(HEARTBEAT):
-        own[HEARTBEAT] = str(max(HEARTBEAT_SECONDS, round(timeout.total_seconds()) + 60))
-    os.environ.update(own)
+        added[HEARTBEAT] = str(max(HEARTBEAT_SECONDS, round(timeout.total_seconds()) + 60))
+    os.environ.update(added)
     try:
         yield
     finally:
-        for name in own:
+        for name in added:
             os.environ.pop(name, None)
 
 
@@ -46,7 +46,7 @@ def _find_buffer_size() -> str:
 
 
 def records_by_default() -> bool:
-    """Return whether a torch that records without being asked to is not told to stop."""
+    """Return whether a torch that records by default does so here: the user may switch it off."""
     return next(filter(None, map(os.environ.get, BUFFER_SIZES)), ENTRIES) != "0"
 
 

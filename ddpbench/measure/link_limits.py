@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ddpbench.analysis.rank_setup import Facts, settings
+from ddpbench.analysis.rank_setup import Facts, merge_settings
 from ddpbench.catalog.operations import Operation
 from ddpbench.records.schema import Limit
 from ddpbench.runtime.network import matches_names
@@ -102,9 +102,9 @@ def _between_gpus(local: Sequence[Facts]) -> list[Limit | None]:
 def _join(sets: Sequence[set[Any]]) -> list[set[Any]]:
     """Join the sets that share members."""
     joined: list[set[Any]] = []
-    for each in sets:
-        apart = [island for island in joined if not island & each]
-        joined = [*apart, each.union(*(island for island in joined if island & each))]
+    for members in sets:
+        apart = [island for island in joined if not island & members]
+        joined = [*apart, members.union(*(island for island in joined if island & members))]
     return joined
 
 
@@ -113,7 +113,7 @@ def _usable_nvlinks(own: Facts, buses: set[Any]) -> list[Any] | None:
     links = own.get("gpu_nvlinks")
     if links is None:
         return None
-    variables = settings(own)
+    variables = merge_settings(own)
     if variables.get("NCCL_P2P_DISABLE") == "1" or variables.get("NCCL_P2P_LEVEL") in ("LOC", "0"):
         return []
     return [link for link in links if link["to"] == "switch" or link["to"] in buses]
@@ -144,7 +144,7 @@ def _through_slots(local: Sequence[Facts]) -> Limit | None:
 
 def _to_network(own: Facts, sharing: int) -> Limit | None:
     """Return the limit of a host's RDMA ports for one of the subgroups that share them."""
-    variables = settings(own)
+    variables = merge_settings(own)
     if variables.get("NCCL_IB_DISABLE") == "1" or variables.get("NCCL_NET") == "Socket":
         return None
     chosen = variables.get("NCCL_IB_HCA", "")
@@ -155,7 +155,7 @@ def _to_network(own: Facts, sharing: int) -> Limit | None:
     ]
     if not rates:
         return None
-    each = " and ".join(f"{rate / 1e9:.1f}" for rate in sorted(set(rates)))
-    source = f"{len(rates)} RDMA port{'s' if len(rates) > 1 else ''} of a host, {each} GB/s each"
+    shown = " and ".join(f"{rate / 1e9:.1f}" for rate in sorted(set(rates)))
+    source = f"{len(rates)} RDMA port{'s' if len(rates) > 1 else ''} of a host, {shown} GB/s each"
     shared = f", shared by {sharing} groups" if sharing > 1 else ""
     return Limit(sum(rates) / sharing, f"{source}{shared}, {KERNEL}")

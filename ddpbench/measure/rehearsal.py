@@ -1,12 +1,12 @@
-"""Find out whether a rank's memory holds a step: run a forward and a backward without DDP.
+"""Check whether a step fits in a rank's memory: run a forward and a backward without DDP.
 
 In a step with DDP, a rank that runs out of memory leaves the other ranks waiting in a collective.
 So each rank tries alone first, beside empty tensors in place of what comes later: gradient buckets
 and the optimizer's state. The ranks can then agree on what to do. Only devices that refuse an
 allocation need this. A host whose memory is full ends a process instead.
 
-Not found out are the memory of the backend, of a communication hook and of the optimizer's
-temporary tensors. A loss that communicates makes the other ranks wait here, too.
+The memory of the backend, of a communication hook and of the optimizer's temporary tensors is not
+checked. If a loss communicates and one rank runs out of memory, the other ranks wait here, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def find_shortage(task: Task, case: StepCase, device: torch.device, replicas: int) -> str | None:
-    """Return None if this rank holds a step, else one sentence: why not, and what helps.
+    """Return None if a step fits in this rank's memory, else one sentence: why not, and what helps.
 
     task: not yet in DDP. replicas: how many this rank will hold; all but this one are in DDP
     already and have not stepped. Parameters, buffers and random state do not change.
@@ -44,7 +44,7 @@ def find_shortage(task: Task, case: StepCase, device: torch.device, replicas: in
     try:
         with torch.random.fork_rng(seeded, device_type=device.type):
             _run_alone(task, case, device, replicas)
-    except Exception as error:  # others, as of a loss that needs DDP, the first step raises again
+    except Exception as error:  # the first step raises all others again, as of a loss for DDP only
         shortage = describe_shortage(error, case)
     task.model.zero_grad(set_to_none=True)
     for buffer, saved in buffers:
@@ -54,18 +54,18 @@ def find_shortage(task: Task, case: StepCase, device: torch.device, replicas: in
 
 
 def _run_alone(task: Task, case: StepCase, device: torch.device, replicas: int) -> None:
-    """Run a forward and a backward beside all that a later step finds in memory.
+    """Run a forward and a backward next to all that a later step has in memory.
 
-    That are the optimizer's states, the buckets of this replica, and the gradients of the others,
-    unless these lie in their buckets.
+    These are the optimizer's states, the buckets of this replica, and the gradients of the other
+    replicas, unless they lie in their buckets.
     """
     views = case.gradient_as_bucket_view
     copies = OPTIMIZERS[case.optimizer].copies * replicas + (1 if views else replicas)
     trained = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
-    resident = [torch.empty_like(each) for each in trained for _ in range(copies)]
+    resident = [torch.empty_like(parameter) for parameter in trained for _ in range(copies)]
     with contextlib.ExitStack() as hooks:
-        for each in trained if views else ():
-            hooks.enter_context(each.register_post_accumulate_grad_hook(_drop_gradient))
+        for parameter in trained if views else ():
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(_drop_gradient))
         with autocast(case, device):
             loss = task.loss(task.model, task.batch(0))
         loss.backward()

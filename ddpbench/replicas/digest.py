@@ -266,8 +266,8 @@ def add_up(tensors: Sequence[Tensor]) -> tuple[Tensor, list[list[int]]]:
         if tensor.is_floating_point() or tensor.is_complex():
             dtypes.setdefault(tensor.dtype, []).append(i)
     totals, positions = [torch.empty(0, device=tensors[0].device)], []
-    for dtype, those in dtypes.items():
-        flats = ((i, plain(tensors[i]).reshape(-1)) for i in those)
+    for dtype, members in dtypes.items():
+        flats = ((i, plain(tensors[i]).reshape(-1)) for i in members)
         for batch in _batches(flats, unit=max(1, 4 // dtype.itemsize)):
             totals.append(total(_join([part for _, part in batch])).float().reshape(1))
             positions.append([i for i, _ in batch])
@@ -277,8 +277,8 @@ def add_up(tensors: Sequence[Tensor]) -> tuple[Tensor, list[list[int]]]:
 def find_suspects(tensors: Sequence[Tensor]) -> list[int]:
     """Return the positions of the tensors on one device that may have non-finite elements."""
     totals, batches = add_up(tensors)
-    batches_of = zip(totals.tolist(), batches, strict=True)
-    return sorted({i for own, batch in batches_of if not math.isfinite(own) for i in batch})
+    sums = zip(totals.tolist(), batches, strict=True)
+    return sorted({i for value, batch in sums if not math.isfinite(value) for i in batch})
 
 
 def as_tensor(value: Any) -> Tensor:

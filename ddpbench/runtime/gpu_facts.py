@@ -58,7 +58,7 @@ def gpu() -> dict[str, Any]:
 
 
 def gpu_state() -> dict[str, object] | None:
-    """Return clocks, throttle reasons, temperature and NVLinks of this rank's GPU, as NVML says."""
+    """Return clocks, throttle reasons, temperature and NVLinks of this rank's GPU, from NVML."""
     nvml = _open_nvml()
     if nvml is None:
         return None
@@ -77,7 +77,7 @@ def gpu_links() -> dict[str, object]:
     """Return how this rank's GPU reaches others: its PCIe link, NVLinks, and their fabric.
 
     gpu_nvlinks   one entry for each other end: "switch", or the place of a GPU on the PCI bus; none
-                  without NVLinks; None if NVML does not tell, or the rank has a part of a GPU
+                  without NVLinks; None if NVML does not report it, or the rank has a part of a GPU
     gpu_fabric    equal for GPUs that NVLinks connect across hosts
     """
     nvml = _open_nvml()
@@ -95,7 +95,7 @@ def gpu_links() -> dict[str, object]:
 
 
 def gpu_health() -> dict[str, object]:
-    """Return NUMA node and memory of this rank's GPU, and what its error correction says."""
+    """Return NUMA node and memory of this rank's GPU, and what its error correction reports."""
     nvml = _open_nvml()
     bus = _bus(nvml)
     free, total = or_none(_memory) or (None, None)
@@ -120,7 +120,7 @@ def _in_use() -> tuple[devices.Cpu | None, Any]:
 
 
 def _properties() -> Any:
-    """Return what torch tells about the GPU in use."""
+    """Return what torch reports about the GPU in use."""
     kind, index = _in_use()
     return kind and or_none(partial(kind.properties, index))
 
@@ -139,17 +139,17 @@ def _memory() -> tuple[int | None, int | None]:
 def _bus(nvml: Nvml | None) -> str | None:
     """Return the place of the GPU in use on the PCI bus, as /sys names it.
 
-    Some versions of torch do not tell it.
+    Some versions of torch do not report it.
     """
-    told = _properties()
-    if hasattr(told, "pci_bus_id"):
-        return f"{told.pci_domain_id:04x}:{told.pci_bus_id:02x}:{told.pci_device_id:02x}.0"
+    info = _properties()
+    if hasattr(info, "pci_bus_id"):
+        return f"{info.pci_domain_id:04x}:{info.pci_bus_id:02x}:{info.pci_device_id:02x}.0"
     return None if nvml is None else _place(nvml.query("nvmlDeviceGetPciInfo"))
 
 
-def _place(told: Any) -> str | None:
+def _place(pci_info: Any) -> str | None:
     """Return the place on the PCI bus in NVML's answer; /sys has a shorter number of the domain."""
-    return None if told is None else str(told.busId).lower()[-len("0000:00:00.0") :]
+    return None if pci_info is None else str(pci_info.busId).lower()[-len("0000:00:00.0") :]
 
 
 def _open_nvml() -> Nvml | None:

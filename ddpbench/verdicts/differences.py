@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ddpbench.analysis.rank_setup import settings
+from ddpbench.analysis.rank_setup import merge_settings
 from ddpbench.records.schema import Launch, Plan, Run
 
 # Facts of launches and ranks. Load and free memory are left out: they change every minute.
@@ -84,7 +84,7 @@ def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set
                 if name in rank:
                     note(f"{name} of ranks" if name in FACTS else name, rank[name])
             if "variables" in rank:
-                known = settings(rank)
+                known = merge_settings(rank)
                 for name in variables:
                     note(name, known.get(name, UNSET))
     for run in runs:
@@ -95,7 +95,8 @@ def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set
 
 
 def _variables(run: Run) -> set[str]:
-    names = {name for launch in run.launches for rank in launch.ranks for name in settings(rank)}
+    ranks = (rank for launch in run.launches for rank in launch.ranks)
+    names = {name for rank in ranks for name in merge_settings(rank)}
     return {name for name in names if not PASSING.match(name)}
 
 

@@ -12,7 +12,7 @@ from rank_setups import GIB, a_host, a_rank, a_setup
 from stored_runs import a_launch, a_run
 
 from ddpbench.analysis import findings
-from ddpbench.analysis.rank_setup import Setup, folded, settings
+from ddpbench.analysis.rank_setup import Setup, folded, merge_settings
 from ddpbench.doctor.preflight import checks, examine
 from ddpbench.doctor.preflight.table import build_tables
 from ddpbench.records import store
@@ -208,7 +208,7 @@ def test_a_variable_wins_over_a_file_of_nccl() -> None:
     """What the environment sets, a file does not change, and an earlier file wins over a later."""
     files = {"mine": {"NCCL_ALGO": "Tree", "NCCL_PROTO": "LL"}, "/etc": {"NCCL_PROTO": "Simple"}}
     facts = a_rank(variables={"NCCL_ALGO": "Ring"}, nccl_conf=files)
-    assert settings(facts) == {"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"}
+    assert merge_settings(facts) == {"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"}
     text = the_block(facts)
     assert "nccl.conf   mine: NCCL_ALGO=Tree NCCL_PROTO=LL; /etc: NCCL_PROTO=Simple\n" in text
 

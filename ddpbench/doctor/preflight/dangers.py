@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpbench.analysis.rank_setup import Setup, cpus, crowded, folded, settings
+from ddpbench.analysis.rank_setup import Setup, cpus, crowded, folded, merge_settings
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
 
@@ -90,7 +90,7 @@ SETTINGS = (
 
 def costly_settings(setup: Setup) -> Iterator[Finding]:
     """Find settings that cost time."""
-    everyone = [settings(facts) for facts in setup.ranks]
+    everyone = [merge_settings(facts) for facts in setup.ranks]
     for setting in SETTINGS:
         values = [own.get(setting.variable) for own in everyone]
         ranks = [rank for rank, value in enumerate(values) if setting.costs(setup.device, value)]
@@ -197,31 +197,31 @@ def far_gpu(setup: Setup) -> Iterator[Finding]:
 
 def narrow_slot(setup: Setup) -> Iterator[Finding]:
     """Find GPUs whose PCIe link has fewer lanes than the GPU and its slot allow."""
-    for rank, its in enumerate(setup.ranks):
-        link = its.get("gpu_pcie") or {"width": 0, "width_allowed": 0}
+    for rank, facts in enumerate(setup.ranks):
+        link = facts.get("gpu_pcie") or {"width": 0, "width_allowed": 0}
         if link["width"] < link["width_allowed"]:
             yield Finding(
                 "warning",
                 "narrow-pcie",
                 f"the PCIe link of the GPU of {setup.who([rank])} runs at x{link['width']:g} of "
                 f"x{link['width_allowed']:g}: it carries less than the GPU and its slot allow",
-                f"seat the GPU and its riser anew; lspci -vvs {its.get('gpu_bus')} shows both "
-                "widths (LnkCap, LnkSta)",
+                f"compare LnkCap and LnkSta in lspci -vvs {facts.get('gpu_bus')}, then reseat the "
+                "GPU and its riser",
                 setup.place([rank]),
             )
 
 
 def memory_errors(setup: Setup) -> Iterator[Finding]:
     """Find GPUs that have lost data: errors of their memory that could not be corrected."""
-    for rank, its in enumerate(setup.ranks):
-        count = its.get("gpu_memory_errors") or 0
+    for rank, facts in enumerate(setup.ranks):
+        count = facts.get("gpu_memory_errors") or 0
         if count:
             yield Finding(
                 "warning",
                 "gpu-memory-errors",
                 f"the memory of the GPU of {setup.who([rank])} has had "
                 f"{counted(count, 'error')} that ECC could not correct since the driver was loaded",
-                "reset or replace the GPU: nvidia-smi -q -d ECC,ROW_REMAPPER shows what it needs",
+                "look at nvidia-smi -q -d ECC,ROW_REMAPPER, then reset or replace the GPU",
                 setup.place([rank]),
             )
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpbench.analysis.rank_setup import Setup, folded, odd, settings
+from ddpbench.analysis.rank_setup import Setup, folded, merge_settings, odd
 from ddpbench.records.schema import Finding
 
 APART_SECONDS = 1.0
@@ -46,7 +46,7 @@ SAME = (
         "ECC of the GPU is",
         "note",
         "mixed-hardware",
-        "set it alike with nvidia-smi -e 1, and reset the GPU",
+        "set it alike on all GPUs, for example nvidia-smi -e 1, and reset them",
     ),
     Same("cpu_model", "the CPU is", "note", "mixed-hardware", UNEVEN),
     Same("cores_logical", "the number of cores is", "note", "mixed-hardware", UNEVEN),
@@ -103,7 +103,7 @@ TOGETHER = re.compile(
 
 def same_variables(setup: Setup) -> Iterator[Finding]:
     """Compare the variables, and settings in NCCL's files, that change how collectives work."""
-    everyone = [settings(facts) for facts in setup.ranks]
+    everyone = [merge_settings(facts) for facts in setup.ranks]
     for name in sorted(set().union(*everyone)):
         values = [_set_by_user(setup, name, own.get(name)) for own in everyone]
         groups = folded(values)
