@@ -115,9 +115,9 @@ fit_driver() { # choose a torch for which NVIDIA's driver is new enough
   local version
   version=$(driver) || return 0
   if ((${version%%.*} < 525)); then
-    say "the NVIDIA driver $version is too old for this torch: GPUs need 525 or newer"
+    say "the NVIDIA driver $version is too old for the GPUs: update it to 525 or newer to use them"
   elif ((${version%%.*} < 580)); then
-    say "installing torch 2.10.0: newer ones need the NVIDIA driver 580 or newer, and this is $version"
+    say "installing torch 2.10.0: newer versions need the NVIDIA driver 580 or newer, and this host has $version"
     tested[0]=torch==2.10.0 # for CUDA 12.8, which all drivers for CUDA 12 can run
   fi
 }

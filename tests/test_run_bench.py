@@ -224,13 +224,13 @@ esac
 """
 # Where the driver's version stands → part of the message, and the torch that is installed.
 DRIVERS = {
-    ("module/version", "535.104.05\n"): ("newer ones need the NVIDIA driver 580", "2.10.0"),
+    ("module/version", "535.104.05\n"): ("newer versions need the NVIDIA driver 580", "2.10.0"),
     (
         "driver/version",
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n",
-    ): ("newer, and this is 570.86.15", "2.10.0"),
+    ): ("newer, and this host has 570.86.15", "2.10.0"),
     ("module/version", "580.65.06\n"): ("", "2.13.0"),
-    ("nvidia-smi", "470.57.02"): ("470.57.02 is too old for this torch", "2.13.0"),
+    ("nvidia-smi", "470.57.02"): ("470.57.02 is too old for the GPUs", "2.13.0"),
     ("nvidia-smi", ""): ("", "2.13.0"),
 }
 

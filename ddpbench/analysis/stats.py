@@ -175,7 +175,7 @@ def summary(
 
     common_clock: whether stamps of different ranks are comparable. single: whether a repetition is
     one call of the operation. Several calls give no percentiles: they would be of averages.
-    hidden_launch: whether the host's stamps are of the launch alone, and tell nothing of the call.
+    hidden_launch: whether the host's stamps are of the launch alone, and show nothing of the call.
     """
     times = over.times(calls)
     host_mean = float(over.host_mean.mean()) * 1e-9 / calls

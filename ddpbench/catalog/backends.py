@@ -74,7 +74,7 @@ def _no_device(backend: str, device: str) -> str | None:
     kind = devices.get(device)
     if (why := kind.unusable()) is None:
         return None
-    advice = "repair that" if kind.broken() else "run where torch finds a GPU"
+    advice = "fix this error" if kind.broken() else "run where torch finds a GPU"
     return (
         f"{backend} with {device.upper()} tensors needs a GPU, but {why}: "
         f"{advice}, or use --device cpu --backend gloo"
@@ -203,7 +203,7 @@ def choose_device(
     """Resolve `auto`: torch's accelerator if it works and the first chosen backend can use it.
 
     Otherwise it is the CPU, with a warning if the host has GPUs that this process does not see.
-    Raises Refused for GPUs that are broken: who has some does not expect figures of the CPU.
+    Raises Refused for GPUs that are broken: their owner does not expect figures of the CPU.
     """
     if device != "auto":
         return device
@@ -216,11 +216,13 @@ def choose_device(
     if why is None:
         return kind.name
     if kind.broken():
-        raise Refused(f"the GPUs cannot be used: {why}: repair that, or measure with --device cpu")
+        raise Refused(
+            f"the GPUs cannot be used: {why}: fix this error, or measure with --device cpu"
+        )
     if number := kind.installed():
         warn(
             f"measuring on the CPU: this host has {counted(number, 'GPU')}, but {why}; "
-            "with --device cpu there is no such warning"
+            "add --device cpu to silence this warning"
         )
     return "cpu"
 

@@ -110,19 +110,21 @@ class Flight:
                 numbers.append(_entries(recorder)[0][-1]["record_id"])
         return numbers
 
-    def explain_blindness(self) -> str:
+    def explain_unseen_hangs(self) -> str:
         """Return a sentence on the hangs that cannot be seen, and what to do; "" if there is none.
 
         Call it once there is a group.
         """
         backends = {backend for group in self._current() for backend in group.backends}
-        blind = {backend: remedy for backend in backends if (remedy := _missing_setting(backend))}
-        if not blind:
+        settings = {
+            backend: setting for backend in backends if (setting := _missing_setting(backend))
+        }
+        if not settings:
             return ""
         return (
-            f"the flight recorder of {' and '.join(sorted(blind))} is off: a hang is seen only "
-            "while a rank stands in a call of torch.distributed. Before init_process_group, "
-            f"{' and '.join(sorted(set(blind.values())))}"
+            f"the flight recorder of {' and '.join(sorted(settings))} is off: the watchdog sees a "
+            "hang only while a rank is in a call of torch.distributed. Before init_process_group, "
+            f"{' and '.join(sorted(set(settings.values())))}"
         )
 
     def _recorders(self) -> dict[str, Recorder]:
@@ -210,7 +212,7 @@ def _recorders(backends: Iterable[str]) -> dict[str, Recorder]:
 
 
 def _missing_setting(backend: str) -> str:
-    """Say what to do for torch to record a backend's calls; "" if it does, or cannot."""
+    """Return the setting with which torch records a backend's calls; "" if it does, or cannot."""
     recorders = _recorders({backend})
     native = "_dump_nccl_trace" if backend in NCCL else "_dump_fr_trace"
     if any(not name.startswith("_dump") for name in recorders):  # attached by a newer torch

@@ -85,7 +85,7 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
     identities = [None] * dist.get_world_size()
     store = distributed_c10d._get_default_store()
     flight = Flight()
-    if dist.get_rank() == 0 and _times == 1 and (warning := flight.explain_blindness()):
+    if dist.get_rank() == 0 and _times == 1 and (warning := flight.explain_unseen_hangs()):
         status_board.print_message(f"ddpbench: {warning}\n")
     _on = Guard(Board(store, prefix, dist.get_rank(), identities), flight, timeout, end)
     return _on

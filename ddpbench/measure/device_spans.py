@@ -3,7 +3,7 @@
 An isolated call of a few µs takes longer to launch than to run, so events around it show the launch
 of the host. `HiddenLaunch` keeps the device busy while the host launches: a sleep on the device, a
 start of all ranks on the device, the first event, the call, and the second event are all issued
-before the sleep ends. What lies between the events is then the call alone. If the first event is
+before the sleep ends. Only the call then lies between the events. If the first event is
 taken before the second one is issued, the launch was not hidden, and the next sleeps are longer.
 """
 
@@ -68,15 +68,15 @@ class HiddenLaunch:
         self._spans, self._together = spans, together
         self.seconds = FIRST_SECONDS  # of the sleep for one call
         self.unhidden = 0  # repetitions whose launch was not hidden
-        spans.kind.sleep(spans.device, 0.0)  # the first sleep may have to find out how to sleep
+        spans.kind.sleep(spans.device, 0.0)  # the first sleep measures the speed of the clock
 
     def stamped(
         self, count: int, start: Callable[[], object], call: Callable[[], object], calls: int
     ) -> tuple[list[int], list[int]]:
-        """Call `start` and `call`, which is so many calls, `count` times.
+        """Run `start` and `call` `count` times; `call` makes this number of `calls`.
 
-        Return the stamps of `call` in ns: what it takes to launch, for it returns before the device
-        begins.
+        Return the host's stamps before and after `call`, in ns. They show the launch alone, because
+        `call` returns before the device begins.
         """
         now, kind, device = clock.now_ns, self._spans.kind, self._spans.device
         together, seconds = self._together, min(self.seconds * calls, MOST_SECONDS)
@@ -100,7 +100,7 @@ class HiddenLaunch:
             entry.append(began)
             exits.append(ended)
         self.unhidden += unhidden
-        # A single repetition tells little: the first call of a case takes far longer than others.
+        # A single repetition shows little: the first call of a case takes far longer than others.
         if count > 1 and unhidden > UNHIDDEN_SHARE * count:
             usual = LONGER * median(issue) * 1e-9 / calls
             self.seconds = min(max(2 * self.seconds, usual), MOST_SECONDS)

@@ -86,11 +86,11 @@ class Cpu:
         return None
 
     def broken(self) -> bool:
-        """Whether `unusable` is a fault of devices that exist, which must not look like none."""
+        """Return whether devices exist but do not work, which must not look like having none."""
         return False
 
     def installed(self) -> int:
-        """Return how many devices the host's driver lists that this process was not told to hide.
+        """Return how many devices the host's driver lists, except those that the user hides.
 
         The process may see fewer. 0 if the host does not reveal it.
         """
@@ -113,7 +113,7 @@ class Cpu:
         return None
 
     def properties(self, index: int) -> Any:
-        """Return what torch tells about a device: its name, its place on the PCI bus; or None."""
+        """Return torch's properties of a device, such as its name and PCI bus; None without any."""
         return None
 
     def select(self, index: int) -> torch.device:
@@ -293,7 +293,7 @@ class Cuda(Accelerator):
         return sum(1 for _ in NVIDIA_GPUS.glob("*"))
 
     def identity(self, index: int) -> str | None:
-        """Return the UUID as nvidia-smi writes it. torch leaves out how it begins."""
+        """Return the UUID as nvidia-smi writes it. torch omits the prefix, such as GPU-."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         if index < len(visible) and visible[index].startswith("MIG-"):
             return visible[index]  # CUDA may report one UUID for all instances of a GPU

@@ -193,8 +193,9 @@ def add_group(parser: argparse.ArgumentParser, title: str, texts: str) -> Callab
 WHERE = """
 --backend      backends to measure side by side: {backends}, any other that torch knows, auto (the
                best for the device) or all (all that can run here)
---device       device of the tensors: cpu, cuda, or torch's name of another accelerator; auto: cuda
-               for nccl, cpu for another named backend, else the accelerator if there is one
+--device       device of the tensors: cpu, cuda, or torch's name of another accelerator (default:
+               auto, which is cuda for nccl, cpu for another named backend, else the accelerator if
+               there is one)
 --nproc        number of ranks to start on this host if no launcher started them (default: 2, or
                one per GPU)
 --import       module to import first, such as a plug-in that registers a backend; can be repeated

@@ -150,7 +150,8 @@ PROTOCOL = """
 --no-check     do not compare results with the expected ones
 --buffers      memory of the tensors: torch's own, or huge pages if the kernel provides them (huge)
 --limit        highest one-way rate of a rank, of which the table shows each result as a percentage
-               (default: measured for CPU tensors; for nccl from NVLink, PCIe and RDMA ports)
+               (default: measured for CPU tensors; for nccl, the rate that NVLink, PCIe or RDMA
+               ports report)
 """
 COLUMN_NOTE = (
     ". osu: the mean over calls and ranks, each call between barriers, as OSU prints it. "

@@ -333,13 +333,13 @@ def _note_copies(batch: Any, device: torch.device) -> list[str]:
     if elsewhere is None:
         return []
     return [
-        f"batch(step) returns a tensor on {elsewhere}, not on {device}: a copy in the forward is "
-        "measured with the step; let batch(step) return it on the device"
+        f"batch(step) returns a tensor on {elsewhere}, not on {device}: the time of the step "
+        "includes copying it; let batch(step) return it on the device"
     ]
 
 
 def _run(rounds: Rounds, case: StepCase) -> Measured:
-    """Run the rounds. If memory runs out, say what helps: the others wait in a collective."""
+    """Run the rounds. If memory runs out, name what helps: the others wait in a collective."""
     try:
         return rounds.run()
     except torch.OutOfMemoryError as error:

@@ -81,8 +81,8 @@ def test_auto_refuses_gpus_that_are_broken(machine: Machine, error: str) -> None
     with pytest.raises(Refused) as refused:
         choose()
     assert str(refused.value) == (
-        f"the GPUs cannot be used: CUDA 13.2 reports {BROKEN[error]}: repair that, or measure with "
-        "--device cpu"
+        f"the GPUs cannot be used: CUDA 13.2 reports {BROKEN[error]}: fix this error, or measure "
+        "with --device cpu"
     )
 
 
@@ -102,7 +102,7 @@ def test_auto_warns_about_gpus_that_the_process_does_not_see(
     machine.error = NO_GPU
     device, warnings = choose()
     assert (device, len(warnings)) == ("cpu", 1)
-    sentence = f'this host has 2 GPUs, but CUDA 13.2 reports "{NO_GPU}"; with --device cpu there'
+    sentence = f'this host has 2 GPUs, but CUDA 13.2 reports "{NO_GPU}"; add --device cpu to'
     assert warnings[0].startswith(f"measuring on the CPU: {sentence}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert choose() == ("cpu", [])
@@ -128,8 +128,8 @@ def test_a_refusal_quotes_cuda_and_names_what_hides_the_gpus(
     """An old driver must not look like a missing GPU; a variable may be why none is there."""
     machine.error = TOO_OLD
     assert backends.unavailable(name, "cuda", "mpirun") == (
-        f"{name} with CUDA tensors needs a GPU, but CUDA 13.2 reports {BROKEN[TOO_OLD]}: repair "
-        "that, or use --device cpu --backend gloo"
+        f"{name} with CUDA tensors needs a GPU, but CUDA 13.2 reports {BROKEN[TOO_OLD]}: fix "
+        "this error, or use --device cpu --backend gloo"
     )
     machine.error = NO_GPU
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")

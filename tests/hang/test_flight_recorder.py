@@ -206,8 +206,8 @@ def test_what_cannot_be_seen_of_nccl_is_told_with_the_remedy(
     monkeypatch.setattr(flight_recorder, "_recorders", lambda _: made)
     flight = Flight()
     flight._groups = [Group("0", "", (0,), ("nccl",), lambda backend: 0)]
-    sentence = flight.explain_blindness()
-    assert sentence.startswith("the flight recorder of nccl is off: a hang ") == bool(told)
+    sentence = flight.explain_unseen_hangs()
+    assert sentence.startswith("the flight recorder of nccl is off: the watchdog ") == bool(told)
     assert sentence.endswith(f"Before init_process_group, {told}" if told else "")
 
 

@@ -265,8 +265,8 @@ def test_a_group_on_two_backends_is_seen_without_a_recorder(folder: Path) -> Non
     if "_dump_fr_trace" in flight_recorder._recorders(()):
         (sentence,) = blind
         assert re.fullmatch(
-            r"the flight recorder of gloo( and silent)? is off: a hang is seen only while a rank "
-            r"stands in a call of torch\.distributed\. Before init_process_group, set "
+            r"the flight recorder of gloo( and silent)? is off: the watchdog sees a hang only "
+            r"while a rank is in a call of torch\.distributed\. Before init_process_group, set "
             r"TORCH_FR_BUFFER_SIZE=2000",
             sentence,
         ), err

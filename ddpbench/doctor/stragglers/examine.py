@@ -168,7 +168,8 @@ def _unchecked(
     on_gpu = any(load.memory != "host" for load in loads.values())
     if on_gpu and any(shown.gpu is None for shown in passes[0]):
         missing = find_spec("pynvml") is None
-        yield f"why a GPU is slow: {'pip install nvidia-ml-py' if missing else 'NVML is silent'}"
+        reason = "pip install nvidia-ml-py" if missing else "NVML does not know these GPUs"
+        yield f"why a GPU is slow: {reason}"
 
 
 def _ranks(passes: Sequence[Pass], setup: Setup) -> Iterator[dict[str, Any]]:
