@@ -38,6 +38,8 @@ def _measure_rate(device: torch.device, nbytes: int) -> float | None:
     source, target = (
         torch.full((nbytes,), one, dtype=torch.uint8, device=device) for one in (1, 0)
     )
+    if kind.sleeps:
+        kind.sleep(device, 0.0)  # the first sleep may have to find out how to sleep
     begin, end = kind.event(device), kind.event(device)
     spans_ns: list[int] = []
     until = clock.now_ns() + LEAST_NS

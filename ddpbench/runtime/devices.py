@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+WARM_SECONDS = 0.05  # of work in which an idle GPU raises its clocks
 NO_DEVICE = re.compile(r"Found no .*driver|No \w+ GPUs are available")  # torch, with no device
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
@@ -308,16 +309,21 @@ class Cuda(Accelerator):
         torch.cuda._sleep(round(seconds * self._cycles_per_second))
 
     def _measure_cycles(self, device: torch.device, cycles: int = 1_000_000) -> float:
-        """Return the cycles per second of `torch.cuda._sleep`, at most 1 ms each."""
+        """Return the most cycles per second of `torch.cuda._sleep` in WARM_SECONDS.
+
+        A sleep can then last longer than asked for, while the clock is lower, but not shorter.
+        """
         import torch
 
         begin, end = self.event(device), self.event(device)
-        for _ in range(2):  # the first call also loads the kernel
+        spans: list[float] = []  # the first also loads the kernel
+        while sum(spans) < WARM_SECONDS:
             begin.record()
             torch.cuda._sleep(cycles)
             end.record()
             end.synchronize()
-        return cycles / (begin.elapsed_time(end) * 1e-3)
+            spans.append(begin.elapsed_time(end) * 1e-3)
+        return cycles / min(spans)
 
     def group_options(self, device: torch.device, backend: str) -> dict[str, Any]:
         """Bind nccl to the device where it would otherwise bind itself to a guessed one.
