@@ -81,6 +81,7 @@ def _line(case: Case, results: list[Result], plan: Plan) -> Line:
     common = {name for name in common if repetitions >= stats.PERCENTILES[name]}
     skews = [s.skew_seconds for s in summaries if s.skew_seconds is not None]
     factor = measured[0].bus_factor
+    known = bool(case.nbytes and seconds)  # a device's clock may be too coarse for a single rank
     fractions = [f for r in measured if (f := limits.fraction(r, seconds)) is not None]
     line = Line(
         case=case,
@@ -92,8 +93,8 @@ def _line(case: Case, results: list[Result], plan: Plan) -> Line:
             for name in sorted(common)
         },
         skew=float(np.median(skews)) if skews else None,
-        algbw=bandwidth.algbw(case.nbytes, seconds) if case.nbytes else None,
-        busbw=bandwidth.busbw(case.nbytes, seconds, factor) if case.nbytes else None,
+        algbw=bandwidth.algbw(case.nbytes, seconds) if known else None,
+        busbw=bandwidth.busbw(case.nbytes, seconds, factor) if known else None,
         fraction=float(np.median(fractions)) if fractions else None,
     )
     return replace(line, flags=raised_flags(line, plan, FLAGS))

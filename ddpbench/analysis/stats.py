@@ -85,8 +85,11 @@ def t_max(stamps: Stamps, calls: int) -> Floats:
 
 def settled(before: Floats, after: Floats) -> bool:
     """Whether two neighbouring warm-up windows agree: means within -50…+10 %, quartiles 5 %."""
+    earlier = np.percentile(before, [25, 75])
+    if not earlier.all():  # shorter than the clock's step
+        return False
     ratio = after.mean() / before.mean()
-    quartiles = np.percentile(after, [25, 75]) / np.percentile(before, [25, 75])
+    quartiles = np.percentile(after, [25, 75]) / earlier
     return bool(0.5 <= ratio <= 1.1 and (abs(quartiles - 1) <= 0.05).all())
 
 
@@ -122,6 +125,8 @@ def median_interval(times: Floats, confidence: float = 0.95) -> Interval | None:
 
 def half_width(interval: Interval) -> float:
     """Return half an interval's width, relative to its middle."""
+    if interval.high == interval.low:  # both may be 0
+        return 0.0
     return (interval.high - interval.low) / (interval.high + interval.low)
 
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ddpbench.analysis import kept_stamps, stats
 from ddpbench.analysis.kept_stamps import Kept
 from ddpbench.hang.places import find_error_place
-from ddpbench.measure import memory
+from ddpbench.measure import clock, memory
 from ddpbench.measure.loop import Bench
 from ddpbench.records.schema import Case, Plan, Wrong
 from ddpbench.runtime import control
@@ -255,8 +255,8 @@ def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
     batch = 1
     if rank == 0 and windows.over:
         median = float(np.median(windows.over[-1].times(1)))
-        if 0 < median < shortest_seconds:
-            batch = int(shortest_seconds / median) + 1
+        if median < shortest_seconds:  # 0: shorter than the step of a device's clock
+            batch = int(shortest_seconds / (median or shortest_seconds / clock.STEPS)) + 1
     return control.broadcast_decision(pace.bench.world, batch)
 
 

@@ -114,3 +114,29 @@ def test_without_memory_nothing_is_copied(alone: Any, monkeypatch: pytest.Monkey
     """A device that is full gives no limit, and no error."""
     monkeypatch.setattr(devices.KINDS["cpu"], "free_nbytes", lambda device: 2**20)
     assert device_copy.measure_device_copy(alone, CPU) is None
+
+
+COARSE = """
+from ddpbench.runtime import devices
+
+class CoarseEvent(devices.HostEvent):
+    def record(self):
+        self.ns = 0
+
+kind = devices.KINDS["cpu"]
+kind.clock, kind.event_step_seconds = "device", 0.5e-6
+kind.event = lambda device: CoarseEvent()
+"""
+
+
+def test_times_below_the_step_of_a_devices_clock_end_no_run(tmp_path: Path) -> None:
+    """With one rank nccl does nothing, and two events may show the same time. Such a call is timed
+    in batches; if that shows no time either, there is no bandwidth."""
+    (tmp_path / "coarse.py").write_text(COARSE)
+    words = ["--import", "coarse", "--backend", "gloo", "-n", "1", "--op", "all_reduce"]
+    done = run_ddpbench(tmp_path, "collectives", *words, "--sizes", "8", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    (result,) = read_stored_run(tmp_path)[1].results
+    assert result.summary is not None
+    assert (result.batch, result.summary.median_seconds) == (11, 0.0)
