@@ -37,10 +37,10 @@ EOF
 
 say() { printf 'run_bench: %s\n' "$*" >&2; }
 fail() { say "$@"; exit 2; }
+has_amd_gpu() { grep -qsv '^0$' /sys/class/kfd/kfd/topology/nodes/*/gpu_id; }
 has_gpu() { # a driver lists a GPU; a login node may have a driver and none
   compgen -G '/proc/driver/nvidia/gpus/*' >/dev/null ||
-    grep -qsv '^0$' /sys/class/kfd/kfd/topology/nodes/*/gpu_id ||
-    [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]]
+    has_amd_gpu || [[ $(nvidia-smi -L 2>/dev/null) == GPU* ]]
 }
 driver() { # print the version of NVIDIA's driver, if there is one
   cat /sys/module/nvidia/version 2>/dev/null ||
@@ -113,8 +113,11 @@ install() { # install REQUIREMENT…
 
 fit_driver() { # choose a torch for which NVIDIA's driver is new enough
   local version
-  version=$(driver) || return 0
-  if ((${version%%.*} < 525)); then
+  version=$(driver | head -n 1) || version="" # nvidia-smi prints a line for each GPU
+  if [[ ! $version =~ ^[0-9]+ ]]; then
+    [[ $command != gpu ]] || ! has_amd_gpu ||
+      fail "AMD's GPUs need a torch for ROCm (pytorch.org): install one, and set PYTHON to its Python"
+  elif ((${version%%.*} < 525)); then
     say "the NVIDIA driver $version is too old for the GPUs: update it to 525 or newer to use them"
   elif ((${version%%.*} < 580)); then
     say "installing torch 2.10.0: newer versions need the NVIDIA driver 580 or newer, and this host has $version"

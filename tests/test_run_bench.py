@@ -230,7 +230,7 @@ DRIVERS = {
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n",
     ): ("newer, and this host has 570.86.15", "2.10.0"),
     ("module/version", "580.65.06\n"): ("", "2.13.0"),
-    ("nvidia-smi", "470.57.02"): ("470.57.02 is too old for the GPUs", "2.13.0"),
+    ("nvidia-smi", "470.57.02\n470.57.02"): ("470.57.02 is too old for the GPUs", "2.13.0"),
     ("nvidia-smi", ""): ("", "2.13.0"),
 }
 
@@ -249,6 +249,21 @@ def test_the_torch_that_is_installed_fits_the_driver(
     assert f"pip was asked for torch=={version} mpi4py==" in output
     assert sentence in output
     assert ("driver" in output) == bool(sentence)
+    assert "syntax error" not in output
+
+
+def test_no_torch_for_cuda_is_installed_for_gpus_of_amd(checkout: Path, tmp_path: Path) -> None:
+    """It is large, and would find none of them. Other commands measure the CPU with it."""
+    install_gpu(tmp_path / "machine", "topology/nodes/1/gpu_id", "51110\n")
+    lacks = "  *pyproject.toml\\ missing*) echo torch ;;\nesac"
+    (tmp_path / "python").write_text(BARE_PYTHON.replace("esac", lacks))
+    (tmp_path / "python").chmod(0o755)
+    env = environment(PYTHON=str(tmp_path / "python"))
+    result = run_bench(checkout, "gpu", env=env)
+    assert result.returncode == 2
+    assert "AMD's GPUs need a torch for ROCm (pytorch.org): install one, and" in result.stderr
+    assert "pip was asked" not in result.stderr
+    assert "pip was asked for torch==2.13.0" in run_bench(checkout, "cpu", env=env).stderr
 
 
 def test_the_active_environment_is_used_as_it_is(checkout: Path, tmp_path: Path) -> None:
