@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 KINDS = ("torch", "huge")
 HUGE_NBYTES = 1 << 21
-SHORT = re.compile(
+OUT_OF_MEMORY = re.compile(
     "out of memory|can't allocate memory|cannot allocate memory|status_alloc_failed", re.IGNORECASE
 )
 # Offset of a large tensor within its page, the same as from torch's allocator: then the kinds of
@@ -45,7 +45,7 @@ def zeros(count: int, dtype: torch.dtype, device: torch.device, kind: str) -> to
 def describe_shortage(error: BaseException, device: torch.device) -> str | None:
     """Describe an error for want of memory, and what helps; None for any other error."""
     lines = str(error).splitlines()
-    line = next(filter(SHORT.search, lines), None)
+    line = next(filter(OUT_OF_MEMORY.search, lines), None)
     if line is None and not isinstance(error, MemoryError):
         return None
     detail = f" ({line.strip()[:200]})" if line else ""

@@ -79,7 +79,7 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 def describe_shortage(error: Exception, case: StepCase) -> str | None:
     """Describe what does not fit in memory, and what helps; None for any other error."""
-    line = next(filter(memory.SHORT.search, str(error).splitlines()), None)
+    line = next(filter(memory.OUT_OF_MEMORY.search, str(error).splitlines()), None)
     if line is None and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return None
     where = devices.get(case.device).memory

@@ -48,7 +48,6 @@ DEATHS = {
     "Illegal instruction": "crashed (SIGILL)",
     "Floating-point exception": "crashed (SIGFPE)",
 }
-OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory", re.IGNORECASE)
 
 Report = Callable[..., None]  # (kind, text): report what this rank is doing
 Attempt = Callable[[World, Report], None]  # one rank's part

@@ -20,7 +20,7 @@ from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.doctor.capabilities import verdicts
 from ddpbench.doctor.capabilities.verdicts import OK, UNSUPPORTED, WRONG, Combination, Verdict
-from ddpbench.measure import start, throwaway_ranks
+from ddpbench.measure import memory, start, throwaway_ranks
 from ddpbench.measure.throwaway_ranks import Report
 from ddpbench.records.schema import Case, Plan
 from ddpbench.runtime import control, devices, subgroups
@@ -193,7 +193,7 @@ def attempted(
             bench.repeat(1)
             wrong = bench.wrong(-1) if OPERATIONS[combination.operation].sized else None
         except Exception as error:  # any other error is a backend's way to refuse
-            if throwaway_ranks.OUT_OF_MEMORY.search(str(error)):
+            if memory.OUT_OF_MEMORY.search(str(error)):
                 raise
             return Verdict(UNSUPPORTED, throwaway_ranks.sentence(error))
         if wrong is not None and verdict.outcome == OK:

@@ -16,7 +16,7 @@ from pathlib import Path
 from ddpbench.doctor.capabilities import probe, verdicts
 from ddpbench.doctor.capabilities.probe import Request
 from ddpbench.doctor.capabilities.verdicts import CRASH, HANG, OK, UNSUPPORTED, Combination, Verdict
-from ddpbench.measure import throwaway_ranks
+from ddpbench.measure import memory, throwaway_ranks
 from ddpbench.measure.throwaway_ranks import Trial
 from ddpbench.runtime import devices
 
@@ -135,7 +135,7 @@ def _blamed(trial: Trial, number: int, hung: float, code: int) -> Verdict | None
 def _shortage(trial: Trial) -> str:
     """Return what a rank said when it had no memory left; "" if none did."""
     failed = (state.text for state in trial.states() if state.kind == "failed")
-    return next(filter(throwaway_ranks.OUT_OF_MEMORY.search, failed), "")
+    return next(filter(memory.OUT_OF_MEMORY.search, failed), "")
 
 
 def _last_words(trial: Trial) -> str:
