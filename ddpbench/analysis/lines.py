@@ -152,8 +152,8 @@ FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
         ),
     ),
     ">limit": Flag(
-        "busbw is above the limit: the data came from a cache, the network reduces, or a tree "
-        "sends less between hosts than a ring",
+        "busbw is above the limit: the data came from a cache, the network reduces, or NCCL's tree "
+        "algorithm sends less between hosts than a ring",
         lambda line, plan: (line.fraction or 0) > 1,
     ),
     "imprecise": Flag(
