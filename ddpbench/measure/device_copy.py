@@ -39,7 +39,7 @@ def _measure_rate(device: torch.device, nbytes: int) -> float | None:
         torch.full((nbytes,), one, dtype=torch.uint8, device=device) for one in (1, 0)
     )
     if kind.sleeps:
-        kind.sleep(device, 0.0)  # the first sleep may have to find out how to sleep
+        kind.sleep(device, 0.0)  # the first sleep measures the speed of the clock
     begin, end = kind.event(device), kind.event(device)
     spans_ns: list[int] = []
     until = clock.now_ns() + LEAST_NS

@@ -309,9 +309,9 @@ class Cuda(Accelerator):
         torch.cuda._sleep(round(seconds * self._cycles_per_second))
 
     def _measure_cycles(self, device: torch.device, cycles: int = 1_000_000) -> float:
-        """Return the most cycles per second of `torch.cuda._sleep` in WARM_SECONDS.
+        """Return the highest rate of `torch.cuda._sleep`, in cycles per second, in WARM_SECONDS.
 
-        A sleep can then last longer than asked for, while the clock is lower, but not shorter.
+        While the clock is lower, a sleep lasts longer than requested, but never shorter.
         """
         import torch
 
