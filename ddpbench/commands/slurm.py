@@ -31,8 +31,8 @@ GROUP = "measure"
 HELP = "submit a Slurm job that measures"
 PASSES_ON = True  # its words are for sbatch
 RESULTS = Path("results")
-GPUS = r"(?<!\S)(-G|--gpus|--gres[= ]\S*gpu)"
-TASKS = r"(?<!\S)(-n|--ntasks|--gpus-per-task)"
+GPUS = r"(?<!\S)(-G|--gpus|--(gres|tres-per-task)[= ]\S*gpu)"
+TASKS = r"(?<!\S)(-n|--ntasks|--gpus-per-task|--tres-per-task)"
 SCRIPT = """\
 #!/bin/bash
 # Made by: python -m ddpbench slurm {words}

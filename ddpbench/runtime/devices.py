@@ -335,6 +335,7 @@ class Cuda(Accelerator):
         """
         import torch
 
+        # NVIDIA's containers call their torch 2.15.0a0.
         guesses = _is_nccl(backend) and torch.__version__ >= "2.15.0a0"
         return {"device_id": device} if guesses else {}
 

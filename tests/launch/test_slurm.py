@@ -162,6 +162,8 @@ def made(*words: str) -> str:
         ("--gpus-per-node=4", "--ntasks-per-gpu=1", "cuda"),
         ("--gpus-per-node=4 -n8", None, "cuda"),
         ("-n8 --gpus-per-task=1", None, "cuda"),
+        ("-n8 --tres-per-task=cpu:4,gres/gpu:1", None, "cuda"),
+        ("-N2 --tres-per-task=cpu:4", None, "cpu"),
     ],
 )
 def test_tasks_and_device_follow_the_options(words: str, tasks: str | None, device: str) -> None:
