@@ -279,7 +279,9 @@ class Cuda(Accelerator):
             f"{name}={shlex.quote(os.environ[name])}" for name in HIDING if name in os.environ
         ]
         place = f" with {' '.join(hidden)}" if hidden and NO_DEVICE.search(error) else ""
-        return f'{version} reports "{_shorten(error)}"{place}'
+        # GPUs behind an NVSwitch wait for this service.
+        hint = " (does nvidia-fabricmanager run?)" if "Error 802" in error else ""
+        return f'{version} reports "{_shorten(error)}"{place}{hint}'
 
     def broken(self) -> bool:
         import torch

@@ -24,7 +24,7 @@ NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have a
 NO_GPU = "No CUDA GPUs are available"
 BROKEN = {
     TOO_OLD: '"The NVIDIA driver on your system is too old (found version 12020)"',
-    UNEXPECTED: '"Error 802: system not yet initialized"',
+    UNEXPECTED: '"Error 802: system not yet initialized" (does nvidia-fabricmanager run?)',
     "CUDA unknown error - this may be due to, e.g. a variable. Setting the available devices": (
         '"CUDA unknown error - this may be due to, e.g. a variable"'
     ),
