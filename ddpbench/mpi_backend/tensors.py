@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -150,3 +151,14 @@ def after_stream(call: Callable[[], None], device: torch.device) -> Callable[[],
             module.current_stream(device).synchronize()
 
     return synchronized
+
+
+def complete(future: torch.futures.Future[Any], outputs: Sequence[Tensor]) -> None:
+    """End a future while the outputs' GPU is current.
+
+    In a new thread GPU 0 is, which torch, and what follows the future, would begin to use.
+    """
+    device = next((tensor.device for tensor in outputs if not tensor.is_cpu), None)
+    module: Any = None if device is None else torch.get_device_module(device)
+    with module.device(device) if module else nullcontext():
+        future.set_result(None)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.mpi_backend.library import mpi
+from ddpbench.mpi_backend.tensors import complete
 
 LOOK_SECONDS = 2e-4  # between an awake worker's looks at the queue
 AWAKE_SECONDS = 5e-3  # after the last call that was queued
@@ -129,7 +130,7 @@ class Call(Work):
             self.ended, futures = True, self._futures
         self._gate.release()
         if futures is not None:
-            futures[0].set_result(None)
+            complete(futures[0], self.outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = timeout.total_seconds() if timeout else -1  # zero is C++'s kNoTimeout

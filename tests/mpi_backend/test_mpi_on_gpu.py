@@ -25,6 +25,7 @@ from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.mpi_backend import types as mpi_types
 
 DEVICE = torch.device("cuda", 1)  # not the current one of a new thread
+FUTURE = torch.futures.Future
 COPY, CHANGES, NEW = Tensor.copy_, (Tensor.copy_, Tensor.div_), (Tensor.clone, torch.cat)
 
 
@@ -190,6 +191,22 @@ def check_messages(group: Any, dtype: torch.dtype, strided: bool) -> None:
     assert torch.equal(held(target), every[1 - rank])
 
 
+def check_future(group: Any) -> None:
+    """What follows a call in the worker's thread finds the tensor's GPU current, not GPU 0."""
+    rank, size = mpi_library.world()
+    tensor, seen = on_gpu(all_values(size, torch.float32)[rank]), list[torch.device]()
+    go = on_gpu(torch.zeros(1))
+    if rank:
+        group.recv([go], 0).wait()
+    with mock.patch.object(torch.futures, "Future", return_value=FUTURE()):
+        work = group.allreduce([tensor], options(dist.AllreduceOptions, later=True))
+        future = work.get_future().then(lambda done: seen.append(GPU.current))
+    if not rank:
+        group.send([go], 1).wait()  # rank 0's call ends after this alone
+    future.wait()
+    assert rank or seen == [DEVICE]
+
+
 def know_gpus(aware: bool) -> None:
     """Let MPI say whether it takes the memory of GPUs."""
     mpi_library.cuda_aware.cache_clear()
@@ -222,6 +239,7 @@ def job_gpu(folder: Path) -> None:
                     check_messages(group, dtype, strided)
                 # What MPI takes from the GPU itself needs no memory of the host.
                 assert any(pinned) == (not aware or dtype == HALF[0])
+        check_future(group)
     group._comm = comm
     dist.destroy_process_group()
     (folder / f"ended{mpi_library.world()[0]}").touch()
