@@ -50,9 +50,14 @@ class Marks:
 
 
 def stamp(device: torch.device) -> Event:
-    """Record an event on the stream that is current now."""
-    event = devices.of(device).event(device)
-    event.record()
+    """Record an event on the device's stream that is current now, in any thread.
+
+    Some backends end a reduction in a thread of their own, where another device may be current.
+    """
+    kind = devices.of(device)
+    event = kind.event(device)
+    with kind.current(device):
+        event.record()
     return event
 
 

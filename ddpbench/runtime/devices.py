@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -123,8 +124,12 @@ class Cpu:
 
         return torch.device("cpu")
 
+    def current(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return a context in which a device is this thread's current one. Threads begin with 0."""
+        return nullcontext()
+
     def event(self, device: torch.device) -> Event:
-        """Return an event to be recorded on the stream that is current then."""
+        """Return an event, to be recorded while the device is current, on its current stream."""
         return HostEvent()
 
     def synchronize(self, device: torch.device) -> None:
@@ -218,6 +223,10 @@ class Accelerator(Cpu):
 
         self._module.set_device(index)
         return torch.device(self.name, index)
+
+    def current(self, device: torch.device) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._module.device(device)
+        return context
 
     def event(self, device: torch.device) -> Event:
         event: Event = self._module.Event(enable_timing=True)

@@ -1,12 +1,17 @@
 """The table of devices: the CPU's entry does what the other entries do, with the host's clock."""
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from ddpbench.measure import step
 from ddpbench.runtime import devices
 from ddpbench.runtime.devices import KINDS, Accelerator, Cpu, elapsed_ns
 
@@ -91,6 +96,34 @@ def test_asking_what_is_in_use_starts_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert KINDS["cuda"].in_use() is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert KINDS["cuda"].in_use() == 3
+
+
+class ManyGpus(threading.local):
+    """Stands for torch.cuda: in each new thread, GPU 0 is the current one."""
+
+    index = 0
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.index = self.index, device.index
+        yield
+        self.index = before
+
+    def Event(self, enable_timing: bool) -> SimpleNamespace:  # noqa: N802
+        event = SimpleNamespace(index=None)
+        event.record = lambda: setattr(event, "index", self.index)
+        return event
+
+
+def test_a_stamp_is_one_of_its_device_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo and mpi end DDP's reductions in threads of their own, where GPU 0 is current. An event
+    there has no time in common with the events of the rank's own GPU."""
+    gpus, stamps = ManyGpus(), list[Any]()
+    monkeypatch.setattr(torch, "get_device_module", lambda name: gpus)
+    thread = threading.Thread(target=lambda: stamps.append(step.stamp(torch.device("cuda", 1))))
+    thread.start()
+    thread.join()
+    assert [stamp.index for stamp in stamps] == [1]
 
 
 class SlowStart:
