@@ -119,7 +119,7 @@ def test_auto_refuses_a_broken_driver(
     sentence = refusal(run(driver, tmp_path, *COLLECTIVES, **variables))
     assert sentence.startswith("the GPUs cannot be used: CUDA ")
     assert f' reports "{error}' in sentence
-    assert sentence.endswith(': fix this error, or measure with --device cpu')
+    assert sentence.endswith(": fix this error, or measure with --device cpu")
 
 
 def test_the_cpu_is_measured_without_starting_cuda(driver: Path, tmp_path: Path) -> None:
