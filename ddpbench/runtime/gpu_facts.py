@@ -154,9 +154,11 @@ def _place(pci_info: Any) -> str | None:
 
 def _open_nvml() -> Nvml | None:
     """Return NVML's view of this rank's GPU; None without NVML."""
-    module: Any = or_none(lambda: import_module("pynvml"))
     uuid = gpu()["gpu_uuid"]
-    if module is None or uuid is None:
+    if uuid is None:  # a rank on the CPU need not import pynvml
+        return None
+    module: Any = or_none(lambda: import_module("pynvml"))
+    if module is None:
         return None
     or_none(module.nvmlInit)
     body = re.sub("^(GPU|MIG)-", "", uuid)
