@@ -282,7 +282,7 @@ def _objection(case: Case, world: World, device: torch.device) -> str | None:
         return f"root {case.root} is not one of {case.world_size} ranks"
     kind.release_memory()  # of earlier cases
     free = kind.free_nbytes(device)
-    sharers = len(world.neighbours if kind.memory == "host" else world.gpu_mates)
+    sharers = len(world.memory_mates(device))
     needed = loop.needed_nbytes(case, operation, DTYPES[case.dtype].nbytes) * sharers
     if free is not None and needed > 0.9 * free:
         where = f"the {sharers} rank{'s' if sharers > 1 else ''} on this {kind.memory}"

@@ -90,6 +90,10 @@ class World:
         """The ranks on this rank's machine, including itself."""
         return self.machines[self.members[self.rank].boot_id]
 
+    def memory_mates(self, device: torch.device) -> list[int]:
+        """The ranks that share the memory of this rank's device, including itself."""
+        return self.neighbours if devices.of(device).memory == "host" else self.gpu_mates
+
     @property
     def address(self) -> str:
         """This rank's address for gloo on the other hosts."""

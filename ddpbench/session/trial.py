@@ -182,7 +182,7 @@ class Trial:
         rehearsal.release_memory(self.device)
         kind = devices.of(self.device)
         free = kind.free_nbytes(self.device)
-        sharers = self.world.neighbours if kind.memory == "host" else self.world.gpu_mates
+        sharers = self.world.memory_mates(self.device)
         copies = COPIES + OPTIMIZERS[case.optimizer].copies
         needed = replicas * copies * case.parameter_nbytes * len(sharers)
         if free is None or needed <= 0.9 * free:
