@@ -35,6 +35,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "interchange", "measure", "replicas",
     ),
     "selftest": ("version", "records", "analysis", "launch", "catalog", "render", "session"),
+    "watch": (
+        "version", "records", "analysis", "verdicts", "mpi_backend", "launch", "hang", "runtime", "catalog", "render",
+        "measure", "replicas", "session",
+    ),
     "doctor": (
         "version", "records", "analysis", "launch", "runtime", "catalog", "render", "measure",
         "session", "selftest",

@@ -1,0 +1,1 @@
+"""Explain any training job while it runs: phases, collectives, stragglers, links, replicas."""

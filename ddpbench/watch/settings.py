@@ -1,0 +1,30 @@
+"""What the user asked of a watch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `ddpbench.watch`, which are also the options of the command.
+
+    verify: optimizer steps from one verification of the replicas to the next, 0 none; timeout:
+    seconds after which a hang is reported, 0 never; every: seconds between two lines on the
+    terminal; output: folder of the stored runs, None stores nothing; on_report: called in rank 0
+    with each report as a dict; wire: time gloo's transfers with a communication hook on DDP;
+    prometheus: a file, or a port, for its metrics; format: of the final table.
+    """
+
+    verify: int = 0
+    timeout: float = 0.0
+    every: float = 30.0
+    output: Path | None = Path("results")
+    on_report: Callable[[dict[str, Any]], object] | None = None
+    wire: bool = False
+    prometheus: str | None = None
+    format: str = "table"
+    script: str = ""  # for titles

@@ -1,0 +1,150 @@
+"""The messages of a watch: from a rank to its host's leader, from there to rank 0. No torch.
+
+A window covers the latest steps and collective calls, up to a fixed number of each. So a message
+does not grow with the steps of a job, and a host's message does not grow with its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+# The columns of a row, in seconds: where a rank's own time went in one step, and in the last column
+# how long it was blocked in collectives. Their sum is the step.
+PHASES = ("input", "forward", "backward", "optimizer", "other")
+BLOCKED = len(PHASES)
+COLUMNS = BLOCKED + 1
+STEPS = 64  # of a window
+CALLS = 256
+RANKS = 8  # whose rows a host passes on: those that look slowest
+
+Rows = npt.NDArray[np.float32]  # [steps, COLUMNS]
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's arrival at a collective.
+
+    group: name and members of the group, equal in all its ranks; number: of the call in its group;
+    entered_ns: by the system clock of the rank's host; room_ns: to the rank's next mark or call,
+    the longest that it can have been blocked in this one; step, phase: where it was called, -1
+    unknown or not blocking there; wire_ns: time of the transfer, -1 unknown.
+    """
+
+    group: str
+    number: int
+    operation: str
+    nbytes: int
+    entered_ns: int
+    room_ns: int
+    step: int = -1
+    phase: int = -1
+    wire_ns: int = -1
+
+
+class Link(msgspec.Struct, frozen=True, array_like=True):
+    """Connections of one host to another, since the last window.
+
+    nbytes: acknowledged by the peer; busy_seconds: while data was on its way.
+    """
+
+    host: str
+    peer: str
+    interface: str
+    nbytes: int
+    busy_seconds: float
+    rtt_seconds: float
+    retransmitted: int
+
+
+class RankWindow(msgspec.Struct, frozen=True):
+    """What a rank learned since its last window.
+
+    rows: float32 [steps, COLUMNS], the steps from first_step on; ended_ns: end of the last step, by
+    the system clock; facts: name → value, such as "gc_seconds"; last: the rank's script has ended.
+    """
+
+    rank: int
+    first_step: int
+    rows: bytes
+    ended_ns: int
+    calls: list[Call] = []
+    facts: dict[str, float] = {}
+    links: list[Link] = []
+    last: bool = False
+
+
+class JoinedCall(msgspec.Struct, frozen=True, array_like=True):
+    """A collective as the ranks of one host, or all ranks, arrived at it, by rank 0's clock.
+
+    second_ns: the last arrival but one; last_rank: who came last; ranks: how many are known.
+    """
+
+    group: str
+    number: int
+    operation: str
+    nbytes: int
+    step: int
+    phase: int
+    first_ns: int
+    second_ns: int
+    last_ns: int
+    last_rank: int
+    ranks: int
+    wire_ns: int = -1
+
+
+class HostWindow(msgspec.Struct, frozen=True):
+    """The windows of one host's ranks, joined over the steps that all of them have.
+
+    median: float32 [steps, COLUMNS], over the host's ranks; least_blocked: float32 [steps];
+    rows: of at most RANKS ranks; facts: of these and, under -1, of the host.
+    """
+
+    host: str
+    ranks: list[int]
+    first_step: int
+    median: bytes
+    least_blocked: bytes
+    rows: dict[int, bytes]
+    ended_ns: int
+    calls: list[JoinedCall] = []
+    facts: dict[int, dict[str, float]] = {}
+    links: list[Link] = []
+    addresses: list[str] = []  # of the host, to name the peers of other hosts' links
+    ahead_ns: int = 0  # the host's clock against rank 0's
+    bound_ns: int = 0  # and how far that may be off
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Round:
+    """What all hosts reported at one time, over the steps that all of them have.
+
+    rows: of the ranks that a host passed on; hosts: host → its ranks; medians: host → [steps,
+    COLUMNS]; least_blocked: [steps], over all ranks; ended_ns: end of the last step.
+    """
+
+    first_step: int
+    ended_ns: int
+    rows: Mapping[int, Rows]
+    hosts: Mapping[str, Sequence[int]]
+    medians: Mapping[str, Rows]
+    least_blocked: npt.NDArray[np.float32]
+    calls: Sequence[JoinedCall] = ()
+    facts: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    host_facts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    links: Sequence[Link] = ()  # their peers are hosts by name where known
+
+
+def pack_rows(rows: npt.NDArray[np.float32]) -> bytes:
+    """Return an array as bytes."""
+    return np.ascontiguousarray(rows, dtype=np.float32).tobytes()
+
+
+def unpack_rows(data: bytes) -> Rows:
+    """Return the rows in a message: [steps, COLUMNS]."""
+    return np.frombuffer(data, dtype=np.float32).reshape(-1, COLUMNS)
