@@ -36,8 +36,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "selftest": ("version", "records", "analysis", "launch", "catalog", "render", "session"),
     "watch": (
-        "version", "records", "analysis", "verdicts", "mpi_backend", "launch", "hang", "runtime", "catalog", "render",
-        "measure", "replicas", "session",
+        "version", "records", "analysis", "verdicts", "mpi_backend", "launch", "hang", "runtime",
+        "catalog", "render", "measure", "replicas", "session",
     ),
     "doctor": (
         "version", "records", "analysis", "launch", "runtime", "catalog", "render", "measure",
@@ -54,7 +54,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "guide": (),
     "commands": (
         "version", "records", "analysis", "verdicts", "launch", "catalog", "render", "interchange",
-        "session", "selftest", "doctor", "measuring", "nested_runs", "guide",
+        "session", "selftest", "doctor", "watch", "measuring", "nested_runs", "guide",
     ),
     # The commands are imported by name, when they are called: see the test of cycles.
     "cli": ("version", "records", "session", "commands"),
