@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddpbench.records.watched import Watched
+
 SCHEMA = 1
 SEVERITIES = ("error", "warning", "note")  # of findings, the worst first
 # What a time is: of the host; between events on the device around the call; that without its launch
@@ -350,6 +352,7 @@ class StepResult:
     notes: tuple[str, ...] = ()  # what could not be measured, and why
     others_share: float | None = None
     wall_seconds: float = 0.0
+    watched: Watched | None = None  # of a job that `watch` explained
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,75 @@
+"""What a watch learned of a job: bounded, however long the job runs and however many ranks it has.
+
+Seconds are of one step. A rank's own time is divided into phases; `blocked` is the time that it was
+blocked in collectives: waiting for other ranks, and for the transfer itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PHASES = ("input", "forward", "backward", "optimizer", "other")
+COLUMNS = (*PHASES, "blocked")  # of every `seconds` below; they add up to the step
+MOST_RANKS, MOST_COLLECTIVES, MOST_MOMENTS, MOST_LINKS = 32, 32, 200, 64
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The median step of a part of the run: a point of the timeline."""
+
+    ended: float  # of its last step, in seconds since 1970 by rank 0's clock
+    step: int  # the last one
+    seconds: tuple[float, ...]  # of the median rank, by COLUMNS
+    exposed_seconds: float  # the least that any rank was blocked
+
+
+@dataclass(frozen=True)
+class WatchedRank:
+    """The median step of one rank. The straggler has the most own time and is blocked least."""
+
+    rank: int
+    host: str
+    seconds: tuple[float, ...]  # by COLUMNS
+    steps: int  # that this median is over
+
+
+@dataclass(frozen=True)
+class WatchedCollective:
+    """All calls of one operation and size on one group."""
+
+    group: str
+    ranks: int  # of the group
+    operation: str
+    nbytes: int  # of one call
+    calls: float  # in one step; without steps, in all
+    wait_seconds: float  # the first rank's for the last, median over calls
+    last_rank: int | None  # that came last most often; None: none stands out
+    last_share: float  # of the calls
+    wire_seconds: float | None = None  # of the transfer alone, median; None: unknown
+
+
+@dataclass(frozen=True)
+class WatchedLink:
+    """What the job's connections from one host to another carried."""
+
+    host: str
+    peer: str
+    interface: str
+    nbytes: int  # acknowledged by the peer
+    bytes_per_second: float | None  # while data was on its way; None: too little
+    rtt_seconds: float | None
+    retransmitted: int  # segments
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a watch stores of a job."""
+
+    steps: int  # that all ranks reported
+    last_step: int  # its number, counted from the start of the job
+    seconds: tuple[float, ...]  # the median step of the median rank, by COLUMNS
+    exposed_seconds: float  # the least that any rank was blocked, median: exposed communication
+    moments: tuple[Moment, ...] = ()  # the timeline, at most MOST_MOMENTS, oldest first
+    ranks: tuple[WatchedRank, ...] = ()  # those that hosts passed on, at most MOST_RANKS
+    collectives: tuple[WatchedCollective, ...] = ()  # the longest waits, at most MOST_COLLECTIVES
+    links: tuple[WatchedLink, ...] = ()  # at most MOST_LINKS
