@@ -1,0 +1,250 @@
+"""What rank 0 remembers of a watched job: bounded, however long it runs and on however many ranks.
+
+Each rank is compared step by step with the other ranks. Their median is the base: what all ranks
+do, and what slows all of them down, cancels out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpbench.watch.judging import samples
+from ddpbench.watch.judging.samples import Samples
+from ddpbench.watch.window import BLOCKED, COLUMNS, JoinedCall, Link, Round
+
+Floats = npt.NDArray[np.float64]
+FloatsOrLess = npt.NDArray[np.floating[Any]]
+
+TRACKED = 64  # ranks whose steps are kept
+RECENT = 12  # rounds whose facts are kept
+WARM_UP = 5  # first steps of a job, which compile and allocate: not judged
+KINDS = 128  # of calls that are told apart
+CALLS = 256  # of one kind, the newest
+LINKS = 16384
+FADE = 0.95  # of what a link carried, from one of its rounds to the next
+
+# Columns of a tracked rank's samples: its own row, then how much larger each of its values, and its
+# own time in all phases, is than the base.
+ROW = slice(0, COLUMNS)
+EXCESS = slice(COLUMNS, 2 * COLUMNS)
+EXCESS_BLOCKED = COLUMNS + BLOCKED
+EXCESS_OWN = 2 * COLUMNS
+RANK_COLUMNS = 2 * COLUMNS + 1
+
+# Columns of the job's samples: wall time in ns, seconds, the median rank's row, the least that any
+# rank was blocked, and for each column of a row the slowest rank's, the fastest rank's, and who.
+ENDED, SECONDS = 0, 1
+MEDIAN = slice(2, 2 + COLUMNS)
+EXPOSED = 2 + COLUMNS
+SLOWEST = slice(3 + COLUMNS, 3 + 2 * COLUMNS)
+FASTEST = slice(3 + 2 * COLUMNS, 3 + 3 * COLUMNS)
+SLOWEST_RANK = slice(3 + 3 * COLUMNS, 3 + 4 * COLUMNS)
+JOB_COLUMNS = 3 + 4 * COLUMNS
+
+
+@dataclass
+class Calls:
+    """The newest calls of one operation and size on one group."""
+
+    ranks: int = 0
+    count: int = 0  # of all calls seen
+    steps: float = 0.0  # over which they were made
+    waits: deque[float] = field(default_factory=lambda: deque(maxlen=CALLS))  # first to last rank
+    last_ranks: deque[int] = field(default_factory=lambda: deque(maxlen=CALLS))
+    wires: deque[float] = field(default_factory=lambda: deque(maxlen=CALLS))  # seconds
+
+    def add(self, calls: Sequence[JoinedCall], steps: float) -> None:
+        """Add the calls of one round."""
+        self.count += len(calls)
+        self.steps += steps
+        self.ranks = max(self.ranks, *(call.ranks for call in calls))
+        for call in calls:
+            self.waits.append((call.last_ns - call.first_ns) * 1e-9)
+            self.last_ranks.append(call.last_rank)
+            if call.wire_ns >= 0:
+                self.wires.append(call.wire_ns * 1e-9)
+
+
+@dataclass
+class Carried:
+    """What the connections of one host to another carried; older rounds fade."""
+
+    interface: str
+    nbytes: float = 0.0
+    busy_seconds: float = 0.0
+    rtt_seconds: float = 0.0  # the latest
+    retransmitted: float = 0.0
+
+    def add(self, link: Link) -> None:
+        """Add one round."""
+        self.nbytes = self.nbytes * FADE + link.nbytes
+        self.busy_seconds = self.busy_seconds * FADE + link.busy_seconds
+        self.retransmitted = self.retransmitted * FADE + link.retransmitted
+        self.rtt_seconds = link.rtt_seconds
+
+
+class History:
+    """The rounds of a job, summarized as they come."""
+
+    def __init__(self) -> None:
+        self.job = samples.empty(JOB_COLUMNS)
+        self.ranks: dict[int, Samples] = {}
+        self.hosts: Mapping[str, Sequence[int]] = {}
+        self.steps = 0  # that all ranks reported, without the warm-up
+        self.last_step = -1
+        self.spreads: deque[float] = deque(maxlen=RECENT)  # of healthy ranks' own time, seconds
+        self.facts: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)
+        self.host_facts: deque[Mapping[str, Mapping[str, float]]] = deque(maxlen=RECENT)
+        self.seconds: deque[float] = deque(maxlen=RECENT)  # that each of these rounds covers
+        self.calls: dict[tuple[str, str, int], Calls] = {}
+        self.links: dict[tuple[str, str], Carried] = {}
+        self._ended_ns = 0
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return sum(map(len, self.hosts.values()))
+
+    def add(self, round_: Round) -> None:
+        """Add a round: in rank 0, every few seconds."""
+        self.hosts = round_.hosts
+        skipped = max(self.last_step, WARM_UP - 1) + 1 - round_.first_step
+        new = len(round_.least_blocked) - max(skipped, 0)
+        if new > 0 and round_.rows:
+            self._add_steps(round_, new)
+        for link in round_.links:
+            if (link.host, link.peer) in self.links or len(self.links) < LINKS:
+                self.links.setdefault((link.host, link.peer), Carried(link.interface)).add(link)
+        self._add_calls(round_.calls)
+        kept = {rank: round_.facts[rank] for rank in self.ranks if rank in round_.facts}
+        self.facts.append(kept)
+        self.host_facts.append(round_.host_facts)
+        self.seconds.append((round_.ended_ns - self._ended_ns) * 1e-9 if self._ended_ns else 0.0)
+        self._ended_ns = round_.ended_ns
+
+    def _add_steps(self, round_: Round, new: int) -> None:
+        """Add the last `new` steps of a round."""
+        known = np.array(sorted(round_.rows))
+        rows = np.stack([round_.rows[rank][-new:] for rank in known]).astype(np.float32)
+        medians = np.stack([round_.medians[host][-new:] for host in round_.hosts])
+        number = np.arange(len(round_.least_blocked))[-new:] + round_.first_step
+        complete = len(known) == self.world_size
+        self.job.add(number, _job_columns(round_, known, rows, medians))
+        excess = _with_own(rows)
+        excess -= _base(excess, _with_own(medians), round_, known, complete)
+        self.spreads.append(_spread(np.median(excess[:, :, -1], axis=1), complete))
+        for i in _most_late(excess[:, :, -1]):
+            kept = self.ranks.setdefault(int(known[i]), samples.empty(RANK_COLUMNS, np.float32))
+            kept.add(number, np.concatenate([rows[i], excess[i]], axis=1))
+        self._forget_ranks()
+        self.steps += new
+        self.last_step = int(number[-1])
+
+    def _forget_ranks(self) -> None:
+        """Keep the ranks that were tracked last."""
+        while len(self.ranks) > 2 * TRACKED:
+            del self.ranks[min(self.ranks, key=lambda rank: self.ranks[rank].number[-1])]
+
+    def _add_calls(self, calls: Sequence[JoinedCall]) -> None:
+        kinds: dict[tuple[str, str, int], list[JoinedCall]] = {}
+        for call in calls:
+            kinds.setdefault((call.group, call.operation, call.nbytes), []).append(call)
+        known_steps = {call.step for call in calls if call.step >= 0}
+        for key, of_kind in kinds.items():
+            if key in self.calls or len(self.calls) < KINDS:
+                self.calls.setdefault(key, Calls()).add(of_kind, len(known_steps))
+
+
+def own_seconds(rows: FloatsOrLess) -> FloatsOrLess:
+    """Return a rank's own time in steps: all but what it was blocked. rows: [..., COLUMNS]."""
+    return np.asarray(rows[..., :BLOCKED].sum(axis=-1))
+
+
+def who_most_often(ranks: Sequence[int] | Floats) -> tuple[int, float]:
+    """Return the rank that is listed most often, and its share. At least one is listed."""
+    (rank, count), *_ = Counter(int(rank) for rank in ranks).most_common(1)
+    return rank, count / len(ranks)
+
+
+def _with_own(rows: FloatsOrLess) -> npt.NDArray[np.float32]:
+    own = own_seconds(rows)[..., None]
+    return np.concatenate([rows, own], axis=-1, dtype=np.float32)
+
+
+def _base(
+    rows: FloatsOrLess,
+    medians: FloatsOrLess,
+    round_: Round,
+    known: npt.NDArray[np.int64],
+    complete: bool,
+) -> FloatsOrLess:
+    """Return what each known rank is compared with: [ranks or 1, steps, columns].
+
+    That is the median of the other ranks; in large jobs, of the hosts' medians. Of two hosts that
+    do not pass on all ranks, it is the other host's median.
+    """
+    if complete and len(known) == 1:
+        return np.asarray(rows)
+    if complete and len(known) <= TRACKED:
+        return _median_of_others(rows)
+    if len(medians) != 2:
+        return np.asarray(np.median(medians, axis=0, keepdims=True))
+    (first, _) = round_.hosts
+    return np.asarray(medians[np.isin(known, round_.hosts[first]).astype(int)])
+
+
+def _median_of_others(rows: FloatsOrLess) -> FloatsOrLess:
+    """Return, for each entry of the first axis, the median of all others; at least two entries."""
+    count = len(rows)
+    order = np.sort(rows, axis=0)
+    place = np.argsort(np.argsort(rows, axis=0), axis=0)
+
+    def other(i: int) -> FloatsOrLess:
+        """The i-th smallest of the others."""
+        return np.asarray(np.where(place <= i, order[i + 1], order[i]))
+
+    return np.asarray((other((count - 2) // 2) + other((count - 1) // 2)) / 2)
+
+
+def _most_late(excess: FloatsOrLess) -> Sequence[int]:
+    """Return the indices of the ranks to track. excess: of own time, [ranks, steps]."""
+    return [int(i) for i in np.argsort(-excess.mean(axis=1))[:TRACKED]]
+
+
+def _spread(own: FloatsOrLess, complete: bool) -> float:
+    """Return the standard deviation of the ranks' own time, as the faster half shows it.
+
+    own: of each rank, the median over steps. 0 if too few ranks show it.
+    """
+    if len(own) < 8 or not complete:
+        return 0.0
+    low, middle = np.percentile(own, [10, 40])
+    return float(middle - low) / 1.028
+
+
+def _job_columns(
+    round_: Round, known: npt.NDArray[np.int64], rows: FloatsOrLess, medians: FloatsOrLess
+) -> Floats:
+    """Return the job's samples of these steps: float64[steps, JOB_COLUMNS]."""
+    new = rows.shape[1]
+    complete = sum(map(len, round_.hosts.values())) == len(known)
+    everyone = rows if complete else medians
+    seconds = np.median(everyone.sum(axis=-1, dtype=np.float64), axis=0)
+    later = np.cumsum(seconds[::-1])[::-1] - seconds
+    slowest = rows.argmax(axis=0)
+    columns = [
+        round_.ended_ns - later[:, None] * 1e9,
+        seconds[:, None],
+        np.median(everyone, axis=0),
+        round_.least_blocked[-new:, None],
+        np.take_along_axis(rows, slowest[None], axis=0)[0],
+        np.minimum(rows.min(axis=0), medians.min(axis=0)),
+        known[slowest],
+    ]
+    return np.concatenate(columns, axis=1, dtype=np.float64)

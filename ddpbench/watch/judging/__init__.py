@@ -1,0 +1,1 @@
+"""The verdicts of a watch: pure functions of its history. No torch."""

@@ -1,0 +1,146 @@
+"""A watched job in figures, for the line, the table and the stored run. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddpbench.analysis import stats
+from ddpbench.records import watched
+from ddpbench.records.schema import Figure, Phase
+from ddpbench.records.watched import (
+    Moment,
+    Watched,
+    WatchedCollective,
+    WatchedLink,
+    WatchedRank,
+)
+from ddpbench.watch import history as columns
+from ddpbench.watch.history import Calls, Floats, History, who_most_often
+
+STANDS_OUT = 2.0  # times the share that each rank would have, to be named as last
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a watch knows of a job with at least one step."""
+
+    world_size: int
+    ranks_per_host: tuple[int, ...]
+    step: Figure
+    phases: tuple[Phase, ...]  # one for each of `watched.COLUMNS`
+    watched: Watched
+
+
+def summarize(history: History) -> Summary | None:
+    """Summarize a job; None before its first step."""
+    if not len(history.job):
+        return None
+    job = history.job.values[history.job.evenly()]
+    names = enumerate(watched.COLUMNS)
+    return Summary(
+        world_size=history.world_size,
+        ranks_per_host=tuple(len(ranks) for ranks in history.hosts.values()),
+        step=figure(job[:, columns.SECONDS]),
+        phases=tuple(_phase(name, job, column) for column, name in names),
+        watched=Watched(
+            steps=history.steps,
+            last_step=history.last_step,
+            seconds=_medians(job[:, columns.MEDIAN]),
+            exposed_seconds=float(np.median(job[:, columns.EXPOSED])),
+            moments=tuple(_moments(history)),
+            ranks=tuple(_ranks(history)),
+            collectives=tuple(_collectives(history)),
+            links=tuple(_links(history)),
+        ),
+    )
+
+
+def figure(seconds: Floats) -> Figure:
+    """Return the median of steps and its interval."""
+    return Figure(float(np.median(seconds)), stats.median_interval(seconds))
+
+
+def _medians(values: columns.FloatsOrLess) -> tuple[float, ...]:
+    return tuple(np.median(values, axis=0).astype(float).tolist())
+
+
+def _phase(name: str, job: Floats, column: int) -> Phase:
+    slowest_rank, share = who_most_often(job[:, columns.SLOWEST_RANK][:, column])
+    return Phase(
+        name=name,
+        slowest=figure(job[:, columns.SLOWEST][:, column]),
+        fastest_seconds=float(np.median(job[:, columns.FASTEST][:, column])),
+        slowest_rank=slowest_rank,
+        slowest_share=share,
+    )
+
+
+def _moments(history: History) -> Iterator[Moment]:
+    """Divide the steps evenly, so that the timeline is of the whole run."""
+    job = history.job
+    even = job.evenly()
+    width = math.ceil(len(even) / watched.MOST_MOMENTS)
+    for first in range(0, len(even), width):
+        part = job.values[even[first : first + width]]
+        yield Moment(
+            ended=float(part[-1, columns.ENDED]) * 1e-9,
+            step=int(job.number[even[first : first + width][-1]]),
+            seconds=_medians(part[:, columns.MEDIAN]),
+            exposed_seconds=float(np.median(part[:, columns.EXPOSED])),
+        )
+
+
+def _ranks(history: History) -> Iterator[WatchedRank]:
+    """Yield the ranks with the most own time, in order of their numbers."""
+    host_of = {rank: host for host, ranks in history.hosts.items() for rank in ranks}
+    excess = {
+        rank: float(kept.values[:, columns.EXCESS_OWN].mean())
+        for rank, kept in history.ranks.items()
+        if rank in host_of
+    }
+    for rank in sorted(sorted(excess, key=excess.__getitem__)[-watched.MOST_RANKS :]):
+        kept = history.ranks[rank]
+        even = kept.values[kept.evenly()][:, columns.ROW]
+        yield WatchedRank(rank, host_of[rank], _medians(even), kept.steps)
+
+
+def _collectives(history: History) -> list[WatchedCollective]:
+    """Return the collectives, those with the longest waits first."""
+    rows = [_collective(*key, calls) for key, calls in history.calls.items()]
+    rows.sort(key=lambda row: -row.wait_seconds * row.calls)
+    return rows[: watched.MOST_COLLECTIVES]
+
+
+def _collective(group: str, operation: str, nbytes: int, calls: Calls) -> WatchedCollective:
+    last_rank, share = who_most_often(list(calls.last_ranks))
+    stands_out = share >= min(STANDS_OUT / calls.ranks, (1 + 1 / calls.ranks) / 2)
+    return WatchedCollective(
+        group=group,
+        ranks=calls.ranks,
+        operation=operation,
+        nbytes=nbytes,
+        calls=calls.count / (calls.steps or 1),
+        wait_seconds=float(np.median(calls.waits)),
+        last_rank=last_rank if stands_out and calls.ranks > 1 else None,
+        last_share=share,
+        wire_seconds=float(np.median(calls.wires)) if calls.wires else None,
+    )
+
+
+def _links(history: History) -> Iterator[WatchedLink]:
+    """Yield the links that carried most."""
+    most = sorted(history.links.items(), key=lambda item: -item[1].nbytes)
+    for (host, peer), link in most[: watched.MOST_LINKS]:
+        yield WatchedLink(
+            host=host,
+            peer=peer,
+            interface=link.interface,
+            nbytes=int(link.nbytes),
+            bytes_per_second=link.nbytes / link.busy_seconds if link.busy_seconds else None,
+            rtt_seconds=link.rtt_seconds or None,
+            retransmitted=int(link.retransmitted),
+        )
