@@ -16,6 +16,7 @@ from ddpbench.records.watched import (
     Watched,
     WatchedCollective,
     WatchedLink,
+    WatchedPhase,
     WatchedRank,
 )
 from ddpbench.watch import history as columns
@@ -28,10 +29,8 @@ STANDS_OUT = 2.0  # times the share that each rank would have, to be named as la
 class Summary:
     """What a watch knows of a job with at least one step."""
 
-    world_size: int
-    ranks_per_host: tuple[int, ...]
     step: Figure
-    phases: tuple[Phase, ...]  # one for each of `watched.COLUMNS`
+    phases: tuple[Phase, ...]  # as in `watched`, with the interval of the slowest rank
     watched: Watched
 
 
@@ -40,17 +39,27 @@ def summarize(history: History) -> Summary | None:
     if not len(history.job):
         return None
     job = history.job.values[history.job.evenly()]
-    names = enumerate(watched.COLUMNS)
+    step = figure(job[:, columns.SECONDS])
+    phases = tuple(_phase(name, job, column) for column, name in enumerate(watched.COLUMNS))
     return Summary(
-        world_size=history.world_size,
-        ranks_per_host=tuple(len(ranks) for ranks in history.hosts.values()),
-        step=figure(job[:, columns.SECONDS]),
-        phases=tuple(_phase(name, job, column) for column, name in names),
+        step=step,
+        phases=tuple(
+            Phase(
+                name=phase.name,
+                slowest=figure(job[:, columns.SLOWEST][:, column]),
+                fastest_seconds=phase.fastest_seconds,
+                slowest_rank=phase.slowest_rank,
+                slowest_share=phase.slowest_share,
+            )
+            for column, phase in enumerate(phases)
+        ),
         watched=Watched(
             steps=history.steps,
             last_step=history.last_step,
-            seconds=_medians(job[:, columns.MEDIAN]),
+            step_seconds=step.value,
+            phases=phases,
             exposed_seconds=float(np.median(job[:, columns.EXPOSED])),
+            hosts={host: len(ranks) for host, ranks in history.hosts.items()},
             moments=tuple(_moments(history)),
             ranks=tuple(_ranks(history)),
             collectives=tuple(_collectives(history)),
@@ -68,15 +77,13 @@ def _medians(values: columns.FloatsOrLess) -> tuple[float, ...]:
     return tuple(np.median(values, axis=0).astype(float).tolist())
 
 
-def _phase(name: str, job: Floats, column: int) -> Phase:
-    slowest_rank, share = who_most_often(job[:, columns.SLOWEST_RANK][:, column])
-    return Phase(
-        name=name,
-        slowest=figure(job[:, columns.SLOWEST][:, column]),
-        fastest_seconds=float(np.median(job[:, columns.FASTEST][:, column])),
-        slowest_rank=slowest_rank,
-        slowest_share=share,
+def _phase(name: str, job: Floats, column: int) -> WatchedPhase:
+    median, slowest, fastest = (
+        float(np.median(job[:, part][:, column]))
+        for part in (columns.MEDIAN, columns.SLOWEST, columns.FASTEST)
     )
+    rank, share = who_most_often(job[:, columns.SLOWEST_RANK][:, column])
+    return WatchedPhase(name, median, slowest, fastest, rank, share)
 
 
 def _moments(history: History) -> Iterator[Moment]:
