@@ -202,9 +202,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class StepCase:
-    """The identity of one measured DDP step. Numbers whose cases differ are incomparable."""
+    """The identity of one measured DDP step. Numbers whose cases differ are incomparable.
 
-    workload: str  # its name, or the user's "package.module:function"
+    Of a job that `watch` explained only the script, its arguments and its ranks are known: 0, False
+    or "" of the model, its data and its optimizer: not told.
+    """
+
+    workload: str  # its name, the user's "package.module:function", or the watched script
     settings: tuple[str, ...]  # "width=1024", …: all that shape the model and its data
     parameters: int
     parameter_nbytes: int
@@ -250,7 +254,7 @@ class Phase:
     slowest: Figure  # of the slowest rank of each step
     fastest_seconds: float  # median of the fastest rank of each step
     slowest_rank: int  # the rank that was it most often
-    slowest_share: float  # in this share of the steps
+    slowest_share: float  # in this share of the steps; 0: not told
 
 
 @dataclass(frozen=True)
@@ -327,7 +331,7 @@ class StepSummary:
     in_a_row: int  # steps of an arm in one round
     warm_up: int  # steps before
     step: Figure  # steps in a row / their number, synchronised at both ends; the slowest rank's
-    samples_per_second: float  # of all ranks
+    samples_per_second: float  # of all ranks; 0: not told
     phases: tuple[Phase, ...]
     budget: tuple[Part, ...] = ()
     speed_up: Figure | None = None  # a factor: the step without any communication

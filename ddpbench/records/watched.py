@@ -24,6 +24,18 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class WatchedPhase:
+    """One column of a step, over the ranks: medians over steps."""
+
+    name: str  # of COLUMNS
+    seconds: float  # of the median rank
+    slowest_seconds: float  # of the slowest rank of each step
+    fastest_seconds: float
+    slowest_rank: int  # the rank that was it most often
+    slowest_share: float  # in this share of the steps
+
+
+@dataclass(frozen=True)
 class WatchedRank:
     """The median step of one rank. The straggler has the most own time and is blocked least."""
 
@@ -67,9 +79,11 @@ class Watched:
 
     steps: int  # that all ranks reported
     last_step: int  # its number, counted from the start of the job
-    seconds: tuple[float, ...]  # the median step of the median rank, by COLUMNS
+    step_seconds: float  # median over steps
+    phases: tuple[WatchedPhase, ...]  # by COLUMNS
     exposed_seconds: float  # the least that any rank was blocked, median: exposed communication
+    hosts: dict[str, int]  # host → its ranks
     moments: tuple[Moment, ...] = ()  # the timeline, at most MOST_MOMENTS, oldest first
-    ranks: tuple[WatchedRank, ...] = ()  # those that hosts passed on, at most MOST_RANKS
+    ranks: tuple[WatchedRank, ...] = ()  # those that look slowest, at most MOST_RANKS
     collectives: tuple[WatchedCollective, ...] = ()  # the longest waits, at most MOST_COLLECTIVES
     links: tuple[WatchedLink, ...] = ()  # at most MOST_LINKS
