@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ddpbench.analysis import stats
 from ddpbench.records import watched
@@ -22,6 +23,7 @@ from ddpbench.records.watched import (
 from ddpbench.watch import history as columns
 from ddpbench.watch.history import Calls, Floats, History, who_most_often
 
+LATEST = 64  # steps of `Summary.latest`, at most
 STANDS_OUT = 2.0  # times the share that each rank would have, to be named as last
 
 
@@ -32,6 +34,7 @@ class Summary:
     step: Figure
     phases: tuple[Phase, ...]  # as in `watched`, with the interval of the slowest rank
     watched: Watched
+    latest: Moment  # the newest steps, for who follows the job
 
 
 def summarize(history: History) -> Summary | None:
@@ -65,6 +68,7 @@ def summarize(history: History) -> Summary | None:
             collectives=tuple(_collectives(history)),
             links=tuple(_links(history)),
         ),
+        latest=_moment(history, np.arange(max(0, len(history.job) - LATEST), len(history.job))),
     )
 
 
@@ -92,13 +96,18 @@ def _moments(history: History) -> Iterator[Moment]:
     even = job.evenly()
     width = math.ceil(len(even) / watched.MOST_MOMENTS)
     for first in range(0, len(even), width):
-        part = job.values[even[first : first + width]]
-        yield Moment(
-            ended=float(part[-1, columns.ENDED]) * 1e-9,
-            step=int(job.number[even[first : first + width][-1]]),
-            seconds=_medians(part[:, columns.MEDIAN]),
-            exposed_seconds=float(np.median(part[:, columns.EXPOSED])),
-        )
+        yield _moment(history, even[first : first + width])
+
+
+def _moment(history: History, steps: npt.NDArray[np.int64]) -> Moment:
+    """Return the median of some steps. steps: their indices in the job's samples."""
+    part = history.job.values[steps]
+    return Moment(
+        ended=float(part[-1, columns.ENDED]) * 1e-9,
+        step=int(history.job.number[steps[-1]]),
+        seconds=_medians(part[:, columns.MEDIAN]),
+        exposed_seconds=float(np.median(part[:, columns.EXPOSED])),
+    )
 
 
 def _ranks(history: History) -> Iterator[WatchedRank]:
