@@ -21,6 +21,9 @@ COLUMNS = BLOCKED + 1
 STEPS = 64  # of a window
 CALLS = 256
 RANKS = 8  # whose rows a host passes on: those that look slowest
+HOST_CALLS = 256  # that a host passes on
+LINKS = 16
+ROUND_RANKS = 256  # whose rows are in a round: again those that look slowest
 
 Rows = npt.NDArray[np.float32]  # [steps, COLUMNS]
 
@@ -100,23 +103,27 @@ class JoinedCall(msgspec.Struct, frozen=True, array_like=True):
 class HostWindow(msgspec.Struct, frozen=True):
     """The windows of one host's ranks, joined over the steps that all of them have.
 
-    median: float32 [steps, COLUMNS], over the host's ranks; least_blocked: float32 [steps];
-    rows: of at most RANKS ranks; facts: of these and, under -1, of the host.
+    ranks: runs of numbers, each as its first and last; median: float32 [steps, COLUMNS], over the
+    host's ranks; least_blocked: float32 [steps]; rows: of at most RANKS ranks; calls: a table of
+    `joining.CALL`, with rank 0's times, whose group and operation count in the lists of names;
+    facts: of these ranks and, under -1, the median over the host's.
     """
 
     host: str
-    ranks: list[int]
+    ranks: list[tuple[int, int]]
     first_step: int
     median: bytes
     least_blocked: bytes
     rows: dict[int, bytes]
     ended_ns: int
-    calls: list[JoinedCall] = []
+    calls: bytes = b""
+    groups: list[str] = []
+    operations: list[str] = []
     facts: dict[int, dict[str, float]] = {}
     links: list[Link] = []
     addresses: list[str] = []  # of the host, to name the peers of other hosts' links
-    ahead_ns: int = 0  # the host's clock against rank 0's
-    bound_ns: int = 0  # and how far that may be off
+    ahead_ns: int = 0  # the host's clock against rank 0's; its times are corrected by it
+    bound_ns: int = 0  # how far they may still be off
     last: bool = False
 
 
@@ -124,8 +131,9 @@ class HostWindow(msgspec.Struct, frozen=True):
 class Round:
     """What all hosts reported at one time, over the steps that all of them have.
 
-    rows: of the ranks that a host passed on; hosts: host → its ranks; medians: host → [steps,
-    COLUMNS]; least_blocked: [steps], over all ranks; ended_ns: end of the last step.
+    rows: of at most ROUND_RANKS ranks, those that look slowest; hosts: host → its ranks; medians:
+    host → [steps, COLUMNS]; least_blocked: [steps], over all ranks; ended_ns: end of the last step,
+    by rank 0's clock. There may be no steps but calls: a job without an optimizer.
     """
 
     first_step: int

@@ -1,0 +1,480 @@
+"""Join the windows of a host's ranks, and those of all hosts. Pure, no torch.
+
+A rank that is blocked in a collective outside backward spends that time in a phase, although it
+only waits for the last rank to arrive. Both joins move such waits from the phase to BLOCKED: a host
+up to the last arrival among its ranks, rank 0 up to the last arrival of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import structs
+
+from ddpbench.watch.offsets import SAME, UNKNOWN_NS, Line
+from ddpbench.watch.window import (
+    BLOCKED,
+    CALLS,
+    COLUMNS,
+    HOST_CALLS,
+    LINKS,
+    RANKS,
+    ROUND_RANKS,
+    HostWindow,
+    JoinedCall,
+    Link,
+    RankWindow,
+    Round,
+    Rows,
+    pack_rows,
+    unpack_rows,
+)
+
+Table = npt.NDArray[Any]  # of a structured dtype
+Indices = npt.NDArray[np.intp]
+
+# A rank's arrivals. room_ns: the longest that it can have been blocked.
+ARRIVAL = np.dtype(
+    [
+        ("group", "i8"), ("number", "i8"), ("operation", "i8"), ("nbytes", "i8"), ("step", "i8"),
+        ("phase", "i8"), ("entered_ns", "i8"), ("room_ns", "i8"), ("wire_ns", "i8"), ("rank", "i8"),
+    ]
+)  # fmt: skip
+# As JoinedCall. room_ns: how long after last_ns each of the host's ranks can have been blocked.
+CALL = np.dtype(
+    [
+        ("group", "u2"), ("operation", "u2"), ("phase", "i1"), ("ranks", "u4"), ("last_rank", "u4"),
+        ("step", "i8"), ("number", "i8"), ("nbytes", "i8"), ("first_ns", "i8"), ("second_ns", "i8"),
+        ("last_ns", "i8"), ("room_ns", "i8"), ("wire_ns", "i8"),
+    ]
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a join, and the positions of the windows that have them all."""
+
+    first: int
+    end: int
+    members: Indices
+
+    def among(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether each of these is one of the steps."""
+        return (steps >= self.first) & (steps < self.end)
+
+
+def join_ranks(
+    windows: Sequence[RankWindow],
+    host: str,
+    addresses: Sequence[str] = (),
+    clock: Line = SAME,
+) -> HostWindow | None:
+    """Join the windows of a host's ranks; None if there are none.
+
+    addresses: of the host; clock: how far it is ahead of rank 0's.
+    """
+    if not windows:
+        return None
+    windows = sorted(windows, key=lambda window: window.rank)
+    numbers = [window.rank for window in windows]
+    all_rows = [unpack_rows(window.rows) for window in windows]
+    arrivals, groups, operations = _tabulate(windows)
+    arrivals["entered_ns"] = clock.correct(arrivals["entered_ns"])
+    calls, waits_ns = _match_ranks(arrivals, np.array(numbers))
+    firsts = [window.first_step for window in windows]
+    steps = _restrict(_find_common(firsts, list(map(len, all_rows))), arrivals)
+    steps, calls = _keep_newest(steps, calls)
+    rows = _cut([all_rows[i] for i in steps.members], [firsts[i] for i in steps.members], steps)
+    position = np.full(len(windows), -1)
+    position[steps.members] = np.arange(len(steps.members))
+    rows = _move(rows, _sum_waits(len(rows), steps, position[arrivals["rank"]], arrivals, waits_ns))
+    median = _median(rows)
+    shown = {numbers[steps.members[i]]: rows[i] for i in _choose_slowest(rows, median, RANKS)}
+    return HostWindow(
+        host=host,
+        ranks=list(_find_runs(numbers)),
+        first_step=steps.first,
+        median=pack_rows(median),
+        least_blocked=pack_rows(rows[:, :, BLOCKED].min(axis=0)) if len(rows) else b"",
+        rows={rank: pack_rows(row) for rank, row in shown.items()},
+        ended_ns=_find_end(windows, all_rows, steps, clock),
+        calls=calls.tobytes(),
+        groups=groups,
+        operations=operations,
+        facts=_join_facts(windows, shown),
+        links=_join_links(windows, host),
+        addresses=list(addresses)[:LINKS],
+        ahead_ns=round(clock.ahead_ns),
+        bound_ns=round(clock.bound_ns),
+        last=all(window.last for window in windows),
+    )
+
+
+def join_hosts(hosts: Sequence[HostWindow]) -> Round | None:
+    """Join the windows of all hosts; None if there are none."""
+    if not hosts:
+        return None
+    hosts = sorted(hosts, key=lambda host: host.ranks)
+    names = _name_hosts(hosts)
+    medians = [unpack_rows(host.median) for host in hosts]
+    firsts = [host.first_step for host in hosts]
+    steps = _find_common(firsts, list(map(len, medians)))
+    members = [hosts[i] for i in steps.members]
+    firsts = [host.first_step for host in members]
+    calls, owners, table, waits_ns = _match_hosts(hosts)
+    position = np.full(len(hosts), -1)
+    position[steps.members] = np.arange(len(members))
+    waits = _sum_waits(len(members), steps, position[owners], table, waits_ns)
+    typical = _cut(
+        [medians[i] for i in steps.members], [host.first_step for host in members], steps
+    )
+    passed = [(rank, i, row) for i, host in enumerate(members) for rank, row in host.rows.items()]
+    own = [unpack_rows(row) for _, _, row in passed]
+    rows = _cut(own, [firsts[i] for _, i, _ in passed], steps)
+    rows = _move(rows, waits[[i for _, i, _ in passed]])
+    blocked = _cut_blocked(members, steps) + np.minimum(waits, typical[:, :, :BLOCKED]).sum(axis=2)
+    typical = _move(typical, waits)
+    ends = [host.ended_ns for host in members or hosts]
+    return Round(
+        first_step=steps.first,
+        ended_ns=int(np.median(ends)),
+        rows={
+            passed[i][0]: rows[i]
+            for i in sorted(_choose_slowest(rows, _median(typical), ROUND_RANKS))
+        },
+        hosts={name: _expand_runs(host.ranks) for name, host in zip(names, hosts, strict=True)},
+        medians={names[i]: typical[n] for n, i in enumerate(steps.members)},
+        least_blocked=blocked.min(axis=0) if len(blocked) else np.zeros(0, np.float32),
+        calls=calls,
+        facts={r: facts for host in hosts for r, facts in host.facts.items() if r >= 0},
+        host_facts={name: host.facts.get(-1, {}) for name, host in zip(names, hosts, strict=True)},
+        links=_name_links(hosts, names),
+    )
+
+
+# --- steps and rows -------------------------------------------------------------------------------
+
+
+def _find_common(firsts: Sequence[int], counts: Sequence[int]) -> Steps:
+    """The steps that the windows have in common, without windows that have few of the usual ones.
+
+    A rank that is stopped sends no new steps, and must not hide those of the others.
+    """
+    first, count = np.array(firsts), np.array(counts)
+    some = np.flatnonzero(count)
+    if not len(some):
+        return Steps(0, 0, some)
+    end = first + count
+    usual = np.median(first[some]), np.median(end[some])
+    shared = np.minimum(end, usual[1]) - np.maximum(first, usual[0])
+    members = np.flatnonzero((count > 0) & (2 * shared >= usual[1] - usual[0]))
+    if not len(members) or first[members].max() >= end[members].min():
+        return Steps(0, 0, members[:0])
+    return Steps(int(first[members].max()), int(end[members].min()), members)
+
+
+def _restrict(steps: Steps, arrivals: Table) -> Steps:
+    """Without the steps of which some calls are unknown, where calls block outside backward."""
+    if not (arrivals["phase"] >= 0).any():
+        return steps
+    first, end = steps.first, steps.end
+    for member in steps.members:
+        known = arrivals["step"][arrivals["rank"] == member]
+        cut = len(known) >= CALLS
+        known = known[known >= 0]
+        if len(known):
+            first = max(first, int(known.min()) + 1 if cut else 0)
+            end = min(end, int(known.max()) + 1)
+    return Steps(first, max(first, end), steps.members)
+
+
+def _keep_newest(steps: Steps, calls: Table) -> tuple[Steps, Table]:
+    """At most HOST_CALLS calls, first those that block, and the steps whose calls are complete."""
+    blocks = (calls["phase"] >= 0) & steps.among(calls["step"])
+    order = np.lexsort((calls["last_ns"], blocks))
+    dropped, kept = order[:-HOST_CALLS], order[-HOST_CALLS:]
+    dropped = dropped[blocks[dropped]]
+    first = max([steps.first, *(calls["step"][dropped] + 1).tolist()])
+    return Steps(first, max(first, steps.end), steps.members), calls[np.sort(kept)]
+
+
+def _cut(windows: Sequence[Rows], firsts: Sequence[int], steps: Steps) -> Rows:
+    """The rows of these steps: float32 [windows, steps, COLUMNS]."""
+    count = steps.end - steps.first
+    if not windows:
+        return np.zeros((0, count, COLUMNS), np.float32)
+    return np.stack(
+        [rows[steps.first - first :][:count] for rows, first in zip(windows, firsts, strict=True)]
+    )
+
+
+def _median(rows: Rows) -> Rows:
+    """The median of several windows: float32 [steps, COLUMNS]."""
+    return np.asarray(np.median(rows, axis=0) if len(rows) else rows.sum(axis=0), np.float32)
+
+
+def _cut_blocked(hosts: Sequence[HostWindow], steps: Steps) -> npt.NDArray[np.float32]:
+    """The least time blocked of these hosts and steps: float32 [hosts, steps]."""
+    count, blocked = steps.end - steps.first, []
+    for host in hosts:
+        values = np.frombuffer(host.least_blocked, np.float32)
+        blocked.append(values[steps.first - host.first_step :][:count])
+    return np.stack(blocked) if blocked else np.zeros((0, count), np.float32)
+
+
+def _sum_waits(
+    count: int, steps: Steps, owners: Indices, table: Table, waits_ns: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32]:
+    """The seconds of waiting per owner, step and phase: float32 [count, steps, BLOCKED].
+
+    table: calls with their steps and phases; owners: their positions among `count`, -1 none.
+    """
+    waits = np.zeros((count, steps.end - steps.first, BLOCKED), np.float32)
+    use = (owners >= 0) & (table["phase"] >= 0) & steps.among(table["step"]) & (waits_ns > 0)
+    where = owners[use], table["step"][use] - steps.first, table["phase"][use]
+    np.add.at(waits, where, waits_ns[use].astype(np.float32) * np.float32(1e-9))
+    return waits
+
+
+def _move(rows: Rows, waits: npt.NDArray[np.float32]) -> Rows:
+    """The rows with these waits taken off their phases and added to BLOCKED."""
+    own = rows[:, :, :BLOCKED]
+    moved = np.minimum(waits, np.maximum(own, 0))
+    blocked = rows[:, :, BLOCKED] + moved.sum(axis=2)
+    return np.concatenate([own - moved, blocked[:, :, None]], axis=2)
+
+
+def _choose_slowest(rows: Rows, typical: Rows, limit: int) -> list[int]:
+    """The positions of the ranks that look slowest, in several ways, in turn."""
+    if len(rows) <= limit or not rows.shape[1]:
+        return list(range(min(len(rows), limit)))
+    late = rows[:, :, :BLOCKED] - typical[:, :BLOCKED]
+    often = 9 * rows.shape[1] // 10  # late in every tenth step, or more
+    orders = (
+        -late.mean(axis=1).max(axis=1),
+        -np.partition(late, often, axis=1)[:, often].max(axis=1),
+        rows[:, :, BLOCKED].mean(axis=1),
+    )
+    ranked = np.stack([np.argsort(order) for order in orders], axis=1).ravel()
+    return list(dict.fromkeys(ranked.tolist()))[:limit]
+
+
+def _find_end(
+    windows: Sequence[RankWindow], all_rows: Sequence[Rows], steps: Steps, clock: Line
+) -> int:
+    """When the last common step ended, by rank 0's clock."""
+    ends = []
+    for i in steps.members if len(steps.members) else range(len(windows)):
+        later = all_rows[i][max(0, steps.end - windows[i].first_step) :].sum(dtype=float)
+        ends.append(windows[i].ended_ns - round(later * 1e9))
+    return int(clock.correct(np.array([int(np.median(ends))]))[0])
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def _tabulate(windows: Sequence[RankWindow]) -> tuple[Table, list[str], list[str]]:
+    """All arrivals as a table of ARRIVAL, the names of groups and those of operations."""
+    groups: dict[str, int] = {}
+    operations: dict[str, int] = {}
+    rows = [
+        (
+            groups.setdefault(call.group, len(groups)), call.number,
+            operations.setdefault(call.operation, len(operations)), call.nbytes, call.step,
+            call.phase, call.entered_ns, call.room_ns, call.wire_ns, i,
+        )
+        for i, window in enumerate(windows)
+        for call in window.calls
+    ]  # fmt: skip
+    return np.array(rows, dtype=ARRIVAL), list(groups), list(operations)
+
+
+def _find_starts(groups: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> Indices:
+    """Where another call begins among arrivals that are sorted by group and number."""
+    changed = np.ones(len(groups), dtype=bool)
+    changed[1:] = (np.diff(groups) != 0) | (np.diff(numbers) != 0)
+    return np.flatnonzero(changed)
+
+
+def _match_ranks(
+    arrivals: Table, numbers: npt.NDArray[np.int64]
+) -> tuple[Table, npt.NDArray[np.int64]]:
+    """The calls of a host, and how long each arrival waited for the last one, in ns.
+
+    numbers: of the ranks, by their positions.
+    """
+    order = np.lexsort((arrivals["entered_ns"], arrivals["number"], arrivals["group"]))
+    table = arrivals[order]
+    starts = _find_starts(table["group"], table["number"])
+    sizes = np.diff([*starts, len(table)])
+    lasts = starts + sizes - 1
+    missed = np.repeat(table["entered_ns"][lasts], sizes) - table["entered_ns"]
+    room = np.maximum(table["room_ns"] - missed, 0)
+    waits = np.empty(len(table), np.int64)
+    waits[order] = np.minimum(missed, np.maximum(table["room_ns"], 0))
+    calls = np.zeros(len(starts), CALL)
+    if len(starts):
+        for name in ("group", "operation", "number", "nbytes"):
+            calls[name] = table[name][lasts]
+        for name in ("step", "phase"):
+            calls[name] = np.maximum.reduceat(table[name], starts)
+        calls["first_ns"] = table["entered_ns"][starts]
+        calls["second_ns"] = table["entered_ns"][np.maximum(lasts - 1, starts)]
+        calls["last_ns"] = table["entered_ns"][lasts]
+        calls["last_rank"], calls["ranks"] = numbers[table["rank"][lasts]], sizes
+        calls["room_ns"] = np.minimum.reduceat(room, starts)
+        calls["wire_ns"] = _reduce_wire(table["wire_ns"], starts)
+    return calls, waits
+
+
+def _reduce_wire(wire_ns: npt.NDArray[np.int64], starts: Indices) -> npt.NDArray[np.int64]:
+    """The shortest known transfer of each call: only the last rank to arrive waits for nobody."""
+    unknown = np.iinfo(np.int64).max
+    least = np.minimum.reduceat(np.where(wire_ns < 0, unknown, wire_ns), starts)
+    return np.where(least == unknown, -1, least)
+
+
+def _match_hosts(
+    hosts: Sequence[HostWindow],
+) -> tuple[list[JoinedCall], Indices, Table, npt.NDArray[np.int64]]:
+    """The newest calls of all hosts; then of each host's calls the host, the call, and how long
+    this host's ranks then waited for other hosts, in ns.
+
+    Leaves out the hosts whose clocks are unknown.
+    """
+    all_groups: dict[str, int] = {}
+    all_operations: dict[str, int] = {}
+    tables, groups, operations = [np.zeros(0, CALL)], [], []
+    for host in hosts:
+        table = np.frombuffer(host.calls if host.bound_ns < UNKNOWN_NS else b"", CALL)
+        tables.append(table)
+        groups.append(_renumber(all_groups, host.groups)[table["group"]])
+        operations.append(_renumber(all_operations, host.operations)[table["operation"]])
+    owners = np.repeat(np.arange(len(hosts)), [len(table) for table in tables[1:]])
+    table, group = np.concatenate(tables), np.concatenate(groups)
+    number, last_ns = table["number"].copy(), table["last_ns"].copy()
+    order = np.lexsort((last_ns, number, group))
+    starts = _find_starts(group[order], number[order])
+    if not len(starts):
+        return [], owners, table, np.zeros(0, np.int64)
+    sizes = np.diff(starts, append=len(order))
+    final = last_ns[order][starts + sizes - 1]
+    waits = np.empty(len(order), np.int64)
+    waits[order] = np.repeat(final, sizes) - last_ns[order]
+    waits = np.minimum(waits, table["room_ns"])
+    calls = []
+    for call in np.argsort(final, kind="stable")[-CALLS:]:
+        members = order[starts[call] :][: sizes[call]]
+        operation = list(all_operations)[np.concatenate(operations)[members[-1]]]
+        calls.append(_join_call(table[members], list(all_groups)[group[members[-1]]], operation))
+    return calls, owners, table, waits
+
+
+def _renumber(known: dict[str, int], names: Sequence[str]) -> npt.NDArray[np.int64]:
+    """The number of each name among all that are known, to which it is added."""
+    return np.array([known.setdefault(name, len(known)) for name in names], np.int64)
+
+
+def _join_call(hosts: Table, group: str, operation: str) -> JoinedCall:
+    """One call as all hosts saw it; `hosts` is sorted by their last arrivals."""
+    last = hosts[-1]
+    seconds = [int(host["last_ns"]) for host in hosts[-2:-1]]
+    if last["ranks"] > 1 or not seconds:
+        seconds.append(int(last["second_ns"]))
+    wires = hosts["wire_ns"][hosts["wire_ns"] >= 0]
+    return JoinedCall(
+        group=group,
+        number=int(last["number"]),
+        operation=operation,
+        nbytes=int(last["nbytes"]),
+        step=int(hosts["step"].max()),
+        phase=int(hosts["phase"].max()),
+        first_ns=int(hosts["first_ns"].min()),
+        second_ns=max(seconds),
+        last_ns=int(last["last_ns"]),
+        last_rank=int(last["last_rank"]),
+        ranks=int(hosts["ranks"].sum()),
+        wire_ns=int(wires.min()) if len(wires) else -1,
+    )
+
+
+# --- ranks, facts and links -----------------------------------------------------------------------
+
+
+def _find_runs(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Runs of numbers without a gap among sorted ones, each as its first and last."""
+    first = last = None
+    for rank in ranks:
+        if first is None or last is None:
+            first = rank
+        elif rank != last + 1:
+            yield first, last
+            first = rank
+        last = rank
+    if first is not None and last is not None:
+        yield first, last
+
+
+def _expand_runs(runs: Iterable[tuple[int, int]]) -> list[int]:
+    return [rank for first, last in runs for rank in range(first, last + 1)]
+
+
+def _name_hosts(hosts: Sequence[HostWindow]) -> list[str]:
+    """The hosts' names; where several have one name, with their first rank."""
+    names = [host.host for host in hosts]
+    return [
+        f"{name} (rank {host.ranks[0][0]})" if names.count(name) > 1 else name
+        for name, host in zip(names, hosts, strict=True)
+    ]
+
+
+def _join_facts(windows: Sequence[RankWindow], shown: Iterable[int]) -> dict[int, dict[str, float]]:
+    """The facts of these ranks and, under -1, the median of all ranks that have a fact."""
+    values: dict[str, list[float]] = {}
+    for window in windows:
+        for name, value in window.facts.items():
+            values.setdefault(name, []).append(value)
+    host = {name: float(np.median(each)) for name, each in values.items()}
+    return {-1: host} | {w.rank: w.facts for w in windows if w.rank in shown and w.facts}
+
+
+def _join_links(windows: Sequence[RankWindow], host: str) -> list[Link]:
+    """The connections of all ranks to each peer as one link; the busiest ones."""
+    links: dict[tuple[str, str], list[Link]] = {}
+    for window in windows:
+        for link in window.links:
+            links.setdefault((link.peer, link.interface), []).append(link)
+    joined = [
+        Link(
+            host=host,
+            peer=peer,
+            interface=interface,
+            nbytes=sum(link.nbytes for link in each),
+            busy_seconds=sum(link.busy_seconds for link in each),
+            rtt_seconds=float(np.median([link.rtt_seconds for link in each])),
+            retransmitted=sum(link.retransmitted for link in each),
+        )
+        for (peer, interface), each in links.items()
+    ]
+    return sorted(joined, key=lambda link: -link.busy_seconds)[:LINKS]
+
+
+def _name_links(hosts: Sequence[HostWindow], names: Sequence[str]) -> list[Link]:
+    """All links; a peer is a host by name if exactly one host has its address."""
+    owners: dict[str, list[str]] = {}
+    for host, name in zip(hosts, names, strict=True):
+        for address in host.addresses:
+            owners.setdefault(address, []).append(name)
+    return [
+        structs.replace(
+            link,
+            host=name,
+            peer=owners[link.peer][0] if len(owners.get(link.peer, ())) == 1 else link.peer,
+        )
+        for host, name in zip(hosts, names, strict=True)
+        for link in host.links
+    ]

@@ -1,0 +1,200 @@
+"""How far a host's clock is ahead of rank 0's while a job runs, found by ping-pongs over TCP.
+
+Each round the leader of a host connects to rank 0 and exchanges a few messages. The shortest
+exchange of each round bounds the offset at its time. A line through those of the last minute
+follows the drift. The clock is the system clock, which torch uses for the times of its calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpbench.analysis import clocks
+from ddpbench.launch import sockets
+
+PINGS = 8  # in a round
+ROUNDS = 12  # that the line follows: a minute
+CONNECT_SECONDS, ANSWER_SECONDS = 0.2, 0.1
+IDLE_SECONDS = 2.0  # after which rank 0 closes a connection
+DRIFT_NS = 4 * 10**9  # the shortest time from which a drift is learned
+MOST_DRIFT = 500e-6  # what clocks are known to gain
+UNKNOWN_NS = 10**15
+STAMP = struct.Struct("!q")
+TOKEN_NBYTES = 16
+
+Stamps = npt.NDArray[np.int64]
+now_ns: Callable[[], int] = time.time_ns
+
+
+@dataclass(frozen=True)
+class Line:
+    """How far a clock is ahead of rank 0's: ahead_ns at the time at_ns, and what it gains per ns.
+
+    bound_ns: the largest error; UNKNOWN_NS if nobody has compared the clocks.
+    """
+
+    ahead_ns: float = 0.0
+    bound_ns: float = 0.0
+    drift: float = 0.0
+    at_ns: int = 0
+
+    def ahead(self, stamps: Stamps) -> Stamps:
+        """Return how far the clock was ahead at these times of it, in ns."""
+        found = self.ahead_ns + self.drift * (stamps - self.at_ns)
+        return np.asarray(np.rint(found), dtype=np.int64)
+
+    def correct(self, stamps: Stamps) -> Stamps:
+        """Return what rank 0's clock showed at these times."""
+        return stamps - self.ahead(stamps)
+
+
+SAME = Line()
+UNKNOWN = Line(bound_ns=UNKNOWN_NS)
+
+
+class Offset:
+    """What the latest rounds of ping-pongs say about this host's clock."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[int, float, float]] = deque(maxlen=ROUNDS)
+        self.line = UNKNOWN
+
+    def add(self, exchanges: Stamps) -> None:
+        """Learn from a round: int64 [exchange, 3], this clock's stamps around rank 0's, in ns."""
+        bounds = clocks.ahead(exchanges)  # of rank 0's clock against this one
+        ahead, bound = -bounds.middle_ns, bounds.off_ns(bounds.middle_ns)
+        at = int(exchanges[-1, 0])
+        if self._points and self._contradicts(at, ahead, bound):
+            self._points.clear()  # somebody has set a clock
+        self._points.append((at, ahead, bound))
+        self.line = _fit(self._points)
+
+    def _contradicts(self, at: int, ahead: float, bound: float) -> bool:
+        since = at - self._points[-1][0]
+        expected = float(self.line.ahead(np.array([at]))[0])
+        allowed = bound + self.line.bound_ns + MOST_DRIFT * abs(since)
+        return since < 0 or abs(ahead - expected) > allowed
+
+
+def _fit(points: Sequence[tuple[int, float, float]]) -> Line:
+    """The line through points, the surest of which count most."""
+    at = points[-1][0]
+    times, ahead, bounds = np.array([(t - at, a, b) for t, a, b in points], dtype=float).T
+    weights = 1 / np.maximum(bounds, 1.0) ** 2
+    weights /= weights.sum()
+    middle = float(weights @ times)
+    spread = float(weights @ (times - middle) ** 2)
+    drift = 0.0
+    if times.max() - times.min() >= DRIFT_NS:
+        drift = float(weights @ ((times - middle) * ahead)) / spread
+        drift = min(max(drift, -MOST_DRIFT), MOST_DRIFT)
+    now = float(weights @ ahead) - drift * middle
+    off = np.abs(ahead - now - drift * times)
+    return Line(now, float(weights @ np.maximum(off, bounds)), drift, at)
+
+
+def ping(addresses: Sequence[str], port: int, token: bytes) -> Stamps | None:
+    """Exchange messages with rank 0; None if none of its addresses answers.
+
+    Returns int64 [exchange, 3]: this clock's stamp of a question, rank 0's, this clock's stamp of
+    the answer. Takes at most a few tenths of a second.
+    """
+    targets = [(address, port) for address in addresses]
+    failed = sockets.try_connections(targets, CONNECT_SECONDS) if len(targets) > 1 else {}
+    for target in targets:
+        if target not in failed:
+            with contextlib.suppress(OSError):
+                return _exchange(target, token)
+    return None
+
+
+def _exchange(target: tuple[str, int], token: bytes) -> Stamps:
+    """Raises OSError if something other than rank 0 answers, or nothing."""
+    exchanges = []
+    with socket.create_connection(target, CONNECT_SECONDS) as connection:
+        connection.settimeout(ANSWER_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(PINGS):
+            asked = now_ns()
+            connection.sendall(token)
+            answer = connection.recv(STAMP.size)
+            answered = now_ns()
+            if len(answer) != STAMP.size:
+                raise ConnectionError("not an answer")
+            exchanges.append((asked, STAMP.unpack(answer)[0], answered))
+    return np.array(exchanges, dtype=np.int64)
+
+
+class ClockServer:
+    """Rank 0's part: a thread that answers each token with the time."""
+
+    def __init__(self, token: bytes) -> None:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        self._token = token
+        self._server = socket.create_server(
+            ("", 0), family=family, dualstack_ipv6=dual, backlog=1024
+        )
+        self._server.setblocking(False)
+        self._stop, self._stopped = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, name="ddpbench-clock", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Return the port on which rank 0 answers."""
+        return int(self._server.getsockname()[1])
+
+    def close(self) -> None:
+        """End the thread and all connections."""
+        self._stop.close()
+        self._thread.join(IDLE_SECONDS)
+
+    def _serve(self) -> None:
+        latest: dict[socket.socket, float] = {}  # when each connection was last heard
+        with selectors.DefaultSelector() as waiting, self._server, self._stopped:
+            waiting.register(self._server, selectors.EVENT_READ)
+            waiting.register(self._stopped, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in waiting.select(IDLE_SECONDS)]
+                if self._stopped in ready:
+                    break
+                for each in ready:
+                    assert isinstance(each, socket.socket)
+                    if each is self._server:
+                        with contextlib.suppress(OSError):
+                            connection, _ = each.accept()
+                            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                            connection.setblocking(False)
+                            waiting.register(connection, selectors.EVENT_READ)
+                            latest[connection] = time.monotonic()
+                    elif self._answer(each):
+                        latest[each] = time.monotonic()
+                    else:
+                        latest[each] = 0.0
+                silent = time.monotonic() - IDLE_SECONDS
+                for each in [each for each, at in latest.items() if at < silent]:
+                    waiting.unregister(each)
+                    each.close()
+                    del latest[each]
+            for each in latest:
+                each.close()
+
+    def _answer(self, connection: socket.socket) -> bool:
+        """Answer one question; return whether it came from a rank of this job."""
+        with contextlib.suppress(OSError):
+            if connection.recv(TOKEN_NBYTES) == self._token:
+                connection.send(STAMP.pack(now_ns()))
+                return True
+        return False
