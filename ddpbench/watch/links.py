@@ -1,0 +1,153 @@
+"""The links that a job uses, measured from this process's own TCP connections.
+
+The kernel counts for each connection the bytes that its peer acknowledged, and for how long some
+were on their way. Their quotient is what the link carried, however long the ranks computed or
+waited in between. A slow link in a ring of gloo keeps its rate while all others carry in bursts, so
+no rank is blamed for it. Needs nothing from the backend: gloo's, Open MPI's and NCCL's sockets are
+all this process's. RDMA has no such connections; see `facts`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from ddpbench.launch import sockets
+from ddpbench.watch.window import Link
+
+MOST = 16  # links of a window: those that carried most
+SLICE = 64  # connections after which other threads get their turn
+PAUSE_SECONDS = 0.0002
+TCP_INFO_NBYTES = 256
+
+# struct tcp_info of Linux, which only grows at its end; a kernel returns as much as it knows.
+RTT_MICROSECONDS = struct.Struct("@I"), 68
+RETRANSMITTED = struct.Struct("@I"), 100  # segments
+ACKED_NBYTES = struct.Struct("@Q"), 120  # Linux 4.1
+BUSY_AND_BLOCKED_MICROSECONDS = struct.Struct("@QQ"), 168  # Linux 4.10; blocked: by the peer
+
+Ends = tuple[str, int, str, int]  # address and port of this end, of the peer's
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the kernel counted for a connection since it was opened.
+
+    busy_microseconds: while data was on its way and the peer had room for it.
+    """
+
+    nbytes: int = 0
+    busy_microseconds: int = 0
+    retransmitted: int = 0
+    rtt_microseconds: int = 0
+
+
+class Links:
+    """The connections of this process to other hosts; each read is since the last one."""
+
+    def __init__(self) -> None:
+        self._host = socket.gethostname()
+        self._interfaces: dict[str, str] = {}  # by address
+        self._counters = dict(read_connections())
+
+    def read(self) -> list[Link]:
+        """Return at most MOST links, those first that carried most; none if nothing was sent."""
+        before, self._counters = self._counters, dict(read_connections())
+        grouped: dict[tuple[str, str], list[Link]] = {}
+        for ends, now in self._counters.items():
+            link = self._difference(ends, now, before.get(ends, Counters()))
+            if link.nbytes > 0:
+                grouped.setdefault((link.peer, link.interface), []).append(link)
+        links = map(add_links, grouped.values())
+        return sorted(links, key=_nbytes, reverse=True)[:MOST]
+
+    def _difference(self, ends: Ends, now: Counters, before: Counters) -> Link:
+        return Link(
+            self._host,
+            ends[2],
+            self._interface(ends[0]),
+            now.nbytes - before.nbytes,
+            (now.busy_microseconds - before.busy_microseconds) / 1e6,
+            now.rtt_microseconds / 1e6,
+            now.retransmitted - before.retransmitted,
+        )
+
+    def _interface(self, address: str) -> str:
+        if address not in self._interfaces:
+            known = {text.partition("/")[0]: n for n, text in sockets.list_interfaces().items()}
+            self._interfaces |= {address: ""} | known
+        return self._interfaces[address]
+
+
+def add_links(links: Sequence[Link]) -> Link:
+    """Return one link for several between the same hosts, with the RTT of the one used most."""
+    most = max(links, key=_nbytes)
+    return structs.replace(
+        most,
+        nbytes=sum(link.nbytes for link in links),
+        busy_seconds=sum(link.busy_seconds for link in links),
+        retransmitted=sum(link.retransmitted for link in links),
+    )
+
+
+def read_connections() -> Iterator[tuple[Ends, Counters]]:
+    """Yield this process's connections to other hosts.
+
+    Nothing is opened or closed: another thread may close a connection at any time, and a copy of it
+    would keep the peer from noticing.
+    """
+    for count, number in enumerate(_open_files(), 1):
+        if count % SLICE == 0:
+            time.sleep(PAUSE_SECONDS)
+        with contextlib.suppress(OSError):  # not a connection, or gone meanwhile
+            connection = socket.socket(fileno=number)
+            try:
+                found = _read_connection(connection)
+            finally:
+                connection.detach()
+            if found is not None:
+                yield found
+
+
+def _open_files() -> list[int]:
+    try:
+        with os.scandir("/proc/self/fd") as entries:
+            return [int(entry.name) for entry in entries]
+    except OSError:
+        return []
+
+
+def _read_connection(connection: socket.socket) -> tuple[Ends, Counters] | None:
+    # This fails unless it is a TCP socket, before anything is asked that is slow.
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_NBYTES)
+    own, peer = connection.getsockname(), connection.getpeername()
+    address = sockets.plain_address(peer[0])
+    counters = parse(info)
+    if own[0] == peer[0] or address == "::1" or address.startswith("127.") or counters is None:
+        return None
+    return (sockets.plain_address(own[0]), own[1], address, peer[1]), counters
+
+
+def parse(info: bytes) -> Counters | None:
+    """Return the counters in a struct tcp_info; None if the kernel does not count busy time."""
+    kind, offset = BUSY_AND_BLOCKED_MICROSECONDS
+    if len(info) < offset + kind.size:
+        return None
+    busy, blocked = kind.unpack_from(info, offset)
+    return Counters(
+        ACKED_NBYTES[0].unpack_from(info, ACKED_NBYTES[1])[0],
+        busy - blocked,
+        RETRANSMITTED[0].unpack_from(info, RETRANSMITTED[1])[0],
+        RTT_MICROSECONDS[0].unpack_from(info, RTT_MICROSECONDS[1])[0],
+    )
+
+
+def _nbytes(link: Link) -> int:
+    return link.nbytes

@@ -1,0 +1,71 @@
+"""Links, as read from this process's own connections."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpbench.launch import sockets
+from ddpbench.watch import links
+from ddpbench.watch.links import Links
+
+SENT = bytes(1 << 20)
+
+
+@pytest.fixture
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a TCP connection that looks like one between two hosts."""
+    addresses = [text.partition("/")[0] for text in sockets.list_interfaces().values()]
+    outward = next((a for a in addresses if not sockets.is_loopback(a) and ":" not in a), None)
+    if outward is None:
+        pytest.skip("this machine has no address besides loopback")
+    with (
+        socket.create_server((outward, 0)) as server,
+        socket.create_connection(server.getsockname(), source_address=("127.0.0.1", 0)) as one,
+    ):
+        other, _ = server.accept()
+        with other:
+            yield one, other
+
+
+def count_files() -> int:
+    """How many files this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def transfer(one: socket.socket, other: socket.socket) -> None:
+    """Send a MiB and receive it."""
+    sender = threading.Thread(target=one.sendall, args=(SENT,))
+    sender.start()
+    assert len(other.recv(len(SENT), socket.MSG_WAITALL)) == len(SENT)
+    sender.join()
+
+
+def test_bytes_of_a_connection_are_those_since_the_last_read(
+    connected: tuple[socket.socket, socket.socket],
+) -> None:
+    """What was sent between two reads, by the address of the peer; a connection that was idle, or
+    that is closed, is left out, and the job's files stay open."""
+    one, other = connected
+    transfer(one, other)
+    watched, files = Links(), count_files()
+    assert watched.read() == []
+    transfer(one, other)
+    (link,) = watched.read()
+    assert (link.peer, link.nbytes) == (other.getsockname()[0], len(SENT))
+    assert link.busy_seconds >= 0
+    assert 0 < link.rtt_seconds < 1
+    assert watched.read() == []
+    assert count_files() == files
+    one.close()
+    assert watched.read() == []
+
+
+def test_an_old_kernel_has_no_links(connected: tuple[socket.socket, socket.socket]) -> None:
+    """Kernels before 4.10 return less than what is needed, later ones more."""
+    one, _ = connected
+    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 512)
+    assert links.parse(info[:183]) is None
+    assert links.parse(info[:184]) == links.parse(info) is not None
