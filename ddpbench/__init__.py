@@ -2,12 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
+from ddpbench.version import VERSION
+
 if TYPE_CHECKING:
     from ddpbench.hang.guard import watchdog
     from ddpbench.replicas import Report, Verifier, verify_replicas
+    from ddpbench.watch.api import watch
 
-__version__ = "0.1.0"
-__all__ = ["Report", "Verifier", "__version__", "verify_replicas", "watchdog"]
+__version__ = VERSION
+__all__ = ["Report", "Verifier", "__version__", "verify_replicas", "watch", "watchdog"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +21,10 @@ def __getattr__(name: str) -> Any:
         from ddpbench.hang import guard
 
         return guard.watchdog
+    if name == "watch":
+        from importlib import import_module
+
+        return import_module("ddpbench.watch")  # a package that can be called
     from ddpbench import replicas
 
     return getattr(replicas, name)

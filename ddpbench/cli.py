@@ -13,10 +13,11 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
-from ddpbench import __version__, commands
+from ddpbench import commands
 from ddpbench.records.terminal_text import prepare_streams
 from ddpbench.records.wording import explain_unknown
 from ddpbench.session.errors import refuse, report_errors
+from ddpbench.version import VERSION
 
 GROUPS = ("measure", "diagnose", "compare", "results", "manual")
 
@@ -33,7 +34,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.write(_format_overview())
         return 0 if words else 2
     if words[0] == "--version":
-        sys.stdout.write(f"ddpbench {__version__}\n")
+        sys.stdout.write(f"ddpbench {VERSION}\n")
         return 0
     name, rest = words[0], words[1:]
     if name not in list_names():
@@ -93,7 +94,7 @@ def _format_overview() -> str:
         for title, entries in read_groups().items()
     )
     return (
-        f"ddpbench {__version__}: benchmark and diagnose PyTorch's distributed collectives\n\n"
+        f"ddpbench {VERSION}: benchmark and diagnose PyTorch's distributed collectives\n\n"
         f"usage: ddpbench COMMAND [options]\n\n{groups}\n\n"
         "Show the options of a command: ddpbench COMMAND --help\n"
     )

@@ -59,7 +59,14 @@ def test_bad_input_is_one_sentence(tmp_path: Path, words: list[str], sentence: s
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["launch", "--"], r"no command after --: choose collectives, ddp or doctor$"),
+        (
+            ["launch", "--"],
+            r"no command after --: choose collectives, .*, watch, your script.py or -m",
+        ),
+        (["launch", "--", "absent.py"], r"script absent.py does not exist"),
+        (["watch", "--verify", "2", "absent.py"], r"script absent.py does not exist"),
+        (["watch", "--every", "0", "absent.py"], r"--every: '0' is not a number above 0"),
+        (["watch", "-n", "2"], r"no script: write train.py, or -m and the name of a module"),
         (["manifest", "--"], r"no command after --: choose collectives, ddp or doctor$"),
         (["collectives", "--backend", "fake"], r"unknown backend 'fake': choose gloo, nccl"),
         (["collectives", "--backend", "undefined"], r"unknown backend 'undefined'"),

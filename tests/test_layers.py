@@ -76,6 +76,7 @@ def floor(module: str) -> str:
 # What a user's script finds in ddpbench, and the module that has it.
 GIVEN = {f"ddpbench.{n}": "ddpbench.replicas" for n in ddpbench.__all__ if n != "__version__"}
 GIVEN["ddpbench.watchdog"] = "ddpbench.hang.guard"
+GIVEN["ddpbench.watch"] = "ddpbench.watch.api"
 
 
 def given_on_demand(node: ast.AST) -> bool:

@@ -7,6 +7,9 @@ With a file of lines "NAME slots=N", node 0 first, each node finds itself in the
 python -m ddpbench launch --hosts hosts.txt -- ddp --workload mlp
 On one host, which starts the others over ssh:
 python -m ddpbench launch --hosts hosts.txt --ssh -- collectives
+Your own script, alone or watched:
+python -m ddpbench launch --node-rank 1 --ranks-per-node 4,4,2,2 --master-addr 10.0.0.1 \\
+    -- watch train.py --epochs 3
 """
 
 from __future__ import annotations
@@ -26,18 +29,23 @@ from typing import Any
 
 import psutil
 
-from ddpbench.launch import family, nodes, processes, supervise
-from ddpbench.launch.nodes import Nodes
+from ddpbench.launch import family, nodes, processes, scripts, supervise
+from ddpbench.launch.nodes import Meeting, Nodes
 from ddpbench.launch.placement import Refused
 from ddpbench.launch.processes import Child
 from ddpbench.launch.supervise import Deadline, Watch
 from ddpbench.nested_runs.command_line import IN_RANKS, check
 from ddpbench.records.wording import did_you_mean, list_choices
 from ddpbench.session import options
+from ddpbench.watch import command as watch_command
+from ddpbench.watch.script import Program
 
 GROUP = "measure"
 HELP = "start ranks on several hosts, with a different number on each if you like"
 PORT = 29500
+REPEATED_NPROC = "leave out -n: --ranks-per-node or --hosts has the number of ranks"
+PROGRAMS = ("watch", "your script.py", "-m MODULE")
+SCRIPT = re.compile(r"/|\.(pyc?|zip)$")  # a name like this is no command
 SSH_FAILED = 255  # exit code of ssh itself; any other comes from the command
 # Variables that the ranks on other hosts need too; a launcher's own variables stay here.
 SHARED = re.compile(r"(NCCL|GLOO|TORCH|OMP|MKL|UCX)_|PYTHONPATH$")
@@ -47,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command; imports no torch."""
     _add_nodes(parser)
     _add_ssh(parser.add_argument_group("all nodes from one host"))
-    add_command(parser)
+    add_command(parser, PROGRAMS)
 
 
 NODES = f"""
@@ -98,13 +106,13 @@ def _add_ssh(group: argparse._ArgumentGroup) -> None:
     add("--signals-from-stdin", action="store_true", help=argparse.SUPPRESS)
 
 
-def add_command(parser: argparse.ArgumentParser) -> None:
-    """Add the command that the ranks run, after `--`."""
+def add_command(parser: argparse.ArgumentParser, more: Sequence[str] = ()) -> None:
+    """Add the command that the ranks run, after `--`. more: what it may be besides IN_RANKS."""
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="-- COMMAND",
-        help=f"command that the ranks run: {list_choices(IN_RANKS)}, with its options",
+        help=f"command that the ranks run: {list_choices([*IN_RANKS, *more])}, with its options",
     )
 
 
@@ -120,8 +128,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 
     On node 0 it is that of all nodes. Raises Refused.
     """
-    command = read_command(namespace.command)
-    options = check(command)
+    script = read_script(namespace.command)
+    command = script or read_command(namespace.command, PROGRAMS)
     all_nodes = _nodes(namespace)
     address, port = _master(namespace, all_nodes)
     if namespace.ssh:
@@ -130,39 +138,73 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     if namespace.signals_from_stdin:
         threading.Thread(target=_obey_stdin, daemon=True).start()
     meeting = nodes.meet(all_nodes, index, address, port, namespace.timeout)
-    with family.open_family() as kin:
-        watch = Watch(
-            kin, all_nodes.ranks[index], Deadline(options.timeout, options.watchdog == "end")
+    if script:
+        line = [sys.executable, *_watched(script)]
+        code = scripts.await_all(
+            scripts.start(line, all_nodes, index, address, port), meeting.has_failed
         )
+    else:
+        code = _run_command(command, meeting, address, port)
+    return meeting.end(code)
+
+
+def _run_command(command: list[str], meeting: Meeting, address: str, port: int) -> int:
+    """Run a command of ddpbench in the ranks of this node; return its exit code."""
+    options = check(command)
+    with family.open_family() as kin:
+        nproc = meeting.nodes.ranks[meeting.index]
+        watch = Watch(kin, nproc, Deadline(options.timeout, options.watchdog == "end"))
         line = [sys.executable, "-m", f"ddpbench.{command[0]}", *command[1:]]
         ranks = []
-        for environ in all_nodes.environ(index, address, port):
+        for environ in meeting.nodes.environ(meeting.index, address, port):
             ranks.append(processes.start_child(line, {**environ, **kin.environ()}))
             pid = ranks[-1].process.pid
             kin.add(pid)
             watch.ranks[int(environ["RANK"])] = psutil.Process(pid)
         with supervise.watch_ranks(watch):
-            code = processes.await_all(ranks, meeting.has_failed, watch)
-    return meeting.end(code)
+            return processes.await_all(ranks, meeting.has_failed, watch)
 
 
-def read_command(words: Sequence[str]) -> list[str]:
+def read_script(words: Sequence[str]) -> list[str]:
+    """Return the words that start a user's script, or `watch` with these; [] for another command.
+
+    Raises Refused for a script that does not exist, and for -n.
+    """
+    first, *rest = (words[1:] if words[:1] == ["--"] else words) or [""]
+    if first == "watch":
+        namespace, program = watch_command.parse(rest, "ddpbench watch")
+        if namespace.nproc is not None:
+            raise Refused(REPEATED_NPROC)
+    elif first not in IN_RANKS and (first.startswith("-m") or SCRIPT.search(first)):
+        program = Program.of([first, *rest])
+    else:
+        return []
+    program.require()
+    return [first, *rest]
+
+
+def _watched(script: list[str]) -> list[str]:
+    return ["-m", "ddpbench.watch", *script[1:]] if script[0] == "watch" else script
+
+
+def read_command(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
     """Return the command that the ranks run. Its options are checked, before anything starts.
 
-    Raises Refused.
+    more: what it may be besides IN_RANKS, for the sentence. Raises Refused.
     """
     name, *rest = (words[1:] if words[:1] == ["--"] else words) or [""]
     if name not in IN_RANKS:
         problem = f"unknown command {name!r}" if name else "no command"
         raise Refused(
-            f"{problem} after --: choose {list_choices(IN_RANKS)}{did_you_mean(name, IN_RANKS)}"
+            f"{problem} after --: choose {list_choices([*IN_RANKS, *more])}"
+            f"{did_you_mean(name, [*IN_RANKS, *more])}"
         )
     options = check([name, *rest])
     for option in ("init_method", "master_addr", "master_port"):
         if getattr(options, option) is not None:
             raise Refused(f"give --{option.replace('_', '-')} before the --, to launch")
     if options.nproc is not None:
-        raise Refused("leave out -n: --ranks-per-node or --hosts has the number of ranks")
+        raise Refused(REPEATED_NPROC)
     return [name, *rest]
 
 

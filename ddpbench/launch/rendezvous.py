@@ -28,10 +28,14 @@ def serve(address: str, port: int, timeout: timedelta, one_host: bool = True) ->
     one_host: whether all clients are known to be on this host. Raises OSError if the address is
     unknown or the port is taken.
     """
+    return serve_on(listen(address, port, one_host), address, timeout)
+
+
+def serve_on(server: socket.socket, address: str, timeout: timedelta) -> dist.TCPStore:
+    """Start a store on a socket that listens on this address."""
     import torch
     import torch.distributed as dist
 
-    server = listen(address, port, one_host)
     return dist.TCPStore(
         address,
         int(server.getsockname()[1]),

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ddpbench import __version__
 from ddpbench.records.schema import Case, Interval, Run, StepCase
+from ddpbench.version import VERSION
 
 if TYPE_CHECKING:
     from ddpbench.analysis.lines import Line
@@ -146,7 +146,7 @@ def _not_measured(name: str, found: Iterable[Line | StepLine]) -> Iterator[str]:
 
 
 def _of_run(run: Run) -> Iterator[str]:
-    info = {"run": run.id, "command": run.command, "state": run.state, "version": __version__}
+    info = {"run": run.id, "command": run.command, "state": run.state, "version": VERSION}
     yield _block("ddpbench_run_info", "The run that these figures are of.", [(info, 1)])
     if (started := _timestamp(run.started)) is not None:
         name = "ddpbench_run_start_time_seconds"

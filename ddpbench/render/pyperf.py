@@ -11,8 +11,8 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from ddpbench import __version__
 from ddpbench.records.schema import Case, Result, Run, StepCase, StepResult
+from ddpbench.version import VERSION
 
 FORMAT = "1.0"  # of pyperf's files
 
@@ -35,7 +35,7 @@ def suite(run: Run, columns: tuple[str, ...] | None = None, quiet: bool = False)
         if each.side is None
     ]
     metadata = {
-        "ddpbench_version": __version__,
+        "ddpbench_version": VERSION,
         "ddpbench_run": run.id,
         "ddpbench_state": run.state,
         **({"ddpbench_left_out": "; ".join(left_out)} if left_out else {}),

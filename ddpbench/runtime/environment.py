@@ -20,13 +20,13 @@ from typing import Any
 
 import psutil
 
-from ddpbench import __version__
 from ddpbench.launch import family
 from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.records import redact
 from ddpbench.runtime import gpu_facts, link_facts, nccl_library
 from ddpbench.runtime.cpu import ROOT, cgroup_levels, or_none, read, search_line
 from ddpbench.runtime.host_memory import cgroup_limits, free_memory_nbytes
+from ddpbench.version import VERSION
 
 CPUS = Path("/sys/devices/system/cpu")
 CHECKOUT = Path(__file__).parents[2]  # named because git would otherwise take any folder around it
@@ -204,7 +204,7 @@ def _debug_build(torch: Any) -> bool:
 
 def _versions() -> dict[str, object]:
     torch = or_none(lambda: str(_module("torch").__version__))
-    return {"ddpbench": __version__, "python": platform.python_version(), "torch": torch}
+    return {"ddpbench": VERSION, "python": platform.python_version(), "torch": torch}
 
 
 def _output(*command: str) -> str | None:

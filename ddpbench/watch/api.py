@@ -1,0 +1,122 @@
+"""`ddpbench.watch()`: switch on a watch in every rank, before or after init_process_group."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpbench.records.terminal_text import tell
+from ddpbench.records.wording import explain_unknown
+from ddpbench.render.formats import FORMATS
+from ddpbench.watch.settings import Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ddpbench.watch.watcher import Watcher
+
+_on: Watch | None = None
+
+
+class Watch:
+    """A watch that is on in this process. Use it in `with`, or call `close()`; or do neither.
+
+    It ends with the process. An error in it ends the watch with one line, never the job.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._pid = os.getpid()
+        self._watcher: Watcher | None = None
+        try:
+            from ddpbench.watch.watcher import Watcher
+
+            self._watcher = Watcher(settings)
+        except Exception as error:
+            tell(f"watch could not start, the job continues: {type(error).__name__}: {error}")
+        atexit.register(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop watching; rank 0 prints the final table. A second call does nothing."""
+        global _on
+        if os.getpid() != self._pid:  # a child by os.fork is not watched
+            return
+        atexit.unregister(self.close)
+        watcher, self._watcher = self._watcher, None
+        if _on is self:
+            _on = None
+        if watcher is not None:
+            try:
+                watcher.close()
+            except Exception as error:
+                tell(f"watch could not end properly: {type(error).__name__}: {error}")
+
+
+def watch(
+    *,
+    verify: int = 0,
+    timeout: float = 0.0,
+    every: float = 30.0,
+    output: str | Path | None = "results",
+    on_report: Callable[[dict[str, Any]], object] | None = None,
+    wire: bool = False,
+    prometheus: str | int | None = None,
+    format: str = "table",  # noqa: A002
+) -> Watch:
+    """Watch this job from now on. Call it in every rank, before or after init_process_group.
+
+    verify: compare the replicas bit for bit after every N optimizer steps; 0 never. timeout: report
+        a hang after so many seconds and end the job with exit code 5; 0 never.
+    every: seconds between two lines on the terminal. output: folder for the stored run; None stores
+        nothing. format: of the table at the end.
+    on_report: rank 0 calls it with each report, a dict. prometheus: a file, or a port, for metrics.
+    wire: time gloo's transfers with a communication hook on DistributedDataParallel.
+
+    Returns the watch, for use in `with`. If one is on already, as under `python -m ddpbench.watch`,
+    returns that one, with its settings. Raises ValueError for an argument that is not allowed.
+    """
+    return start(
+        Settings(
+            verify=verify,
+            timeout=timeout,
+            every=every,
+            output=None if output is None else Path(output),
+            on_report=on_report,
+            wire=wire,
+            prometheus=None if prometheus is None else str(prometheus),
+            format=format,
+            script=sys.argv[0] if sys.argv else "",
+        )
+    )
+
+
+def start(settings: Settings) -> Watch:
+    """Start a watch with these settings, or return the one that is on. Raises ValueError."""
+    global _on
+    _check(settings)
+    if _on is None or _on._pid != os.getpid():
+        _on = Watch(settings)
+    return _on
+
+
+def _check(settings: Settings) -> None:
+    wrong, known = "", settings.format in FORMATS
+    if not settings.verify >= 0:
+        wrong = f"verify is {settings.verify!r}: give a number of steps, or 0"
+    elif not 0 <= settings.timeout < math.inf:
+        wrong = f"timeout is {settings.timeout!r}: give seconds, or 0"
+    elif not 0 < settings.every < math.inf:
+        wrong = f"every is {settings.every!r}: give seconds above 0"
+    if wrong or not known:
+        wrong = wrong or explain_unknown("format", settings.format, FORMATS)
+        raise ValueError(f"ddpbench.watch: {wrong}")

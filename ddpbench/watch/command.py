@@ -1,0 +1,106 @@
+"""The command line of a watch: its own options, then the program, whose words stay untouched."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddpbench.catalog import backends
+from ddpbench.launch.placement import Refused, read_placement
+from ddpbench.render.formats import FORMATS
+from ddpbench.runtime import devices
+from ddpbench.session import options
+from ddpbench.watch.script import Program
+from ddpbench.watch.settings import Settings
+
+USAGE = """%(prog)s [options] SCRIPT [the script's own options]
+       %(prog)s [options] -m MODULE [the module's own options]"""
+
+OPTIONS = """
+--nproc       number of ranks to start on this host if no launcher started them (default: 2, or one
+              per GPU)
+--verify      compare the replicas bit for bit after every N optimizer steps (default: never)
+--timeout     report a hang after this time and end the job with exit code 5 (default: never)
+--every       seconds between two lines on the terminal
+--output      folder for the stored run; none stores nothing
+--prometheus  write metrics for Prometheus: to this file, or serve them on this port (default:
+              neither)
+--wire        time gloo's transfers with a communication hook on DistributedDataParallel
+--format      format of the table at the end
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command. Imports no torch."""
+    parser.usage = USAGE
+    add = options.add_group(parser, "watch", OPTIONS)
+    add("-n", "--nproc", kind=options.whole(1), metavar="N")
+    add("--verify", kind=options.whole(1), metavar="N")
+    add("--timeout", kind=options.time_limit, metavar="SECONDS")
+    add("--every", kind=options.positive, default=30.0, metavar="SECONDS")
+    add("--output", default="results", metavar="FOLDER")
+    add("--prometheus", metavar="FILE|PORT")
+    add("--wire", action="store_true")
+    add("--format", default="table", choices=tuple(FORMATS))
+
+
+WITHOUT_VALUE = ("--wire", "-h", "--help")
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a watch's own options, and the program with all that follows it."""
+    index = 0
+    while index < len(words):
+        word = words[index]
+        if word == "--":
+            return [*words[:index]], [*words[index + 1 :]]
+        if word.startswith("-m") or not word.startswith("-"):
+            break
+        index += 1 if word in WITHOUT_VALUE or "=" in word or _has_value(word) else 2
+    return [*words[:index]], [*words[index:]]
+
+
+def _has_value(word: str) -> bool:
+    """Whether a short option is joined with its value, as in -n4."""
+    return not word.startswith("--") and len(word) > 2
+
+
+def parse(
+    words: Sequence[str], prog: str = "python -m ddpbench.watch"
+) -> tuple[argparse.Namespace, Program]:
+    """Return the options and the program of a command line.
+
+    Raises Refused without a program, and if -n contradicts the launcher that has started the ranks;
+    ends the process with exit code 2 for a wrong option.
+    """
+    own, program = split(words)
+    parser = options.Parser(prog=prog, description=__doc__)
+    add_arguments(parser)
+    namespace = parser.parse_args(own)
+    placement = read_placement()
+    if placement is not None and namespace.nproc not in (None, placement.world_size):
+        raise Refused(
+            f"-n {namespace.nproc} does not match the {placement.world_size} ranks that "
+            f"{placement.launcher} has started: leave out -n, or give it to the launcher"
+        )
+    return namespace, Program.of(program)
+
+
+def read_settings(namespace: argparse.Namespace, program: Program) -> Settings:
+    """Return the settings that the options ask for."""
+    return Settings(
+        verify=namespace.verify or 0,
+        timeout=namespace.timeout or 0.0,
+        every=namespace.every,
+        output=None if namespace.output == "none" else Path(namespace.output),
+        wire=namespace.wire,
+        prometheus=namespace.prometheus,
+        format=namespace.format,
+        script=program.name,
+    )
+
+
+def usual_ranks() -> int:
+    """Return how many ranks to start on this host if the user names no number."""
+    return devices.get(backends.choose_device(("auto",), "auto")).usual_ranks()
