@@ -19,6 +19,7 @@ class Moment:
 
     ended: float  # of its last step, in seconds since 1970 by rank 0's clock
     step: int  # the last one
+    step_seconds: float
     seconds: tuple[float, ...]  # of the median rank, by COLUMNS
     exposed_seconds: float  # the least that any rank was blocked
 

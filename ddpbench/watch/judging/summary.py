@@ -105,6 +105,7 @@ def _moment(history: History, steps: npt.NDArray[np.int64]) -> Moment:
     return Moment(
         ended=float(part[-1, columns.ENDED]) * 1e-9,
         step=int(history.job.number[steps[-1]]),
+        step_seconds=float(np.median(part[:, columns.SECONDS])),
         seconds=_medians(part[:, columns.MEDIAN]),
         exposed_seconds=float(np.median(part[:, columns.EXPOSED])),
     )

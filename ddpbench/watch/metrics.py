@@ -1,0 +1,95 @@
+"""A watched job as metrics for Prometheus: in a file of the textfile collector, or on a port."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ddpbench.records.watched import COLUMNS
+
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily
+
+MISSING = "prometheus_client is not installed: pip install 'ddpbench[watch]'"
+GAUGES = {  # metric → its help, and the key of a report
+    "ddpbench_watch_step": ("Number of the last step that all ranks reported.", "step"),
+    "ddpbench_watch_step_seconds": ("Time of one step, median of the newest.", "step_seconds"),
+    "ddpbench_watch_exposed_communication_seconds": (
+        "The least that any rank was blocked in collectives, in one step.",
+        "exposed_seconds",
+    ),
+    "ddpbench_watch_ranks": ("Ranks of the job.", "world_size"),
+}
+
+
+class Metrics:
+    """The newest report as metrics.
+
+    where: a port on which to serve them on all interfaces, or a file. Raises ImportError without
+    prometheus_client, and OSError.
+    """
+
+    def __init__(self, where: str) -> None:
+        try:
+            import prometheus_client
+        except ImportError as error:
+            raise ImportError(MISSING) from error
+        self._report: dict[str, Any] = {}
+        self._registry: Any = prometheus_client.CollectorRegistry()
+        self._registry.register(self)
+        self._file = "" if where.isdecimal() else where
+        if not self._file:
+            prometheus_client.start_http_server(int(where), registry=self._registry)
+
+    def update(self, report: dict[str, Any]) -> None:
+        """Replace the metrics by those of a report (`Report.as_dict`)."""
+        self._report = report
+        if self._file:
+            from prometheus_client import write_to_textfile
+
+            write_to_textfile(self._file, self._registry)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the metrics. Of single ranks, only those that a finding names have one."""
+        if self._report:
+            yield from _metrics(self._report)
+
+
+def _metrics(report: dict[str, Any]) -> Iterator[GaugeMetricFamily]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    info = {name: str(report[name]) for name in ("run", "script", "backend")}
+    about = GaugeMetricFamily("ddpbench_watch_info", "The job that is watched.", labels=[*info])
+    about.add_metric([*info.values()], 1)
+    running = float(report["state"] == "running")
+    yield about
+    yield GaugeMetricFamily("ddpbench_watch_running", "1: the job goes on.", running)
+    for name, (text, key) in GAUGES.items():
+        if report[key] is not None:
+            yield GaugeMetricFamily(name, text, report[key])
+    parts = GaugeMetricFamily(
+        "ddpbench_watch_part_seconds",
+        "Parts of a step, of the median rank: its own phases, and blocked in collectives.",
+        labels=["part"],
+    )
+    for part in COLUMNS:
+        if f"{part}_seconds" in report:
+            parts.add_metric([part], report[f"{part}_seconds"])
+    yield parts
+    findings = GaugeMetricFamily(
+        "ddpbench_watch_finding",
+        "1: this is found now; `ddpbench show` has the sentences.",
+        labels=["severity", "code", "rank", "host"],
+    )
+    for found in {_labels(finding) for finding in report["findings"]}:
+        findings.add_metric(found, 1)
+    yield findings
+
+
+def _labels(finding: dict[str, Any]) -> tuple[str, ...]:
+    place = finding["place"]
+    return (
+        finding["severity"],
+        finding["code"],
+        *(str(place.get(n, "")) for n in ("rank", "host")),
+    )

@@ -1,0 +1,133 @@
+"""What rank 0 tells of a job: the line, the table, the stored run, metrics and the user's callback.
+
+An output that fails is reported once and ends; the others go on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from ddpbench.records.schema import SEVERITIES, Finding, Run
+from ddpbench.records.terminal_text import tell
+from ddpbench.records.watched import COLUMNS, Moment
+from ddpbench.watch.job import Job
+from ddpbench.watch.judging.summary import Summary, summarize
+from ddpbench.watch.line import Line
+from ddpbench.watch.metrics import Metrics
+from ddpbench.watch.stored import StoredRun, build_run
+
+if TYPE_CHECKING:
+    from ddpbench.session.run_end import End
+    from ddpbench.watch.history import History
+    from ddpbench.watch.settings import Settings
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Report:
+    """The state of a job after a round of reports."""
+
+    run: Run
+    summary: Summary | None  # None: no step was seen on all ranks yet
+
+    @property
+    def latest(self) -> Moment | None:
+        """The newest steps."""
+        return self.summary.latest if self.summary is not None else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `on_report` receives; the guide, chapter watch, documents the keys."""
+        case = self.run.steps[0].case
+        step: dict[str, Any] = {"step": None, "step_seconds": None, "exposed_seconds": None}
+        phases: dict[str, float] = {}
+        if self.latest is not None:
+            step = {name: getattr(self.latest, name) for name in step}
+            phases = {f"{n}_seconds": s for n, s in zip(COLUMNS, self.latest.seconds, strict=True)}
+        return {
+            "run": self.run.id,
+            "state": self.run.state,
+            "script": case.workload,
+            "backend": case.backend,
+            "world_size": case.world_size,
+            **step,
+            **phases,
+            "findings": msgspec.to_builtins(self.run.findings),
+        }
+
+
+class Outputs:
+    """All outputs of rank 0. An error of an output is reported, never raised.
+
+    settings: what the user asked for; job: what is known of the job before its first report.
+    """
+
+    def __init__(self, settings: Settings, job: Job) -> None:
+        self._format, self._job = settings.format, job
+        self._folder: Path | None = None
+        self._outputs: dict[str, Callable[[Report], object]] = {}
+        if settings.output is not None:
+            self._attempt("storing the run", self._open_run, settings.output)
+        if settings.prometheus is not None:
+            self._attempt("metrics for Prometheus", self._open_metrics, settings.prometheus)
+        if settings.on_report is not None:
+            call = settings.on_report
+            self._outputs["on_report"] = lambda report: call(report.as_dict())
+        if sys.stderr is not None and sys.stderr.isatty():
+            line = Line(settings.every)
+            self._outputs["the line"] = lambda report: line.show(report.latest, report.run)
+
+    def update(self, history: History, findings: Sequence[Finding]) -> None:
+        """Give out what is known after a round of reports."""
+        self._give(self._report(history, findings))
+
+    def finish(self, history: History, findings: Sequence[Finding], end: End) -> None:
+        """Give out the end of the job, and print the table to stderr."""
+        report = self._report(history, findings, end)
+        self._give(report)
+        self._attempt("the table", self._print, report.run)
+
+    def _open_run(self, results: Path) -> None:
+        stored = StoredRun(results.absolute(), self._job)  # the script may change its folder
+        self._folder = stored.folder
+        self._outputs["storing the run"] = lambda report: stored.update(report.run)
+
+    def _open_metrics(self, where: str) -> None:
+        metrics = Metrics(where)
+        self._outputs["metrics for Prometheus"] = lambda report: metrics.update(report.as_dict())
+
+    def _report(
+        self, history: History, findings: Sequence[Finding], end: End | None = None
+    ) -> Report:
+        worst_first = sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+        summary = summarize(history)
+        run = build_run(self._job, summary, tuple(worst_first), end)
+        if self._folder is not None:
+            run = replace(run, id=self._folder.name)
+        return Report(run, summary)
+
+    def _give(self, report: Report) -> None:
+        for name, output in list(self._outputs.items()):
+            self._attempt(name, output, report)
+
+    def _attempt(self, name: str, action: Callable[[T], object], argument: T) -> None:
+        """Run a part of the output; if it fails, report that and end this output."""
+        try:
+            action(argument)
+        except Exception as error:
+            self._outputs.pop(name, None)
+            tell(f"watch: {name} ends, the job continues: {type(error).__name__}: {error}")
+
+    def _print(self, run: Run) -> None:
+        from ddpbench.render.formats import FORMATS
+
+        sys.stderr.write(FORMATS[self._format](run, None, False))
+        if "storing the run" in self._outputs:
+            tell(f"stored in {self._folder}")
