@@ -138,6 +138,10 @@ class Cpu:
     def synchronize_stream(self, device: torch.device) -> None:
         """Wait until the current stream has done everything that it was given."""
 
+    def capturing(self) -> bool:
+        """Return whether what is given to the current stream is recorded into a graph, not done."""
+        return False
+
     def sleep(self, device: torch.device, seconds: float) -> None:
         """Keep the current stream busy for about so long."""
         time.sleep(seconds)
@@ -311,6 +315,11 @@ class Cuda(Accelerator):
             return visible[index]  # CUDA may report one UUID for all instances of a GPU
         gpu = self.properties(index)
         return f"{'MIG' if ' MIG ' in gpu.name else 'GPU'}-{gpu.uuid}"
+
+    def capturing(self) -> bool:
+        import torch
+
+        return torch.cuda.is_current_stream_capturing()
 
     def sleep(self, device: torch.device, seconds: float) -> None:
         import torch

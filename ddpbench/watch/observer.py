@@ -1,0 +1,318 @@
+"""Marks of a training job's phases, taken without a change to its code.
+
+Optimizers are seen through torch's global hooks, backward and data loaders by wrapping
+torch.autograd.backward and the iterators of DataLoader, and forwards by wrapping the calls of the
+root modules alone, which are looked for when an optimizer steps for the first time. Hooks on all
+modules would slow each submodule and make torch.compile warn.
+
+All marks come from one thread: the first one that steps an optimizer. Only the end of a rank's own
+backward is marked where autograd ends it, which for GPUs may be a thread of autograd's own while
+the training thread waits for it. In other threads and in forked children, all this does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import dataloader
+
+from ddpbench.watch import roots
+from ddpbench.watch.marks import END, Marks
+from ddpbench.watch.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER
+from ddpbench.watch.window import BLOCKED
+
+PATIENCE = 32  # steps of one other optimizer after which it becomes the anchor
+SEARCHES = 16  # for root modules
+WAIT_STEPS = 2  # in which a root module is called, if it is at all
+NOBODY = -1  # in place of a thread
+
+_observers: weakref.WeakSet[Observer] = weakref.WeakSet()
+
+
+def _leave_child() -> None:
+    for observer in _observers:
+        observer.stop()
+
+
+os.register_at_fork(after_in_child=_leave_child)
+
+
+class Observer:
+    """Adds marks to `marks` from its creation until `close`.
+
+    anchor: the optimizer whose steps divide the job into steps, the first one that steps; another
+    one takes over after PATIENCE steps without a step of the anchor. after_step: called in the
+    training thread after each step of the anchor, with its number, from 0. on_error: called once,
+    with an error in the observer or in after_step, which ends the observation and not the job.
+    """
+
+    def __init__(self, marks: Marks, on_error: Callable[[Exception], object] | None = None) -> None:
+        self.after_step: list[Callable[[int], object]] = []
+        self._marks, self._on_error = marks, on_error
+        self._owner = get_ident()  # the thread that uses the hooks
+        self._thread: int | None = None  # of the training, NOBODY once this has stopped
+        self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
+        self._anchor: weakref.ref[Optimizer] | None = None
+        self._others: Counter[int] = Counter()  # steps since the anchor's last
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._owned: set[int] = set()  # ids of the parameters of the roots
+        self._calls: list[roots.Call] = []
+        self._searches = self._look_at = 0
+        self._in_backward = self._own_ended = self._in_hook = False
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+        self._restore = [
+            _replace(torch.autograd, "backward", self._wrap_backward),
+            _replace(dataloader._BaseDataLoaderIter, "__next__", self._wrap_next),
+        ]
+        _observers.add(self)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Return the root modules found that are still alive."""
+        return [module for one in self._roots if (module := one()) is not None]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that have stepped and are still alive, the anchor first."""
+        alive = [one for each in self._optimizers.values() if (one := each()) is not None]
+        return sorted(alive, key=lambda one: not self._is_anchor(one))
+
+    def stop(self) -> None:
+        """Add no more marks. What is installed stays and does nothing. For any thread."""
+        self._thread = NOBODY
+
+    def close(self) -> None:
+        """Stop, and remove what is installed. Safe to call again, and in any state.
+
+        What the training thread may be using right now (its hooks and the calls of modules) is
+        removed only if that thread calls this, and from outside of a hook.
+        """
+        safe = get_ident() == self._owner and not self._in_hook
+        self.stop()
+        for restore in self._restore:
+            restore()
+        if safe:
+            for hook in self._hooks:
+                hook.remove()
+            for call in self._calls:
+                call.remove()
+
+    def _fail(self, error: Exception) -> None:
+        if self._thread != NOBODY:
+            self.stop()
+            if self._on_error is not None:
+                self._in_hook = True
+                self._on_error(error)
+                self._in_hook = False
+
+    # Optimizers
+
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._thread is None:
+            self._thread = self._owner = get_ident()
+        elif get_ident() != self._thread:
+            return
+        try:
+            known = self._optimizers.get(id(optimizer))
+            if known is None or known() is not optimizer:
+                self._meet(optimizer)
+            self._marks.add(OPTIMIZER)
+        except Exception as error:
+            self._fail(error)
+
+    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or get_ident() != self._thread:
+            return
+        try:
+            if self._is_anchor(optimizer) or self._takes_over(optimizer):
+                self._end_step()
+            else:
+                self._marks.add(OPTIMIZER + END)
+        except Exception as error:
+            self._fail(error)
+
+    def _is_anchor(self, optimizer: Optimizer) -> bool:
+        return self._anchor is not None and self._anchor() is optimizer
+
+    def _takes_over(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer has become the anchor.
+
+        By counting alone, so that all ranks decide alike: they free objects at different times.
+        """
+        self._others[id(optimizer)] += 1
+        if self._others[id(optimizer)] < PATIENCE:
+            return False
+        self._anchor = weakref.ref(optimizer)
+        return True
+
+    def _end_step(self) -> None:
+        self._others.clear()
+        number = self._marks.add_step()
+        if self._calls and number == self._look_at:
+            self._replace_unused()
+        if self.after_step:
+            self._marks.add(OTHER)
+            self._in_hook = True
+            try:
+                for callback in self.after_step:
+                    callback(number)
+            finally:
+                self._in_hook = False
+                self._marks.add(OTHER + END)
+
+    # Root modules
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        """Look at an optimizer that steps for the first time."""
+        self._optimizers = {key: one for key, one in self._optimizers.items() if one() is not None}
+        self._optimizers[id(optimizer)] = weakref.ref(optimizer)
+        first = next(roots.list_parameters(optimizer), None)
+        if self._anchor is None:
+            self._anchor = weakref.ref(optimizer)
+            if first is not None:
+                self._marks.use_device(first.device)
+        if id(first) not in self._owned and self._searches < SEARCHES:
+            self._searches += 1
+            self._add_roots(roots.find_roots(optimizer))
+
+    def _add_roots(self, modules: list[nn.Module]) -> None:
+        known = {id(one) for one in self.modules}
+        new = [one for one in modules if id(one) not in known]
+        self._roots.extend(weakref.ref(one) for one in new)
+        self._owned.update(id(parameter) for one in new for parameter in one.parameters())
+        self._wrap_calls(new)
+
+    def _wrap_calls(self, modules: list[nn.Module]) -> None:
+        calls = (roots.wrap_call(one, self._begin_forward, self._end_forward) for one in modules)
+        self._calls.extend(call for call in calls if call is not None)
+        self._look_at = self._marks.step + 1 + WAIT_STEPS
+
+    def _replace_unused(self) -> None:
+        """Replace the roots that are never called, such as a ModuleList, by their children."""
+        unused = [call for call in self._calls if not call.calls]
+        self._calls = [call for call in self._calls if call.calls]
+        used = [module for call in self._calls if (module := call.module()) is not None]
+        within = {id(module) for root in used for module in root.modules()}
+        for call in unused:
+            call.remove()
+            if (module := call.module()) is not None:
+                children = roots.list_children(module, self._owned)
+                self._wrap_calls([one for one in children if id(one) not in within])
+
+    def _begin_forward(self) -> int:
+        if get_ident() != self._thread:
+            return NOBODY
+        phase = FORWARD if torch.is_grad_enabled() else OTHER
+        self._add(phase)
+        return phase
+
+    def _end_forward(self, phase: int) -> None:
+        if phase != NOBODY:
+            self._add(phase + END)
+
+    # Backward and input
+
+    def _wrap_backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if torch.compiler.is_compiling() or get_ident() != self._thread or self._in_backward:
+                return original(tensors, *args, **kwargs)
+            self._in_backward = True
+            hooks = self._begin_backward(tensors)
+            try:
+                return original(tensors, *args, **kwargs)
+            finally:
+                self._in_backward = False
+                self._add(BACKWARD + END)
+                for hook in hooks:
+                    hook.remove()
+
+        return backward
+
+    def _begin_backward(self, tensors: Any) -> list[Any]:
+        """Mark the begin, and have the engine call `_stamp` before it calls anybody else.
+
+        The engine calls what was queued during a backward at its end, in the order in which it was
+        queued. DDP queues its wait for the reductions, and FSDP its own, while backward runs. The
+        hook on the tensor where backward starts comes before them.
+        """
+        self._own_ended = False
+        self._add(BACKWARD)
+        try:
+            given = (tensors,) if isinstance(tensors, Tensor) else tensors
+            if not isinstance(given, (tuple, list)):
+                return []
+            return [
+                one.register_hook(self._queue_stamp)
+                for one in given
+                if isinstance(one, Tensor) and one.requires_grad
+            ]
+        except Exception as error:
+            self._fail(error)
+            return []
+
+    def _queue_stamp(self, gradient: Tensor) -> None:
+        if not self._own_ended and not torch.compiler.is_compiling():
+            self._own_ended = True
+            try:
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self._stamp)
+            except Exception as error:
+                self._fail(error)
+
+    def _stamp(self) -> None:
+        self._add(BLOCKED)
+
+    def _wrap_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def get_next(iterator: Any) -> Any:
+            if get_ident() != self._thread:
+                return original(iterator)
+            self._add(INPUT)
+            try:
+                return original(iterator)
+            finally:
+                self._add(INPUT + END)
+
+        return get_next
+
+    def _add(self, kind: int) -> None:
+        try:
+            if self._thread != NOBODY:
+                self._marks.add(kind)
+        except Exception as error:
+            self._fail(error)
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:
+    """Replace an attribute by a wrapper of it. Return how to undo that.
+
+    Undoing it leaves the attribute alone if somebody else has replaced it since.
+    """
+    original = getattr(owner, name)
+    wrapper = wrap(original)
+    setattr(owner, name, wrapper)
+
+    def restore() -> None:
+        if getattr(owner, name) is wrapper:
+            setattr(owner, name, original)
+
+    return restore

@@ -1,0 +1,125 @@
+"""Steps of a rank, and where its time went in each of them, from its marks. Pure.
+
+A step lies between the ends of two successive steps of the anchor optimizer. All of it is counted,
+each moment once, so that a row's sum is the step:
+
+input      in a DataLoader's next(). In a step without one: the gaps before a forward, except those
+           after another forward, so all from the step's begin to its first forward. On training
+           threads that take batches from another thread, that is the wait for the batch.
+forward    in a root module while gradients are enabled, and the gap before backward, in which the
+           loss is computed. So where no root module could be found, forward is all between what
+           came before it (input, the step's begin, another backward) and backward.
+backward   in torch.autograd.backward until this rank's own work is done: until the engine has run
+           the graph, before the callbacks in which DDP waits for its reductions. What blocks
+           earlier in backward (a collective in a hook of the user's) is still in here.
+optimizer  in step() of any optimizer, without what a closure does of the above.
+other      the rest: evaluation (forwards without gradients), clipping, logging, checkpoints, and
+           what ddpbench does after a step, such as verifying replicas.
+BLOCKED    from the end of the rank's own backward to the end of backward, summed over the backwards
+           of a step. 0 for a backward whose own end is unknown (compiled autograd). What blocks in
+           other phases is in those.
+
+The innermost counts where one is within another: a forward in an optimizer's closure is forward.
+Steps that a GradScaler skips end with the next one that is done, and are one step together.
+
+Rows are measured by the clock of the marks: on GPUs the device's. Spans and ends are host times, to
+find in which phase a rank called a collective; on GPUs the host runs ahead of the device there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ddpbench.watch.marks import END, STEP, Mark
+from ddpbench.watch.window import BLOCKED, COLUMNS, PHASES
+
+INPUT, FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PHASES))
+LOAD = COLUMNS  # input if the step has no DataLoader, else other
+SPANS = 1024  # of a step; later ones are left out
+
+
+class Step(NamedTuple):
+    """A step of this rank.
+
+    began_ns, ended_ns: by the host's perf_counter; row: seconds, one for each of COLUMNS; spans:
+    (index of a column, begin_ns, end_ns), in order, without gaps, at most SPANS.
+    """
+
+    number: int
+    began_ns: int
+    ended_ns: int
+    row: tuple[float, ...]
+    spans: tuple[tuple[int, int, int], ...]
+
+
+class StepBuilder:
+    """Builds steps from marks as they come. Keeps no more than the current step."""
+
+    def __init__(self) -> None:
+        self._number = -2  # of the STEP that began the current step
+        self._open: list[tuple[int, int]] = []  # phases, the innermost last: phase, step's number
+        self._previous = STEP
+        self._ns = self._clock_ns = 0
+        self._begin(0)
+
+    def add(self, marks: Iterable[Mark]) -> list[Step]:
+        """Return the steps that these marks complete."""
+        steps = []
+        for kind, ns, clock_ns, number in marks:
+            self._count(kind, ns, clock_ns)
+            if kind == STEP:
+                # Otherwise marks were lost, and with them the begin of this step.
+                if number == self._number + 1:
+                    steps.append(self._complete(number, ns))
+                self._open = [
+                    one for one in self._open if one[0] != OPTIMIZER and one[1] == self._number
+                ]
+                self._number = number
+                self._begin(ns)
+            elif kind < END:
+                self._open.append((kind, self._number))
+            else:
+                self._close(kind - END)
+            self._previous = kind
+        return steps
+
+    def _begin(self, ns: int) -> None:
+        self._began_ns, self._loads = ns, False
+        self._sums = [0] * (LOAD + 1)
+        self._spans: list[tuple[int, int, int]] = []
+
+    def _close(self, phase: int) -> None:
+        """End the innermost phase of this kind, and all within it."""
+        for index in reversed(range(len(self._open))):
+            if self._open[index][0] == phase:
+                del self._open[index:]
+                return
+
+    def _count(self, kind: int, ns: int, clock_ns: int) -> None:
+        """Count the time since the previous mark."""
+        clock_ns = max(clock_ns, self._clock_ns)  # events of several streams may cross
+        phase = self._open[-1][0] if self._open else OTHER
+        if phase in (OTHER, OPTIMIZER) and kind == BACKWARD:
+            phase = FORWARD
+        elif not self._open and kind == FORWARD and self._previous != FORWARD + END:
+            phase = LOAD
+        self._loads = self._loads or kind == INPUT
+        self._sums[phase] += clock_ns - self._clock_ns
+        if self._spans and self._spans[-1][0] == phase and self._spans[-1][2] == self._ns:
+            self._spans[-1] = (phase, self._spans[-1][1], ns)
+        elif len(self._spans) < SPANS:
+            self._spans.append((phase, self._ns, ns))
+        self._ns, self._clock_ns = ns, clock_ns
+
+    def _complete(self, number: int, ns: int) -> Step:
+        *sums, load = self._sums
+        loading = OTHER if self._loads else INPUT
+        sums[loading] += load
+        spans = tuple(
+            (loading if phase == LOAD else phase, begin, end) for phase, begin, end in self._spans
+        )
+        return Step(number, self._began_ns, ns, tuple(one * 1e-9 for one in sums), spans)
+
+
+assert BLOCKED == OTHER + 1  # a mark's kind is a column
