@@ -68,7 +68,7 @@ def summarize(history: History) -> Summary | None:
             collectives=tuple(_collectives(history)),
             links=tuple(_links(history)),
         ),
-        latest=_moment(history, np.arange(max(0, len(history.job) - LATEST), len(history.job))),
+        latest=next(_take_medians(history, np.arange(len(history.job))[None, -LATEST:])),
     )
 
 
@@ -92,23 +92,19 @@ def _phase(name: str, job: Floats, column: int) -> WatchedPhase:
 
 def _moments(history: History) -> Iterator[Moment]:
     """Divide the steps evenly, so that the timeline is of the whole run."""
-    job = history.job
-    even = job.evenly()
+    even = history.job.evenly()
     width = math.ceil(len(even) / watched.MOST_MOMENTS)
-    for first in range(0, len(even), width):
-        yield _moment(history, even[first : first + width])
+    return _take_medians(history, even[len(even) % width :].reshape(-1, width))
 
 
-def _moment(history: History, steps: npt.NDArray[np.int64]) -> Moment:
-    """Return the median of some steps. steps: their indices in the job's samples."""
-    part = history.job.values[steps]
-    return Moment(
-        ended=float(part[-1, columns.ENDED]) * 1e-9,
-        step=int(history.job.number[steps[-1]]),
-        step_seconds=float(np.median(part[:, columns.SECONDS])),
-        seconds=_medians(part[:, columns.MEDIAN]),
-        exposed_seconds=float(np.median(part[:, columns.EXPOSED])),
-    )
+def _take_medians(history: History, steps: npt.NDArray[np.int64]) -> Iterator[Moment]:
+    """Yield the medians of some steps. steps: [moments, steps], their indices in the samples."""
+    values = history.job.values[steps]
+    numbers = history.job.number[steps[:, -1]].tolist()
+    ended = (values[:, -1, columns.ENDED] * 1e-9).tolist()
+    for end, number, row in zip(ended, numbers, np.median(values, axis=1).tolist(), strict=True):
+        seconds = tuple(row[columns.MEDIAN])
+        yield Moment(end, number, row[columns.SECONDS], seconds, row[columns.EXPOSED])
 
 
 def _ranks(history: History) -> Iterator[WatchedRank]:
