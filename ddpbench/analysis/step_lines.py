@@ -104,6 +104,8 @@ def _not_below_zero(part: Part) -> Part:
 
 
 def _is_imprecise(line: StepLine, plan: Plan) -> bool:
+    if any(result.watched for result in line.results):
+        return False  # a job is not measured again for precision
     return line.summary is not None and (line.half_width is None or line.half_width > PRECISION)
 
 

@@ -85,7 +85,7 @@ def _values(run: Run, columns: Columns) -> tuple[list[str], list[list[Any]]]:
 
 
 def _text(run: Run, columns: Columns, quiet: bool, style: Style) -> str:
-    from ddpbench.render import collective_tables, doctor, header, step_tables
+    from ddpbench.render import collective_tables, doctor, header, step_tables, watch_tables
 
     blocks = [] if quiet else [style.gap.join(header.header(run))]
     if header.of_doctor(run):
@@ -93,5 +93,10 @@ def _text(run: Run, columns: Columns, quiet: bool, style: Style) -> str:
     notes = header.partial(run) + ([] if quiet else header.finding_lines(run))
     if notes:
         blocks.append(style.gap.join(notes))
-    tables = step_tables if header.of_steps(run) else collective_tables
-    return "\n\n".join([*blocks, *tables.blocks(run, columns, quiet, style)]) + "\n"
+    if header.of_watch(run):
+        shown = watch_tables.blocks(run, columns, quiet, style)
+    elif header.of_steps(run):
+        shown = step_tables.blocks(run, columns, quiet, style)
+    else:
+        shown = collective_tables.blocks(run, columns, quiet, style)
+    return "\n\n".join([*blocks, *shown]) + "\n"

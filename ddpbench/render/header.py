@@ -38,6 +38,8 @@ def header(run: Run) -> list[str]:
         shown += [*_net(launch), *_clocks(launch)]
     if of_doctor(run):
         return shown
+    if of_watch(run):
+        return [*shown, f"how       {_how_watched(run)}"]
     how = _how_steps(run) if of_steps(run) else _how_calls(run)
     return [*shown, f"how       {how}; seed {run.plan.seed}", _launches(run)]
 
@@ -80,6 +82,16 @@ def of_steps(run: Run) -> bool:
 def of_doctor(run: Run) -> bool:
     """Whether a run holds examinations of the doctor."""
     return bool(run.examinations) or run.command == "doctor"
+
+
+def of_watch(run: Run) -> bool:
+    """Whether a run is of a job that was watched."""
+    return run.command == "watch"
+
+
+def _how_watched(run: Run) -> str:
+    times = {result.case.time_definition for result in run.steps}
+    return f"a step is the time {', '.join(times)}; median over steps; {verified(run.plan.verify)}"
 
 
 def _how_calls(run: Run) -> str:
@@ -207,11 +219,13 @@ def partial(run: Run) -> list[str]:
     done = [outcome.case.backend for outcome in run.outcomes]
     done += [examination.backend for examination in run.examinations]
     what = "examinations" if of_doctor(run) else "cases"
+    mark = f"PARTIAL ({run.state}): {run.state_reason}"
+    if of_watch(run):
+        return [mark]
     missing = [
         f"{name} {done.count(name)} of {cases} {what}" if cases else f"{name} not started"
         for name, cases in planned.items()
     ]
-    mark = f"PARTIAL ({run.state}): {run.state_reason}"
     return [f"{mark}; {', '.join(missing)}" if missing else mark]
 
 

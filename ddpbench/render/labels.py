@@ -25,7 +25,8 @@ def label_parts(case: AnyCase) -> list[str]:
     ranks = f"{case.world_size} rank{'s' if case.world_size > 1 else ''}"
     device = "" if case.device == "cpu" else case.device
     if isinstance(case, StepCase):
-        model = [case.workload, " ".join(case.settings), f"batch {case.batch}", case.optimizer]
+        batch = f"batch {case.batch}" if case.batch else ""
+        model = [case.workload, " ".join(case.settings), batch, case.optimizer]
         return [*model, case.backend, device, ranks]
     return [
         case.operation,

@@ -100,7 +100,7 @@ STEPS: dict[str, Metric[StepLine]] = {
     ),
     "ddpbench_step_samples_per_second": Metric(
         "Samples of all ranks.",
-        lambda line: None if line.summary is None else line.summary.samples_per_second,
+        lambda line: None if line.summary is None else line.summary.samples_per_second or None,
     ),
     "ddpbench_step_exposed_communication_seconds": Metric(
         "Communication of a step that backward does not hide; noise where the interval holds 0.",

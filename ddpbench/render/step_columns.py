@@ -63,6 +63,8 @@ def with_backend(line: StepLine, rows: list[list[str]]) -> list[list[str]]:
 def _case(name: str) -> Values:
     def value(line: StepLine) -> Value:
         field: Any = getattr(line.case, name)
+        if type(field) is int and field == 0:
+            return None  # not told
         return " ".join(map(str, field)) if isinstance(field, tuple) else field
 
     return value
@@ -74,6 +76,10 @@ def _bound(name: str) -> Values:
 
 def _summary(name: str) -> Values:
     return lambda line: None if line.summary is None else getattr(line.summary, name)
+
+
+def _samples_per_second(line: StepLine) -> float | None:
+    return (line.summary.samples_per_second or None) if line.summary else None
 
 
 def _figure(figure: Figure | None, name: str) -> float | None:
@@ -195,7 +201,10 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = {
     "interval": Column("95 %", lambda line: line.half_width, format_half_width),
     "low_ms": extra_column("low ms", _bound("low")),
     "high_ms": extra_column("high ms", _bound("high")),
-    "samples_per_second": Column("samples/s", _summary("samples_per_second")),
+    "samples_per_second": Column(
+        "samples/s",
+        lambda line: (line.summary.samples_per_second or None) if line.summary else None,
+    ),
     **{f"{name}_ms": _phase(name) for name in ("forward", "backward", "optimizer")},
     "slowest_rank": Column("slowest rank", _slowest("slowest_rank"), _slowest_text),
     "slowest_share": extra_column("share", _slowest("slowest_share")),

@@ -79,11 +79,10 @@ def title(case: StepCase) -> str:
     parts = [
         case.workload,
         " ".join(case.settings),
-        f"{digits(case.parameters / 1e6)} M parameters ({digits(case.parameter_nbytes / 1e6)} MB)",
-        f"batch {case.batch} per rank" + (f" × {case.accumulate}" if case.accumulate > 1 else ""),
+        _format_model(case) if case.parameters else "",
         case.optimizer,
         f"autocast {case.amp}" if case.amp else "",
-        "" if case.comm_hook == "none" else f"hook {case.comm_hook}",
+        "" if case.comm_hook in ("none", "") else f"hook {case.comm_hook}",
         "" if case.bucket_cap_mb is None else f"buckets of {case.bucket_cap_mb:g} MB",
         "gradients in buckets" if case.gradient_as_bucket_view else "",
         "static graph" if case.static_graph else "",
@@ -92,6 +91,13 @@ def title(case: StepCase) -> str:
         case.device,
     ]
     return "  ".join(filter(None, parts))
+
+
+def _format_model(case: StepCase) -> str:
+    """Format what is known of a model, except of that of a watched job."""
+    millions, nbytes = digits(case.parameters / 1e6), digits(case.parameter_nbytes / 1e6)
+    times = f" × {case.accumulate}" if case.accumulate > 1 else ""
+    return f"{millions} M parameters ({nbytes} MB)  batch {case.batch} per rank{times}"
 
 
 def _left_out(all_lines: list[StepLine]) -> list[str]:

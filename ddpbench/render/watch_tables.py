@@ -1,0 +1,167 @@
+"""Tables of a watched job: where a step's time goes, ranks, collectives, links and timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
+
+from ddpbench.analysis import step_lines
+from ddpbench.analysis.step_lines import StepLine
+from ddpbench.catalog.sizes import readable
+from ddpbench.records.schema import Run
+from ddpbench.records.watched import COLUMNS, Moment, Watched
+from ddpbench.render import step_tables
+from ddpbench.render.column import digits, format_half_width, format_ranks
+from ddpbench.render.step_columns import ms, percent
+from ddpbench.render.style import Style
+
+RANKS, COLLECTIVES, LINKS, MOMENTS = 8, 12, 12, 10  # rows of a table, at most
+GROUP = 32  # characters of a group's name
+LEGEND = (
+    "input … other: a rank's own time; input: waiting for the data loader; blocked: waiting in "
+    "collectives for other ranks, and for the transfer",
+    "slowest rank: the one with the most, and in how many of the steps; the straggler has the most "
+    "own time and is blocked least",
+    "exposed communication: the least that any rank was blocked in a step",
+)
+WAIT = "wait ms: how long the earliest rank waited for the latest; last rank: the latest, if one is"
+
+
+def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
+    """Format all that stands below the header; chosen columns give one row."""
+    if columns is not None:
+        return step_tables.blocks(run, columns, quiet, style)
+    shown = []
+    for line in step_lines.lines(run):
+        shown.append(style.block(_title(line), _parts(line, style)))
+        for watched in (result.watched for result in line.results if result.watched):
+            shown += filter(None, (table(watched, style) for table in TABLES))
+            shown += (
+                [] if quiet else [style.gap.join([*LEGEND, *[WAIT] * bool(watched.collectives)])]
+            )
+    return shown
+
+
+def _title(line: StepLine) -> str:
+    case = line.case
+    device = "" if case.device == "cpu" else case.device
+    parts = [case.workload, " ".join(case.settings), format_ranks(case), case.backend, device]
+    return "  ".join(filter(None, parts))
+
+
+def _parts(line: StepLine, style: Style) -> str:
+    """Format where the time of a step goes, in the median rank and in the slowest one."""
+    watched = next((result.watched for result in line.results if result.watched), None)
+    if watched is None:
+        return line.reason or "no step was seen"
+    step = watched.step_seconds
+    cells = [
+        [
+            phase.name,
+            ms(phase.seconds, step),
+            percent(phase.seconds / step),
+            ms(phase.slowest_seconds, step),
+            f"{phase.slowest_rank} ({phase.slowest_share * 100:.0f} %)",
+            ms(phase.fastest_seconds, step),
+        ]
+        for phase in watched.phases
+    ]
+    cells.append(["= step", ms(step, step), "100.0", "", "", ""])
+    headings = ["part of a step", "ms", "% of step", "slowest ms", "slowest rank", "fastest ms"]
+    gain = step / max(step - watched.exposed_seconds, 1e-9)
+    text = (
+        f"{watched.steps} steps; 95 % interval of a step {format_half_width(line)}; exposed "
+        f"communication {ms(watched.exposed_seconds, step)} ms per step: without it at most "
+        f"×{gain:.2f} faster"
+    )
+    return style.gap.join([style.table(cells, headings, headings[:1]), text])
+
+
+def _ranks(watched: Watched, style: Style) -> str:
+    """Format the ranks with the most own time; empty if there is only one."""
+    most = sorted(watched.ranks, key=lambda rank: -sum(rank.seconds[:-1]))[:RANKS]
+    if len(most) < 2:
+        return ""
+    step = watched.step_seconds
+    cells = [
+        [str(rank.rank), rank.host, ms(sum(rank.seconds[:-1]), step), *_ms(rank.seconds, step)]
+        for rank in most
+    ]
+    headings = ["rank", "host", "own ms", *COLUMNS]
+    title = "ranks, the most own time first" + _more(len(most), sum(watched.hosts.values()))
+    return style.block(title, style.table(cells, headings, ("host",)), 1)
+
+
+def _collectives(watched: Watched, style: Style) -> str:
+    cells = [
+        [
+            row.group if len(row.group) <= GROUP else f"{row.group[: GROUP - 1]}…",
+            str(row.ranks),
+            row.operation,
+            readable(row.nbytes),
+            digits(round(row.calls, 1)),
+            ms(row.wait_seconds, watched.step_seconds),
+            ms(row.wire_seconds, watched.step_seconds),
+            "-" if row.last_rank is None else f"{row.last_rank} ({row.last_share * 100:.0f} %)",
+        ]
+        for row in watched.collectives[:COLLECTIVES]
+    ]
+    headings = ["group", "ranks", "operation", "size", "per step", "wait ms", "wire ms"]
+    title = "collectives, the longest waits first" + _more(len(cells), len(watched.collectives))
+    table = style.table(cells, [*headings, "last rank"], ("group", "operation"))
+    return style.block(title, table, 1) if cells else ""
+
+
+def _links(watched: Watched, style: Style) -> str:
+    cells = [
+        [
+            f"{link.host} → {link.peer}",
+            link.interface,
+            digits(link.nbytes / 1e6),
+            digits(None if link.bytes_per_second is None else link.bytes_per_second / 1e6),
+            digits(None if link.rtt_seconds is None else link.rtt_seconds * 1e6),
+            str(link.retransmitted),
+        ]
+        for link in watched.links[:LINKS]
+    ]
+    headings = ["link", "interface", "MB", "MB/s", "round trip µs", "retransmitted"]
+    title = "links, the busiest first" + _more(len(cells), len(watched.links))
+    return style.block(title, style.table(cells, headings, headings[:2]), 1) if cells else ""
+
+
+def _timeline(watched: Watched, style: Style) -> str:
+    moments = list(_spread(watched.moments))
+    if len(moments) < 2:
+        return ""
+    step = watched.step_seconds
+    cells = [
+        [
+            _clock(moment),
+            str(moment.step),
+            ms(moment.step_seconds, step),
+            *_ms(moment.seconds, step),
+        ]
+        for moment in moments
+    ]
+    return style.block("timeline", style.table(cells, ["UTC", "step", "ms", *COLUMNS], ()), 1)
+
+
+def _spread(moments: Sequence[Moment]) -> Iterator[Moment]:
+    """Yield at most MOMENTS, evenly, the last one among them."""
+    count = min(MOMENTS, len(moments))
+    return (moments[(i + 1) * len(moments) // count - 1] for i in range(count))
+
+
+def _clock(moment: Moment) -> str:
+    return datetime.fromtimestamp(moment.ended, timezone.utc).strftime("%H:%M:%S")
+
+
+def _ms(seconds: Sequence[float], step: float) -> list[str]:
+    return [ms(each, step) for each in seconds]
+
+
+def _more(shown: int, known: int) -> str:
+    return f" ({shown} of {known})" if shown < known else ""
+
+
+TABLES: tuple[Callable[[Watched, Style], str], ...] = (_ranks, _collectives, _links, _timeline)
