@@ -1,0 +1,176 @@
+"""What the leaders of hosts leave in the job's store for rank 0: one key a host, overwritten."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from ddpbench.hang.status_board import StoreClient
+from ddpbench.watch.window import HostWindow
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+T = TypeVar("T")
+STORE_SECONDS = 0.5  # for an answer of the store
+REACH_SECONDS = 0.3  # for its host to accept a connection
+RETRY_SECONDS = 60.0  # after it could not be reached
+POLL_SECONDS = 0.02
+CHUNK = 32  # hosts that rank 0 reads at a time: a larger answer would hold the interpreter
+HOSTS = 512  # that report in one round; more hosts report in every other round, or fewer
+FILE_ROUNDS = 12  # rounds from one report to the next in a FileStore, which only ever grows
+REPORT = struct.Struct("!q?")  # round, last
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What rank 0 publishes: the job's token, and where it answers questions about its clock."""
+
+    token: bytes
+    addresses: list[str] = []
+    port: int = 0  # 0: nowhere yet
+
+
+class HostReports:
+    """The reports in a store, as rank 0 or a leader uses them. No call takes much over 0.5 s."""
+
+    def __init__(self, store: dist.Store, prefix: str, world_size: int) -> None:
+        import torch.distributed as dist
+
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        self._store, self._prefix, self._world_size = store, prefix, world_size
+        self._is_file = isinstance(store, dist.FileStore)
+        self._client: StoreClient | None = None
+        self._retry_at = 0.0
+        self._folder = ""  # of the keys of the job with this token
+        self._keys: list[str] = []  # of reports that exist
+        self.slot = -1  # this host's number
+        self.hosts = 0  # that have reported: all but rank 0's
+
+    @property
+    def rounds(self) -> int:
+        """Return how many rounds there are from one report of a host to its next."""
+        return FILE_ROUNDS if self._is_file else -(-max(self.hosts, 1) // HOSTS)
+
+    def publish_job(self, job: Job) -> None:
+        """Publish the job, which others may now join."""
+        self._folder = f"{self._prefix}/{job.token.hex()}"
+        data = msgspec.msgpack.encode(job)
+        self._request(lambda store: store.set(f"{self._prefix}/job", data))
+
+    def read_job(self) -> Job | None:
+        """Return the job, None as long as rank 0 has not published it."""
+        key = f"{self._prefix}/job"
+        data = self._request(lambda store: _read(store, key))
+        if not data:
+            return None
+        job = msgspec.msgpack.decode(data, type=Job)
+        self._folder = f"{self._prefix}/{job.token.hex()}"
+        return job
+
+    def publish(self, host: str, number: int, window: HostWindow) -> None:
+        """Replace this host's report; host: a name of it that no other host has."""
+        data = REPORT.pack(number, window.last) + msgspec.msgpack.encode(window)
+        ranks = sum(last - first + 1 for first, last in window.ranks)
+
+        def put(store: Any) -> tuple[int, int]:
+            slot = self.slot if self.slot >= 0 else self._find_slot(store, host)
+            store.set(f"{self._folder}/report/{slot}", data)
+            if window.last:
+                store.add(f"{self._folder}/ended", ranks)
+            return slot, int(_read(store, f"{self._folder}/hosts") or 0)
+
+        answer = self._request(put)
+        if answer is not None:
+            self.slot, self.hosts = answer
+
+    def read(self, number: int, seconds: float) -> list[HostWindow]:
+        """Return the reports of this round, and those of hosts that have ended."""
+        until = time.monotonic() + seconds
+        self._request(self._find_keys)
+        windows: list[HostWindow] = []
+        for first in range(0, len(self._keys), CHUNK):
+            keys = self._keys[first : first + CHUNK]
+            values = self._request(lambda store, keys=keys: store.multi_get(keys))  # type: ignore[misc]
+            for data in values or ():
+                sent, last = REPORT.unpack_from(data)
+                if sent == number or last:
+                    window = msgspec.msgpack.decode(data[REPORT.size :], type=HostWindow)
+                    windows.append(window)
+            if values is None or time.monotonic() > until:
+                break
+        return windows
+
+    def await_ended(self, ranks: int, seconds: float) -> None:
+        """Return when so many ranks of other hosts have ended, or after this time."""
+        until = time.monotonic() + seconds
+
+        def wait(store: dist.Store) -> None:
+            key = f"{self._folder}/ended"
+            while int(_read(store, key) or 0) < ranks and time.monotonic() < until:
+                time.sleep(POLL_SECONDS)
+
+        self._request(wait, seconds + STORE_SECONDS)
+
+    def count_hosts(self) -> int:
+        """Return how many hosts have reported."""
+        self._request(self._find_keys)
+        return self.hosts
+
+    def close(self) -> None:
+        """Close the connection; the next request opens another one."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _request(self, function: Callable[[Any], T], seconds: float = STORE_SECONDS) -> T | None:
+        if self._client is not None and self._client.gone:
+            self.close()
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+        if self._client is None and time.monotonic() >= self._retry_at:
+            if self._is_reachable():
+                self._client = StoreClient(self._store, self._world_size)
+            else:
+                self._retry_at = time.monotonic() + RETRY_SECONDS
+        return None if self._client is None else self._client.request(seconds, function)
+
+    def _is_reachable(self) -> bool:
+        """Whether a client could connect: torch's own would print a warning and wait for long."""
+        import torch.distributed as dist
+
+        if not isinstance(self._store, dist.TCPStore):
+            return True
+        try:
+            address = (self._store.host, self._store.port)
+            socket.create_connection(address, REACH_SECONDS).close()
+        except OSError:
+            return False
+        return True
+
+    def _find_slot(self, store: dist.Store, host: str) -> int:
+        """This host's number: that of an earlier leader, or the next one."""
+        key = f"{self._folder}/slot/{host}"
+        if (known := _read(store, key)) is not None:
+            return int(known)
+        slot = store.add(f"{self._folder}/hosts", 1) - 1
+        store.set(key, str(slot))
+        return slot
+
+    def _find_keys(self, store: dist.Store) -> None:
+        """Find the reports that have come since the last time."""
+        self.hosts = int(_read(store, f"{self._folder}/hosts") or 0)
+        for slot in range(len(self._keys), self.hosts):
+            key = f"{self._folder}/report/{slot}"
+            if not store.check([key]):
+                break
+            self._keys.append(key)
+
+
+def _read(store: dist.Store, key: str) -> bytes | None:
+    """The value of a key, None if it does not exist: `get` would wait for it."""
+    return store.get(key) if store.check([key]) else None

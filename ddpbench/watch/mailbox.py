@@ -1,0 +1,141 @@
+"""Datagrams from the ranks of a host to its leader: the rank that has bound the job's socket.
+
+The socket has an abstract name, of which each network namespace has its own. The kernel frees the
+name when the leader ends, however it ends, and the next rank that sends in vain binds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+import struct
+import time
+
+import msgspec
+
+from ddpbench.watch.window import RankWindow
+
+SEND_SECONDS = 0.3  # for a leader that has not read the others' datagrams yet
+JOIN_SECONDS = 0.4  # for the host's other ranks, in each round
+LAST_SECONDS = 1.5  # and at the job's end
+MISSED = 3  # rounds without a window, after which a rank is not waited for
+MOST_NBYTES = 200_000  # of a message: sockets take little more
+HEADER = struct.Struct("!16sq")  # token, round
+ANSWER = struct.Struct("!16sq")  # token, ns that the host's clock is ahead
+
+
+class Mailbox:
+    """One rank's end of its host's socket.
+
+    token: of the job; expected: ranks on this host, as far as known. ahead_ns: how far the leader
+    has found the host's clock ahead of rank 0's, as of the round before.
+    """
+
+    def __init__(self, token: bytes, expected: int) -> None:
+        self.token, self.leads, self.ahead_ns = token, False, 0
+        self._name = b"\0ddpbench-" + hashlib.blake2b(token, digest_size=16).hexdigest().encode()
+        self._expected = expected
+        self._heard: dict[int, int] = {}  # rank → round of its latest window
+        self._ended: dict[int, RankWindow] = {}  # last windows of ranks that have ended
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind("")  # the kernel chooses a name, for the leader's answers
+
+    def lead(self) -> bool:
+        """Become the leader of this host; return whether no other rank is."""
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            server.bind(self._name)
+        except OSError:
+            server.close()
+            return False
+        self._socket.close()
+        self._socket, self.leads = server, True
+        return True
+
+    def close(self) -> None:
+        """Close the socket: another rank may lead now."""
+        self._socket.close()
+
+    def send(self, number: int, window: RankWindow) -> bool:
+        """Send this rank's window of a round; return whether there is a leader.
+
+        It is lost if the leader reads nothing in time.
+        """
+        self._read_answers()
+        self._socket.settimeout(SEND_SECONDS)
+        try:
+            self._socket.sendto(HEADER.pack(self.token, number) + pack_window(window), self._name)
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def collect(self, number: int, own: RankWindow, ahead_ns: int) -> list[RankWindow]:
+        """Return the windows of this host's ranks in a round, and the last ones of ended ranks.
+
+        ahead_ns: for the ranks' answers: they take it for the time of the next round.
+        """
+        windows = {own.rank: own}
+        until = time.monotonic() + (LAST_SECONDS if own.last else JOIN_SECONDS)
+        while True:
+            complete = self._is_complete(number, windows)
+            left = until - time.monotonic()
+            # What has come already is read in any case, or the queue would fill.
+            self._socket.settimeout(0.0 if complete else max(left, 0.0))
+            try:
+                data, sender = self._socket.recvfrom(2 * MOST_NBYTES)
+            except OSError:
+                if complete or left <= 0:
+                    break
+                continue
+            frame = _unpack(data, self.token)
+            if frame is None:
+                continue
+            sent, window = frame
+            self._heard[window.rank] = max(sent, self._heard.get(window.rank, sent))
+            if window.last:
+                self._ended[window.rank] = window
+            elif sent == number:
+                windows[window.rank] = window
+            with contextlib.suppress(OSError, TypeError):  # a sender without a name
+                answer = ANSWER.pack(self.token, ahead_ns)
+                self._socket.sendto(answer, socket.MSG_DONTWAIT, sender)
+        self.ahead_ns = ahead_ns
+        self._expected = 0
+        return [*(self._ended | windows).values()]
+
+    def _is_complete(self, number: int, windows: dict[int, RankWindow]) -> bool:
+        present = windows.keys() | self._ended.keys()
+        active = {rank for rank, latest in self._heard.items() if latest > number - MISSED}
+        return len(present) >= self._expected and active <= present
+
+    def _read_answers(self) -> None:
+        self._socket.settimeout(0.0)
+        with contextlib.suppress(OSError):
+            while True:
+                data = self._socket.recv(ANSWER.size)
+                if len(data) == ANSWER.size and data.startswith(self.token):
+                    self.ahead_ns = ANSWER.unpack(data)[1]
+
+
+def pack_window(window: RankWindow) -> bytes:
+    """Return a window as a message, without its oldest calls if it would be too large."""
+    data = msgspec.msgpack.encode(window)
+    while len(data) > MOST_NBYTES and (window.calls or window.links):
+        calls = window.calls[len(window.calls) // 2 + 1 :]
+        window = msgspec.structs.replace(window, calls=calls, links=[])
+        data = msgspec.msgpack.encode(window)
+    return data
+
+
+def _unpack(data: bytes, token: bytes) -> tuple[int, RankWindow] | None:
+    """The round and window of a datagram; None if it is not from a rank of this job."""
+    if len(data) < HEADER.size or not data.startswith(token):
+        return None
+    try:
+        window = msgspec.msgpack.decode(data[HEADER.size :], type=RankWindow)
+    except msgspec.MsgspecError:
+        return None
+    return HEADER.unpack_from(data)[1], window
