@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import multiprocessing
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,8 +17,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from ddpbench.watch.transport import Transport
-from ddpbench.watch.window import COLUMNS, Call, HostWindow, RankWindow, pack_rows
+from ddpbench.watch.window import COLUMNS, Call, RankWindow, pack_rows
 
 PERIOD = 0.6
 FORK = multiprocessing.get_context("fork")
