@@ -44,8 +44,7 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
 
 def _title(line: StepLine) -> str:
     case = line.case
-    device = "" if case.device == "cpu" else case.device
-    parts = [case.workload, " ".join(case.settings), format_ranks(case), case.backend, device]
+    parts = [case.workload, " ".join(case.settings), format_ranks(case), case.backend, case.device]
     return "  ".join(filter(None, parts))
 
 
