@@ -1,0 +1,346 @@
+"""What rank 0 gives out of a watch: the line, the table, the stored run, metrics, the callback."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import socket
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stored_steps import a_step_case, a_step_result, a_step_run
+
+from ddpbench.records import redact, store
+from ddpbench.records.schema import Finding, Launch, Run
+from ddpbench.records.watched import COLUMNS
+from ddpbench.render.formats import FORMATS
+from ddpbench.session.run_end import End, interrupted
+from ddpbench.verdicts import comparison, matching
+from ddpbench.watch import job as jobs
+from ddpbench.watch.history import History
+from ddpbench.watch.job import Job
+from ddpbench.watch.report import Outputs
+from ddpbench.watch.settings import Settings
+from ddpbench.watch.window import JoinedCall, Link, Round
+
+COMPLETE = End("complete", None, 0)
+SLOW = Finding(
+    "warning", "straggler", "rank 2 on host b loses 20 ms of each step in backward", "look at b",
+    {"rank": 2, "host": "b", "token": "hf_abcdefgh1234567890"},
+)  # fmt: skip
+NOTE = Finding("note", "exposed-communication", "5 ms of each step is exposed communication")
+
+
+def a_job(script: str = "train.py", arguments: tuple[str, ...] = ("--epochs", "3")) -> Job:
+    """A job of four ranks on gloo."""
+    case = a_step_case(
+        workload=script, settings=arguments, world_size=4, time_definition=jobs.TIME,
+        parameters=0, parameter_nbytes=0, batch=0, accumulate=0, optimizer="", comm_hook="",
+    )  # fmt: skip
+    return Job(case, Launch(0, case.backend, "native", "gloo", "torchrun", 4, started="2026"))
+
+
+def a_round(number: int = 0, steps: int = 60) -> Round:
+    """Steps of 100 ms of two ranks on each of two hosts: backward of rank 2 takes 20 ms longer."""
+    draw = np.random.default_rng(number)
+    own = np.tile(np.array([1, 20, 50, 3, 1, 0]) * 1e-3, (4, steps, 1))
+    own[2, :, 2] += 20e-3
+    own *= draw.normal(1, 0.01, own.shape)
+    own[:, :, 5] = own.sum(axis=2).max(axis=0) + 5e-3 - own.sum(axis=2)
+    rows = own.astype(np.float32)
+    first = number * steps
+    return Round(
+        first_step=first,
+        ended_ns=int((1.8e9 + 6 * number) * 1e9),
+        rows=dict(enumerate(rows)),
+        hosts={"a": [0, 1], "b": [2, 3]},
+        medians={"a": np.median(rows[:2], axis=0), "b": np.median(rows[2:], axis=0)},
+        least_blocked=rows[:, :, 5].min(axis=0),
+        calls=[
+            JoinedCall("world", i, "allreduce", 2**20, i, 2, 0, 10**6, 20 * 10**6, 2, 4)
+            for i in range(first, first + steps)
+        ],
+        links=[Link("a", "b", "eth0", 10**8, 0.9, 2e-4, 3)],
+    )
+
+
+def a_history(rounds: int = 1) -> History:
+    """A history of so many rounds."""
+    history = History()
+    for number in range(rounds):
+        history.add(a_round(number))
+    return history
+
+
+def the_run(results: Path) -> Run:
+    """The only run in a folder."""
+    (folder,) = store.list_runs(results)
+    return store.read(folder)
+
+
+# --- the stored run -------------------------------------------------------------------------------
+
+
+def test_a_run_is_stored_after_every_round(tmp_path: Path) -> None:
+    """After each update the folder holds the job so far, marked as running, with the worst finding
+    first; at the end it holds how the job ended, and its table."""
+    outputs, history = Outputs(Settings(output=tmp_path), a_job()), History()
+    for number in range(3):
+        history.add(a_round(number))
+        outputs.update(history, [NOTE, SLOW])
+        run = the_run(tmp_path)
+        assert (run.command, run.state, run.exit_code) == ("watch", "running", None)
+        watched = run.steps[0].watched
+        assert watched is not None
+        assert watched.last_step == 60 * number + 59
+    assert [finding.code for finding in run.findings] == [SLOW.code, NOTE.code]
+    outputs.finish(history, [SLOW], End("failed", "rank 0 ended with KeyError", 1))
+    run = the_run(tmp_path)
+    assert (run.state, run.state_reason, run.exit_code) == (
+        "failed", "rank 0 ended with KeyError", 1,
+    )  # fmt: skip
+    assert "PARTIAL (failed): rank 0 ended with KeyError\n" in FORMATS["table"](run, None, False)
+    assert sorted(path.name for path in (tmp_path / run.id).iterdir()) == ["run.json", "table.txt"]
+
+
+def test_a_run_says_where_the_time_of_a_step_goes(tmp_path: Path) -> None:
+    """The record has the median step, its phases with the slowest rank of each, exposed
+    communication, the hosts, the timeline, collectives and links."""
+    Outputs(Settings(output=tmp_path), a_job()).finish(a_history(8), [], COMPLETE)
+    run = the_run(tmp_path)
+    (result,) = run.steps
+    watched = result.watched
+    assert watched is not None
+    assert result.summary is not None
+    assert result.summary.step.value == watched.step_seconds == pytest.approx(0.1, rel=0.02)
+    assert [phase.name for phase in watched.phases] == list(COLUMNS)
+    backward = watched.phases[2]
+    assert backward.slowest_rank == 2
+    assert backward.slowest_seconds - backward.seconds == pytest.approx(0.02, rel=0.1)
+    assert watched.exposed_seconds == pytest.approx(0.005, rel=0.02)
+    assert watched.hosts == {"a": 2, "b": 2}
+    assert result.case.ranks_per_host == (2, 2)
+    assert [rank["hostname"] for rank in run.launches[0].ranks] == ["a", "a", "b", "b"]
+    assert (watched.collectives[0].last_rank, watched.links[0].peer) == (2, "b")
+    assert 8 <= len(watched.moments) <= 200
+
+
+def test_the_record_does_not_grow(tmp_path: Path) -> None:
+    """The record of a long job is not larger than that of a short one by more than its timeline,
+    and never more than 100 kB."""
+    outputs, history = Outputs(Settings(output=tmp_path), a_job()), History()
+    sizes = []
+    for number in range(120):
+        history.add(a_round(number))
+        if number in (39, 79, 119):
+            outputs.update(history, [SLOW])
+            sizes.append((tmp_path / the_run(tmp_path).id / "run.json").stat().st_size)
+    assert max(sizes) < 100_000
+    assert sizes[2] < sizes[0] * 1.3
+
+
+def test_no_secret_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an argument of the script nor a finding brings a secret into the record, while the
+    job goes on and at its end."""
+    secret = "hf_abcdefgh1234567890"
+    monkeypatch.setenv("HF_TOKEN", secret)
+    arguments = tuple(redact.arguments(["--api-key", "sk-123456789012345", f"--hub={secret}"]))
+    outputs = Outputs(Settings(output=tmp_path), a_job(arguments=arguments))
+    outputs.update(a_history(), [SLOW])
+    running = (tmp_path / the_run(tmp_path).id / "run.json").read_text()
+    outputs.finish(a_history(), [SLOW], COMPLETE)
+    for text in (running, (tmp_path / the_run(tmp_path).id / "run.json").read_text()):
+        assert secret not in text
+        assert "sk-1234" not in text
+        assert '"rank"' in text
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_shows_a_watched_job(tmp_path: Path, form: str) -> None:
+    """The formats of `show` take a run with steps, and one whose job took none."""
+    for history in (a_history(3), History()):
+        results = tmp_path / str(len(history.job))
+        Outputs(Settings(output=results), a_job()).finish(history, [SLOW], COMPLETE)
+        text = FORMATS[form](the_run(results), None, False)
+        assert "train.py" in text or form == "pyperf"
+
+
+def test_chosen_columns_of_a_watched_job(tmp_path: Path) -> None:
+    """`--columns` takes those of a DDP step; what a watch cannot know is empty."""
+    Outputs(Settings(output=tmp_path), a_job()).finish(a_history(), [], COMPLETE)
+    columns = ("workload", "step_ms", "samples_per_second", "backward_ms", "exposed_ms")
+    head, row = FORMATS["csv"](the_run(tmp_path), columns, False).splitlines()
+    assert head == ",".join(columns)
+    name, step, samples, backward, exposed = row.split(",")
+    assert (name, samples) == ("train.py", "")
+    assert [round(float(text)) for text in (step, backward, exposed)] == [100, 70, 5]
+
+
+def test_a_job_and_a_ddp_run_are_incomparable(tmp_path: Path) -> None:
+    """`compare` never judges a watched step against a step of `ddp` of the same name, but it does
+    judge two runs of one job."""
+    ddp = a_step_run(a_step_result())
+    for name in ("one", "two"):
+        job = a_job(ddp.steps[0].case.workload)
+        Outputs(Settings(output=tmp_path / name), job).finish(a_history(3), [], COMPLETE)
+    rule = comparison.Rule(0.03, None, None)
+
+    def verdicts(base: Run, new: Run) -> list[str]:
+        sides = matching.Source("base", (base,)), matching.Source("new", (new,))
+        return [row.verdict for row in comparison.compare(*sides, rule, lambda case: True).rows]
+
+    one, two = the_run(tmp_path / "one"), the_run(tmp_path / "two")
+    assert verdicts(ddp, one) == [comparison.INCOMPARABLE]
+    assert verdicts(one, two) == [comparison.INCONCLUSIVE]  # a single launch a side
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One line says why nothing is stored; the table is printed all the same."""
+    (tmp_path / "file").touch()
+    outputs = Outputs(Settings(output=tmp_path / "file"), a_job())
+    outputs.update(a_history(), [])
+    outputs.finish(a_history(), [], COMPLETE)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("storing the run ends, the job continues: ") == 1
+    assert "part of a step" in err
+    assert "stored in" not in err
+
+
+# --- on the terminal ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_stdout_belongs_to_the_job(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], form: str
+) -> None:
+    """The final table goes to stderr, in every format; without a terminal there is no line."""
+    outputs = Outputs(Settings(output=None, every=1e-9, format=form), a_job())
+    outputs.update(a_history(), [SLOW])
+    assert capfd.readouterr() == ("", "")
+    outputs.finish(a_history(), [SLOW], interrupted("SIGINT"))
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "train.py" in err
+
+
+def test_the_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal, each line has the newest steps, where they went, and the worst finding; none
+    comes before its time."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        quiet, outputs = (
+            Outputs(Settings(output=None, every=every), a_job()) for every in (1000, 1e-9)
+        )
+        quiet.update(a_history(), [])
+        outputs.update(History(), [])
+        outputs.update(a_history(), [NOTE, SLOW])
+        text = os.read(ours, 10_000).decode()
+    os.close(ours)
+    none, line = text.splitlines()
+    assert none == "ddpbench: no step was seen on all ranks yet"
+    assert line.startswith("ddpbench: step 59: ")
+    assert ", backward 50." in line
+    assert line.endswith(f"; warning: {SLOW.sentence}")
+
+
+# --- the callback ---------------------------------------------------------------------------------
+
+
+def test_the_callback_gets_each_report(capfd: pytest.CaptureFixture[str]) -> None:
+    """on_report gets every round and the end as JSON, with the documented keys."""
+    reports: list[dict[str, Any]] = []
+    outputs = Outputs(Settings(output=None, on_report=reports.append), a_job())
+    outputs.update(History(), [])
+    outputs.update(a_history(), [SLOW])
+    outputs.finish(a_history(), [SLOW], COMPLETE)
+    first, second, last = json.loads(json.dumps(reports))
+    assert first["step"] is None
+    assert second["step"] == 59
+    assert second["step_seconds"] == pytest.approx(0.1, rel=0.02)
+    assert second["backward_seconds"] == pytest.approx(0.05, rel=0.02)
+    assert second["findings"][0]["place"]["rank"] == 2
+    assert (second["state"], last["state"]) == ("running", "complete")
+
+
+def test_an_error_of_the_callback_ends_the_callback_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An exception in on_report is reported once; the run is stored, and the table printed."""
+    calls: list[dict[str, Any]] = []
+
+    def broken(report: dict[str, Any]) -> None:
+        calls.append(report)
+        raise KeyError("loss")
+
+    outputs = Outputs(Settings(output=tmp_path, on_report=broken), a_job())
+    outputs.update(a_history(), [])
+    outputs.update(a_history(), [])
+    outputs.finish(a_history(), [], COMPLETE)
+    assert len(calls) == 1
+    err = capfd.readouterr().err
+    assert err.count("ddpbench: watch: on_report ends, the job continues: KeyError: 'loss'\n") == 1
+    assert the_run(tmp_path).state == "complete"
+    assert "part of a step" in err
+
+
+# --- Prometheus -----------------------------------------------------------------------------------
+
+
+def metrics(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """The samples of each metric, by Prometheus' own parser."""
+    parser = pytest.importorskip("prometheus_client.parser")
+    return {
+        family.name: [(sample.labels, sample.value) for sample in family.samples]
+        for family in parser.text_string_to_metric_families(text)
+    }
+
+
+def test_metrics_in_a_file(tmp_path: Path) -> None:
+    """The file has base units and one series per part; single ranks only where a finding names
+    them. After the end it says that the job does not run any more."""
+    pytest.importorskip("prometheus_client")
+    file = tmp_path / "watch.prom"
+    outputs = Outputs(Settings(output=None, prometheus=str(file)), a_job())
+    outputs.update(a_history(), [SLOW, NOTE, SLOW])
+    shown = metrics(file.read_text())
+    assert shown["ddpbench_watch_step"] == [({}, 59)]
+    assert shown["ddpbench_watch_step_seconds"][0][1] == pytest.approx(0.1, rel=0.02)
+    assert [labels["part"] for labels, _ in shown["ddpbench_watch_part_seconds"]] == list(COLUMNS)
+    ranks = sorted(labels["rank"] for labels, _ in shown["ddpbench_watch_finding"])
+    assert ranks == ["", "2"]
+    assert shown["ddpbench_watch_running"] == [({}, 1)]
+    outputs.finish(a_history(), [], COMPLETE)
+    assert metrics(file.read_text())["ddpbench_watch_running"] == [({}, 0)]
+
+
+def test_metrics_on_a_port(capfd: pytest.CaptureFixture[str]) -> None:
+    """A port serves the newest report; a second job on the same port is told so, and goes on."""
+    pytest.importorskip("prometheus_client")
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    settings = Settings(output=None, prometheus=str(port))
+    outputs = Outputs(settings, a_job())
+    outputs.update(a_history(), [])
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        assert metrics(answer.read().decode())["ddpbench_watch_ranks"] == [({}, 4)]
+    Outputs(settings, a_job()).update(a_history(), [])
+    assert "metrics for Prometheus ends, the job continues: " in capfd.readouterr().err
+
+
+def test_without_prometheus_client(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence says what to install."""
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    Outputs(Settings(output=None, prometheus="9400"), a_job()).update(a_history(), [])
+    assert "prometheus_client is not installed: pip install 'ddpbench[watch]'" in (
+        capfd.readouterr().err
+    )
