@@ -1,0 +1,190 @@
+"""Verify while a job trains that its replicas are equal, bit for bit, after every N steps.
+
+The comparison is a collective call, so all ranks must be at the same step. They make sure of that
+over the store first, with a deadline: if one does not come, as after an uneven number of steps,
+the verification ends and the job goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.optim import Optimizer
+
+from ddpbench.records.schema import Finding
+from ddpbench.records.wording import counted
+from ddpbench.replicas import Report, Verifier
+from ddpbench.replicas.channel import Channel
+from ddpbench.replicas.report import few, listed_kinds
+from ddpbench.replicas.state import unwrap, wrapper
+from ddpbench.watch.observer import Observer
+
+MEET_SECONDS = 60.0  # for all ranks to reach the same step
+EQUAL, UNEQUAL, LATE = "equal", "unequal", "late"  # what the ranks have agreed on
+
+_times = itertools.count()  # how often a proof began in this process, equal in all ranks
+
+
+class Proof:
+    """Compares the replicas that an observer finds. `findings` has what was found, in every rank.
+
+    every: steps from one comparison to the next. Each replica is compared until it first differs.
+    """
+
+    def __init__(self, every: int, observer: Observer) -> None:
+        self.findings: tuple[Finding, ...] = ()
+        self._every, self._observer = every, observer
+        self._equal_until: dict[str, int] = {}
+        self._ended: set[str] = set()  # replicas that differ
+        self._uncompared: set[str] = set()  # replicas of which that is reported
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        self._prefix = f"ddpbench/proof/{restart}/{next(_times)}"
+        observer.after_step.append(self._after_step)
+
+    def close(self) -> None:
+        """Compare no more. For any thread."""
+        self._every = 0
+
+    def _after_step(self, number: int) -> None:
+        if not self._every or (number + 1) % self._every or not dist.is_initialized():
+            return
+        replicas = self._list_replicas()
+        agreed = self._agree(number, hashlib.sha256(json.dumps([*replicas]).encode()).hexdigest())
+        if agreed == LATE:
+            self._every = 0
+            sentence = (
+                f"the replicas are no longer compared: some ranks did not reach step {number} "
+                f"within {MEET_SECONDS:g} s of the others"
+            )
+            step = "see whether all ranks take the same number of optimizer steps"
+            self._add(Finding("warning", "replicas-not-compared", sentence, step, {"step": number}))
+            return
+        if agreed == UNEQUAL:
+            replicas = self._gather_common(replicas)
+        for name, (module, optimizers) in replicas.items():
+            if name not in self._ended:
+                self._compare(number, name, module, optimizers)
+
+    def _compare(
+        self, number: int, name: str, module: nn.Module, optimizers: list[Optimizer]
+    ) -> None:
+        verifier = Verifier(module, optimizers)
+        verifier.equal_until = self._equal_until.get(name)
+        report = verifier.check(number)
+        if report.failed:
+            self._ended.add(name)
+            self._add(*(f for f in report.findings if f.severity == "error"))
+        else:
+            self._equal_until[name] = number
+        if report.not_compared and name not in self._uncompared:
+            self._uncompared.add(name)
+            self._add(_describe_uncompared(report))
+
+    def _add(self, *findings: Finding) -> None:
+        self.findings += tuple(
+            f if f.next_step else replace(f, next_step="ddpbench guide replicas") for f in findings
+        )
+
+    def _list_replicas(self) -> dict[str, tuple[nn.Module, list[Optimizer]]]:
+        """Return this rank's replicas by a name that is the same in all ranks, in the same order.
+
+        Their order is that of their parameters in the optimizers.
+        """
+        position: dict[int, int] = {}
+        owners: dict[int, list[Optimizer]] = {}
+        for optimizer in self._observer.optimizers:
+            for parameter in itertools.chain.from_iterable(
+                group["params"] for group in optimizer.param_groups
+            ):
+                position.setdefault(id(parameter), len(position))
+                owners.setdefault(id(parameter), []).append(optimizer)
+        found: list[tuple[int, nn.Module, list[Optimizer]]] = []
+        for module in self._observer.modules:
+            ids = [id(p) for p in module.parameters() if id(p) in position]
+            if ids:
+                own = {id(one): one for key in ids for one in owners[key]}
+                found.append((min(position[key] for key in ids), module, [*own.values()]))
+        found.sort(key=lambda one: one[0])
+        count: Counter[str] = Counter()
+        replicas = {}
+        for _, module, optimizers in found:
+            name = _describe(module)
+            count[name] += 1
+            replicas[f"{name} {count[name]}"] = module, optimizers
+        return replicas
+
+    def _agree(self, number: int, digest: str) -> str:
+        """Wait for all ranks; return whether all have replicas of the same names, or LATE."""
+        store = dist.PrefixStore(f"{self._prefix}/{number}", _default_store())
+        world_size = dist.get_world_size()
+        same = store.add(digest, 1)
+        if store.add("arrived", 1) == world_size:
+            return _decide(store, EQUAL if same == world_size else UNEQUAL)
+        until, pause = time.monotonic() + MEET_SECONDS, 0.0005
+        while not store.check(["decision"]):
+            if time.monotonic() > until:
+                return _decide(store, LATE)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return store.get("decision").decode()
+
+    def _gather_common(self, replicas: dict[str, Any]) -> dict[str, Any]:
+        """Return the replicas that each rank of their groups has; report the others."""
+        lists = Channel(None, nn.Module()).gather_objects([*replicas])
+        common = {
+            name: replica
+            for name, replica in replicas.items()
+            if all(name in lists[rank] for rank in _list_ranks(replica[0]))
+        }
+        if missing := {*replicas} - {*common} - self._uncompared:
+            self._uncompared |= missing
+            sentence = (
+                f"not compared: {counted(len(missing), 'model')} that not all ranks have: "
+                f"{few(sorted(missing))}"
+            )
+            self._add(Finding("note", "not-compared", sentence, "", {"models": sorted(missing)}))
+        return common
+
+
+def _decide(store: dist.Store, decision: str) -> str:
+    """Decide for all ranks, unless another one has decided already; return the decision."""
+    if store.add("decided", 1) == 1:
+        store.set("decision", decision)
+    return store.get("decision").decode()
+
+
+def _default_store() -> dist.Store:
+    store: dist.Store = distributed_c10d._get_default_store()
+    return store
+
+
+def _list_ranks(module: nn.Module) -> list[int]:
+    """Return the ranks that have a replica of this module."""
+    ddp = wrapper(module)
+    return dist.get_process_group_ranks(ddp.process_group if ddp else dist.group.WORLD)
+
+
+def _describe(module: nn.Module) -> str:
+    """Return the class of a module, and a digest of its parameters' names, shapes and ranks."""
+    inner = unwrap(module)
+    shapes = [(name, tuple(p.shape)) for name, p in inner.named_parameters()]
+    digest = hashlib.sha256(repr((shapes, _list_ranks(module))).encode()).hexdigest()
+    return f"{type(inner).__name__} {digest[:8]}"
+
+
+def _describe_uncompared(report: Report) -> Finding:
+    reasons = sorted({skipped.reason for skipped in report.not_compared})
+    names = [skipped.name for skipped in report.not_compared]
+    kinds = listed_kinds(Counter(skipped.kind for skipped in report.not_compared))
+    sentence = f"not compared: {kinds}: {few(names)} ({'; '.join(reasons)})"
+    return Finding("note", "not-compared", sentence, "", {"tensors": names})

@@ -1,0 +1,154 @@
+"""Replicas are compared while a job trains: in real ranks, with a real observer."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from command_lines import clean_environment
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpbench.launch import forks
+from ddpbench.watch import proof
+from ddpbench.watch.marks import Marks
+from ddpbench.watch.observer import Observer
+
+Change = Callable[[int, nn.Module], object]
+
+
+def train(rank: int, steps: int, change: Change, every: int, model: nn.Module) -> dict[str, Any]:
+    """Train for some steps, each after a change; return what a proof has found and when."""
+    observer = Observer(Marks(), errors.append)
+    watched = proof.Proof(every, observer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = -1
+    batch = torch.ones(4, 8) * (rank + 1)
+    for step in range(steps):
+        change(step, model)
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if watched.findings and found < 0:
+            found = step
+    observer.close()
+    return {"findings": [asdict(finding) for finding in watched.findings], "step": found}
+
+
+def flip(rank: int, at: int) -> Change:
+    """Return a change that flips a bit of rank 1's second layer before a step."""
+
+    def change(step: int, model: nn.Module) -> None:
+        if (rank, step) == (1, at):
+            weight = model.get_parameter("module.1.weight").data
+            weight.view(torch.int32)[2, 3] ^= 1 << 20
+
+    return change
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+errors: list[Exception] = []
+
+
+def run_rank(folder: Path) -> int:
+    """Play all jobs, one after the other, and store what each found in this rank."""
+    rank = int(os.environ["DDPBENCH_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+
+    def ddp() -> nn.Module:
+        return DistributedDataParallel(make_model())
+
+    def leave_alone(step: int, model: nn.Module) -> None: ...
+
+    results = {
+        "healthy": train(rank, 12, leave_alone, 3, ddp()),
+        "flipped": train(rank, 30, flip(rank, 12), 10, ddp()),
+        "sharded": train(rank, 4, leave_alone, 2, fully_shard(make_model())),
+    }
+    other = nn.Sequential(nn.Linear(8, 8 - rank))
+    results["uncommon"] = train(0, 4, leave_alone, 2, other)
+    # From here on there are no collective calls: rank 1 takes fewer steps.
+    dist.barrier()
+    proof.MEET_SECONDS = 1.0
+    results["uneven"] = train(0, 7 - 4 * rank, leave_alone, 2, make_model())
+    results["errors"] = {"errors": [repr(error) for error in errors]}
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+    return 0
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found in all jobs."""
+    folder = tmp_path_factory.mktemp("proof")
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder)],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [one["errors"]["errors"] for one in results] == [[], []]
+    return results
+
+
+def test_a_flipped_bit_is_found_at_the_next_comparison(results: list[dict[str, Any]]) -> None:
+    """A bit flipped in step 12 is an error in both ranks after step 19, with its tensor and rank;
+    it is reported once."""
+    for rank in range(2):
+        flipped = results[rank]["flipped"]
+        assert flipped["step"] == 19
+        errors = [f for f in flipped["findings"] if f["place"].get("kind") == "parameter"]
+        assert [f["severity"] for f in errors] == ["error"]
+        assert errors[0]["place"]["tensor"] == "1.weight"
+        assert "rank 1" in errors[0]["sentence"]
+        assert errors[0]["next_step"]
+
+
+def test_equal_replicas_are_no_finding(results: list[dict[str, Any]]) -> None:
+    """A healthy job has none."""
+    assert [one["healthy"]["findings"] for one in results] == [[], []]
+
+
+def test_what_is_sharded_is_said_not_to_be_compared(results: list[dict[str, Any]]) -> None:
+    """Parameters that fully_shard divides are one note that names them."""
+    for one in results:
+        (finding,) = one["sharded"]["findings"]
+        assert finding["severity"] == "note"
+        assert "0.weight" in finding["sentence"]
+
+
+def test_an_uneven_number_of_steps_ends_the_comparison_and_not_the_job(
+    results: list[dict[str, Any]],
+) -> None:
+    """A rank that waits alone gives up after the deadline, and warns."""
+    (finding,) = results[0]["uneven"]["findings"]
+    assert (finding["severity"], finding["code"]) == ("warning", "replicas-not-compared")
+    assert "did not reach step 3" in finding["sentence"]
+
+
+def test_a_model_of_one_rank_alone_is_not_compared(results: list[dict[str, Any]]) -> None:
+    """Models that differ in their shapes are a note; no rank waits for another."""
+    for one in results:
+        (finding,) = one["uncommon"]["findings"]
+        assert (finding["severity"], finding["code"]) == ("note", "not-compared")
+
+
+if __name__ == "__main__":
+    sys.exit(forks.run(lambda: run_rank(Path(sys.argv[1])), 2, ("torch.distributed",)))
