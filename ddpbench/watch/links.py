@@ -5,6 +5,9 @@ were on their way. Their quotient is what the link carried, however long the ran
 waited in between. A slow link in a ring of gloo keeps its rate while all others carry in bursts, so
 no rank is blamed for it. Needs nothing from the backend: gloo's, Open MPI's and NCCL's sockets are
 all this process's. RDMA has no such connections; see `facts`.
+
+Only bulk data tell a rate. A short message, such as gloo's request for the next one or a key of the
+store, is on its way until its peer acknowledges it, which a peer may delay by 40 ms.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from ddpbench.launch import sockets
-from ddpbench.watch.window import Link
+from ddpbench.watch.window import LINKS, Link
 
-MOST = 16  # links of a window: those that carried most
+BULK_NBYTES = 1 << 16  # of one connection in one read, at least,
+SEGMENT_NBYTES = 1000  # and of its segments on average
 SLICE = 64  # connections after which other threads get their turn
 PAUSE_SECONDS = 0.0002
 TCP_INFO_NBYTES = 256
@@ -30,9 +34,12 @@ TCP_INFO_NBYTES = 256
 # struct tcp_info of Linux, which only grows at its end; a kernel returns as much as it knows.
 RTT_MICROSECONDS = struct.Struct("@I"), 68
 RETRANSMITTED = struct.Struct("@I"), 100  # segments
+SEGMENTS = struct.Struct("@I"), 156  # with data, Linux 4.6
 ACKED_NBYTES = struct.Struct("@Q"), 120  # Linux 4.1
 BUSY_AND_BLOCKED_MICROSECONDS = struct.Struct("@QQ"), 168  # Linux 4.10; blocked: by the peer
+WRAP = 1 << 32  # of the kernel's counters of segments: 6 TB
 
+Field = tuple[struct.Struct, int]  # and its offset
 Ends = tuple[str, int, str, int]  # address and port of this end, of the peer's
 
 
@@ -44,9 +51,25 @@ class Counters:
     """
 
     nbytes: int = 0
+    segments: int = 0
     busy_microseconds: int = 0
     retransmitted: int = 0
     rtt_microseconds: int = 0
+
+    def subtract(self, before: Counters) -> Counters:
+        """Return what was counted since then, with the RTT of now."""
+        return Counters(
+            self.nbytes - before.nbytes,
+            (self.segments - before.segments) % WRAP,
+            self.busy_microseconds - before.busy_microseconds,
+            (self.retransmitted - before.retransmitted) % WRAP,
+            self.rtt_microseconds,
+        )
+
+    @property
+    def is_bulk(self) -> bool:
+        """Whether this was more than short messages."""
+        return self.nbytes >= max(BULK_NBYTES, SEGMENT_NBYTES * self.segments)
 
 
 class Links:
@@ -58,25 +81,26 @@ class Links:
         self._counters = dict(read_connections())
 
     def read(self) -> list[Link]:
-        """Return at most MOST links, those first that carried most; none if nothing was sent."""
+        """Return at most LINKS links that carried bulk data, those first that carried most."""
         before, self._counters = self._counters, dict(read_connections())
         grouped: dict[tuple[str, str], list[Link]] = {}
         for ends, now in self._counters.items():
-            link = self._difference(ends, now, before.get(ends, Counters()))
-            if link.nbytes > 0:
+            since = now.subtract(before.get(ends, Counters()))
+            if since.is_bulk:
+                link = self._link(ends, since)
                 grouped.setdefault((link.peer, link.interface), []).append(link)
-        links = map(add_links, grouped.values())
-        return sorted(links, key=_nbytes, reverse=True)[:MOST]
+        links = map(_add, grouped.values())
+        return sorted(links, key=_nbytes, reverse=True)[:LINKS]
 
-    def _difference(self, ends: Ends, now: Counters, before: Counters) -> Link:
+    def _link(self, ends: Ends, since: Counters) -> Link:
         return Link(
             self._host,
             ends[2],
             self._interface(ends[0]),
-            now.nbytes - before.nbytes,
-            (now.busy_microseconds - before.busy_microseconds) / 1e6,
-            now.rtt_microseconds / 1e6,
-            now.retransmitted - before.retransmitted,
+            since.nbytes,
+            since.busy_microseconds / 1e6,
+            since.rtt_microseconds / 1e6,
+            since.retransmitted,
         )
 
     def _interface(self, address: str) -> str:
@@ -84,17 +108,6 @@ class Links:
             known = {text.partition("/")[0]: n for n, text in sockets.list_interfaces().items()}
             self._interfaces |= {address: ""} | known
         return self._interfaces[address]
-
-
-def add_links(links: Sequence[Link]) -> Link:
-    """Return one link for several between the same hosts, with the RTT of the one used most."""
-    most = max(links, key=_nbytes)
-    return structs.replace(
-        most,
-        nbytes=sum(link.nbytes for link in links),
-        busy_seconds=sum(link.busy_seconds for link in links),
-        retransmitted=sum(link.retransmitted for link in links),
-    )
 
 
 def read_connections() -> Iterator[tuple[Ends, Counters]]:
@@ -142,11 +155,29 @@ def parse(info: bytes) -> Counters | None:
         return None
     busy, blocked = kind.unpack_from(info, offset)
     return Counters(
-        ACKED_NBYTES[0].unpack_from(info, ACKED_NBYTES[1])[0],
+        _unpack(ACKED_NBYTES, info),
+        _unpack(SEGMENTS, info),
         busy - blocked,
-        RETRANSMITTED[0].unpack_from(info, RETRANSMITTED[1])[0],
-        RTT_MICROSECONDS[0].unpack_from(info, RTT_MICROSECONDS[1])[0],
+        _unpack(RETRANSMITTED, info),
+        _unpack(RTT_MICROSECONDS, info),
     )
+
+
+def _add(links: Sequence[Link]) -> Link:
+    """Return one link for several between the same hosts, with the RTT of the one used most."""
+    most = max(links, key=_nbytes)
+    return structs.replace(
+        most,
+        nbytes=sum(link.nbytes for link in links),
+        busy_seconds=sum(link.busy_seconds for link in links),
+        retransmitted=sum(link.retransmitted for link in links),
+    )
+
+
+def _unpack(field: Field, info: bytes) -> int:
+    kind, offset = field
+    (value,) = kind.unpack_from(info, offset)
+    return int(value)
 
 
 def _nbytes(link: Link) -> int:

@@ -1,0 +1,73 @@
+"""Which link, or host, is slow: from what links carried."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ddpbench.watch.judging.slow_links import SlowLink, find_slow_links, judge_links
+from ddpbench.watch.window import Link
+
+FAST, SLOW, SECONDS = 100e6, 11e6, 10.0
+HOSTS = ["host0", "host1", "host2", "host3"]
+RING = [(1, 0), (2, 1), (3, 2), (0, 3)]
+MESH = [(a, b) for a in range(4) for b in range(4) if a != b]
+
+
+def link(ends: tuple[int, int], rate: float, nbytes: float = 1e8) -> Link:
+    """A link that carried so much at this rate."""
+    sender, receiver = (f"host{end}" for end in ends)
+    return Link(sender, receiver, "eth0", round(nbytes), nbytes / rate, 0.001, 0)
+
+
+def find(links: Iterable[Link]) -> list[tuple[tuple[str, ...], str]]:
+    """The slow hosts and links among these."""
+    return [(slow.hosts, slow.ways) for slow in find_slow_links(links, HOSTS, SECONDS)]
+
+
+def carry(
+    ends: Iterable[tuple[int, int]], slow: Iterable[tuple[int, int]], rate: float = FAST
+) -> list[Link]:
+    """Links of which some are slow."""
+    return [link(each, SLOW if each in slow else rate) for each in ends]
+
+
+def test_one_link_of_a_ring_is_slow() -> None:
+    """The link is named with sender, receiver, both rates and its use, also where bursts before it
+    look slow; a healthy ring, whose bursts vary by 40 %, has none."""
+    (slow,) = find_slow_links(carry(RING, [(2, 1)]), HOSTS, SECONDS)
+    expected = SlowLink(("host2", "host1"), "eth0", "", SLOW, FAST, 1e8 / SLOW / SECONDS)
+    assert replace(slow, bytes_per_second=round(slow.bytes_per_second)) == expected
+    bursts = zip(RING, (1.0, 0.12, 0.32, 0.69), strict=True)
+    assert find(link(ends, FAST * share) for ends, share in bursts) == [(("host2", "host1"), "")]
+    (finding,) = judge_links(carry(RING, [(2, 1)]), HOSTS, SECONDS)
+    assert (finding.severity, finding.code) == ("warning", "slow-link")
+    assert finding.place == {"hosts": ["host2", "host1"], "interface": "eth0"}
+    for part in ("from host2 (eth0) to host1", "11 MB/s", "100 MB/s", "91% of the time"):
+        assert part in finding.sentence
+    bursts = zip(RING, (1.0, 0.8, 0.6, 0.9), strict=True)
+    assert find(link(ends, FAST * share) for ends, share in bursts) == []
+
+
+def test_a_host_whose_links_are_all_slow_is_blamed_alone() -> None:
+    """In a ring it has one link to each side, in a mesh also one direction may be slow."""
+    assert find(carry(RING, [(2, 1), (3, 2)])) == [(("host2",), "sends and receives")]
+    assert find(carry(RING[:3], [(2, 1), (1, 0)])) == [(("host1",), "sends and receives")]
+    sends = [ends for ends in MESH if ends[0] == 3]
+    assert find(carry(MESH, sends)) == [(("host3",), "sends")]
+    assert find(carry(MESH, [ends for ends in MESH if 3 in ends])) == [
+        (("host3",), "sends and receives")
+    ]
+    both = find(carry(MESH, [*sends, (1, 0)]))
+    assert sorted(both) == [(("host1", "host0"), ""), (("host3",), "sends")]
+    (host,) = judge_links(carry(MESH, sends), HOSTS, SECONDS)
+    assert (host.code, host.place["hosts"]) == ("slow-host", ["host3"])
+
+
+def test_what_cannot_be_compared_or_does_not_matter_is_no_finding() -> None:
+    """All links are equally slow; a slow link is rarely used; it leads out of the job, as to a
+    file server; there is no link at all."""
+    assert find(carry(RING, RING)) == find([]) == find(carry(RING[:1], RING)) == []
+    rare = [*carry(RING, []), link((2, 0), SLOW, 7e6)]
+    assert find(rare) == []
+    outside = Link("host0", "192.0.2.9", "eth0", 10**8, 9.0, 0.001, 0)
+    assert find([*carry(RING, []), outside]) == []
+    assert find(carry([(0, 1), (1, 0)], [(0, 1)])) == [(("host0", "host1"), "")]
