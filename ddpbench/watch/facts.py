@@ -20,12 +20,6 @@
 | rdma_received_nbytes   | only tested on files that imitate an adapter                           |
 | rdma_wait_ticks        | in which a port had data to send and no credit                         |
 
-| name                   | of a host, from those of its ranks (`of_host`)                         |
-| ---------------------- | ---------------------------------------------------------------------- |
-| others_share           | of its cores, used by processes that are not the job's, 0 to 1         |
-| steal_share            | of its cores, in which the hypervisor ran something else, 0 to 1       |
-| rdma_…                 | as above                                                               |
-
 What the system does not report is missing.
 """
 
@@ -36,7 +30,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,24 +116,6 @@ class Facts:
             **read_rdma(),
         }
         return {name: value for name, value in counters.items() if value is not None}
-
-
-def of_host(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the facts of a host, from those of its ranks for about the same time."""
-    known = [facts for facts in ranks if facts.get("seconds") and "cores" in facts]
-    if not known:
-        return {}
-    one = known[0]
-    seconds, cores = one["seconds"], one["cores"]
-    own = [
-        (facts["cpu_seconds"] + facts["worker_seconds"]) * seconds / facts["seconds"]
-        for facts in known
-    ]
-    others = cpu.others_share(one.get("host_busy_seconds"), own, seconds, round(cores))
-    facts = {name: one[name] for name in RDMA if name in one}
-    if "steal_seconds" in one:
-        facts["steal_share"] = one["steal_seconds"] / (seconds * cores)
-    return facts if others is None else facts | {"others_share": others}
 
 
 def read_rdma(root: Path = ROOT) -> dict[str, float]:

@@ -68,17 +68,6 @@ def test_the_time_of_workers_counts_while_they_live_and_after(watched: Facts) ->
     assert own["cpu_seconds"] < own["worker_seconds"]
 
 
-def test_a_host_subtracts_its_ranks_from_what_its_cores_did() -> None:
-    """Two ranks with a worker used 3 of the 6 seconds in which 4 cores were busy: others had 3 of
-    20. A rank that was read over twice the time counts half."""
-    rank = {"seconds": 5.0, "cores": 4.0, "host_busy_seconds": 6.0, "steal_seconds": 1.0}
-    one = {**rank, "cpu_seconds": 1.0, "worker_seconds": 1.0}
-    other = {"seconds": 10.0, "cores": 4.0, "cpu_seconds": 2.0, "worker_seconds": 0.0}
-    host = facts.of_host([one, other])
-    assert host == pytest.approx({"others_share": 3 / 20, "steal_share": 1 / 20})
-    assert facts.of_host([]) == facts.of_host([{}]) == {}
-
-
 def test_counters_of_rdma_adapters_are_added_up(tmp_path: Path) -> None:
     """Data are counted in words of four bytes; a port without a counter is left out."""
     for number, sent in enumerate((100, 23)):
