@@ -11,14 +11,12 @@ if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
 
 MISSING = "prometheus_client is not installed: pip install 'ddpbench[watch]'"
-GAUGES = {  # metric → its help, and the key of a report
-    "ddpbench_watch_step": ("Number of the last step that all ranks reported.", "step"),
-    "ddpbench_watch_step_seconds": ("Time of one step, median of the newest.", "step_seconds"),
+GAUGES = {  # metric → its help, and its key in the seconds of a report
+    "ddpbench_watch_step_seconds": ("Time of one step, median of the newest.", "step"),
     "ddpbench_watch_exposed_communication_seconds": (
         "The least that any rank was blocked in collectives, in one step.",
-        "exposed_seconds",
+        "exposed",
     ),
-    "ddpbench_watch_ranks": ("Ranks of the job.", "world_size"),
 }
 
 
@@ -64,18 +62,20 @@ def _metrics(report: dict[str, Any]) -> Iterator[GaugeMetricFamily]:
     running = float(report["state"] == "running")
     yield about
     yield GaugeMetricFamily("ddpbench_watch_running", "1: the job goes on.", running)
-    for name, (text, key) in GAUGES.items():
-        if report[key] is not None:
-            yield GaugeMetricFamily(name, text, report[key])
-    parts = GaugeMetricFamily(
-        "ddpbench_watch_part_seconds",
-        "Parts of a step, of the median rank: its own phases, and blocked in collectives.",
-        labels=["part"],
-    )
-    for part in COLUMNS:
-        if f"{part}_seconds" in report:
-            parts.add_metric([part], report[f"{part}_seconds"])
-    yield parts
+    yield GaugeMetricFamily("ddpbench_watch_ranks", "Ranks of the job.", report["world_size"])
+    if seconds := report["seconds"]:
+        text = "Number of the last step that all ranks reported."
+        yield GaugeMetricFamily("ddpbench_watch_last_step", text, report["step"])
+        for name, (text, key) in GAUGES.items():
+            yield GaugeMetricFamily(name, text, seconds[key])
+        parts = GaugeMetricFamily(
+            "ddpbench_watch_part_seconds",
+            "Parts of a step, of the median rank: its own phases, and blocked in collectives.",
+            labels=["part"],
+        )
+        for part in COLUMNS:
+            parts.add_metric([part], seconds[part])
+        yield parts
     findings = GaugeMetricFamily(
         "ddpbench_watch_finding",
         "1: this is found now; `ddpbench show` has the sentences.",

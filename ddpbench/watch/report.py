@@ -45,20 +45,19 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `on_report` receives; the guide, chapter watch, documents the keys."""
-        case = self.run.steps[0].case
-        step: dict[str, Any] = {"step": None, "step_seconds": None, "exposed_seconds": None}
-        phases: dict[str, float] = {}
-        if self.latest is not None:
-            step = {name: getattr(self.latest, name) for name in step}
-            phases = {f"{n}_seconds": s for n, s in zip(COLUMNS, self.latest.seconds, strict=True)}
+        case, latest = self.run.steps[0].case, self.latest
+        seconds: dict[str, float] = {}
+        if latest is not None:
+            seconds = dict(zip(COLUMNS, latest.seconds, strict=True))
+            seconds |= {"step": latest.step_seconds, "exposed": latest.exposed_seconds}
         return {
             "run": self.run.id,
             "state": self.run.state,
             "script": case.workload,
             "backend": case.backend,
             "world_size": case.world_size,
-            **step,
-            **phases,
+            "step": latest.step if latest is not None else None,
+            "seconds": seconds,
             "findings": msgspec.to_builtins(self.run.findings),
         }
 

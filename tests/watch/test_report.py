@@ -261,10 +261,11 @@ def test_the_callback_gets_each_report(capfd: pytest.CaptureFixture[str]) -> Non
     outputs.update(a_history(), [SLOW])
     outputs.finish(a_history(), [SLOW], COMPLETE)
     first, second, last = json.loads(json.dumps(reports))
-    assert first["step"] is None
+    assert (first["step"], first["seconds"]) == (None, {})
     assert second["step"] == 59
-    assert second["step_seconds"] == pytest.approx(0.1, rel=0.02)
-    assert second["backward_seconds"] == pytest.approx(0.05, rel=0.02)
+    assert set(second["seconds"]) == {"step", "exposed", *COLUMNS}
+    assert second["seconds"]["step"] == pytest.approx(0.1, rel=0.02)
+    assert second["seconds"]["backward"] == pytest.approx(0.05, rel=0.02)
     assert second["findings"][0]["place"]["rank"] == 2
     assert (second["state"], last["state"]) == ("running", "complete")
 
@@ -310,7 +311,7 @@ def test_metrics_in_a_file(tmp_path: Path) -> None:
     outputs = Outputs(Settings(output=None, prometheus=str(file)), a_job())
     outputs.update(a_history(), [SLOW, NOTE, SLOW])
     shown = metrics(file.read_text())
-    assert shown["ddpbench_watch_step"] == [({}, 59)]
+    assert shown["ddpbench_watch_last_step"] == [({}, 59)]
     assert shown["ddpbench_watch_step_seconds"][0][1] == pytest.approx(0.1, rel=0.02)
     assert [labels["part"] for labels, _ in shown["ddpbench_watch_part_seconds"]] == list(COLUMNS)
     ranks = sorted(labels["rank"] for labels, _ in shown["ddpbench_watch_finding"])
