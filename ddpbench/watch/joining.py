@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
+from ddpbench.watch import facts
+from ddpbench.watch.links import add_links
 from ddpbench.watch.offsets import SAME, UNKNOWN_NS, Line
 from ddpbench.watch.window import (
     BLOCKED,
@@ -96,7 +98,7 @@ def join_ranks(
     shown = {numbers[steps.members[i]]: rows[i] for i in _choose_slowest(rows, median, RANKS)}
     return HostWindow(
         host=host,
-        ranks=list(_find_runs(numbers)),
+        ranks=list(_find_runs([numbers[i] for i in steps.members] or numbers)),
         first_step=steps.first,
         median=pack_rows(median),
         least_blocked=pack_rows(rows[:, :, BLOCKED].min(axis=0)) if len(rows) else b"",
@@ -119,40 +121,27 @@ def join_hosts(hosts: Sequence[HostWindow]) -> Round | None:
     if not hosts:
         return None
     hosts = sorted(hosts, key=lambda host: host.ranks)
-    names = _name_hosts(hosts)
-    medians = [unpack_rows(host.median) for host in hosts]
-    firsts = [host.first_step for host in hosts]
-    steps = _find_common(firsts, list(map(len, medians)))
-    members = [hosts[i] for i in steps.members]
-    firsts = [host.first_step for host in members]
+    steps = _find_common(
+        [host.first_step for host in hosts], [len(unpack_rows(host.median)) for host in hosts]
+    )
     calls, owners, table, waits_ns = _match_hosts(hosts)
     position = np.full(len(hosts), -1)
-    position[steps.members] = np.arange(len(members))
-    waits = _sum_waits(len(members), steps, position[owners], table, waits_ns)
-    typical = _cut(
-        [medians[i] for i in steps.members], [host.first_step for host in members], steps
-    )
-    passed = [(rank, i, row) for i, host in enumerate(members) for rank, row in host.rows.items()]
-    own = [unpack_rows(row) for _, _, row in passed]
-    rows = _cut(own, [firsts[i] for _, i, _ in passed], steps)
-    rows = _move(rows, waits[[i for _, i, _ in passed]])
-    blocked = _cut_blocked(members, steps) + np.minimum(waits, typical[:, :, :BLOCKED]).sum(axis=2)
-    typical = _move(typical, waits)
-    ends = [host.ended_ns for host in members or hosts]
+    position[steps.members] = np.arange(len(steps.members))
+    waits = _sum_waits(len(steps.members), steps, position[owners], table, waits_ns)
+    medians, rows, least_blocked = _join_rows([hosts[i] for i in steps.members], steps, waits)
+    members = [hosts[i] for i in steps.members] or hosts
+    names = _name_hosts(members)
     return Round(
         first_step=steps.first,
-        ended_ns=int(np.median(ends)),
-        rows={
-            passed[i][0]: rows[i]
-            for i in sorted(_choose_slowest(rows, _median(typical), ROUND_RANKS))
-        },
-        hosts={name: _expand_runs(host.ranks) for name, host in zip(names, hosts, strict=True)},
-        medians={names[i]: typical[n] for n, i in enumerate(steps.members)},
-        least_blocked=blocked.min(axis=0) if len(blocked) else np.zeros(0, np.float32),
+        ended_ns=int(np.median([host.ended_ns for host in members])),
+        rows=rows,
+        hosts={name: _expand_runs(host.ranks) for name, host in zip(names, members, strict=True)},
+        medians=dict(zip(names, medians, strict=bool(len(medians)))),
+        least_blocked=least_blocked,
         calls=calls,
-        facts={r: facts for host in hosts for r, facts in host.facts.items() if r >= 0},
-        host_facts={name: host.facts.get(-1, {}) for name, host in zip(names, hosts, strict=True)},
-        links=_name_links(hosts, names),
+        facts={rank: each for host in members for rank, each in host.facts.items() if rank >= 0},
+        host_facts={name: host.facts[-1] for name, host in zip(names, members, strict=True)},
+        links=_name_links(members, names),
     )
 
 
@@ -210,6 +199,27 @@ def _cut(windows: Sequence[Rows], firsts: Sequence[int], steps: Steps) -> Rows:
     return np.stack(
         [rows[steps.first - first :][:count] for rows, first in zip(windows, firsts, strict=True)]
     )
+
+
+def _join_rows(
+    hosts: Sequence[HostWindow], steps: Steps, waits: npt.NDArray[np.float32]
+) -> tuple[Rows, dict[int, Rows], npt.NDArray[np.float32]]:
+    """The hosts' medians, the rows of the slowest ranks, and the least time blocked of all ranks.
+
+    waits: of each host's ranks for other hosts, as from _sum_waits.
+    """
+    firsts = [host.first_step for host in hosts]
+    medians = _cut([unpack_rows(host.median) for host in hosts], firsts, steps)
+    passed = [(rank, i, row) for i, host in enumerate(hosts) for rank, row in host.rows.items()]
+    owners = [i for _, i, _ in passed]
+    rows = _cut([unpack_rows(row) for _, _, row in passed], [firsts[i] for i in owners], steps)
+    rows = _move(rows, waits[owners])
+    blocked = _cut_blocked(hosts, steps)
+    blocked += np.minimum(waits, np.maximum(medians[:, :, :BLOCKED], 0)).sum(axis=2)
+    medians = _move(medians, waits)
+    chosen = _choose_slowest(rows, _median(medians), ROUND_RANKS)
+    least = blocked.min(axis=0) if len(blocked) else np.zeros(0, np.float32)
+    return medians, {passed[i][0]: rows[i] for i in sorted(chosen)}, least
 
 
 def _median(rows: Rows) -> Rows:
@@ -433,34 +443,19 @@ def _name_hosts(hosts: Sequence[HostWindow]) -> list[str]:
 
 
 def _join_facts(windows: Sequence[RankWindow], shown: Iterable[int]) -> dict[int, dict[str, float]]:
-    """The facts of these ranks and, under -1, the median of all ranks that have a fact."""
-    values: dict[str, list[float]] = {}
-    for window in windows:
-        for name, value in window.facts.items():
-            values.setdefault(name, []).append(value)
-    host = {name: float(np.median(each)) for name, each in values.items()}
+    """The facts of the host, under -1, and of these ranks."""
+    host = facts.of_host([window.facts for window in windows])
     return {-1: host} | {w.rank: w.facts for w in windows if w.rank in shown and w.facts}
 
 
 def _join_links(windows: Sequence[RankWindow], host: str) -> list[Link]:
-    """The connections of all ranks to each peer as one link; the busiest ones."""
-    links: dict[tuple[str, str], list[Link]] = {}
+    """The connections of all ranks to each peer as one link; those that carried most."""
+    grouped: dict[tuple[str, str], list[Link]] = {}
     for window in windows:
         for link in window.links:
-            links.setdefault((link.peer, link.interface), []).append(link)
-    joined = [
-        Link(
-            host=host,
-            peer=peer,
-            interface=interface,
-            nbytes=sum(link.nbytes for link in each),
-            busy_seconds=sum(link.busy_seconds for link in each),
-            rtt_seconds=float(np.median([link.rtt_seconds for link in each])),
-            retransmitted=sum(link.retransmitted for link in each),
-        )
-        for (peer, interface), each in links.items()
-    ]
-    return sorted(joined, key=lambda link: -link.busy_seconds)[:LINKS]
+            grouped.setdefault((link.peer, link.interface), []).append(link)
+    links = [structs.replace(add_links(each), host=host) for each in grouped.values()]
+    return sorted(links, key=lambda link: -link.nbytes)[:LINKS]
 
 
 def _name_links(hosts: Sequence[HostWindow], names: Sequence[str]) -> list[Link]:

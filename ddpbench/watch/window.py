@@ -103,10 +103,10 @@ class JoinedCall(msgspec.Struct, frozen=True, array_like=True):
 class HostWindow(msgspec.Struct, frozen=True):
     """The windows of one host's ranks, joined over the steps that all of them have.
 
-    ranks: runs of numbers, each as its first and last; median: float32 [steps, COLUMNS], over the
-    host's ranks; least_blocked: float32 [steps]; rows: of at most RANKS ranks; calls: a table of
-    `joining.CALL`, with rank 0's times, whose group and operation count in the lists of names;
-    facts: of these ranks and, under -1, the median over the host's.
+    ranks: those that have these steps, as runs of numbers, each its first and last; median: float32
+    [steps, COLUMNS], over these ranks; least_blocked: float32 [steps]; rows: of at most RANKS
+    ranks; calls: a table of `joining.CALL` by rank 0's clock, in which groups and operations are
+    positions in the two lists; facts: of these ranks and, under -1, of the host.
     """
 
     host: str
