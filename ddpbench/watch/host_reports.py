@@ -73,10 +73,12 @@ class HostReports:
         self._folder = f"{self._prefix}/{job.token.hex()}"
         return job
 
-    def publish(self, host: str, number: int, window: HostWindow) -> None:
-        """Replace this host's report; host: a name of it that no other host has."""
+    def publish(self, host: str, number: int, window: HostWindow, ranks: int) -> None:
+        """Replace this host's report.
+
+        host: a name of it that no other host has; ranks: how many it has had, dead ones included.
+        """
         data = REPORT.pack(number, window.last) + msgspec.msgpack.encode(window)
-        ranks = sum(last - first + 1 for first, last in window.ranks)
 
         def put(store: Any) -> tuple[int, int]:
             slot = self.slot if self.slot >= 0 else self._find_slot(store, host)

@@ -107,7 +107,7 @@ def join_ranks(
         calls=calls.tobytes(),
         groups=groups,
         operations=operations,
-        facts=_join_facts(windows, shown),
+        facts=_join_facts(windows, shown or numbers[:RANKS]),
         links=_join_links(windows, host),
         addresses=list(addresses)[:LINKS],
         ahead_ns=round(clock.ahead_ns),

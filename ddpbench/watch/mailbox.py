@@ -36,6 +36,7 @@ class Mailbox:
         self.token, self.leads, self.ahead_ns = token, False, 0
         self._name = b"\0ddpbench-" + hashlib.blake2b(token, digest_size=16).hexdigest().encode()
         self._expected = expected
+        self.ranks: set[int] = set()  # of this host that the leader has ever heard
         self._heard: dict[int, int] = {}  # rank → round of its latest window
         self._ended: dict[int, RankWindow] = {}  # last windows of ranks that have ended
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -62,7 +63,6 @@ class Mailbox:
 
         It is lost if the leader reads nothing in time.
         """
-        self._read_answers()
         self._socket.settimeout(SEND_SECONDS)
         try:
             self._socket.sendto(HEADER.pack(self.token, number) + pack_window(window), self._name)
@@ -94,7 +94,7 @@ class Mailbox:
             if frame is None:
                 continue
             sent, window = frame
-            self._heard[window.rank] = max(sent, self._heard.get(window.rank, sent))
+            self._heard[window.rank] = sent
             if window.last:
                 self._ended[window.rank] = window
             elif sent == number:
@@ -104,20 +104,24 @@ class Mailbox:
                 self._socket.sendto(answer, socket.MSG_DONTWAIT, sender)
         self.ahead_ns = ahead_ns
         self._expected = 0
+        self.ranks |= windows.keys() | self._heard.keys()
         return [*(self._ended | windows).values()]
 
-    def _is_complete(self, number: int, windows: dict[int, RankWindow]) -> bool:
-        present = windows.keys() | self._ended.keys()
-        active = {rank for rank, latest in self._heard.items() if latest > number - MISSED}
-        return len(present) >= self._expected and active <= present
-
-    def _read_answers(self) -> None:
+    def read_answers(self) -> None:
+        """Learn from the leader how far this host's clock is ahead."""
+        if self.leads:
+            return
         self._socket.settimeout(0.0)
         with contextlib.suppress(OSError):
             while True:
                 data = self._socket.recv(ANSWER.size)
                 if len(data) == ANSWER.size and data.startswith(self.token):
                     self.ahead_ns = ANSWER.unpack(data)[1]
+
+    def _is_complete(self, number: int, windows: dict[int, RankWindow]) -> bool:
+        present = windows.keys() | self._ended.keys()
+        active = {rank for rank, latest in self._heard.items() if latest > number - MISSED}
+        return len(present) >= self._expected and active <= present
 
 
 def pack_window(window: RankWindow) -> bytes:

@@ -27,8 +27,8 @@ PINGS = 8  # in a round
 ROUNDS = 12  # that the line follows: a minute
 CONNECT_SECONDS, ANSWER_SECONDS = 0.2, 0.1
 IDLE_SECONDS = 2.0  # after which rank 0 closes a connection
-DRIFT_NS = 4 * 10**9  # the shortest time from which a drift is learned
-MOST_DRIFT = 500e-6  # what clocks are known to gain
+MOST_DRIFT = 500e-6  # that clocks are known to have
+SURE_DRIFT = 50e-6  # largest error of a drift that is worth following
 UNKNOWN_NS = 10**15
 STAMP = struct.Struct("!q")
 TOKEN_NBYTES = 16
@@ -92,13 +92,13 @@ def _fit(points: Sequence[tuple[int, float, float]]) -> Line:
     at = points[-1][0]
     times, ahead, bounds = np.array([(t - at, a, b) for t, a, b in points], dtype=float).T
     weights = 1 / np.maximum(bounds, 1.0) ** 2
-    weights /= weights.sum()
-    middle = float(weights @ times)
+    middle = float(weights @ times / weights.sum())
     spread = float(weights @ (times - middle) ** 2)
     drift = 0.0
-    if times.max() - times.min() >= DRIFT_NS:
+    if spread * SURE_DRIFT**2 > 1:
         drift = float(weights @ ((times - middle) * ahead)) / spread
         drift = min(max(drift, -MOST_DRIFT), MOST_DRIFT)
+    weights /= weights.sum()
     now = float(weights @ ahead) - drift * middle
     off = np.abs(ahead - now - drift * times)
     return Line(now, float(weights @ np.maximum(off, bounds)), drift, at)

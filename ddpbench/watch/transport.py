@@ -59,6 +59,7 @@ class Transport:
         self._addresses = [each for each in addresses if not sockets.is_loopback(each)][:LINKS]
         self._job: Job | None = None
         self._mailbox: Mailbox | None = None
+        self._number = 0  # of the latest round
         self._had_leader = False
         self._offset, self._compare_at = Offset(), 0.0
         self._clock_server: ClockServer | None = None
@@ -70,7 +71,10 @@ class Transport:
 
     def seconds_to_round(self) -> float:
         """Return the time until the next round begins, when `exchange` is to be called."""
-        return (-self._now_ns() % self._period_ns) * 1e-9
+        now = self._now_ns()
+        number = -(-now // self._period_ns)
+        number += number == self._number  # this clock was just set back
+        return (number * self._period_ns - now) * 1e-9
 
     def exchange(self, window: RankWindow) -> list[HostWindow]:
         """Hand over this rank's window; return all hosts' windows in rank 0, none in other ranks.
@@ -78,7 +82,7 @@ class Transport:
         Blocks up to about 1 s; for a last window 1.5 s in a host's leader and 5 s in rank 0, if
         other ranks do not end. Returns none in rounds in which the hosts do not report.
         """
-        number = (self._now_ns() + self._period_ns // 2) // self._period_ns
+        number = self._number = (self._now_ns() + self._period_ns // 2) // self._period_ns
         if self._world_size == 1:
             return self._join([window], SAME)
         mailbox = self._meet(MEET_SECONDS if window.last else 0.0)
@@ -106,7 +110,10 @@ class Transport:
 
     def _now_ns(self) -> int:
         """This host's clock, corrected to rank 0's as far as all ranks of the host know it."""
-        return offsets.now_ns() - (self._mailbox.ahead_ns if self._mailbox else 0)
+        if self._mailbox is None:
+            return offsets.now_ns()
+        self._mailbox.read_answers()
+        return offsets.now_ns() - self._mailbox.ahead_ns
 
     def _meet(self, seconds: float) -> Mailbox | None:
         """The mailbox of this job, None as long as rank 0 has not published the job."""
@@ -154,31 +161,28 @@ class Transport:
         if self._rank:
             if number % self._reports.rounds == 0 or self._reports.slot < 0 or window.last:
                 name = f"{self._identity.boot_id}/{self._identity.network}"
-                self._reports.publish(name, number, hosts[0])
+                self._reports.publish(name, number, hosts[0], len(mailbox.ranks))
             return []
         if len(windows) >= self._world_size:
             return hosts
-        return self._read_hosts(hosts, number, began, window.last)
+        if window.last:
+            others = self._world_size - len(mailbox.ranks)
+            self._reports.await_ended(others, LAST_SECONDS)
+        elif not self._await_reports(number, began):
+            return hosts if self._reports.hosts == 0 else []
+        return hosts + self._reports.read(number, READ_SECONDS)
 
     def _join(self, windows: list[RankWindow], line: Line) -> list[HostWindow]:
         joined = join_ranks(windows, self._identity.host, self._addresses, line)
         return [joined] if joined is not None else []
 
-    def _read_hosts(
-        self, own: list[HostWindow], number: int, began: float, last: bool
-    ) -> list[HostWindow]:
-        """All hosts' windows, once the other hosts have had the time to report."""
-        if last:
-            ranks = sum(b - a + 1 for host in own for a, b in host.ranks)
-            self._reports.await_ended(self._world_size - ranks, LAST_SECONDS)
-        elif self._reports.count_hosts() == 0:
-            return own
-        elif number % self._reports.rounds:
-            return []
-        else:
-            self._serve_clock()
-            time.sleep(max(0.0, began + REPORT_SECONDS - time.monotonic()))
-        return own + self._reports.read(number, READ_SECONDS)
+    def _await_reports(self, number: int, began: float) -> bool:
+        """Give other hosts the time to report, if there are any and if they do in this round."""
+        if self._reports.count_hosts() == 0 or number % self._reports.rounds:
+            return False
+        self._serve_clock()
+        time.sleep(max(0.0, began + REPORT_SECONDS - time.monotonic()))
+        return True
 
     def _serve_clock(self) -> None:
         """Answer other hosts' questions about this clock from now on."""

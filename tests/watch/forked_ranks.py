@@ -1,14 +1,16 @@
-"""Ranks of a watched job without its model: forked processes that use one transport each."""
+"""Ranks of a watched job without its model: forked processes, each with a transport of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,63 +19,162 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from ddpbench.watch.transport import Transport
 from ddpbench.watch.window import COLUMNS, Call, RankWindow, pack_rows
 
-PERIOD = 0.6
+PERIOD = 0.5
 FORK = multiprocessing.get_context("fork")
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 
 
-def make_window(rank: int, first: int, steps: int = 8, last: bool = False) -> RankWindow:
-    """A window whose rows and calls name the rank."""
-    rows = np.full((steps, COLUMNS), 0.001 * (rank + 1), np.float32)
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs and what it is told: a namespace of simulated hosts, or this host."""
+
+    namespace: str = ""
+    host: str = ""
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def enter(self) -> None:
+        """Move this process there."""
+        os.environ.update(self.environ)
+        if self.namespace:
+            libc = ctypes.CDLL(None, use_errno=True)
+            with (Path("/run/netns") / self.namespace).open() as file:
+                assert libc.setns(file.fileno(), CLONE_NEWNET) == 0, ctypes.get_errno()
+            assert libc.unshare(CLONE_NEWUTS) == 0, ctypes.get_errno()
+            socket.sethostname(self.host)
+
+
+HERE = Place()
+
+
+def make_window(rank: int, first: int, last: bool = False) -> RankWindow:
+    """A window of eight steps whose rows tell the rank."""
+    rows = np.full((8, COLUMNS), rank + 1, np.float32)
     now = time.time_ns()
-    calls = [
-        Call("world", number, "all_reduce", 8, now, 0) for number in range(first, first + steps)
-    ]
-    return RankWindow(rank, first, pack_rows(rows), now, calls, {"gc_seconds": 0.0}, last=last)
+    calls = [Call("world", first + n, "all_reduce", 8, now, 0) for n in range(8)]
+    return RankWindow(rank, first, pack_rows(rows), now, calls, last=last)
 
 
-class Rank:
-    """A forked process and its end of a pipe."""
+@dataclass(frozen=True)
+class Reported:
+    """What an exchange gave a rank."""
 
-    def __init__(self, main: Callable[[Connection], None]) -> None:
+    seconds: float
+    ranks: dict[str, list[int]]  # of each host
+    first_steps: set[int]
+    last: bool
+
+
+class Process:
+    """A forked process that answers orders through a pipe."""
+
+    def __init__(self, main: Callable[[Connection], None], place: Place = HERE) -> None:
         self.pipe, inside = FORK.Pipe()
-        self.process = FORK.Process(target=main, args=(inside,), daemon=True)
+        self.process = FORK.Process(target=_start, args=(main, place, inside), daemon=True)
         self.process.start()
         inside.close()
 
     def signal(self, number: int) -> None:
-        """Send a signal."""
+        """Send a signal; wait for the end of a process that is killed."""
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+        if number == signal.SIGKILL:
+            self.process.join()
 
-    def answer(self, seconds: float = 15.0) -> Any:
-        """What the process has sent next. Raises AssertionError if it takes too long."""
-        assert self.pipe.poll(seconds), "no answer"
+    def answer(self) -> Any:
+        """Return what the process has sent next."""
+        assert self.pipe.poll(20), "no answer"
         return self.pipe.recv()
 
 
-def enter_host(namespace: str, name: str) -> None:
-    """Move this process to a simulated host."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with (Path("/run/netns") / namespace).open() as file:
-        assert libc.setns(file.fileno(), CLONE_NEWNET) == 0, ctypes.get_errno()
-    assert libc.unshare(CLONE_NEWUTS) == 0, ctypes.get_errno()
-    socket.sethostname(name)
+def _start(main: Callable[[Connection], None], place: Place, pipe: Connection) -> None:
+    place.enter()
+    main(pipe)
 
 
-def open_store(kind: str, place: str) -> dist.Store:
-    """A client of a store: "tcp" with "address:port", or "file" with a path."""
-    if kind == "file":
-        return dist.FileStore(place, -1)
-    host, _, port = place.rpartition(":")
-    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=10))
-    return dist.PrefixStore("default_pg", store)
-
-
-def serve_store(address: str, pipe: Connection) -> None:
-    """Serve a store until the process is killed."""
+def _serve(address: str, pipe: Connection) -> None:
     store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    pipe.send(store.port)
+    pipe.send(f"{address}:{store.port}")
     signal.pause()
+
+
+def open_store(where: str) -> dist.Store:
+    """A client of the store at "address:port" or in a file, as init_process_group makes it."""
+    if where.startswith("/"):
+        return dist.PrefixStore("default_pg", dist.FileStore(where, -1))
+    host, _, port = where.rpartition(":")
+    client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=10))
+    return dist.PrefixStore("default_pg", client)
+
+
+def _follow_orders(where: str, rank: int, world_size: int, period: float, pipe: Connection) -> None:
+    """Make one exchange per order, which is (first step, whether it is the last)."""
+    began = time.monotonic()
+    transport = Transport(open_store(where), "watch/1", rank, world_size, period)
+    pipe.send(time.monotonic() - began)
+    while (order := pipe.recv()) is not None:
+        first, last = order
+        if not last:
+            time.sleep(transport.seconds_to_round())
+        began = time.monotonic()
+        hosts = transport.exchange(make_window(rank, first, last))
+        pipe.send(
+            Reported(
+                time.monotonic() - began,
+                {host.host: [r for a, b in host.ranks for r in range(a, b + 1)] for host in hosts},
+                {host.first_step for host in hosts},
+                bool(hosts) and all(host.last for host in hosts),
+            )
+        )
+    began = time.monotonic()
+    transport.close()
+    pipe.send(time.monotonic() - began)
+
+
+class Job:
+    """The ranks of a job and, unless they meet in a file, a process with their store."""
+
+    def __init__(
+        self, places: Sequence[Place], where: str = "", address: str = "127.0.0.1"
+    ) -> None:
+        self.store: Process | None = None
+        if not where:
+            self.store = Process(lambda pipe: _serve(address, pipe), places[0])
+            where = self.store.answer()
+        self.ranks = []
+        for rank, place in enumerate(places):
+            self.ranks.append(
+                Process(
+                    lambda pipe, rank=rank: _follow_orders(where, rank, len(places), PERIOD, pipe),
+                    place,
+                )
+            )
+        for rank in self.ranks:
+            rank.answer()
+        self._step = 0
+
+    def round(self, *without: int, last: bool = False) -> list[Reported | None]:
+        """Let all ranks but some make one exchange; return what each was given."""
+        self._step += 3
+        for number, rank in enumerate(self.ranks):
+            if number not in without:
+                rank.pipe.send((self._step, last))
+        return [None if n in without else rank.answer() for n, rank in enumerate(self.ranks)]
+
+    def close(self) -> None:
+        """Kill everything."""
+        for process in [*self.ranks, *([self.store] if self.store else [])]:
+            process.process.kill()
+            process.process.join()
+
+
+@contextlib.contextmanager
+def open_job(*places: Place, where: str = "", address: str = "127.0.0.1") -> Iterator[Job]:
+    """Start a job and kill what is left of it at the end."""
+    job = Job(places, where, address)
+    try:
+        yield job
+    finally:
+        job.close()

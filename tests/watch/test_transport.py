@@ -1,0 +1,161 @@
+"""Windows come from all ranks to rank 0, whoever dies or stops, and nobody waits for long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch.distributed as dist
+from forked_ranks import HERE, Job, Place, make_window, open_job
+from simulated_hosts import Hosts
+
+from ddpbench.watch import mailbox, transport
+from ddpbench.watch.mailbox import Mailbox, pack_window
+from ddpbench.watch.transport import Transport
+from ddpbench.watch.window import Call
+
+BLOCKED_SECONDS = 2.0  # that no exchange may take in the middle of a job, on a busy machine
+
+
+def settle(
+    job: Job, ranks: dict[str, list[int]], rounds: int = 6, without: tuple[int, ...] = ()
+) -> None:
+    """Make rounds until rank 0 hears of these ranks of each host, all with the same steps."""
+    seen = []
+    for _ in range(rounds):
+        reported = job.round(*without)
+        assert all(each.seconds < BLOCKED_SECONDS for each in reported if each is not None)
+        first = reported[0]
+        assert first is not None
+        if first.ranks == ranks and len(first.first_steps) == 1:
+            return
+        seen.append(first)
+    raise AssertionError(f"not {ranks}: {seen}")
+
+
+def test_one_rank_needs_no_store() -> None:
+    """A job of one rank gets its own window, whatever its store is."""
+    alone = Transport(dist.HashStore(), "watch/1", 0, 1)
+    (host,) = alone.exchange(make_window(0, 5))
+    assert (host.ranks, host.first_step, host.host) == ([(0, 0)], 5, socket.gethostname())
+    assert 0 <= alone.seconds_to_round() <= 1.5 * transport.PERIOD
+    alone.close()
+
+
+def test_ranks_of_a_host_report_to_rank_0_over_a_file_that_does_not_grow(tmp_path: Path) -> None:
+    """With a FileStore on one host nothing but the job's token is ever written to the file, and the
+    last windows come at once when all ranks end together."""
+    file = tmp_path / "store"
+    name = socket.gethostname()
+    with open_job(HERE, HERE, HERE, where=str(file)) as job:
+        settle(job, {name: [0, 1, 2]})
+        size = file.stat().st_size
+        for _ in range(3):
+            settle(job, {name: [0, 1, 2]}, 1)
+        assert file.stat().st_size == size
+        end = job.round(last=True)[0]
+        assert end is not None
+        assert (end.ranks, end.last) == ({name: [0, 1, 2]}, True)
+        assert end.seconds < mailbox.LAST_SECONDS
+
+
+def test_two_jobs_on_one_host_do_not_meet() -> None:
+    """Two jobs with the same prefix and the same ranks, each with its own store, get their own
+    ranks' windows only; a stopped rank is left out, and comes back; a killed one is not waited
+    for; and a host that ends without one of its ranks waits for it no longer than it may."""
+    name = socket.gethostname()
+    with open_job(HERE, HERE, HERE) as job, open_job(HERE, HERE) as other:
+        settle(job, {name: [0, 1, 2]})
+        settle(other, {name: [0, 1]})
+        job.ranks[1].signal(signal.SIGSTOP)
+        settle(job, {name: [0, 2]}, without=(1,))
+        job.ranks[1].signal(signal.SIGCONT)
+        settle(job, {name: [0, 1, 2]})
+        job.ranks[2].signal(signal.SIGKILL)
+        settle(job, {name: [0, 1]}, without=(2,))
+        for _ in range(mailbox.MISSED):
+            reported = job.round(2)[0]
+        assert reported is not None
+        assert reported.seconds < mailbox.JOIN_SECONDS
+        began = time.monotonic()
+        ends = other.round(1, last=True)
+        assert ends[0] is not None
+        assert ends[0].ranks == {name: [0]}
+        assert time.monotonic() - began < mailbox.LAST_SECONDS + transport.LAST_SECONDS + 2.0
+
+
+def test_hosts_report_through_the_store(hosts: Callable[..., Hosts]) -> None:
+    """Rank 0 hears of all hosts; when a leader is killed, another rank of its host takes over under
+    the same key; all that end at once are heard; and when the store's host has gone, rank 0 still
+    has its own host, and no rank waits."""
+    bench = hosts(3)
+    places = [Place(bench[n // 2].namespace, bench[n // 2].name) for n in range(6)]
+    with open_job(*places, address=bench[0].address) as job:
+        settle(job, {"host1": [0, 1], "host2": [2, 3], "host3": [4, 5]})
+        job.ranks[2].signal(signal.SIGKILL)
+        settle(job, {"host1": [0, 1], "host2": [3], "host3": [4, 5]}, without=(2,))
+        job.ranks[5].signal(signal.SIGSTOP)  # it may be the leader, whose name is then taken
+        reported = job.round(2, 5)
+        assert all(each.seconds < BLOCKED_SECONDS for each in reported if each is not None)
+        job.ranks[5].signal(signal.SIGCONT)
+        settle(job, {"host1": [0, 1], "host2": [3], "host3": [4, 5]}, without=(2,))
+        assert job.store is not None
+        job.store.signal(signal.SIGKILL)
+        settle(job, {"host1": [0, 1]}, without=(2,))
+        began = time.monotonic()
+        for each in job.round(2, last=True):
+            assert each is None or each.seconds < mailbox.LAST_SECONDS + transport.LAST_SECONDS
+        for number, rank in enumerate(job.ranks):
+            if number != 2:
+                rank.pipe.send(None)
+                rank.answer()
+        assert time.monotonic() - began < 10
+
+
+def test_a_restarted_job_does_not_meet_the_one_before(tmp_path: Path) -> None:
+    """torchrun's store outlives a restart: ranks of the second attempt find the second token."""
+    name = socket.gethostname()
+    file = tmp_path / "store"
+    first = Place(environ={"TORCHELASTIC_RESTART_COUNT": "0"})
+    again = Place(environ={"TORCHELASTIC_RESTART_COUNT": "1"})
+    with open_job(first, first, where=str(file)) as job:
+        settle(job, {name: [0, 1]})
+        with open_job(again, again, again, where=str(file)) as second:
+            settle(second, {name: [0, 1, 2]})
+            settle(job, {name: [0, 1]})
+
+
+def test_a_stranger_is_not_believed() -> None:
+    """A datagram without the token, or with one and no window, is ignored."""
+    leader = Mailbox(os.urandom(16), expected=2)
+    assert leader.lead()
+    assert not Mailbox(leader.token, 2).lead()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        for data in (b"", b"x" * 100, leader.token, leader.token + b"y" * 50):
+            stranger.sendto(data, leader._name)
+    member = Mailbox(leader.token, 2)
+    assert member.send(7, make_window(1, 3))
+    windows = leader.collect(7, make_window(0, 3), ahead_ns=1234)
+    assert [window.rank for window in windows] == [0, 1]
+    member.read_answers()
+    assert member.ahead_ns == leader.ahead_ns == 1234
+    leader.close()
+    assert not member.send(8, make_window(1, 6))
+    assert member.lead()
+    member.close()
+
+
+def test_a_message_is_never_larger_than_a_socket_takes() -> None:
+    """A window with far too many calls loses the oldest ones."""
+    window = make_window(0, 0)
+    calls = [Call("g" * 100, number, "all_reduce", 8, 0, 0) for number in range(10_000)]
+    data = pack_window(msgspec.structs.replace(window, calls=calls))
+    assert len(data) <= mailbox.MOST_NBYTES
+    kept = msgspec.msgpack.decode(data, type=type(window))
+    assert kept.rows == window.rows
+    assert kept.calls[-1].number == 9_999
