@@ -117,7 +117,7 @@ class Flight:
         """
         backends = {backend for group in self._current() for backend in group.backends}
         settings = {
-            backend: setting for backend in backends if (setting := _missing_setting(backend))
+            backend: setting for backend in backends if (setting := find_missing_setting(backend))
         }
         if not settings:
             return ""
@@ -211,7 +211,7 @@ def _recorders(backends: Iterable[str]) -> dict[str, Recorder]:
     return recorders
 
 
-def _missing_setting(backend: str) -> str:
+def find_missing_setting(backend: str) -> str:
     """Return the setting with which torch records a backend's calls; "" if it does, or cannot."""
     recorders = _recorders({backend})
     native = "_dump_nccl_trace" if backend in NCCL else "_dump_fr_trace"
@@ -292,9 +292,14 @@ def _read(entries: list[dict[str, Any]], status: dict[str, Any]) -> Record:
     return Record(started, finished, tuple(recent), exact)
 
 
+def name_operation(recorded: str) -> str:
+    """Return the operation of a recorded name: "all_gather" of "nccl:_all_gather_base"."""
+    name = recorded.partition(":")[2] or recorded
+    return name.removeprefix("_").removesuffix("_base")
+
+
 def _call(number: int, entry: dict[str, Any]) -> Call:
-    name = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
-    name = name.removeprefix("_").removesuffix("_base")
+    name = name_operation(entry["profiling_name"])
     # Only the root has an input to scatter.
     side = "output" if name == "scatter" or not entry["input_sizes"] else "input"
     tensors = zip(entry[f"{side}_dtypes"], entry[f"{side}_sizes"], strict=False)

@@ -26,7 +26,7 @@ def watched_groups(timeout: timedelta) -> Iterator[None]:
     timeout: of the groups. What the user has set stays. The rest is taken back at the end, because
     the record of a run names the user's settings.
     """
-    added = {} if any(map(os.environ.get, BUFFER_SIZES)) else {_find_buffer_size(): ENTRIES}
+    added = {} if any(map(os.environ.get, BUFFER_SIZES)) else {find_buffer_size(): ENTRIES}
     if not os.environ.get(HEARTBEAT):
         added[HEARTBEAT] = str(max(HEARTBEAT_SECONDS, round(timeout.total_seconds()) + 60))
     os.environ.update(added)
@@ -37,7 +37,7 @@ def watched_groups(timeout: timedelta) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _find_buffer_size() -> str:
+def find_buffer_size() -> str:
     """Return this torch's name of the variable for the recorder's entries."""
     from torch._C import _distributed_c10d as c10d
 

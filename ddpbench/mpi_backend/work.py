@@ -417,10 +417,10 @@ def _name(doing: Noted | None) -> str:
 
 def recorded() -> list[tuple[str, int, int, list[Noted], int]]:
     """For each group, its name and the record of its lane."""
-    return [(lane.group, *lane.recorded()) for lane in _lanes()]
+    return [(lane.group, *lane.recorded()) for lane in live_lanes()]
 
 
-def _lanes() -> list[Lane]:
+def live_lanes() -> list[Lane]:
     # Not list(_LANES): the set may grow in another thread meanwhile.
     return [lane for ref in _LANES.keyrefs() if (lane := ref()) is not None]
 
@@ -434,16 +434,16 @@ def _start_watch() -> None:
 
 def _check_lanes() -> None:
     while True:
-        shortest = min((lane.timeout.total_seconds() for lane in _lanes()), default=10.0)
+        shortest = min((lane.timeout.total_seconds() for lane in live_lanes()), default=10.0)
         time.sleep(min(1.0, shortest / 4))
         now = time.monotonic()
-        for lane in _lanes():
+        for lane in live_lanes():
             lane.check(now)
 
 
 def close_all() -> str | None:
     """End the workers of all groups; returns a sentence if one cannot be ended."""
-    sentences = [lane.close() for lane in _lanes()]
+    sentences = [lane.close() for lane in live_lanes()]
     return next((sentence for sentence in sentences if sentence), None)
 
 
