@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from ddpbench.watch import facts
 from ddpbench.watch.links import add_links
 from ddpbench.watch.offsets import SAME, UNKNOWN_NS, Line
 from ddpbench.watch.window import (
@@ -443,8 +442,12 @@ def _name_hosts(hosts: Sequence[HostWindow]) -> list[str]:
 
 
 def _join_facts(windows: Sequence[RankWindow], shown: Iterable[int]) -> dict[int, dict[str, float]]:
-    """The facts of the host, under -1, and of these ranks."""
-    host = facts.of_host([window.facts for window in windows])
+    """The median of each fact over the host's ranks, under -1, and the facts of these ranks."""
+    values: dict[str, list[float]] = {}
+    for window in windows:
+        for name, value in window.facts.items():
+            values.setdefault(name, []).append(value)
+    host = {name: float(np.median(each)) for name, each in values.items()}
     return {-1: host} | {w.rank: w.facts for w in windows if w.rank in shown and w.facts}
 
 

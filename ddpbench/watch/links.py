@@ -89,7 +89,7 @@ class Links:
             if since.is_bulk:
                 link = self._link(ends, since)
                 grouped.setdefault((link.peer, link.interface), []).append(link)
-        links = map(_add, grouped.values())
+        links = map(add_links, grouped.values())
         return sorted(links, key=_nbytes, reverse=True)[:LINKS]
 
     def _link(self, ends: Ends, since: Counters) -> Link:
@@ -163,7 +163,7 @@ def parse(info: bytes) -> Counters | None:
     )
 
 
-def _add(links: Sequence[Link]) -> Link:
+def add_links(links: Sequence[Link]) -> Link:
     """Return one link for several between the same hosts, with the RTT of the one used most."""
     most = max(links, key=_nbytes)
     return structs.replace(

@@ -106,7 +106,8 @@ class HostWindow(msgspec.Struct, frozen=True):
     ranks: those that have these steps, as runs of numbers, each its first and last; median: float32
     [steps, COLUMNS], over these ranks; least_blocked: float32 [steps]; rows: of at most RANKS
     ranks; calls: a table of `joining.CALL` by rank 0's clock, in which groups and operations are
-    positions in the two lists; facts: of these ranks and, under -1, of the host.
+    positions in the two lists; facts: of these ranks and, under -1, the
+    median over all ranks of the host.
     """
 
     host: str
