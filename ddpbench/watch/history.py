@@ -187,12 +187,14 @@ def _base(
     """Return what each known rank is compared with: [ranks or 1, steps, columns].
 
     That is the median of the other ranks; in large jobs, of the hosts' medians. Of two hosts that
-    do not pass on all ranks, it is the other host's median.
+    do not pass on all ranks, it is the other host's median. Each rank's level over these steps is
+    compared apart: else one straggler would make the median of three the larger of the other two.
     """
     if complete and len(known) == 1:
         return np.asarray(rows)
     if complete and len(known) <= TRACKED:
-        return _median_of_others(rows)
+        levels = np.median(rows, axis=1, keepdims=True)
+        return _median_of_others(rows - levels) + _median_of_others(levels)
     if len(medians) != 2:
         return np.asarray(np.median(medians, axis=0, keepdims=True))
     (first, _) = round_.hosts

@@ -1,0 +1,261 @@
+"""Which ranks are late, in which phase, how much, in which steps and since when. No torch.
+
+A rank is late if its own time is larger than the other ranks' and it is blocked less than they are:
+they wait for it. A rank that only waits has more blocked time, and no more time of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpbench.analysis import stats
+from ddpbench.records.schema import Interval
+from ddpbench.watch import history as columns
+from ddpbench.watch.history import Floats, FloatsOrLess, History
+from ddpbench.watch.judging import changes, periods
+from ddpbench.watch.window import PHASES
+
+FEWEST = 16  # steps that a verdict needs
+RECENT = 512  # steps in which a rank that is late in some of them is sought
+LEAST_SHARE = 0.03  # of a step, from which a rank is a straggler
+CLEAR = 5.0  # standard errors of a median
+CLEAR_OF_PART = 7.0  # because there are many parts to choose from
+SPREADS = 5.0  # between healthy ranks: in large jobs, some rank is always the slowest
+ALSO = 0.25  # of the largest phase: a phase that is named beside it
+WAITED_FOR = 0.4  # of its lateness, that a late rank is blocked less
+FAR = 6.0  # spreads of usual steps, by which single late steps are longer
+MOST_SHARE = 0.6  # of steps that are late: with more, the others are the exception
+TRACKED_SHARE = 0.8  # of the latest steps
+PERIODIC_COST, IRREGULAR_COST = 0.008, 0.05  # of a step, the average over all steps
+
+
+@dataclass(frozen=True)
+class Late:
+    """A rank that is late.
+
+    phases: name → how much longer a late step takes in it, the largest first; seconds: their sum;
+    since, until: numbers of its first late step, None from the start, and of its last one, None if
+    it is still late; every: a step in so many is late, 0 without a period; share: of its steps that
+    are late; first: number of a late step.
+    """
+
+    rank: int
+    phases: dict[str, float]
+    seconds: float
+    interval: Interval | None
+    since: int | None = None
+    until: int | None = None
+    every: int = 1
+    share: float = 1.0
+    first: int = 0
+
+    @property
+    def cost(self) -> float:
+        """Seconds of an average step."""
+        return self.seconds * self.share
+
+
+@dataclass(frozen=True)
+class Part:
+    """Steps of one rank. number: int64[steps]; values: [steps, RANK_COLUMNS] of its samples."""
+
+    rank: int
+    number: npt.NDArray[np.int64]
+    values: Floats
+    step_seconds: float  # of the job
+    apart: float  # by how much ranks differ that are not late
+
+    def __getitem__(self, chosen: slice | npt.NDArray[np.bool_]) -> Part:
+        return replace(self, number=self.number[chosen], values=self.values[chosen])
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    @property
+    def own(self) -> Floats:
+        """How much more own time than the other ranks it has."""
+        return np.asarray(self.values[:, columns.EXCESS_OWN])
+
+    @property
+    def excess(self) -> Floats:
+        """How much longer than in the other ranks each phase is: [steps, phase]."""
+        return np.asarray(self.values[:, columns.EXCESS][:, : len(PHASES)])
+
+    @property
+    def blocked(self) -> float:
+        """How much longer than the other ranks it is blocked, median."""
+        return float(np.median(self.values[:, columns.EXCESS_BLOCKED]))
+
+    @property
+    def least(self) -> float:
+        """Seconds from which a difference counts."""
+        return max(LEAST_SHARE * self.step_seconds, self.apart)
+
+    def in_phases(self, names: Iterable[str]) -> Floats:
+        """How much longer than in the other ranks these phases together are."""
+        chosen = [PHASES.index(name) for name in names]
+        return np.asarray(self.excess[:, chosen].sum(axis=1))
+
+
+def find_late(history: History, step_seconds: float) -> list[Late]:
+    """Return the ranks that are late now, or were, the worst first."""
+    apart = SPREADS * (float(np.median(history.spreads)) if history.spreads else 0.0)
+    late: list[Late] = []
+    for rank, kept in history.ranks.items():
+        part = Part(rank, kept.number, kept.values.astype(np.float64), step_seconds, apart)
+        if _is_tracked(history, part) and _may_be_late(part):
+            late.extend(_judge_rank(part))
+    late = [one for one in late if one.every or _is_rarer_elsewhere(history, one)]
+    return sorted(late, key=lambda one: -one.cost)
+
+
+def _is_tracked(history: History, part: Part) -> bool:
+    """Whether a rank was among the slowest nearly all the time lately."""
+    return bool(np.isin(history.job.number[-512:], part.number).mean() > TRACKED_SHARE)
+
+
+def _may_be_late(part: Part) -> bool:
+    """Whether some part of the run has more own time than chance gives: the cheap question."""
+    parts = np.array_split(part.own, max(1, len(part) // 64))
+    return max(float(some.mean()) for some in parts) > PERIODIC_COST / 2 * part.step_seconds
+
+
+def _judge_rank(rank: Part) -> Iterator[Late]:
+    """Yield what holds now; if the rank is not late now, the longest time in which it was."""
+    parts = _divide(rank)
+    found = [_judge_part(part, CLEAR if len(parts) == 1 else CLEAR_OF_PART) for part in parts]
+    ended = [(len(parts[i]), i, late) for i, late in enumerate(found) if late and late.every]
+    if (now := found[-1]) is not None:
+        start = next(i for i in range(len(found)) if None not in found[i:])
+        yield replace(now, since=int(parts[start].number[0]) if start else None)
+    elif ended:
+        _, i, longest = max(ended, key=lambda one: one[0])
+        since = int(parts[i].number[0]) if i else None
+        yield replace(longest, since=since, until=int(parts[i].number[-1]))
+
+
+def _divide(rank: Part) -> list[Part]:
+    """Divide the steps of a rank where its level changes, by the phase that shows it best."""
+    best, slices = 0.0, [slice(0, len(rank))]
+    for series in (*rank.excess.T, rank.own):
+        if not _varies(series, rank.least):
+            continue
+        parts = changes.find_parts(series, rank.least)
+        levels = [float(np.median(series[part])) for part in parts]
+        rest = series - np.repeat(levels, [part.stop - part.start for part in parts])
+        clear = max(np.abs(np.diff(levels)), default=0.0) / (changes.standard_error(rest) or 1e-9)
+        if clear > best:
+            best, slices = clear, parts
+    return [rank[part] for part in slices]
+
+
+def _varies(series: Floats, least: float) -> bool:
+    """Whether short parts of a series differ by so much: the cheap question."""
+    whole = series[: len(series) // changes.SHORTEST * changes.SHORTEST]
+    levels = np.median(whole.reshape(-1, changes.SHORTEST), axis=1)
+    return bool(len(levels) > 1 and np.ptp(levels) >= least)
+
+
+def _judge_part(part: Part, clear: float) -> Late | None:
+    """Judge steps of one level. clear: standard errors from which a difference is one."""
+    if len(part) < FEWEST:
+        return None
+    gaps = np.flatnonzero(np.diff(part.number) != 1)
+    newest = part[int(gaps[-1]) + 1 if len(gaps) else 0 :][-RECENT:]
+    return _periodically(newest) or _always(part, clear) or _irregularly(newest)
+
+
+def _always(part: Part, clear: float) -> Late | None:
+    """Judge a rank that is late in all steps: in single phases, or in all of them together."""
+    level = sum(_clear_level(series, part.least, clear) for series in part.excess.T)
+    level = level or _clear_level(part.own, 1.5 * part.least, clear)
+    late_seconds = min(float(np.median(part.own)), -part.blocked)
+    if not level or late_seconds < WAITED_FOR * level:
+        return None
+    phases = _name_phases(part.excess)
+    series = part.in_phases(phases)
+    return Late(part.rank, phases, float(np.median(series)), stats.median_interval(series))
+
+
+def _clear_level(series: Floats, least: float, clear: float) -> float:
+    """Return the median of a series if it is at least this and more than noise, else 0."""
+    level, error = float(np.median(series)), changes.standard_error(series)
+    return level if level >= max(least + 2 * error, clear * error) else 0.0
+
+
+def _periodically(part: Part) -> Late | None:
+    """Judge a rank that is late in every so many steps. part: steps that follow one another."""
+    best = periods.Period(0, 0, 0.0)
+    for series in part.excess.T:
+        if series.mean() > PERIODIC_COST / 2 * part.step_seconds:
+            best = max(best, periods.find_period(series), key=lambda period: period.clear)
+    if not best.every:
+        return None
+    is_late = np.arange(len(part)) % best.every == best.first
+    return _in_some(part, is_late, best.every, PERIODIC_COST)
+
+
+def _irregularly(part: Part) -> Late | None:
+    """Judge a rank that is late in some steps. part: steps that follow one another."""
+    if len(part) < FEWEST:
+        return None
+    is_late = late_steps(part.own, part.least)
+    if is_late.sum() < 3 or is_late.mean() > MOST_SHARE:
+        return None
+    return _in_some(part, is_late, 0, IRREGULAR_COST)
+
+
+def _in_some(
+    part: Part, is_late: npt.NDArray[np.bool_], every: int, least_cost: float
+) -> Late | None:
+    late, usual, share = part[is_late], part[~is_late], float(is_late.mean())
+    if np.median(usual.own) >= part.least:  # it is always late, and in some steps more so
+        return None
+    phases = _name_phases(late.excess - np.median(usual.excess, axis=0))
+    seconds = sum(phases.values())
+    if seconds < part.least or seconds * share < least_cost * part.step_seconds:
+        return None
+    if usual.blocked - late.blocked < WAITED_FOR * seconds:
+        return None
+    series = late.in_phases(phases) - np.median(usual.in_phases(phases))
+    return Late(
+        *(part.rank, phases, float(np.median(series)), stats.median_interval(series)),
+        every=every,
+        share=share,
+        first=int(late.number[0]),
+    )
+
+
+def _name_phases(excess: Floats) -> dict[str, float]:
+    """Return the phases to name, the one that is longer by most first. excess: [steps, phase]."""
+    longer = np.median(excess, axis=0)
+    most = int(longer.argmax())
+    clear = [CLEAR * changes.standard_error(series) for series in excess.T]
+    named = [i for i in np.argsort(-longer) if longer[i] >= max(ALSO * longer[most], clear[i])]
+    return {PHASES[i]: float(longer[i]) for i in named or [most]}
+
+
+def late_steps(own: FloatsOrLess, least: float) -> npt.NDArray[np.bool_]:
+    """Return in which steps a rank is later than it usually is. own: excess of own time."""
+    low, usual, middle = np.percentile(own, [10, 25, 40])
+    return np.asarray(own > usual + max(least, FAR * (middle - low) / 1.028))
+
+
+def _is_rarer_elsewhere(history: History, late: Late) -> bool:
+    """Whether the other ranks are late clearly less often: all are, where a host is busy."""
+    own = {
+        rank: kept.values[kept.unbroken(), columns.EXCESS_OWN][-RECENT:]
+        for rank, kept in history.ranks.items()
+    }
+    others = [
+        float(late_steps(series, late.seconds / 2).mean())
+        for rank, series in own.items()
+        if rank != late.rank
+    ]
+    usual, count = max(others, default=0.0), len(own[late.rank])
+    chance = (max(usual, 1 / count) / count) ** 0.5
+    return bool(late.share > max(2 * usual, usual + 5 * chance))
