@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ddpbench.watch.judging import samples
 from ddpbench.watch.judging.samples import Samples
-from ddpbench.watch.window import BLOCKED, COLUMNS, JoinedCall, Link, Round
+from ddpbench.watch.window import BLOCKED, COLUMNS, RANKS, JoinedCall, Link, Round
 
 Floats = npt.NDArray[np.float64]
 FloatsOrLess = npt.NDArray[np.floating[Any]]
@@ -101,10 +101,9 @@ class History:
         self.spreads: deque[float] = deque(maxlen=RECENT)  # of healthy ranks' own time, seconds
         self.facts: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.host_facts: deque[Mapping[str, Mapping[str, float]]] = deque(maxlen=RECENT)
-        self.seconds: deque[float] = deque(maxlen=RECENT)  # that each of these rounds covers
+        self.rounds = 0
         self.calls: dict[tuple[str, str, int], Calls] = {}
         self.links: dict[tuple[str, str], Carried] = {}
-        self._ended_ns = 0
 
     @property
     def world_size(self) -> int:
@@ -125,20 +124,22 @@ class History:
         kept = {rank: round_.facts[rank] for rank in self.ranks if rank in round_.facts}
         self.facts.append(kept)
         self.host_facts.append(round_.host_facts)
-        self.seconds.append((round_.ended_ns - self._ended_ns) * 1e-9 if self._ended_ns else 0.0)
-        self._ended_ns = round_.ended_ns
+        self.rounds += 1
 
     def _add_steps(self, round_: Round, new: int) -> None:
         """Add the last `new` steps of a round."""
         known = np.array(sorted(round_.rows))
         rows = np.stack([round_.rows[rank][-new:] for rank in known]).astype(np.float32)
-        medians = np.stack([round_.medians[host][-new:] for host in round_.hosts])
+        medians = np.stack([median[-new:] for median in round_.medians.values()])
         number = np.arange(len(round_.least_blocked))[-new:] + round_.first_step
-        complete = len(known) == self.world_size
-        self.job.add(number, _job_columns(round_, known, rows, medians))
+        # Whether every rank that reported is known: then ranks are compared with ranks.
+        sizes = [len(round_.hosts[host]) for host in round_.medians]
+        complete = max(sizes) <= RANKS and sum(sizes) <= TRACKED
+        self.job.add(number, _job_columns(round_, known, rows, rows if complete else medians))
         excess = _with_own(rows)
-        excess -= _base(excess, _with_own(medians), round_, known, complete)
-        self.spreads.append(_spread(np.median(excess[:, :, -1], axis=1), complete))
+        levels = np.median(own_seconds(rows if complete else medians), axis=1)
+        self.spreads.append(_spread(levels) * (1 if complete else max(sizes) ** 0.5 / 1.2533))
+        excess -= _median_of_others(excess) if complete else _other_hosts(round_, known, new)
         for i in _most_late(excess[:, :, -1]):
             kept = self.ranks.setdefault(int(known[i]), samples.empty(RANK_COLUMNS, np.float32))
             kept.add(number, np.concatenate([rows[i], excess[i]], axis=1))
@@ -177,32 +178,20 @@ def _with_own(rows: FloatsOrLess) -> npt.NDArray[np.float32]:
     return np.concatenate([rows, own], axis=-1, dtype=np.float32)
 
 
-def _base(
-    rows: FloatsOrLess,
-    medians: FloatsOrLess,
-    round_: Round,
-    known: npt.NDArray[np.int64],
-    complete: bool,
-) -> FloatsOrLess:
-    """Return what each known rank is compared with: [ranks or 1, steps, columns].
-
-    That is the median of the other ranks; in large jobs, of the hosts' medians. Of two hosts that
-    do not pass on all ranks, it is the other host's median. Each rank's level over these steps is
-    compared apart: else one straggler would make the median of three the larger of the other two.
-    """
-    if complete and len(known) == 1:
-        return np.asarray(rows)
-    if complete and len(known) <= TRACKED:
-        levels = np.median(rows, axis=1, keepdims=True)
-        return _median_of_others(rows - levels) + _median_of_others(levels)
-    if len(medians) != 2:
-        return np.asarray(np.median(medians, axis=0, keepdims=True))
-    (first, _) = round_.hosts
-    return np.asarray(medians[np.isin(known, round_.hosts[first]).astype(int)])
-
-
 def _median_of_others(rows: FloatsOrLess) -> FloatsOrLess:
-    """Return, for each entry of the first axis, the median of all others; at least two entries."""
+    """Return, for each rank, the median of all others. rows: [ranks, steps, columns].
+
+    Each rank's level over these steps is compared apart: else one straggler would make the median
+    of three the larger of the other two, whatever the noise.
+    """
+    if len(rows) == 1:
+        return np.asarray(rows)
+    levels = np.median(rows, axis=1, keepdims=True)
+    return _leave_one_out(rows - levels) + _leave_one_out(levels)
+
+
+def _leave_one_out(rows: FloatsOrLess) -> FloatsOrLess:
+    """Return the medians over the first axis without each of its entries; at least two."""
     count = len(rows)
     order = np.sort(rows, axis=0)
     place = np.argsort(np.argsort(rows, axis=0), axis=0)
@@ -214,29 +203,42 @@ def _median_of_others(rows: FloatsOrLess) -> FloatsOrLess:
     return np.asarray((other((count - 2) // 2) + other((count - 1) // 2)) / 2)
 
 
+def _other_hosts(round_: Round, known: npt.NDArray[np.int64], new: int) -> FloatsOrLess:
+    """Return the median over hosts of their medians; of two hosts, for each rank the other one's.
+
+    [ranks or 1, new steps, columns], the last one of own time. A host alone is its own base.
+    """
+    medians = _with_own(np.stack([median[-new:] for median in round_.medians.values()]))
+    if len(medians) != 2:
+        return np.asarray(np.median(medians, axis=0, keepdims=True))
+    first, _ = round_.medians
+    return np.asarray(medians[np.isin(known, round_.hosts[first]).astype(int)])
+
+
 def _most_late(excess: FloatsOrLess) -> Sequence[int]:
     """Return the indices of the ranks to track. excess: of own time, [ranks, steps]."""
     return [int(i) for i in np.argsort(-excess.mean(axis=1))[:TRACKED]]
 
 
-def _spread(own: FloatsOrLess, complete: bool) -> float:
-    """Return the standard deviation of the ranks' own time, as the faster half shows it.
+def _spread(own: FloatsOrLess) -> float:
+    """Return the standard deviation of ranks' own time, as the faster half shows it.
 
-    own: of each rank, the median over steps. 0 if too few ranks show it.
+    own: of each rank, or host, the median over steps. 0 if too few show it.
     """
-    if len(own) < 8 or not complete:
+    if len(own) < 8:
         return 0.0
     low, middle = np.percentile(own, [10, 40])
     return float(middle - low) / 1.028
 
 
 def _job_columns(
-    round_: Round, known: npt.NDArray[np.int64], rows: FloatsOrLess, medians: FloatsOrLess
+    round_: Round, known: npt.NDArray[np.int64], rows: FloatsOrLess, everyone: FloatsOrLess
 ) -> Floats:
-    """Return the job's samples of these steps: float64[steps, JOB_COLUMNS]."""
+    """Return the job's samples of these steps: float64[steps, JOB_COLUMNS].
+
+    rows: of the known ranks; everyone: the same, or hosts' medians where not all ranks are known.
+    """
     new = rows.shape[1]
-    complete = sum(map(len, round_.hosts.values())) == len(known)
-    everyone = rows if complete else medians
     seconds = np.median(everyone.sum(axis=-1, dtype=np.float64), axis=0)
     later = np.cumsum(seconds[::-1])[::-1] - seconds
     slowest = rows.argmax(axis=0)
@@ -246,7 +248,7 @@ def _job_columns(
         np.median(everyone, axis=0),
         round_.least_blocked[-new:, None],
         np.take_along_axis(rows, slowest[None], axis=0)[0],
-        np.minimum(rows.min(axis=0), medians.min(axis=0)),
+        np.minimum(rows.min(axis=0), everyone.min(axis=0)),
         known[slowest],
     ]
     return np.concatenate(columns, axis=1, dtype=np.float64)

@@ -40,7 +40,7 @@ class Late:
     phases: name → how much longer a late step takes in it, the largest first; seconds: their sum;
     since, until: numbers of its first late step, None from the start, and of its last one, None if
     it is still late; every: a step in so many is late, 0 without a period; share: of its steps that
-    are late; first: number of a late step.
+    are late; first: number of a late step; step_seconds: of the job.
     """
 
     rank: int
@@ -52,6 +52,7 @@ class Late:
     every: int = 1
     share: float = 1.0
     first: int = 0
+    step_seconds: float = 0.0
 
     @property
     def cost(self) -> float:
@@ -110,6 +111,7 @@ def find_late(history: History, step_seconds: float) -> list[Late]:
         if _is_tracked(history, part) and _may_be_late(part):
             late.extend(_judge_rank(part))
     late = [one for one in late if one.every or _is_rarer_elsewhere(history, one)]
+    late = [replace(one, step_seconds=step_seconds) for one in late]
     return sorted(late, key=lambda one: -one.cost)
 
 

@@ -1,0 +1,82 @@
+"""Why a rank is late, from the facts of its process. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddpbench.watch.history import History
+from ddpbench.watch.judging.stragglers import Late
+
+EXPLAINS = 0.4  # of the lateness, that a cause must explain
+PAGES = 10.0  # read from a disk in a second, that name a lack of memory
+GPU = "gpu_slowed_by_"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a rank is late, and what to do about it."""
+
+    name: str
+    sentence: str
+    next_step: str
+
+
+# Of a rank's seconds, more than its host's ranks usually have: name of the fact → cause.
+SECONDS = {
+    "throttled_seconds": Cause(
+        "throttled",
+        "the CPU quota of its control group stops it",
+        "raise the CPU quota of rank {rank}'s container, or use fewer threads",
+    ),
+    "queued_seconds": Cause(
+        "host busy",
+        "its main thread waits for a core",
+        "find what shares the cores of rank {rank} (top, taskset -p), or use fewer threads",
+    ),
+    "gc_seconds": Cause(
+        "gc",
+        "Python's garbage collector stops it",
+        "call gc.freeze() after the set-up, and gc.collect() on all ranks at once",
+    ),
+    "compile_seconds": Cause(
+        "compile",
+        "torch.compile compiles in it",
+        "run with TORCH_LOGS=recompiles to see why rank {rank} recompiles",
+    ),
+}
+SWAP = Cause("swap", "it reads pages from a disk", "give rank {rank}'s host more memory")
+
+
+def find_cause(history: History, late: Late) -> Cause | None:
+    """Return what explains most of a rank's lateness; None if no fact does."""
+    host = next((host for host, ranks in history.hosts.items() if late.rank in ranks), "")
+    shares: dict[str, list[float]] = {}
+    slowed: list[str] = []
+    for ranks, hosts in zip(history.facts, history.host_facts, strict=True):
+        facts, usual = ranks.get(late.rank, {}), hosts.get(host, {})
+        if not facts.get("seconds"):
+            continue
+        slowed = [name.removeprefix(GPU) for name in facts if name.startswith(GPU)]
+        for name in (*SECONDS, "major_faults"):
+            if name in facts:
+                rate = facts[name] / facts["seconds"]
+                common = usual.get(name, 0.0) / (usual.get("seconds") or 1.0)
+                shares.setdefault(name, []).append(rate - common)
+    explained = {
+        name: float(np.mean(values)) * late.step_seconds / late.cost
+        for name, values in shares.items()
+        if name in SECONDS
+    }
+    most = max(explained, key=explained.__getitem__, default="")
+    if most and explained[most] >= EXPLAINS:
+        return SECONDS[most]
+    if slowed:
+        reasons = ", ".join(sorted(slowed))
+        return Cause(
+            "gpu clock", f"its GPU lowers its clock ({reasons})", "nvidia-smi -q -d PERFORMANCE"
+        )
+    if np.mean(shares.get("major_faults", [0.0])) >= PAGES:
+        return SWAP
+    return None

@@ -1,0 +1,124 @@
+"""What costs all ranks a share of every step. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ddpbench.analysis.flags import BUSY_SHARE
+from ddpbench.records.schema import Finding
+from ddpbench.watch import history as columns
+from ddpbench.watch.history import History
+from ddpbench.watch.judging.stragglers import RECENT
+from ddpbench.watch.window import PHASES
+
+NOTABLE, LARGE = 0.1, 0.3  # of the step, in input or communication
+NOTABLE_PAUSES, LARGE_PAUSES = 0.01, 0.05  # of the time, in garbage collections
+NOTABLE_COMPILING = 0.03  # of the time, in torch.compile
+COMPILING_ROUNDS = 3  # of the recent ones, in which a job still compiles
+
+
+def judge_input(history: History) -> Iterator[Finding]:
+    """Report that all ranks wait for input."""
+    job = history.job.values[-RECENT:]
+    fastest = float(np.median(job[:, columns.FASTEST][:, PHASES.index("input")]))
+    step = float(np.median(job[:, columns.SECONDS]))
+    if fastest >= NOTABLE * step:
+        yield Finding(
+            "warning" if fastest >= LARGE * step else "note",
+            "waits-for-input",
+            f"all ranks wait for input, the fastest {fastest * 1e3:.3g} ms of each "
+            f"{step * 1e3:.4g} ms step ({fastest / step:.0%})",
+            "raise num_workers or prefetch_factor of the DataLoader, or use cheaper transforms",
+            {"phase": "input", "seconds": fastest, "share": fastest / step},
+        )
+
+
+def judge_communication(history: History) -> Iterator[Finding]:
+    """Report communication that nothing hides, and the most that hiding it could gain."""
+    job = history.job.values[-RECENT:]
+    exposed, step = (float(np.median(job[:, i])) for i in (columns.EXPOSED, columns.SECONDS))
+    if history.world_size > 1 and exposed >= NOTABLE * step:
+        yield Finding(
+            "note",
+            "exposed-communication",
+            f"{exposed * 1e3:.3g} ms ({exposed / step:.0%}) of each step is exposed communication: "
+            f"without any, the job would be at most {step / max(step - exposed, 1e-9):.3g} times "
+            "as fast",
+            "communicate less often (no_sync with more micro-batches, a larger batch) or send "
+            "fewer bytes (a compressing communication hook); python -m ddpbench ddp compares them",
+            {"seconds": exposed, "share": exposed / step},
+        )
+
+
+def judge_pauses(history: History) -> Iterator[Finding]:
+    """Report time lost in Python's garbage collection."""
+    share = _share(history, "gc_seconds")
+    longest = max((facts.get("gc_longest_seconds", 0.0) for facts in _ranks(history)), default=0.0)
+    if share >= NOTABLE_PAUSES:
+        yield Finding(
+            "warning" if share >= LARGE_PAUSES else "note",
+            "gc-pauses",
+            f"garbage collections stop the ranks for {share:.1%} of the time, once for "
+            f"{longest * 1e3:.3g} ms",
+            "call gc.freeze() after the set-up and gc.disable(), and gc.collect() on all ranks "
+            "every few hundred steps",
+            {"share": share, "seconds": longest},
+        )
+
+
+def judge_compilation(history: History) -> Iterator[Finding]:
+    """Report that torch.compile still compiles, long after the start."""
+    rounds = [
+        sum(facts.get("compiles", 0.0) for facts in hosts.values()) for hosts in history.host_facts
+    ]
+    later = rounds[-(len(rounds) - 1) :] if history.rounds == len(rounds) else rounds
+    share = _share(history, "compile_seconds")
+    if sum(map(bool, later)) >= COMPILING_ROUNDS and share >= NOTABLE_COMPILING:
+        yield Finding(
+            "warning",
+            "recompilations",
+            f"torch.compile still compiles: {share:.0%} of the time",
+            "run with TORCH_LOGS=recompiles to see why; mark what changes with "
+            "torch._dynamo.mark_dynamic",
+            {"share": share},
+        )
+
+
+def judge_hosts(history: History) -> Iterator[Finding]:
+    """Report hosts whose cores other programs use."""
+    shares: dict[str, list[float]] = {}
+    for hosts in history.host_facts:
+        for host, facts in hosts.items():
+            if facts.get("seconds") and "host_busy_seconds" in facts:
+                own = facts.get("cpu_seconds", 0.0) + facts.get("worker_seconds", 0.0)
+                others = facts["host_busy_seconds"] - own * len(history.hosts[host])
+                share = others / (facts["seconds"] * facts["cores"])
+                shares.setdefault(host, []).append(share)
+    for host, values in shares.items():
+        usual = float(np.median(np.array(values)))
+        if usual > BUSY_SHARE:
+            yield Finding(
+                "note",
+                "busy-host",
+                f"{host}: other programs use {usual:.0%} of the cores",
+                "stop them, or give the job the host alone",
+                {"host": host, "share": usual},
+            )
+
+
+def _share(history: History, name: str) -> float:
+    """Return the share of the time that a fact in seconds takes on the median host."""
+    values = [
+        facts[name] / facts["seconds"]
+        for hosts in history.host_facts
+        for facts in hosts.values()
+        if name in facts and facts.get("seconds")
+    ]
+    return float(np.mean(values)) if values else 0.0
+
+
+def _ranks(history: History) -> Iterator[dict[str, float]]:
+    for ranks in history.facts:
+        yield from map(dict, ranks.values())

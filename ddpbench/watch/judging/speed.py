@@ -1,0 +1,60 @@
+"""Since when the whole job is slower or faster. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+
+import numpy as np
+
+from ddpbench.records.schema import Finding
+from ddpbench.watch import history as columns
+from ddpbench.watch.history import History
+from ddpbench.watch.judging import changes
+
+LEAST, LARGE = 0.1, 0.25  # of the step
+FEWEST, SHORTEST_SECONDS = 64, 30.0  # of the new level: a shorter one may be the host's
+BESIDE = 32  # steps between a change of the job and that of a rank that explains it
+
+
+def judge_speed(history: History, explained: Sequence[int]) -> Iterator[Finding]:
+    """Report the latest lasting change of the step time; `explained`: steps of ranks' changes."""
+    job, number = history.job.values, history.job.number
+    series = job[:, columns.SECONDS]
+    parts = changes.find_parts(series, LEAST * float(np.median(series)))
+    if len(parts) < 2:
+        return
+    before, now = np.concatenate([series[part] for part in parts[:-1]]), series[parts[-1]]
+    old, new = float(np.median(series[parts[-2]])), float(np.median(now))
+    first = parts[-1].start
+    lasts = (job[-1, columns.ENDED] - job[first, columns.ENDED]) * 1e-9 >= SHORTEST_SECONDS
+    # Two speeds that take turns are no change.
+    known = np.percentile(before, 5) < new < np.percentile(before, 95)
+    if len(now) < FEWEST or not lasts or known:
+        return
+    if any(abs(step - number[first]) <= BESIDE for step in explained):
+        return
+    change = new / old - 1
+    yield Finding(
+        "warning" if change >= LARGE else "note",
+        "slower-since" if change > 0 else "faster-since",
+        f"since step {number[first]} ({clock_time(history, int(number[first]))}) steps take "
+        f"{abs(change):.0%} {'longer' if change > 0 else 'less'}: {new * 1e3:.4g} ms, before "
+        f"{old * 1e3:.4g} ms",
+        "compare what changed at that time: the batch's shape, other jobs on the hosts, clocks"
+        if change > 0
+        else "",
+        {"since_step": int(number[first]), "since": ended(history, int(number[first]))}
+        | {"seconds": new, "before_seconds": old},
+    )
+
+
+def ended(history: History, step: int) -> float:
+    """Return when a step ended, in seconds since 1970."""
+    times = history.job.values[:, columns.ENDED]
+    return float(np.interp(step, history.job.number, times)) * 1e-9
+
+
+def clock_time(history: History, step: int) -> str:
+    """Return when a step ended as the clock on the wall shows it: "14:32:10"."""
+    return datetime.fromtimestamp(ended(history, step)).strftime("%H:%M:%S")
