@@ -98,7 +98,7 @@ class History:
         self.hosts: Mapping[str, Sequence[int]] = {}
         self.steps = 0  # that all ranks reported, without the warm-up
         self.last_step = -1
-        self.spreads: deque[float] = deque(maxlen=RECENT)  # of healthy ranks' own time, seconds
+        self.spreads: deque[float] = deque(maxlen=RECENT)  # of ranks' own time, if many
         self.facts: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.host_facts: deque[Mapping[str, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.rounds = 0
@@ -137,8 +137,9 @@ class History:
         complete = max(sizes) <= RANKS and sum(sizes) <= TRACKED
         self.job.add(number, _job_columns(round_, known, rows, rows if complete else medians))
         excess = _with_own(rows)
-        levels = np.median(own_seconds(rows if complete else medians), axis=1)
-        self.spreads.append(_spread(levels) * (1 if complete else max(sizes) ** 0.5 / 1.2533))
+        if not complete:
+            levels = np.median(own_seconds(medians), axis=1)
+            self.spreads.append(find_spread(levels) * max(1.0, max(sizes) ** 0.5 / 1.2533))
         excess -= _median_of_others(excess) if complete else _other_hosts(round_, known, new)
         for i in _most_late(excess[:, :, -1]):
             kept = self.ranks.setdefault(int(known[i]), samples.empty(RANK_COLUMNS, np.float32))
@@ -165,6 +166,17 @@ class History:
 def own_seconds(rows: FloatsOrLess) -> FloatsOrLess:
     """Return a rank's own time in steps: all but what it was blocked. rows: [..., COLUMNS]."""
     return np.asarray(rows[..., :BLOCKED].sum(axis=-1))
+
+
+def find_spread(own: FloatsOrLess) -> float:
+    """Return the standard deviation of ranks' own time, as the faster half shows it.
+
+    own: of each rank, or host, the median over steps. 0 if too few show it.
+    """
+    if len(own) < 8:
+        return 0.0
+    low, middle = np.percentile(own, [10, 40])
+    return float(middle - low) / 1.028
 
 
 def who_most_often(ranks: Sequence[int] | Floats) -> tuple[int, float]:
@@ -218,17 +230,6 @@ def _other_hosts(round_: Round, known: npt.NDArray[np.int64], new: int) -> Float
 def _most_late(excess: FloatsOrLess) -> Sequence[int]:
     """Return the indices of the ranks to track. excess: of own time, [ranks, steps]."""
     return [int(i) for i in np.argsort(-excess.mean(axis=1))[:TRACKED]]
-
-
-def _spread(own: FloatsOrLess) -> float:
-    """Return the standard deviation of ranks' own time, as the faster half shows it.
-
-    own: of each rank, or host, the median over steps. 0 if too few show it.
-    """
-    if len(own) < 8:
-        return 0.0
-    low, middle = np.percentile(own, [10, 40])
-    return float(middle - low) / 1.028
 
 
 def _job_columns(

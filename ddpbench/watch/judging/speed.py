@@ -13,7 +13,7 @@ from ddpbench.watch.history import History
 from ddpbench.watch.judging import changes
 
 LEAST, LARGE = 0.1, 0.25  # of the step
-FEWEST, SHORTEST_SECONDS = 64, 30.0  # of the new level: a shorter one may be the host's
+FEWEST, SHORTEST_SECONDS = 64, 60.0  # of the new level: a shorter one may be the host's
 BESIDE = 32  # steps between a change of the job and that of a rank that explains it
 
 

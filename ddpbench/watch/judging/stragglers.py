@@ -6,6 +6,7 @@ they wait for it. A rank that only waits has more blocked time, and no more time
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,6 @@ RECENT = 512  # steps in which a rank that is late in some of them is sought
 LEAST_SHARE = 0.03  # of a step, from which a rank is a straggler
 CLEAR = 5.0  # standard errors of a median
 CLEAR_OF_PART = 7.0  # because there are many parts to choose from
-SPREADS = 5.0  # between healthy ranks: in large jobs, some rank is always the slowest
 ALSO = 0.25  # of the largest phase: a phase that is named beside it
 WAITED_FOR = 0.4  # of its lateness, that a late rank is blocked less
 FAR = 6.0  # spreads of usual steps, by which single late steps are longer
@@ -104,7 +104,7 @@ class Part:
 
 def find_late(history: History, step_seconds: float) -> list[Late]:
     """Return the ranks that are late now, or were, the worst first."""
-    apart = SPREADS * (float(np.median(history.spreads)) if history.spreads else 0.0)
+    apart = _usual_largest(history)
     late: list[Late] = []
     for rank, kept in history.ranks.items():
         part = Part(rank, kept.number, kept.values.astype(np.float64), step_seconds, apart)
@@ -113,6 +113,16 @@ def find_late(history: History, step_seconds: float) -> list[Late]:
     late = [one for one in late if one.every or _is_rarer_elsewhere(history, one)]
     late = [replace(one, step_seconds=step_seconds) for one in late]
     return sorted(late, key=lambda one: -one.cost)
+
+
+def _usual_largest(history: History) -> float:
+    """Return by how much the slowest of so many ranks is usually slower than the median one."""
+    if history.spreads:
+        spread = float(np.median(history.spreads))
+    else:
+        own = [kept.values[-RECENT:, columns.EXCESS_OWN] for kept in history.ranks.values()]
+        spread = columns.find_spread(np.array([np.median(series) for series in own]))
+    return spread * (1 + math.sqrt(2 * math.log(max(1, history.world_size))))
 
 
 def _is_tracked(history: History, part: Part) -> bool:

@@ -1,0 +1,361 @@
+"""What a watch finds in made-up jobs with the noise of a busy host, and that it finds no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from synthetic_rounds import Fault, Job
+
+from ddpbench.records.schema import Finding
+from ddpbench.watch.history import History
+from ddpbench.watch.judge import judge
+from ddpbench.watch.judging import changes, periods, samples
+from ddpbench.watch.judging.summary import summarize
+from ddpbench.watch.window import COLUMNS, JoinedCall, Link, Round
+
+PHASES = ("input", "forward", "backward", "optimizer")
+STEP_SECONDS = 0.125
+NOISES = ({}, {"modes": True}, {"noise": 0.1, "spikes": 0.05})
+TWO_HOSTS = {"a": range(4), "b": range(4, 8)}
+
+
+def draw_faults(seed: int, count: int = 1, least: float = 0.05, **when: int) -> list[Fault]:
+    """Return faults on different ranks, of `least` to half of a step in a random phase."""
+    draw = np.random.default_rng(1000 + seed)
+    return [
+        Fault(
+            int(rank),
+            PHASES[draw.integers(4)],
+            STEP_SECONDS * (1.4 if count > 1 else 1) * draw.uniform(least, 0.5),
+            **when,
+        )
+        for rank in draw.permutation(4)[:count]
+    ]
+
+
+def warnings(history: History) -> list[Finding]:
+    """Return the findings above a note, and check that none is an error."""
+    findings = judge(history)
+    assert all(finding.severity in ("warning", "note") for finding in findings)
+    return [finding for finding in findings if finding.severity == "warning"]
+
+
+def is_right(found: Sequence[Finding], faults: Sequence[Fault]) -> bool:
+    """Whether these findings are these faults: rank, phase, period, size within 10 %, start."""
+    places = {finding.place.get("rank"): finding.place for finding in found}
+    if set(places) != {fault.rank for fault in faults} or len(found) != len(faults):
+        return False
+    for fault in faults:
+        place = places[fault.rank]
+        if place["phase"] != fault.phase or abs(place["seconds"] / fault.seconds - 1) > 0.1:
+            return False
+        if place["every"] != fault.every or "until" in place:
+            return False
+        since = place.get("since_step")
+        if (since is None) != (fault.since == 0) or abs((since or 0) - fault.since) > 4:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=("quiet", "modes", "busy"))
+def test_a_straggler_is_found_with_its_phase_and_size(noise: dict[str, float]) -> None:
+    """Rank, phase and size within 10 % are right in 95 of 100 jobs of 150 steps, from 5 % of a
+    step."""
+    faults = [draw_faults(seed) for seed in range(100)]
+    right = [
+        is_right(warnings(Job(seed=seed, faults=fault, **noise).watch(150)), fault)
+        for seed, fault in enumerate(faults)
+    ]
+    assert sum(right) >= 95
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=("quiet", "modes", "busy"))
+@pytest.mark.parametrize(("steps", "jobs"), [(64, 100), (300, 30)])
+def test_healthy_jobs_have_no_finding_above_a_note(
+    noise: dict[str, float], steps: int, jobs: int
+) -> None:
+    """Neither heavy tails, warm-up, correlated noise nor changing speeds make a rank late."""
+    found = [warnings(Job(seed=seed, **noise).watch(steps)) for seed in range(jobs)]
+    assert [one for one in found if one] == []
+
+
+def test_a_long_healthy_job_has_no_finding_above_a_note() -> None:
+    """Verdicts after every round of a job do not add up to a false alarm, however many there
+    are."""
+    history = History()
+    for round_ in Job(seed=5, modes=True).rounds(2000):
+        history.add(round_)
+        assert warnings(history) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "when"),
+    [(2, {}), (1, {"every": 5}), (1, {"since": 150})],
+    ids=("two", "every fifth step", "halfway"),
+)
+def test_other_stragglers_are_found(count: int, when: dict[str, int]) -> None:
+    """Two stragglers, one that is late in every fifth step, and one that becomes late halfway are
+    right in 27 of 30 jobs, from 10 % of a step."""
+    right = []
+    for seed in range(30):
+        faults = draw_faults(seed, count, 0.1, **when)
+        right.append(is_right(warnings(Job(seed=seed, faults=faults).watch(300)), faults))
+    assert sum(right) >= 27
+
+
+def test_the_start_of_a_straggler_has_a_time() -> None:
+    """A rank that becomes late at step 150 is reported with the time at which that step ended."""
+    job = Job(faults=[Fault(1, "input", 0.03, since=150)])
+    (finding,) = warnings(job.watch(300))
+    ends = np.cumsum(np.median(job.rows(300).sum(axis=2), axis=0))
+    assert finding.place["since"] == pytest.approx(1_790_000_000 + ends[150], abs=0.5)
+    assert f"since step {finding.place['since_step']} (" in finding.sentence
+
+
+def test_a_rank_that_was_late_is_reported_with_its_last_step() -> None:
+    """A rank that recovered is told from one that is late."""
+    (finding,) = warnings(Job(faults=[Fault(1, "forward", 0.02, since=50, until=200)]).watch(300))
+    assert finding.place["since_step"] == pytest.approx(50, abs=4)
+    assert finding.place["until_step"] == pytest.approx(199, abs=4)
+    assert "was late from step" in finding.sentence
+
+
+def test_the_first_straggler_of_a_long_job_is_remembered() -> None:
+    """After 20,000 steps the step at which a rank became late is still known."""
+    (finding,) = warnings(Job(faults=[Fault(1, "forward", 0.02, since=5000)]).watch(20_000))
+    assert finding.place["since_step"] == pytest.approx(5000, abs=100)
+
+
+def test_waiting_is_no_slowness() -> None:
+    """Ranks whose steps are all equally long differ in what they are blocked: the one that is
+    blocked least is late, and a rank with more own time that is blocked no less is not."""
+    rounds = Job(faults=[Fault(3, "backward", 0.02)]).rounds(200)
+    assert len({round(float(rows[50:60].sum()), 3) for rows in rounds[1].rows.values()}) == 1
+    history = History()
+    for round_ in rounds:
+        for rows in round_.rows.values():
+            rows[:, -1] = 0.01
+        history.add(round_)
+    assert warnings(history) == []
+
+
+def test_a_slow_host_is_blamed_for_all_its_ranks() -> None:
+    """If all ranks of one host are late in one phase, one finding names the host."""
+    faults = [Fault(rank, "forward", 0.01) for rank in TWO_HOSTS["b"]]
+    (finding,) = warnings(Job(hosts=TWO_HOSTS, faults=faults).watch(200))
+    assert (finding.code, finding.place["host"]) == ("slow-host", "b")
+    assert finding.place["seconds"] == pytest.approx(0.01, rel=0.1)
+
+
+def test_a_straggler_among_a_thousand_ranks_is_found() -> None:
+    """With eight ranks of each of 64 hosts known, one late rank is found and no other blamed."""
+    hosts = {f"host{i}": range(16 * i, 16 * i + 16) for i in range(64)}
+    (finding,) = warnings(Job(hosts=hosts, faults=[Fault(777, "forward", 0.03)]).watch(150))
+    assert (finding.place["rank"], finding.place["host"]) == (777, "host48")
+
+
+def test_a_lasting_slowdown_of_all_ranks_has_a_step_and_a_time() -> None:
+    """Steps that take 40 % longer from step 500 on are reported as such; two speeds that take turns
+    are not."""
+    (finding,) = warnings(Job(slower_since=(500, 1.4)).watch(900))
+    assert finding.code == "slower-since"
+    assert finding.place["since_step"] == pytest.approx(500, abs=4)
+    assert finding.place["seconds"] / finding.place["before_seconds"] == pytest.approx(1.4, abs=0.1)
+    assert warnings(Job(modes=True, seed=2).watch(900)) == []
+
+
+def test_input_and_communication_that_all_ranks_wait_for_are_reported() -> None:
+    """A job whose ranks all spend most of a step in input, or in its transfers, is told so, with
+    how much."""
+    (finding,) = warnings(Job(work=(0.1, 0.02, 0.03, 0.01, 0.001)).watch(200))
+    assert finding.code == "waits-for-input"
+    assert finding.place["seconds"] == pytest.approx(0.1, rel=0.1)
+    findings = judge(Job(transfer=0.05).watch(200))
+    assert [(f.severity, f.code) for f in findings] == [("note", "exposed-communication")]
+    assert findings[0].place["seconds"] == pytest.approx(0.045, rel=0.2)
+
+
+def add_facts(job: Job, rank: int, facts: dict[str, float], steps: int = 200) -> History:
+    """Watch a job one of whose ranks has facts that the others lack."""
+    history = History()
+    for round_ in job.rounds(steps):
+        everyone = {"seconds": 5.0, "cores": 8.0}
+        ranks = {number: dict(everyone) for number in round_.rows}
+        ranks[rank] |= facts
+        history.add(Round(**vars(round_) | {"facts": ranks, "host_facts": {"a": everyone}}))
+    return history
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause"),
+    [
+        ({"queued_seconds": 0.6}, "host busy"),
+        ({"throttled_seconds": 0.6, "queued_seconds": 0.3}, "throttled"),
+        ({"gc_seconds": 0.7}, "gc"),
+        ({"compile_seconds": 0.7}, "compile"),
+        ({"gpu_slowed_by_SwPowerCap": 1.0}, "gpu clock"),
+        ({"major_faults": 500.0}, "swap"),
+        ({"queued_seconds": 0.05}, None),
+    ],
+)
+def test_facts_of_a_rank_explain_its_lateness(facts: dict[str, float], cause: str | None) -> None:
+    """A fact is a cause if it takes about as much of the time as the rank is late."""
+    history = add_facts(Job(faults=[Fault(2, "forward", 0.02)]), 2, facts)
+    (finding,) = warnings(history)
+    assert finding.place.get("cause") == cause
+    assert "{" not in finding.next_step
+
+
+def test_pauses_of_all_ranks_are_reported() -> None:
+    """Garbage collections and recompilations that stop all ranks are findings of the job."""
+    history = History()
+    facts = {"seconds": 5.0, "cores": 8.0, "gc_seconds": 0.4, "compiles": 2.0}
+    facts |= {"compile_seconds": 0.5, "host_busy_seconds": 20.0}
+    for round_ in Job().rounds(400):
+        history.add(Round(**vars(round_) | {"host_facts": {"a": facts}}))
+    codes = {finding.code: finding.severity for finding in judge(history)}
+    assert codes == {"gc-pauses": "warning", "recompilations": "warning", "busy-host": "note"}
+
+
+def test_a_slow_link_is_blamed_and_no_rank() -> None:
+    """Of four hosts in a ring, the link that carries 100 Mbit/s among 1 Gbit/s is named, and the
+    host if both of its links are slow."""
+    hosts = {f"h{i}": [i] for i in range(4)}
+
+    def watch(*slow: tuple[int, int]) -> list[Finding]:
+        links = [
+            Link(f"h{i}", f"h{j}", "eth0", 10**8, 8.0 if (i, j) in slow else 0.85, 1e-3, 3)
+            for i in range(4)
+            for j in ((i + 1) % 4, (i - 1) % 4)
+        ]
+        history = History()
+        for round_ in Job(hosts=hosts).rounds(120):
+            history.add(Round(**vars(round_) | {"links": links}))
+        return warnings(history)
+
+    assert watch() == []
+    (finding,) = watch((1, 2))
+    assert (finding.place["host"], finding.place["peer"]) == ("h1", "h2")
+    assert finding.place["bytes_per_second"] == pytest.approx(100e6 / 8)
+    (finding,) = watch((1, 2), (2, 1))
+    assert {finding.place["host"], finding.place["peer"]} == {"h1", "h2"}
+    (finding,) = watch((1, 2), (2, 1), (3, 2), (2, 3))
+    assert finding.place["host"] == "h2"
+    assert "peer" not in finding.place
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_memory_and_time_do_not_grow_with_the_job() -> None:
+    """After 100,000 steps the history keeps no more than after 10,000, and steps of the whole
+    job."""
+    draw = np.random.default_rng(0)
+    block = draw.random((4, 1000, COLUMNS)).astype(np.float32)
+    history, kept = History(), []
+    for first in range(0, 100_000, 1000):
+        rows = {rank: block[rank] for rank in range(4)}
+        median, least = np.median(block, axis=0), block[:, :, -1].min(axis=0)
+        ended_ns = 10**18 + first * 10**8
+        history.add(Round(first, ended_ns, rows, {"a": range(4)}, {"a": median}, least))
+        if (first + 1000) % 10_000 == 0:
+            kept.append(sum(s.values.nbytes for s in (history.job, *history.ranks.values())))
+    assert max(kept) < 1.1 * kept[0] < 2_000_000
+    numbers = history.job.number
+    assert numbers[0] < 1000
+    assert np.diff(numbers[history.job.evenly()]).max() < 100_000 / 200
+    assert np.array_equal(numbers[history.job.unbroken()], np.arange(100_000)[-1024:])
+    assert history.steps == 99_995
+
+
+def test_older_steps_are_thinned_without_regard_to_periods() -> None:
+    """Of every residue of every period about as many old steps are kept."""
+    kept = samples.empty(1)
+    for first in range(0, 50_000, 50):
+        number = np.arange(first, first + 50)
+        kept.add(number, number[:, None])
+    old = kept.number[: -samples.NEWEST]
+    for period in (2, 4, 5, 8, 10):
+        counts = np.bincount(old % period, minlength=period)
+        assert counts.min() > 0.8 * len(old) / period
+    assert kept.steps == 50_000
+    assert np.array_equal(kept.values[:, 0], kept.number)
+
+
+def test_rounds_that_overlap_count_once() -> None:
+    """Steps that a round repeats are not counted again, and a round without steps is allowed."""
+    history = History()
+    for round_ in Job().rounds(100):
+        history.add(round_)
+        history.add(round_)
+    assert history.steps == 95
+    assert np.all(np.diff(history.job.number) == 1)
+    none = np.zeros(0, np.float32)
+    history.add(Round(100, 10**18, {}, {"a": range(4)}, {}, none))
+    assert history.steps == 95
+
+
+def test_a_host_that_sends_nothing_does_not_disturb() -> None:
+    """Ranks of the other hosts are judged while a host reports no steps."""
+    job = Job(hosts=TWO_HOSTS, faults=[Fault(1, "forward", 0.02)])
+    history = History()
+    for round_ in job.rounds(200):
+        rows = {rank: rows for rank, rows in round_.rows.items() if rank < 4}
+        history.add(Round(**vars(round_) | {"rows": rows, "medians": {"a": round_.medians["a"]}}))
+    assert [finding.place["rank"] for finding in warnings(history)] == [1]
+
+
+# --- summary --------------------------------------------------------------------------------------
+
+
+def test_the_summary_has_phases_ranks_calls_and_a_timeline() -> None:
+    """The summary names the slowest rank of a phase, the last rank of a collective and its wait,
+    and has a point for each part of the run."""
+    job = Job(faults=[Fault(2, "backward", 0.03)])
+    history = History()
+    assert summarize(history) is None
+    for round_ in job.rounds(600):
+        calls = [
+            JoinedCall("world", n, "all_reduce", 4096, n // 2, -1, 0, 10**6, 3 * 10**6, 2, 4, 2000)
+            for n in range(2 * round_.first_step, 2 * round_.first_step + 20)
+        ]
+        history.add(Round(**vars(round_) | {"calls": calls}))
+    summary = summarize(history)
+    assert summary is not None
+    phases = {phase.name: phase for phase in summary.watched.phases}
+    assert phases["backward"].slowest_rank == 2
+    assert phases["backward"].slowest_share > 0.9
+    assert summary.step.value == pytest.approx(0.155, rel=0.1)
+    assert summary.step.interval is not None
+    (collective,) = summary.watched.collectives
+    assert (collective.calls, collective.last_rank, collective.last_share) == (2, 2, 1)
+    assert (collective.wait_seconds, collective.wire_seconds) == pytest.approx((0.003, 2e-6))
+    assert [rank.rank for rank in summary.watched.ranks] == [0, 1, 2, 3]
+    assert summary.watched.moments[-1].step == 599
+    assert 100 < len(summary.watched.moments) <= 256
+
+
+# --- series ---------------------------------------------------------------------------------------
+
+
+def test_changes_of_a_level_are_found_and_noise_is_none() -> None:
+    """Two changes are found within two steps; tails and a correlated series have none."""
+    draw = np.random.default_rng(1)
+    series = draw.standard_t(2, 600)
+    assert changes.find_parts(series, 2.0) == [slice(0, 600)]
+    series[200:320] += 6
+    starts = [part.start for part in changes.find_parts(series, 2.0)]
+    assert starts == pytest.approx([0, 200, 320], abs=2)
+
+
+def test_periods_are_found_and_noise_has_none() -> None:
+    """A period of 2, 5 and 60 steps is found with its first step; white noise has none."""
+    draw = np.random.default_rng(2)
+    for every in (2, 5, 60):
+        series = draw.normal(0, 1, 512)
+        assert periods.find_period(series).every == 0
+        series[3 % every :: every] += 4
+        found = periods.find_period(series)
+        assert (found.every, found.first) == (every, 3 % every)
