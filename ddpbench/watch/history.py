@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from ddpbench.watch.judging import samples
 from ddpbench.watch.judging.samples import Samples
@@ -71,24 +72,6 @@ class Calls:
                 self.wires.append(call.wire_ns * 1e-9)
 
 
-@dataclass
-class Carried:
-    """What the connections of one host to another carried; older rounds fade."""
-
-    interface: str
-    nbytes: float = 0.0
-    busy_seconds: float = 0.0
-    rtt_seconds: float = 0.0  # the latest
-    retransmitted: float = 0.0
-
-    def add(self, link: Link) -> None:
-        """Add one round."""
-        self.nbytes = self.nbytes * FADE + link.nbytes
-        self.busy_seconds = self.busy_seconds * FADE + link.busy_seconds
-        self.retransmitted = self.retransmitted * FADE + link.retransmitted
-        self.rtt_seconds = link.rtt_seconds
-
-
 class History:
     """The rounds of a job, summarized as they come."""
 
@@ -103,7 +86,9 @@ class History:
         self.host_facts: deque[Mapping[str, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.rounds = 0
         self.calls: dict[tuple[str, str, int], Calls] = {}
-        self.links: dict[tuple[str, str], Carried] = {}
+        self.links: dict[tuple[str, str], Link] = {}  # what they carried; older rounds fade
+        self.link_seconds = 0.0  # in which they did, fading alike
+        self._ended_ns = 0
 
     @property
     def world_size(self) -> int:
@@ -117,9 +102,7 @@ class History:
         new = len(round_.least_blocked) - max(skipped, 0)
         if new > 0 and round_.rows:
             self._add_steps(round_, new)
-        for link in round_.links:
-            if (link.host, link.peer) in self.links or len(self.links) < LINKS:
-                self.links.setdefault((link.host, link.peer), Carried(link.interface)).add(link)
+        self._add_links(round_)
         self._add_calls(round_.calls)
         kept = {rank: round_.facts[rank] for rank in self.ranks if rank in round_.facts}
         self.facts.append(kept)
@@ -153,6 +136,18 @@ class History:
         while len(self.ranks) > 2 * TRACKED:
             del self.ranks[min(self.ranks, key=lambda rank: self.ranks[rank].number[-1])]
 
+    def _add_links(self, round_: Round) -> None:
+        for pair, link in self.links.items():
+            self.links[pair] = _fade(link)
+        for link in round_.links:
+            pair = link.host, link.peer
+            if pair in self.links or len(self.links) < LINKS:
+                self.links[pair] = _add(self.links[pair], link) if pair in self.links else link
+        if self._ended_ns:
+            passed = max(0, round_.ended_ns - self._ended_ns) * 1e-9
+            self.link_seconds = self.link_seconds * FADE + passed
+        self._ended_ns = round_.ended_ns
+
     def _add_calls(self, calls: Sequence[JoinedCall]) -> None:
         kinds: dict[tuple[str, str, int], list[JoinedCall]] = {}
         for call in calls:
@@ -161,6 +156,24 @@ class History:
         for key, of_kind in kinds.items():
             if key in self.calls or len(self.calls) < KINDS:
                 self.calls.setdefault(key, Calls()).add(of_kind, len(known_steps))
+
+
+def _fade(link: Link) -> Link:
+    return structs.replace(
+        link,
+        nbytes=round(link.nbytes * FADE),
+        busy_seconds=link.busy_seconds * FADE,
+        retransmitted=round(link.retransmitted * FADE),
+    )
+
+
+def _add(before: Link, now: Link) -> Link:
+    return structs.replace(
+        now,
+        nbytes=before.nbytes + now.nbytes,
+        busy_seconds=before.busy_seconds + now.busy_seconds,
+        retransmitted=before.retransmitted + now.retransmitted,
+    )
 
 
 def own_seconds(rows: FloatsOrLess) -> FloatsOrLess:

@@ -9,7 +9,7 @@ import numpy as np
 from ddpbench.records.schema import SEVERITIES, Finding
 from ddpbench.watch import history as columns
 from ddpbench.watch.history import History
-from ddpbench.watch.judging import network, sentences, shares, speed, stragglers
+from ddpbench.watch.judging import sentences, shares, slow_links, speed, stragglers
 
 FEWEST = stragglers.FEWEST  # steps that any verdict on steps needs
 
@@ -19,7 +19,7 @@ def judge(history: History) -> tuple[Finding, ...]:
 
     Nothing is an error: a watch does not change the exit code of its job.
     """
-    findings = list(network.judge_links(history))
+    findings = slow_links.judge_links(history.links.values(), history.hosts, history.link_seconds)
     if len(history.job) >= FEWEST:
         step_seconds = float(np.median(history.job.values[-stragglers.RECENT :, columns.SECONDS]))
         late = stragglers.find_late(history, step_seconds)
