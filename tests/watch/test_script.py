@@ -1,0 +1,166 @@
+"""`python -m ddpbench.watch SCRIPT` is `python SCRIPT`: what a program can see of itself, and ends.
+
+None of these programs imports torch, so nothing is watched yet, and torch is not imported either.
+"""
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from command_lines import ONE_SENTENCE, assert_refused, clean_environment, run_command
+
+FACTS = """
+import pickle, sys, threading, atexit, typing, inspect, dataclasses
+print(__name__, __file__, __package__, __spec__ and __spec__.name, __builtins__, sorted(globals()))
+print(sys.argv, sys.path[0], len(sys.path), sys.modules["__main__"].__dict__ is globals())
+print(type(__loader__).__name__, sys.excepthook is sys.__excepthook__, threading.active_count())
+@dataclasses.dataclass
+class Point:
+    x: "typing.Optional[int]" = 1
+print(typing.get_type_hints(Point), inspect.getsource(Point).count("x"))
+print(pickle.loads(pickle.dumps(Point(2))), "torch" in sys.modules, "numpy" in sys.modules)
+atexit.register(print, "at the end")
+threading.Timer(0.05, print, ["in a thread"]).start()
+"""
+SPAWN = """
+import multiprocessing, sys
+class Task:
+    def __call__(self, n): return n * factor
+factor = 3
+if __name__ == "__main__":
+    for how in ("spawn", "fork"):
+        with multiprocessing.get_context(how).Pool(2) as pool:
+            print(how, pool.map(Task(), range(4)), sys.argv)
+"""
+ERROR = """
+def fail():
+    try:
+        {}["missing"]
+    except KeyError as error:
+        raise ValueError("with a cause") from error
+fail()
+"""
+SIGNAL = "import os, signal; print('before', flush=True); os.kill(os.getpid(), signal.{})"
+ENDS = {
+    "an error": ERROR,
+    "a syntax error": "x = 1\nif x\n",
+    "a sentence": "import sys; sys.exit('a sentence')",
+    "a number": "raise SystemExit(7)",
+    "no number": "import sys; sys.exit()",
+    "Ctrl-C": SIGNAL.format("SIGINT"),
+    "SIGKILL": SIGNAL.format("SIGKILL"),
+    "os._exit": "import os; print('lost'); os._exit(9)",
+    "a hook": "import sys; sys.excepthook = lambda *a: print(a[0], a[1], a[2].tb_lineno); 1 / 0",
+}
+
+
+def assert_same(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Assert that a program prints and ends alike with ddpbench and without; return how."""
+    plain = run_command([sys.executable, *words], folder)
+    watched = run_command([sys.executable, "-m", "ddpbench.watch", *words], folder)
+    assert (watched.returncode, watched.stdout) == (plain.returncode, plain.stdout)
+    assert watched.stderr == plain.stderr
+    return watched
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the same program as a script, a module, a package, a folder and a zip file."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text(FACTS)
+    (tmp_path / "link.py").symlink_to("scripts/train.py")
+    (tmp_path / "package").mkdir()
+    for name in ("__init__", "module", "__main__"):
+        (tmp_path / "package" / f"{name}.py").write_text("" if name == "__init__" else FACTS)
+    with zipfile.ZipFile(tmp_path / "train.zip", "w") as archive:
+        archive.writestr("__main__.py", FACTS)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("scripts/train.py", "--verify", "--", "-m", "x", "--help"),
+        ("link.py",),
+        ("-m", "package.module", "--every", "-5"),
+        ("-mpackage",),
+        ("package", "a b"),
+        ("train.zip", "--"),
+    ],
+    ids=" ".join,
+)
+def test_a_program_sees_itself_as_without_ddpbench(folder: Path, words: tuple[str, ...]) -> None:
+    """Its words, names, path, modules, threads and exit functions are the same."""
+    done = assert_same(folder, *words)
+    assert "at the end" in done.stdout
+    assert done.returncode == 0
+
+
+def test_worker_processes_find_the_script_again(tmp_path: Path) -> None:
+    """Spawned and forked workers import the script's classes as `__mp_main__` and `__main__`."""
+    (tmp_path / "train.py").write_text(SPAWN)
+    assert "[0, 3, 6, 9]" in assert_same(tmp_path, "train.py", "--n", "1").stdout
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_ends_as_without_ddpbench(tmp_path: Path, end: str) -> None:
+    """The exit code, and what is printed of an error: no line of ddpbench in a traceback."""
+    (tmp_path / "train.py").write_text(ENDS[end])
+    done = assert_same(tmp_path, "train.py")
+    assert "ddpbench" not in done.stderr
+
+
+def test_variables_that_a_script_sets_come_before_torch(tmp_path: Path) -> None:
+    """torch is imported by the script and not before, and the watch is on from then on."""
+    (tmp_path / "train.py").write_text(
+        "import os, sys, importlib.util; print('torch' in sys.modules)\n"
+        "os.environ['OMP_NUM_THREADS'] = '1'; importlib.util.find_spec('torch')\n"
+        "import torch; print(torch.get_num_threads())\n"
+        "from ddpbench.watch import api; print(api._on is not None)"
+    )
+    words = [sys.executable, "-m", "ddpbench.watch", "train.py"]
+    done = run_command(words, tmp_path, OMP_NUM_THREADS="2")
+    assert done.stdout.split() == ["False", "1", "True"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["absent.py"], "script absent.py does not exist"),
+        (["-m", "absent.module"], "-m absent.module: ModuleNotFoundError"),
+        (["-m", "absent"], "-m absent: there is no such module"),
+        (["empty"], "empty is a folder without a __main__.py"),
+        (["--verify", "0", "x.py"], "--verify: '0' is not a whole number from 1 on"),
+        (["-n", "2", "x.py"], "no launcher has started this: ddpbench watch -n 2 x.py"),
+        ([], "no script: write train.py, or -m and the name of a module"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_wrong_command_line_is_one_sentence(
+    tmp_path: Path, words: list[str], sentence: str
+) -> None:
+    """Exit code 2, before anything of the program has run."""
+    (tmp_path / "empty").mkdir()
+    done = run_command([sys.executable, "-m", "ddpbench.watch", *words], tmp_path)
+    assert_refused(done, re.escape(sentence))
+
+
+def test_one_rank_speaks_for_all(tmp_path: Path) -> None:
+    """A script that does not exist ends both ranks with exit code 2, and rank 0 alone says why."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "ddpbench.watch", "absent.py"],
+            cwd=tmp_path,
+            env=clean_environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    texts = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert ONE_SENTENCE.fullmatch(texts[0])
+    assert texts[1] == ""

@@ -1,0 +1,259 @@
+"""Training scripts that know nothing of ddpbench, under every launcher: watched and not, the same.
+
+Exit codes, output and the digests of all parameters are compared. A few telling cells run by
+default; DDPBENCH_WATCH_ALL=1 runs the whole matrix.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_lines import (
+    clean_environment,
+    ddpbench_command,
+    mpirun,
+    needs_mpirun,
+    run_command,
+    running_command,
+    torchrun,
+)
+from slurm_cluster import Cluster, explain_missing, start_cluster
+
+from ddpbench.launch.placement import free_port
+
+SCRIPTS = Path(__file__).parent / "scripts"
+GPT, TUTORIAL = str(SCRIPTS / "gpt.py"), str(SCRIPTS / "tutorial.py")
+WATCH = ["-m", "ddpbench.watch"]
+needs_all = pytest.mark.skipif(
+    not os.environ.get("DDPBENCH_WATCH_ALL"), reason="minutes; DDPBENCH_WATCH_ALL=1 runs it"
+)
+
+# What launchers other than torchrun leave to the user, who would write it into a job script.
+BY_HAND = (
+    "RANK=${OMPI_COMM_WORLD_RANK-$SLURM_PROCID} LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK-"
+    '$SLURM_LOCALID} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=%d exec "$0" "$@"'
+)
+
+
+def by_hand(words: list[str]) -> list[str]:
+    """Return a command line for one rank, as one writes it for mpirun and srun."""
+    return ["sh", "-c", BY_HAND % free_port(), *words]
+
+
+def command(launcher: str, watch: bool, *script: str) -> list[str]:
+    """Return the command line that starts a script in two ranks, watched or not."""
+    python = [sys.executable, *(WATCH if watch else []), *script]
+    if launcher == "torchrun":
+        return [*torchrun(2), *python[1:]]
+    if launcher == "ddpbench":
+        if watch:
+            return ddpbench_command("watch", "-n", "2", *script)
+        options = ("--ranks-per-node", "2", "--node-rank", "0", "--master-addr", "127.0.0.1")
+        port = ("--master-port", str(free_port()))
+        return ddpbench_command("launch", *options, *port, "--", *script)
+    line = python if watch else by_hand(python)
+    if launcher == "mpirun":
+        return [*mpirun(2)[:-1], *line]
+    return ["srun", "-n", "2", *line]
+
+
+def assert_same(
+    plain: subprocess.CompletedProcess[str], watched: subprocess.CompletedProcess[str]
+) -> None:
+    """Assert that both ended alike and printed the same lines, in whatever order of ranks."""
+    assert watched.returncode == plain.returncode, watched.stderr
+    assert list_words(watched.stdout) == list_words(plain.stdout), watched.stderr
+    assert "ddpbench/watch" not in watched.stderr
+
+
+def list_words(text: str) -> list[str]:
+    """Return what ranks have printed, independent of their order, even within a line."""
+    return sorted(text.split())
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Each script without ddpbench, in two ranks that are started by hand."""
+    folder = tmp_path_factory.mktemp("plain")
+    done = {}
+    for script in (GPT, TUTORIAL):
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, script],
+                cwd=folder,
+                env=clean_environment(RANK=str(rank), LOCAL_RANK=str(rank), **variables),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        text = "".join(rank.communicate(timeout=120)[0] for rank in ranks)
+        code = max(rank.returncode for rank in ranks)
+        done[script] = subprocess.CompletedProcess(script, code, text, "")
+        assert code == 0
+        assert text.count(" of 2: ") == 2
+    return done
+
+
+@pytest.mark.parametrize(
+    ("launcher", "script", "words"),
+    [
+        ("torchrun", GPT, []),
+        pytest.param("mpirun", TUTORIAL, ["--workers", "2"], marks=needs_mpirun),
+        ("ddpbench", GPT, []),
+        pytest.param("torchrun", TUTORIAL, ["--workers", "2"], marks=needs_all),
+        pytest.param("ddpbench", TUTORIAL, ["--workers", "2"], marks=needs_all),
+        pytest.param("mpirun", GPT, [], marks=[needs_mpirun, needs_all]),
+    ],
+)
+def test_a_watched_script_gives_the_same_results(
+    plain: dict[str, subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+    launcher: str,
+    script: str,
+    words: list[str],
+) -> None:
+    """The same losses and the same bits of all parameters in both ranks, with worker processes."""
+    done = run_command(command(launcher, True, script, *words), tmp_path)
+    assert_same(plain[script], done)
+
+
+def test_a_script_that_fails_under_ddpbench_gives_its_exit_code(tmp_path: Path) -> None:
+    """The ranks' own exit code, 3, is that of `ddpbench watch`, although the other rank fails as
+    well; no frame of ddpbench is in the traceback of that one."""
+    done = run_command(command("ddpbench", True, TUTORIAL, "--end", "exit"), tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert "ddpbench/watch" not in done.stderr
+
+
+# --- the whole matrix -----------------------------------------------------------------------------
+
+LAUNCHERS = ["torchrun", "ddpbench", pytest.param("mpirun", marks=needs_mpirun)]
+
+
+@needs_all
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("end", ["raise", "exit", "_exit", "9", "15"])
+def test_a_watched_script_ends_alike(tmp_path: Path, launcher: str, end: str) -> None:
+    """Exceptions, exits and signals in one rank: the launcher's exit code is the same."""
+    runs = [
+        run_command(command(launcher, watch, TUTORIAL, "--end", end), tmp_path)
+        for watch in (False, True)
+    ]
+    assert_same(*runs)
+    assert runs[0].returncode != 0
+    count = [run.stderr.count("rank 1 has had enough\n") for run in runs]
+    assert count[0] == count[1]
+
+
+@needs_all
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_launcher_ends_alike(
+    tmp_path: Path, launcher: str, number: signal.Signals
+) -> None:
+    """Ctrl-C and SIGTERM to the launcher, while the ranks train, end it with the same code."""
+    codes = []
+    for watch in (False, True):
+        words = command(launcher, watch, TUTORIAL, "--epochs", "100000")
+        with running_command(words, tmp_path) as process:
+            assert process.stdout is not None
+            while "epoch 3" not in process.stdout.readline():
+                pass
+            process.send_signal(number)
+            began = time.monotonic()
+            process.communicate(timeout=60)
+            assert time.monotonic() - began < 45
+            codes.append(process.returncode)
+    assert codes[0] == codes[1]
+
+
+@needs_all
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_a_compiled_model_gives_the_same_results(tmp_path: Path, compiler: str) -> None:
+    """torch.compile around the model, inside DDP."""
+    if compiler == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    runs = [
+        run_command(
+            command("torchrun", watch, GPT, f"--compiler={compiler}"), tmp_path, timeout=400
+        )
+        for watch in (False, True)
+    ]
+    assert runs[0].returncode == 0, runs[0].stderr
+    assert_same(*runs)
+
+
+@needs_all
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_jobs_on_one_host(
+    plain: dict[str, subprocess.CompletedProcess[str]], tmp_path: Path, launcher: str
+) -> None:
+    """Two watched jobs at once meet at ports of their own, and train as if alone."""
+    with contextlib.ExitStack() as stack:
+        jobs = [
+            stack.enter_context(running_command(command(launcher, True, script), tmp_path))
+            for script in (GPT, TUTORIAL)
+        ]
+        for script, job in zip((GPT, TUTORIAL), jobs, strict=True):
+            out, err = job.communicate(timeout=120)
+            assert_same(
+                plain[script], subprocess.CompletedProcess(script, job.returncode, out, err)
+            )
+
+
+@needs_all
+def test_nodes_with_unequal_numbers_of_ranks(tmp_path: Path) -> None:
+    """`launch --ranks-per-node 2,1 -- watch train.py` is the same as `… -- train.py`."""
+    digests = []
+    for program in (["watch", TUTORIAL], [TUTORIAL]):
+        same = ["--ranks-per-node", "2,1", "--master-addr", "127.0.0.1"]
+        same += ["--master-port", str(free_port())]
+        with contextlib.ExitStack() as stack:
+            nodes = [
+                stack.enter_context(
+                    running_command(
+                        ddpbench_command("launch", "--node-rank", str(n), *same, "--", *program),
+                        tmp_path,
+                    )
+                )
+                for n in range(2)
+            ]
+            texts = [node.communicate(timeout=120) for node in nodes]
+            assert [node.returncode for node in nodes] == [0, 0], texts
+        digests.append(list_words("".join(out for out, _ in texts)))
+        assert digests[-1].count("3:") == 3
+    assert digests[0] == digests[1]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A Slurm of its own."""
+    if (why := explain_missing()) is not None:
+        pytest.skip(why)
+    with start_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@needs_all
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [(GPT, []), (TUTORIAL, ["--workers", "2"]), (TUTORIAL, ["--end", "raise"])],
+)
+def test_under_srun(tmp_path: Path, cluster: Cluster, script: str, words: list[str]) -> None:
+    """On one node and over two, srun gives the same with and without a watch."""
+    for nodes in ("1", "2"):
+        runs = []
+        for watch in (False, True):
+            line = command("srun", watch, script, *words)
+            line[1:1] = ["-N", nodes]
+            runs.append(cluster.call(*line, cwd=tmp_path))
+        assert_same(*runs)
