@@ -1,0 +1,210 @@
+"""The watch of one rank, from its start to its end: a thread that reports every few seconds.
+
+    marks ─▶ steps ──┐
+    recorder ─▶ calls ┴▶ window ─▶ the host's leader ─▶ rank 0 ─▶ round ─▶ history ─▶ findings
+
+An error in it ends the watching, is reported once, and never reaches the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ddpbench.records.schema import Finding
+from ddpbench.records.terminal_text import tell
+from ddpbench.session.run_end import End, interrupted
+from ddpbench.watch.arrivals import Arrivals
+from ddpbench.watch.facts import Facts
+from ddpbench.watch.hangs import Hangs
+from ddpbench.watch.history import History
+from ddpbench.watch.job import identify_job
+from ddpbench.watch.joining import join_hosts
+from ddpbench.watch.judge import judge
+from ddpbench.watch.links import Links
+from ddpbench.watch.marks import Marks
+from ddpbench.watch.observer import Observer
+from ddpbench.watch.proof import Proof
+from ddpbench.watch.report import Outputs
+from ddpbench.watch.settings import Settings
+from ddpbench.watch.steps import Step, StepBuilder
+from ddpbench.watch.transport import PERIOD, Transport
+from ddpbench.watch.window import CALLS, STEPS, Call, JoinedCall, RankWindow, pack_rows
+from ddpbench.watch.wire import Reducers
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+POLL_SECONDS = 0.2  # between two looks for a process group
+CLOSE_SECONDS = 8.0  # for the last windows of all ranks
+
+_times = 0  # how often a watch was begun, equal in all ranks
+
+
+class Watcher:
+    """Watches this rank until it is closed."""
+
+    def __init__(self, settings: Settings) -> None:
+        global _times
+        _times += 1
+        self._settings, self._prefix = settings, f"ddpbench/watch/{_times}"
+        self._marks = Marks()
+        self._over = False
+        self.observer = Observer(self._marks, on_error=self._fail)
+        self._reducers = Reducers(lambda: self.observer.modules, timed=settings.wire)
+        self.observer.after_step.append(self._reducers.after_step)
+        self._proof = Proof(settings.verify, self.observer)
+        self._hangs = Hangs(settings.timeout)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ddpbench-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Report a last time, then end the watching."""
+        self._closing.set()
+        self._thread.join(CLOSE_SECONDS)
+        self._proof.close()
+        self.observer.close()
+        self._hangs.close()
+
+    def _watch(self) -> None:
+        try:
+            store = self._await_group()
+            if store is None:
+                return
+            self._hangs.look()
+            with (
+                contextlib.closing(_Rank(self._marks, self._reducers)) as rank,
+                contextlib.closing(_Reports(self._settings, self._prefix, store)) as reports,
+            ):
+                while not self._closing.wait(reports.seconds_to_round()):
+                    reports.send(rank.read_window(), self._proof.findings)
+                reports.send(rank.read_window(last=True), self._proof.findings)
+        except Exception as error:
+            self._fail(error)
+
+    def _await_group(self) -> dist.Store | None:
+        """Return the store of the default process group, None if none is made."""
+        import torch.distributed as dist
+
+        while not (dist.is_available() and dist.is_initialized()):
+            if self._closing.wait(POLL_SECONDS):
+                return None
+        from torch.distributed import distributed_c10d
+
+        return distributed_c10d._get_default_store()
+
+    def _fail(self, error: Exception) -> None:
+        """End the watching because of an error in it, and report that once."""
+        self._closing.set()
+        self.observer.stop()
+        if not self._over:
+            self._over = True
+            rank = os.environ.get("RANK", "0")
+            tell(f"watch of rank {rank} ends, the job continues: {type(error).__name__}: {error}")
+
+
+class _Rank:
+    """What this rank knows of itself."""
+
+    def __init__(self, marks: Marks, reducers: Reducers) -> None:
+        import torch.distributed as dist
+
+        self._number, self._marks = dist.get_rank(), marks
+        self._builder = StepBuilder()
+        self._steps, self._calls = deque[Step](maxlen=2 * STEPS), deque[Call](maxlen=CALLS)
+        self._arrivals, self._facts, self._links = Arrivals(reducers), Facts(), Links()
+
+    def read_window(self, last: bool = False) -> RankWindow:
+        """Return the latest steps and calls, up to the last multiple of PERIOD by the clock.
+
+        So all ranks report the same ones.
+        """
+        new = self._builder.add(self._marks.take())
+        self._steps.extend(new)
+        self._calls.extend(self._arrivals.read(new, final=last))
+        now_ns = time.time_ns()
+        until_ns = now_ns if last else now_ns - now_ns % round(PERIOD * 1e9)
+        ahead_ns = now_ns - time.perf_counter_ns()
+        steps = [step for step in self._steps if step.ended_ns + ahead_ns <= until_ns][-STEPS:]
+        if self._arrivals.skipped and any(call.phase >= 0 for call in self._calls):
+            steps = []  # what they waited for is not known yet
+        return RankWindow(
+            rank=self._number,
+            first_step=steps[0].number if steps else 0,
+            rows=pack_rows(np.array([step.row for step in steps], dtype=np.float32)),
+            ended_ns=steps[-1].ended_ns + ahead_ns if steps else now_ns,
+            calls=list(self._calls),
+            facts=self._facts.read(),
+            links=self._links.read(),
+            last=last,
+        )
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._arrivals.close()
+        self._facts.close()
+
+
+class _Reports:
+    """What this rank sends, and what rank 0 makes of all reports."""
+
+    def __init__(self, settings: Settings, prefix: str, store: dist.Store) -> None:
+        import torch.distributed as dist
+
+        rank = dist.get_rank()
+        self._store = store  # that of rank 0 must outlive the process group
+        self._transport = Transport(store, prefix, rank, dist.get_world_size())
+        self._history, self._findings = History(), tuple[Finding, ...]()
+        self._newest_calls = Counter[str]()  # by group
+        self._outputs: Outputs | None = None
+        if rank == 0:
+            self._outputs = Outputs(settings, identify_job(settings.script, settings.verify))
+
+    def seconds_to_round(self) -> float:
+        """Return the time until all ranks send the next window."""
+        return self._transport.seconds_to_round()
+
+    def send(self, window: RankWindow, proven: Sequence[Finding]) -> None:
+        """Send this rank's window; in rank 0, judge what all ranks sent.
+
+        proven: findings on the replicas.
+        """
+        hosts = self._transport.exchange(window)
+        if self._outputs is None or (joined := join_hosts(hosts)) is None:
+            return
+        self._history.add(replace(joined, calls=self._only_new(joined.calls)))
+        self._findings = (*proven, *judge(self._history))
+        self._outputs.update(self._history, self._findings)
+
+    def _only_new(self, calls: Sequence[JoinedCall]) -> list[JoinedCall]:
+        """The calls that were in no earlier round: windows overlap."""
+        newest = self._newest_calls.copy()
+        for call in calls:
+            self._newest_calls[call.group] = max(self._newest_calls[call.group], call.number)
+        return [call for call in calls if call.number > newest[call.group]]
+
+    def close(self) -> None:
+        """Send nothing more; in rank 0, show the final table."""
+        if self._outputs is not None:
+            self._outputs.finish(self._history, self._findings, _describe_end())
+        self._transport.close()
+
+
+def _describe_end() -> End:
+    """How the script of this process ended, as far as it is known when it has ended."""
+    kind = getattr(sys, "last_type", None)
+    if kind is None:
+        return End("complete", None, 0)
+    if issubclass(kind, KeyboardInterrupt):
+        return interrupted("SIGINT")
+    return End("failed", f"rank 0 ended with {kind.__name__}", 1)
