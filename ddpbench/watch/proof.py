@@ -83,7 +83,8 @@ class Proof:
         report = verifier.check(number)
         if report.failed:
             self._ended.add(name)
-            self._add(*(f for f in report.findings if f.severity == "error"))
+            errors = [f for f in report.findings if f.severity == "error"]
+            self._add(*(replace(f, sentence=f"step {number}: {f.sentence}") for f in errors))
         else:
             self._equal_until[name] = number
         if report.not_compared and name not in self._uncompared:
