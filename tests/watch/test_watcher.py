@@ -1,0 +1,152 @@
+"""The whole watch in real ranks: what it finds, and that it never gets in the way."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from command_lines import clean_environment
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpbench
+from ddpbench.launch import forks
+from ddpbench.watch import watcher
+
+STEPS = 40
+
+
+class Late(nn.Module):
+    """A layer whose forward takes rank 1 twice as long."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer, self._rank = nn.Linear(8, 8), rank
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Sleep, and pass the batch on."""
+        time.sleep(0.02 * (1 + self._rank))
+        return self.layer(batch)
+
+
+def train(model: nn.Module, steps: int) -> list[float]:
+    """Train, and return the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        loss = model(torch.full((4, 8), step / steps)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def make_model(rank: int) -> nn.Module:
+    torch.manual_seed(0)
+    return DistributedDataParallel(Late(rank))
+
+
+def watch_a_straggler(rank: int, folder: Path) -> dict[str, Any]:
+    """Watch a job with a late rank, and fork a child meanwhile."""
+    reports: list[dict[str, Any]] = []
+    with ddpbench.watch(output=folder / "results", on_report=reports.append):
+        child = os.fork()
+        if child == 0:
+            ddpbench.watch().close()  # inert: this process is not watched
+            os._exit(7)
+        losses = train(make_model(rank), STEPS)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return {"losses": losses, "child": code, "last": reports[-1] if reports else None}
+
+
+def watch_with_an_error(rank: int) -> dict[str, Any]:
+    """Watch a job while the links of rank 1 cannot be read."""
+    original = watcher.Links.read
+    if rank == 1:
+        watcher.Links.read = refuse  # type: ignore[method-assign, assignment]
+    stderr, sys.stderr = sys.stderr, io.StringIO()
+    with ddpbench.watch(output=None):
+        losses = train(make_model(rank), STEPS)
+    shown, sys.stderr = sys.stderr.getvalue(), stderr
+    watcher.Links.read = original  # type: ignore[method-assign]
+    return {"losses": losses, "shown": shown}
+
+
+def refuse(self: object) -> Any:
+    raise OSError("no such socket")
+
+
+def run_rank(folder: Path) -> int:
+    """Play all jobs, and store what each showed in this rank."""
+    rank = int(os.environ["DDPBENCH_RANK"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    results: dict[str, Any] = {"bare": train(make_model(rank), STEPS)}
+    backward = torch.autograd.backward
+    results["straggler"] = watch_a_straggler(rank, folder)
+    results["error"] = watch_with_an_error(rank)
+    results["restored"] = torch.autograd.backward is backward
+    results["threads"] = [t.name for t in threading.enumerate() if t.name.startswith("ddpbench")]
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+    return 0
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks saw."""
+    folder = tmp_path_factory.mktemp("watcher")
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder)],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_the_late_rank_is_found_with_its_phase(results: list[dict[str, Any]]) -> None:
+    """The last report names rank 1 and forward; only rank 0 gets reports."""
+    report = results[0]["straggler"]["last"]
+    warnings = [f for f in report["findings"] if f["code"] == "straggler"]
+    assert [(f["place"]["rank"], f["place"]["phase"]) for f in warnings] == [(1, "forward")]
+    assert report["world_size"] == 2
+    assert results[1]["straggler"]["last"] is None
+
+
+def test_a_watched_job_computes_the_same(results: list[dict[str, Any]]) -> None:
+    """All losses are bit-equal to those without a watch, also when the watch fails."""
+    for one in results:
+        assert one["straggler"]["losses"] == one["bare"]
+        assert one["error"]["losses"] == one["bare"]
+
+
+def test_an_error_ends_the_watch_of_its_rank_in_one_line(results: list[dict[str, Any]]) -> None:
+    """The job goes on, and the rank says once what failed."""
+    assert results[1]["error"]["shown"].count("no such socket") == 1
+    assert "the job continues" in results[1]["error"]["shown"]
+    assert "no such socket" not in results[0]["error"]["shown"]
+
+
+def test_nothing_is_left_after_a_watch(results: list[dict[str, Any]]) -> None:
+    """No thread is left, torch.autograd.backward is its own again, and a fork is no rank."""
+    for one in results:
+        assert one["threads"] == []
+        assert one["restored"]
+        assert one["straggler"]["child"] == 7
+
+
+if __name__ == "__main__":
+    sys.exit(forks.run(lambda: run_rank(Path(sys.argv[1])), 2))
