@@ -34,6 +34,7 @@ class Marks:
     def __init__(self, limit: int = LIMIT) -> None:
         self.step = -1
         self._ready: deque[Mark] = deque(maxlen=limit)
+        self._append = self._ready.append  # found faster
         self._device: torch.device | None = None
         self._kind: devices.Cpu = devices.KINDS["cpu"]
         self._pending: deque[tuple[int, int, Any, int]] = deque()
@@ -45,7 +46,7 @@ class Marks:
         """Mark this moment."""
         ns = time.perf_counter_ns()
         if self._device is None:
-            self._ready.append((kind, ns, ns, self.step))
+            self._append((kind, ns, ns, self.step))
         else:
             self._record(self._device, kind, ns)
 

@@ -1,0 +1,807 @@
+"""Marks of real training loops. A loop is shown as the letters of its marks: see `letters`."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from command_lines import clean_environment
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.data import DataLoader, Dataset, dataloader
+
+from ddpbench.catalog import backends
+from ddpbench.launch import forks
+from ddpbench.runtime import devices
+from ddpbench.watch.marks import END, STEP, Mark, Marks
+from ddpbench.watch.observer import PATIENCE, Observer
+from ddpbench.watch.roots import CALL
+from ddpbench.watch.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER, StepBuilder
+from ddpbench.watch.window import BLOCKED
+
+BEGINS = {INPUT: "i", FORWARD: "f", BACKWARD: "b", BLOCKED: "w", OPTIMIZER: "o", OTHER: "e"}
+ENDS = {kind + END: letter.upper() for kind, letter in BEGINS.items() if kind != BLOCKED}
+LETTERS = BEGINS | ENDS | {STEP: "|"}
+
+
+def letters(marks: list[Mark]) -> str:
+    """A letter begins a phase, its capital ends it, `w` ends the own backward, `|` a step."""
+    return "".join(LETTERS[kind] for kind, *_ in marks)
+
+
+class Observed:
+    """An observer, its marks and its errors."""
+
+    def __init__(self) -> None:
+        self.marks, self.errors, self.builder = Marks(), [], StepBuilder()
+        self.observer = Observer(self.marks, self.errors.append)
+
+    def take(self) -> str:
+        """Return the letters since the last call."""
+        return letters(self.marks.take())
+
+
+@pytest.fixture
+def observed() -> Iterator[Observed]:
+    one = Observed()
+    yield one
+    one.observer.close()
+    assert one.errors == []
+
+
+class Net(nn.Module):
+    """A model with a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """Return a value for each row."""
+        return self.head(self.body(batch))  # type: ignore[no-any-return]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+
+def start(model: nn.Module) -> torch.optim.Optimizer:
+    """Take the step in which the observer finds the model."""
+    optimizer = sgd(model)
+    train(model, optimizer)
+    return optimizer
+
+
+def test_plain_loop(observed: Observed) -> None:
+    """Each step is forward, backward with its own end, and optimizer. Submodules have no marks."""
+    model = Net()
+    optimizer = start(model)
+    assert observed.take() == "o|"
+    train(model, optimizer, 3)
+    assert observed.take() == "fFbwBo|" * 3
+    assert observed.observer.modules == [model]
+    assert observed.observer.optimizers == [optimizer]
+
+
+def test_accumulation_and_several_losses(observed: Observed) -> None:
+    """Each micro-batch has its own backward; a retained graph and lists of tensors have, too."""
+    model = Net()
+    optimizer = start(model)
+    observed.take()
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+    loss = model(torch.ones(2, 4)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward(create_graph=True)
+    torch.autograd.backward([loss * 1, loss * 2], [torch.ones(()), None])
+    optimizer.step()
+    assert observed.take() == "fFbwB" * 3 + "fF" + "bwB" * 3 + "o|"
+    assert loss._backward_hooks is None
+
+
+def test_hooks_of_the_loss_are_the_users_alone(observed: Observed) -> None:
+    """A user's hooks on the tensor where backward begins are called as often as without marks."""
+    model = Net()
+    start(model)
+    observed.take()
+
+    def run() -> list[float]:
+        gradients: list[float] = []
+        loss = model(torch.ones(2, 4)).sum()
+        loss.retain_grad()
+        hook = loss.register_hook(lambda gradient: gradients.append(gradient.item()))
+        own = loss._backward_hooks
+        loss.backward(retain_graph=True)
+        assert loss._backward_hooks is own
+        hook.remove()
+        later = loss.register_hook(lambda gradient: gradient * 2)
+        loss.backward(retain_graph=True)
+        later.remove()
+        torch.autograd.grad(loss, model.head.bias)
+        return [*gradients, loss.grad.item()]
+
+    with_marks = run()
+    assert observed.take() == "fFbwBbwB"
+    observed.observer.close()
+    assert run() == with_marks == [1.0, 1.0 + 2.0 + 1.0]
+
+
+def test_autograd_grad_is_no_backward(observed: Observed) -> None:
+    """torch.autograd.grad, as in a gradient penalty, has no mark, and gives the same gradients."""
+    model = Net()
+    start(model)
+    observed.take()
+    batch = torch.ones(2, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
+    gradient.pow(2).sum().backward()
+    assert observed.take() == "fFbwB"
+    observed.observer.close()
+    (again,) = torch.autograd.grad(model(batch).sum(), batch)
+    assert torch.equal(again, gradient)
+
+
+def test_backward_that_fails_passes_on_its_error(observed: Observed) -> None:
+    """The error of a backward is torch's own, or the user's, and the end is marked."""
+    model = Net()
+    optimizer = start(model)
+    observed.take()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.ones(()).backward()
+    assert observed.take() == "bB"
+
+    def fail(gradient: Tensor) -> None:
+        raise KeyError("mine")
+
+    loss = model(torch.ones(2, 4))
+    loss.register_hook(fail)
+    with pytest.raises(KeyError, match="mine"):
+        loss.sum().backward()
+    assert observed.take() == "fFbB"
+    train(model, optimizer)
+    assert observed.take() == "fFbwBo|"
+
+
+def test_reentrant_backward_is_part_of_the_outer_one(observed: Observed) -> None:
+    """Reentrant checkpoints call backward within backward, and forward without gradients."""
+    model = Net()
+    optimizer = start(model)
+    observed.take()
+    batch = torch.ones(2, 4, requires_grad=True)
+    value = torch.utils.checkpoint.checkpoint(model.body, batch, use_reentrant=True)
+    model.head(value).sum().backward()
+    optimizer.step()
+    assert observed.take() == "bwBo|"
+
+
+def test_forward_that_fails_is_ended(observed: Observed) -> None:
+    """An exception in forward passes unchanged, and its end is marked."""
+    model = Net()
+    start(model)
+    observed.take()
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        model(torch.ones(2, 3))
+    assert observed.take() == "fF"
+
+
+def test_evaluation_is_other(observed: Observed) -> None:
+    """A forward without gradients is no forward."""
+    model = Net()
+    optimizer = start(model)
+    observed.take()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    with torch.inference_mode():
+        model(torch.ones(2, 4))
+    train(model, optimizer)
+    assert observed.take() == "eE" * 2 + "fFbwBo|"
+
+
+def test_gan(observed: Observed) -> None:
+    """Of two optimizers that step in turn, the first to step divides the steps."""
+    generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+    first, second = sgd(critic), sgd(generator)
+    for _ in range(4):
+        with torch.no_grad():
+            fake = generator(torch.ones(2, 4))
+        critic(fake).sum().backward()
+        first.step()
+        critic(generator(torch.ones(2, 4))).sum().backward()
+        second.step()
+    assert observed.take().endswith("fFfFbwBoO" + "eEfFbwBo|" + "fFfFbwBoO")
+    assert observed.observer.modules == [critic, generator]
+    assert observed.observer.optimizers == [first, second]
+
+
+def test_another_optimizer_takes_over(observed: Observed) -> None:
+    """If the anchor steps no more, the one that steps instead becomes the anchor, after a while."""
+    start(nn.Linear(4, 1))
+    model = nn.Linear(4, 1)
+    optimizer = sgd(model)
+    train(model, optimizer, PATIENCE + 2)
+    text = observed.take()
+    assert text.count("|") == 1 + 3
+    assert text.endswith("BoO" + "fFbwBo|" * 3)
+    assert observed.observer.optimizers[0] is optimizer
+
+
+def test_skipped_steps_of_a_scaler(observed: Observed) -> None:
+    """A GradScaler that finds an inf does not step: the step becomes part of the next one."""
+    model = nn.Linear(4, 1)
+    optimizer = start(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    observed.take()
+    for value in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.full((2, 4), value)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert observed.take() == "fFbwBo|" + "fFbwB" + "fFbwBo|"
+    assert observed.marks.step == 2
+
+
+def test_closure(observed: Observed) -> None:
+    """The forwards and backwards of LBFGS's closure are within the optimizer's step."""
+    model = Net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    start(model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = (model(torch.ones(2, 4)) - 3).pow(2).sum()
+        loss.backward()
+        return loss
+
+    observed.take()
+    optimizer.step(closure)  # type: ignore[arg-type]
+    text = observed.take()
+    assert text.startswith("ofFbwBfFbwB")
+    assert text.endswith("BO")
+
+
+def test_optimizer_that_fails_keeps_later_steps_right(observed: Observed) -> None:
+    """After an exception in step(), the next step is whole."""
+    model = Net()
+    optimizer = start(model)
+
+    def fail() -> float:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        optimizer.step(fail)
+    train(model, optimizer, 2)
+    steps = observed.builder.add(observed.marks.take())
+    assert [step.number for step in steps] == [1, 2]
+    assert [phase for phase, _, _ in steps[1].spans] == [
+        INPUT,
+        FORWARD,
+        BACKWARD,
+        BLOCKED,
+        OTHER,
+        OPTIMIZER,
+    ]
+
+
+class Numbers(Dataset[Tensor]):
+    """Eight rows, read through a DataLoader of its own if nested."""
+
+    def __init__(self, nested: bool = False) -> None:
+        self.nested = nested
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.nested:
+            return next(iter(DataLoader(Numbers())))[0]  # type: ignore[no-any-return]
+        return torch.full((4,), float(index))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader(observed: Observed, workers: int) -> None:
+    """Each next() of a DataLoader is input. Workers that were forked have no marks."""
+    model = Net()
+    optimizer = start(model)
+    observed.take()
+    for batch in DataLoader(Numbers(), batch_size=4, num_workers=workers):
+        model(batch).sum().backward()
+        optimizer.step()
+    assert observed.take() == "iIfFbwBo|" * 2 + "iI"
+
+
+def test_nested_loader(observed: Observed) -> None:
+    """A DataLoader within a dataset is input within input."""
+    start(Net())
+    observed.take()
+    next(iter(DataLoader(Numbers(nested=True), batch_size=2)))
+    assert observed.take() == "i" + "iI" * 2 + "I"
+
+
+def test_other_threads_and_forked_children_add_nothing(observed: Observed) -> None:
+    """Marks come from the thread that trains, in the process that installed the observer."""
+    model = Net()
+    optimizer = start(model)
+    observed.take()
+    thread = threading.Thread(target=train, args=(Net(), sgd(Net())))
+    thread.start()
+    thread.join()
+    pid = os.fork()
+    if pid == 0:
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        os._exit(len(observed.take()))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert observed.take() == ""
+    train(model, optimizer)
+    assert observed.take() == "fFbwBo|"
+
+
+def test_training_in_another_thread() -> None:
+    """The thread that trains may be another one than the one that installed the observer."""
+    one = Observed()
+    model = Net()
+    thread = threading.Thread(target=train, args=(model, sgd(model), 2))
+    thread.start()
+    thread.join()
+    assert one.take() == "o|fFbwBo|"
+    one.observer.close()
+
+
+def test_root_that_is_never_called(observed: Observed) -> None:
+    """A container that is not called gives its place to its children."""
+    pair = nn.ModuleList([Net(), nn.ModuleDict({"one": Net()})])
+    optimizer = sgd(pair)
+    for _ in range(8):
+        pair[1]["one"](pair[0](torch.ones(2, 4)).expand(2, 4)).sum().backward()
+        optimizer.step()
+    assert observed.take().endswith("fFfFbwBo|")
+    assert observed.observer.modules == [pair]
+
+
+def test_after_step(observed: Observed) -> None:
+    """Callbacks run after the anchor's step, get its number, and their time is other."""
+    numbers: list[int] = []
+    observed.observer.after_step.append(numbers.append)
+    model = Net()
+    train(model, start(model), 2)
+    assert numbers == [0, 1, 2]
+    assert observed.take() == "o|eE" + "fFbwBo|eE" * 2
+
+
+def test_an_error_ends_the_observation_and_not_the_job() -> None:
+    """An error is reported once. The loop goes on without marks."""
+    one = Observed()
+
+    def fail(number: int) -> None:
+        if number == 2:
+            raise ValueError("mine")
+
+    one.observer.after_step.append(fail)
+    model = Net()
+    optimizer = start(model)
+    train(model, optimizer, 5)
+    assert [str(error) for error in one.errors] == ["mine"]
+    assert one.marks.step == 2
+    one.observer.close()
+    assert CALL not in model.__dict__
+
+
+def test_an_error_in_a_mark_never_reaches_the_job() -> None:
+    """Wherever a mark fails, the training loop does not notice."""
+    for kind in LETTERS:
+        one = Observed()
+        add = one.marks.add
+
+        def fail(mark: int, kind: int = kind, add: Callable[[int], None] = add) -> None:
+            if mark == kind:
+                raise OSError("mine")
+            add(mark)
+
+        one.marks.add = fail  # type: ignore[method-assign]
+        model = Net()
+        optimizer = start(model)
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        next(iter(DataLoader(Numbers())))
+        one.observer.after_step.append(lambda number: None)
+        train(model, optimizer, 2)
+        train(model, sgd(nn.Linear(1, 1)), 2)
+        assert len(one.errors) == 1, LETTERS[kind]
+        one.observer.close()
+
+
+def installed() -> list[Any]:
+    """Return what an observer replaces in torch, and what it adds to."""
+    return [
+        torch.autograd.backward,
+        dataloader._BaseDataLoaderIter.__next__,
+        *_global_optimizer_pre_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+    ]
+
+
+def test_close_leaves_nothing_behind() -> None:
+    """After close, torch and the model are as before; so they are if it is called in a callback."""
+    before = installed()
+    one = Observed()
+    model = Net()
+    optimizer = start(model)
+    one.observer.after_step.append(lambda number: one.observer.close())
+    train(model, optimizer, 2)
+    assert one.errors == []
+    assert one.marks.step == 1
+    one.observer.close()
+    assert CALL not in model.__dict__
+    assert installed() == before
+
+
+def test_close_under_somebody_elses_wrapper() -> None:
+    """A wrapper that was put on top of ours stays, and works."""
+    original = torch.autograd.backward
+    one = Observed()
+    model = Net()
+    optimizer = start(model)
+    ours, calls = torch.autograd.backward, []
+
+    def theirs(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        ours(*args, **kwargs)
+
+    torch.autograd.backward = theirs
+    try:
+        one.observer.close()
+        train(model, optimizer)
+        assert torch.autograd.backward is theirs
+        assert calls == [1]
+    finally:
+        torch.autograd.backward = original
+
+
+def test_models_are_pickled_copied_and_scripted_as_ever(observed: Observed) -> None:
+    """The root module's pickle, state and copies have no trace of the observer."""
+    model = Net()
+    keys = list(model.state_dict())
+    start(model)
+    assert CALL in model.__dict__
+    observed.take()
+    for other in (copy.deepcopy(model), torch.jit.script(model)):
+        other(torch.ones(2, 4))
+        assert CALL not in other.__dict__
+    assert observed.take() == ""
+    assert list(model.state_dict()) == keys
+    saved = save(model)
+    observed.observer.close()
+    assert save(model) == saved
+
+
+def save(model: nn.Module) -> bytes:
+    file = io.BytesIO()
+    torch.save(model, file)
+    return file.getvalue()
+
+
+def test_a_dropped_model_is_freed_at_once(observed: Observed) -> None:
+    """The observer keeps neither model nor optimizer alive."""
+    model = Net()
+    optimizer = start(model)
+    del model, optimizer
+    assert observed.observer.modules == []
+    assert observed.observer.optimizers == []
+
+
+def count_graphs(graphs: list[int]) -> Callable[..., Any]:
+    """A backend of torch.compile that runs the graph as it is and counts graphs."""
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(1)
+        return graph.forward
+
+    return backend
+
+
+def test_compiled_model(observed: Observed) -> None:
+    """torch.compile's wrapper is the root, and observing it compiles nothing again."""
+    graphs: list[int] = []
+    inner = Net()
+    model: Any = torch.compile(inner, backend=count_graphs(graphs), fullgraph=True)
+    optimizer = start(model)
+    observed.take()
+    compiled = len(graphs)
+    train(model, optimizer, 3)
+    assert observed.take() == "fFbwBo|" * 3
+    assert len(graphs) == compiled
+    assert observed.observer.modules == [model]
+    assert CALL not in inner.__dict__
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "later"])
+def test_model_compiled_in_place(observed: Observed, late: bool) -> None:
+    """Module.compile uses the place of the observer, which leaves it alone: no forward."""
+    graphs: list[int] = []
+    model = Net()
+    if late:
+        start(model)
+    model.compile(backend=count_graphs(graphs), fullgraph=True)
+    optimizer = start(model)
+    observed.take()
+    train(model, optimizer, 3)
+    assert observed.take() in ("bwBo|" * 3, "bwBoO" * 3)
+    assert len(graphs) == 1
+    observed.observer.close()
+    assert CALL in model.__dict__
+
+
+def test_model_in_a_compiled_function(observed: Observed) -> None:
+    """Code that torch.compile traces looks as without the observer, in full graphs."""
+    graphs: list[int] = []
+    model = Net()
+    optimizer = start(model)
+
+    @torch.compile(backend=count_graphs(graphs), fullgraph=True)
+    def compute(batch: Tensor) -> Tensor:
+        return model(batch).sum()  # type: ignore[no-any-return]
+
+    observed.take()
+    for _ in range(2):
+        compute(torch.ones(2, 4)).backward()
+        optimizer.step()
+    assert observed.take() == "bwBo|" * 2
+    assert len(graphs) == 1
+
+
+def test_compiled_step_with_backward_and_optimizer(observed: Observed) -> None:
+    """A whole step in a compiled function trains as without the observer."""
+
+    def run() -> tuple[Tensor, int]:
+        torch.manual_seed(1)
+        graphs: list[int] = []
+        model = Net()
+        optimizer = start(model)
+
+        @torch.compile(backend=count_graphs(graphs))
+        def step(batch: Tensor) -> None:
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+
+        for _ in range(3):
+            step(torch.ones(2, 4))
+        return torch.cat([one.flatten() for one in model.parameters()]), len(graphs)
+
+    with_marks = run()
+    observed.observer.close()
+    without = run()
+    assert torch.equal(with_marks[0], without[0])
+    assert with_marks[1] == without[1]
+
+
+def test_compiled_autograd(observed: Observed) -> None:
+    """Under compiled autograd, gradients are right and backward is marked."""
+    model = Net()
+    optimizer = start(model)
+    observed.take()
+    expected = [p.detach().clone() for p in model.parameters()]
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        train(model, optimizer, 2)
+    assert observed.take().replace("w", "") == "fFbBo|" * 2
+    assert not any(map(torch.equal, expected, model.parameters()))
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device with a stream, in place of the CPU."""
+    monkeypatch.setitem(devices.KINDS, "cpu", devices.KINDS["cpu"])
+    monkeypatch.setitem(backends.BACKENDS, "stream", backends.BACKENDS["gloo"])
+    import stream_backend
+
+    devices.KINDS["cpu"] = stream_backend.StreamCpu()
+    return stream_backend
+
+
+def test_phases_of_a_device(stream: Any, observed: Observed) -> None:
+    """Rows are times of the device, spans times of the host, and nothing waits for an event."""
+    gate = threading.Event()
+    model = Net()
+    optimizer = sgd(model)
+    model.head.register_forward_hook(lambda *_: stream.STREAM.give(gate.wait))
+    train(model, optimizer, 3)
+    assert observed.take() == ""
+    gate.set()
+    stream.STREAM.wait()
+    model.head._forward_hooks.clear()
+    model.head.register_forward_hook(
+        lambda *_: devices.KINDS["cpu"].sleep(torch.device("cpu"), 0.05)
+    )
+    train(model, optimizer, 2)
+    stream.STREAM.wait()
+    observed.marks.resolve()
+    steps = observed.builder.add(observed.marks.take())
+    assert [step.number for step in steps] == [1, 2, 3, 4]
+    for step in steps[2:]:
+        assert step.row[FORWARD] >= 0.05
+        assert [phase for phase, _, _ in step.spans][:3] == [INPUT, FORWARD, BACKWARD]
+
+
+def test_no_marks_while_a_graph_is_captured(
+    stream: Any, observed: Observed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events must not become part of a CUDA graph, nor be queried while one is captured."""
+    model = Net()
+    optimizer = start(model)
+    queried: list[int] = []
+    monkeypatch.setattr(devices.KINDS["cpu"], "capturing", lambda: True)
+    monkeypatch.setattr(stream.StreamEvent, "query", lambda event: queried.append(1))
+    train(model, optimizer, 2)
+    assert queried == []
+    monkeypatch.undo()
+    stream.STREAM.wait()
+    observed.marks.resolve()
+    assert observed.take() == "o|"
+
+
+def test_marks_beyond_the_bound_drop_the_oldest() -> None:
+    """Below the bound nothing is lost, whoever takes the marks; above it, the latest are kept."""
+    marks = Marks(limit=1000)
+    taken: list[Mark] = []
+    done = threading.Event()
+
+    def take() -> None:
+        while not done.is_set():
+            taken.extend(marks.take())
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    for number in range(20_000):
+        marks.step = number
+        while len(marks._ready) > 900:
+            pass
+        marks.add(FORWARD)
+    done.set()
+    thread.join()
+    assert [mark[3] for mark in (*taken, *marks.take())] == list(range(20_000))
+    for number in range(2500):
+        marks.step = number
+        marks.add(FORWARD)
+    assert [mark[3] for mark in marks.take()] == list(range(1500, 2500))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two ranks over gloo have observed: see `run_rank`."""
+    folder = tmp_path_factory.mktemp("ranks")
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder)],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "rank0.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["plain", "buffers", "no_sync", "fsdp", "zero", "compiled"])
+def test_distributed(ranks: dict[str, Any], name: str) -> None:
+    """The outermost wrapper is the root, and each backward has its own end before it ends."""
+    text = "fFbwB" * 2 + "oo" + "O|" if name == "no_sync" else "fFbwBo|"
+    if name == "zero":
+        text = "fFbwBooO|"
+    elif name == "no_sync":
+        text = "fFbwBfFbwBo|"
+    root = {"fsdp": "FSDPNet", "compiled": "OptimizedModule"}.get(name, "DistributedDataParallel")
+    assert ranks[name] == {"marks": text * 3, "root": root, "errors": []}
+
+
+def test_own_end_comes_before_the_wait_for_reductions(ranks: dict[str, Any]) -> None:
+    """Rank 1 works longer in backward: rank 0 is blocked for as long, and not its backward."""
+    row, other = ranks["late"]["row"], ranks["late"]["other"]
+    assert row[BLOCKED] > 0.5 * ranks["late"]["seconds"] > row[BACKWARD]
+    assert other[BACKWARD] > ranks["late"]["seconds"] > other[BLOCKED]
+
+
+class Late(torch.autograd.Function):
+    """Sleeps in rank 1's backward."""
+
+    SECONDS = 0.1
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        """Return the value."""
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the gradient."""
+        if dist.get_rank() == 1:
+            threading.Event().wait(Late.SECONDS)
+        return gradient
+
+
+def wrap(name: str, model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a wrapped model and its optimizer."""
+    if name == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model.body)
+        fully_shard(model)
+        return model, sgd(model)
+    if name == "buffers":
+        model.register_buffer("buffer", torch.ones(4))
+    wrapped: Any = DistributedDataParallel(model)
+    if name == "compiled":
+        wrapped = torch.compile(wrapped, backend="eager")
+    if name == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, lr=0.01)
+    return wrapped, sgd(wrapped)
+
+
+def observe_job(name: str) -> dict[str, Any]:
+    one = Observed()
+    model, optimizer = wrap(name, Net())
+    train(model, optimizer, 2)
+    one.take()
+    for _ in range(3):
+        with ExitStack() as stack:
+            if name == "no_sync":
+                with model.no_sync():
+                    model(torch.ones(2, 4)).sum().backward()
+            train(model, optimizer)
+            stack.close()
+    root = type(one.observer.modules[0]).__name__
+    result = {"marks": one.take(), "root": root, "errors": [repr(error) for error in one.errors]}
+    one.observer.close()
+    return result
+
+
+def observe_late() -> dict[str, Any]:
+    one = Observed()
+    model, optimizer = wrap("late", Net())
+    for _ in range(7):
+        Late.apply(model(torch.ones(2, 4))).sum().backward()
+        optimizer.step()
+    rows = [list(step.row) for step in one.builder.add(one.marks.take())]
+    one.observer.close()
+    median = torch.tensor(rows).median(dim=0).values
+    both = [torch.empty_like(median) for _ in range(2)]
+    dist.all_gather(both, median)
+    return {"row": both[0].tolist(), "other": both[1].tolist(), "seconds": Late.SECONDS}
+
+
+def run_rank(folder: Path) -> int:
+    """Observe jobs of all kinds; rank 0 writes what it saw."""
+    torch.set_num_threads(1)
+    os.environ |= {name: os.environ[f"DDPBENCH_{name}"] for name in ("RANK", "WORLD_SIZE")}
+    dist.init_process_group("gloo")
+    names = ["plain", "buffers", "no_sync", "fsdp", "zero", "compiled"]
+    results: dict[str, Any] = {name: observe_job(name) for name in names}
+    results["late"] = observe_late()
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(forks.run(lambda: run_rank(Path(sys.argv[1])), 2, preloaded=("torch._dynamo",)))
