@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from ddpbench.watch.window import PHASES
 NOTABLE, LARGE = 0.1, 0.3  # of the step, in input or communication
 NOTABLE_PAUSES, LARGE_PAUSES = 0.01, 0.05  # of the time, in garbage collections
 NOTABLE_COMPILING = 0.03  # of the time, in torch.compile
-COMPILING_ROUNDS = 3  # of the recent ones, in which a job still compiles
+ROUNDS = 3  # recent ones that a verdict on pauses needs, after the first, which has the start
 
 
 def judge_input(history: History) -> Iterator[Finding]:
@@ -70,12 +70,11 @@ def judge_pauses(history: History) -> Iterator[Finding]:
 
 def judge_compilation(history: History) -> Iterator[Finding]:
     """Report that torch.compile still compiles, long after the start."""
-    rounds = [
-        sum(facts.get("compiles", 0.0) for facts in hosts.values()) for hosts in history.host_facts
+    compiles = [
+        sum(facts.get("compiles", 0.0) for facts in hosts.values()) for hosts in _rounds(history)
     ]
-    later = rounds[-(len(rounds) - 1) :] if history.rounds == len(rounds) else rounds
     share = _share(history, "compile_seconds")
-    if sum(map(bool, later)) >= COMPILING_ROUNDS and share >= NOTABLE_COMPILING:
+    if sum(map(bool, compiles)) >= ROUNDS and share >= NOTABLE_COMPILING:
         yield Finding(
             "warning",
             "recompilations",
@@ -108,17 +107,24 @@ def judge_hosts(history: History) -> Iterator[Finding]:
             )
 
 
+def _rounds(history: History) -> list[Mapping[str, Mapping[str, float]]]:
+    """Return the facts of hosts in recent rounds, without those of the job's start."""
+    rounds = list(history.host_facts)
+    return rounds[1:] if history.rounds == len(rounds) else rounds
+
+
 def _share(history: History, name: str) -> float:
-    """Return the share of the time that a fact in seconds takes on the median host."""
-    values = [
-        facts[name] / facts["seconds"]
-        for hosts in history.host_facts
-        for facts in hosts.values()
-        if name in facts and facts.get("seconds")
-    ]
-    return float(np.mean(values)) if values else 0.0
+    """Return the share of the time that a fact in seconds takes: of hosts the mean, of rounds the
+    median, 0 in too few of them."""
+    shares = []
+    for hosts in _rounds(history):
+        known = [facts for facts in hosts.values() if name in facts and facts.get("seconds")]
+        if known:
+            shares.append(float(np.mean([facts[name] / facts["seconds"] for facts in known])))
+    return float(np.median(shares)) if len(shares) >= ROUNDS else 0.0
 
 
 def _ranks(history: History) -> Iterator[dict[str, float]]:
-    for ranks in history.facts:
+    rounds = list(history.facts)
+    for ranks in rounds[1:] if history.rounds == len(rounds) else rounds:
         yield from map(dict, ranks.values())
