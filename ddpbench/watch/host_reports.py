@@ -48,7 +48,7 @@ class HostReports:
         self._client: StoreClient | None = None
         self._retry_at = 0.0
         self._folder = ""  # of the keys of the job with this token
-        self._keys: list[str] = []  # of reports that exist
+        self._keys: dict[int, str] = {}  # of reports that exist, by their hosts' numbers
         self.slot = -1  # this host's number
         self.hosts = 0  # that have reported: all but rank 0's
 
@@ -96,15 +96,16 @@ class HostReports:
         until = time.monotonic() + seconds
         self._request(self._find_keys)
         windows: list[HostWindow] = []
-        for first in range(0, len(self._keys), CHUNK):
-            keys = self._keys[first : first + CHUNK]
+        all_keys = list(self._keys.values())
+        for first in range(0, len(all_keys), CHUNK):
+            keys = all_keys[first : first + CHUNK]
             values = self._request(lambda store, keys=keys: store.multi_get(keys))  # type: ignore[misc]
             for data in values or ():
                 sent, last = REPORT.unpack_from(data)
                 if sent == number or last:
                     window = msgspec.msgpack.decode(data[REPORT.size :], type=HostWindow)
                     windows.append(window)
-            if values is None or time.monotonic() > until:
+            if time.monotonic() > until:
                 break
         return windows
 
@@ -166,11 +167,10 @@ class HostReports:
     def _find_keys(self, store: dist.Store) -> None:
         """Find the reports that have come since the last time."""
         self.hosts = int(_read(store, f"{self._folder}/hosts") or 0)
-        for slot in range(len(self._keys), self.hosts):
+        for slot in range(self.hosts):
             key = f"{self._folder}/report/{slot}"
-            if not store.check([key]):
-                break
-            self._keys.append(key)
+            if slot not in self._keys and store.check([key]):
+                self._keys[slot] = key
 
 
 def _read(store: dist.Store, key: str) -> bytes | None:

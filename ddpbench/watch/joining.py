@@ -166,16 +166,17 @@ def _find_common(firsts: Sequence[int], counts: Sequence[int]) -> Steps:
 
 
 def _restrict(steps: Steps, arrivals: Table) -> Steps:
-    """Without the steps of which some calls are unknown, where calls block outside backward."""
+    """Without the steps of which some calls may be unknown, where calls block outside backward.
+
+    The first calls of the first step may have been too old, or read for an earlier window.
+    """
     if not (arrivals["phase"] >= 0).any():
         return steps
     first, end = steps.first, steps.end
     for member in steps.members:
-        known = arrivals["step"][arrivals["rank"] == member]
-        cut = len(known) >= CALLS
-        known = known[known >= 0]
+        known = arrivals["step"][(arrivals["rank"] == member) & (arrivals["step"] >= 0)]
         if len(known):
-            first = max(first, int(known.min()) + 1 if cut else 0)
+            first = max(first, int(known.min()) + 1)
             end = min(end, int(known.max()) + 1)
     return Steps(first, max(first, end), steps.members)
 
