@@ -7,7 +7,6 @@ from datetime import datetime, timezone
 
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Run
 from ddpbench.records.watched import COLUMNS, Moment, Watched
 from ddpbench.render import step_tables
@@ -97,7 +96,7 @@ def _collectives(watched: Watched, style: Style) -> str:
             row.group if len(row.group) <= GROUP else f"{row.group[: GROUP - 1]}…",
             str(row.ranks),
             row.operation,
-            readable(row.nbytes),
+            digits(row.nbytes / 1e3),
             digits(round(row.calls, 1)),
             ms(row.wait_seconds, watched.step_seconds),
             ms(row.wire_seconds, watched.step_seconds),
@@ -105,7 +104,7 @@ def _collectives(watched: Watched, style: Style) -> str:
         ]
         for row in watched.collectives[:COLLECTIVES]
     ]
-    headings = ["group", "ranks", "operation", "size", "per step", "wait ms", "wire ms"]
+    headings = ["group", "ranks", "operation", "kB", "per step", "wait ms", "wire ms"]
     title = "collectives, the longest waits first" + _more(len(cells), len(watched.collectives))
     table = style.table(cells, [*headings, "last rank"], ("group", "operation"))
     return style.block(title, table, 1) if cells else ""

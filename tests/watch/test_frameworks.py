@@ -66,7 +66,7 @@ def watched(results: Path) -> Watched:
 
 
 @pytest.mark.parametrize(
-    ("module", "steps"), [("accelerate", 60), ("lightning", 40), ("transformers", 40)]
+    ("module", "steps"), [("accelerate", 30), ("lightning", 40), ("transformers", 40)]
 )
 def test_an_unmodified_script(tmp_path: Path, module: str, steps: int) -> None:
     """A script of the framework under `torchrun -m ddpbench.watch` ends with the same code and
@@ -78,7 +78,7 @@ def test_an_unmodified_script(tmp_path: Path, module: str, steps: int) -> None:
     assert losses(seen) == losses(plain)
     assert len(losses(plain)) == 1
     found = watched(tmp_path / "results")
-    assert found.last_step in (steps - 2, steps - 1, steps)  # the end of the last may be unseen
+    assert found.last_step == steps - 1  # they count from 0
     seconds = {phase.name: phase.seconds for phase in found.phases}
     assert all(seconds[name] > 0 for name in OWN), seconds
     assert sum(seconds.values()) == pytest.approx(found.step_seconds, rel=0.5)
@@ -92,5 +92,5 @@ def test_one_line_in_ray_train(tmp_path: Path) -> None:
     done = run(tmp_path, str(SCRIPTS / "with_ray.py"), str(results), str(tmp_path / "storage"))
     assert len(losses(done)) == 1
     found = watched(results)
-    assert found.last_step in (38, 39, 40)
+    assert found.last_step == 39
     assert all(phase.seconds > 0 for phase in found.phases if phase.name in OWN)
