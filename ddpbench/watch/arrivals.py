@@ -98,7 +98,9 @@ class Arrivals:
         self._steps.extend(steps)
         now_ns = time.time_ns()
         ahead_ns = now_ns - time.perf_counter_ns()
-        until_ns = now_ns if final else now_ns - now_ns % (PERIODS[0] * NS)
+        # A clock may come to that moment a little after other ranks' clocks.
+        soon_ns = now_ns + NS
+        until_ns = now_ns if final else soon_ns - soon_ns % (PERIODS[0] * NS)
         self._groups |= {group.name: group for group in list_groups()}
         found = self._read_mpi(until_ns)
         self.skipped = not final and until_ns < self._due_ns

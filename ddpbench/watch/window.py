@@ -34,7 +34,8 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     group: name and members of the group, equal in all its ranks; number: of the call in its group;
     entered_ns: by the system clock of the rank's host; room_ns: to the rank's next mark or call,
     the longest that it can have been blocked in this one; step, phase: where it was called, -1
-    unknown or not blocking there; wire_ns: time of the transfer, -1 unknown.
+    unknown or not blocking there; wire_ns: this rank's time in the call with its wait for the
+    others, -1 unknown: the least over the ranks is the transfer.
     """
 
     group: str

@@ -1,0 +1,111 @@
+"""Compare the transfers of a watched job with a stored `collectives` run. No torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from ddpbench.records import store
+from ddpbench.records.schema import Run
+from ddpbench.watch.window import JoinedCall
+
+Curve = Mapping[int, float]  # message size in bytes → seconds
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The times of a stored run, by operation, of groups of `ranks` ranks."""
+
+    run: str  # its id
+    ranks: int
+    curves: Mapping[str, Curve]
+
+    def estimate_seconds(self, operation: str, nbytes: int) -> float | None:
+        """Interpolate between the measured sizes, both axes logarithmic; None outside of them."""
+        curve = self.curves.get(operation, {})
+        sizes = sorted(curve)
+        if not sizes or not sizes[0] <= nbytes <= sizes[-1]:
+            return None
+        seconds = [curve[size] for size in sizes]
+        return float(np.exp(np.interp(np.log(nbytes), np.log(sizes), np.log(seconds))))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Transfers of one operation and size against a stored run.
+
+    seconds: median over `calls`; ratio: of the bandwidths, below 1 if the job is slower.
+    """
+
+    operation: str
+    nbytes: int
+    calls: int
+    seconds: float
+    ratio: float
+    run: str
+
+
+def find_reference(
+    backend: str,
+    ranks_per_host: Sequence[int],
+    dtype: str = "float32",
+    results: Path = Path("results"),
+) -> Reference | None:
+    """Return the newest stored run of this backend, dtype and placement of ranks, if there is one.
+
+    Damaged runs are passed over.
+    """
+    for folder in reversed(store.list_runs(results)):
+        try:
+            reference = read_reference(store.read(folder), backend, ranks_per_host, dtype)
+        except store.InvalidRun:
+            continue
+        if reference is not None:
+            return reference
+    return None
+
+
+def read_reference(
+    run: Run, backend: str, ranks_per_host: Sequence[int], dtype: str
+) -> Reference | None:
+    """Return a run's times for this backend, dtype and placement of ranks, if it has any.
+
+    Of several forms of an operation, and several launches, the fastest counts.
+    """
+    ranks = sum(ranks_per_host)
+    curves: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for result in run.results:
+        case, summary = result.case, result.summary
+        placed = case.ranks_per_host in ((), tuple(ranks_per_host))
+        alike = (case.backend, case.dtype, case.world_size) == (backend, dtype, ranks)
+        # Pipelined calls overlap, so their time is not that of a call.
+        single = case.issue == "isolated" and case.group == "world" and case.nbytes > 0
+        if alike and placed and single and summary is not None and summary.median_seconds > 0:
+            curve = curves[case.operation]
+            seconds = summary.median_seconds
+            curve[case.nbytes] = min(seconds, curve.get(case.nbytes, seconds))
+    return Reference(run.id, ranks, dict(curves)) if curves else None
+
+
+def compare_transfers(calls: Iterable[JoinedCall], reference: Reference) -> list[Comparison]:
+    """Compare the calls whose transfer is known, of groups as large as the reference's."""
+    known: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for call in calls:
+        if call.wire_ns > 0 and call.ranks == reference.ranks:
+            known[call.operation, call.nbytes].append(call.wire_ns * 1e-9)
+    comparisons = []
+    for (operation, nbytes), all_seconds in sorted(known.items()):
+        expected = reference.estimate_seconds(operation, nbytes)
+        if expected is not None:
+            seconds = median(all_seconds)
+            comparisons.append(
+                Comparison(
+                    operation, nbytes, len(all_seconds), seconds, expected / seconds, reference.run
+                )
+            )
+    return comparisons

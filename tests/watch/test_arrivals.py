@@ -1,0 +1,336 @@
+"""The arrivals of real ranks at real collectives."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_ranks import Process
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpbench.watch import arrivals, recorder_dump
+from ddpbench.watch.arrivals import Arrivals
+from ddpbench.watch.marks import Marks
+from ddpbench.watch.observer import Observer
+from ddpbench.watch.recorder_dump import RecorderDump
+from ddpbench.watch.steps import BACKWARD, FORWARD, Step, StepBuilder
+from ddpbench.watch.window import BLOCKED, CALLS, Call
+from ddpbench.watch.wire import Reducers
+
+DUMP = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+pytestmark = pytest.mark.skipif(DUMP is None, reason="this torch records no call of gloo's")
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+Job = Callable[[int], Any]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A gloo group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _run_rank(job: Job, store: Path, rank: int, size: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    file = dist.FileStore(str(store), size)
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=size)
+    pipe.send(job(rank))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_ranks(job: Job, folder: Path, size: int = 2) -> list[Any]:
+    """Run a job in forked ranks on gloo, and return what it returns in each."""
+    store = folder / f"{time.monotonic_ns()}"
+    ranks = [Process(partial(_run_rank, job, store, rank, size)) for rank in range(size)]
+    answers = [rank.answer() for rank in ranks]
+    for rank in ranks:
+        rank.process.join(20)
+    return answers
+
+
+# --- torch's recorder -----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_recorder_is_read_as_torch_reads_it() -> None:
+    """All 2000 entries of a full recorder are what torch's own function returns; a second read
+    returns only newer ones, and not those after the time asked for."""
+    assert DUMP is not None
+    tensor = torch.zeros(3)
+    for _ in range(2100):
+        dist.all_reduce(tensor)
+    dump = RecorderDump()
+    entries = dump.read_new(["gloo"], time.time_ns(), 5000)
+    expected = json.loads(DUMP())["entries"]
+    assert len(entries) == len(expected) == 2000
+    for entry, fields in zip(entries, expected, strict=True):
+        assert entry.record_id == fields["record_id"]
+        assert entry.time_created_ns == fields["time_created_ns"]
+        assert json.loads(bytes(entry.input_sizes)) == fields["input_sizes"]
+    assert dump.read_new(["gloo"], time.time_ns(), 5000) == []
+    now_ns = time.time_ns()
+    dist.all_reduce(tensor)
+    assert dump.read_new(["gloo"], now_ns, 5000) == []
+    dist.all_reduce(tensor)
+    assert len(dump.read_new(["gloo"], time.time_ns(), 5000)) == 2
+    assert dump.unavailable == ""
+
+
+@pytest.mark.usefixtures("alone")
+def test_no_more_than_a_window_of_calls_is_returned() -> None:
+    """Of many calls, the newest CALLS are returned, with consecutive numbers."""
+    tensor = torch.zeros(3)
+    for _ in range(700):
+        dist.all_reduce(tensor)
+    calls = Arrivals().read([], final=True)
+    assert len(calls) == CALLS
+    assert [call.number for call in calls] == list(range(700 - CALLS + 1, 701))
+
+
+def test_short_strings_are_read_in_place() -> None:
+    """A string that libstdc++ keeps inside the structure is read there, and nothing is freed."""
+    assert recorder_dump._take(recorder_dump._String(None, 3, b"abc"), None) == b"abc"
+
+
+@pytest.mark.usefixtures("alone")
+def test_elsewhere_only_a_short_recorder_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the C++ function is not called, torch's own reads a short recorder; a longer one would
+    hold the interpreter for too long, and a sentence states what to set."""
+    dist.all_reduce(torch.zeros(3))
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    dump = RecorderDump()
+    assert dump.read_new(["gloo"], time.time_ns(), 9) == []
+    assert "TORCH_FR_BUFFER_SIZE=250 before init_process_group" in dump.unavailable
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "250")
+    dump = RecorderDump()
+    assert dump.read_new(["gloo"], time.time_ns(), 9)
+    assert dump.unavailable == ""
+
+
+@pytest.mark.usefixtures("alone")
+def test_reads_that_take_long_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a read that took more than its share of the time, the recorder is left alone until a
+    later one, and the calls in between are not lost; the last read comes in any case."""
+    monkeypatch.setattr(arrivals, "SHARE", 1e-9)
+    watched = Arrivals()
+    watched.read([])
+    assert not watched.skipped
+    dist.all_reduce(torch.zeros(3))
+    assert watched.read([]) == []
+    assert watched.skipped
+    assert [call.operation for call in watched.read([], final=True)] == ["all_reduce"]
+    assert not watched.skipped
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def job_calls(rank: int) -> Any:
+    """Call many operations, with the time before and after each call that blocks."""
+    watched, around = Arrivals(), []
+    four, eight, parts = torch.zeros(4), torch.zeros(8), [torch.zeros(4), torch.zeros(4)]
+    group = dist.new_group([0, 1])
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    blocking: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(four),
+        lambda: dist.broadcast(four.double(), 0, group=group),
+        lambda: gather(eight, four, group=group),
+        lambda: dist.all_gather(parts, four),
+        lambda: dist.scatter(four, parts if rank == 0 else None),
+        lambda: dist.gather(four, parts if rank == 0 else None),
+        lambda: dist.send(four, 1) if rank == 0 else dist.recv(four, 0),
+        lambda: dist.all_to_all_single(torch.zeros(4), four),
+        lambda: dist.all_reduce(four, group=alone),
+        dist.barrier,
+    ]
+    for call in blocking:
+        before_ns = time.time_ns()
+        call()
+        around.append((before_ns, time.time_ns()))
+    work: Any = dist.all_reduce(four.half(), async_op=True)
+    work.wait()
+    return watched.read([], final=True), around
+
+
+def test_calls_are_the_same_in_all_ranks(tmp_path: Path) -> None:
+    """Every call on every group is known by the same group, number, operation and size in each
+    rank, with the time when it was made; sends and receives are left out."""
+    ranks = run_ranks(job_calls, tmp_path)
+    whole, other = "0 (0-1)", "1 (0-1)"
+    for rank, (calls, around) in enumerate(ranks):
+        found = [(c.group, c.number, c.operation, c.nbytes) for c in calls]
+        assert found == [
+            (whole, 1, "all_reduce", 16),
+            (other, 1, "broadcast", 32),
+            (other, 2, "all_gather", 32),
+            (whole, 2, "all_gather", 32),
+            (whole, 3, "scatter", 32),
+            (whole, 4, "gather", 32),
+            (whole, 5, "all_to_all", 16),
+            (f"{2 + rank} ({rank})", 1, "all_reduce", 16),
+            (whole, 6, "barrier", 0),
+            (whole, 7, "all_reduce", 8),
+        ]
+        del around[6]  # send or receive
+        for call, (before_ns, after_ns) in zip(calls, around, strict=False):
+            assert before_ns <= call.entered_ns <= after_ns
+            assert call.step == call.phase == call.wire_ns == -1
+        for call, following in pairwise(calls):
+            assert call.entered_ns + call.room_ns == following.entered_ns
+
+
+# --- in steps -------------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, timed: bool = False, steps: int = 6) -> tuple[list[Step], list[Call]]:
+    """Train a model on this rank's own data, and return its steps and calls."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    marks, builder = Marks(), StepBuilder()
+    observer = Observer(marks)
+    reducers = Reducers(lambda: observer.modules, timed)
+    observer.after_step.append(reducers.after_step)
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+    dist.barrier()  # so that the stamps of all reductions are there
+    observer.close()
+    seen = builder.add(marks.take())
+    return seen, Arrivals(reducers).read(seen, final=True)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+
+
+def job_ddp(rank: int) -> Any:
+    return train(DistributedDataParallel(make_model()))
+
+
+def test_reductions_of_ddp_do_not_block_in_backward(tmp_path: Path) -> None:
+    """DDP's broadcast of buffers blocks in forward; its reductions block in no phase, because the
+    step's own row has the wait for them. No call's room goes beyond the span it was made in."""
+    for steps, calls in run_ranks(job_ddp, tmp_path):
+        inside = [call for call in calls if call.step >= 2]
+        assert {(c.operation, c.phase) for c in inside} == {
+            ("broadcast", FORWARD),
+            ("all_reduce", -1),
+        }
+        ahead_ns = time.time_ns() - time.perf_counter_ns()
+        for call in inside:
+            if call.phase >= 0:
+                span = next(
+                    span
+                    for span in steps[call.step - steps[0].number].spans
+                    if span[1] <= call.entered_ns - ahead_ns + 10**6 and span[0] == call.phase
+                )
+                assert call.entered_ns + call.room_ns <= span[2] + ahead_ns + 10**6
+
+
+def job_fsdp(rank: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return train(fully_shard(model, mesh=mesh))[1]
+
+
+def test_calls_of_fsdp_block_where_they_are_made(tmp_path: Path) -> None:
+    """fully_shard gathers parameters in forward and backward and reduces gradients in backward,
+    and waits for each on the CPU; all ranks know the same calls."""
+    pytest.importorskip("torch.distributed.fsdp", reason="no fully_shard")
+    first, second = run_ranks(job_fsdp, tmp_path)
+    inside = [call for call in first if call.step >= 1]
+    phases = {call.phase for call in inside if call.operation == "all_gather"}
+    assert phases == {FORWARD, BACKWARD}
+    reduced = {call.phase for call in inside if call.operation != "all_gather"}
+    assert reduced <= {BACKWARD, -1}  # the last one may come when autograd has run the graph
+    assert BACKWARD in reduced
+    keys = [
+        [(c.group, c.number, c.operation, c.nbytes) for c in calls] for calls in (first, second)
+    ]
+    assert keys[0] == keys[1]
+
+
+def job_tensor_parallel(rank: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    torch.manual_seed(0)
+    return train(parallelize_module(model, init_device_mesh("cpu", (2,)), plan))[1]
+
+
+def test_calls_of_tensor_parallel_block_in_forward(tmp_path: Path) -> None:
+    """The reduction of activations blocks in forward, in both ranks."""
+    for calls in run_ranks(job_tensor_parallel, tmp_path):
+        inside = [call for call in calls if call.step >= 1]
+        assert {call.operation for call in inside if call.phase == FORWARD} == {"all_reduce"}
+        assert {call.nbytes for call in inside if call.phase == FORWARD} == {4 * 64 * 4}
+
+
+# --- the hook -------------------------------------------------------------------------------------
+
+
+def job_wire(rank: int) -> Any:
+    """Train with and without the hook, and with a hook of the user's."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    results: list[tuple[list[Tensor], list[Call]]] = []
+    for timed, own in ((False, False), (True, False), (True, True)):
+        model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
+        if own:
+            model.register_comm_hook(None, allreduce_hook)
+        calls = train(model, timed)[1]
+        results.append(([p.detach().clone() for p in model.parameters()], calls))
+    plain, timed, _ = results
+    equal = all(map(torch.equal, plain[0], timed[0]))
+    return equal, *[
+        [call.wire_ns for call in calls[-40:] if call.operation == "all_reduce" and call.step >= 3]
+        for _, calls in results
+    ]
+
+
+def test_the_hook_changes_no_bit(tmp_path: Path) -> None:
+    """With wire=True, in three ranks, all parameters are bit for bit those without, each reduction
+    has a time, and a module with a hook of the user's is left alone."""
+    for equal, plain, timed, user in run_ranks(job_wire, tmp_path, 3):
+        assert equal
+        assert plain
+        assert set(plain) == {-1}
+        assert timed
+        assert min(timed) > 0
+        assert set(user) == {-1}
+
+
+def test_the_phase_of_waits_has_no_calls() -> None:
+    """A call that is made while the rank waits in backward counts nowhere else."""
+    span = (BLOCKED, 100, 200)
+    step = Step(7, 0, 300, (0.0,) * 6, ((FORWARD, 0, 100), span, (FORWARD, 200, 300)))
+    places = arrivals._Places([step], 1000, 1000)
+    arrival = arrivals._Arrival("0 (0-1)", 1, "all_gather", 8, 1150, "t")
+    call = places.locate(arrival, 1180)
+    assert (call.step, call.phase, call.room_ns) == (7, -1, 30)
