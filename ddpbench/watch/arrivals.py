@@ -65,7 +65,7 @@ class _Arrival:
 
 
 class Arrivals:
-    """Reads the calls of this rank.
+    """Reads the calls that this rank makes from now on.
 
     reducers: the job's DDP modules, whose reductions in backward block nobody there.
     unavailable: a sentence on what cannot be read, and what to do; "" if all can.
@@ -78,7 +78,8 @@ class Arrivals:
         self._reducers = reducers
         self._dump = RecorderDump()
         self._groups: dict[str, Group] = {}
-        self._recorders: dict[str, int] = {}  # name of a group → the recorder's number of it
+        self._recorders: dict[str, int] = {}  # name of a group → the recorder's latest number of it
+        self._since_ns = time.time_ns()  # earlier calls may be of groups that have gone
         self._due_ns = 0
         self._steps: deque[Step] = deque(maxlen=KEPT_STEPS)
         self._over_mpi: deque[_Arrival] = deque(maxlen=2 * CALLS)
@@ -142,13 +143,17 @@ class Arrivals:
         ends = {one.called_ns: one for one in self._reductions}
         called = sorted(ends)
         backends = {backend for group in self._groups.values() for backend in group.backends}
+        entries = self._dump.read_new(backends, until_ns, READ)
+        names = [_read_name(bytes(entry.process_group)) for entry in entries]
+        self._recorders |= {n: entry.pg_id for n, entry in zip(names, entries, strict=True)}
         found = []
-        for entry in self._dump.read_new(backends, until_ns, READ):
-            name = _read_name(bytes(entry.process_group))
+        for name, entry in zip(names, entries, strict=True):
             group = self._groups.get(name)
-            # Of equal names, the newest is in use.
-            newest = self._recorders[name] = max(entry.pg_id, self._recorders.get(name, 0))
-            if group is None or entry.is_p2p or entry.pg_id < newest:
+            # Of groups with equal names, the newest is in use.
+            is_current = entry.pg_id == self._recorders[name]
+            if group is None or entry.is_p2p or not is_current:
+                continue
+            if entry.time_created_ns < self._since_ns:
                 continue
             arrival = _read_entry(entry, group, name in reducing)
             at = bisect_right(called, arrival.entered_ns) - 1
