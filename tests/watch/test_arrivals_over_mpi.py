@@ -1,0 +1,104 @@
+"""The arrivals at calls over MPI, which the group itself stamps while a watch is on."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from mpi_jobs import all_gather_single, run_job, start_group
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpbench.watch.arrivals import Arrivals
+from ddpbench.watch.window import Call
+
+
+def train() -> None:
+    """Take three steps of DDP."""
+    model = DistributedDataParallel(nn.Linear(8, 8))
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def make_calls() -> list[tuple[int, int]]:
+    """Make calls that block, and return the times before and after each."""
+    four, eight, parts = torch.zeros(4), torch.zeros(8), [torch.zeros(4), torch.zeros(4)]
+    first = dist.get_rank() == 0
+    around = []
+    for call in (
+        lambda: dist.all_reduce(four),
+        lambda: dist.broadcast(four, 0),
+        lambda: all_gather_single(eight, four),
+        lambda: dist.gather(four, parts if first else None),
+        lambda: dist.scatter(four, parts if first else None),
+        dist.barrier,
+    ):
+        before_ns = time.time_ns()
+        call()
+        around.append((before_ns, time.time_ns()))
+    return around
+
+
+def job_watched(folder: Path) -> None:
+    """Write what is known of the calls of this rank."""
+    start_group("mpi4py", folder)
+    watched = Arrivals()
+    watched.read([])  # the first read begins the stamps
+    around = make_calls()
+    before_ns = time.time_ns()
+    work: Any = dist.all_reduce(torch.zeros(4), async_op=True)
+    issued_ns = time.time_ns()
+    work.wait()
+    around.append((before_ns, time.time_ns()))
+    calls = watched.read([], final=True)
+    group = dist.new_group()
+    watched.read([])
+    dist.all_reduce(torch.zeros(2), group=group)
+    train()
+    later = watched.read([], final=True)
+    watched.close()
+    make_calls()
+    unwatched = watched.read([], final=True)
+    facts = [calls, later, unwatched, around, issued_ns]
+    (folder / f"{dist.get_rank()}.json").write_bytes(msgspec.json.encode(facts))
+    dist.destroy_process_group()
+
+
+def test_calls_over_mpi_have_begin_and_end(tmp_path: Path) -> None:
+    """Each call has the time when it was issued and the time that it took, within those that its
+    caller saw; ranks agree on group, number, operation and size, also where calls are asynchronous,
+    in a new group and in DDP. Before the first read and after `close` there are no stamps."""
+    process = run_job(job_watched, 2, tmp_path)
+    assert process.returncode == 0, process.stderr
+    keys = []
+    for rank in range(2):
+        calls, later, unwatched, around, issued_ns = json.loads(
+            (tmp_path / f"{rank}.json").read_text()
+        )
+        found, more = [Call(*call) for call in calls], [Call(*call) for call in later]
+        names = "all_reduce broadcast all_gather gather scatter barrier all_reduce"
+        assert " ".join(call.operation for call in found) == names
+        assert [call.nbytes for call in found] == [16, 16, 32, 32, 32, 0, 16]
+        for call, (before_ns, after_ns) in zip(found, around, strict=True):
+            assert before_ns <= call.entered_ns
+            assert 0 < call.wire_ns <= after_ns - before_ns
+            assert call.entered_ns + call.room_ns <= after_ns
+        assert found[-1].entered_ns <= issued_ns
+        assert [call.group for call in more].count(found[0].group) == len(more) - 1
+        reduced = [call.nbytes for call in more if call.operation == "all_reduce"]
+        assert reduced == [8, 288, 288, 288]  # 8 × 8 weights and 8 biases
+        assert all(call.wire_ns > 0 for call in more)
+        assert unwatched == []
+        keys.append([(c.group, c.number, c.operation, c.nbytes) for c in [*found, *more]])
+    assert keys[0] == keys[1]
+
+
+if __name__ == "__main__":
+    job_watched(Path(sys.argv[2]))
