@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 # ranks read the same calls.
 PERIODS = (5, 10, 30, 60, 300)
 SHARE = 1e-3  # of the time that reads may take
-READ = 2 * CALLS  # entries
+CHUNK = 64  # calls that are handled before other threads get a turn
+PAUSE_SECONDS = 1e-4
 KEPT_STEPS = 8192
 NS = 10**9
 
@@ -111,6 +112,7 @@ class Arrivals:
             wanted = (time.thread_time() - began) / SHARE
             period_ns = next((each for each in PERIODS if each >= wanted), PERIODS[-1]) * NS
             self._due_ns = until_ns - until_ns % period_ns + period_ns
+        time.sleep(PAUSE_SECONDS)
         found.sort(key=lambda arrival: arrival.entered_ns)
         places = _Places(self._steps, ahead_ns, found[0].entered_ns if found else now_ns)
         nexts = _find_nexts(found)
@@ -143,15 +145,17 @@ class Arrivals:
         ends = {one.called_ns: one for one in self._reductions}
         called = sorted(ends)
         backends = {backend for group in self._groups.values() for backend in group.backends}
-        entries = self._dump.read_new(backends, until_ns, READ)
+        entries = self._dump.read_new(backends, until_ns, CALLS)
         names = [_read_name(bytes(entry.process_group)) for entry in entries]
         self._recorders |= {n: entry.pg_id for n, entry in zip(names, entries, strict=True)}
         found = []
-        for name, entry in zip(names, entries, strict=True):
+        for index, (name, entry) in enumerate(zip(names, entries, strict=True)):
+            if index % CHUNK == 0:
+                time.sleep(PAUSE_SECONDS)
             group = self._groups.get(name)
             # Of groups with equal names, the newest is in use.
             is_current = entry.pg_id == self._recorders[name]
-            if group is None or entry.is_p2p or not is_current:
+            if group is None or not is_current:
                 continue
             if entry.time_created_ns < self._since_ns:
                 continue

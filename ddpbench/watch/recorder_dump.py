@@ -53,7 +53,7 @@ class Entry(msgspec.Struct, gc=False):
 
 
 class _Dump(msgspec.Struct, gc=False):
-    entries: list[Entry] = []
+    entries: list[msgspec.Raw] = []
 
 
 class _String(ctypes.Structure):
@@ -79,9 +79,10 @@ class RecorderDump:
         self._backends: frozenset[str] = frozenset()
         self._last: dict[str, int] = {}  # the newest entry that was read
         self._decoder = msgspec.json.Decoder(_Dump)
+        self._entry_decoder = msgspec.json.Decoder(Entry)
 
     def read_new(self, backends: Collection[str], until_ns: int, limit: int) -> list[Entry]:
-        """Return the entries since the last read, at most `limit` of each recorder, oldest first.
+        """Return the collectives since the last read, at most `limit` a recorder, oldest first.
 
         backends: of this rank's groups; until_ns: leave later entries for the next read.
         Raises ValueError if torch's format has changed.
@@ -91,16 +92,22 @@ class RecorderDump:
             self._reads, self.unavailable = _find_reads(self._backends)
         new: list[Entry] = []
         for name, read in self._reads.items():
-            last = self._last.get(name, -1)
-            entries = [
-                entry
-                for entry in self._decoder.decode(read()).entries
-                if entry.record_id > last and entry.time_created_ns <= until_ns
-            ]
-            new += entries[-limit:]
+            entries = self._decode_newest(read(), self._last.get(name, -1), until_ns, limit)
             if entries:
                 self._last[name] = entries[-1].record_id
+            new += entries
         return new
+
+    def _decode_newest(self, data: bytes, last: int, until_ns: int, limit: int) -> list[Entry]:
+        """Decode from the end: most entries of a long recorder are old or too many."""
+        entries: list[Entry] = []
+        for raw in reversed(self._decoder.decode(data).entries):
+            entry = self._entry_decoder.decode(raw)
+            if entry.record_id <= last or len(entries) == limit:
+                break
+            if entry.time_created_ns <= until_ns and not entry.is_p2p:
+                entries.append(entry)
+        return entries[::-1]
 
 
 def _find_reads(backends: Collection[str]) -> tuple[dict[str, Read], str]:
