@@ -46,7 +46,7 @@ class Job:
     slower_since: tuple[int, float] | None = None  # the step, and the factor
 
     def rows(self, steps: int) -> npt.NDArray[np.float32]:
-        """float32[rank, step, COLUMNS], in which every step ends for all ranks at once."""
+        """float32[rank, step, COLUMNS]: the ranks wait for one another at the end of backward."""
         draw = np.random.default_rng(self.seed)
         world = sum(map(len, self.hosts.values()))
         shape = (world, steps, len(PHASES))
@@ -64,7 +64,9 @@ class Job:
         for fault in self.faults:
             late = (number % fault.every == 0) & (number >= fault.since) & (number < fault.until)
             own[fault.rank, late, PHASES.index(fault.phase)] += fault.seconds
+        # A rank's way from one backward's end, where all meet, to the next one's.
         alone = own.sum(axis=2)
+        alone[:, 1:] += own[:, :-1, 3:].sum(axis=2) - own[:, 1:, 3:].sum(axis=2)
         transfer = self.transfer * np.exp(draw.normal(0, 0.2, (world, steps)))
         blocked = alone.max(axis=0) - alone + transfer.min(axis=0)
         return np.concatenate([own, blocked[:, :, None]], axis=2, dtype=np.float32)

@@ -231,7 +231,7 @@ def _in_some(
     seconds = sum(phases.values())
     if seconds < part.least or seconds * share < least_cost * part.step_seconds:
         return None
-    if usual.blocked - late.blocked < WAITED_FOR * seconds:
+    if _less_blocked(part, is_late) < WAITED_FOR * seconds:
         return None
     series = late.in_phases(phases) - np.median(usual.in_phases(phases))
     return Late(
@@ -240,6 +240,16 @@ def _in_some(
         share=share,
         first=int(late.number[0]),
     )
+
+
+def _less_blocked(part: Part, is_late: npt.NDArray[np.bool_]) -> float:
+    """Return how much less a rank is blocked in late steps, or else in the steps after them.
+
+    The other ranks wait for a late optimizer in the backward of the next step.
+    """
+    after = np.roll(is_late, 1)
+    after[0] = False
+    return max(part[~where].blocked - part[where].blocked for where in (is_late, after))
 
 
 def _name_phases(excess: Floats) -> dict[str, float]:
