@@ -7,7 +7,9 @@ modules would slow each submodule and make torch.compile warn.
 
 All marks come from one thread: the first one that steps an optimizer. Only the end of a rank's own
 backward is marked where autograd ends it, which for GPUs may be a thread of autograd's own while
-the training thread waits for it. In other threads and in forked children, all this does nothing.
+the training thread waits for it. In other threads and in forked children, all this does nothing,
+and so it does in code that torch.compile traces. A job that compiles the optimizer's step, or
+captures it in a CUDA graph, has no steps.
 """
 
 from __future__ import annotations
@@ -68,7 +70,6 @@ class Observer:
         self._anchor: weakref.ref[Optimizer] | None = None
         self._others: Counter[int] = Counter()  # steps since the anchor's last
         self._roots: list[weakref.ref[nn.Module]] = []
-        self._owned: set[int] = set()  # ids of the parameters of the roots
         self._calls: list[roots.Call] = []
         self._searches = self._look_at = 0
         self._in_backward = self._own_ended = self._in_hook = False
@@ -185,12 +186,13 @@ class Observer:
         """Look at an optimizer that steps for the first time."""
         self._optimizers = {key: one for key, one in self._optimizers.items() if one() is not None}
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
+        self._others.pop(id(optimizer), None)  # of another one that was there before
         first = next(roots.list_parameters(optimizer), None)
         if self._anchor is None:
             self._anchor = weakref.ref(optimizer)
             if first is not None:
                 self._marks.use_device(first.device)
-        if id(first) not in self._owned and self._searches < SEARCHES:
+        if id(first) not in self._list_owned() and self._searches < SEARCHES:
             self._searches += 1
             self._add_roots(roots.find_roots(optimizer))
 
@@ -198,8 +200,11 @@ class Observer:
         known = {id(one) for one in self.modules}
         new = [one for one in modules if id(one) not in known]
         self._roots.extend(weakref.ref(one) for one in new)
-        self._owned.update(id(parameter) for one in new for parameter in one.parameters())
         self._wrap_calls(new)
+
+    def _list_owned(self) -> set[int]:
+        """Return the ids of the parameters of the root modules."""
+        return {id(parameter) for module in self.modules for parameter in module.parameters()}
 
     def _wrap_calls(self, modules: list[nn.Module]) -> None:
         calls = (roots.wrap_call(one, self._begin_forward, self._end_forward) for one in modules)
@@ -212,10 +217,11 @@ class Observer:
         self._calls = [call for call in self._calls if call.calls]
         used = [module for call in self._calls if (module := call.module()) is not None]
         within = {id(module) for root in used for module in root.modules()}
+        owned = self._list_owned()
         for call in unused:
             call.remove()
             if (module := call.module()) is not None:
-                children = roots.list_children(module, self._owned)
+                children = roots.list_children(module, owned)
                 self._wrap_calls([one for one in children if id(one) not in within])
 
     def _begin_forward(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -100,7 +100,6 @@ class Call:
             del module.__dict__[CALL]
 
 
-def list_children(module: nn.Module, owned: Iterable[int]) -> list[nn.Module]:
+def list_children(module: nn.Module, owned: set[int]) -> list[nn.Module]:
     """Return the children in which a parameter with one of these ids is."""
-    ids = set(owned)
-    return [child for child in module.children() if any(id(p) in ids for p in child.parameters())]
+    return [child for child in module.children() if any(id(p) in owned for p in child.parameters())]

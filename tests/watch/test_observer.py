@@ -245,6 +245,15 @@ def test_another_optimizer_takes_over(observed: Observed) -> None:
     assert observed.observer.optimizers[0] is optimizer
 
 
+def test_short_lived_optimizers_do_not_take_over(observed: Observed) -> None:
+    """Optimizers of an inner loop, new in each step, are not counted as one that steps often."""
+    model = nn.Linear(4, 1)
+    start(model)
+    for _ in range(PATIENCE):
+        train(model, sgd(model), 2)
+    assert observed.marks.step == 0
+
+
 def test_skipped_steps_of_a_scaler(observed: Observed) -> None:
     """A GradScaler that finds an inf does not step: the step becomes part of the next one."""
     model = nn.Linear(4, 1)
