@@ -163,6 +163,7 @@ def _fade(link: Link) -> Link:
         link,
         nbytes=round(link.nbytes * FADE),
         busy_seconds=link.busy_seconds * FADE,
+        transfer_seconds=link.transfer_seconds * FADE,
         retransmitted=round(link.retransmitted * FADE),
     )
 
@@ -172,6 +173,7 @@ def _add(before: Link, now: Link) -> Link:
         now,
         nbytes=before.nbytes + now.nbytes,
         busy_seconds=before.busy_seconds + now.busy_seconds,
+        transfer_seconds=before.transfer_seconds + now.transfer_seconds,
         retransmitted=before.retransmitted + now.retransmitted,
     )
 

@@ -36,6 +36,7 @@ RTT_MICROSECONDS = struct.Struct("@I"), 68
 RETRANSMITTED = struct.Struct("@I"), 100  # segments
 SEGMENTS = struct.Struct("@I"), 156  # with data, Linux 4.6
 ACKED_NBYTES = struct.Struct("@Q"), 120  # Linux 4.1
+BYTES_PER_SECOND = struct.Struct("@Q"), 160  # Linux 4.9
 BUSY_AND_BLOCKED_MICROSECONDS = struct.Struct("@QQ"), 168  # Linux 4.10; blocked: by the peer
 WRAP = 1 << 32  # of the kernel's counters of segments: 6 TB
 
@@ -47,7 +48,8 @@ Ends = tuple[str, int, str, int]  # address and port of this end, of the peer's
 class Counters:
     """What the kernel counted for a connection since it was opened.
 
-    busy_microseconds: while data was on its way and the peer had room for it.
+    busy_microseconds: while data was on its way and the peer had room for it; bytes_per_second: of
+    the latest acknowledgements, as the kernel estimates it for its own use.
     """
 
     nbytes: int = 0
@@ -55,21 +57,29 @@ class Counters:
     busy_microseconds: int = 0
     retransmitted: int = 0
     rtt_microseconds: int = 0
+    bytes_per_second: int = 0
 
     def subtract(self, before: Counters) -> Counters:
-        """Return what was counted since then, with the RTT of now."""
+        """Return what was counted since then, with RTT and rate of now."""
         return Counters(
             self.nbytes - before.nbytes,
             (self.segments - before.segments) % WRAP,
             self.busy_microseconds - before.busy_microseconds,
             (self.retransmitted - before.retransmitted) % WRAP,
             self.rtt_microseconds,
+            self.bytes_per_second,
         )
 
     @property
     def is_bulk(self) -> bool:
         """Whether this was more than short messages."""
         return self.nbytes >= max(BULK_NBYTES, SEGMENT_NBYTES * self.segments)
+
+    @property
+    def transfer_seconds(self) -> float:
+        """Busy time without delays of acknowledgements, as far as the latest rate shows it."""
+        busy = self.busy_microseconds / 1e6
+        return min(busy, self.nbytes / self.bytes_per_second) if self.bytes_per_second else busy
 
 
 class Links:
@@ -101,6 +111,7 @@ class Links:
             since.busy_microseconds / 1e6,
             since.rtt_microseconds / 1e6,
             since.retransmitted,
+            since.transfer_seconds,
         )
 
     def _interface(self, address: str) -> str:
@@ -160,6 +171,7 @@ def parse(info: bytes) -> Counters | None:
         busy - blocked,
         _unpack(RETRANSMITTED, info),
         _unpack(RTT_MICROSECONDS, info),
+        _unpack(BYTES_PER_SECOND, info),
     )
 
 
@@ -170,6 +182,7 @@ def add_links(links: Sequence[Link]) -> Link:
         most,
         nbytes=sum(link.nbytes for link in links),
         busy_seconds=sum(link.busy_seconds for link in links),
+        transfer_seconds=sum(link.transfer_seconds for link in links),
         retransmitted=sum(link.retransmitted for link in links),
     )
 

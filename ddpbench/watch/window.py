@@ -52,7 +52,8 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 class Link(msgspec.Struct, frozen=True, array_like=True):
     """Connections of one host to another, since the last window.
 
-    nbytes: acknowledged by the peer; busy_seconds: while data was on its way.
+    nbytes: acknowledged by the peer; busy_seconds: while data was on its way; transfer_seconds: the
+    same without the time by which acknowledgements were delayed, as far as the kernel knows.
     """
 
     host: str
@@ -62,6 +63,7 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
     busy_seconds: float
     rtt_seconds: float
     retransmitted: int
+    transfer_seconds: float = 0.0
 
 
 class RankWindow(msgspec.Struct, frozen=True):

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+from msgspec import structs
+
 from ddpbench.watch.judging.slow_links import SlowLink, find_slow_links, judge_links
 from ddpbench.watch.window import Link
 
@@ -31,13 +33,17 @@ def carry(
 
 
 def test_one_link_of_a_ring_is_slow() -> None:
-    """The link is named with sender, receiver, both rates and its use, also where bursts before it
-    look slow; a healthy ring, whose bursts vary by 40 %, has none."""
+    """The link is named with sender, receiver, both rates and its use, also where the
+    acknowledgements of bursts are delayed; a healthy ring, whose bursts vary by 40 %, has none."""
     (slow,) = find_slow_links(carry(RING, [(2, 1)]), HOSTS, SECONDS)
     expected = SlowLink(("host2", "host1"), "eth0", "", SLOW, FAST, 1e8 / SLOW / SECONDS)
     assert replace(slow, bytes_per_second=round(slow.bytes_per_second)) == expected
-    bursts = zip(RING, (1.0, 0.12, 0.32, 0.69), strict=True)
-    assert find(link(ends, FAST * share) for ends, share in bursts) == [(("host2", "host1"), "")]
+    busy = zip(RING, (0.8, 0.12, 0.24, 0.7), strict=True)
+    links = [
+        structs.replace(link(ends, FAST * share), transfer_seconds=0.9) for ends, share in busy
+    ]
+    links[1] = structs.replace(links[1], transfer_seconds=8.0)
+    assert find(links) == [(("host2", "host1"), "")]
     (finding,) = judge_links(carry(RING, [(2, 1)]), HOSTS, SECONDS)
     assert (finding.severity, finding.code) == ("warning", "slow-link")
     assert finding.place == {"hosts": ["host2", "host1"], "interface": "eth0"}

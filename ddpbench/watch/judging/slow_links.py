@@ -1,9 +1,10 @@
 """Slow links and hosts, from what the job's own connections carried. Pure, no torch.
 
 In a ring every link carries the same bytes, and all ranks wait for the slowest. That link is busy
-while the others carry in bursts: bytes per second of busy time tell them apart. Bursts look slower
-behind a slow link, because acknowledgements queue there: on a link of 100 Mbit/s among links of
-1 Gbit/s the rates were 12 MB/s there, 32 to 37 MB/s before it, and 50 to 72 MB/s elsewhere.
+while the others carry in bursts: bytes per second tell them apart. Between a link of 100 Mbit/s
+and one of 1 Gbit/s, bursts read 21 to 72 MB/s of busy time, because the last acknowledgement of
+each is delayed. The rate of transfers is nearly right, but varies. So a link is slow if the larger
+of its two rates is below half of what other links surely carry.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from ddpbench.watch.window import Link
 
 SLOW = 0.5  # of the usual rate; less is slow
 BUSY = 0.1  # of the time: a link that is used less does not slow the job down
-AS_SLOW = 2.0  # times the rate of the slowest link; a faster one may only suffer from that
 COMPARABLE = 1 / 16  # of the bytes of the link that carried most
 
 
@@ -53,10 +53,10 @@ def find_slow_links(links: Iterable[Link], hosts: Container[str], seconds: float
     links = [link for link in links if link.nbytes >= COMPARABLE * most]
     if len(links) < 2:
         return []
-    usual = _upper_quartile([_rate(link) for link in links])
-    used = [link for link in links if link.busy_seconds >= BUSY * seconds]
-    limit = min(SLOW * usual, AS_SLOW * min(map(_rate, used), default=0.0))
-    slow = [link for link in used if _rate(link) < limit]
+    usual = _upper_quartile([link.nbytes / link.busy_seconds for link in links])
+    limit = SLOW * usual
+    used = (link for link in links if link.busy_seconds >= BUSY * seconds)
+    slow = [link for link in used if find_rate(link) < limit]
     found = []
     for host in sorted({end for link in slow for end in (link.host, link.peer)}):
         ways, whole = _find_slow_ways(host, links, slow)
@@ -89,7 +89,7 @@ def _describe(
         hosts,
         interfaces.pop() if len(interfaces) == 1 else "",
         ways,
-        sum(link.nbytes for link in links) / sum(link.busy_seconds for link in links),
+        sum(map(find_rate, links)) / len(links),
         usual,
         min(1.0, max(link.busy_seconds for link in links) / seconds) if seconds else 1.0,
     )
@@ -119,8 +119,9 @@ def _format(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e6:.3g} MB/s"
 
 
-def _rate(link: Link) -> float:
-    return link.nbytes / link.busy_seconds
+def find_rate(link: Link) -> float:
+    """Return what a link carried while data was on its way, in bytes per second."""
+    return link.nbytes / min(link.busy_seconds, link.transfer_seconds or link.busy_seconds)
 
 
 def _upper_quartile(values: Sequence[float]) -> float:

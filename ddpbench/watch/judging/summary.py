@@ -22,6 +22,7 @@ from ddpbench.records.watched import (
 )
 from ddpbench.watch import history as columns
 from ddpbench.watch.history import Calls, Floats, History, who_most_often
+from ddpbench.watch.judging.slow_links import find_rate
 
 LATEST = 64  # steps of `Summary.latest`, at most
 STANDS_OUT = 2.0  # times the share that each rank would have, to be named as last
@@ -153,7 +154,7 @@ def _links(history: History) -> Iterator[WatchedLink]:
             peer=peer,
             interface=link.interface,
             nbytes=int(link.nbytes),
-            bytes_per_second=link.nbytes / link.busy_seconds if link.busy_seconds else None,
+            bytes_per_second=find_rate(link) if link.busy_seconds else None,
             rtt_seconds=link.rtt_seconds or None,
             retransmitted=int(link.retransmitted),
         )

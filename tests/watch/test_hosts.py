@@ -1,0 +1,94 @@
+"""A real job on four hosts: a slow link between two of them, and a clock that is wrong."""
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from simulated_hosts import PORT, Hosts
+
+from ddpbench.records import store
+from ddpbench.records.schema import Run
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+layers = [nn.Linear(512, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 512)]
+model = DistributedDataParallel(nn.Sequential(*layers))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(48):
+    loss = model(torch.randn(16, 512)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+dist.destroy_process_group()
+"""
+AHEAD_SECONDS, DRIFT_PPM = 0.4, 400
+WRONG = 2  # the host with this clock
+
+
+@pytest.fixture(scope="module")
+def run(hosts: Callable[..., Hosts], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The stored run of a job with one rank on each of four hosts.
+
+    Links carry 1 Gbit/s, but between host2 and host3 100 Mbit/s. The clock of host3 is 0.4 s ahead
+    and gains 0.4 ms every second.
+    """
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    folder = tmp_path_factory.mktemp("hosts")
+    clock, script, results = folder / "clock.so", folder / "train.py", folder / "results"
+    source = Path(__file__).parent / "shifted_clock.c"
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", clock, "-ldl"], check=True)
+    script.write_text(SCRIPT)
+    shifted = [f"LD_PRELOAD={clock}", f"AHEAD_NS={AHEAD_SECONDS * 1e9:.0f}"]
+    shifted += [f"DRIFT_PPM={DRIFT_PPM}", f"SINCE_NS={time.monotonic_ns()}"]
+    job = [sys.executable, "-m", "ddpbench.watch", "--output", str(results), str(script)]
+    bench = hosts(4, rate=1e9, pairs={(1, 2): 1e8})
+    commands = {
+        rank: ["env", f"RANK={rank}", *(shifted if rank == WRONG else ()), *job]
+        for rank in range(4)
+    }
+    outcomes = bench.run(
+        commands,
+        folder,
+        MASTER_ADDR=bench[0].address,
+        MASTER_PORT=str(PORT),
+        WORLD_SIZE="4",
+        LOCAL_RANK="0",
+        GLOO_SOCKET_IFNAME="eth0",
+    )
+    assert [done.returncode for done in outcomes] == [0] * 4, outcomes
+    print(outcomes[0].stderr)
+    return store.read(next(results.iterdir()))
+
+
+def test_a_slow_link_is_blamed_and_no_rank(run: Run) -> None:
+    """The finding names both hosts, in the direction in which the ring sends, and the interface."""
+    blamed = [finding for finding in run.findings if finding.severity != "note"]
+    (link,) = [finding for finding in blamed if finding.code.startswith("slow-")]
+    assert link.code == "slow-link"
+    assert link.place["hosts"] == ["host3", "host2"]
+    assert link.place["interface"] == "eth0"
+    assert not [finding for finding in blamed if "straggler" in finding.code]
+
+
+def test_arrivals_are_compared_by_one_clock(run: Run) -> None:
+    """Though one host's clock is 0.4 s ahead, and gains, its rank does not look late, and no call
+    seems to have waited that long."""
+    watched = run.steps[0].watched
+    assert watched is not None
+    often = [each for each in watched.collectives if each.calls >= 1]
+    waits = {each.operation: each.wait_seconds for each in often}
+    assert set(waits) == {"all_reduce", "broadcast"}
+    assert max(waits.values()) < AHEAD_SECONDS / 2, waits
+    assert not [finding for finding in run.findings if finding.place.get("rank") == WRONG]
