@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import explain_unknown
 from ddpbench.render.formats import FORMATS
-from ddpbench.watch.settings import Settings
+from ddpbench.watch.settings import Settings, explain_wrong_port
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -110,13 +110,16 @@ def start(settings: Settings) -> Watch:
 
 
 def _check(settings: Settings) -> None:
-    wrong, known = "", settings.format in FORMATS
+    wrong = ""
     if not settings.verify >= 0:
         wrong = f"verify is {settings.verify!r}: give a number of steps, or 0"
     elif not 0 <= settings.timeout < math.inf:
         wrong = f"timeout is {settings.timeout!r}: give seconds, or 0"
     elif not 0 < settings.every < math.inf:
         wrong = f"every is {settings.every!r}: give seconds above 0"
-    if wrong or not known:
-        wrong = wrong or explain_unknown("format", settings.format, FORMATS)
+    elif settings.format not in FORMATS:
+        wrong = explain_unknown("format", settings.format, FORMATS)
+    elif settings.prometheus is not None:
+        wrong = explain_wrong_port(settings.prometheus)
+    if wrong:
         raise ValueError(f"ddpbench.watch: {wrong}")

@@ -12,7 +12,7 @@ from ddpbench.render.formats import FORMATS
 from ddpbench.runtime import devices
 from ddpbench.session import options
 from ddpbench.watch.script import Program
-from ddpbench.watch.settings import Settings
+from ddpbench.watch.settings import Settings, explain_wrong_port
 
 USAGE = """%(prog)s [options] SCRIPT [the script's own options]
        %(prog)s [options] -m MODULE [the module's own options]"""
@@ -40,9 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout", kind=options.time_limit, metavar="SECONDS")
     add("--every", kind=options.positive, default=30.0, metavar="SECONDS")
     add("--output", default="results", metavar="FOLDER")
-    add("--prometheus", metavar="FILE|PORT")
+    add("--prometheus", kind=_file_or_port, metavar="FILE|PORT")
     add("--wire", action="store_true")
     add("--format", default="table", choices=tuple(FORMATS))
+
+
+def _file_or_port(text: str) -> str:
+    """Parse the value of `--prometheus`."""
+    if wrong := explain_wrong_port(text):
+        raise argparse.ArgumentTypeError(wrong)
+    return text
 
 
 WITHOUT_VALUE = ("--wire", "-h", "--help")

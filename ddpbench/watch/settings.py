@@ -28,3 +28,10 @@ class Settings:
     prometheus: str | None = None
     format: str = "table"
     script: str = ""  # for titles
+
+
+def explain_wrong_port(prometheus: str) -> str:
+    """Return a sentence if a number given for Prometheus is no port; empty if it is one, or a file."""
+    if prometheus.isdecimal() and not 0 < int(prometheus) < 2**16:
+        return f"{prometheus} is no port for Prometheus: give 1 to 65535, or a file"
+    return ""

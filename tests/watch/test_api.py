@@ -1,0 +1,105 @@
+"""`ddpbench.watch(...)`: a package that can be called, its arguments, its beginning and its end."""
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_lines import clean_environment, run_command
+
+import ddpbench
+from ddpbench.launch.placement import free_port
+from ddpbench.watch import api
+
+needs_all = pytest.mark.skipif(
+    not os.environ.get("DDPBENCH_WATCH_ALL"), reason="DDPBENCH_WATCH_ALL=1 runs it"
+)
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist, ddpbench
+from torch import nn
+reports = []
+if os.environ["WHEN"] == "before":
+    ddpbench.watch(on_report=reports.append)
+dist.init_process_group("gloo")
+if os.environ["WHEN"] == "after":
+    ddpbench.watch(on_report=reports.append, output=None)
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with ddpbench.watch() as watch:
+    for _ in range(20):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+pid = os.fork()
+if not pid:
+    watch.close()
+    os._exit(0)
+os.waitpid(pid, 0)
+watch.close()
+print(dist.get_rank(), len(reports) > 0)
+dist.destroy_process_group()
+"""
+
+
+def test_the_package_can_be_called() -> None:
+    """`ddpbench.watch` is the package of that name, and calls a function that documents each
+    argument."""
+    package: Any = sys.modules["ddpbench.watch"]
+    assert ddpbench.watch is package
+    assert package.__call__ is api.watch
+    assert api.watch.__doc__ is not None
+    assert all(f"{name}:" in api.watch.__doc__ for name in inspect.signature(api.watch).parameters)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"verify": -1}, "verify is -1: give a number of steps, or 0"),
+        ({"timeout": float("nan")}, "timeout is nan: give seconds, or 0"),
+        ({"every": 0}, "every is 0: give seconds above 0"),
+        ({"format": "tabel"}, "unknown format 'tabel'.*Did you mean table"),
+        ({"prometheus": 70000}, "70000 is no port for Prometheus: give 1 to 65535, or a file"),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_once(arguments: dict[str, Any], sentence: str) -> None:
+    """A ValueError says what was given and what is allowed, and nothing is watched."""
+    with pytest.raises(ValueError, match=f"ddpbench.watch: {sentence}"):
+        ddpbench.watch(**arguments)
+    assert api._on is None
+
+
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=needs_all)])
+def test_one_line_in_the_script_is_enough(tmp_path: Path, when: str) -> None:
+    """Before or after init_process_group; a second call returns the same watch, whose end in `with`
+    gives the last report to rank 0; a forked child and a second end do nothing."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=tmp_path,
+            env=clean_environment(WHEN=when, RANK=str(rank), LOCAL_RANK=str(rank), **variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    texts = [rank.communicate(timeout=240) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], texts
+    assert [out.split() for out, _ in texts] == [["0", "True"], ["1", "False"]]
+    assert "part of a step" in texts[0][1]
+    assert texts[1][1] == ""
+    assert (tmp_path / "results").exists() == (when == "before")
+
+
+def test_a_watch_that_cannot_start_is_one_line(tmp_path: Path) -> None:
+    """The job goes on, with its own exit code, if a part of the watch cannot be imported."""
+    (tmp_path / "msgspec.py").write_text("raise ImportError('no msgspec')")
+    (tmp_path / "train.py").write_text("import ddpbench, sys\nddpbench.watch()\nsys.exit(3)")
+    done = run_command([sys.executable, "train.py"], tmp_path)
+    assert done.returncode == 3
+    assert done.stderr.count("\n") == 1
+    assert "watch could not start, the job continues: ImportError: no msgspec" in done.stderr
