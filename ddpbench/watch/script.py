@@ -16,6 +16,8 @@ from types import CodeType, ModuleType, TracebackType
 
 from ddpbench.launch.placement import Refused
 
+OWN = f"{Path(__file__).parent}{os.sep}"  # where the frames of the watch are
+
 
 @dataclass(frozen=True)
 class Program:
@@ -111,8 +113,8 @@ def run(program: Program) -> None:
         def show(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
-            own = _without_frames_of_ddpbench(trace)
-            sys.last_traceback = own
+            sys.last_traceback = own = _strip(_below_execute(trace))
+            _strip_causes(error)
             shown(kind, error.with_traceback(own), own)
 
         sys.excepthook = show
@@ -136,12 +138,33 @@ def _compile(path: str) -> CodeType:
         return compile(file.read(), path, "exec", dont_inherit=True)
 
 
-def _without_frames_of_ddpbench(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from below `_execute` on; of a script that does not compile, nothing."""
+def _below_execute(trace: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback that is the program's."""
     part = trace
     while part is not None and part.tb_frame.f_code is not _execute.__code__:
         part = part.tb_next
-    rest = trace if part is None else part.tb_next
-    if rest is not None and rest.tb_frame.f_code is _compile.__code__:
-        return rest.tb_next
+    return trace if part is None else part.tb_next
+
+
+def _strip(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without frames of the watch, as of its wrappers of torch's functions."""
+    kept = []
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(OWN):
+            kept.append(trace)
+        trace = trace.tb_next
+    rest = None
+    for part in reversed(kept):
+        rest = TracebackType(rest, part.tb_frame, part.tb_lasti, part.tb_lineno)
     return rest
+
+
+def _strip_causes(error: BaseException) -> None:
+    """Remove the frames of the watch from the errors that led to this one."""
+    errors, seen = [error.__cause__, error.__context__], set[int]()
+    while errors:
+        cause = errors.pop()
+        if cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            cause.__traceback__ = _strip(cause.__traceback__)
+            errors += [cause.__cause__, cause.__context__]

@@ -31,7 +31,7 @@ class Settings:
 
 
 def explain_wrong_port(prometheus: str) -> str:
-    """Return a sentence if a number given for Prometheus is no port; empty if it is one, or a file."""
+    """Return a sentence on a number that is no port; empty for a port or a file."""
     if prometheus.isdecimal() and not 0 < int(prometheus) < 2**16:
         return f"{prometheus} is no port for Prometheus: give 1 to 65535, or a file"
     return ""
