@@ -7,14 +7,13 @@ same instructions as if there were no stamps.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
+from collections.abc import Callable
+from threading import get_ident
+from time import time_ns
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from ddpbench.mpi_backend.work import Lane, Noted, live_lanes
+from ddpbench.mpi_backend.work import Call, Lane, Noted, live_lanes
 
 KEPT = 2000  # stamps of a group
 
@@ -32,46 +31,61 @@ class Stamp(NamedTuple):
     waited: bool
 
 
-def _slot(name: str) -> Any:
-    def read(lane: StampedLane) -> Noted | None:
-        noted: Noted | None = lane.__dict__[name]
-        return noted
+# The two slots are properties of plain functions, and a stamp is a tuple until it is taken: a call
+# that its caller waits for may take 5 µs.
+def _read(name: str) -> Callable[[StampedLane], Noted | None]:
+    return lambda lane: lane.__dict__[name]
 
-    def fill(lane: StampedLane, noted: Noted | None) -> None:
-        lane.__dict__[name] = noted
-        lane.stamp(name, noted)
 
-    return property(read, fill)
+def _fill_inside(lane: StampedLane, noted: Noted | None) -> None:
+    """Stamp a synchronous call, whose thread begins and ends it."""
+    state = lane.__dict__
+    if noted is None:
+        if state["_inside_ns"]:
+            now_ns = time_ns()
+            lane.keep((state["inside"], state["_inside_ns"], state["_inside_ns"], now_ns, True))
+        state["inside"], state["_inside_ns"] = None, 0
+    else:
+        state["inside"], state["_inside_ns"] = noted, time_ns()
+
+
+def _fill_doing(lane: StampedLane, noted: Noted | None) -> None:
+    """Stamp queued calls: a new one in the slot ends the one before."""
+    lane.__dict__["_doing"] = noted
+    lane.stamp(noted)
 
 
 class StampedLane(Lane):
     """A lane that stamps its calls."""
 
-    inside = _slot("inside")
-    _doing = _slot("_doing")
-    stamps: deque[Stamp]
-    _issued: dict[int, tuple[int, int]]  # number of a call → when, and by which thread
-    _begun: dict[str, tuple[Noted, int, int]]  # slot → the call in it, since when, which thread
-    _newest: int  # number of the latest call that has begun
-
-    def note(self, name: str, like: Tensor | None) -> Noted:
-        noted = super().note(name, like)
-        self._issued[noted[0]] = time.time_ns(), threading.get_ident()
-        return noted
+    inside: Any = property(_read("inside"), _fill_inside)
+    _doing: Any = property(_read("_doing"), _fill_doing)
+    stamps: deque[tuple[Noted, int, int, int, bool]]
+    keep: Callable[[tuple[Noted, int, int, int, bool]], None]
 
     def start(self) -> None:
         """Stamp the calls from the next one on."""
-        self.stamps, self._issued, self._begun, self._newest = deque(maxlen=KEPT), {}, {}, 0
+        self.stamps = deque(maxlen=KEPT)
+        self.keep, self._inside_ns = self.stamps.append, 0
+        # The queued call that runs, when and by which thread it was issued, and when it began.
+        self._begun: tuple[Noted, tuple[int, int], int] | None = None
+        self._newest = 0  # number of the latest queued call that has begun
 
-    def stamp(self, slot: str, noted: Noted | None) -> None:
-        """Note that the call in the slot has ended, and another one, if any, has begun."""
-        now, thread = time.time_ns(), threading.get_ident()
-        if (begun := self._begun.pop(slot, None)) is not None:
-            before, began_ns, runner = begun
-            issued_ns, issuer = self._issued.pop(before[0], (began_ns, runner))
-            self.stamps.append(Stamp(before, issued_ns, began_ns, now, issuer == runner))
-        if noted is not None and noted[0] > self._newest:  # not one that goes on after a callback
-            self._begun[slot], self._newest = (noted, now, thread), noted[0]
+    def submit(self, call: Call) -> None:
+        vars(call)["issued"] = time_ns(), get_ident()
+        super().submit(call)
+
+    def stamp(self, noted: Noted | None) -> None:
+        """Note that the queued call before has ended and another one, if any, has begun."""
+        now_ns = time_ns()
+        if self._begun is not None:
+            before, (issued_ns, issuer), began_ns = self._begun
+            self.keep((before, issued_ns, began_ns, now_ns, issuer == get_ident()))
+            self._begun = None
+        if noted is not None and noted[0] > self._newest:  # not one resumed after a callback
+            self._newest = noted[0]
+            issued = getattr(self._running, "issued", (now_ns, 0))
+            self._begun = noted, issued, now_ns
 
 
 def take() -> list[tuple[str, list[Stamp]]]:
@@ -84,8 +98,8 @@ def take() -> list[tuple[str, list[Stamp]]]:
         if type(lane) is Lane:
             StampedLane.start(lane)  # type: ignore[arg-type]
             lane.__class__ = StampedLane
-        stamps: deque[Stamp] = vars(lane)["stamps"]
-        taken.append((lane.group, [stamps.popleft() for _ in range(len(stamps))]))
+        stamps = vars(lane)["stamps"]
+        taken.append((lane.group, [Stamp(*stamps.popleft()) for _ in range(len(stamps))]))
     return taken
 
 
