@@ -96,8 +96,8 @@ def escaped(render: Callable[P, str]) -> Callable[P, str]:
 
 
 def tell(sentence: str) -> None:
-    """Write one line without secrets to stderr. Ignores a stderr that is closed or full."""
-    with contextlib.suppress(OSError, ValueError):
+    """Write one line without secrets to stderr. Ignores a missing, closed or full stderr."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"ddpbench: {escape(redact.message(sentence))}\n")
         sys.stderr.flush()
 

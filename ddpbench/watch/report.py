@@ -79,7 +79,7 @@ class Outputs:
         if settings.on_report is not None:
             call = settings.on_report
             self._outputs["on_report"] = lambda report: call(report.as_dict())
-        if sys.stderr is not None and sys.stderr.isatty():
+        if sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty():
             line = Line(settings.every)
             self._outputs["the line"] = lambda report: line.show(report.latest, report.run)
 
