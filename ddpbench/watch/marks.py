@@ -60,6 +60,8 @@ class Marks:
 
     def use_device(self, device: torch.device) -> None:
         """Measure phases by the clock of a device, if its kind has one."""
+        if device.type not in devices.list_names():  # such as xla
+            return
         kind = devices.of(device)
         if kind.clock == "device":
             self._device, self._kind, self._clock_ns = device, kind, time.perf_counter_ns()

@@ -243,12 +243,9 @@ class Observer:
             if torch.compiler.is_compiling() or get_ident() != self._thread or self._in_backward:
                 return original(tensors, *args, **kwargs)
             self._in_backward, self._own_ended = True, False
-            self._add(BACKWARD)
             try:
+                self._add(BACKWARD)
                 self._watch_begin(tensors)
-            except Exception as error:
-                self._fail(error)
-            try:
                 return original(tensors, *args, **kwargs)
             finally:
                 self._in_backward = False
@@ -262,13 +259,18 @@ class Observer:
         This is what Tensor.register_hook does, with a dictionary of hooks that is made once, which
         saves 7 µs. The tensor gets its own back; the node of its graph keeps both.
         """
-        for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
-            node = tensor.grad_fn if isinstance(tensor, Tensor) else None
-            if node is not None:
-                own_hooks = tensor._backward_hooks
-                tensor._backward_hooks = self._begin_hooks
-                node._register_hook_dict(tensor)
-                tensor._backward_hooks = own_hooks
+        begins = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
+        try:
+            with torch._C.DisableTorchFunction():  # of subclasses, which may count what they see
+                for tensor in begins:
+                    node = tensor.grad_fn if isinstance(tensor, Tensor) else None
+                    if node is not None:
+                        own_hooks = tensor._backward_hooks
+                        tensor._backward_hooks = self._begin_hooks
+                        node._register_hook_dict(tensor)
+                        tensor._backward_hooks = own_hooks
+        except Exception as error:
+            self._fail(error)
 
     def _queue_stamp(self, gradient: Tensor) -> None:
         """Have the engine call `_stamp` before it calls anybody else.

@@ -147,6 +147,35 @@ def test_hooks_of_the_loss_are_the_users_alone(observed: Observed) -> None:
     assert run() == with_marks == [1.0, 1.0 + 2.0 + 1.0]
 
 
+class Strict(Tensor):
+    """A subclass that refuses to be asked for its hooks."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function that is not about hooks."""
+        assert "hooks" not in repr(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_what_backward_is_called_with_is_left_alone(observed: Observed) -> None:
+    """Generators, edges of a graph and subclasses work as without marks."""
+    model = Net()
+    start(model)
+    observed.take()
+    model(torch.ones(2, 4)).sum().as_subclass(Strict).backward()
+    assert observed.take() == "fFbwB"
+    model.zero_grad()
+    losses = [model(torch.ones(2, 4)).sum() for _ in range(2)]
+    torch.autograd.backward(loss for loss in losses)  # type: ignore[arg-type]
+    assert model.head.bias.grad == 4
+    edge = torch.autograd.graph.get_gradient_edge(model(torch.ones(2, 4)).sum())
+    torch.autograd.backward(edge, torch.ones(()))
+    assert model.head.bias.grad == 6
+    with torch.device("cpu"):  # a mode, which sees every function
+        model(torch.ones(2, 4)).sum().backward()
+    assert observed.take() == "fFfFbB" + "fFbB" + "fFbwB"
+
+
 def test_autograd_grad_is_no_backward(observed: Observed) -> None:
     """torch.autograd.grad, as in a gradient penalty, has no mark, and gives the same gradients."""
     model = Net()
@@ -649,6 +678,14 @@ def test_phases_of_a_device(stream: Any, observed: Observed) -> None:
     for step in steps[2:]:
         assert step.row[FORWARD] >= 0.05
         assert [phase for phase, _, _ in step.spans][:3] == [INPUT, FORWARD, BACKWARD]
+
+
+def test_parameters_on_an_unknown_device(observed: Observed) -> None:
+    """Where the kind of the device is unknown, phases are times of the host."""
+    parameter = nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.step()
+    assert observed.take() == "o|"
 
 
 def test_no_marks_while_a_graph_is_captured(
