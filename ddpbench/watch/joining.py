@@ -35,6 +35,7 @@ from ddpbench.watch.window import (
     unpack_rows,
 )
 
+ROOTED = ("broadcast", "scatter", "reduce", "gather")
 Table = npt.NDArray[Any]  # of a structured dtype
 Indices = npt.NDArray[np.intp]
 
@@ -92,7 +93,10 @@ def join_ranks(
     rows = _cut([all_rows[i] for i in steps.members], [firsts[i] for i in steps.members], steps)
     position = np.full(len(windows), -1)
     position[steps.members] = np.arange(len(steps.members))
-    rows = _move(rows, _sum_waits(len(rows), steps, position[arrivals["rank"]], arrivals, waits_ns))
+    owners, rooted = position[arrivals["rank"]], _find_rooted(arrivals["operation"], operations)
+    free = _sum_waits(len(rows), steps, np.where(rooted, -1, owners), arrivals, waits_ns)
+    bound = _sum_waits(len(rows), steps, np.where(rooted, owners, -1), arrivals, waits_ns)
+    rows = _move(rows, _limit_waits(rows, free, bound))
     median = _median(rows)
     shown = {numbers[steps.members[i]]: rows[i] for i in _choose_slowest(rows, median, RANKS)}
     return HostWindow(
@@ -123,11 +127,13 @@ def join_hosts(hosts: Sequence[HostWindow]) -> Round | None:
     steps = _find_common(
         [host.first_step for host in hosts], [len(unpack_rows(host.median)) for host in hosts]
     )
-    calls, owners, table, waits_ns = _match_hosts(hosts)
+    calls, owners, table, waits_ns, rooted = _match_hosts(hosts)
     position = np.full(len(hosts), -1)
     position[steps.members] = np.arange(len(steps.members))
-    waits = _sum_waits(len(steps.members), steps, position[owners], table, waits_ns)
-    medians, rows, least_blocked = _join_rows([hosts[i] for i in steps.members], steps, waits)
+    owners, count = position[owners], len(steps.members)
+    free = _sum_waits(count, steps, np.where(rooted, -1, owners), table, waits_ns)
+    bound = _sum_waits(count, steps, np.where(rooted, owners, -1), table, waits_ns)
+    medians, rows, least_blocked = _join_rows([hosts[i] for i in steps.members], steps, free, bound)
     members = [hosts[i] for i in steps.members] or hosts
     names = _name_hosts(members)
     return Round(
@@ -202,14 +208,18 @@ def _cut(windows: Sequence[Rows], firsts: Sequence[int], steps: Steps) -> Rows:
 
 
 def _join_rows(
-    hosts: Sequence[HostWindow], steps: Steps, waits: npt.NDArray[np.float32]
+    hosts: Sequence[HostWindow],
+    steps: Steps,
+    free: npt.NDArray[np.float32],
+    bound: npt.NDArray[np.float32],
 ) -> tuple[Rows, dict[int, Rows], npt.NDArray[np.float32]]:
     """The hosts' medians, the rows of the slowest ranks, and the least time blocked of all ranks.
 
-    waits: of each host's ranks for other hosts, as from _sum_waits.
+    free, bound: waits of each host's ranks for other hosts, as for _limit_waits.
     """
     firsts = [host.first_step for host in hosts]
     medians = _cut([unpack_rows(host.median) for host in hosts], firsts, steps)
+    waits = _limit_waits(medians, free, bound)
     passed = [(rank, i, row) for i, host in enumerate(hosts) for rank, row in host.rows.items()]
     owners = [i for _, i, _ in passed]
     rows = _cut([unpack_rows(row) for _, _, row in passed], [firsts[i] for i in owners], steps)
@@ -248,6 +258,26 @@ def _sum_waits(
     where = owners[use], table["step"][use] - steps.first, table["phase"][use]
     np.add.at(waits, where, waits_ns[use].astype(np.float32) * np.float32(1e-9))
     return waits
+
+
+def _find_rooted(numbers: npt.NDArray[Any], operations: Sequence[str]) -> npt.NDArray[np.bool_]:
+    """Whether each of these numbers of operations is that of a rooted one."""
+    return np.isin(numbers, [i for i, name in enumerate(operations) if name in ROOTED])
+
+
+def _limit_waits(
+    rows: Rows, free: npt.NDArray[np.float32], bound: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """All waits: those in rooted operations only as far as they made a phase longer.
+
+    free, bound: waits as from _sum_waits, in other and in rooted operations. In a broadcast most
+    ranks wait for one other rank only, whichever that is, and not for the last one: a rank whose
+    phase is as short as the shortest did not wait in it.
+    """
+    if not len(rows):
+        return free
+    own = rows[:, :, :BLOCKED] - free
+    return np.asarray(free + np.minimum(bound, own - own.min(axis=0)))
 
 
 def _move(rows: Rows, waits: npt.NDArray[np.float32]) -> Rows:
@@ -350,9 +380,9 @@ def _reduce_wire(wire_ns: npt.NDArray[np.int64], starts: Indices) -> npt.NDArray
 
 def _match_hosts(
     hosts: Sequence[HostWindow],
-) -> tuple[list[JoinedCall], Indices, Table, npt.NDArray[np.int64]]:
-    """The newest calls of all hosts; then of each host's calls the host, the call, and how long
-    this host's ranks then waited for other hosts, in ns.
+) -> tuple[list[JoinedCall], Indices, Table, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """The newest calls of all hosts; then of each host's calls the host, the call, how long this
+    host's ranks then waited for other hosts, in ns, and whether the operation is rooted.
 
     Leaves out the hosts whose clocks are unknown.
     """
@@ -370,7 +400,7 @@ def _match_hosts(
     order = np.lexsort((last_ns, number, group))
     starts = _find_starts(group[order], number[order])
     if not len(starts):
-        return [], owners, table, np.zeros(0, np.int64)
+        return [], owners, table, np.zeros(0, np.int64), np.zeros(0, np.bool_)
     sizes = np.diff(starts, append=len(order))
     final = last_ns[order][starts + sizes - 1]
     waits = np.empty(len(order), np.int64)
@@ -381,7 +411,8 @@ def _match_hosts(
         members = order[starts[call] :][: sizes[call]]
         operation = list(all_operations)[np.concatenate(operations)[members[-1]]]
         calls.append(_join_call(table[members], list(all_groups)[group[members[-1]]], operation))
-    return calls, owners, table, waits
+    rooted = _find_rooted(np.concatenate(operations), list(all_operations))
+    return calls, owners, table, waits, rooted
 
 
 def _renumber(known: dict[str, int], names: Sequence[str]) -> npt.NDArray[np.int64]:

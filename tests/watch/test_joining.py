@@ -312,3 +312,33 @@ def test_messages_do_not_grow_with_steps_or_ranks() -> None:
     assert max(ranks) < 30_000
     assert max(hosts) - min(hosts) <= 12 * STEPS
     assert max(hosts) < 50_000
+
+
+def test_a_rank_that_did_not_wait_in_a_broadcast_was_not_blocked_there() -> None:
+    """Rank 2 comes late to a broadcast, and only the root's phase becomes longer: it alone was
+    blocked. If the root is late, all others were."""
+
+    def join(late: int, waiting: Sequence[int]) -> dict[int, list[float]]:
+        windows = []
+        for rank in range(4):
+            rows = np.tile(STEP, (8, 1))
+            rows[:, FORWARD] += 0.02 if rank in waiting else 0.0
+            calls = [
+                Call(
+                    *("world", step, "broadcast", 64),
+                    EPOCH + step * STEP_NS + (20 * MS if rank == late else 0),
+                    *(30 * MS, step, FORWARD),
+                )
+                for step in range(8)
+            ]
+            data = pack_rows(rows.astype(np.float32))
+            windows.append(RankWindow(rank, 0, data, EPOCH + 8 * STEP_NS, calls))
+        host = join_ranks(windows, "one")
+        assert host is not None
+        round_ = join_hosts([host])
+        assert round_ is not None
+        return {rank: median_row(rows) for rank, rows in round_.rows.items()}
+
+    waited = [*HEALTHY[:-1], HEALTHY[-1] + 20]
+    assert join(2, [0]) == {0: waited, 1: HEALTHY, 2: HEALTHY, 3: HEALTHY}
+    assert join(0, [1, 2, 3]) == {0: HEALTHY, 1: waited, 2: waited, 3: waited}
