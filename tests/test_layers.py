@@ -3,6 +3,8 @@
 import ast
 import shutil
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -95,7 +97,7 @@ def is_left_out(node: ast.AST, module: str) -> bool:
 
 
 def imported(
-    tree: ast.AST, module: str, modules: set[str], everything: bool = False
+    tree: ast.AST, module: str, modules: AbstractSet[str], everything: bool = False
 ) -> Iterator[tuple[int, str]]:
     """(line, module) of everything of ddpbench that this code imports, at the top, in functions,
     for type checking, relatively or through import_module with a constant; but for what is left
@@ -127,13 +129,21 @@ def imported(
         yield from imported(node, module, modules, everything)
 
 
-def modules_below(root: Path) -> tuple[dict[str, Path], set[str]]:
+@cache
+def imports_of(
+    text: str, module: str, modules: frozenset[str], everything: bool = False
+) -> tuple[tuple[int, str], ...]:
+    """What `imported` gives for a file: of most files the same in every copy."""
+    return tuple(imported(ast.parse(text), module, modules, everything))
+
+
+def modules_below(root: Path) -> tuple[dict[str, Path], frozenset[str]]:
     """The files below `root`/ddpbench by dotted name, and all names by which they are imported."""
     paths = {
         ".".join(path.relative_to(root).with_suffix("").parts): path
         for path in (root / "ddpbench").rglob("*.py")
     }
-    return paths, {name.removesuffix(".__init__") for name in paths} | set(paths)
+    return paths, frozenset({name.removesuffix(".__init__") for name in paths} | set(paths))
 
 
 def arrows_up(root: Path) -> list[str]:
@@ -143,7 +153,7 @@ def arrows_up(root: Path) -> list[str]:
     for name, path in paths.items():
         module = name.removesuffix(".__init__")
         mine = floor(module)
-        for line, target in imported(ast.parse(path.read_text()), module, modules):
+        for line, target in imports_of(path.read_text(), module, modules):
             inside = target.removeprefix("ddpbench.")
             if floor(target) != mine and not {floor(target), inside} & set(FLOORS.get(mine, ())):
                 found.append(f"{path.relative_to(root)}:{line} imports {target}")
@@ -160,8 +170,8 @@ def cycles(root: Path) -> list[list[str]]:
     imports = {
         name.removesuffix(".__init__"): {
             target.removesuffix(".__init__")
-            for _, target in imported(
-                ast.parse(path.read_text()), name.removesuffix(".__init__"), modules, True
+            for _, target in imports_of(
+                path.read_text(), name.removesuffix(".__init__"), modules, True
             )
         }
         for name, path in paths.items()
