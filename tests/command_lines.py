@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from warm_python import warm_python
 
 from ddpbench.launch import placement
 from ddpbench.records import store
@@ -39,22 +41,34 @@ def clean_environment(**variables: str) -> dict[str, str]:
     return {**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
 
 
+def write_warm_python(folder: Path) -> str:
+    """Write a program that is a warm Python, with mpirun beside it; return its path.
+
+    As sys.executable it makes warm what ddpbench starts.
+    """
+    programs = {"python": warm_python(), "mpirun": [placement.find_mpirun() or "false"]}
+    for name, words in programs.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        (folder / name).chmod(0o755)
+    return str(folder / "python")
+
+
 def ddpbench_command(*words: str) -> list[str]:
     """Return the command line that starts ddpbench in this Python."""
     return [sys.executable, "-m", "ddpbench", *words]
 
 
 def mpirun(nproc: int) -> list[str]:
-    """Return mpirun's command line for Python in `nproc` ranks, as a user types it."""
+    """Return mpirun's words for a program in `nproc` ranks, as a user types them."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     mpirun = str(placement.find_mpirun())
-    return [mpirun, *root, "--oversubscribe", "-n", str(nproc), sys.executable]
+    return [mpirun, *root, "--oversubscribe", "-n", str(nproc)]
 
 
 def torchrun(nproc: int) -> list[str]:
-    """Return torchrun's command line for `nproc` ranks, as a user types it."""
+    """Return torchrun's command line for `nproc` ranks: only torchrun itself is a warm Python."""
     module = ["-m", "torch.distributed.run", "--standalone"]
-    return [sys.executable, *module, "--nproc-per-node", str(nproc)]
+    return [*warm_python(), *module, "--nproc-per-node", str(nproc)]
 
 
 def run_command(
@@ -75,8 +89,8 @@ def run_command(
 def run_ddpbench(
     cwd: Path, *words: str, timeout: float = 90, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `ddpbench WORDS…` until it ends; fail after `timeout` seconds."""
-    return run_command(ddpbench_command(*words), cwd, timeout, **variables)
+    """Run `ddpbench WORDS…` in a warm Python until it ends; fail after `timeout` seconds."""
+    return run_command([*warm_python(), "-m", "ddpbench", *words], cwd, timeout, **variables)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from command_lines import ROOT, TESTS
 from torch import Tensor
+from warm_python import warm_python
 
 from ddpbench import mpi
 from ddpbench.launch import placement
@@ -62,7 +63,9 @@ ENVIRONMENT = {
 }
 
 
-def mpirun_command(job: Callable[..., None], ranks: int, folder: Path) -> list[str]:
+def mpirun_command(
+    job: Callable[..., None], ranks: int, folder: Path, python: Sequence[str] = (sys.executable,)
+) -> list[str]:
     """Return the command that starts a job; skip the test where there is no MPI."""
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
@@ -75,14 +78,14 @@ def mpirun_command(job: Callable[..., None], ranks: int, folder: Path) -> list[s
     )
     if "Open MPI" in version.stdout or "PRRTE" in version.stdout:
         words += ["--allow-run-as-root", "--oversubscribe"]
-    return [*words, sys.executable, inspect.getfile(job), job.__name__, str(folder)]
+    return [*words, *python, inspect.getfile(job), job.__name__, str(folder)]
 
 
 def run_job(
     job: Callable[..., None], ranks: int, folder: Path, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a job in `ranks` ranks until it ends; end it after 120 s and raise TimeoutExpired."""
-    words = mpirun_command(job, ranks, folder)
+    words = mpirun_command(job, ranks, folder, warm_python())
     process = subprocess.Popen(
         words,
         stdout=subprocess.PIPE,

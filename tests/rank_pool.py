@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from command_lines import clean_environment
+from warm_python import warm_python
 
 from ddpbench import cli
 from ddpbench.selftest.ranks import Done
@@ -28,8 +29,9 @@ __all__ = ["Done", "RankPool", "start_rank"]
 
 def start_rank(prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
     """Start a rank process; `prefix` is a command that runs it elsewhere, as on another host."""
+    python = [sys.executable] if prefix else warm_python()
     return subprocess.Popen(
-        [*prefix, sys.executable, __file__],
+        [*prefix, *python, __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import QUICK, clean_environment
+from warm_python import warm_python
 
 import ddpbench
 from ddpbench import cli
@@ -44,7 +45,7 @@ def call(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "fakes.py").write_text(FAKES)
     (tmp_path / "front.py").write_text(FAKES + MAIN)
     return subprocess.run(
-        [sys.executable, "front.py", *words],
+        [*warm_python(), "front.py", *words],
         cwd=tmp_path,
         env=clean_environment(PYTHONPATH=f"{Path(__file__).parents[1]}:{tmp_path}"),
         capture_output=True,
@@ -72,7 +73,7 @@ def test_fakes_are_swept_and_shown(tmp_path: Path) -> None:
         (["--format", "shout"], r"SHOUTED 2 cases"),
     ):
         done = subprocess.run(
-            [sys.executable, *torchrun, "front.py", *words, *extra, *QUICK],
+            [*warm_python(), *torchrun, "front.py", *words, *extra, *QUICK],
             cwd=tmp_path,
             env=clean_environment(),
             capture_output=True,
@@ -113,7 +114,7 @@ def run(namespace, words):
 @pytest.mark.parametrize(
     ("words", "code", "expected"),
     [
-        (["--help"], 0, r"(?s)diagnose:\n.*\n  greet +greet the ranks\n\ncompare:"),
+        (["--help"], 0, r"(?s)diagnose:\n.*\n  greet +greet the ranks\n(?:  [^\n]*\n)*\ncompare:"),
         (["greet", "--help"], 0, r"(?s)usage: ddpbench greet .*Greet the ranks.*whom to greet"),
         (["greet", "--name", "Ada"], 4, r"hello Ada\n"),
     ],

@@ -23,6 +23,7 @@ from command_lines import (
     torchrun,
 )
 from in_process import call_in_process
+from warm_python import warm_python
 
 from ddpbench import cli
 from ddpbench.launch import placement
@@ -192,7 +193,7 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     port = str(placement.free_port())
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "ddpbench.collectives", "--timeout", "5"],
+            [*warm_python(), "-m", "ddpbench.collectives", "--timeout", "5"],
             cwd=tmp_path,
             env=clean_environment(
                 RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3",

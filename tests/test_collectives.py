@@ -29,6 +29,7 @@ from command_lines import (
     wait_for_result,
 )
 from rank_pool import RankPool
+from warm_python import warm_python
 
 from ddpbench.launch import placement
 from ddpbench.records import store
@@ -108,7 +109,7 @@ def test_torchrun_gives_the_table_from_rank_0_once(tmp_path: Path) -> None:
 def test_mpirun_gives_the_table_from_rank_0_once(tmp_path: Path, backend: str) -> None:
     """Under mpirun both mpi and gloo run; the ranks meet over MPI itself."""
     words = ["-m", "ddpbench.collectives", "--backend", backend, "--op", "all_reduce,barrier"]
-    done = run_command([*mpirun(2), *words, "--sizes", "4,1K", *QUICK], tmp_path)
+    done = run_command([*mpirun(2), sys.executable, *words, "--sizes", "4,1K", *QUICK], tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(heads(done.stdout)) == 2
     assert sizes_in(done.stdout)[:2] == ["4 B", "1 KiB"]
@@ -121,7 +122,7 @@ def as_tasks(
     """Ranks started with the variables that srun sets, one command line each."""
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "ddpbench.collectives", *each],
+            [*warm_python(), "-m", "ddpbench.collectives", *each],
             cwd=tmp_path,
             env=clean_environment(
                 SLURM_PROCID=str(rank),
@@ -175,7 +176,8 @@ def test_init_methods_meet(tmp_path: Path, method: str) -> None:
         f"tcp://127.0.0.1:{placement.free_port()}" if method == "tcp" else f"file://{tmp_path}/meet"
     )
     words = ["--init-method", url, "--op", "barrier", *QUICK]
-    done = run_command([*torchrun(2), "-m", "ddpbench.collectives", *words], tmp_path)
+    python = ["--no-python", *warm_python()]
+    done = run_command([*torchrun(2), *python, "-m", "ddpbench.collectives", *words], tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(heads(done.stdout)) == 1
 

@@ -23,6 +23,7 @@ from command_lines import (
     wait_for_result,
 )
 from rank_pool import Done, RankPool
+from warm_python import warm_python
 
 from ddpbench import cli, ddp
 from ddpbench.catalog import faults
@@ -56,7 +57,7 @@ def parts(result: StepResult) -> dict[str, float]:
 def test_torchrun_prints_all_tables(tmp_path: Path) -> None:
     """Phases, budget, buckets and replicas from rank 0 alone, exit code 0; what is stored agrees:
     each step was verified, phases add up to the step, both gradients' buckets were seen."""
-    words = [*torchrun(2), "-m", "ddpbench.ddp", *SMALL, *FEW]
+    words = [*torchrun(2), "--no-python", *warm_python(), "-m", "ddpbench.ddp", *SMALL, *FEW]
     done = run_command(words, tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search("replicas.*equal.*after each of 16 steps", done.stdout, re.S)
@@ -91,7 +92,7 @@ def test_every_workload_runs_on_gloo_and_mpi(tmp_path: Path) -> None:
     """Side by side in one run, with replicas equal after each step, and a loss of its own in each
     rank, but for contrastive, whose loss is of the joined batch."""
     words = ("ddp", "-n", "2", "--backend", "gloo,mpi", "--workload", "all", "--rounds", "2")
-    done = run_ddpbench(tmp_path, *words, *TINY)
+    done = run_ddpbench(tmp_path, *words, *TINY, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     results = read_stored_run(tmp_path)[1].steps
     assert {(result.case.workload, result.case.backend) for result in results} == {
@@ -110,7 +111,7 @@ def test_every_workload_runs_on_gloo_and_mpi(tmp_path: Path) -> None:
 @needs_mpirun
 def test_mpirun_starts_ranks_too(tmp_path: Path) -> None:
     """Three ranks under mpirun itself."""
-    words = [*mpirun(3), "-m", "ddpbench.ddp", "--backend", "mpi", *SMALL, *FEW]
+    words = [*mpirun(3), *warm_python(), "-m", "ddpbench.ddp", "--backend", "mpi", *SMALL, *FEW]
     done = run_command(words, tmp_path)
     assert done.returncode == 0, done.stderr
     assert one(tmp_path).case.world_size == 3
@@ -357,8 +358,8 @@ def test_what_cannot_be_here_is_one_sentence(
 @pytest.mark.parametrize(("fault", "told"), [("raise", "planted error"), ("hang", "faults.py")])
 def test_a_rank_that_fails_ends_the_run(tmp_path: Path, fault: str, told: str) -> None:
     """Named with its line within the deadline, exit code 5, marked as partial."""
-    words = ("ddp", "-n", "2", *SMALL, "--timeout", "6", "--inject", f"{fault}:rank=1")
-    done = run_ddpbench(tmp_path, *words)
+    words = ("ddp", "-n", "2", *SMALL, "--timeout", "10", "--inject", f"{fault}:rank=1")
+    done = run_command(ddpbench_command(*words), tmp_path)
     assert done.returncode == 5, done.stdout + done.stderr
     assert "rank 1" in done.stderr
     assert told in done.stderr

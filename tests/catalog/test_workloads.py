@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from warm_python import warm_python
 
 from ddpbench.catalog import models, user_workload, workloads
 from ddpbench.catalog.task import BATCHES, EPOCHS, RankSetup, Task
@@ -389,7 +390,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[A
 
 
 def run_gloo(folder: Path, size: int) -> str:
-    words = [sys.executable, __file__, "job_gloo", str(folder), str(size)]
+    words = [*warm_python(), __file__, "job_gloo", str(folder), str(size)]
     ranks = subprocess.Popen(
         words, env=mpi_jobs.ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

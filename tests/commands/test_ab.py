@@ -375,7 +375,7 @@ import torch.distributed as dist
 plain = dist.all_reduce
 def all_reduce(*arguments, **named):
     if os.environ.get("SLOWED"):
-        time.sleep(0.02)
+        time.sleep(0.005)
     return plain(*arguments, **named)
 dist.all_reduce = all_reduce
 """
@@ -384,7 +384,7 @@ dist.all_reduce = all_reduce
 def test_a_slowdown_in_the_environment_of_one_side_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Real ranks, forked launch by launch: the variable that makes each call sleep 20 ms makes b
+    """Real ranks, forked launch by launch: the variable that makes each call sleep 5 ms makes b
     SLOWER, in pairs, and is named as the difference; nothing is left running."""
     (tmp_path / "slowed.py").write_text(SLOWED)
     monkeypatch.chdir(tmp_path)

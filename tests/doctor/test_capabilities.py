@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from command_lines import write_warm_python
 from left_processes import wait_for_left_processes
 from rank_pool import RankPool
 
@@ -460,6 +462,7 @@ def test_a_crash_is_found_and_nothing_is_left(
     (tmp_path / "planted.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", write_warm_python(tmp_path))
     wanted = [BARRIER, LIST, SUM]
     trials = Trials(wanted)
     request = probe.request("gloo", "cpu", ("planted",), wanted)

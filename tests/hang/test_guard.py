@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from command_lines import clean_environment
+from warm_python import warm_python
 
 import ddpbench
 from ddpbench.hang import flight_recorder
@@ -69,7 +70,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What all plays over gloo have left."""
     path = tmp_path_factory.mktemp("plays")
     for plays in GLOO:
-        with running(sys.executable, str(SCRIPT), str(path), *plays) as process:
+        # The first plays tell what ddpbench imports: in a warm Python it may all be there.
+        python = [sys.executable] if "talk" in plays else warm_python()
+        with running(*python, str(SCRIPT), str(path), *plays) as process:
             process.wait(100)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=5)
@@ -335,7 +338,7 @@ def test_a_verdict_ends_what_the_ranks_have_started(folder: Path) -> None:
 @MPI
 def test_a_healthy_job_of_mpirun_ends_without_a_word() -> None:
     """Also where the rank in which the store lives leaves first: no client complains."""
-    with running(*mpirun(), sys.executable, str(SCRIPT), "-", "healthy") as process:
+    with running(*mpirun(), *warm_python(), str(SCRIPT), "-", "healthy") as process:
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
 
@@ -343,7 +346,7 @@ def test_a_healthy_job_of_mpirun_ends_without_a_word() -> None:
 @MPI
 def test_over_mpi_it_is_the_same() -> None:
     """A rank that is stopped inside MPI, while the other is there too: its own count tells it."""
-    with running(*mpirun(), sys.executable, str(SCRIPT), "-", "inside") as process:
+    with running(*mpirun(), *warm_python(), str(SCRIPT), "-", "inside") as process:
         _, err = process.communicate(timeout=60)
     (sentence,) = verdicts(err)
     assert re.fullmatch(INSIDE, sentence), err

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from command_lines import clean_environment
 from strikes import MARK, list_members
+from warm_python import warm_python
 
 from ddpbench.launch import family
 
@@ -33,10 +34,11 @@ sys.exit(forks.run(main, {ranks}, deadline=Deadline(3.0)))
 
 
 def started(body: str, ranks: int = 2, **extra: str) -> subprocess.Popen[str]:
-    """A program that forks ranks with this body."""
+    """A program that forks ranks with this body; it stands in `ps` if `extra` has a mark for it."""
     program = PROGRAM.format(body=body, ranks=ranks)
+    python = [sys.executable] if MARK in extra else warm_python()
     return subprocess.Popen(
-        [sys.executable, "-c", program], env=clean_environment(**extra), text=True,
+        [*python, "-c", program], env=clean_environment(**extra), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from command_lines import clean_environment, needs_mpirun
+from command_lines import clean_environment, needs_mpirun, write_warm_python
 from left_processes import wait_for_left_processes
 
 from ddpbench.catalog import hooks
@@ -46,6 +46,12 @@ def hang():  # with the interpreter in its hand, so that no Python thread answer
 for name, fault in {"hang": hang, "abort": os.abort, "differ": lambda: None}.items():
     HOOKS[name] = Hook(name, "", lambda group, fault=fault: (None, planted(fault)))
 """
+
+
+@pytest.fixture(autouse=True)
+def warm_trials(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of a trial need not import torch."""
+    monkeypatch.setattr(sys, "executable", write_warm_python(tmp_path_factory.mktemp("python")))
 
 
 @pytest.fixture

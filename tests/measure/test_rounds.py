@@ -21,6 +21,7 @@ import torch.distributed as dist
 from command_lines import clean_environment
 from stored_steps import a_step_case
 from torch import Tensor, nn
+from warm_python import warm_python
 
 from ddpbench.analysis import steps
 from ddpbench.analysis.steps import Samples
@@ -134,7 +135,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each rank left."""
     folder = tmp_path_factory.mktemp("rounds")
     done = subprocess.run(
-        [sys.executable, __file__, str(folder)],
+        [*warm_python(), __file__, str(folder)],
         env=clean_environment(), capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -20,6 +20,7 @@ from command_lines import clean_environment
 from recording_backend import NAME
 from stored_runs import a_case
 from torch._subclasses.fake_tensor import FakeTensorMode
+from warm_python import warm_python
 
 from ddpbench.catalog import backends
 from ddpbench.catalog.operations import OPERATIONS, Buffers
@@ -102,7 +103,7 @@ def job(folder: Path) -> int:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
     """What each of four ranks saw."""
     folder = tmp_path_factory.mktemp("barriers")
-    words = [sys.executable, __file__, str(folder)]
+    words = [*warm_python(), __file__, str(folder)]
     done = subprocess.run(
         words, env=clean_environment(), capture_output=True, text=True, timeout=90
     )

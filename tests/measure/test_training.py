@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from warm_python import warm_python
 
 from ddpbench.catalog import workloads
 from ddpbench.catalog.task import RankSetup, Task, Training
@@ -285,7 +286,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]
         folder = tmp_path_factory.mktemp(f"ranks-{size}")
         # On eight ranks only what is of interest there.
         names = ["play_converged"] if size > 3 else sorted(PLAYS, key="play_interrupted".__eq__)
-        words = [sys.executable, __file__, str(folder), str(size), *names]
+        words = [*warm_python(), __file__, str(folder), str(size), *names]
         ranks = subprocess.Popen(
             words, env=mpi_jobs.ENVIRONMENT, stderr=subprocess.PIPE, text=True,
             start_new_session=True,

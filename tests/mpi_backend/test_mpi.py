@@ -45,6 +45,7 @@ from mpi_jobs import (
     start_group,
 )
 from torch import Tensor
+from warm_python import warm_python
 
 from ddpbench import mpi
 from ddpbench.mpi_backend import library as mpi_library
@@ -1140,7 +1141,7 @@ def test_trainers(tmp_path: Path, job: Callable[..., None]) -> None:
 def test_without_mpirun(tmp_path: Path) -> None:
     """Ranks that mpirun did not start are all told so, instead of computing alone."""
     pytest.importorskip("mpi4py", exc_type=ImportError)
-    command = [sys.executable, __file__, "job_alone", str(tmp_path)]
+    command = [*warm_python(), __file__, "job_alone", str(tmp_path)]
     ranks = [
         subprocess.Popen(command, stderr=subprocess.PIPE, env={**ENVIRONMENT, "RANK": str(rank)})
         for rank in range(2)

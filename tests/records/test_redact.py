@@ -6,12 +6,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from command_lines import clean_environment
+from warm_python import warm_python
 
 from ddpbench.commands import slurm
 from ddpbench.nested_runs import turns
@@ -192,7 +192,7 @@ def test_nothing_that_was_planted_is_found_again(tmp_path: Path) -> None:
 
     def ddpbench(*words: str, code: int | None = 0) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "ddpbench", *words], cwd=home, env=environ, text=True,
+            [*warm_python(), "-m", "ddpbench", *words], cwd=home, env=environ, text=True,
             capture_output=True, timeout=120, check=False,
         )  # fmt: skip
         assert code is None or done.returncode == code, done

@@ -25,6 +25,7 @@ from replica_reports import report_as_json
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from warm_python import warm_python
 
 import ddpbench
 from ddpbench.replicas import state
@@ -563,7 +564,7 @@ def job(folder: Path, rank: int) -> None:
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """The report of a play, which all ranks have alike."""
     folder = tmp_path_factory.mktemp("models")
-    line = [sys.executable, __file__, str(folder)]
+    line = [*warm_python(), __file__, str(folder)]
     ranks = [
         subprocess.Popen(
             [*line, str(rank)], stderr=subprocess.PIPE, text=True, env=mpi_jobs.ENVIRONMENT

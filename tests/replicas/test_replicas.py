@@ -28,6 +28,7 @@ import torch.distributed as dist
 from replica_reports import report_as_json
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from warm_python import warm_python
 
 import ddpbench
 from ddpbench.replicas import causes, digest, findings, locate, state
@@ -880,7 +881,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[A
 
 
 def run_gloo(folder: Path, size: int) -> str:
-    words = [sys.executable, __file__, "job_gloo", str(folder)]
+    words = [*warm_python(), __file__, "job_gloo", str(folder)]
     ranks = [
         subprocess.Popen(
             [*words, str(rank), str(size)], stderr=subprocess.PIPE, env=mpi_jobs.ENVIRONMENT,

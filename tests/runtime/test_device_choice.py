@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from command_lines import clean_environment
+from warm_python import warm_python
 
 from ddpbench.catalog import backends
 from ddpbench.launch import forks
@@ -127,7 +128,7 @@ def test_ranks_agree_on_their_gpus_or_are_refused_together(tmp_path: Path) -> No
     or with NCCL's variable for this, ranks 0 and 2 share, and know it; a backend that cannot share
     is refused all the same."""
     done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)],
+        [*warm_python(), __file__, str(tmp_path)],
         env=clean_environment(), capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import psutil
 import pytest
 from command_lines import clean_environment
 from stored_runs import a_run
+from warm_python import warm_python
 
 from ddpbench import cli
 from ddpbench.analysis.selftest import Expected, Tried, collect_messages, judge_fault, judge_healthy
@@ -207,7 +207,7 @@ def test_real_faults_are_planted_found_and_named(tmp_path: Path) -> None:
     needs; exit code 0, and no run and no folder stays."""
     words = ["doctor", "--selftest", "wrong-interface,full-disk", "--healthy", "0"]
     done = subprocess.run(
-        [sys.executable, "-m", "ddpbench", *words, "--format", "json"],
+        [*warm_python(), "-m", "ddpbench", *words, "--format", "json"],
         cwd=tmp_path, env=clean_environment(TMPDIR=str(tmp_path)), capture_output=True, text=True,
         check=False, timeout=150,
     )  # fmt: skip

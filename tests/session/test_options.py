@@ -4,13 +4,13 @@ import argparse
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm_python
 
 import ddpbench
 from ddpbench import collectives
@@ -216,7 +216,7 @@ LAUNCHERS: dict[str, Environ] = {
 
 def start_ranks(words: list[str], environs: list[dict[str, str]]) -> list[subprocess.Popen[str]]:
     """Start this command in one process per environment."""
-    command = [sys.executable, "-m", "ddpbench", *words]
+    command = [*warm_python(), "-m", "ddpbench", *words]
     return [
         subprocess.Popen(
             command, env={**os.environ, "PYTHONPATH": str(ROOT), **environ}, text=True,

@@ -60,7 +60,7 @@ def command(launcher: str, watch: bool, *script: str) -> list[str]:
         return ddpbench_command("launch", *options, *port, "--", *script)
     line = python if watch else by_hand(python)
     if launcher == "mpirun":
-        return [*mpirun(2)[:-1], *line]
+        return [*mpirun(2), *line]
     return ["srun", "-n", "2", *line]
 
 
