@@ -7,6 +7,8 @@ up to the last arrival among its ranks, rank 0 up to the last arrival of all.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +39,9 @@ from ddpbench.watch.window import (
 
 ROOTED = ("broadcast", "scatter", "reduce", "gather")
 Table = npt.NDArray[Any]  # of a structured dtype
+Columns = dict[str, npt.NDArray[np.int64]]  # such a table by columns
 Indices = npt.NDArray[np.intp]
+CHUNK = 512  # rows that are handled at a time: a longer call would hold the interpreter
 
 # A rank's arrivals. room_ns: the longest that it can have been blocked.
 ARRIVAL = np.dtype(
@@ -96,7 +100,7 @@ def join_ranks(
     owners, rooted = position[arrivals["rank"]], _find_rooted(arrivals["operation"], operations)
     free = _sum_waits(len(rows), steps, np.where(rooted, -1, owners), arrivals, waits_ns)
     bound = _sum_waits(len(rows), steps, np.where(rooted, owners, -1), arrivals, waits_ns)
-    rows = _move(rows, _limit_waits(rows, free, bound))
+    _move(rows, _limit_waits(rows, free, bound), range(len(rows)))
     median = _median(rows)
     shown = {numbers[steps.members[i]]: rows[i] for i in _choose_slowest(rows, median, RANKS)}
     return HostWindow(
@@ -200,11 +204,10 @@ def _keep_newest(steps: Steps, calls: Table) -> tuple[Steps, Table]:
 def _cut(windows: Sequence[Rows], firsts: Sequence[int], steps: Steps) -> Rows:
     """The rows of these steps: float32 [windows, steps, COLUMNS]."""
     count = steps.end - steps.first
-    if not windows:
-        return np.zeros((0, count, COLUMNS), np.float32)
-    return np.stack(
-        [rows[steps.first - first :][:count] for rows, first in zip(windows, firsts, strict=True)]
-    )
+    rows = np.empty((len(windows), count, COLUMNS), np.float32)
+    for i, (window, first) in enumerate(zip(windows, firsts, strict=True)):
+        rows[i] = window[steps.first - first :][:count]
+    return rows
 
 
 def _join_rows(
@@ -223,10 +226,10 @@ def _join_rows(
     passed = [(rank, i, row) for i, host in enumerate(hosts) for rank, row in host.rows.items()]
     owners = [i for _, i, _ in passed]
     rows = _cut([unpack_rows(row) for _, _, row in passed], [firsts[i] for i in owners], steps)
-    rows = _move(rows, waits[owners])
+    _move(rows, waits, owners)
     blocked = _cut_blocked(hosts, steps)
     blocked += np.minimum(waits, np.maximum(medians[:, :, :BLOCKED], 0)).sum(axis=2)
-    medians = _move(medians, waits)
+    _move(medians, waits, range(len(medians)))
     chosen = _choose_slowest(rows, _median(medians), ROUND_RANKS)
     least = blocked.min(axis=0) if len(blocked) else np.zeros(0, np.float32)
     return medians, {passed[i][0]: rows[i] for i in sorted(chosen)}, least
@@ -247,17 +250,22 @@ def _cut_blocked(hosts: Sequence[HostWindow], steps: Steps) -> npt.NDArray[np.fl
 
 
 def _sum_waits(
-    count: int, steps: Steps, owners: Indices, table: Table, waits_ns: npt.NDArray[np.int64]
+    count: int,
+    steps: Steps,
+    owners: Indices,
+    calls: Table | Columns,
+    waits_ns: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.float32]:
     """The seconds of waiting per owner, step and phase: float32 [count, steps, BLOCKED].
 
-    table: calls with their steps and phases; owners: their positions among `count`, -1 none.
+    calls: with their steps and phases; owners: their positions among `count`, -1 none.
     """
-    waits = np.zeros((count, steps.end - steps.first, BLOCKED), np.float32)
-    use = (owners >= 0) & (table["phase"] >= 0) & steps.among(table["step"]) & (waits_ns > 0)
-    where = owners[use], table["step"][use] - steps.first, table["phase"][use]
-    np.add.at(waits, where, waits_ns[use].astype(np.float32) * np.float32(1e-9))
-    return waits
+    shape = (count, steps.end - steps.first, BLOCKED)
+    use = (owners >= 0) & (calls["phase"] >= 0) & steps.among(calls["step"]) & (waits_ns > 0)
+    step, phase = calls["step"][use] - steps.first, calls["phase"][use]
+    place = (owners[use] * shape[1] + step) * BLOCKED + phase
+    sums = np.bincount(place, waits_ns[use] * 1e-9, minlength=math.prod(shape))
+    return sums.reshape(shape).astype(np.float32)
 
 
 def _find_rooted(numbers: npt.NDArray[Any], operations: Sequence[str]) -> npt.NDArray[np.bool_]:
@@ -280,12 +288,14 @@ def _limit_waits(
     return np.asarray(free + np.minimum(bound, own - own.min(axis=0)))
 
 
-def _move(rows: Rows, waits: npt.NDArray[np.float32]) -> Rows:
-    """The rows with these waits taken off their phases and added to BLOCKED."""
-    own = rows[:, :, :BLOCKED]
-    moved = np.minimum(waits, np.maximum(own, 0))
-    blocked = rows[:, :, BLOCKED] + moved.sum(axis=2)
-    return np.concatenate([own - moved, blocked[:, :, None]], axis=2)
+def _move(rows: Rows, waits: npt.NDArray[np.float32], owners: Sequence[int]) -> None:
+    """Take waits off the phases of rows and add them to BLOCKED; owners: whose waits are each's."""
+    for first in range(0, len(rows), CHUNK):
+        part = rows[first : first + CHUNK]
+        own = part[:, :, :BLOCKED]
+        moved = np.minimum(waits[owners[first : first + CHUNK]], np.maximum(own, 0))
+        own -= moved
+        part[:, :, BLOCKED] += moved.sum(axis=2)
 
 
 def _choose_slowest(rows: Rows, typical: Rows, limit: int) -> list[int]:
@@ -380,7 +390,7 @@ def _reduce_wire(wire_ns: npt.NDArray[np.int64], starts: Indices) -> npt.NDArray
 
 def _match_hosts(
     hosts: Sequence[HostWindow],
-) -> tuple[list[JoinedCall], Indices, Table, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+) -> tuple[list[JoinedCall], Indices, Columns, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """The newest calls of all hosts; then of each host's calls the host, the call, how long this
     host's ranks then waited for other hosts, in ns, and whether the operation is rooted.
 
@@ -388,31 +398,35 @@ def _match_hosts(
     """
     all_groups: dict[str, int] = {}
     all_operations: dict[str, int] = {}
-    tables, groups, operations = [np.zeros(0, CALL)], [], []
+    tables, groups, operations = [], [], []
     for host in hosts:
         table = np.frombuffer(host.calls if host.bound_ns < UNKNOWN_NS else b"", CALL)
         tables.append(table)
         groups.append(_renumber(all_groups, host.groups)[table["group"]])
         operations.append(_renumber(all_operations, host.operations)[table["operation"]])
-    owners = np.repeat(np.arange(len(hosts)), [len(table) for table in tables[1:]])
-    table, group = np.concatenate(tables), np.concatenate(groups)
-    number, last_ns = table["number"].copy(), table["last_ns"].copy()
-    order = np.lexsort((last_ns, number, group))
-    starts = _find_starts(group[order], number[order])
+    owners = np.repeat(np.arange(len(hosts)), [len(table) for table in tables])
+    # One column at a time: a single copy of all would hold the interpreter for long.
+    columns = {name: np.concatenate([table[name] for table in tables]) for name in CALL.names or ()}
+    columns |= {"group": np.concatenate(groups), "operation": np.concatenate(operations)}
+    last_ns = columns["last_ns"]
+    order = np.lexsort((last_ns, columns["number"], columns["group"]))
+    starts = _find_starts(columns["group"][order], columns["number"][order])
     if not len(starts):
-        return [], owners, table, np.zeros(0, np.int64), np.zeros(0, np.bool_)
+        return [], owners, columns, np.zeros(0, np.int64), np.zeros(0, np.bool_)
     sizes = np.diff(starts, append=len(order))
     final = last_ns[order][starts + sizes - 1]
     waits = np.empty(len(order), np.int64)
     waits[order] = np.repeat(final, sizes) - last_ns[order]
-    waits = np.minimum(waits, table["room_ns"])
-    calls = []
-    for call in np.argsort(final, kind="stable")[-CALLS:]:
-        members = order[starts[call] :][: sizes[call]]
-        operation = list(all_operations)[np.concatenate(operations)[members[-1]]]
-        calls.append(_join_call(table[members], list(all_groups)[group[members[-1]]], operation))
-    rooted = _find_rooted(np.concatenate(operations), list(all_operations))
-    return calls, owners, table, waits, rooted
+    names = list(all_groups), list(all_operations)
+    calls = [
+        _join_call(
+            {name: column[order[starts[n] :][: sizes[n]]] for name, column in columns.items()},
+            *names,
+        )
+        for n in np.argsort(final, kind="stable")[-CALLS:]
+    ]
+    waits = np.minimum(waits, columns["room_ns"])
+    return calls, owners, columns, waits, _find_rooted(columns["operation"], names[1])
 
 
 def _renumber(known: dict[str, int], names: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -420,24 +434,24 @@ def _renumber(known: dict[str, int], names: Sequence[str]) -> npt.NDArray[np.int
     return np.array([known.setdefault(name, len(known)) for name in names], np.int64)
 
 
-def _join_call(hosts: Table, group: str, operation: str) -> JoinedCall:
+def _join_call(hosts: Columns, groups: Sequence[str], operations: Sequence[str]) -> JoinedCall:
     """One call as all hosts saw it; `hosts` is sorted by their last arrivals."""
-    last = hosts[-1]
-    seconds = [int(host["last_ns"]) for host in hosts[-2:-1]]
+    last = {name: int(column[-1]) for name, column in hosts.items()}
+    seconds = hosts["last_ns"][-2:-1].tolist()
     if last["ranks"] > 1 or not seconds:
-        seconds.append(int(last["second_ns"]))
+        seconds.append(last["second_ns"])
     wires = hosts["wire_ns"][hosts["wire_ns"] >= 0]
     return JoinedCall(
-        group=group,
-        number=int(last["number"]),
-        operation=operation,
-        nbytes=int(last["nbytes"]),
+        group=groups[last["group"]],
+        number=last["number"],
+        operation=operations[last["operation"]],
+        nbytes=last["nbytes"],
         step=int(hosts["step"].max()),
         phase=int(hosts["phase"].max()),
         first_ns=int(hosts["first_ns"].min()),
         second_ns=max(seconds),
-        last_ns=int(last["last_ns"]),
-        last_rank=int(last["last_rank"]),
+        last_ns=last["last_ns"],
+        last_rank=last["last_rank"],
         ranks=int(hosts["ranks"].sum()),
         wire_ns=int(wires.min()) if len(wires) else -1,
     )
@@ -466,10 +480,10 @@ def _expand_runs(runs: Iterable[tuple[int, int]]) -> list[int]:
 
 def _name_hosts(hosts: Sequence[HostWindow]) -> list[str]:
     """The hosts' names; where several have one name, with their first rank."""
-    names = [host.host for host in hosts]
+    counts = Counter(host.host for host in hosts)
     return [
-        f"{name} (rank {host.ranks[0][0]})" if names.count(name) > 1 else name
-        for name, host in zip(names, hosts, strict=True)
+        f"{host.host} (rank {host.ranks[0][0]})" if counts[host.host] > 1 else host.host
+        for host in hosts
     ]
 
 

@@ -32,6 +32,8 @@ READ_SECONDS = 0.5
 LAST_SECONDS = 3.0  # for the other hosts at the job's end
 MEET_SECONDS = 0.5  # for rank 0 to publish the job, if it ends at once
 COMPARISONS = 256  # hosts that ask rank 0 for its time in one round
+MOST_BEHIND_NS = 10**8  # by which a host may send later than others
+AFTER_SECONDS = 0.001  # the beginning of a round, so that no clock is before it
 RETRY_SECONDS = 60.0  # after rank 0 could not be asked
 
 
@@ -74,7 +76,9 @@ class Transport:
         now = self._now_ns()
         number = -(-now // self._period_ns)
         number += number == self._number  # this clock was just set back
-        return (number * self._period_ns - now) * 1e-9
+        # Ranks cut their windows by their own clock, which may be behind rank 0's.
+        behind = max(0, -self._mailbox.ahead_ns) if self._mailbox is not None else 0
+        return (number * self._period_ns - now + min(behind, MOST_BEHIND_NS)) * 1e-9 + AFTER_SECONDS
 
     def exchange(self, window: RankWindow) -> list[HostWindow]:
         """Hand over this rank's window; return all hosts' windows in rank 0, none in other ranks.

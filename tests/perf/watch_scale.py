@@ -6,9 +6,9 @@ Eight ranks a host, in windows of STEPS steps and CALLS calls. One host is simul
 through the real encoding. The other hosts report the same under their own names to a real TCPStore
 in a process of its own, from which rank 0 reads them and joins them. Each world runs in a fresh
 process. join s, read s: CPU time of rank 0's process, once a round. hold: the longest CPU time in
-ms in which another thread of rank 0 did not run meanwhile, with a switch interval of 0.5 ms, so
-that only calls in C hold the interpreter longer. memory MB: the most, above what the imports take. growth
-MB: of a host's leader and rank 0 together, from 10,000 to 100,000 steps.
+ms in which another thread of rank 0 did not run meanwhile; the switch interval is 0.5 ms, so that
+only calls in C hold the interpreter longer. memory MB: the most, above what the imports take.
+growth MB: of a host's leader and rank 0 together, from 10,000 to 100,000 steps.
 """
 
 from __future__ import annotations

@@ -195,15 +195,14 @@ def test_windows_are_joined_over_the_steps_that_all_have() -> None:
 def test_steps_whose_calls_are_unknown_are_left_out() -> None:
     """Where calls block outside backward, a step counts only if all its calls are known: of the
     oldest some were cut off, of the newest some have not been read. Otherwise all steps count."""
-    job = Simulated(steps=100 - 6, world=2)  # 282 calls: those of eight steps and a part are cut
-    host = join_ranks([job.window(0), job.window(1, seen=3 * 90)], "one")
-    assert host is not None
-    steps = host.first_step, host.first_step + len(host.median) // (4 * COLUMNS)
-    assert steps == (100 + 9, 100 + 90)
-    job = dataclasses.replace(job, phase=-1)
-    host = join_ranks([job.window(0), job.window(1, seen=3 * 90)], "one")
-    assert host is not None
-    assert (host.first_step, len(host.median) // (4 * COLUMNS)) == (100, 94)
+    for phase, expected in ((FORWARD, (100 + 10, 100 + 86)), (-1, (100, 100 + 90))):
+        job = Simulated(steps=90, world=2, phase=phase)
+        newest = job.window(0)  # of the tenth step only the last call is left
+        newest = msgspec.structs.replace(newest, calls=newest.calls[3 * 9 + 2 :])
+        host = join_ranks([newest, job.window(1, seen=3 * 86)], "one")
+        assert host is not None
+        steps = host.first_step, host.first_step + len(host.median) // (4 * COLUMNS)
+        assert steps == expected
 
 
 def test_a_host_passes_on_the_calls_that_block_first() -> None:
