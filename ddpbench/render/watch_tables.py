@@ -97,7 +97,7 @@ def _collectives(watched: Watched, style: Style) -> str:
             str(row.ranks),
             row.operation,
             digits(row.nbytes / 1e3),
-            digits(round(row.calls, 1)),
+            f"{row.calls:.1f}",
             ms(row.wait_seconds, watched.step_seconds),
             ms(row.wire_seconds, watched.step_seconds),
             "-" if row.last_rank is None else f"{row.last_rank} ({row.last_share * 100:.0f} %)",

@@ -55,15 +55,13 @@ class Calls:
 
     ranks: int = 0
     count: int = 0  # of all calls seen
-    steps: float = 0.0  # over which they were made
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=CALLS))  # first to last rank
     last_ranks: deque[int] = field(default_factory=lambda: deque(maxlen=CALLS))
     wires: deque[float] = field(default_factory=lambda: deque(maxlen=CALLS))  # seconds
 
-    def add(self, calls: Sequence[JoinedCall], steps: float) -> None:
+    def add(self, calls: Sequence[JoinedCall]) -> None:
         """Add the calls of one round."""
         self.count += len(calls)
-        self.steps += steps
         self.ranks = max(self.ranks, *(call.ranks for call in calls))
         for call in calls:
             self.waits.append((call.last_ns - call.first_ns) * 1e-9)
@@ -86,6 +84,7 @@ class History:
         self.host_facts: deque[Mapping[str, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.rounds = 0
         self.calls: dict[tuple[str, str, int], Calls] = {}
+        self.call_steps = 0  # in which any of these calls was made
         self.links: dict[tuple[str, str], Link] = {}  # what they carried; older rounds fade
         self.link_seconds = 0.0  # in which they did, fading alike
         self._ended_ns = 0
@@ -152,10 +151,10 @@ class History:
         kinds: dict[tuple[str, str, int], list[JoinedCall]] = {}
         for call in calls:
             kinds.setdefault((call.group, call.operation, call.nbytes), []).append(call)
-        known_steps = {call.step for call in calls if call.step >= 0}
+        self.call_steps += len({call.step for call in calls if call.step >= 0})
         for key, of_kind in kinds.items():
             if key in self.calls or len(self.calls) < KINDS:
-                self.calls.setdefault(key, Calls()).add(of_kind, len(known_steps))
+                self.calls.setdefault(key, Calls()).add(of_kind)
 
 
 def _fade(link: Link) -> Link:

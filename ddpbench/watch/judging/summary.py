@@ -124,12 +124,14 @@ def _ranks(history: History) -> Iterator[WatchedRank]:
 
 def _collectives(history: History) -> list[WatchedCollective]:
     """Return the collectives, those with the longest waits first."""
-    rows = [_collective(*key, calls) for key, calls in history.calls.items()]
+    rows = [_collective(*key, calls, history.call_steps) for key, calls in history.calls.items()]
     rows.sort(key=lambda row: -row.wait_seconds * row.calls)
     return rows[: watched.MOST_COLLECTIVES]
 
 
-def _collective(group: str, operation: str, nbytes: int, calls: Calls) -> WatchedCollective:
+def _collective(
+    group: str, operation: str, nbytes: int, calls: Calls, steps: int
+) -> WatchedCollective:
     last_rank, share = who_most_often(list(calls.last_ranks))
     stands_out = share >= min(STANDS_OUT / calls.ranks, (1 + 1 / calls.ranks) / 2)
     return WatchedCollective(
@@ -137,7 +139,7 @@ def _collective(group: str, operation: str, nbytes: int, calls: Calls) -> Watche
         ranks=calls.ranks,
         operation=operation,
         nbytes=nbytes,
-        calls=calls.count / (calls.steps or 1),
+        calls=calls.count / (steps or 1),
         wait_seconds=float(np.median(calls.waits)),
         last_rank=last_rank if stands_out and calls.ranks > 1 else None,
         last_share=share,
