@@ -51,7 +51,8 @@ def warm_python() -> list[str]:
         [sys.executable, __file__, "serve", str(listener.fileno()), "-" * SHOWN_BYTES],
         stdin=subprocess.PIPE,
         pass_fds=[listener.fileno()],
-        env={**environ, "OMP_NUM_THREADS": "1"},
+        # With NVML asked whether there is a GPU, CUDA stays untouched, and forks can use it.
+        env={**environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         start_new_session=True,
     )
     name = listener.getsockname().hex()
