@@ -16,8 +16,9 @@ optimizer  in step() of any optimizer, without what a closure does of the above.
 other      the rest: evaluation (forwards without gradients), clipping, logging, checkpoints, and
            what ddpbench does after a step, such as verifying replicas.
 BLOCKED    from the end of the rank's own backward to the end of backward, summed over the backwards
-           of a step. 0 for a backward whose own end is unknown (compiled autograd). What blocks in
-           other phases is in those.
+           of a step: the wait for the reductions, and what DDP does with the results. 0 for a
+           backward whose own end is unknown, such as one that begins at an edge of the graph. What
+           blocks in other phases is in those.
 
 The innermost counts where one is within another: a forward in an optimizer's closure is forward.
 Steps that a GradScaler skips end with the next one that is done, and are one step together.
