@@ -31,6 +31,7 @@ FAR = 6.0  # spreads of usual steps, by which single late steps are longer
 MOST_SHARE = 0.6  # of steps that are late: with more, the others are the exception
 TRACKED_SHARE = 0.8  # of the latest steps
 PERIODIC_COST, IRREGULAR_COST = 0.008, 0.05  # of a step, the average over all steps
+ALLOWED = 0.75 * PERIODIC_COST  # with noise
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,11 @@ def _is_tracked(history: History, part: Part) -> bool:
 
 
 def _may_be_late(part: Part) -> bool:
-    """Whether some part of the run has more own time than chance gives: the cheap question."""
-    parts = np.array_split(part.own, max(1, len(part) // 64))
-    return max(float(some.mean()) for some in parts) > PERIODIC_COST / 2 * part.step_seconds
+    """Whether the averages allow for a verdict: the cheap question."""
+    chunks = np.array_split(part.own, max(1, len(part) // 64))
+    if max(float(chunk.mean()) for chunk in chunks) > part.least / 2:
+        return True
+    return bool((part[-RECENT:].excess.mean(axis=0) > ALLOWED * part.step_seconds).any())
 
 
 def _judge_rank(rank: Part) -> Iterator[Late]:
@@ -203,7 +206,7 @@ def _periodically(part: Part) -> Late | None:
     """Judge a rank that is late in every so many steps. part: steps that follow one another."""
     best = periods.Period(0, 0, 0.0)
     for series in part.excess.T:
-        if series.mean() > PERIODIC_COST / 2 * part.step_seconds:
+        if series.mean() > ALLOWED * part.step_seconds:
             best = max(best, periods.find_period(series), key=lambda period: period.clear)
     if not best.every:
         return None
