@@ -14,10 +14,12 @@ import torch.distributed as dist
 from forked_ranks import HERE, Job, Place, make_window, open_job
 from simulated_hosts import Hosts
 
-from ddpbench.watch import mailbox, transport
+from ddpbench.watch import host_reports, mailbox, transport
+from ddpbench.watch.host_reports import HostReports
+from ddpbench.watch.joining import join_hosts, join_ranks
 from ddpbench.watch.mailbox import Mailbox, pack_window
 from ddpbench.watch.transport import Transport
-from ddpbench.watch.window import Call
+from ddpbench.watch.window import Call, RankWindow
 
 BLOCKED_SECONDS = 2.0  # that no exchange may take in the middle of a job, on a busy machine
 
@@ -159,3 +161,29 @@ def test_a_message_is_never_larger_than_a_socket_takes() -> None:
     kept = msgspec.msgpack.decode(data, type=type(window))
     assert kept.rows == window.rows
     assert kept.calls[-1].number == 9_999
+
+
+def test_1024_ranks_report_under_one_key_a_host() -> None:
+    """128 hosts with eight ranks each report through a TCPStore, in real messages: rank 0 gets all
+    of a round, none of an earlier one, and a second round adds no key."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    reports = HostReports(server, "watch", 1024)
+    reports.publish_job(host_reports.Job(os.urandom(16)))
+    keys = []
+    for number in (7, 8):
+        for host in range(127 if number == 8 else 128):
+            messages = [pack_window(make_window(8 * host + n, number)) for n in range(8)]
+            windows = [msgspec.msgpack.decode(each, type=RankWindow) for each in messages]
+            joined = join_ranks(windows, f"host{host}")
+            assert joined is not None
+            reports.slot = -1  # as another host
+            reports.publish(f"boot/{host}", number, joined, 8)
+        keys.append(server.num_keys())
+        heard = reports.read(number, 20.0)
+        round_ = join_hosts(heard)
+        assert round_ is not None
+        assert sum(map(len, round_.hosts.values())) == (1024 if number == 7 else 1016)
+        assert {call.ranks for call in round_.calls} == {8 * len(heard)}
+        assert round_.first_step == number
+    assert keys[0] == keys[1]
+    reports.close()
