@@ -45,6 +45,15 @@ KEPT_STEPS = 8192
 NS = 10**9
 
 
+def find_round_ns(now_ns: int) -> int:
+    """Return the multiple of PERIODS[0] that ranks report up to at this time.
+
+    A clock may come to it a little after those of other ranks, so that it may be 1 s ahead.
+    """
+    soon_ns = now_ns + NS
+    return soon_ns - soon_ns % (PERIODS[0] * NS)
+
+
 @dataclass(frozen=True, slots=True)
 class _Arrival:
     """A call before it is known where in a step it was made.
@@ -100,9 +109,7 @@ class Arrivals:
         self._steps.extend(steps)
         now_ns = time.time_ns()
         ahead_ns = now_ns - time.perf_counter_ns()
-        # A clock may come to that moment a little after other ranks' clocks.
-        soon_ns = now_ns + NS
-        until_ns = now_ns if final else soon_ns - soon_ns % (PERIODS[0] * NS)
+        until_ns = now_ns if final else find_round_ns(now_ns)
         self._groups |= {group.name: group for group in list_groups()}
         found = self._read_mpi(until_ns)
         self.skipped = not final and until_ns < self._due_ns

@@ -23,7 +23,7 @@ import numpy as np
 from ddpbench.records.schema import Finding
 from ddpbench.records.terminal_text import tell
 from ddpbench.session.run_end import End, interrupted
-from ddpbench.watch.arrivals import Arrivals
+from ddpbench.watch.arrivals import Arrivals, find_round_ns
 from ddpbench.watch.facts import Facts
 from ddpbench.watch.hangs import Hangs
 from ddpbench.watch.history import History
@@ -37,7 +37,7 @@ from ddpbench.watch.proof import Proof
 from ddpbench.watch.report import Outputs
 from ddpbench.watch.settings import Settings
 from ddpbench.watch.steps import Step, StepBuilder
-from ddpbench.watch.transport import PERIOD, Transport
+from ddpbench.watch.transport import Transport
 from ddpbench.watch.window import CALLS, STEPS, Call, JoinedCall, RankWindow, pack_rows
 from ddpbench.watch.wire import Reducers
 
@@ -125,7 +125,7 @@ class _Rank:
         self._arrivals, self._facts, self._links = Arrivals(reducers), Facts(), Links()
 
     def read_window(self, last: bool = False) -> RankWindow:
-        """Return the latest steps and calls, up to the last multiple of PERIOD by the clock.
+        """Return the latest steps and calls, up to the end of the round.
 
         So all ranks report the same ones.
         """
@@ -133,7 +133,7 @@ class _Rank:
         self._steps.extend(new)
         self._calls.extend(self._arrivals.read(new, final=last))
         now_ns = time.time_ns()
-        until_ns = now_ns if last else now_ns - now_ns % round(PERIOD * 1e9)
+        until_ns = now_ns if last else find_round_ns(now_ns)
         ahead_ns = now_ns - time.perf_counter_ns()
         steps = [step for step in self._steps if step.ended_ns + ahead_ns <= until_ns][-STEPS:]
         if self._arrivals.skipped and any(call.phase >= 0 for call in self._calls):

@@ -346,3 +346,10 @@ def test_the_phase_of_waits_has_no_calls() -> None:
     arrival = arrivals._Arrival("0 (0-1)", 1, "all_gather", 8, 1150, "t")
     call = places.locate(arrival, 1180)
     assert (call.step, call.phase, call.room_ns) == (7, -1, 30)
+
+
+def test_ranks_with_clocks_apart_report_up_to_the_same_time() -> None:
+    """Reads just before and just after a multiple of five seconds end with that moment."""
+    moment = 1_800_000_000 * 10**9
+    around = [moment + ms * 10**6 for ms in (-500, -1, 0, 1, 3000)]
+    assert {arrivals.find_round_ns(now_ns) for now_ns in around} == {moment}
