@@ -17,6 +17,16 @@ from ddpbench.watch.settings import Settings, explain_wrong_port
 USAGE = """%(prog)s [options] SCRIPT [the script's own options]
        %(prog)s [options] -m MODULE [the module's own options]"""
 
+DESCRIPTION = """Run a training script unmodified in this rank, and watch it.
+
+A launcher starts the ranks:
+
+torchrun --nproc-per-node 4 -m ddpbench.watch train.py --epochs 3
+mpirun -n 4 python -m ddpbench.watch train.py
+srun -n 4 python -m ddpbench.watch -m mypackage.train
+
+All options before the script belong to ddpbench, all after it to the script.
+"""
 OPTIONS = """
 --nproc       number of ranks to start on this host if no launcher started them (default: 2, or one
               per GPU)
@@ -82,7 +92,7 @@ def parse(
     ends the process with exit code 2 for a wrong option.
     """
     own, program = split(words)
-    parser = options.Parser(prog=prog, description=__doc__)
+    parser = options.Parser(prog=prog, description=DESCRIPTION)
     add_arguments(parser)
     namespace = parser.parse_args(own)
     placement = read_placement()

@@ -56,7 +56,10 @@ def _share_port(placement: Placement) -> int:
     if placement.rank == 0:
         port = free_port()
         server = socket.socket(socket.AF_UNIX)
-        server.bind(name)
+        try:
+            server.bind(name)
+        except OSError:  # another program of this job has it
+            return 0
         server.listen(placement.world_size)
         arguments = server, placement.world_size - 1, port
         threading.Thread(target=_answer, args=arguments, daemon=True).start()
