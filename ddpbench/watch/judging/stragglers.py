@@ -7,7 +7,7 @@ they wait for it. A rank that only waits has more blocked time, and no more time
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,11 +18,11 @@ from ddpbench.records.schema import Interval
 from ddpbench.watch import history as columns
 from ddpbench.watch.history import Floats, FloatsOrLess, History
 from ddpbench.watch.judging import changes, periods
+from ddpbench.watch.judging.part import Part
 from ddpbench.watch.window import PHASES
 
 FEWEST = 16  # steps that a verdict needs
 RECENT = 512  # steps in which a rank that is late in some of them is sought
-LEAST_SHARE = 0.03  # of a step, from which a rank is a straggler
 CLEAR = 5.0  # standard errors of a median
 CLEAR_OF_PART = 7.0  # because there are many parts to choose from
 ALSO = 0.25  # of the largest phase: a phase that is named beside it
@@ -59,48 +59,6 @@ class Late:
     def cost(self) -> float:
         """Seconds of an average step."""
         return self.seconds * self.share
-
-
-@dataclass(frozen=True)
-class Part:
-    """Steps of one rank. number: int64[steps]; values: [steps, RANK_COLUMNS] of its samples."""
-
-    rank: int
-    number: npt.NDArray[np.int64]
-    values: Floats
-    step_seconds: float  # of the job
-    apart: float  # by how much ranks differ that are not late
-
-    def __getitem__(self, chosen: slice | npt.NDArray[np.bool_]) -> Part:
-        return replace(self, number=self.number[chosen], values=self.values[chosen])
-
-    def __len__(self) -> int:
-        return len(self.number)
-
-    @property
-    def own(self) -> Floats:
-        """How much more own time than the other ranks it has."""
-        return np.asarray(self.values[:, columns.EXCESS_OWN])
-
-    @property
-    def excess(self) -> Floats:
-        """How much longer than in the other ranks each phase is: [steps, phase]."""
-        return np.asarray(self.values[:, columns.EXCESS][:, : len(PHASES)])
-
-    @property
-    def blocked(self) -> float:
-        """How much longer than the other ranks it is blocked, median."""
-        return float(np.median(self.values[:, columns.EXCESS_BLOCKED]))
-
-    @property
-    def least(self) -> float:
-        """Seconds from which a difference counts."""
-        return max(LEAST_SHARE * self.step_seconds, self.apart)
-
-    def in_phases(self, names: Iterable[str]) -> Floats:
-        """How much longer than in the other ranks these phases together are."""
-        chosen = [PHASES.index(name) for name in names]
-        return np.asarray(self.excess[:, chosen].sum(axis=1))
 
 
 def find_late(history: History, step_seconds: float) -> list[Late]:
