@@ -34,7 +34,7 @@ from ddpbench.records.schema import StepResult
 from ddpbench.session import options, trial
 
 SMALL = ("--width", "64", "--depth", "2", "--batch", "8")
-FEW = ("--rounds", "6", "--in-a-row", "2", "--timeout", "30")
+FEW = ("--rounds", "6", "--in-a-row", "2", "--timeout", "60")
 # A shape that each workload takes a moment for.
 TINY = (
     "--width", "16", "--depth", "2", "--layers", "1", "--sequence", "8", "--vocabulary", "64",
