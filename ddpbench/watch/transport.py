@@ -148,6 +148,9 @@ class Transport:
         if mailbox is None:
             self._mailbox = known
             return None
+        if known is not None:
+            mailbox.ahead_ns = known.ahead_ns
+            known.close()
         if mailbox.lead():
             return mailbox
         mailbox.send(number, window)
