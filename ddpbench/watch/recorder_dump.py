@@ -70,11 +70,12 @@ class RecorderDump:
     """The recorders of the backends in use, and what was read of them.
 
     unavailable: a sentence that states why nothing can be read of a backend, and what to do; "" if
-    all can be read.
+    all can be read. entries: how many the recorders held at the last read.
     """
 
     def __init__(self) -> None:
         self.unavailable = ""
+        self.entries = 0
         self._reads: dict[str, Read] = {}
         self._backends: frozenset[str] = frozenset()
         self._last: dict[str, int] = {}  # the newest entry that was read
@@ -91,6 +92,7 @@ class RecorderDump:
             self._backends = frozenset(backends)
             self._reads, self.unavailable = _find_reads(self._backends)
         new: list[Entry] = []
+        self.entries = 0
         for name, read in self._reads.items():
             entries = self._decode_newest(read(), self._last.get(name, -1), until_ns, limit)
             if entries:
@@ -101,7 +103,9 @@ class RecorderDump:
     def _decode_newest(self, data: bytes, last: int, until_ns: int, limit: int) -> list[Entry]:
         """Decode from the end: most entries of a long recorder are old or too many."""
         entries: list[Entry] = []
-        for raw in reversed(self._decoder.decode(data).entries):
+        recorded = self._decoder.decode(data).entries
+        self.entries += len(recorded)
+        for raw in reversed(recorded):
             entry = self._entry_decoder.decode(raw)
             if entry.record_id <= last or len(entries) == limit:
                 break
