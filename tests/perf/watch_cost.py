@@ -124,7 +124,7 @@ def run_rank(backend: str, pairs: int) -> None:
 def main(pairs: int, backends: list[str]) -> None:
     """Start the ranks of each backend."""
     for backend in backends:
-        launcher = mpirun(2) if backend == "mpi" else torchrun(2)
+        launcher = [*mpirun(2), sys.executable] if backend == "mpi" else torchrun(2)
         command = [*launcher, __file__, "rank", backend, str(pairs)]
         subprocess.run(command, env=clean_environment(), check=True)
 
