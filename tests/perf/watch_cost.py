@@ -71,8 +71,11 @@ def measure_block(step: Callable[[int], None], products: int, count: int) -> flo
 
 def find_products(step: Callable[[int], None], target: float) -> int:
     """How many extra products make a step take that long."""
-    base, more = measure_block(step, 0, 50), measure_block(step, 50, 50)
-    return max(0, round((target - base) / max(1e-6, (more - base) / 50)))
+    products = 20
+    for _ in range(5):
+        seconds = measure_block(step, products, 30)
+        products = max(1, round(products * min(4.0, target / seconds)))
+    return products
 
 
 def compare(step: Callable[[int], None], target: float, pairs: int) -> list[str]:
@@ -110,7 +113,7 @@ def run_rank(backend: str, pairs: int) -> None:
     torch.set_num_threads(1)
     if backend == "mpi":
         import ddpbench.mpi  # noqa: F401
-    dist.init_process_group(backend)
+    dist.init_process_group("mpi4py" if backend == "mpi" else backend)
     step = make_step(256, 4)
     rows = [compare(step, target, pairs) for target in TARGETS]
     memory: list[str | None] = [None] * dist.get_world_size()
