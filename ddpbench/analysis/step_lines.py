@@ -74,7 +74,7 @@ def same_but_backend(case: StepCase) -> StepCase:
 
 
 def _line(case: StepCase, results: list[StepResult], plan: Plan) -> StepLine:
-    known = tuple(r for r in results if r.summary or r.replicas or r.epochs)
+    known = tuple(r for r in results if r.summary or r.replicas or r.epochs or r.watched)
     if not known:
         return StepLine(case=case, results=(), reason=results[0].reason or "nothing was measured")
     summaries = [_upgraded(r.summary) for r in known if r.summary is not None]

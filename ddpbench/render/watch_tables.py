@@ -35,9 +35,8 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
         shown.append(style.block(_title(line), _parts(line, style)))
         for watched in (result.watched for result in line.results if result.watched):
             shown += filter(None, (table(watched, style) for table in TABLES))
-            shown += (
-                [] if quiet else [style.gap.join([*LEGEND, *[WAIT] * bool(watched.collectives)])]
-            )
+            legend = [*(LEGEND if watched.steps else ()), *[WAIT] * bool(watched.collectives)]
+            shown += [style.gap.join(legend)] if legend and not quiet else []
     return shown
 
 
@@ -50,8 +49,8 @@ def _title(line: StepLine) -> str:
 def _parts(line: StepLine, style: Style) -> str:
     """Format where the time of a step goes, in the median rank and in the slowest one."""
     watched = next((result.watched for result in line.results if result.watched), None)
-    if watched is None:
-        return line.reason or "no step was seen"
+    if watched is None or not watched.steps:
+        return line.reason or "no step was seen on all ranks: only its collectives are known"
     step = watched.step_seconds
     cells = [
         [
@@ -97,14 +96,15 @@ def _collectives(watched: Watched, style: Style) -> str:
             str(row.ranks),
             row.operation,
             digits(row.nbytes / 1e3),
-            f"{row.calls:.1f}",
+            f"{row.calls:.1f}" if watched.steps else f"{row.calls:.0f}",
             ms(row.wait_seconds, watched.step_seconds),
             ms(row.wire_seconds, watched.step_seconds),
             "-" if row.last_rank is None else f"{row.last_rank} ({row.last_share * 100:.0f} %)",
         ]
         for row in watched.collectives[:COLLECTIVES]
     ]
-    headings = ["group", "ranks", "operation", "kB", "per step", "wait ms", "wire ms"]
+    count = "per step" if watched.steps else "calls"
+    headings = ["group", "ranks", "operation", "kB", count, "wait ms", "wire ms"]
     title = "collectives, the longest waits first" + _more(len(cells), len(watched.collectives))
     table = style.table(cells, [*headings, "last rank"], ("group", "operation"))
     return style.block(title, table, 1) if cells else ""

@@ -56,7 +56,9 @@ class Calls:
     ranks: int = 0
     count: int = 0  # of all calls seen
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=CALLS))  # first to last rank
+    late: deque[float] = field(default_factory=lambda: deque(maxlen=CALLS))  # last but one to last
     last_ranks: deque[int] = field(default_factory=lambda: deque(maxlen=CALLS))
+    ended_ns: deque[int] = field(default_factory=lambda: deque(maxlen=CALLS))  # the last arrivals
     wires: deque[float] = field(default_factory=lambda: deque(maxlen=CALLS))  # seconds
 
     def add(self, calls: Sequence[JoinedCall]) -> None:
@@ -65,7 +67,9 @@ class Calls:
         self.ranks = max(self.ranks, *(call.ranks for call in calls))
         for call in calls:
             self.waits.append((call.last_ns - call.first_ns) * 1e-9)
+            self.late.append((call.last_ns - call.second_ns) * 1e-9)
             self.last_ranks.append(call.last_rank)
+            self.ended_ns.append(call.last_ns)
             if call.wire_ns >= 0:
                 self.wires.append(call.wire_ns * 1e-9)
 

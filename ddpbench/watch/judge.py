@@ -9,7 +9,14 @@ import numpy as np
 from ddpbench.records.schema import SEVERITIES, Finding
 from ddpbench.watch import history as columns
 from ddpbench.watch.history import History
-from ddpbench.watch.judging import sentences, shares, slow_links, speed, stragglers
+from ddpbench.watch.judging import (
+    late_arrivals,
+    sentences,
+    shares,
+    slow_links,
+    speed,
+    stragglers,
+)
 
 FEWEST = stragglers.FEWEST  # steps that any verdict on steps needs
 
@@ -28,6 +35,8 @@ def judge(history: History) -> tuple[Finding, ...]:
         findings.extend(speed.judge_speed(history, since))
         for check in CHECKS:
             findings.extend(check(history))
+    else:
+        findings.extend(late_arrivals.judge_arrivals(history))
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 

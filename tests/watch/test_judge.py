@@ -352,3 +352,33 @@ def test_periods_are_found_and_noise_has_none() -> None:
         series[3 % every :: every] += 4
         found = periods.find_period(series)
         assert (found.every, found.first) == (every, 3 % every)
+
+
+@pytest.mark.parametrize(("late_by", "found"), [(0.010, 1), (0.0, 0)])
+def test_a_late_rank_of_a_job_without_steps_is_found_by_its_arrivals(
+    late_by: float, found: int
+) -> None:
+    """Collectives alone show who comes last, and by how much; without a late rank, nobody."""
+    history, draw = History(), np.random.default_rng(7)
+    for number in range(0, 60, 20):
+        calls = []
+        for index in range(number, number + 20):
+            arrivals = index * 30_000_000 + draw.exponential(2e5, 4)
+            arrivals[2] += late_by * 1e9
+            order = np.argsort(arrivals)
+            first, second, last = arrivals[order[[0, -2, -1]]].astype(int).tolist()
+            call = JoinedCall(
+                "0 (0-3)", index, "all_reduce", 4096, -1, -1, first, second, last, int(order[-1]), 4
+            )
+            calls.append(call)
+        none = np.zeros(0, np.float32)
+        history.add(Round(0, number, {}, {"a": [0, 1, 2, 3]}, {}, none, calls))
+    findings = judge(history)
+    assert [f.code for f in findings] == ["late-arrival"] * found
+    for finding in findings:
+        assert finding.place["rank"] == 2
+        assert finding.place["seconds"] == pytest.approx(late_by, rel=0.1)
+    summary = summarize(history)
+    assert summary is not None
+    assert summary.step is None
+    assert [row.calls for row in summary.watched.collectives] == [60]

@@ -30,18 +30,18 @@ STANDS_OUT = 2.0  # times the share that each rank would have, to be named as la
 
 @dataclass(frozen=True)
 class Summary:
-    """What a watch knows of a job with at least one step."""
+    """What a watch knows of a job. `step` and `latest` are None in a job without steps."""
 
-    step: Figure
+    step: Figure | None
     phases: tuple[Phase, ...]  # as in `watched`, with the interval of the slowest rank
     watched: Watched
-    latest: Moment  # the newest steps, for who follows the job
+    latest: Moment | None  # the newest steps, for who follows the job
 
 
 def summarize(history: History) -> Summary | None:
-    """Summarize a job; None before its first step."""
+    """Summarize a job; None before its first step or call."""
     if not len(history.job):
-        return None
+        return _summarize_calls(history) if history.calls else None
     job = history.job.values[history.job.evenly()]
     step = figure(job[:, columns.SECONDS])
     phases = tuple(_phase(name, job, column) for column, name in enumerate(watched.COLUMNS))
@@ -71,6 +71,21 @@ def summarize(history: History) -> Summary | None:
         ),
         latest=next(_take_medians(history, np.arange(len(history.job))[None, -LATEST:])),
     )
+
+
+def _summarize_calls(history: History) -> Summary:
+    """Summarize a job of which no step is known, as of one without an optimizer."""
+    known = Watched(
+        steps=0,
+        last_step=-1,
+        step_seconds=0.0,
+        phases=(),
+        exposed_seconds=0.0,
+        hosts={host: len(ranks) for host, ranks in history.hosts.items()},
+        collectives=tuple(_collectives(history)),
+        links=tuple(_links(history)),
+    )
+    return Summary(step=None, phases=(), watched=known, latest=None)
 
 
 def figure(seconds: Floats) -> Figure:
