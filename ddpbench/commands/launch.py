@@ -38,7 +38,7 @@ from ddpbench.nested_runs.command_line import IN_RANKS, check
 from ddpbench.records.wording import did_you_mean, list_choices
 from ddpbench.session import options
 from ddpbench.watch import command as watch_command
-from ddpbench.watch.script import Program
+from ddpbench.watch.program.script import Program
 
 GROUP = "measure"
 HELP = "start ranks on several hosts, with a different number on each if you like"

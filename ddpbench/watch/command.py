@@ -11,7 +11,7 @@ from ddpbench.launch.placement import Refused, read_placement
 from ddpbench.render.formats import FORMATS
 from ddpbench.runtime import devices
 from ddpbench.session import options
-from ddpbench.watch.script import Program
+from ddpbench.watch.program.script import Program
 from ddpbench.watch.settings import Settings, explain_wrong_port
 
 USAGE = """%(prog)s [options] SCRIPT [the script's own options]

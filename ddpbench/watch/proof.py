@@ -27,7 +27,7 @@ from ddpbench.replicas import Report, Verifier
 from ddpbench.replicas.channel import Channel
 from ddpbench.replicas.report import few, listed_kinds
 from ddpbench.replicas.state import unwrap, wrapper
-from ddpbench.watch.observer import Observer
+from ddpbench.watch.observe.observer import Observer
 
 MEET_SECONDS = 60.0  # for all ranks to reach the same step
 EQUAL, UNEQUAL, LATE = "equal", "unequal", "late"  # what the ranks have agreed on

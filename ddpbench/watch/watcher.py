@@ -23,23 +23,23 @@ import numpy as np
 from ddpbench.records.schema import Finding
 from ddpbench.records.terminal_text import tell
 from ddpbench.session.run_end import End, interrupted
-from ddpbench.watch.arrivals import Arrivals, find_round_ns
-from ddpbench.watch.facts import Facts
+from ddpbench.watch.gather.joining import join_hosts
+from ddpbench.watch.gather.transport import Transport
 from ddpbench.watch.hangs import Hangs
-from ddpbench.watch.history import History
-from ddpbench.watch.job import identify_job
-from ddpbench.watch.joining import join_hosts
-from ddpbench.watch.judge import judge
-from ddpbench.watch.links import Links
-from ddpbench.watch.marks import Marks
-from ddpbench.watch.observer import Observer
+from ddpbench.watch.judging.history import History
+from ddpbench.watch.judging.judge import judge
+from ddpbench.watch.observe.arrivals import Arrivals, find_round_ns
+from ddpbench.watch.observe.facts import Facts
+from ddpbench.watch.observe.links import Links
+from ddpbench.watch.observe.marks import Marks
+from ddpbench.watch.observe.observer import Observer
+from ddpbench.watch.observe.steps import Step, StepBuilder
+from ddpbench.watch.observe.wire import Reducers
+from ddpbench.watch.output.job import identify_job
+from ddpbench.watch.output.report import Outputs
 from ddpbench.watch.proof import Proof
-from ddpbench.watch.report import Outputs
 from ddpbench.watch.settings import Settings
-from ddpbench.watch.steps import Step, StepBuilder
-from ddpbench.watch.transport import Transport
 from ddpbench.watch.window import CALLS, STEPS, Call, JoinedCall, RankWindow, pack_rows
-from ddpbench.watch.wire import Reducers
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -69,7 +69,8 @@ class Watcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Report a last time, then end the watching."""
+        """Report a last time, then end the watching. Call it in the thread that trains."""
+        self._marks.resolve()
         self._closing.set()
         self._thread.join(CLOSE_SECONDS)
         self._proof.close()
@@ -165,7 +166,7 @@ class _Reports:
         self._store = store  # that of rank 0 must outlive the process group
         self._transport = Transport(store, prefix, rank, dist.get_world_size())
         self._history, self._findings = History(), tuple[Finding, ...]()
-        self._newest_calls = Counter[str]()  # by group
+        self._newest_calls, self._group_sizes = Counter[str](), Counter[str]()  # by group
         self._outputs: Outputs | None = None
         if rank == 0:
             self._outputs = Outputs(settings, identify_job(settings.script, settings.verify))
@@ -187,11 +188,18 @@ class _Reports:
         self._outputs.update(self._history, self._findings)
 
     def _only_new(self, calls: Sequence[JoinedCall]) -> list[JoinedCall]:
-        """The calls that were in no earlier round: windows overlap."""
-        newest = self._newest_calls.copy()
+        """The calls that were in no earlier round, and that all ranks of their group report."""
         for call in calls:
+            self._group_sizes[call.group] = max(self._group_sizes[call.group], call.ranks)
+        newest = self._newest_calls.copy()
+        new = [
+            call
+            for call in calls
+            if call.number > newest[call.group] and call.ranks == self._group_sizes[call.group]
+        ]
+        for call in new:
             self._newest_calls[call.group] = max(self._newest_calls[call.group], call.number)
-        return [call for call in calls if call.number > newest[call.group]]
+        return new
 
     def close(self) -> None:
         """Send nothing more; in rank 0, show the final table."""

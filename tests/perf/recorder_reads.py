@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
-from ddpbench.watch.arrivals import Arrivals
-from ddpbench.watch.recorder_dump import RecorderDump
+from ddpbench.watch.observe.arrivals import Arrivals
+from ddpbench.watch.observe.recorder_dump import RecorderDump
 
 PAUSE_SECONDS = 2e-4
 

@@ -31,11 +31,11 @@ import psutil
 import torch.distributed as dist
 from tabulate import tabulate
 
-from ddpbench.watch import host_reports, joining
-from ddpbench.watch.history import History
-from ddpbench.watch.host_reports import HostReports, Job
-from ddpbench.watch.mailbox import Mailbox, pack_window
-from ddpbench.watch.offsets import Line
+from ddpbench.watch.gather import host_reports, joining, matching
+from ddpbench.watch.gather.host_reports import HostReports, Job
+from ddpbench.watch.gather.mailbox import Mailbox, pack_window
+from ddpbench.watch.gather.offsets import Line
+from ddpbench.watch.judging.history import History
 from ddpbench.watch.window import (
     CALLS,
     COLUMNS,
@@ -71,7 +71,7 @@ def a_window(rank: int, first: int, noise: np.random.Generator) -> RankWindow:
 
 def as_other(host: HostWindow, number: int) -> HostWindow:
     """The same window as another host would send it."""
-    calls = np.frombuffer(host.calls, joining.CALL).copy()
+    calls = np.frombuffer(host.calls, matching.CALL).copy()
     calls["last_rank"] += A_HOST * number
     calls["last_ns"] += number
     return msgspec.structs.replace(

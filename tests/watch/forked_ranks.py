@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from ddpbench.watch.transport import Transport
+from ddpbench.watch.gather.transport import Transport
 from ddpbench.watch.window import COLUMNS, Call, RankWindow, pack_rows
 
 PERIOD = 0.5

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.signal import lfilter
 
-from ddpbench.watch.history import History
+from ddpbench.watch.judging.history import History
 from ddpbench.watch.window import BLOCKED, COLUMNS, PHASES, STEPS, Round
 
 ROUND_SECONDS = 5.0

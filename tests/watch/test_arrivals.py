@@ -20,14 +20,14 @@ from forked_ranks import Process
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpbench.watch import arrivals, recorder_dump
-from ddpbench.watch.arrivals import Arrivals
-from ddpbench.watch.marks import Marks
-from ddpbench.watch.observer import Observer
-from ddpbench.watch.recorder_dump import RecorderDump
-from ddpbench.watch.steps import BACKWARD, FORWARD, Step, StepBuilder
+from ddpbench.watch.observe import arrivals, recorder_dump
+from ddpbench.watch.observe.arrivals import Arrivals
+from ddpbench.watch.observe.marks import Marks
+from ddpbench.watch.observe.observer import Observer
+from ddpbench.watch.observe.recorder_dump import RecorderDump
+from ddpbench.watch.observe.steps import BACKWARD, FORWARD, Step, StepBuilder
+from ddpbench.watch.observe.wire import Reducers
 from ddpbench.watch.window import BLOCKED, CALLS, Call
-from ddpbench.watch.wire import Reducers
 
 DUMP = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
 pytestmark = pytest.mark.skipif(DUMP is None, reason="this torch records no call of gloo's")

@@ -15,7 +15,7 @@ from mpi_jobs import all_gather_single, run_job, start_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpbench.watch.arrivals import Arrivals
+from ddpbench.watch.observe.arrivals import Arrivals
 from ddpbench.watch.window import Call
 
 

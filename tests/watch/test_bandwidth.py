@@ -9,7 +9,7 @@ import pytest
 from stored_runs import a_case, a_result, a_run, a_summary
 
 from ddpbench.records import store
-from ddpbench.watch.bandwidth import compare_transfers, find_reference, read_reference
+from ddpbench.watch.judging.bandwidth import compare_transfers, find_reference, read_reference
 from ddpbench.watch.window import JoinedCall
 
 RUN = a_run(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpbench.watch import facts
-from ddpbench.watch.facts import Facts
+from ddpbench.watch.observe import facts
+from ddpbench.watch.observe.facts import Facts
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from ddpbench.watch.joining import join_hosts, join_ranks
-from ddpbench.watch.offsets import UNKNOWN, Line
+from ddpbench.watch.gather.joining import join_hosts, join_ranks
+from ddpbench.watch.gather.offsets import UNKNOWN, Line
 from ddpbench.watch.window import (
     BLOCKED,
     CALLS,

@@ -9,9 +9,9 @@ import pytest
 from synthetic_rounds import Fault, Job
 
 from ddpbench.records.schema import Finding
-from ddpbench.watch.history import History
-from ddpbench.watch.judge import judge
 from ddpbench.watch.judging import changes, periods, samples
+from ddpbench.watch.judging.history import History
+from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.judging.summary import summarize
 from ddpbench.watch.window import COLUMNS, JoinedCall, Link, Round
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ddpbench.launch import sockets
-from ddpbench.watch import links
-from ddpbench.watch.links import Links
+from ddpbench.watch.observe import links
+from ddpbench.watch.observe.links import Links
 
 SENT = bytes(1 << 20)
 

@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader, Dataset, dataloader
 from ddpbench.catalog import backends
 from ddpbench.launch import forks
 from ddpbench.runtime import devices
-from ddpbench.watch.marks import END, STEP, Mark, Marks
-from ddpbench.watch.observer import PATIENCE, Observer
-from ddpbench.watch.roots import CALL
-from ddpbench.watch.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER, StepBuilder
+from ddpbench.watch.observe.marks import END, STEP, Mark, Marks
+from ddpbench.watch.observe.observer import PATIENCE, Observer
+from ddpbench.watch.observe.roots import CALL
+from ddpbench.watch.observe.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER, StepBuilder
 from ddpbench.watch.window import BLOCKED
 
 BEGINS = {INPUT: "i", FORWARD: "f", BACKWARD: "b", BLOCKED: "w", OPTIMIZER: "o", OTHER: "e"}

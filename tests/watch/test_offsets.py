@@ -12,8 +12,8 @@ import numpy as np
 from forked_ranks import Place, Process
 from simulated_hosts import Hosts
 
-from ddpbench.watch import offsets
-from ddpbench.watch.offsets import MOST_DRIFT, UNKNOWN_NS, ClockServer, Offset, ping
+from ddpbench.watch.gather import offsets
+from ddpbench.watch.gather.offsets import MOST_DRIFT, UNKNOWN_NS, ClockServer, Offset, ping
 
 SECOND = 10**9
 MS = 10**6

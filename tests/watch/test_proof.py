@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.launch import forks
 from ddpbench.watch import proof
-from ddpbench.watch.marks import Marks
-from ddpbench.watch.observer import Observer
+from ddpbench.watch.observe.marks import Marks
+from ddpbench.watch.observe.observer import Observer
 
 Change = Callable[[int, nn.Module], object]
 

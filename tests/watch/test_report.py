@@ -21,10 +21,10 @@ from ddpbench.records.watched import COLUMNS
 from ddpbench.render.formats import FORMATS
 from ddpbench.session.run_end import End, interrupted
 from ddpbench.verdicts import comparison, matching
-from ddpbench.watch import job as jobs
-from ddpbench.watch.history import History
-from ddpbench.watch.job import Job
-from ddpbench.watch.report import Outputs
+from ddpbench.watch.judging.history import History
+from ddpbench.watch.output import job as jobs
+from ddpbench.watch.output.job import Job
+from ddpbench.watch.output.report import Outputs
 from ddpbench.watch.settings import Settings
 from ddpbench.watch.window import JoinedCall, Link, Round
 

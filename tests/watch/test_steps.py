@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from ddpbench.watch.marks import END, STEP, Mark
-from ddpbench.watch.steps import (
+from ddpbench.watch.observe.marks import END, STEP, Mark
+from ddpbench.watch.observe.steps import (
     BACKWARD,
     FORWARD,
     INPUT,

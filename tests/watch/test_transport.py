@@ -14,11 +14,11 @@ import torch.distributed as dist
 from forked_ranks import HERE, Job, Place, make_window, open_job
 from simulated_hosts import Hosts
 
-from ddpbench.watch import host_reports, mailbox, transport
-from ddpbench.watch.host_reports import HostReports
-from ddpbench.watch.joining import join_hosts, join_ranks
-from ddpbench.watch.mailbox import Mailbox, pack_window
-from ddpbench.watch.transport import Transport
+from ddpbench.watch.gather import host_reports, mailbox, transport
+from ddpbench.watch.gather.host_reports import HostReports
+from ddpbench.watch.gather.joining import join_hosts, join_ranks
+from ddpbench.watch.gather.mailbox import Mailbox, pack_window
+from ddpbench.watch.gather.transport import Transport
 from ddpbench.watch.window import Call, RankWindow
 
 BLOCKED_SECONDS = 2.0  # that no exchange may take in the middle of a job, on a busy machine

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddpbench.watch.history import History
+from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.stragglers import Late
 
 EXPLAINS = 0.4  # of the lateness, that a cause must explain

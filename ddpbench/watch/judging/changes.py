@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from ddpbench.watch.history import FloatsOrLess
+from ddpbench.watch.judging.history import FloatsOrLess
 
 SHORTEST = 16  # steps of one level
 CHANCE = 1e-4  # of a split where there is none, if neighbouring steps are independent

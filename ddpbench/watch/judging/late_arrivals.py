@@ -8,7 +8,7 @@ import numpy as np
 
 from ddpbench.analysis import stats
 from ddpbench.records.schema import Finding
-from ddpbench.watch.history import Calls, History, who_most_often
+from ddpbench.watch.judging.history import Calls, History, who_most_often
 
 FEWEST = 24  # calls that a verdict needs
 MOST_OFTEN = 0.6  # of the calls, at which the same rank is last

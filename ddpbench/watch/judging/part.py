@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.watch import history as columns
-from ddpbench.watch.history import Floats
+from ddpbench.watch.judging import history as columns
+from ddpbench.watch.judging.history import Floats
 from ddpbench.watch.window import PHASES
 
 LEAST_SHARE = 0.03  # of a step, from which a rank is a straggler

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.watch.history import Floats
+from ddpbench.watch.judging.history import Floats
 
 LONGEST = 128  # steps of a period
 FEWEST = 4  # periods

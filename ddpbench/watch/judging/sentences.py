@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ddpbench.records.schema import Finding
-from ddpbench.watch.history import History
 from ddpbench.watch.judging import speed
 from ddpbench.watch.judging.causes import find_cause
+from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.stragglers import Late
 
 MOST = 8  # findings on ranks

@@ -8,8 +8,8 @@ import numpy as np
 
 from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import Finding
-from ddpbench.watch import history as columns
-from ddpbench.watch.history import History
+from ddpbench.watch.judging import history as columns
+from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.stragglers import RECENT
 from ddpbench.watch.window import PHASES
 

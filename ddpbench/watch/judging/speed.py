@@ -8,9 +8,9 @@ from datetime import datetime
 import numpy as np
 
 from ddpbench.records.schema import Finding
-from ddpbench.watch import history as columns
-from ddpbench.watch.history import History
 from ddpbench.watch.judging import changes
+from ddpbench.watch.judging import history as columns
+from ddpbench.watch.judging.history import History
 
 LEAST, LARGE = 0.1, 0.25  # of the step
 FEWEST, SHORTEST_SECONDS = 64, 60.0  # of the new level: a shorter one may be the host's

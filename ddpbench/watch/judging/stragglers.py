@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from ddpbench.analysis import stats
 from ddpbench.records.schema import Interval
-from ddpbench.watch import history as columns
-from ddpbench.watch.history import Floats, FloatsOrLess, History
 from ddpbench.watch.judging import changes, periods
+from ddpbench.watch.judging import history as columns
+from ddpbench.watch.judging.history import Floats, FloatsOrLess, History
 from ddpbench.watch.judging.part import Part
 from ddpbench.watch.window import PHASES
 

@@ -20,8 +20,8 @@ from ddpbench.records.watched import (
     WatchedPhase,
     WatchedRank,
 )
-from ddpbench.watch import history as columns
-from ddpbench.watch.history import Calls, Floats, History, who_most_often
+from ddpbench.watch.judging import history as columns
+from ddpbench.watch.judging.history import Calls, Floats, History, who_most_often
 from ddpbench.watch.judging.slow_links import find_rate
 
 LATEST = 64  # steps of `Summary.latest`, at most

@@ -16,15 +16,15 @@ import msgspec
 from ddpbench.records.schema import SEVERITIES, Finding, Run
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.watched import COLUMNS, Moment
-from ddpbench.watch.job import Job
 from ddpbench.watch.judging.summary import Summary, summarize
-from ddpbench.watch.line import Line
-from ddpbench.watch.metrics import Metrics
-from ddpbench.watch.stored import StoredRun, build_run
+from ddpbench.watch.output.job import Job
+from ddpbench.watch.output.line import Line
+from ddpbench.watch.output.metrics import Metrics
+from ddpbench.watch.output.stored import StoredRun, build_run
 
 if TYPE_CHECKING:
     from ddpbench.session.run_end import End
-    from ddpbench.watch.history import History
+    from ddpbench.watch.judging.history import History
     from ddpbench.watch.settings import Settings
 
 

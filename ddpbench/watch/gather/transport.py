@@ -16,11 +16,11 @@ import numpy as np
 from ddpbench.hang import self_report
 from ddpbench.launch import placement, sockets
 from ddpbench.launch.placement import Refused
-from ddpbench.watch import offsets
-from ddpbench.watch.host_reports import POLL_SECONDS, HostReports, Job
-from ddpbench.watch.joining import join_ranks
-from ddpbench.watch.mailbox import Mailbox
-from ddpbench.watch.offsets import SAME, TOKEN_NBYTES, ClockServer, Line, Offset
+from ddpbench.watch.gather import offsets
+from ddpbench.watch.gather.host_reports import POLL_SECONDS, HostReports, Job
+from ddpbench.watch.gather.joining import join_ranks
+from ddpbench.watch.gather.mailbox import Mailbox
+from ddpbench.watch.gather.offsets import SAME, TOKEN_NBYTES, ClockServer, Line, Offset
 from ddpbench.watch.window import LINKS, HostWindow, RankWindow
 
 if TYPE_CHECKING:

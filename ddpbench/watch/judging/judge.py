@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ddpbench.records.schema import SEVERITIES, Finding
-from ddpbench.watch import history as columns
-from ddpbench.watch.history import History
+from ddpbench.watch.judging import history as columns
 from ddpbench.watch.judging import (
     late_arrivals,
     sentences,
@@ -17,6 +16,7 @@ from ddpbench.watch.judging import (
     speed,
     stragglers,
 )
+from ddpbench.watch.judging.history import History
 
 FEWEST = stragglers.FEWEST  # steps that any verdict on steps needs
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from ddpbench.launch.placement import Refused, read_placement
 from ddpbench.session.errors import speak
-from ddpbench.watch import api, command, meeting_point, script
+from ddpbench.watch import api, command
+from ddpbench.watch.program import meeting_point, script
 
 
 def main(words: Sequence[str]) -> None:

@@ -11,8 +11,8 @@ import msgspec
 from ddpbench.analysis import steps
 from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Figure, Finding, Part, Plan, Run, StepResult, StepSummary
-from ddpbench.watch.job import Job
 from ddpbench.watch.judging.summary import Summary
+from ddpbench.watch.output.job import Job
 
 if TYPE_CHECKING:
     from ddpbench.session.run_end import End

@@ -31,9 +31,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import dataloader
 
-from ddpbench.watch import roots
-from ddpbench.watch.marks import END, Marks
-from ddpbench.watch.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER
+from ddpbench.watch.observe import roots
+from ddpbench.watch.observe.marks import END, Marks
+from ddpbench.watch.observe.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER
 from ddpbench.watch.window import BLOCKED
 
 PATIENCE = 32  # steps of one other optimizer after which it becomes the anchor

@@ -27,10 +27,10 @@ from zlib import crc32
 from ddpbench.hang.flight_recorder import DTYPES, name_operation
 from ddpbench.hang.process_groups import Group, list_groups
 from ddpbench.records.wording import spans
-from ddpbench.watch.recorder_dump import Entry, RecorderDump
-from ddpbench.watch.steps import BACKWARD, Step
+from ddpbench.watch.observe.recorder_dump import Entry, RecorderDump
+from ddpbench.watch.observe.steps import BACKWARD, Step
+from ddpbench.watch.observe.wire import Reducers, Reduction
 from ddpbench.watch.window import BLOCKED, CALLS, Call
-from ddpbench.watch.wire import Reducers, Reduction
 
 if TYPE_CHECKING:
     from ddpbench.mpi_backend.stamps import Stamp
@@ -77,7 +77,7 @@ class _Arrival:
 
 
 class Arrivals:
-    """Reads the calls that this rank makes from now on.
+    """Reads the calls that this rank makes from now on; those of a step once it has ended.
 
     reducers: the job's DDP modules, whose reductions in backward block nobody there.
     unavailable: a sentence on what cannot be read, and what to do; "" if all can.
@@ -94,6 +94,7 @@ class Arrivals:
         self._since_ns = time.time_ns()  # earlier calls may be of groups that have gone
         self._due_ns = 0
         self._steps: deque[Step] = deque(maxlen=KEPT_STEPS)
+        self._later: deque[_Arrival] = deque(maxlen=CALLS)  # in a step that has not ended
         self._over_mpi: deque[_Arrival] = deque(maxlen=2 * CALLS)
         self._reductions: deque[Reduction] = deque(maxlen=2 * CALLS)
 
@@ -121,10 +122,15 @@ class Arrivals:
             period_ns = next((each for each in PERIODS if each >= wanted), PERIODS[-1]) * NS
             self._due_ns = until_ns - until_ns % period_ns + period_ns
         time.sleep(PAUSE_SECONDS)
-        found.sort(key=lambda arrival: arrival.entered_ns)
-        places = _Places(self._steps, ahead_ns, found[0].entered_ns if found else now_ns)
+        found = sorted([*self._later, *found], key=lambda arrival: arrival.entered_ns)
         nexts = _find_nexts(found)
-        calls = map(places.locate, found, nexts)
+        known = len(found)
+        if self._steps and not final:  # where later calls belong is known when their step ends
+            end_ns = self._steps[-1].ended_ns + ahead_ns
+            known = bisect_right([arrival.entered_ns for arrival in found], end_ns)
+        self._later = deque(found[known:], maxlen=CALLS)
+        places = _Places(self._steps, ahead_ns, found[0].entered_ns if found else now_ns)
+        calls = map(places.locate, found[:known], nexts)
         return list({(call.group, call.number): call for call in calls}.values())[-CALLS:]
 
     def close(self) -> None:

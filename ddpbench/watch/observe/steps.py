@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ddpbench.watch.marks import END, STEP, Mark
+from ddpbench.watch.observe.marks import END, STEP, Mark
 from ddpbench.watch.window import BLOCKED, COLUMNS, PHASES
 
 INPUT, FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PHASES))
