@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +27,7 @@ from ddpbench.session.run_end import End, interrupted
 from ddpbench.watch.gather.joining import join_hosts
 from ddpbench.watch.gather.transport import Transport
 from ddpbench.watch.hangs import Hangs
+from ddpbench.watch.judging.bandwidth import Reference, find_reference, judge_transfers
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.observe.arrivals import Arrivals, find_round_ns
@@ -88,8 +90,9 @@ class Watcher:
                 contextlib.closing(_Reports(self._settings, self._prefix, store)) as reports,
             ):
                 while not self._closing.wait(reports.seconds_to_round()):
-                    reports.send(rank.read_window(), self._proof.findings)
-                reports.send(rank.read_window(last=True), self._proof.findings)
+                    reports.send(rank.read_window(), (*self._proof.findings, *rank.notes))
+                window = rank.read_window(last=True)
+                reports.send(window, (*self._proof.findings, *rank.notes))
         except Exception as error:
             self._fail(error)
 
@@ -150,6 +153,12 @@ class _Rank:
             last=last,
         )
 
+    @property
+    def notes(self) -> tuple[Finding, ...]:
+        """What this rank cannot see."""
+        unseen = self._arrivals.unavailable
+        return (Finding("note", "unseen-collectives", unseen),) if unseen else ()
+
     def close(self) -> None:
         """Stop reading."""
         self._arrivals.close()
@@ -167,25 +176,39 @@ class _Reports:
         self._transport = Transport(store, prefix, rank, dist.get_world_size())
         self._history, self._findings = History(), tuple[Finding, ...]()
         self._newest_calls, self._group_sizes = Counter[str](), Counter[str]()  # by group
+        self._results = settings.output or Path("results")
+        self._reference: tuple[Reference | None] | None = None  # None: not looked for yet
+        self._backend = ""
         self._outputs: Outputs | None = None
         if rank == 0:
-            self._outputs = Outputs(settings, identify_job(settings.script, settings.verify))
+            job = identify_job(settings.script, settings.verify)
+            self._backend, self._outputs = job.case.backend, Outputs(settings, job)
 
     def seconds_to_round(self) -> float:
         """Return the time until all ranks send the next window."""
         return self._transport.seconds_to_round()
 
-    def send(self, window: RankWindow, proven: Sequence[Finding]) -> None:
+    def send(self, window: RankWindow, others: Sequence[Finding]) -> None:
         """Send this rank's window; in rank 0, judge what all ranks sent.
 
-        proven: findings on the replicas.
+        others: findings of this rank on what is not in a window.
         """
         hosts = self._transport.exchange(window)
         if self._outputs is None or (joined := join_hosts(hosts)) is None:
             return
         self._history.add(replace(joined, calls=self._only_new(joined.calls)))
-        self._findings = (*proven, *judge(self._history))
+        self._findings = (*others, *judge(self._history), *self._compare_transfers())
         self._outputs.update(self._history, self._findings)
+
+    def _compare_transfers(self) -> Sequence[Finding]:
+        """Compare transfers, once any are known, with a stored run of the same ranks."""
+        if not any(calls.wires for calls in self._history.calls.values()):
+            return ()
+        if self._reference is None:
+            placed = [len(ranks) for ranks in self._history.hosts.values()]
+            self._reference = (find_reference(self._backend, placed, results=self._results),)
+        (reference,) = self._reference
+        return list(judge_transfers(self._history, reference)) if reference is not None else ()
 
     def _only_new(self, calls: Sequence[JoinedCall]) -> list[JoinedCall]:
         """The calls that were in no earlier round, and that all ranks of their group report."""

@@ -9,8 +9,8 @@ import pytest
 from stored_runs import a_case, a_result, a_run, a_summary
 
 from ddpbench.records import store
-from ddpbench.watch.judging.bandwidth import compare_transfers, find_reference, read_reference
-from ddpbench.watch.window import JoinedCall
+from ddpbench.watch.judging.bandwidth import find_reference, judge_transfers, read_reference
+from ddpbench.watch.judging.history import Calls, History
 
 RUN = a_run(
     a_result(a_case(nbytes=1000), summary=a_summary(1e-3)),
@@ -21,31 +21,26 @@ RUN = a_run(
 )
 
 
-def a_call(nbytes: int, wire_ns: int, ranks: int = 2, operation: str = "all_reduce") -> JoinedCall:
-    return JoinedCall("0 (0-1)", 1, operation, nbytes, 3, -1, 0, 0, 0, 1, ranks, wire_ns)
-
-
 def test_transfers_are_compared_with_the_stored_run() -> None:
     """Between measured sizes the time is interpolated with both axes logarithmic; the fastest form
     counts, and pipelined calls, other dtypes, other groups and unmeasured sizes do not."""
     reference = read_reference(RUN, "gloo", (2,), "float32")
     assert reference is not None
-    slow = [a_call(10_000, ns) for ns in (20_000_000, 5, 30_000_000)]
-    other = [
-        a_call(10, 5),
-        a_call(10_000, 5, ranks=3),
-        a_call(10_000, -1),
-        a_call(9, 9, 2, "reduce"),
-    ]
-    (found,) = compare_transfers([*slow, *other], reference)
-    assert (found.operation, found.nbytes, found.calls, found.run) == (
-        "all_reduce",
-        10_000,
-        3,
-        "a-run",
-    )
-    assert found.seconds == pytest.approx(20e-3)
-    assert found.ratio == pytest.approx(0.5)
+    history = History()
+    kinds = {
+        ("0 (0-1)", "all_reduce", 10_000): Calls(ranks=2),
+        ("1 (0-2)", "all_reduce", 10_000): Calls(ranks=3),
+        ("0 (0-1)", "all_reduce", 10): Calls(ranks=2),
+        ("0 (0-1)", "reduce", 10_000): Calls(ranks=2),
+    }
+    for calls in kinds.values():
+        calls.wires.extend([0.020, 0.001, 0.030, 0.001, 0.030, 0.020, 0.020])
+    history.calls.update(kinds)
+    (finding,) = judge_transfers(history, reference)
+    assert (finding.severity, finding.place["operation"]) == ("note", "all_reduce")
+    assert "a-run" in finding.sentence
+    assert finding.place["seconds"] == pytest.approx(20e-3)
+    assert finding.place["ratio"] == pytest.approx(0.5)
 
 
 def test_the_newest_run_that_fits_is_taken(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -11,9 +11,10 @@ from statistics import median
 import numpy as np
 
 from ddpbench.records import store
-from ddpbench.records.schema import Run
-from ddpbench.watch.window import JoinedCall
+from ddpbench.records.schema import Finding, Run
+from ddpbench.watch.judging.history import History
 
+FEWEST = 6  # transfers that are compared
 Curve = Mapping[int, float]  # message size in bytes → seconds
 
 
@@ -33,21 +34,6 @@ class Reference:
             return None
         seconds = [curve[size] for size in sizes]
         return float(np.exp(np.interp(np.log(nbytes), np.log(sizes), np.log(seconds))))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Transfers of one operation and size against a stored run.
-
-    seconds: median over `calls`; ratio: of the bandwidths, below 1 if the job is slower.
-    """
-
-    operation: str
-    nbytes: int
-    calls: int
-    seconds: float
-    ratio: float
-    run: str
 
 
 def find_reference(
@@ -92,20 +78,23 @@ def read_reference(
     return Reference(run.id, ranks, dict(curves)) if curves else None
 
 
-def compare_transfers(calls: Iterable[JoinedCall], reference: Reference) -> list[Comparison]:
-    """Compare the calls whose transfer is known, of groups as large as the reference's."""
-    known: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    for call in calls:
-        if call.wire_ns > 0 and call.ranks == reference.ranks:
-            known[call.operation, call.nbytes].append(call.wire_ns * 1e-9)
-    comparisons = []
-    for (operation, nbytes), all_seconds in sorted(known.items()):
+def judge_transfers(history: History, reference: Reference) -> Iterator[Finding]:
+    """Yield a note for each kind of call whose transfers are known here and in the stored run."""
+    for (group, operation, nbytes), calls in history.calls.items():
         expected = reference.estimate_seconds(operation, nbytes)
-        if expected is not None:
-            seconds = median(all_seconds)
-            comparisons.append(
-                Comparison(
-                    operation, nbytes, len(all_seconds), seconds, expected / seconds, reference.run
-                )
-            )
-    return comparisons
+        if expected is None or len(calls.wires) < FEWEST or calls.ranks != reference.ranks:
+            continue
+        seconds = median(calls.wires)
+        share = expected / seconds
+        yield Finding(
+            "note",
+            "transfers",
+            f"{operation} of {nbytes / 1e3:.4g} kB on group {group} transfers in "
+            f"{seconds * 1e3:.3g} ms here, at {share:.0%} of the bandwidth in run {reference.run} "
+            f"({expected * 1e3:.3g} ms)",
+            f"python -m ddpbench show {reference.run} shows that run; a job that also computes is "
+            "slower"
+            if share < 1
+            else "",
+            {"operation": operation, "nbytes": nbytes, "seconds": seconds, "ratio": share},
+        )

@@ -1,0 +1,171 @@
+"""Match the calls of ranks, and of hosts: who came last, and how long others waited. Pure.
+
+Calls are matched by their group and their number in it. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpbench.watch.gather.offsets import UNKNOWN_NS
+from ddpbench.watch.window import CALLS, HostWindow, JoinedCall, RankWindow
+
+ROOTED = ("broadcast", "scatter", "reduce", "gather")
+Table = npt.NDArray[Any]  # of a structured dtype
+Columns = dict[str, npt.NDArray[np.int64]]  # such a table by columns
+Indices = npt.NDArray[np.intp]
+
+# A rank's arrivals. room_ns: the longest that it can have been blocked.
+ARRIVAL = np.dtype(
+    [
+        ("group", "i8"), ("number", "i8"), ("operation", "i8"), ("nbytes", "i8"), ("step", "i8"),
+        ("phase", "i8"), ("entered_ns", "i8"), ("room_ns", "i8"), ("wire_ns", "i8"), ("rank", "i8"),
+    ]
+)  # fmt: skip
+# As JoinedCall. room_ns: how long after last_ns each of the host's ranks can have been blocked.
+CALL = np.dtype(
+    [
+        ("group", "u2"), ("operation", "u2"), ("phase", "i1"), ("ranks", "u4"), ("last_rank", "u4"),
+        ("step", "i8"), ("number", "i8"), ("nbytes", "i8"), ("first_ns", "i8"), ("second_ns", "i8"),
+        ("last_ns", "i8"), ("room_ns", "i8"), ("wire_ns", "i8"),
+    ]
+)  # fmt: skip
+
+
+def tabulate(windows: Sequence[RankWindow]) -> tuple[Table, list[str], list[str]]:
+    """All arrivals as a table of ARRIVAL, the names of groups and those of operations."""
+    groups: dict[str, int] = {}
+    operations: dict[str, int] = {}
+    rows = [
+        (
+            groups.setdefault(call.group, len(groups)), call.number,
+            operations.setdefault(call.operation, len(operations)), call.nbytes, call.step,
+            call.phase, call.entered_ns, call.room_ns, call.wire_ns, i,
+        )
+        for i, window in enumerate(windows)
+        for call in window.calls
+    ]  # fmt: skip
+    return np.array(rows, dtype=ARRIVAL), list(groups), list(operations)
+
+
+def _find_starts(groups: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> Indices:
+    """Where another call begins among arrivals that are sorted by group and number."""
+    changed = np.ones(len(groups), dtype=bool)
+    changed[1:] = (np.diff(groups) != 0) | (np.diff(numbers) != 0)
+    return np.flatnonzero(changed)
+
+
+def match_ranks(
+    arrivals: Table, numbers: npt.NDArray[np.int64]
+) -> tuple[Table, npt.NDArray[np.int64]]:
+    """The calls of a host, and how long each arrival waited for the last one, in ns.
+
+    numbers: of the ranks, by their positions.
+    """
+    order = np.lexsort((arrivals["entered_ns"], arrivals["number"], arrivals["group"]))
+    table = arrivals[order]
+    starts = _find_starts(table["group"], table["number"])
+    sizes = np.diff([*starts, len(table)])
+    lasts = starts + sizes - 1
+    missed = np.repeat(table["entered_ns"][lasts], sizes) - table["entered_ns"]
+    room = np.maximum(table["room_ns"] - missed, 0)
+    waits = np.empty(len(table), np.int64)
+    waits[order] = np.minimum(missed, np.maximum(table["room_ns"], 0))
+    calls = np.zeros(len(starts), CALL)
+    if len(starts):
+        for name in ("group", "operation", "number", "nbytes"):
+            calls[name] = table[name][lasts]
+        for name in ("step", "phase"):
+            calls[name] = np.maximum.reduceat(table[name], starts)
+        calls["first_ns"] = table["entered_ns"][starts]
+        calls["second_ns"] = table["entered_ns"][np.maximum(lasts - 1, starts)]
+        calls["last_ns"] = table["entered_ns"][lasts]
+        calls["last_rank"], calls["ranks"] = numbers[table["rank"][lasts]], sizes
+        calls["room_ns"] = np.minimum.reduceat(room, starts)
+        calls["wire_ns"] = _reduce_wire(table["wire_ns"], starts)
+    return calls, waits
+
+
+def _reduce_wire(wire_ns: npt.NDArray[np.int64], starts: Indices) -> npt.NDArray[np.int64]:
+    """The shortest known transfer of each call: only the last rank to arrive waits for nobody."""
+    unknown = np.iinfo(np.int64).max
+    least = np.minimum.reduceat(np.where(wire_ns < 0, unknown, wire_ns), starts)
+    return np.where(least == unknown, -1, least)
+
+
+def match_hosts(
+    hosts: Sequence[HostWindow],
+) -> tuple[list[JoinedCall], Indices, Columns, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """The newest calls of all hosts; then of each host's calls the host, the call, how long this
+    host's ranks then waited for other hosts, in ns, and whether the operation is rooted.
+
+    Leaves out the hosts whose clocks are unknown.
+    """
+    all_groups: dict[str, int] = {}
+    all_operations: dict[str, int] = {}
+    tables, groups, operations = [], [], []
+    for host in hosts:
+        table = np.frombuffer(host.calls if host.bound_ns < UNKNOWN_NS else b"", CALL)
+        tables.append(table)
+        groups.append(_renumber(all_groups, host.groups)[table["group"]])
+        operations.append(_renumber(all_operations, host.operations)[table["operation"]])
+    owners = np.repeat(np.arange(len(hosts)), [len(table) for table in tables])
+    # One column at a time: a single copy of all would hold the interpreter for long.
+    columns = {name: np.concatenate([table[name] for table in tables]) for name in CALL.names or ()}
+    columns |= {"group": np.concatenate(groups), "operation": np.concatenate(operations)}
+    last_ns = columns["last_ns"]
+    order = np.lexsort((last_ns, columns["number"], columns["group"]))
+    starts = _find_starts(columns["group"][order], columns["number"][order])
+    if not len(starts):
+        return [], owners, columns, np.zeros(0, np.int64), np.zeros(0, np.bool_)
+    sizes = np.diff(starts, append=len(order))
+    final = last_ns[order][starts + sizes - 1]
+    waits = np.empty(len(order), np.int64)
+    waits[order] = np.repeat(final, sizes) - last_ns[order]
+    names = list(all_groups), list(all_operations)
+    calls = [
+        _join_call(
+            {name: column[order[starts[n] :][: sizes[n]]] for name, column in columns.items()},
+            *names,
+        )
+        for n in np.argsort(final, kind="stable")[-CALLS:]
+    ]
+    waits = np.minimum(waits, columns["room_ns"])
+    return calls, owners, columns, waits, find_rooted(columns["operation"], names[1])
+
+
+def _renumber(known: dict[str, int], names: Sequence[str]) -> npt.NDArray[np.int64]:
+    """The number of each name among all that are known, to which it is added."""
+    return np.array([known.setdefault(name, len(known)) for name in names], np.int64)
+
+
+def _join_call(hosts: Columns, groups: Sequence[str], operations: Sequence[str]) -> JoinedCall:
+    """One call as all hosts saw it; `hosts` is sorted by their last arrivals."""
+    last = {name: int(column[-1]) for name, column in hosts.items()}
+    seconds = hosts["last_ns"][-2:-1].tolist()
+    if last["ranks"] > 1 or not seconds:
+        seconds.append(last["second_ns"])
+    wires = hosts["wire_ns"][hosts["wire_ns"] >= 0]
+    return JoinedCall(
+        group=groups[last["group"]],
+        number=last["number"],
+        operation=operations[last["operation"]],
+        nbytes=last["nbytes"],
+        step=int(hosts["step"].max()),
+        phase=int(hosts["phase"].max()),
+        first_ns=int(hosts["first_ns"].min()),
+        second_ns=max(seconds),
+        last_ns=last["last_ns"],
+        last_rank=last["last_rank"],
+        ranks=int(hosts["ranks"].sum()),
+        wire_ns=int(wires.min()) if len(wires) else -1,
+    )
+
+
+def find_rooted(numbers: npt.NDArray[Any], operations: Sequence[str]) -> npt.NDArray[np.bool_]:
+    """Whether each of these numbers of operations is that of a rooted one."""
+    return np.isin(numbers, [i for i, name in enumerate(operations) if name in ROOTED])

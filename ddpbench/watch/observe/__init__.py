@@ -1,0 +1,1 @@
+"""What a rank sees of itself: phases, collectives, links, pauses."""
