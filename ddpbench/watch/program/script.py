@@ -16,7 +16,7 @@ from types import CodeType, ModuleType, TracebackType
 
 from ddpbench.launch.placement import Refused
 
-OWN = f"{Path(__file__).parent}{os.sep}"  # where the frames of the watch are
+OWN = f"{Path(__file__).parents[1]}{os.sep}"  # where the frames of the watch are
 
 
 @dataclass(frozen=True)
