@@ -66,7 +66,9 @@ class Proof:
                 f"the replicas are no longer compared: some ranks did not reach step {number} "
                 f"within {MEET_SECONDS:g} s of the others"
             )
-            step = "see whether all ranks take the same number of optimizer steps"
+            step = (
+                "print len(loader) in every rank: all must take the same number of optimizer steps"
+            )
             self._add(Finding("warning", "replicas-not-compared", sentence, step, {"step": number}))
             return
         if agreed == UNEQUAL:
@@ -93,7 +95,8 @@ class Proof:
 
     def _add(self, *findings: Finding) -> None:
         self.findings += tuple(
-            f if f.next_step else replace(f, next_step="ddpbench guide replicas") for f in findings
+            f if f.next_step else replace(f, next_step="python -m ddpbench guide replicas")
+            for f in findings
         )
 
     def _list_replicas(self) -> dict[str, tuple[nn.Module, list[Optimizer]]]:
@@ -150,7 +153,7 @@ class Proof:
         if missing := {*replicas} - {*common} - self._uncompared:
             self._uncompared |= missing
             sentence = (
-                f"not compared: {counted(len(missing), 'model')} that not all ranks have: "
+                f"not compared: {counted(len(missing), 'model')} that some ranks do not have: "
                 f"{few(sorted(missing))}"
             )
             self._add(Finding("note", "not-compared", sentence, "", {"models": sorted(missing)}))

@@ -89,11 +89,11 @@ def judge_transfers(history: History, reference: Reference) -> Iterator[Finding]
         yield Finding(
             "note",
             "transfers",
-            f"{operation} of {nbytes / 1e3:.4g} kB on group {group} transfers in "
-            f"{seconds * 1e3:.3g} ms here, at {share:.0%} of the bandwidth in run {reference.run} "
-            f"({expected * 1e3:.3g} ms)",
-            f"python -m ddpbench show {reference.run} shows that run; a job that also computes is "
-            "slower"
+            f"the transfer of {operation}, {nbytes / 1e3:.4g} kB on group {group}, takes "
+            f"{seconds * 1e3:.3g} ms in this job and {expected * 1e3:.3g} ms in run "
+            f"{reference.run}: {share:.0%} of that run's bandwidth",
+            "a transfer is slower while ranks also compute; see what that run measured: python -m "
+            f"ddpbench show {reference.run}"
             if share < 1
             else "",
             {"operation": operation, "nbytes": nbytes, "seconds": seconds, "ratio": share},

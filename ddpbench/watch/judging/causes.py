@@ -33,20 +33,26 @@ SECONDS = {
     "queued_seconds": Cause(
         "host busy",
         "its main thread waits for a core",
-        "find what shares the cores of rank {rank} (top, taskset -p), or use fewer threads",
+        "find what shares the cores of rank {rank} (top, taskset -cp PID), or use fewer threads",
     ),
     "gc_seconds": Cause(
         "gc",
         "Python's garbage collector stops it",
-        "call gc.freeze() after the set-up, and gc.collect() on all ranks at once",
+        "after the set-up, call gc.freeze() and gc.disable(); then call gc.collect() on all ranks "
+        "in the same step",
     ),
     "compile_seconds": Cause(
         "compile",
-        "torch.compile compiles in it",
-        "run with TORCH_LOGS=recompiles to see why rank {rank} recompiles",
+        "torch.compile spends the time compiling",
+        "to see why rank {rank} recompiles, start the job again after: export "
+        "TORCH_LOGS=recompiles",
     ),
 }
-SWAP = Cause("swap", "it reads pages from a disk", "give rank {rank}'s host more memory")
+SWAP = Cause(
+    "swap",
+    "it reads pages of its memory from a disk",
+    "see on rank {rank}'s host whether its memory is full: free -h; then use less of it",
+)
 
 
 def find_cause(history: History, late: Late) -> Cause | None:
@@ -75,7 +81,9 @@ def find_cause(history: History, late: Late) -> Cause | None:
     if slowed:
         reasons = ", ".join(sorted(slowed))
         return Cause(
-            "gpu clock", f"its GPU lowers its clock ({reasons})", "nvidia-smi -q -d PERFORMANCE"
+            "gpu clock",
+            f"its GPU lowers its clock ({reasons})",
+            "run on rank {rank}'s host: nvidia-smi -q -d PERFORMANCE",
         )
     if np.mean(shares.get("major_faults", [0.0])) >= PAGES:
         return SWAP

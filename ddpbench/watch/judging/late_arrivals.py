@@ -30,12 +30,12 @@ def judge_arrivals(history: History) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "late-arrival",
-            f"rank {rank} on {host_of.get(rank, 'an unknown host')} is the last to call {name} "
-            f"{often:.0%} of the times: {seconds * 1e3:.3g} ms [{low * 1e3:.3g}, "
+            f"rank {rank} on {host_of.get(rank, 'an unknown host')} is the last to arrive "
+            f"at {name} in {often:.0%} of the calls: {seconds * 1e3:.3g} ms [{low * 1e3:.3g}, "
             f"{high * 1e3:.3g}] after the other ranks, {seconds / between:.1%} of the time from "
             "one call to the next",
-            f"look for what takes rank {rank} longer before this call; python -m ddpbench doctor "
-            "--only stragglers compares the ranks",
+            f"find what rank {rank} does longer than the others before this call; to compare the "
+            "ranks' devices: python -m ddpbench doctor --only stragglers",
             {
                 "rank": rank,
                 "group": group,

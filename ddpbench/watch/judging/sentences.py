@@ -16,13 +16,13 @@ from ddpbench.watch.judging.stragglers import Late
 MOST = 8  # findings on ranks
 LASTING = 0.2  # of the steps: a rank that was late for less is worth a note
 NEXT_STEPS = {
-    "input": "give rank {rank}'s DataLoader more workers, or check what its files are stored on",
-    "forward": "compare rank {rank}'s batches with the other ranks' (lengths, shapes), and its "
-    "device: python -m ddpbench doctor --only stragglers",
-    "backward": "compare rank {rank}'s batches with the other ranks' (lengths, shapes), and its "
-    "device: python -m ddpbench doctor --only stragglers",
+    "input": "give rank {rank}'s DataLoader more workers, or check the disk that holds its files",
+    "forward": "compare the shapes of rank {rank}'s batches with those of other ranks; to "
+    "compare the ranks' devices: python -m ddpbench doctor --only stragglers",
+    "backward": "compare the shapes of rank {rank}'s batches with those of other ranks; to "
+    "compare the ranks' devices: python -m ddpbench doctor --only stragglers",
     "optimizer": "check whether rank {rank} holds more parameters or optimizer state than the "
-    "others; python -m ddpbench doctor --only stragglers measures the ranks",
+    "others; to compare the ranks' devices: python -m ddpbench doctor --only stragglers",
     "other": "look for what only rank {rank} does between its steps: logging, checkpoints, "
     "evaluation",
 }
@@ -44,7 +44,7 @@ def describe_late(history: History, late: Sequence[Late], step_seconds: float) -
             "straggler",
             f"{len(others)} more ranks are late, each by less: {', '.join(map(str, others[:16]))}"
             + (" …" if len(others) > 16 else ""),
-            "start with the worst",
+            "first help the ranks that the other findings name",
             {"ranks": others},
         )
 
@@ -70,8 +70,8 @@ def _describe_host(host: str, ranks: Sequence[Late], step_seconds: float) -> Fin
         "slow-host",
         f"{host} is slow: {phase} takes its ranks {seconds * 1e3:.3g} ms longer than those of "
         f"other hosts, {seconds / step_seconds:.1%} of each step",
-        "python -m ddpbench doctor --only stragglers on this host and on another one compares "
-        "their cores, memory and clocks",
+        f"compare cores, memory and clocks: run on {host}, and on another host: python -m ddpbench "
+        "doctor --only stragglers",
         {
             "host": host,
             "ranks": [one.rank for one in ranks],

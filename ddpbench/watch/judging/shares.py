@@ -28,8 +28,8 @@ def judge_input(history: History) -> Iterator[Finding]:
         yield Finding(
             "warning" if fastest >= LARGE * step else "note",
             "waits-for-input",
-            f"all ranks wait for input, the fastest {fastest * 1e3:.3g} ms of each "
-            f"{step * 1e3:.4g} ms step ({fastest / step:.0%})",
+            f"all ranks wait for their data loaders, even the fastest {fastest * 1e3:.3g} ms of "
+            f"each {step * 1e3:.4g} ms step ({fastest / step:.0%})",
             "raise num_workers or prefetch_factor of the DataLoader, or use cheaper transforms",
             {"phase": "input", "seconds": fastest, "share": fastest / step},
         )
@@ -47,7 +47,8 @@ def judge_communication(history: History) -> Iterator[Finding]:
             f"without any, the job would be at most {step / max(step - exposed, 1e-9):.3g} times "
             "as fast",
             "communicate less often (no_sync with more micro-batches, a larger batch) or send "
-            "fewer bytes (a compressing communication hook); python -m ddpbench ddp compares them",
+            "fewer bytes (a compressing communication hook); to see what a hook gains: "
+            'python -m ddpbench ab --a "--comm-hook none" --b "--comm-hook fp16" ddp',
             {"seconds": exposed, "share": exposed / step},
         )
 
@@ -60,10 +61,10 @@ def judge_pauses(history: History) -> Iterator[Finding]:
         yield Finding(
             "warning" if share >= LARGE_PAUSES else "note",
             "gc-pauses",
-            f"garbage collections stop the ranks for {share:.1%} of the time, once for "
-            f"{longest * 1e3:.3g} ms",
-            "call gc.freeze() after the set-up and gc.disable(), and gc.collect() on all ranks "
-            "every few hundred steps",
+            f"Python's garbage collector stops the ranks for {share:.1%} of the time, at the "
+            f"longest for {longest * 1e3:.3g} ms",
+            "after the set-up, call gc.freeze() and gc.disable(); then call gc.collect() on all "
+            "ranks every few hundred steps",
             {"share": share, "seconds": longest},
         )
 
@@ -78,9 +79,9 @@ def judge_compilation(history: History) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "recompilations",
-            f"torch.compile still compiles: {share:.0%} of the time",
-            "run with TORCH_LOGS=recompiles to see why; mark what changes with "
-            "torch._dynamo.mark_dynamic",
+            f"torch.compile still compiles, long after the start: {share:.0%} of the time",
+            "to see why, start the job again after: export TORCH_LOGS=recompiles; mark dimensions "
+            "that change with torch._dynamo.mark_dynamic",
             {"share": share},
         )
 
@@ -102,7 +103,7 @@ def judge_hosts(history: History) -> Iterator[Finding]:
                 "note",
                 "busy-host",
                 f"{host}: other programs use {usual:.0%} of the cores",
-                "stop them, or give the job the host alone",
+                "run top on this host to see them; stop them, or run the job on another host",
                 {"host": host, "share": usual},
             )
 

@@ -100,10 +100,10 @@ def _finding(slow: SlowLink) -> Finding:
     interface = f" ({slow.interface})" if slow.interface else ""
     rate, usual = _format(slow.bytes_per_second), _format(slow.usual_bytes_per_second)
     figures = (
-        f"{rate} while data is on its way; other links of the job carry {usual}. It is in use "
-        f"{slow.busy_share:.0%} of the time"
+        f"{rate} while data is on its way; other links of the job carry {usual}. "
+        f"{'It is' if rest else 'Its links are'} in use {slow.busy_share:.0%} of the time"
     )
-    measure = "measure it: run `python -m ddpbench.doctor --only links` under the job's launcher"
+    measure = "to measure it, run under the job's launcher: python -m ddpbench.doctor --only links"
     place: dict[str, object] = {"hosts": list(slow.hosts), "interface": slow.interface}
     if not rest:
         sentence = f"slow host: {first}{interface} {slow.ways} {figures}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from datetime import datetime, timezone
 
 import numpy as np
 
@@ -39,9 +39,10 @@ def judge_speed(history: History, explained: Sequence[int]) -> Iterator[Finding]
         "warning" if change >= LARGE else "note",
         "slower-since" if change > 0 else "faster-since",
         f"since step {number[first]} ({clock_time(history, int(number[first]))}) steps take "
-        f"{abs(change):.0%} {'longer' if change > 0 else 'less'}: {new * 1e3:.4g} ms, before "
-        f"{old * 1e3:.4g} ms",
-        "compare what changed at that time: the batch's shape, other jobs on the hosts, clocks"
+        f"{abs(change):.0%} {'longer' if change > 0 else 'less'}: {new * 1e3:.4g} ms instead "
+        f"of {old * 1e3:.4g} ms",
+        "find what changed at that time: shapes of batches, other jobs on the hosts, clocks; to "
+        "see the timeline: python -m ddpbench show last"
         if change > 0
         else "",
         {"since_step": int(number[first]), "since": ended(history, int(number[first]))}
@@ -56,5 +57,5 @@ def ended(history: History, step: int) -> float:
 
 
 def clock_time(history: History, step: int) -> str:
-    """Return when a step ended as the clock on the wall shows it: "14:32:10"."""
-    return datetime.fromtimestamp(ended(history, step)).strftime("%H:%M:%S")
+    """Return when a step ended, in UTC as in the table's timeline: "14:32:10 UTC"."""
+    return datetime.fromtimestamp(ended(history, step), timezone.utc).strftime("%H:%M:%S UTC")

@@ -131,8 +131,9 @@ def _find_reads(backends: Collection[str]) -> tuple[dict[str, Read], str]:
         if find_missing_setting(backend) or read is None:
             entries = torch_settings.ENTRIES if unlocked else SHORT
             sentence = (
-                f"calls of {backend} are unknown: set {torch_settings.find_buffer_size()}={entries}"
-                " before init_process_group"
+                f"calls of {backend} cannot be read, so waits in them outside backward count as "
+                f"the ranks' own time: set {torch_settings.find_buffer_size()}={entries} before "
+                "init_process_group"
             )
         else:
             reads[own] = read
