@@ -23,7 +23,10 @@ LEGEND = (
     "own time and is blocked least",
     "exposed communication: the least that any rank was blocked in a step",
 )
-WAIT = "wait ms: how long the earliest rank waited for the latest; last rank: the latest, if one is"
+WAIT = (
+    "wait ms: how long the earliest rank waited for the latest; wire ms: the transfer alone, - if "
+    "unknown; last rank: the rank that most often arrives last, - if none stands out"
+)
 
 
 def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
@@ -50,7 +53,7 @@ def _parts(line: StepLine, style: Style) -> str:
     """Format where the time of a step goes, in the median rank and in the slowest one."""
     watched = next((result.watched for result in line.results if result.watched), None)
     if watched is None or not watched.steps:
-        return line.reason or "no step was seen on all ranks: only its collectives are known"
+        return line.reason or "no optimizer step was seen on all ranks"
     step = watched.step_seconds
     cells = [
         [

@@ -17,7 +17,7 @@ from ddpbench.watch.settings import Settings, explain_wrong_port
 USAGE = """%(prog)s [options] SCRIPT [the script's own options]
        %(prog)s [options] -m MODULE [the module's own options]"""
 
-DESCRIPTION = """Run a training script unmodified in this rank, and watch it.
+DESCRIPTION = """Run a training script unmodified in this rank, and show why it is slow.
 
 A launcher starts the ranks:
 
@@ -32,12 +32,13 @@ OPTIONS = """
               per GPU)
 --verify      compare the replicas bit for bit after every N optimizer steps (default: never)
 --timeout     report a hang after this time and end the job with exit code 5 (default: never)
---every       seconds between two lines on the terminal
+--every       print a line on the terminal every so many seconds
 --output      folder for the stored run; none stores nothing
 --prometheus  write metrics for Prometheus: to this file, or serve them on this port (default:
               neither)
---wire        time gloo's transfers with a communication hook on DistributedDataParallel
---format      format of the table at the end
+--wire        time gloo's transfers with a communication hook on DistributedDataParallel, to fill
+              the column wire ms (default: off)
+--format      format of the table that rank 0 prints to stderr at the end
 """
 
 

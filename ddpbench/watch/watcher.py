@@ -114,7 +114,8 @@ class Watcher:
         if not self._over:
             self._over = True
             rank = os.environ.get("RANK", "0")
-            tell(f"watch of rank {rank} ends, the job continues: {type(error).__name__}: {error}")
+            what = f"{type(error).__name__}: {error}"
+            tell(f"watch: rank {rank} is no longer watched, the job continues: {what}")
 
 
 class _Rank:

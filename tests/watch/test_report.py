@@ -207,7 +207,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFi
     outputs.finish(a_history(), [], COMPLETE)
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.count("storing the run ends, the job continues: ") == 1
+    assert err.count("storing the run failed, the job continues: ") == 1
     assert "part of a step" in err
     assert "stored in" not in err
 
@@ -258,7 +258,7 @@ def test_the_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
             text += os.read(ours, 10_000)
     os.close(ours)
     none, line = text.decode().splitlines()
-    assert none == "ddpbench: no step was seen on all ranks yet"
+    assert none == "ddpbench: no optimizer step was seen on all ranks yet"
     assert line.startswith("ddpbench: step 59: ")
     assert ", backward 50." in line
     assert line.endswith(f"; warning: {SLOW.sentence}")
@@ -300,7 +300,9 @@ def test_an_error_of_the_callback_ends_the_callback_alone(
     outputs.finish(a_history(), [], COMPLETE)
     assert len(calls) == 1
     err = capfd.readouterr().err
-    assert err.count("ddpbench: watch: on_report ends, the job continues: KeyError: 'loss'\n") == 1
+    assert (
+        err.count("ddpbench: watch: on_report failed, the job continues: KeyError: 'loss'\n") == 1
+    )
     assert the_run(tmp_path).state == "complete"
     assert "part of a step" in err
 
@@ -347,7 +349,7 @@ def test_metrics_on_a_port(capfd: pytest.CaptureFixture[str]) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         assert metrics(answer.read().decode())["ddpbench_watch_ranks"] == [({}, 4)]
     Outputs(settings, a_job()).update(a_history(), [])
-    assert "metrics for Prometheus ends, the job continues: " in capfd.readouterr().err
+    assert "metrics for Prometheus failed, the job continues: " in capfd.readouterr().err
 
 
 def test_without_prometheus_client(

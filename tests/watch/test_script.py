@@ -135,7 +135,7 @@ def test_variables_that_a_script_sets_come_before_torch(tmp_path: Path) -> None:
         (["empty"], "empty is a folder without a __main__.py"),
         (["--verify", "0", "x.py"], "--verify: '0' is not a whole number from 1 on"),
         (["--prometheus", "0", "x.py"], "--prometheus: 0 is no port for Prometheus: give 1 to"),
-        (["-n", "2", "x.py"], "no launcher has started this: ddpbench watch -n 2 x.py"),
+        (["-n", "2", "x.py"], "-n does not start ranks here: type ddpbench watch -n 2 x.py"),
         ([], "no script: write train.py, or -m and the name of a module"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

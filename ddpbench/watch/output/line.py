@@ -27,7 +27,7 @@ class Line:
 def format_line(latest: Moment | None, run: Run) -> str:
     """Format the newest steps and the worst finding in one line."""
     if latest is None:
-        line = "no step was seen on all ranks yet"
+        line = "no optimizer step was seen on all ranks yet"
     else:
         step = latest.step_seconds
         parts = [

@@ -122,7 +122,7 @@ class Outputs:
             action(argument)
         except Exception as error:
             self._outputs.pop(name, None)
-            tell(f"watch: {name} ends, the job continues: {type(error).__name__}: {error}")
+            tell(f"watch: {name} failed, the job continues: {type(error).__name__}: {error}")
 
     def _print(self, run: Run) -> None:
         from ddpbench.render.formats import FORMATS

@@ -46,7 +46,9 @@ def build_run(
 def _result(job: Job, summary: Summary | None) -> StepResult:
     if summary is None or summary.step is None:
         watched = summary.watched if summary is not None else None
-        return StepResult(job.case, 0, reason="no step was seen on all ranks", watched=watched)
+        return StepResult(
+            job.case, 0, reason="no optimizer step was seen on all ranks", watched=watched
+        )
     watched = summary.watched
     share = watched.exposed_seconds / summary.step.value
     exposed = Part(steps.EXPOSED, Figure(watched.exposed_seconds, None), share, resolved=True)

@@ -66,7 +66,7 @@ class Program:
         if path.is_dir() and not any(path.glob("__main__.py*")):
             raise Refused(f"{self.name} is a folder without a __main__.py: name a script in it")
         if not os.access(path, os.R_OK):
-            raise Refused(f"script {self.name} cannot be read")
+            raise Refused(f"script {self.name} cannot be read: check its permissions")
 
 
 def prepare(program: Program) -> None:
@@ -97,7 +97,10 @@ def _require_module(name: str) -> None:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise Refused(f"-m {name}: {type(error).__name__}: {error}") from None
     if spec is None:
-        raise Refused(f"-m {name}: there is no such module, or it is a package without __main__")
+        raise Refused(
+            f"-m {name}: there is no such module, or it is a package without __main__: "
+            "check the name, and PYTHONPATH"
+        )
 
 
 def run(program: Program) -> None:
