@@ -115,7 +115,7 @@ class Watcher:
             self._over = True
             rank = os.environ.get("RANK", "0")
             what = f"{type(error).__name__}: {error}"
-            tell(f"watch: rank {rank} is no longer watched, the job continues: {what}")
+            tell(f"watch of rank {rank} failed, the job continues: {what}")
 
 
 class _Rank:
