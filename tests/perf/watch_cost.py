@@ -5,8 +5,10 @@
 Two ranks, on gloo under torchrun and on mpi under mpirun. Blocks of at least 6 s with and without
 `ddpbench.watch` take turns in one launch, so that each has a round of reports; the figure is the
 median over pairs of neighbouring blocks, with its 95 % interval. Aims: at most 1 %, the upper end
-at most 2 %. The last lines are the memory of each rank after 20,000 and 100,000 tiny steps under
-watch. A busy machine hides the cost: run it alone.
+at most 2 %. Steps mostly sleep, as the host of a GPU mostly waits: steps that compute on two shared
+cores vary by 10 % from block to block, and hide the cost. CPU is what all threads of the slower
+rank use more, in % of the step: the most that a host without spare cores can lose. The last lines
+are the memory of each rank after 20,000 and 100,000 tiny steps under watch. Run it alone.
 """
 
 from __future__ import annotations
@@ -39,16 +41,16 @@ BLOCK_SECONDS, WARM = 6.0, 5
 EARLY, LATE = 20_000, 100_000  # tiny steps
 
 
-def make_step(width: int, depth: int) -> Callable[[int], None]:
-    """Return a training step of DDP with a number of extra products of matrices."""
+def make_step(width: int, depth: int) -> Callable[[float], None]:
+    """Return a training step of DDP that sleeps for some seconds, too."""
     layers = [nn.Linear(width, width) for _ in range(depth)]
     replica = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.SGD(replica.parameters(), lr=1e-4)
-    batch, extra = torch.randn(8, width), torch.randn(192, 192)
+    batch = torch.randn(8, width)
 
-    def step(products: int) -> None:
-        for _ in range(products):
-            torch.mm(extra, extra)
+    def step(pause: float) -> None:
+        if pause:
+            time.sleep(pause)
         optimizer.zero_grad()
         replica(batch).square().mean().backward()
         optimizer.step()
@@ -56,52 +58,52 @@ def make_step(width: int, depth: int) -> Callable[[int], None]:
     return step
 
 
-def measure_block(step: Callable[[int], None], products: int, count: int) -> float:
-    """Seconds of one step in the slower rank, in a block that all start together."""
+def measure_block(step: Callable[[float], None], pause: float, count: int) -> tuple[float, float]:
+    """Seconds of one step, and its CPU seconds, in the slower rank of a block."""
     for _ in range(WARM):
-        step(products)
+        step(pause)
     dist.barrier()
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     for _ in range(count):
-        step(products)
-    seconds = torch.tensor((time.perf_counter() - began) / count, dtype=torch.float64)
+        step(pause)
+    spent = [time.perf_counter() - began, time.process_time() - used]
+    seconds = torch.tensor(spent, dtype=torch.float64) / count
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
+    wall, cpu = seconds.tolist()
+    return wall, cpu
 
 
-def find_products(step: Callable[[int], None], target: float) -> int:
-    """How many extra products make a step take that long."""
-    products = 20
-    for _ in range(5):
-        seconds = measure_block(step, products, 30)
-        products = max(1, round(products * min(4.0, target / seconds)))
-    return products
-
-
-def compare(step: Callable[[int], None], target: float, pairs: int) -> list[str]:
+def compare(step: Callable[[float], None], target: float, pairs: int) -> list[str]:
     """A row of the table: the step without and with a watch, and what that costs."""
-    products = find_products(step, target)
-    count = round(BLOCK_SECONDS / max(target, measure_block(step, products, 50)))
+    pause = max(0.0, target - measure_block(step, 0.0, 200)[0])
+    count = round(BLOCK_SECONDS / target)
     without, watched = [], []
     for pair in range(pairs):
         for on in (pair % 2 == 0, pair % 2 == 1):
             with contextlib.redirect_stderr(io.StringIO()):
                 with ddpbench.watch(output=None) if on else contextlib.nullcontext():
-                    (watched if on else without).append(measure_block(step, products, count))
+                    (watched if on else without).append(measure_block(step, pause, count))
                 dist.barrier()
-    ratios = [100 * (b / a - 1) for a, b in zip(without, watched, strict=True)]
-    low, high = stats.quantile_test(ratios).confidence_interval()
-    medians = (f"{statistics.median(values) * 1e3:.2f}" for values in (without, watched))
-    cost = f"{statistics.median(ratios):+.2f} [{low:+.2f}, {high:+.2f}]"
-    return [f"{dist.get_backend()}, {target * 1e3:.0f} ms", *medians, cost]
+    costs = [
+        [100 * (b[what] - a[what]) / a[0] for a, b in zip(without, watched, strict=True)]
+        for what in (0, 1)
+    ]
+    medians = (f"{statistics.median(w for w, _ in each) * 1e3:.2f}" for each in (without, watched))
+    return [f"{dist.get_backend()}, {target * 1e3:.0f} ms", *medians, *map(describe, costs)]
 
 
-def measure_memory(step: Callable[[int], None]) -> str:
+def describe(percent: list[float]) -> str:
+    """The median and its interval."""
+    low, high = stats.quantile_test(percent).confidence_interval()
+    return f"{statistics.median(percent):+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def measure_memory(step: Callable[[float], None]) -> str:
     """The memory of this rank after many steps under watch."""
     process, sizes = psutil.Process(), []
     with contextlib.redirect_stderr(io.StringIO()), ddpbench.watch(output=None):
         for number in range(1, LATE + 1):
-            step(0)
+            step(0.0)
             if number in (EARLY, LATE):
                 sizes.append(process.memory_info().rss / 1e6)
     early, late = sizes
@@ -116,10 +118,12 @@ def run_rank(backend: str, pairs: int) -> None:
     dist.init_process_group("mpi4py" if backend == "mpi" else backend)
     step = make_step(256, 4)
     rows = [compare(step, target, pairs) for target in TARGETS]
+    if dist.get_rank() == 0:
+        headings = ("step", "without, ms", "with, ms", "cost, %", "CPU, % of the step")
+        print(tabulate(rows, headings, stralign="right"), flush=True)
     memory: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(memory, measure_memory(make_step(8, 1)))
     if dist.get_rank() == 0:
-        print(tabulate(rows, ("step", "without, ms", "with, ms", "cost in %"), stralign="right"))
         print(*memory, sep="\n", flush=True)
     dist.destroy_process_group()
 
