@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ddpbench.hang import guard
 from ddpbench.records.schema import Finding
 from ddpbench.records.terminal_text import tell
 from ddpbench.session.run_end import End, interrupted
 from ddpbench.watch.gather.joining import join_hosts
 from ddpbench.watch.gather.transport import Transport
-from ddpbench.watch.hangs import Hangs
 from ddpbench.watch.judging.bandwidth import Reference, find_reference, judge_transfers
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
@@ -65,26 +65,30 @@ class Watcher:
         self._reducers = Reducers(lambda: self.observer.modules, timed=settings.wire)
         self.observer.after_step.append(self._reducers.after_step)
         self._proof = Proof(settings.verify, self.observer)
-        self._hangs = Hangs(settings.timeout)
+        self._guard: guard.Guard | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ddpbench-watch", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Report a last time, then end the watching. Call it in the thread that trains."""
-        self._marks.resolve()
+        try:
+            self._marks.resolve()
+        except Exception as error:  # as after an error of the device
+            self._fail(error)
         self._closing.set()
         self._thread.join(CLOSE_SECONDS)
         self._proof.close()
         self.observer.close()
-        self._hangs.close()
+        if self._guard is not None:
+            self._guard.close()
 
     def _watch(self) -> None:
         try:
             store = self._await_group()
             if store is None:
                 return
-            self._hangs.look()
+            self._watch_for_hangs()
             with (
                 contextlib.closing(_Rank(self._marks, self._reducers)) as rank,
                 contextlib.closing(_Reports(self._settings, self._prefix, store)) as reports,
@@ -106,6 +110,12 @@ class Watcher:
         from torch.distributed import distributed_c10d
 
         return distributed_c10d._get_default_store()
+
+    def _watch_for_hangs(self) -> None:
+        if self._settings.timeout:
+            # The script may have one on, or may have destroyed its groups just now.
+            with contextlib.suppress(RuntimeError):
+                self._guard = guard.watchdog(self._settings.timeout)
 
     def _fail(self, error: Exception) -> None:
         """End the watching because of an error in it, and report that once."""
@@ -148,7 +158,8 @@ class _Rank:
             first_step=steps[0].number if steps else 0,
             rows=pack_rows(np.array([step.row for step in steps], dtype=np.float32)),
             ended_ns=steps[-1].ended_ns + ahead_ns if steps else now_ns,
-            calls=list(self._calls),
+            # Of groups that are made again, numbers start again: the newest call counts.
+            calls=list({(call.group, call.number): call for call in self._calls}.values()),
             facts=self._facts.read(),
             links=self._links.read(),
             last=last,
@@ -173,17 +184,18 @@ class _Reports:
         import torch.distributed as dist
 
         rank = dist.get_rank()
-        self._store = store  # that of rank 0 must outlive the process group
-        self._transport = Transport(store, prefix, rank, dist.get_world_size())
         self._history, self._findings = History(), tuple[Finding, ...]()
-        self._newest_calls, self._group_sizes = Counter[str](), Counter[str]()  # by group
-        self._results = settings.output or Path("results")
-        self._reference: tuple[Reference | None] | None = None  # None: not looked for yet
+        self._newest_ns, self._group_sizes = Counter[str](), Counter[str]()  # by group
+        self._results = (settings.output or Path("results")).absolute()
+        self._placed: list[int] = []  # ranks of each host, for which a stored run was looked for
+        self._reference: Reference | None = None
         self._backend = ""
         self._outputs: Outputs | None = None
         if rank == 0:
             job = identify_job(settings.script, settings.verify)
             self._backend, self._outputs = job.case.backend, Outputs(settings, job)
+        self._store = store  # that of rank 0 must outlive the process group
+        self._transport = Transport(store, prefix, rank, dist.get_world_size())
 
     def seconds_to_round(self) -> float:
         """Return the time until all ranks send the next window."""
@@ -205,31 +217,35 @@ class _Reports:
         """Compare transfers, once any are known, with a stored run of the same ranks."""
         if not any(calls.wires for calls in self._history.calls.values()):
             return ()
+        placed = [len(ranks) for ranks in self._history.hosts.values()]
+        if placed != self._placed:
+            self._placed = placed
+            self._reference = find_reference(self._backend, placed, results=self._results)
         if self._reference is None:
-            placed = [len(ranks) for ranks in self._history.hosts.values()]
-            self._reference = (find_reference(self._backend, placed, results=self._results),)
-        (reference,) = self._reference
-        return list(judge_transfers(self._history, reference)) if reference is not None else ()
+            return ()
+        return list(judge_transfers(self._history, self._reference))
 
     def _only_new(self, calls: Sequence[JoinedCall]) -> list[JoinedCall]:
         """The calls that were in no earlier round, and that all ranks of their group report."""
         for call in calls:
             self._group_sizes[call.group] = max(self._group_sizes[call.group], call.ranks)
-        newest = self._newest_calls.copy()
+        newest = self._newest_ns.copy()
         new = [
             call
             for call in calls
-            if call.number > newest[call.group] and call.ranks == self._group_sizes[call.group]
+            if call.last_ns > newest[call.group] and call.ranks == self._group_sizes[call.group]
         ]
         for call in new:
-            self._newest_calls[call.group] = max(self._newest_calls[call.group], call.number)
+            self._newest_ns[call.group] = max(self._newest_ns[call.group], call.last_ns)
         return new
 
     def close(self) -> None:
         """Send nothing more; in rank 0, show the final table."""
-        if self._outputs is not None:
-            self._outputs.finish(self._history, self._findings, _describe_end())
-        self._transport.close()
+        try:
+            if self._outputs is not None:
+                self._outputs.finish(self._history, self._findings, _describe_end())
+        finally:
+            self._transport.close()
 
 
 def _describe_end() -> End:

@@ -7,6 +7,7 @@ import os
 import pty
 import socket
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -338,7 +339,8 @@ def test_metrics_in_a_file(tmp_path: Path) -> None:
 
 
 def test_metrics_on_a_port(capfd: pytest.CaptureFixture[str]) -> None:
-    """A port serves the newest report; a second job on the same port is told so, and goes on."""
+    """A port serves the newest report, until the job ends. A second job on the same port is told
+    so, and goes on."""
     pytest.importorskip("prometheus_client")
     with socket.socket() as free:
         free.bind(("", 0))
@@ -350,6 +352,9 @@ def test_metrics_on_a_port(capfd: pytest.CaptureFixture[str]) -> None:
         assert metrics(answer.read().decode())["ddpbench_watch_ranks"] == [({}, 4)]
     Outputs(settings, a_job()).update(a_history(), [])
     assert "metrics for Prometheus failed, the job continues: " in capfd.readouterr().err
+    outputs.finish(a_history(), [], COMPLETE)
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics")
 
 
 def test_without_prometheus_client(

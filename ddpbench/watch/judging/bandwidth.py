@@ -15,6 +15,7 @@ from ddpbench.records.schema import Finding, Run
 from ddpbench.watch.judging.history import History
 
 FEWEST = 6  # transfers that are compared
+NEWEST = 8  # stored runs that are looked at
 Curve = Mapping[int, float]  # message size in bytes → seconds
 
 
@@ -44,9 +45,12 @@ def find_reference(
 ) -> Reference | None:
     """Return the newest stored run of this backend, dtype and placement of ranks, if there is one.
 
-    Damaged runs are passed over.
+    Looks at the NEWEST runs only, because a job waits meanwhile. Damaged runs are passed over.
     """
-    for folder in reversed(store.list_runs(results)):
+    runs = sorted(results.glob("*/run.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for folder in (path.parent for path in runs[:NEWEST]):
+        if "-watch-" in folder.name:
+            continue
         try:
             reference = read_reference(store.read(folder), backend, ranks_per_host, dtype)
         except store.InvalidRun:

@@ -35,7 +35,7 @@ def judge(history: History) -> tuple[Finding, ...]:
         findings.extend(speed.judge_speed(history, since))
         for check in CHECKS:
             findings.extend(check(history))
-    else:
+    elif not history.call_steps:
         findings.extend(late_arrivals.judge_arrivals(history))
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 

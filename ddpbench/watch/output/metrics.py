@@ -36,16 +36,23 @@ class Metrics:
         self._registry: Any = prometheus_client.CollectorRegistry()
         self._registry.register(self)
         self._file = "" if where.isdecimal() else where
+        self._server: Any = None
         if not self._file:
-            prometheus_client.start_http_server(int(where), registry=self._registry)
+            self._server, _ = prometheus_client.start_http_server(
+                int(where), registry=self._registry
+            )
 
     def update(self, report: dict[str, Any]) -> None:
-        """Replace the metrics by those of a report (`Report.as_dict`)."""
+        """Show the metrics of a report (`Report.as_dict`). After the last one, serve no more."""
         self._report = report
         if self._file:
             from prometheus_client import write_to_textfile
 
             write_to_textfile(self._file, self._registry)
+        elif self._server is not None and report["state"] != "running":
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the metrics. Of single ranks, only those that a finding names have one."""
