@@ -106,11 +106,11 @@ class JoinedCall(msgspec.Struct, frozen=True, array_like=True):
 class HostWindow(msgspec.Struct, frozen=True):
     """The windows of one host's ranks, joined over the steps that all of them have.
 
-    ranks: those that have these steps, as runs of numbers, each its first and last; median: float32
-    [steps, COLUMNS], over these ranks; least_blocked: float32 [steps]; rows: of at most RANKS
-    ranks; calls: a table of `joining.CALL` by rank 0's clock, in which groups and operations are
-    positions in the two lists; facts: of these ranks and, under -1, the
-    median over all ranks of the host.
+    ranks: those that have these steps or have ended, as runs of numbers, each its first and last;
+    median: float32 [steps, COLUMNS], over those with steps; least_blocked: float32 [steps]; rows:
+    of at most RANKS ranks; calls: a table of `matching.CALL` by rank 0's clock, in which groups and
+    operations are positions in the two lists; facts: of these ranks and, under -1, the median over
+    all ranks of the host.
     """
 
     host: str

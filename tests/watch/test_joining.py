@@ -26,6 +26,7 @@ from ddpbench.watch.window import (
     HostWindow,
     Link,
     RankWindow,
+    Round,
     Rows,
     pack_rows,
 )
@@ -132,12 +133,44 @@ def test_waits_for_a_rank_of_another_host_are_no_work() -> None:
 
 
 def test_a_host_whose_clock_is_unknown_is_not_compared() -> None:
-    """Calls of a host without a known clock say nothing about other hosts, and its rows stay."""
-    job = Simulated(ahead=lambda rank: 10**12 if rank >= 8 else 0, world=16)
-    round_ = join_hosts([job.host(range(8)), job.host(range(8, 16), "two", UNKNOWN)])
+    """How long ranks of a host without a known clock waited for other hosts is unknown, so its rows
+    are left out where such calls block outside backward, and only there. Calls of its groups, of
+    which some ranks' arrivals are unknown, are left out too."""
+
+    def join(phase: int, group: Callable[[int], str]) -> Round:
+        job = Simulated(
+            late=lambda rank, step: 0.05 if rank == 3 else 0.0,
+            ahead=lambda rank: 10**12 if rank >= 8 else 0,
+            world=16,
+            group=group,
+            phase=phase,
+        )
+        round_ = join_hosts([job.host(range(8)), job.host(range(8, 16), "two", UNKNOWN)])
+        assert round_ is not None
+        assert round_.hosts == {"one": list(range(8)), "two": list(range(8, 16))}
+        return round_
+
+    blocking = join(FORWARD, lambda rank: "world")
+    assert {rank: median_row(rows) for rank, rows in blocking.rows.items()} == {
+        rank: LATE if rank == 3 else WAITED for rank in range(8)
+    }
+    assert list(blocking.medians) == ["one"]
+    assert blocking.calls == []
+    assert list(join(-1, lambda rank: "world").medians) == ["one", "two"]
+    alone = join(FORWARD, lambda rank: f"host {rank // 8}")
+    assert list(alone.medians) == ["one", "two"]
+    assert {call.group for call in alone.calls} == {"host 0"}
+
+
+def test_waits_for_another_host_count_for_the_ranks_that_were_in_the_call() -> None:
+    """Each of four ranks is in a group with one rank of the other host, all of whose ranks come
+    50 ms late: each waited 50 ms, not once for each group."""
+    job = Simulated(
+        late=lambda rank, step: 0.05 if rank >= 4 else 0.0, group=lambda rank: f"pair {rank % 4}"
+    )
+    round_ = join_hosts([job.host(range(4)), job.host(range(4, 8), "two")])
     assert round_ is not None
-    assert [median_row(rows) for rows in round_.medians.values()] == [HEALTHY, HEALTHY]
-    assert {call.ranks for call in round_.calls} == {8}
+    assert [median_row(rows) for rows in round_.rows.values()] == [WAITED] * 4 + [LATE] * 4
 
 
 def test_a_wait_is_never_longer_than_its_room_and_its_phase() -> None:
@@ -203,6 +236,32 @@ def test_steps_whose_calls_are_unknown_are_left_out() -> None:
         assert host is not None
         steps = host.first_step, host.first_step + len(host.median) // (4 * COLUMNS)
         assert steps == expected
+
+
+def test_a_rank_whose_calls_are_unknown_is_left_out() -> None:
+    """Of a rank without any known call nobody knows how long it waited for a late one: where calls
+    block outside backward, its rows do not count; if no other rank has steps, none do."""
+    job = Simulated(late=lambda rank, step: 0.05 if rank == 3 else 0.0)
+    windows = [job.window(rank) for rank in range(8)]
+    windows[5] = msgspec.structs.replace(windows[5], calls=[])
+    host = join_ranks(windows, "one")
+    assert host is not None
+    assert host.ranks == [(0, 4), (6, 7)]
+    assert host.rows.keys() == {0, 1, 2, 3, 4, 6, 7}
+    without_steps = msgspec.structs.replace(windows[0], rows=b"")
+    host = join_ranks([without_steps, windows[5]], "one")
+    assert host is not None
+    assert (host.median, host.least_blocked, host.rows) == (b"", b"", {})
+
+
+def test_a_rank_that_has_ended_stays_one_of_its_host() -> None:
+    """Ranks without steps are listed once they have ended, and cost the others none of theirs."""
+    job = Simulated(world=2)
+    windows = [job.window(0), RankWindow(1, 0, b"", EPOCH, last=True), RankWindow(2, 0, b"", EPOCH)]
+    host = join_ranks(windows, "one")
+    assert host is not None
+    assert (host.ranks, list(host.rows)) == ([(0, 1)], [0])
+    assert len(host.median) == len(join_ranks([job.window(0)], "one").median)  # type: ignore[union-attr]
 
 
 def test_a_host_passes_on_the_calls_that_block_first() -> None:

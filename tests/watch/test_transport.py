@@ -19,7 +19,7 @@ from ddpbench.watch.gather.host_reports import HostReports
 from ddpbench.watch.gather.joining import join_hosts, join_ranks
 from ddpbench.watch.gather.mailbox import Mailbox, pack_window
 from ddpbench.watch.gather.transport import Transport
-from ddpbench.watch.window import Call, RankWindow
+from ddpbench.watch.window import Call, HostWindow, Link, RankWindow
 
 BLOCKED_SECONDS = 2.0  # that no exchange may take in the middle of a job, on a busy machine
 
@@ -150,6 +150,79 @@ def test_a_stranger_is_not_believed() -> None:
     assert not member.send(8, make_window(1, 6))
     assert member.lead()
     member.close()
+
+
+def test_what_an_ended_rank_sent_counts_once() -> None:
+    """The last window of a rank is passed on whole once, then only that the rank has ended. That is
+    so even if it came with the rank's window of the round before, which goes first."""
+    leader = Mailbox(os.urandom(16), expected=3)
+    assert leader.lead()
+    early, late = Mailbox(leader.token, 3), Mailbox(leader.token, 3)
+    last = [
+        msgspec.structs.replace(make_window(rank, 3, last=True), facts={"gc_seconds": 1.0})
+        for rank in (1, 2)
+    ]
+    assert early.send(7, last[0])
+    assert late.send(7, make_window(2, 3))
+    assert late.send(7, last[1])
+    rounds = [
+        {each.rank: each for each in leader.collect(number, make_window(0, 3 * number), 0)}
+        for number in (7, 8, 9)
+    ]
+    for mailbox_ in (leader, early, late):
+        mailbox_.close()
+    assert [each.keys() for each in rounds] == [{0, 1, 2}] * 3
+    assert rounds[0][1] == last[0]
+    assert not rounds[0][2].last
+    assert rounds[1][2] == last[1]
+    for ended in (rounds[1][1], rounds[2][1], rounds[2][2]):
+        assert (ended.rows, ended.calls, ended.facts, ended.links) == (b"", [], {}, [])
+        assert ended.last
+    host = join_ranks(list(rounds[1].values()), "one")
+    assert host is not None
+    assert host.ranks == [(0, 2)]
+
+
+def test_what_an_ended_host_reported_counts_once() -> None:
+    """The last report of a host is read whole once. Afterwards the host is one of the job's still,
+    without steps, facts or links, and costs the others none of their steps; and a report under its
+    key that is not the same counts again."""
+    store = dist.HashStore()
+    reports = HostReports(store, "watch", 4)
+    reports.publish_job(host_reports.Job(os.urandom(16)))
+
+    def join(last: bool, name: str, first: int) -> HostWindow:
+        window = msgspec.structs.replace(
+            make_window(2 if name == "two" else 0, first, last),
+            facts={"gc_seconds": 1.0},
+            links=[Link("", "10.0.0.9", "eth0", 1000, 0.5, 0.001, 0)],
+        )
+        joined = join_ranks([window], name)
+        assert joined is not None
+        return joined
+
+    rounds = []
+    reports.publish("boot/two", 7, join(True, "two", 0), 1)
+    for number in (7, 8, 9):
+        if number == 9:
+            reports.publish("boot/two", 9, join(False, "two", 200), 1)
+        own = join(False, "one", 100 * (number - 7))
+        rounds.append(join_hosts([own, *reports.read(number, 5.0)]))
+        assert rounds[-1] is not None
+    reports.close()
+    assert [len(each.links) for each in rounds if each] == [2, 1, 2]
+    assert [dict(each.host_facts["two"]) for each in rounds if each] == [
+        {"gc_seconds": 1.0},
+        {},
+        {"gc_seconds": 1.0},
+    ]
+    assert [list(each.medians) for each in rounds if each] == [
+        ["one", "two"],
+        ["one"],
+        ["one", "two"],
+    ]
+    assert [len(each.least_blocked) for each in rounds if each] == [8, 8, 8]
+    assert [each.hosts for each in rounds if each] == [{"one": [0], "two": [2]}] * 3
 
 
 def test_a_message_is_never_larger_than_a_socket_takes() -> None:

@@ -49,6 +49,7 @@ class HostReports:
         self._retry_at = 0.0
         self._folder = ""  # of the keys of the job with this token
         self._keys: dict[int, str] = {}  # of reports that exist, by their hosts' numbers
+        self._ended: dict[str, int] = {}  # keys of last reports that were read → their rounds
         self.slot = -1  # this host's number
         self.hosts = 0  # that have reported: all but rank 0's
 
@@ -92,7 +93,10 @@ class HostReports:
             self.slot, self.hosts = answer
 
     def read(self, number: int, seconds: float) -> list[HostWindow]:
-        """Return the reports of this round, and those of hosts that have ended."""
+        """Return the reports of this round, and those of hosts that have ended.
+
+        The latter are empty when they are read again.
+        """
         until = time.monotonic() + seconds
         self._request(self._find_keys)
         windows: list[HostWindow] = []
@@ -100,11 +104,13 @@ class HostReports:
         for first in range(0, len(all_keys), CHUNK):
             keys = all_keys[first : first + CHUNK]
             values = self._request(lambda store, keys=keys: store.multi_get(keys))  # type: ignore[misc]
-            for data in values or ():
+            for key, data in zip(keys, values or (), strict=False):
                 sent, last = REPORT.unpack_from(data)
                 if sent == number or last:
                     window = msgspec.msgpack.decode(data[REPORT.size :], type=HostWindow)
-                    windows.append(window)
+                    windows.append(_empty(window) if self._ended.get(key) == sent else window)
+                if last:
+                    self._ended[key] = sent
             if time.monotonic() > until:
                 break
         return windows
@@ -171,6 +177,16 @@ class HostReports:
             key = f"{self._folder}/report/{slot}"
             if slot not in self._keys and store.check([key]):
                 self._keys[slot] = key
+
+
+def _empty(window: HostWindow) -> HostWindow:
+    """Only that this host has ended: its steps, facts and links must not count twice."""
+    return HostWindow(
+        *(window.host, window.ranks, 0, b"", b"", {}, window.ended_ns),
+        facts={-1: {}},
+        addresses=window.addresses,
+        last=True,
+    )
 
 
 def _read(store: dist.Store, key: str) -> bytes | None:

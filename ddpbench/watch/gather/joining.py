@@ -21,6 +21,7 @@ from ddpbench.watch.gather.matching import (
     Indices,
     Table,
     find_rooted,
+    find_unmatched,
     match_hosts,
     match_ranks,
     tabulate,
@@ -91,7 +92,7 @@ def join_ranks(
     shown = {numbers[steps.members[i]]: rows[i] for i in _choose_slowest(rows, median, RANKS)}
     return HostWindow(
         host=host,
-        ranks=list(_find_runs([numbers[i] for i in steps.members] or numbers)),
+        ranks=list(_find_runs(_list_ranks(windows, steps.members))),
         first_step=steps.first,
         median=pack_rows(median),
         least_blocked=pack_rows(rows[:, :, BLOCKED].min(axis=0)) if len(rows) else b"",
@@ -114,29 +115,31 @@ def join_hosts(hosts: Sequence[HostWindow]) -> Round | None:
     if not hosts:
         return None
     hosts = sorted(hosts, key=lambda host: host.ranks)
-    steps = _find_common(
-        [host.first_step for host in hosts], [len(unpack_rows(host.median)) for host in hosts]
-    )
+    counts = [
+        0 if unmatched else len(unpack_rows(host.median))
+        for host, unmatched in zip(hosts, find_unmatched(hosts), strict=True)
+    ]
+    steps = _find_common([host.first_step for host in hosts], counts)
     calls, owners, table, waits_ns, rooted = match_hosts(hosts)
+    waits_ns = _share_waits(waits_ns, table["ranks"], owners, hosts)
     position = np.full(len(hosts), -1)
     position[steps.members] = np.arange(len(steps.members))
     owners, count = position[owners], len(steps.members)
     free = _sum_waits(count, steps, np.where(rooted, -1, owners), table, waits_ns)
     bound = _sum_waits(count, steps, np.where(rooted, owners, -1), table, waits_ns)
     medians, rows, least_blocked = _join_rows([hosts[i] for i in steps.members], steps, free, bound)
-    members = [hosts[i] for i in steps.members] or hosts
-    names = _name_hosts(members)
+    members, names = [hosts[i] for i in steps.members], _name_hosts(hosts)
     return Round(
         first_step=steps.first,
-        ended_ns=int(np.median([host.ended_ns for host in members])),
+        ended_ns=int(np.median([host.ended_ns for host in members or hosts])),
         rows=rows,
-        hosts={name: _expand_runs(host.ranks) for name, host in zip(names, members, strict=True)},
-        medians=dict(zip(names, medians, strict=bool(len(medians)))),
+        hosts={name: _expand_runs(host.ranks) for name, host in zip(names, hosts, strict=True)},
+        medians=dict(zip([names[i] for i in steps.members], medians, strict=True)),
         least_blocked=least_blocked,
         calls=calls,
-        facts={rank: each for host in members for rank, each in host.facts.items() if rank >= 0},
-        host_facts={name: host.facts[-1] for name, host in zip(names, members, strict=True)},
-        links=_name_links(members, names),
+        facts={rank: each for host in hosts for rank, each in host.facts.items() if rank >= 0},
+        host_facts={name: host.facts[-1] for name, host in zip(names, hosts, strict=True)},
+        links=_name_links(hosts, names),
     )
 
 
@@ -164,17 +167,20 @@ def _find_common(firsts: Sequence[int], counts: Sequence[int]) -> Steps:
 def _restrict(steps: Steps, arrivals: Table) -> Steps:
     """Without the steps of which some calls may be unknown, where calls block outside backward.
 
-    The first calls of the first step may have been too old, or read for an earlier window.
+    The first calls of the first step may have been too old, or read for an earlier window. A rank
+    of which no call is known is left out: its waits are still among its work.
     """
     if not (arrivals["phase"] >= 0).any():
         return steps
-    first, end = steps.first, steps.end
+    first, end, members = steps.first, steps.end, []
     for member in steps.members:
         known = arrivals["step"][(arrivals["rank"] == member) & (arrivals["step"] >= 0)]
         if len(known):
+            members.append(member)
             first = max(first, int(known.min()) + 1)
             end = min(end, int(known.max()) + 1)
-    return Steps(first, max(first, end), steps.members)
+    end = max(first, end) if members else first
+    return Steps(first, end, np.array(members, np.intp))
 
 
 def _keep_newest(steps: Steps, calls: Table) -> tuple[Steps, Table]:
@@ -254,6 +260,20 @@ def _sum_waits(
     return sums.reshape(shape).astype(np.float32)
 
 
+def _share_waits(
+    waits_ns: npt.NDArray[np.int64],
+    ranks: npt.NDArray[np.int64],
+    owners: Indices,
+    hosts: Sequence[HostWindow],
+) -> npt.NDArray[np.int64]:
+    """Each wait for all ranks of a host, of which only some were in the call.
+
+    ranks: how many were; owners: their hosts.
+    """
+    sizes = np.array([len(_expand_runs(host.ranks)) for host in hosts])[owners]
+    return np.asarray(waits_ns * np.minimum(ranks, sizes) // sizes)
+
+
 def _limit_waits(
     rows: Rows, free: npt.NDArray[np.float32], bound: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
@@ -306,6 +326,13 @@ def _find_end(
 
 
 # --- ranks, facts and links -----------------------------------------------------------------------
+
+
+def _list_ranks(windows: Sequence[RankWindow], members: Indices) -> list[int]:
+    """The ranks that are members or have ended; all if none are."""
+    ended = [i for i, window in enumerate(windows) if window.last]
+    listed = sorted({*members, *ended} if len(members) else range(len(windows)))
+    return [windows[i].rank for i in listed]
 
 
 def _find_runs(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:

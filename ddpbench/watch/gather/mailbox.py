@@ -38,7 +38,7 @@ class Mailbox:
         self._expected = expected
         self.ranks: set[int] = set()  # of this host that the leader has ever heard
         self._heard: dict[int, int] = {}  # rank → round of its latest window
-        self._ended: dict[int, RankWindow] = {}  # last windows of ranks that have ended
+        self._ended: dict[int, RankWindow] = {}  # ranks that have ended → what to pass on
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind("")  # the kernel chooses a name, for the leader's answers
 
@@ -73,8 +73,9 @@ class Mailbox:
         return True
 
     def collect(self, number: int, own: RankWindow, ahead_ns: int) -> list[RankWindow]:
-        """Return the windows of this host's ranks in a round, and the last ones of ended ranks.
+        """Return the windows of this host's ranks in a round.
 
+        Those of ranks that have ended are their last ones, and empty from the next round on.
         ahead_ns: for the ranks' answers: they take it for the time of the next round.
         """
         windows = {own.rank: own}
@@ -105,7 +106,11 @@ class Mailbox:
         self.ahead_ns = ahead_ns
         self._expected = 0
         self.ranks |= windows.keys() | self._heard.keys()
-        return [*(self._ended | windows).values()]
+        ended = self._ended
+        self._ended = {
+            rank: window if rank in windows else _empty(window) for rank, window in ended.items()
+        }
+        return [*(ended | windows).values()]
 
     def read_answers(self) -> None:
         """Learn from the leader how far this host's clock is ahead."""
@@ -132,6 +137,11 @@ def pack_window(window: RankWindow) -> bytes:
         window = msgspec.structs.replace(window, calls=calls, links=[])
         data = msgspec.msgpack.encode(window)
     return data
+
+
+def _empty(window: RankWindow) -> RankWindow:
+    """Only that this rank has ended: its steps, facts and links must not count twice."""
+    return RankWindow(window.rank, 0, b"", window.ended_ns, last=True)
 
 
 def _unpack(data: bytes, token: bytes) -> tuple[int, RankWindow] | None:

@@ -5,6 +5,7 @@ Calls are matched by their group and their number in it. No torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,20 +21,26 @@ Columns = dict[str, npt.NDArray[np.int64]]  # such a table by columns
 Indices = npt.NDArray[np.intp]
 
 # A rank's arrivals. room_ns: the longest that it can have been blocked.
-ARRIVAL = np.dtype(
-    [
-        ("group", "i8"), ("number", "i8"), ("operation", "i8"), ("nbytes", "i8"), ("step", "i8"),
-        ("phase", "i8"), ("entered_ns", "i8"), ("room_ns", "i8"), ("wire_ns", "i8"), ("rank", "i8"),
-    ]
-)  # fmt: skip
+_COLUMNS = "group number operation nbytes step phase entered_ns room_ns wire_ns rank"
+ARRIVAL = np.dtype([(name, "i8") for name in _COLUMNS.split()])
 # As JoinedCall. room_ns: how long after last_ns each of the host's ranks can have been blocked.
 CALL = np.dtype(
     [
-        ("group", "u2"), ("operation", "u2"), ("phase", "i1"), ("ranks", "u4"), ("last_rank", "u4"),
-        ("step", "i8"), ("number", "i8"), ("nbytes", "i8"), ("first_ns", "i8"), ("second_ns", "i8"),
-        ("last_ns", "i8"), ("room_ns", "i8"), ("wire_ns", "i8"),
+        ("group", "u2"),
+        ("operation", "u2"),
+        ("phase", "i1"),
+        ("ranks", "u4"),
+        ("last_rank", "u4"),
+        ("step", "i8"),
+        ("number", "i8"),
+        ("nbytes", "i8"),
+        ("first_ns", "i8"),
+        ("second_ns", "i8"),
+        ("last_ns", "i8"),
+        ("room_ns", "i8"),
+        ("wire_ns", "i8"),
     ]
-)  # fmt: skip
+)
 
 
 def tabulate(windows: Sequence[RankWindow]) -> tuple[Table, list[str], list[str]]:
@@ -42,13 +49,20 @@ def tabulate(windows: Sequence[RankWindow]) -> tuple[Table, list[str], list[str]
     operations: dict[str, int] = {}
     rows = [
         (
-            groups.setdefault(call.group, len(groups)), call.number,
-            operations.setdefault(call.operation, len(operations)), call.nbytes, call.step,
-            call.phase, call.entered_ns, call.room_ns, call.wire_ns, i,
+            groups.setdefault(call.group, len(groups)),
+            call.number,
+            operations.setdefault(call.operation, len(operations)),
+            call.nbytes,
+            call.step,
+            call.phase,
+            call.entered_ns,
+            call.room_ns,
+            call.wire_ns,
+            i,
         )
         for i, window in enumerate(windows)
         for call in window.calls
-    ]  # fmt: skip
+    ]
     return np.array(rows, dtype=ARRIVAL), list(groups), list(operations)
 
 
@@ -97,13 +111,27 @@ def _reduce_wire(wire_ns: npt.NDArray[np.int64], starts: Indices) -> npt.NDArray
     return np.where(least == unknown, -1, least)
 
 
+def find_unmatched(hosts: Sequence[HostWindow]) -> list[bool]:
+    """Whether each host's ranks may have waited for other hosts, and nobody knows how long.
+
+    That is so if its clock is unknown and a call with another host blocks outside backward.
+    """
+    shared = Counter(group for host in hosts for group in host.groups)
+    unmatched = []
+    for host in hosts:
+        table = np.frombuffer(host.calls if host.bound_ns >= UNKNOWN_NS else b"", CALL)
+        blocking = np.unique(table["group"][table["phase"] >= 0])
+        unmatched.append(any(shared[host.groups[group]] > 1 for group in blocking))
+    return unmatched
+
+
 def match_hosts(
     hosts: Sequence[HostWindow],
 ) -> tuple[list[JoinedCall], Indices, Columns, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """The newest calls of all hosts; then of each host's calls the host, the call, how long this
     host's ranks then waited for other hosts, in ns, and whether the operation is rooted.
 
-    Leaves out the hosts whose clocks are unknown.
+    Leaves out the hosts whose clocks are unknown, and of the calls those of such hosts' groups.
     """
     all_groups: dict[str, int] = {}
     all_operations: dict[str, int] = {}
@@ -127,12 +155,15 @@ def match_hosts(
     waits = np.empty(len(order), np.int64)
     waits[order] = np.repeat(final, sizes) - last_ns[order]
     names = list(all_groups), list(all_operations)
+    unknown = [g for host in hosts if host.bound_ns >= UNKNOWN_NS for g in host.groups]
+    newest = np.argsort(final, kind="stable")
+    known = ~np.isin(columns["group"][order[starts]], _renumber(all_groups, unknown))
     calls = [
         _join_call(
             {name: column[order[starts[n] :][: sizes[n]]] for name, column in columns.items()},
             *names,
         )
-        for n in np.argsort(final, kind="stable")[-CALLS:]
+        for n in newest[known[newest]][-CALLS:]
     ]
     waits = np.minimum(waits, columns["room_ns"])
     return calls, owners, columns, waits, find_rooted(columns["operation"], names[1])
