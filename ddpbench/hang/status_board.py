@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from ddpbench.hang.self_report import RankIdentity, observe_state
 from ddpbench.hang.status import DIED, LEFT, STOPPED, RankStatus, SilentRank
-from ddpbench.launch import family
+from ddpbench.launch import family, sockets
 from ddpbench.records import codec, redact
 from ddpbench.records.terminal_text import escape_lines
 
@@ -132,7 +132,7 @@ def _find_connection(files: Iterable[int], port: int) -> socket.socket | None:
     """The one among these open files that is connected to a port, as a copy of it."""
     for file in files:
         with contextlib.suppress(OSError):
-            connection = socket.socket(fileno=os.dup(file))
+            connection = sockets.wrap_file(os.dup(file))
             with contextlib.suppress(OSError):
                 if connection.getpeername()[1] == port:
                     return connection

@@ -74,6 +74,16 @@ def try_connections(
     return failed | dict.fromkeys(silent, f"no answer in {seconds:g} s")
 
 
+def wrap_file(number: int) -> socket.socket:
+    """Return a socket of an open file, whose flags stay as they are. Not for calls that block.
+
+    Without SOCK_NONBLOCK, Python makes the file non-blocking for all who share it, such as the
+    library that opened it, where the program has called socket.setdefaulttimeout. With it, Python
+    takes the file to be so already. Raises OSError if it is no socket.
+    """
+    return socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, fileno=number)
+
+
 def list_interfaces() -> dict[str, str]:
     """Interfaces that have an IP address: name → "10.0.0.1/24"; IPv4 before IPv6, as in gloo."""
     interfaces: dict[str, str] = {}

@@ -4,7 +4,7 @@ The kernel counts for each connection the bytes that its peer acknowledged, and 
 were on their way. Their quotient is what the link carried, however long the ranks computed or
 waited in between. A slow link in a ring of gloo keeps its rate while all others carry in bursts, so
 no rank is blamed for it. Needs nothing from the backend: gloo's, Open MPI's and NCCL's sockets are
-all this process's. RDMA has no such connections; see `facts`.
+all this process's. RDMA has no such connections.
 
 Only bulk data tell a rate. A short message, such as gloo's request for the next one or a key of the
 store, is on its way until its peer acknowledges it, which a peer may delay by 40 ms.
@@ -131,7 +131,7 @@ def read_connections() -> Iterator[tuple[Ends, Counters]]:
         if count % SLICE == 0:
             time.sleep(PAUSE_SECONDS)
         with contextlib.suppress(OSError):  # not a connection, or gone meanwhile
-            connection = socket.socket(fileno=number)
+            connection = sockets.wrap_file(number)
             try:
                 found = _read_connection(connection)
             finally:
