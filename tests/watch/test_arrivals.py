@@ -147,6 +147,31 @@ def test_reads_that_take_long_become_rare(monkeypatch: pytest.MonkeyPatch) -> No
     assert not watched.skipped
 
 
+@pytest.mark.usefixtures("alone")
+def test_steps_are_forgotten_once_their_calls_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an hour of steps, the last is kept; while the recorder is left alone, all are, so that a
+    later read places calls in their steps."""
+    watched, now = Arrivals(), time.perf_counter_ns()
+    second = 10**9
+    steps = [
+        Step(n, now - (3600 - n) * second, now - (3599 - n) * second, (0.0,) * 6, ())
+        for n in range(3590)
+    ]
+    watched.read(steps[:-1])
+    assert [step.number for step in watched._steps] == [3588]
+    monkeypatch.setattr(watched, "_due_ns", time.time_ns() + 3600 * second)
+    watched.read(steps[-1:])
+    assert watched.skipped
+    assert len(watched._steps) == 2
+    began = time.perf_counter_ns()
+    dist.all_reduce(torch.zeros(3))
+    ended = time.perf_counter_ns()
+    last = Step(3590, began, ended, (0.0,) * 6, ((FORWARD, began, ended),))
+    (call,) = watched.read([last], final=True)
+    assert (call.step, call.phase) == (3590, FORWARD)
+    assert [step.number for step in watched._steps] == [3590]
+
+
 # --- calls ----------------------------------------------------------------------------------------
 
 

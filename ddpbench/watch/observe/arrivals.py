@@ -44,6 +44,7 @@ ENTRY_SECONDS = 15e-6
 CHUNK = 64  # calls that are handled before other threads get a turn
 PAUSE_SECONDS = 1e-4
 KEPT_STEPS = 8192
+MPI_SECONDS = 5  # that a call over MPI takes at most, to be placed: it is read once it has ended
 NS = 10**9
 
 
@@ -131,6 +132,8 @@ class Arrivals:
         self._later = deque(found[known:], maxlen=CALLS)
         places = _Places(self._steps, ahead_ns, found[0].entered_ns if found else now_ns)
         calls = map(places.locate, found[:known], nexts)
+        if not self.skipped:
+            self._forget_steps(until_ns - ahead_ns - MPI_SECONDS * NS)
         return list({(call.group, call.number): call for call in calls}.values())[-CALLS:]
 
     def close(self) -> None:
@@ -139,6 +142,11 @@ class Arrivals:
             from ddpbench.mpi_backend import stamps
 
             stamps.end()
+
+    def _forget_steps(self, before_ns: int) -> None:
+        """Forget steps that ended before this, except the last: all their calls were read."""
+        while len(self._steps) > 1 and self._steps[0].ended_ns < before_ns:
+            self._steps.popleft()
 
     def _read_mpi(self, until_ns: int) -> list[_Arrival]:
         if "ddpbench.mpi_backend.work" not in sys.modules:
