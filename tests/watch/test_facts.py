@@ -4,12 +4,10 @@ import gc
 import multiprocessing
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from ddpbench.watch.observe import facts
 from ddpbench.watch.observe.facts import Facts
 
 
@@ -22,8 +20,8 @@ def watched() -> Iterator[Facts]:
 
 
 def test_a_garbage_collection_is_counted_with_its_time(watched: Facts) -> None:
-    """One collection shows as one pause with its duration, the next read shows none, and after
-    `close` Python's callbacks are as before."""
+    """One collection shows with its duration, the next read shows none, and after `close` Python's
+    callbacks are as before."""
     callbacks = len(gc.callbacks)
     gc.disable()
     began = time.perf_counter()
@@ -31,7 +29,7 @@ def test_a_garbage_collection_is_counted_with_its_time(watched: Facts) -> None:
     elapsed = time.perf_counter() - began
     first, second = watched.read(), watched.read()
     gc.enable()
-    assert (first["gc_pauses"], second["gc_pauses"]) == (1, 0)
+    assert second["gc_seconds"] == 0
     assert 0 < first["gc_seconds"] == first["gc_longest_seconds"] <= elapsed
     watched.close()
     watched.close()
@@ -66,14 +64,3 @@ def test_the_time_of_workers_counts_while_they_live_and_after(watched: Facts) ->
     own = watched.read()
     assert own["worker_seconds"] >= 0.15
     assert own["cpu_seconds"] < own["worker_seconds"]
-
-
-def test_counters_of_rdma_adapters_are_added_up(tmp_path: Path) -> None:
-    """Data are counted in words of four bytes; a port without a counter is left out."""
-    for number, sent in enumerate((100, 23)):
-        port = tmp_path / f"sys/class/infiniband/mlx5_{number}/ports/1/counters"
-        port.mkdir(parents=True)
-        (port / "port_xmit_data").write_text(f"{sent}\n")
-    (port / "port_xmit_wait").write_text("7\n")
-    assert facts.read_rdma(tmp_path) == {"rdma_sent_nbytes": 4 * 123, "rdma_wait_ticks": 7}
-    assert facts.read_rdma(tmp_path / "none") == {}

@@ -3,7 +3,7 @@
 | name                   | of a rank                                                              |
 | ---------------------- | ---------------------------------------------------------------------- |
 | seconds                | since the last read                                                    |
-| gc_seconds, gc_pauses  | of Python's garbage collection, which stops all threads; how many      |
+| gc_seconds             | of Python's garbage collection, which stops all threads                |
 | gc_longest_seconds     | of one pause                                                           |
 | compile_seconds        | of torch.compile; the rank does nothing else meanwhile                 |
 | compiles               | of torch.compile: recompilations, after the first steps                |
@@ -13,12 +13,8 @@
 | throttled_seconds      | in which a quota stopped the processes of its control group            |
 | major_faults           | pages that were read from a disk, as from swap                         |
 | host_busy_seconds      | of all cores of the host together, for any process                     |
-| steal_seconds          | of all cores together, in which the hypervisor ran something else      |
 | cores                  | of the host                                                            |
 | gpu_slowed_by_NAME     | 1 if NVML gives this reason for a lower clock now, such as SwPowerCap  |
-| rdma_sent_nbytes       | by all ports of the host's RDMA adapters; this and the next two were   |
-| rdma_received_nbytes   | only tested on files that imitate an adapter                           |
-| rdma_wait_ticks        | in which a port had data to send and no credit                         |
 
 What the system does not report is missing.
 """
@@ -32,20 +28,13 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ddpbench.runtime import cpu, gpu_facts
-from ddpbench.runtime.cpu import ROOT
 
 HARMLESS = {"GpuIdle", "ApplicationsClocksSetting"}  # of NVML's reasons for a lower clock
-RDMA = {
-    "rdma_sent_nbytes": ("port_xmit_data", 4),  # counted in words of 4 bytes
-    "rdma_received_nbytes": ("port_rcv_data", 4),
-    "rdma_wait_ticks": ("port_xmit_wait", 1),
-}
 
 
 @dataclass
@@ -53,7 +42,6 @@ class Pauses:
     """Garbage collections so far, and when the last one began."""
 
     began_ns: int = 0
-    count: int = 0
     total_ns: int = 0
     longest_ns: int = 0
 
@@ -82,7 +70,7 @@ class Facts:
             if name in before
         }
         pauses, self._pauses = self._pauses, Pauses(self._pauses.began_ns)
-        facts |= {"gc_seconds": pauses.total_ns / 1e9, "gc_pauses": float(pauses.count)}
+        facts["gc_seconds"] = pauses.total_ns / 1e9
         facts["gc_longest_seconds"] = pauses.longest_ns / 1e9
         compiled = _compile_seconds()
         new = compiled[min(self._compiled, len(compiled)) :]
@@ -97,7 +85,6 @@ class Facts:
         if phase == "start":
             pauses.began_ns = now
         elif pauses.began_ns:
-            pauses.count += 1
             pauses.total_ns += now - pauses.began_ns
             pauses.longest_ns = max(pauses.longest_ns, now - pauses.began_ns)
 
@@ -112,21 +99,8 @@ class Facts:
             "throttled_seconds": use.throttled_seconds,
             "major_faults": float(resource.getrusage(resource.RUSAGE_SELF).ru_majflt),
             "host_busy_seconds": use.host_busy_seconds,
-            "steal_seconds": use.steal_seconds,
-            **read_rdma(),
         }
         return {name: value for name, value in counters.items() if value is not None}
-
-
-def read_rdma(root: Path = ROOT) -> dict[str, float]:
-    """Return the counters of all ports of the host's RDMA adapters together; none without any."""
-    ports = list((root / "sys/class/infiniband").glob("*/ports/*/counters"))
-    texts = {name: [cpu.read(port / file) for port in ports] for name, (file, _) in RDMA.items()}
-    return {
-        name: float(sum(int(text) for text in found if text) * RDMA[name][1])
-        for name, found in texts.items()
-        if any(found)
-    }
 
 
 def _worker_seconds() -> float:

@@ -12,8 +12,6 @@ from torch import nn
 
 CALL = "_compiled_call_impl"  # what a module calls in place of its usual call, if it is set
 
-Wrapper = Callable[..., Any]
-
 
 def find_roots(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
     """Return the outermost modules alive that own parameters of an optimizer.
