@@ -7,6 +7,7 @@ the verification ends and the job goes on.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -48,6 +49,7 @@ class Proof:
         self._ended: set[str] = set()  # replicas that differ
         self._uncompared: set[str] = set()  # replicas of which that is reported
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        self._last: tuple[int, str] | None = None  # step and digest of the last comparison
         self._prefix = f"ddpbench/proof/{restart}/{next(_times)}"
         observer.after_step.append(self._after_step)
 
@@ -129,10 +131,16 @@ class Proof:
 
     def _agree(self, number: int, digest: str) -> str:
         """Wait for all ranks; return whether all have replicas of the same names, or LATE."""
-        store = dist.PrefixStore(f"{self._prefix}/{number}", _default_store())
+        store = self._open_store(number)
         world_size = dist.get_world_size()
         same = store.add(digest, 1)
-        if store.add("arrived", 1) == world_size:
+        is_last = store.add("arrived", 1) == world_size
+        if self._last is not None:  # all ranks have been there; once all are here, all have left
+            last, last_digest = self._last
+            keys = ("arrived", "decided", "decision") if is_last else ()
+            _delete(self._open_store(last), last_digest, *keys)
+        self._last = number, digest
+        if is_last:
             return _decide(store, EQUAL if same == world_size else UNEQUAL)
         until, pause = time.monotonic() + MEET_SECONDS, 0.0005
         while not store.check(["decision"]):
@@ -141,6 +149,9 @@ class Proof:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return store.get("decision").decode()
+
+    def _open_store(self, number: int) -> dist.Store:
+        return dist.PrefixStore(f"{self._prefix}/{number}", _default_store())
 
     def _gather_common(self, replicas: dict[str, Any]) -> dict[str, Any]:
         """Return the replicas that each rank of their groups has; report the others."""
@@ -165,6 +176,13 @@ def _decide(store: dist.Store, decision: str) -> str:
     if store.add("decided", 1) == 1:
         store.set("decision", decision)
     return store.get("decision").decode()
+
+
+def _delete(store: dist.Store, *keys: str) -> None:
+    """Delete keys, where the store can."""
+    with contextlib.suppress(RuntimeError):
+        for key in keys:
+            store.delete_key(key)
 
 
 def _default_store() -> dist.Store:

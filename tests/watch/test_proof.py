@@ -78,6 +78,15 @@ def run_rank(folder: Path) -> int:
         "flipped": train(rank, 30, flip(rank, 12), 10, ddp()),
         "sharded": train(rank, 4, leave_alone, 2, fully_shard(make_model())),
     }
+    keys: list[int] = []
+
+    def count_keys(step: int, model: nn.Module) -> None:
+        dist.barrier()
+        keys.append(proof._default_store().num_keys())
+        dist.barrier()
+
+    train(rank, 6, count_keys, 1, make_model())
+    results["stored"] = {"keys": keys}
     other = nn.Sequential(nn.Linear(8, 8 - rank))
     results["uncommon"] = train(0, 4, leave_alone, 2, other)
     # From here on there are no collective calls: rank 1 takes fewer steps.
@@ -124,6 +133,13 @@ def test_a_flipped_bit_is_found_at_the_next_comparison(results: list[dict[str, A
 def test_equal_replicas_are_no_finding(results: list[dict[str, Any]]) -> None:
     """A healthy job has none."""
     assert [one["healthy"]["findings"] for one in results] == [[], []]
+
+
+def test_the_store_does_not_grow_with_the_comparisons(results: list[dict[str, Any]]) -> None:
+    """The keys of one comparison are left in it, however many there were."""
+    for one in results:
+        first, *later = one["stored"]["keys"]
+        assert set(later) == {first + 4}
 
 
 def test_what_is_sharded_is_said_not_to_be_compared(results: list[dict[str, Any]]) -> None:
