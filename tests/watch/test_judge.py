@@ -115,11 +115,14 @@ def test_the_start_of_a_straggler_has_a_time() -> None:
 
 
 def test_a_rank_that_was_late_is_reported_with_its_last_step() -> None:
-    """A rank that recovered is told from one that is late."""
-    (finding,) = warnings(Job(faults=[Fault(1, "forward", 0.02, since=50, until=200)]).watch(300))
+    """A rank that recovered is told from one that is late. The facts of the latest rounds are no
+    cause."""
+    job = Job(faults=[Fault(1, "forward", 0.02, since=50, until=200)])
+    (finding,) = warnings(add_facts(job, 1, {"gc_seconds": 2.0}, 300))
     assert finding.place["since_step"] == pytest.approx(50, abs=4)
     assert finding.place["until_step"] == pytest.approx(199, abs=4)
     assert "was late from step" in finding.sentence
+    assert "cause" not in finding.place
 
 
 def test_the_first_straggler_of_a_long_job_is_remembered() -> None:
@@ -178,11 +181,13 @@ def test_input_and_communication_that_all_ranks_wait_for_are_reported() -> None:
     assert findings[0].place["seconds"] == pytest.approx(0.045, rel=0.2)
 
 
-def add_facts(job: Job, rank: int, facts: dict[str, float], steps: int = 200) -> History:
-    """Watch a job one of whose ranks has facts that the others lack."""
+def add_facts(
+    job: Job, rank: int, facts: dict[str, float], steps: int = 200, **common: float
+) -> History:
+    """Watch a job one of whose ranks has facts that the others lack. common: facts of all ranks."""
     history = History()
     for round_ in job.rounds(steps):
-        everyone = {"seconds": 5.0, "cores": 8.0}
+        everyone = {"seconds": 5.0, "cores": 8.0, **common}
         ranks = {number: dict(everyone) for number in round_.rows}
         ranks[rank] |= facts
         history.add(Round(**vars(round_) | {"facts": ranks, "host_facts": {"a": everyone}}))
@@ -209,15 +214,33 @@ def test_facts_of_a_rank_explain_its_lateness(facts: dict[str, float], cause: st
     assert "{" not in finding.next_step
 
 
-def test_pauses_of_all_ranks_are_reported() -> None:
-    """Garbage collections and recompilations that stop all ranks are findings of the job."""
+def test_a_gpu_that_is_slowed_like_all_others_is_no_cause() -> None:
+    """A power cap is the state of any busy GPU; only a reason that the others do not give names
+    a cause."""
+    power, heat = "gpu_slowed_by_SwPowerCap", "gpu_slowed_by_SwThermalSlowdown"
+    job = Job(faults=[Fault(2, "forward", 0.02)])
+    (finding,) = warnings(add_facts(job, 2, {}, **{power: 1.0}))
+    assert "cause" not in finding.place
+    (finding,) = warnings(add_facts(job, 2, {heat: 1.0}, **{power: 1.0}))
+    assert finding.place["cause"] == "gpu clock"
+    assert "(SwThermalSlowdown)" in finding.sentence
+
+
+@pytest.mark.parametrize(
+    ("rounds", "seconds", "severity"),
+    [(10, 1.0, "note"), (30, 0.06, "note"), (30, 0.2, "warning")],
+    ids=("short", "seldom", "long"),
+)
+def test_pauses_of_all_ranks_are_reported(rounds: int, seconds: float, severity: str) -> None:
+    """Garbage collections and recompilations that stop all ranks are findings of the job; the
+    former a warning from 3 % of the time on, once the job has run for a minute after its start."""
     history = History()
-    facts = {"seconds": 5.0, "cores": 8.0, "gc_seconds": 0.4, "compiles": 2.0}
+    facts = {"seconds": 5.0, "cores": 8.0, "gc_seconds": seconds, "compiles": 2.0}
     facts |= {"compile_seconds": 0.5, "host_busy_seconds": 20.0}
-    for round_ in Job().rounds(400):
+    for round_ in Job().rounds(40 * rounds)[:rounds]:
         history.add(Round(**vars(round_) | {"host_facts": {"a": facts}}))
     codes = {finding.code: finding.severity for finding in judge(history)}
-    assert codes == {"gc-pauses": "warning", "recompilations": "warning", "busy-host": "note"}
+    assert codes == {"gc-pauses": severity, "recompilations": "warning", "busy-host": "note"}
 
 
 def test_a_slow_link_is_blamed_and_no_rank() -> None:
@@ -298,6 +321,22 @@ def test_a_host_that_sends_nothing_does_not_disturb() -> None:
         rows = {rank: rows for rank, rows in round_.rows.items() if rank < 4}
         history.add(Round(**vars(round_) | {"rows": rows, "medians": {"a": round_.medians["a"]}}))
     assert [finding.place["rank"] for finding in warnings(history)] == [1]
+
+
+def test_a_host_that_misses_a_round_is_remembered() -> None:
+    """While one of two hosts misses a round, it is judged by its earlier facts, and its ranks
+    count; a host that is named anew with the same ranks replaces the former one."""
+    facts = {"seconds": 5.0, "cores": 8.0, "host_busy_seconds": 36.0}
+    history = History()
+    for round_ in Job(hosts=TWO_HOSTS).rounds(200):
+        history.add(Round(**vars(round_) | {"host_facts": dict.fromkeys(TWO_HOSTS, facts)}))
+    none = np.zeros(0, np.float32)
+    history.add(Round(200, 10**18, {}, {"b": TWO_HOSTS["b"]}, {}, none))
+    busy = [f.place["host"] for f in judge(history) if f.code == "busy-host"]
+    assert (busy, list(history.hosts), history.world_size) == (["a", "b"], ["a", "b"], 8)
+    history.add(Round(200, 10**18, {}, {"c": TWO_HOSTS["a"]}, {}, none))
+    assert dict(history.hosts) == {"c": TWO_HOSTS["a"], "b": TWO_HOSTS["b"]}
+    assert [f.place["host"] for f in judge(history) if f.code == "busy-host"] == ["b"]
 
 
 # --- summary --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from ddpbench.watch.judging.stragglers import Late
 EXPLAINS = 0.4  # of the lateness, that a cause must explain
 PAGES = 10.0  # read from a disk in a second, that name a lack of memory
 GPU = "gpu_slowed_by_"
+MORE_OFTEN = 0.5  # of the reads: by which a late rank's GPU is slowed more often than others
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,10 @@ def find_cause(history: History, late: Late) -> Cause | None:
     """Return what explains most of a rank's lateness; None if no fact does."""
     host = next((host for host, ranks in history.hosts.items() if late.rank in ranks), "")
     shares: dict[str, list[float]] = {}
-    slowed: list[str] = []
     for ranks, hosts in zip(history.facts, history.host_facts, strict=True):
         facts, usual = ranks.get(late.rank, {}), hosts.get(host, {})
         if not facts.get("seconds"):
             continue
-        slowed = [name.removeprefix(GPU) for name in facts if name.startswith(GPU)]
         for name in (*SECONDS, "major_faults"):
             if name in facts:
                 rate = facts[name] / facts["seconds"]
@@ -78,8 +78,7 @@ def find_cause(history: History, late: Late) -> Cause | None:
     most = max(explained, key=explained.__getitem__, default="")
     if most and explained[most] >= EXPLAINS:
         return SECONDS[most]
-    if slowed:
-        reasons = ", ".join(sorted(slowed))
+    if reasons := ", ".join(_why_slowed(history, late.rank)):
         return Cause(
             "gpu clock",
             f"its GPU lowers its clock ({reasons})",
@@ -88,3 +87,16 @@ def find_cause(history: History, late: Late) -> Cause | None:
     if np.mean(shares.get("major_faults", [0.0])) >= PAGES:
         return SWAP
     return None
+
+
+def _why_slowed(history: History, rank: int) -> list[str]:
+    """Return the reasons that the rank's GPU gives for a lower clock, and other ranks' do not."""
+    own = [ranks[rank] for ranks in history.facts if rank in ranks]
+    others = [facts for ranks in history.facts for r, facts in ranks.items() if r != rank]
+    names = {name for facts in own for name in facts if name.startswith(GPU)}
+
+    def share(reads: Sequence[Mapping[str, float]], name: str) -> float:
+        return sum(name in facts for facts in reads) / max(1, len(reads))
+
+    more = [name for name in names if share(own, name) - share(others, name) >= MORE_OFTEN]
+    return sorted(name.removeprefix(GPU) for name in more)

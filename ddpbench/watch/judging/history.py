@@ -100,7 +100,7 @@ class History:
 
     def add(self, round_: Round) -> None:
         """Add a round: in rank 0, every few seconds."""
-        self.hosts = round_.hosts
+        self._add_hosts(round_.hosts)
         skipped = max(self.last_step, WARM_UP - 1) + 1 - round_.first_step
         new = len(round_.least_blocked) - max(skipped, 0)
         if new > 0 and round_.rows:
@@ -111,6 +111,14 @@ class History:
         self.facts.append(kept)
         self.host_facts.append(round_.host_facts)
         self.rounds += 1
+
+    def _add_hosts(self, hosts: Mapping[str, Sequence[int]]) -> None:
+        """Keep hosts that did not report this time, unless others now have their ranks."""
+        if silent := self.hosts.keys() - hosts.keys():
+            reported = {rank for ranks in hosts.values() for rank in ranks}
+            kept = {h: self.hosts[h] for h in silent if reported.isdisjoint(self.hosts[h])}
+            hosts = dict(sorted((kept | dict(hosts)).items(), key=lambda host: min(host[1])))
+        self.hosts = hosts
 
     def _add_steps(self, round_: Round, new: int) -> None:
         """Add the last `new` steps of a round."""

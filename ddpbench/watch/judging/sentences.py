@@ -91,7 +91,8 @@ def _describe_rank(history: History, late: Late, host: str, step_seconds: float)
     if late.interval is not None:
         size += f" [{late.interval.low * 1e3:.3g}, {late.interval.high * 1e3:.3g}]"
     takes = "take" if len(late.phases) > 1 else "takes"
-    cause = find_cause(history, late)
+    # Facts are only kept of the latest rounds, when a rank that was late no longer is.
+    cause = find_cause(history, late) if late.until is None else None
     verb = "was" if late.until is not None else "is"
     sentence = (
         f"rank {late.rank} on {host} {verb} late{_which_steps(late)}{_when(history, late)}: "

@@ -14,7 +14,8 @@ from ddpbench.watch.judging.stragglers import RECENT
 from ddpbench.watch.window import PHASES
 
 NOTABLE, LARGE = 0.1, 0.3  # of the step, in input or communication
-NOTABLE_PAUSES, LARGE_PAUSES = 0.01, 0.05  # of the time, in garbage collections
+NOTABLE_PAUSES, LARGE_PAUSES = 0.01, 0.03  # of the time, in garbage collections
+LASTING_SECONDS = 60.0  # after the first round: shorter jobs, and starts, have pauses of their own
 NOTABLE_COMPILING = 0.03  # of the time, in torch.compile
 ROUNDS = 3  # recent ones that a verdict on pauses needs, after the first, which has the start
 
@@ -59,7 +60,7 @@ def judge_pauses(history: History) -> Iterator[Finding]:
     longest = max((facts.get("gc_longest_seconds", 0.0) for facts in _ranks(history)), default=0.0)
     if share >= NOTABLE_PAUSES:
         yield Finding(
-            "warning" if share >= LARGE_PAUSES else "note",
+            "warning" if share >= LARGE_PAUSES and _lasts(history) else "note",
             "gc-pauses",
             f"Python's garbage collector stops the ranks for {share:.1%} of the time, at the "
             f"longest for {longest * 1e3:.3g} ms",
@@ -91,7 +92,8 @@ def judge_hosts(history: History) -> Iterator[Finding]:
     shares: dict[str, list[float]] = {}
     for hosts in history.host_facts:
         for host, facts in hosts.items():
-            if facts.get("seconds") and "host_busy_seconds" in facts:
+            known = facts.get("seconds") and "host_busy_seconds" in facts
+            if known and host in history.hosts:
                 own = facts.get("cpu_seconds", 0.0) + facts.get("worker_seconds", 0.0)
                 others = facts["host_busy_seconds"] - own * len(history.hosts[host])
                 share = others / (facts["seconds"] * facts["cores"])
@@ -112,6 +114,13 @@ def _rounds(history: History) -> list[Mapping[str, Mapping[str, float]]]:
     """Return the facts of hosts in recent rounds, without those of the job's start."""
     rounds = list(history.host_facts)
     return rounds[1:] if history.rounds == len(rounds) else rounds
+
+
+def _lasts(history: History) -> bool:
+    """Whether the job has run for long after its first round."""
+    seconds = [facts.get("seconds", 0.0) for hosts in _rounds(history) for facts in hosts.values()]
+    usual = float(np.median(np.array(seconds or [0.0])))
+    return (history.rounds - 1) * usual >= LASTING_SECONDS
 
 
 def _share(history: History, name: str) -> float:
