@@ -17,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -42,9 +41,6 @@ from ddpbench.watch.output.report import Outputs
 from ddpbench.watch.proof import Proof
 from ddpbench.watch.settings import Settings
 from ddpbench.watch.window import CALLS, STEPS, Call, JoinedCall, RankWindow, pack_rows
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 POLL_SECONDS = 0.2  # between two looks for a process group
 CLOSE_SECONDS = 8.0  # for the last windows of all ranks
@@ -85,13 +81,12 @@ class Watcher:
 
     def _watch(self) -> None:
         try:
-            store = self._await_group()
-            if store is None:
+            if not self._await_group():
                 return
             self._watch_for_hangs()
             with (
                 contextlib.closing(_Rank(self._marks, self._reducers)) as rank,
-                contextlib.closing(_Reports(self._settings, self._prefix, store)) as reports,
+                contextlib.closing(_Reports(self._settings, self._prefix)) as reports,
             ):
                 while not self._closing.wait(reports.seconds_to_round()):
                     reports.send(rank.read_window(), (*self._proof.findings, *rank.notes))
@@ -100,16 +95,14 @@ class Watcher:
         except Exception as error:
             self._fail(error)
 
-    def _await_group(self) -> dist.Store | None:
-        """Return the store of the default process group, None if none is made."""
+    def _await_group(self) -> bool:
+        """Wait for the process group. Return False if the watch is to end before there is one."""
         import torch.distributed as dist
 
         while not (dist.is_available() and dist.is_initialized()):
             if self._closing.wait(POLL_SECONDS):
-                return None
-        from torch.distributed import distributed_c10d
-
-        return distributed_c10d._get_default_store()
+                return False
+        return True
 
     def _watch_for_hangs(self) -> None:
         if self._settings.timeout:
@@ -180,8 +173,9 @@ class _Rank:
 class _Reports:
     """What this rank sends, and what rank 0 makes of all reports."""
 
-    def __init__(self, settings: Settings, prefix: str, store: dist.Store) -> None:
+    def __init__(self, settings: Settings, prefix: str) -> None:
         import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
 
         rank = dist.get_rank()
         self._history, self._findings = History(), tuple[Finding, ...]()
@@ -194,8 +188,7 @@ class _Reports:
         if rank == 0:
             job = identify_job(settings.script, settings.verify)
             self._backend, self._outputs = job.case.backend, Outputs(settings, job)
-        self._store = store  # that of rank 0 must outlive the process group
-        self._transport = Transport(store, prefix, rank, dist.get_world_size())
+        self._transport = Transport(_get_default_store(), prefix, rank, dist.get_world_size())
 
     def seconds_to_round(self) -> float:
         """Return the time until all ranks send the next window."""

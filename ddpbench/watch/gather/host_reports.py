@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ddpbench.hang.status_board import StoreClient
+from ddpbench.hang.status_board import STORE_TIMEOUT, StoreClient
 from ddpbench.watch.window import HostWindow
 
 if TYPE_CHECKING:
@@ -43,8 +43,16 @@ class HostReports:
 
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
-        self._store, self._prefix, self._world_size = store, prefix, world_size
+        self._prefix, self._world_size = prefix, world_size
         self._is_file = isinstance(store, dist.FileStore)
+        # A reference to rank 0's TCPStore would keep its server alive after the process group. If
+        # the script then made another group, ranks could meet at the old server.
+        self._address: tuple[str, int] | None = None
+        self._store: dist.Store | None = None
+        if isinstance(store, dist.TCPStore):
+            self._address = store.host, store.port
+        else:
+            self._store = store
         self._client: StoreClient | None = None
         self._retry_at = 0.0
         self._folder = ""  # of the keys of the job with this token
@@ -143,23 +151,29 @@ class HostReports:
             self._retry_at = time.monotonic() + RETRY_SECONDS
         if self._client is None and time.monotonic() >= self._retry_at:
             if self._is_reachable():
-                self._client = StoreClient(self._store, self._world_size)
+                self._client = StoreClient(self._open_store(), self._world_size)
             else:
                 self._retry_at = time.monotonic() + RETRY_SECONDS
         return None if self._client is None else self._client.request(seconds, function)
 
     def _is_reachable(self) -> bool:
         """Whether a client could connect: torch's own would print a warning and wait for long."""
-        import torch.distributed as dist
-
-        if not isinstance(self._store, dist.TCPStore):
+        if self._address is None:
             return True
         try:
-            address = (self._store.host, self._store.port)
-            socket.create_connection(address, REACH_SECONDS).close()
+            socket.create_connection(self._address, REACH_SECONDS).close()
         except OSError:
             return False
         return True
+
+    def _open_store(self) -> dist.Store:
+        import torch.distributed as dist
+
+        if self._address is None:
+            assert self._store is not None
+            return self._store
+        host, port = self._address
+        return dist.TCPStore(host, port, timeout=STORE_TIMEOUT, wait_for_workers=False)
 
     def _find_slot(self, store: dist.Store, host: str) -> int:
         """This host's number: that of an earlier leader, or the next one."""
