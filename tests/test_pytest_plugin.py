@@ -265,13 +265,13 @@ def test_without_pytest_benchmark_it_says_what_to_install(
 
 def test_importing_it_costs_nothing() -> None:
     """Every pytest in this environment loads it: without torch, numpy, scipy, or pytest-benchmark,
-    and without any other module of ddpbench."""
+    and without any other module of ddpbench than its version."""
     heavy = ("torch", "numpy", "scipy", "pandas", "tabulate", "rich", "psutil", "pytest_benchmark")
     said = run_without_torch(
         "import ddpbench.pytest_plugin\nprint([n for n in sys.modules if n[:9] == 'ddpbench.'])",
         forbidden=heavy,
     )
-    assert said == "['ddpbench.pytest_plugin']\n"
+    assert said == "['ddpbench.version', 'ddpbench.pytest_plugin']\n"
 
 
 # --- the verdict ----------------------------------------------------------------------------------

@@ -207,10 +207,13 @@ def test_signals_reach_all_children_and_they_may_end_by_themselves() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], r"no command after --: choose collectives, ddp or doctor$"),
+        (
+            [],
+            r"no command after --: choose collectives, ddp, doctor, watch, your script",
+        ),
         (
             ["--", "compare"],
-            r"unknown command 'compare' after --: choose collectives, ddp or doctor",
+            r"unknown command 'compare' after --: choose collectives, ddp, doctor, watch, your",
         ),
         (["--", "ddp", "--workloat", "mlp"], r"unknown option --workloat"),
         (["--", "ddp"], r"--ranks-per-node 4,4,2,2 or --hosts FILE"),
