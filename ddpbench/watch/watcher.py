@@ -63,6 +63,8 @@ class Watcher:
         self._proof = Proof(settings.verify, self.observer)
         self._guard: guard.Guard | None = None
         self._closing = threading.Event()
+        if _has_group():
+            self._watch_for_hangs()
         self._thread = threading.Thread(target=self._watch, name="ddpbench-watch", daemon=True)
         self._thread.start()
 
@@ -93,19 +95,18 @@ class Watcher:
                 window = rank.read_window(last=True)
                 reports.send(window, (*self._proof.findings, *rank.notes))
         except Exception as error:
-            self._fail(error)
+            if not isinstance(error, ValueError) or _has_group():  # a short script has ended it
+                self._fail(error)
 
     def _await_group(self) -> bool:
         """Wait for the process group. Return False if the watch is to end before there is one."""
-        import torch.distributed as dist
-
-        while not (dist.is_available() and dist.is_initialized()):
+        while not _has_group():
             if self._closing.wait(POLL_SECONDS):
                 return False
         return True
 
     def _watch_for_hangs(self) -> None:
-        if self._settings.timeout:
+        if self._settings.timeout and self._guard is None:
             # The script may have one on, or may have destroyed its groups just now.
             with contextlib.suppress(RuntimeError):
                 self._guard = guard.watchdog(self._settings.timeout)
@@ -239,6 +240,12 @@ class _Reports:
                 self._outputs.finish(self._history, self._findings, _describe_end())
         finally:
             self._transport.close()
+
+
+def _has_group() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
 
 
 def _describe_end() -> End:
