@@ -13,7 +13,8 @@ from ddpbench.doctor.capabilities import table as capabilities
 from ddpbench.doctor.links import table as links
 from ddpbench.doctor.preflight import table as preflight
 from ddpbench.doctor.stragglers import table as stragglers
-from ddpbench.records.schema import Examination, Run, Table
+from ddpbench.records.schema import Examination, Run
+from ddpbench.records.table import Table
 
 # name of an examination → (its figures, backend) → its tables
 TABLES: dict[str, Callable[[Mapping[str, Any], str], tuple[Table, ...]]] = {

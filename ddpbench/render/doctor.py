@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from ddpbench.records.schema import Examination, Finding, Run, Table, TableColumn
+from ddpbench.records.schema import Examination, Finding, Run
+from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import counted
 from ddpbench.render.column import Column, choose_columns, digits, text_column
 from ddpbench.render.style import Style

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpbench.records.schema import Table, TableColumn
+from ddpbench.records.table import Table, TableColumn
 
 # outcome → cell
 CELLS = {"ok": "ok", "unsupported": "–", "wrong": "WRONG", "crash": "CRASH", "hang": "HANG"}

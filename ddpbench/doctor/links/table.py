@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddpbench.records.schema import Table, TableColumn
+from ddpbench.records.table import Table, TableColumn
 
 MOST_ENDS = 10  # in a matrix
 SLOWEST = 10  # in a list

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddpbench.analysis.rank_setup import Facts, Setup, folded
-from ddpbench.records.schema import Table, TableColumn
+from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import counted, name_ranks
 
 MIB, GIB = 2**20, 2**30

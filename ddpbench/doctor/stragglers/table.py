@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddpbench.records.schema import Table, TableColumn
+from ddpbench.records.table import Table, TableColumn
 
 MOST_ROWS = 16
 # why a rank did not run → heading of the share of its time
