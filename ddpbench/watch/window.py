@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-# The columns of a row, in seconds: where a rank's own time went in one step, and in the last column
-# how long it was blocked in collectives. Their sum is the step.
-PHASES = ("input", "forward", "backward", "optimizer", "other")
+from ddpbench.records.watched import PHASES
+
+# The columns of a row, in seconds: PHASES, where a rank's own time went in one step, and in the
+# last column how long it was blocked in collectives. Their sum is the step.
 BLOCKED = len(PHASES)
 COLUMNS = BLOCKED + 1
 STEPS = 64  # of a window

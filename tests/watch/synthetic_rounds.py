@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.signal import lfilter
 
+from ddpbench.records.watched import PHASES
 from ddpbench.watch.judging.history import History
-from ddpbench.watch.window import BLOCKED, COLUMNS, PHASES, STEPS, Round
+from ddpbench.watch.window import BLOCKED, COLUMNS, STEPS, Round
 
 ROUND_SECONDS = 5.0
 BEGAN_NS = 1_790_000_000_000_000_000

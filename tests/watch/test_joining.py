@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from ddpbench.records.watched import PHASES
 from ddpbench.watch.gather.joining import join_hosts, join_ranks
 from ddpbench.watch.gather.offsets import UNKNOWN, Line
 from ddpbench.watch.window import (
@@ -18,7 +19,6 @@ from ddpbench.watch.window import (
     COLUMNS,
     HOST_CALLS,
     LINKS,
-    PHASES,
     RANKS,
     ROUND_RANKS,
     STEPS,

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from ddpbench.records.watched import PHASES
 from ddpbench.watch.observe.marks import END, STEP, Mark
 from ddpbench.watch.observe.steps import (
     BACKWARD,
@@ -18,7 +19,7 @@ from ddpbench.watch.observe.steps import (
     Step,
     StepBuilder,
 )
-from ddpbench.watch.window import BLOCKED, COLUMNS, PHASES
+from ddpbench.watch.window import BLOCKED, COLUMNS
 
 KINDS = {
     "i": INPUT,

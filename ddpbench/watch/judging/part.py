@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ddpbench.records.watched import PHASES
 from ddpbench.watch.judging import history as columns
 from ddpbench.watch.judging.history import Floats
-from ddpbench.watch.window import PHASES
 
 LEAST_SHARE = 0.03  # of a step, from which a rank is a straggler
 

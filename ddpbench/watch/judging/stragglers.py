@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from ddpbench.analysis import stats
 from ddpbench.records.schema import Interval
+from ddpbench.records.watched import PHASES
 from ddpbench.watch.judging import changes, periods
 from ddpbench.watch.judging import history as columns
 from ddpbench.watch.judging.history import Floats, FloatsOrLess, History
 from ddpbench.watch.judging.part import Part
-from ddpbench.watch.window import PHASES
 
 FEWEST = 16  # steps that a verdict needs
 RECENT = 512  # steps in which a rank that is late in some of them is sought

@@ -32,8 +32,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ddpbench.records.watched import PHASES
 from ddpbench.watch.observe.marks import END, STEP, Mark
-from ddpbench.watch.window import BLOCKED, COLUMNS, PHASES
+from ddpbench.watch.window import BLOCKED, COLUMNS
 
 INPUT, FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PHASES))
 LOAD = COLUMNS  # input if the step has no DataLoader, else other
