@@ -201,10 +201,7 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = {
     "interval": Column("95 %", lambda line: line.half_width, format_half_width),
     "low_ms": extra_column("low ms", _bound("low")),
     "high_ms": extra_column("high ms", _bound("high")),
-    "samples_per_second": Column(
-        "samples/s",
-        lambda line: (line.summary.samples_per_second or None) if line.summary else None,
-    ),
+    "samples_per_second": Column("samples/s", _samples_per_second),
     **{f"{name}_ms": _phase(name) for name in ("forward", "backward", "optimizer")},
     "slowest_rank": Column("slowest rank", _slowest("slowest_rank"), _slowest_text),
     "slowest_share": extra_column("share", _slowest("slowest_share")),
