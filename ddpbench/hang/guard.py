@@ -39,6 +39,7 @@ from ddpbench.hang.places import describe_error
 from ddpbench.hang.progress import find_waits, progress_key
 from ddpbench.hang.status import RankStatus
 from ddpbench.hang.status_board import Board
+from ddpbench.launch import placement
 from ddpbench.records import codec
 
 if TYPE_CHECKING:
@@ -79,8 +80,7 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
     from torch.distributed import distributed_c10d
 
     _times += 1
-    # torchrun's store outlives the ranks that it starts again.
-    prefix = f"ddpbench/guard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_times}"
+    prefix = f"ddpbench/guard/{placement.read_restarts()}/{_times}"
     _handle_terminate()
     identities = [None] * dist.get_world_size()
     store = distributed_c10d._get_default_store()

@@ -156,6 +156,20 @@ def require_free(port: int) -> None:
 ADDRESS_SPACE_NBYTES = 2 * 10**9  # torch, scipy and pyarrow; with less, OpenBLAS hangs
 
 
+def read_restarts() -> str:
+    """Return how often torchrun has started these ranks again: its store outlives them."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def require_world_size(nproc: int | None, placement: Placement | None) -> None:
+    """Raise Refused if -n contradicts the launcher that has started the ranks."""
+    if placement is not None and nproc not in (None, placement.world_size):
+        raise Refused(
+            f"-n {nproc} does not match the {placement.world_size} ranks that "
+            f"{placement.launcher} has started: leave out -n, or give it to the launcher"
+        )
+
+
 def require_limits(world_size: int, placement: Placement | None) -> None:
     """Raises Refused, reported by one rank of each host, if ulimit leaves a rank too little."""
     files = 24 + 2 * world_size  # a rank has 20, and two connections to each of the others

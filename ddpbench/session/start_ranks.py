@@ -21,6 +21,7 @@ from ddpbench.launch.placement import (
     read_placement,
     require_free,
     require_limits,
+    require_world_size,
 )
 from ddpbench.launch.supervise import Deadline
 from ddpbench.records import store
@@ -45,22 +46,13 @@ def run_or_start(
     options = kind.of(namespace)
     shared_options.require_columns(options.format, options.columns)
     placement = read_placement()
-    _require_world_size(options, placement)
+    require_world_size(options.nproc, placement)
     require_limits(placement.world_size if placement else options.nproc or 2, placement)
     options = resolve(options, placement)
     options.check()
     if placement is not None:
         return run_rank(options, placement)
     return _start(replace(options, nproc=count_ranks(options)), run_rank, words)
-
-
-def _require_world_size(options: RunOptions, placement: Placement | None) -> None:
-    """Raise Refused if -n contradicts the launcher that has started the ranks."""
-    if placement is not None and options.nproc not in (None, placement.world_size):
-        raise Refused(
-            f"-n {options.nproc} does not match the {placement.world_size} ranks that "
-            f"{placement.launcher} has started: leave out -n, or give it to the launcher"
-        )
 
 
 def resolve(options: T, placement: Placement | None) -> T:

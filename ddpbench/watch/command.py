@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpbench.catalog import backends
-from ddpbench.launch.placement import Refused, read_placement
+from ddpbench.launch.placement import read_placement, require_world_size
 from ddpbench.render.formats import FORMATS
 from ddpbench.runtime import devices
 from ddpbench.session import options
@@ -96,12 +96,7 @@ def parse(
     parser = options.Parser(prog=prog, description=DESCRIPTION)
     add_arguments(parser)
     namespace = parser.parse_args(own)
-    placement = read_placement()
-    if placement is not None and namespace.nproc not in (None, placement.world_size):
-        raise Refused(
-            f"-n {namespace.nproc} does not match the {placement.world_size} ranks that "
-            f"{placement.launcher} has started: leave out -n, or give it to the launcher"
-        )
+    require_world_size(namespace.nproc, read_placement())
     return namespace, Program.of(program)
 
 

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import time
 from collections import Counter
 from dataclasses import replace
@@ -22,6 +21,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 
+from ddpbench.launch import placement
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
 from ddpbench.replicas import Report, Verifier
@@ -39,7 +39,8 @@ _times = itertools.count()  # how often a proof began in this process, equal in 
 class Proof:
     """Compares the replicas that an observer finds. `findings` has what was found, in every rank.
 
-    every: steps from one comparison to the next. Each replica is compared until it first differs.
+    every: steps from one comparison to the next; 0: none. Each replica is compared until it first
+    differs.
     """
 
     def __init__(self, every: int, observer: Observer) -> None:
@@ -48,10 +49,10 @@ class Proof:
         self._equal_until: dict[str, int] = {}
         self._ended: set[str] = set()  # replicas that differ
         self._uncompared: set[str] = set()  # replicas of which that is reported
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         self._last: tuple[int, str] | None = None  # step and digest of the last comparison
-        self._prefix = f"ddpbench/proof/{restart}/{next(_times)}"
-        observer.after_step.append(self._after_step)
+        self._prefix = f"ddpbench/proof/{placement.read_restarts()}/{next(_times)}"
+        if every:
+            observer.after_step.append(self._after_step)
 
     def close(self) -> None:
         """Compare no more. For any thread."""

@@ -6,7 +6,6 @@ steps in common. The leader of rank 0's host is rank 0.
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from typing import TYPE_CHECKING
@@ -53,8 +52,7 @@ class Transport:
         period: float = PERIOD,
     ) -> None:
         self._rank, self._world_size, self._period_ns = rank, world_size, round(period * 1e9)
-        # torchrun's store outlives the ranks that it starts again.
-        prefix = f"{prefix}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        prefix = f"{prefix}/{placement.read_restarts()}"
         self._reports = HostReports(store, prefix, world_size)
         self._identity = self_report.identify(rank)
         addresses = (address.partition("/")[0] for address in sockets.list_interfaces().values())
