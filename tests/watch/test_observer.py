@@ -6,7 +6,6 @@ import copy
 import io
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from command_lines import clean_environment
+from command_lines import run_command
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -735,13 +734,7 @@ def test_marks_beyond_the_bound_drop_the_oldest() -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two ranks over gloo have observed: see `run_rank`."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder)],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_command([sys.executable, __file__, str(folder)], folder, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "rank0.json").read_text())  # type: ignore[no-any-return]
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from command_lines import clean_environment
+from command_lines import run_command
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -103,14 +102,7 @@ def run_rank(folder: Path) -> int:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found in all jobs."""
     folder = tmp_path_factory.mktemp("proof")
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder)],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_command([sys.executable, __file__, str(folder)], folder, timeout=120)
     assert done.returncode == 0, done.stderr
     results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     assert [one["errors"]["errors"] for one in results] == [[], []]

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from command_lines import clean_environment
+from command_lines import run_command
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,14 +104,7 @@ def run_rank(folder: Path) -> int:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks saw."""
     folder = tmp_path_factory.mktemp("watcher")
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder)],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_command([sys.executable, __file__, str(folder)], folder, timeout=120)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

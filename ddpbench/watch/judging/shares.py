@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import numpy as np
 
 from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import Finding
+from ddpbench.records.watched import PHASES
 from ddpbench.watch.judging import history as columns
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.stragglers import RECENT
-from ddpbench.watch.window import PHASES
 
+T = TypeVar("T")
 NOTABLE, LARGE = 0.1, 0.3  # of the step, in input or communication
 NOTABLE_PAUSES, LARGE_PAUSES = 0.01, 0.03  # of the time, in garbage collections
 LASTING_SECONDS = 60.0  # after the first round: shorter jobs, and starts, have pauses of their own
@@ -110,10 +112,15 @@ def judge_hosts(history: History) -> Iterator[Finding]:
             )
 
 
+def _after_start(history: History, rounds: Iterable[T]) -> list[T]:
+    """Return what is known of recent rounds, without that of the job's start."""
+    known = list(rounds)
+    return known[1:] if history.rounds == len(known) else known
+
+
 def _rounds(history: History) -> list[Mapping[str, Mapping[str, float]]]:
-    """Return the facts of hosts in recent rounds, without those of the job's start."""
-    rounds = list(history.host_facts)
-    return rounds[1:] if history.rounds == len(rounds) else rounds
+    """Return the facts of hosts in recent rounds."""
+    return _after_start(history, history.host_facts)
 
 
 def _lasts(history: History) -> bool:
@@ -135,6 +142,5 @@ def _share(history: History, name: str) -> float:
 
 
 def _ranks(history: History) -> Iterator[dict[str, float]]:
-    rounds = list(history.facts)
-    for ranks in rounds[1:] if history.rounds == len(rounds) else rounds:
+    for ranks in _after_start(history, history.facts):
         yield from map(dict, ranks.values())
