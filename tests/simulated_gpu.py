@@ -52,6 +52,9 @@ def load_guard(folder: Path) -> Path:
     paths = [f"-I{root}/include", f"-L{root}/lib", "-lc10", f"-Wl,-rpath,{root}/lib"]
     words = [compiler, "-std=c++20", "-shared", "-fPIC", str(source), *paths, "-o", str(library)]
     subprocess.run(words, check=True, capture_output=True, text=True)
+    # The first backward of a process starts a thread per device that it finds, and after that no
+    # forked process may have a backward. The guard is such a device, so the first one comes before.
+    torch.ones(1, requires_grad=True).backward()
     torch.ops.load_library(str(library))
     return library
 
