@@ -30,11 +30,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "catalog": ("version", "records", "launch", "mpi_backend", "runtime"),
     "render": ("version", "records", "analysis", "verdicts", "catalog.sizes"),
     "interchange": ("version", "records", "runtime.environment", "catalog"),
+    "report": ("version", "records", "analysis", "verdicts", "render", "catalog.sizes"),
     "measure": ("version", "records", "analysis", "launch", "hang", "runtime", "catalog"),
     "replicas": ("version", "records", "analysis", "hang", "runtime", "catalog"),
     "session": (
         "version", "records", "analysis", "launch", "hang", "runtime", "catalog", "render",
-        "interchange", "measure", "replicas",
+        "interchange", "report", "measure", "replicas",
     ),
     "selftest": ("version", "records", "analysis", "launch", "catalog", "render", "session"),
     "watch": (
@@ -55,13 +56,14 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "guide": (),
     "commands": (
-        "version", "records", "analysis", "verdicts", "launch", "catalog", "render", "interchange",
+        "version", "records", "analysis", "verdicts", "launch", "catalog", "render", "report",
+        "interchange",
         "session", "selftest", "doctor", "watch", "measuring", "nested_runs", "guide",
     ),
     # The commands are imported by name, when they are called: see the test of cycles.
     "cli": ("version", "records", "session", "commands"),
     "pytest_plugin": (
-        "version", "records", "analysis", "verdicts", "render", "nested_runs", "commands",
+        "version", "records", "analysis", "verdicts", "render", "report", "nested_runs", "commands",
     ),
     "__main__": ("cli",),
 }  # fmt: skip

@@ -1,0 +1,62 @@
+"""Write stored runs as a page with charts: one HTML file that opens from disk.
+
+python -m ddpbench report last
+python -m ddpbench report before after --output compared.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddpbench.doctor import stored
+from ddpbench.interchange import sources
+from ddpbench.interchange.log import Hints
+from ddpbench.launch.placement import Refused
+from ddpbench.records import store
+from ddpbench.session import options
+
+GROUP = "results"
+HELP = "write stored runs as a page with charts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command; imports no torch."""
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="a folder, a name in results/, a baseline, `last`, or a log of nccl-tests, rccl-tests "
+        "or OSU",
+    )
+    options.add_logs(parser)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="file of the page (default: report.html in the folder of the first run)",
+    )
+
+
+def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    """Write the page and print its path; return the exit code. Raises Refused and InvalidRun."""
+    try:
+        from ddpbench.report.chart import ReportRun
+        from ddpbench.report.page import make_page
+    except ModuleNotFoundError as error:
+        raise Refused(f"a page needs {error.name}: type pip install 'ddpbench[report]'") from None
+    hints = Hints(namespace.op, namespace.ranks)
+    paths = [sources.find(name) for name in namespace.runs]
+    runs = [sources.read(path, hints) for path in paths]
+    labelled = [
+        ReportRun(one.id, stored.add_tables(one), path if path.is_dir() else None)
+        for path, one in zip(paths, runs, strict=True)
+    ]
+    with store.refuse_impossible_values(" or ".join(namespace.runs)):
+        text = make_page(labelled)
+    output = namespace.output or (paths[0] if paths[0].is_dir() else Path()) / "report.html"
+    store.replace_file(output, text.encode())
+    sys.stdout.write(f"{output}\n")
+    return 0

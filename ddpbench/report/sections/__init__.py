@@ -1,0 +1,1 @@
+"""The sections of a page: one module each, with a function `section(runs)`."""
