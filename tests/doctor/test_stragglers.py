@@ -398,8 +398,9 @@ def test_waiting_for_a_core_is_counted() -> None:
 @contextmanager
 def pinned(pool: RankPool, rank: int, core: int) -> Iterator[None]:
     """A rank of the pool with all its threads on one core, beside three busy processes."""
-    spin = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
-    busy = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(3)]
+    spin = f"import os; os.sched_setaffinity(0, {{{core}}}); os.write(1, b'1')\nwhile True: pass"
+    words = [sys.executable, "-c", spin]
+    busy = [subprocess.Popen(words, stdout=subprocess.PIPE) for _ in range(3)]
     pid, free = pool.processes[rank].pid, os.sched_getaffinity(pool.processes[rank].pid)
 
     def bind(cores: set[int]) -> None:
@@ -407,13 +408,16 @@ def pinned(pool: RankPool, rank: int, core: int) -> Iterator[None]:
             os.sched_setaffinity(int(task.name), cores)
 
     try:
+        for process in busy:  # on a busy host a process takes its time to start
+            assert process.stdout is not None
+            assert process.stdout.read(1) == b"1"
         bind({core})
         yield
     finally:
         bind(free)
         for process in busy:
             process.kill()
-            process.wait()
+            process.communicate()
 
 
 WORDS = ("doctor", "--only", "stragglers", "--seconds", "1", "--output", "run")
