@@ -12,5 +12,5 @@ class Load:
     cpu_cores: float  # CPU seconds per second of one rank, median over ranks; 1.0: one core
     most_cpu_cores: float  # of the rank that used most
     memory_nbytes: int  # resident, of the rank that has most
-    gpu_share: float | None = None  # utilisation of a device, median over ranks
-    gpu_memory_nbytes: int | None = None  # allocated on the device, of the rank that has most
+    gpu_share: float | None = None  # of the time a rank's GPU was busy, median over ranks
+    gpu_memory_nbytes: int | None = None  # held by torch on its GPU, of the rank that has most

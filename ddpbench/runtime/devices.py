@@ -156,6 +156,10 @@ class Cpu:
         """Return the memory of the device that one process can fill; 0: not bounded by it."""
         return 0
 
+    def held_nbytes(self, device: torch.device) -> int | None:
+        """Return the device's memory that this process's torch holds, its cache included."""
+        return None
+
     def release_memory(self) -> None:
         """Give back the memory that torch keeps of freed tensors."""
 
@@ -250,6 +254,9 @@ class Accelerator(Cpu):
 
     def total_nbytes(self, device: torch.device) -> int:
         return int(self._module.mem_get_info(device)[1])
+
+    def held_nbytes(self, device: torch.device) -> int | None:
+        return int(self._module.memory_reserved(device))
 
     def release_memory(self) -> None:
         self._module.empty_cache()

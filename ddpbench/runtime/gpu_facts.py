@@ -42,6 +42,20 @@ class Nvml:
         values = self.query("nvmlDeviceGetFieldValues", [(number, scope)])
         return int(values[0].value.uiVal) if values and values[0].nvmlReturn == 0 else None
 
+    def busy_share(self, since: float) -> float | None:
+        """Return the share of the time in which this GPU ran a kernel since this time, 0 to 1.
+
+        since: in seconds since 1970. NVML keeps samples of the last 10 to 20 s; without new ones
+        the share is of its last sample period, at most 1 s. None for a part of a GPU.
+        """
+        kind = getattr(self.module, "NVML_GPU_UTILIZATION_SAMPLES", None)
+        _, samples = self.query("nvmlDeviceGetSamples", kind, int(since * 1e6)) or (None, [])
+        percents = [int(sample.sampleValue.uiVal) for sample in samples]
+        if not percents:
+            rates = self.query("nvmlDeviceGetUtilizationRates")
+            percents = [] if rates is None else [int(rates.gpu)]
+        return sum(percents) / len(percents) / 100 if percents and not self.is_part else None
+
     def is_active(self, link: int) -> bool | None:
         """Return whether an NVLink is up, though it may sleep. GPUs since Hopper have a field."""
         state = self.field("NVML_FI_DEV_NVLINK_GET_STATE", link)
@@ -111,6 +125,24 @@ def gpu_health() -> dict[str, object]:
     }
 
 
+def most_used() -> tuple[str, int] | None:
+    """Return the UUID of the GPU on which torch holds most memory here, and these bytes.
+
+    None without any. All threads get the same answer, while each has a current GPU of its own.
+    """
+    import torch
+
+    held = [
+        (kind.held_nbytes(torch.device(kind.name, index)) or 0, kind, index)
+        for kind in devices.KINDS.values()
+        if or_none(kind.in_use) is not None
+        for index in range(kind.count())
+    ]
+    nbytes, kind, index = max(held, key=lambda each: each[0], default=(0, None, 0))
+    uuid = kind and or_none(partial(kind.identity, index))
+    return (uuid, nbytes) if uuid else None
+
+
 def _in_use() -> tuple[devices.Cpu | None, Any]:
     """Return the kind and the index of the device that this rank uses; None if it is the CPU."""
     for kind in devices.KINDS.values():
@@ -155,8 +187,11 @@ def _place(pci_info: Any) -> str | None:
 def _open_nvml() -> Nvml | None:
     """Return NVML's view of this rank's GPU; None without NVML."""
     uuid = gpu()["gpu_uuid"]
-    if uuid is None:  # a rank on the CPU need not import pynvml
-        return None
+    return uuid and open_nvml(uuid)  # a rank on the CPU need not import pynvml
+
+
+def open_nvml(uuid: str) -> Nvml | None:
+    """Return NVML's view of a GPU; None without NVML."""
     module: Any = or_none(lambda: import_module("pynvml"))
     if module is None:
         return None

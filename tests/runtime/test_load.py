@@ -1,0 +1,128 @@
+"""What is read of this process's load, and what is stored of all ranks'."""
+
+import subprocess
+import sys
+import threading
+import time
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from ddpbench.records.load import Load
+from ddpbench.runtime.load import LoadMeter, RankLoad, over_ranks
+
+UUIDS = ("1f2e3d4c-0000-1111-2222-333344445555", "9f2e3d4c-0000-1111-2222-333344445555")
+
+
+def compute(seconds: float) -> None:
+    """Use the core for so much CPU time of this thread."""
+    begin = time.thread_time()
+    while time.thread_time() < begin + seconds:
+        pass
+
+
+def test_it_reads_the_cpu_time_since_the_last_reading_and_the_resident_memory() -> None:
+    """A reading covers what this process computed since the one before, in any thread."""
+    meter = LoadMeter()
+    begin, cpu = time.perf_counter(), time.process_time()
+    compute(0.1)
+    busy = meter.read()
+    wall, used = time.perf_counter() - begin, time.process_time() - cpu
+    assert busy.cpu_cores == pytest.approx(used / wall, rel=0.05)
+    rss = psutil.Process().memory_info().rss
+    assert busy.memory_nbytes == pytest.approx(rss, rel=0.05)
+    readings: list[RankLoad] = []
+    thread = threading.Thread(target=lambda: (time.sleep(0.2), readings.append(meter.read())))
+    thread.start()
+    thread.join()
+    assert readings[0].cpu_cores < 0.5
+
+
+def test_a_reading_imports_no_torch() -> None:
+    """A meter of a process that does not use torch leaves it alone, and knows no GPU."""
+    code = """
+import sys
+from ddpbench.runtime.load import LoadMeter
+load = LoadMeter().read()
+assert "torch" not in sys.modules
+print(load.gpu_share, load.gpu_memory_nbytes)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "None None\n"
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs of torch's: this process holds memory on the second, its current one is the first.
+
+    torch's module is where this suite ends.
+    """
+    gpus = [SimpleNamespace(name="NVIDIA H200", uuid=uuid) for uuid in UUIDS]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: device.index * 5 << 30)
+
+
+def an_nvml(monkeypatch: pytest.MonkeyPatch, samples: Any) -> list[int]:
+    """Let this process import a pynvml with these samples; return since when they were wanted."""
+    wanted: list[int] = []
+
+    def read(gpu: str, kind: int, since: int) -> Any:
+        assert (gpu, kind) == (f"handle of GPU-{UUIDS[1]}", 1)
+        wanted.append(since)
+        return samples()
+
+    module = ModuleType("pynvml")
+    vars(module).update(
+        NVML_GPU_UTILIZATION_SAMPLES=1,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: f"handle of {uuid}",
+        nvmlDeviceGetSamples=read,
+        nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=17, memory=3),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    return wanted
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_gpu_is_the_one_that_holds_this_process_s_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its use is the mean of NVML's samples since the last reading, in whichever thread."""
+    percents = [SimpleNamespace(sampleValue=SimpleNamespace(uiVal=n)) for n in (40, 90)]
+    wanted = an_nvml(monkeypatch, lambda: (1, percents))
+    meter = LoadMeter()
+    time.sleep(0.2)
+    load = meter.read()
+    assert load.gpu_share == pytest.approx(0.65)
+    assert load.gpu_memory_nbytes == 5 << 30
+    meter.read()
+    assert wanted[0] < wanted[1]
+
+
+def no_new_samples() -> Any:
+    raise OSError("Not Found")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_without_samples_the_use_is_that_of_nvml_s_last_period(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU whose NVML keeps no samples still has a use; without NVML there is none."""
+    an_nvml(monkeypatch, no_new_samples)
+    assert LoadMeter().read().gpu_share == pytest.approx(0.17)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    load = LoadMeter().read()
+    assert (load.gpu_share, load.gpu_memory_nbytes) == (None, 5 << 30)
+
+
+def test_over_the_ranks_are_the_median_and_the_most() -> None:
+    """A rank without a GPU does not count as an idle one."""
+    loads = [RankLoad(1.0, 300), RankLoad(0.2, 500, 0.5, 7), RankLoad(0.4, 100, 0.9, 9)]
+    assert over_ranks(loads) == Load(0.4, 1.0, 500, 0.7, 9)
+    assert over_ranks(loads[:1]) == Load(1.0, 1.0, 300)
