@@ -16,6 +16,7 @@ from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
 from ddpbench.launch.placement import Refused
 from ddpbench.records import store
+from ddpbench.report import file
 from ddpbench.session import options
 
 GROUP = "results"
@@ -42,21 +43,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """Write the page and print its path; return the exit code. Raises Refused and InvalidRun."""
-    try:
-        from ddpbench.report.chart import ReportRun
-        from ddpbench.report.page import make_page
-    except ModuleNotFoundError as error:
-        raise Refused(f"a page needs {error.name}: type pip install 'ddpbench[report]'") from None
+    if sentence := file.explain_missing("a page"):
+        raise Refused(sentence)
+    from ddpbench.report.chart import ReportRun
+
     hints = Hints(namespace.op, namespace.ranks)
     paths = [sources.find(name) for name in namespace.runs]
+    output = namespace.output or (paths[0] if paths[0].is_dir() else Path()) / file.NAME
+    if sentence := file.explain_unusable(output):
+        raise Refused(sentence)
     runs = [sources.read(path, hints) for path in paths]
-    labelled = [
-        ReportRun(one.id, stored.add_tables(one), path if path.is_dir() else None)
-        for path, one in zip(paths, runs, strict=True)
-    ]
     with store.refuse_impossible_values(" or ".join(namespace.runs)):
-        text = make_page(labelled)
-    output = namespace.output or (paths[0] if paths[0].is_dir() else Path()) / "report.html"
-    store.replace_file(output, text.encode())
+        runs = [stored.add_tables(one) for one in runs]
+    file.write(
+        output,
+        [
+            ReportRun(one.id, one, path if path.is_dir() else None)
+            for path, one in zip(paths, runs, strict=True)
+        ],
+    )
     sys.stdout.write(f"{output}\n")
     return 0

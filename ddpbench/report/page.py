@@ -20,10 +20,11 @@ def make_sections(runs: Sequence[ReportRun]) -> list[Section]:
     return [section for make in SECTIONS if (section := make(runs)) is not None]
 
 
-def make_page(runs: Sequence[ReportRun], verdicts: Section | None = None) -> str:
-    """Return the page of one or more runs: HTML that loads nothing.
+def make_page(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title: str = "") -> str:
+    """Return the page of these runs: HTML that loads nothing.
 
-    verdicts: of a comparison of these runs, shown first.
+    verdicts: sections on a comparison of the runs, shown before theirs. title: default: their
+    labels; a page without runs needs one.
     """
     from vl_convert import javascript_bundle
 
@@ -33,8 +34,8 @@ def make_page(runs: Sequence[ReportRun], verdicts: Section | None = None) -> str
         _environment()
         .get_template("page.html")
         .render(
-            title=" and ".join(run.label for run in runs),
-            sections=[*([verdicts] if verdicts else []), *make_sections(runs)],
+            title=title or " and ".join(run.label for run in runs),
+            sections=[*verdicts, *make_sections(runs)],
             configs=CONFIGS,
             bundle=javascript_bundle("window.vegaEmbed = vegaEmbed;"),
         )

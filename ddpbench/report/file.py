@@ -1,0 +1,52 @@
+"""A page as a file. This module imports none of the packages of the extra `report` at its top."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpbench.records import store
+
+if TYPE_CHECKING:
+    from ddpbench.report.chart import ReportRun, Section
+
+NAME = "report.html"  # in the folder of a run
+PACKAGES = ("altair", "jinja2", "vl_convert")  # what a page needs of the extra `report`
+
+
+def explain_missing(wanted: str) -> str | None:
+    """Return the sentence on a missing package; None if a page can be made. Imports no package.
+
+    wanted: what needs the package, such as "--report".
+    """
+    missing = next((name for name in PACKAGES if find_spec(name) is None), None)
+    return missing and f"{wanted} needs {missing}: type pip install 'ddpbench[report]'"
+
+
+def explain_unusable(output: Path) -> str | None:
+    """Return the sentence on a path that cannot become a page; None if it may."""
+    if output.is_dir():
+        return f"{output} is a folder: name a file for the page, such as {output / NAME}"
+    if output.exists() and not output.is_file():
+        return f"{output} is not a regular file: choose another file for the page"
+    return None
+
+
+def write(
+    output: Path, runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title: str = ""
+) -> None:
+    """Write the page of these runs, in one step. Raises OSError and InvalidRun.
+
+    verdicts, title: those of `make_page`.
+    """
+    from ddpbench.report.page import make_page
+
+    with store.refuse_impossible_values(" or ".join(run.label for run in runs) or title):
+        page = make_page(runs, verdicts, title)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        store.replace_file(output, page.encode())
+    except OSError as error:  # which names a temporary file
+        raise OSError(error.errno, error.strerror, str(output)) from None
