@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ddpbench.report.chart import MakeSection, ReportRun, Section
-from ddpbench.report.sections import collectives
+from ddpbench.report.sections import collectives, links
 
 if TYPE_CHECKING:
     import jinja2
 
 # In the order of the page: one entry adds a section.
-SECTIONS: tuple[MakeSection, ...] = (collectives.section,)
+SECTIONS: tuple[MakeSection, ...] = (collectives.section, links.section)
 
 
 def make_sections(runs: Sequence[ReportRun]) -> list[Section]:

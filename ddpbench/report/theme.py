@@ -18,7 +18,21 @@ DARK = ("#56b4e9", "#ff8c42", "#2fd0a0", "#e39bc6", "#f2b632", "#8ecbf5", "#f0e4
 BACKENDS = ("gloo", "mpi", "nccl")  # the first colours are theirs on every page
 
 
-def _config(text: str, muted: str, grid: str, colors: Sequence[str], sequence: str) -> Any:
+# Of a heat map, from little to much: grey printers and colour-blind readers see the same order.
+# Up to the middle a value is written in ink of the style "on-low", beyond it in "on-high".
+HEAT_LIGHT = ("#eef5fb", "#2f7fbc", "#06325f")
+HEAT_DARK = ("#10304f", "#2f7fbc", "#d6eafb")
+INK, PAPER = "#000000", "#ffffff"
+
+
+def _config(
+    text: str,
+    muted: str,
+    grid: str,
+    colors: Sequence[str],
+    heat: Sequence[str],
+    inks: Sequence[str],
+) -> Any:
     return {
         "background": None,
         "font": FONT,
@@ -32,13 +46,19 @@ def _config(text: str, muted: str, grid: str, colors: Sequence[str], sequence: s
         "title": {"color": text, "fontSize": 13, "anchor": "start"},
         "text": {"color": text},
         "rule": {"color": muted},
-        "range": {"category": list(colors), "heatmap": {"scheme": sequence}},
+        "range": {"category": list(colors), "heatmap": list(heat)},
+        "style": {
+            "on-low": {"color": inks[0]},
+            "on-high": {"color": inks[1]},
+            # What a finding names in a heat map.
+            "marked": {"filled": False, "fill": None, "stroke": colors[1], "strokeWidth": 2.5},
+        },
     }  # fmt: skip
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "light": _config("#1b1f24", "#57606a", "#e3e6ea", LIGHT, "blues"),
-    "dark": _config("#e6edf3", "#9aa4af", "#30363d", DARK, "viridis"),
+    "light": _config("#1b1f24", "#57606a", "#e3e6ea", LIGHT, HEAT_LIGHT, (INK, PAPER)),
+    "dark": _config("#e6edf3", "#9aa4af", "#30363d", DARK, HEAT_DARK, (PAPER, INK)),
 }
 
 # Labels of an axis whose values are bytes, seconds, or bytes per second.
