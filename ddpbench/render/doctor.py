@@ -60,7 +60,7 @@ def table_blocks(table: Table, style: Style) -> list[str]:
 
 def _body(table: Table, style: Style) -> str:
     cells = [
-        [_cell(value, column) for value, column in zip(row, table.columns, strict=True)]
+        [format_cell(value, column) for value, column in zip(row, table.columns, strict=True)]
         for row in table.rows
     ]
     heads = [column.heading for column in table.columns]
@@ -70,7 +70,8 @@ def _body(table: Table, style: Style) -> str:
     return "\n".join(["```", *facts, "```"])  # fenced, for pasting into an issue
 
 
-def _cell(value: Any, column: TableColumn) -> str:
+def format_cell(value: Any, column: TableColumn) -> str:
+    """Format a cell of a table."""
     if isinstance(value, float) and column.decimals is not None:
         return f"{value:.{column.decimals}f}"
     return digits(value)

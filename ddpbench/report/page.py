@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from ddpbench.report.chart import MakeSection, ReportRun, Section
-from ddpbench.report.sections import collectives, links
+from ddpbench.report import emit
+from ddpbench.report.chart import Chart, MakeSection, ReportRun, Section
+from ddpbench.report.sections import collectives, environment, links, overview
 
 if TYPE_CHECKING:
     import jinja2
 
 # In the order of the page: one entry adds a section.
-SECTIONS: tuple[MakeSection, ...] = (collectives.section, links.section)
+SECTIONS: tuple[MakeSection, ...] = (
+    overview.section,
+    collectives.section,
+    links.section,
+    environment.section,
+)
 
 
 def make_sections(runs: Sequence[ReportRun]) -> list[Section]:
@@ -23,32 +31,67 @@ def make_sections(runs: Sequence[ReportRun]) -> list[Section]:
 def make_page(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title: str = "") -> str:
     """Return the page of these runs: HTML that loads nothing.
 
-    verdicts: sections on a comparison of the runs, shown before theirs. title: default: their
+    verdicts: sections on a comparison of the runs, shown after their summary. title: default: their
     labels; a page without runs needs one.
     """
     from vl_convert import javascript_bundle
 
-    from ddpbench.report.theme import CONFIGS
+    from ddpbench.report.theme import CONFIGS, backend_swatches
 
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            title=title or " and ".join(run.label for run in runs),
-            sections=[*verdicts, *make_sections(runs)],
-            configs=CONFIGS,
-            bundle=javascript_bundle("window.vegaEmbed = vegaEmbed;"),
-        )
+    templates = _environment()
+    summary = 1 if runs else 0  # sections
+    sections = make_sections(runs)
+    sections[summary:summary] = verdicts
+    charts = [chart for section in sections for row in section.rows for chart in row]
+    scripts = (
+        javascript_bundle("window.vegaEmbed = vegaEmbed;"),
+        templates.get_template("page.js").render(),
     )
+    return templates.get_template("page.html").render(
+        runs=[run.run for run in runs],
+        title=title or " and ".join(run.label for run in runs),
+        sections=sections,
+        backends=backend_swatches(emit.backends(charts)),
+        operations=_distinct(chart.operation for chart in charts),
+        configs=CONFIGS,
+        scripts=scripts,
+        hashes=[_hash(script) for script in scripts],
+    )
+
+
+def _distinct(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(filter(None, names)))
+
+
+def _hash(script: str) -> str:
+    """Return the source expression of a content security policy that allows this script alone."""
+    return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
+
+
+def _height(chart: Chart) -> int:
+    """Return the pixels that a chart will take at least, so that the page does not jump."""
+    height = (chart.spec or {}).get("height")
+    return int(height) if isinstance(height, (int, float)) else 240
 
 
 def _environment() -> jinja2.Environment:
     import jinja2
 
-    return jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.PackageLoader("ddpbench.report", "page"),
-        autoescape=True,
+        autoescape=jinja2.select_autoescape(("html",)),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    templates.filters |= {
+        "embedded": emit.json_in_html,
+        "figure": emit.figure,
+        "cells": emit.cells,
+        "table": emit.table_data,
+        "height": _height,
+        "command": emit.split_command,
+        "command_line": emit.command_line,
+        "moment": emit.moment,
+    }
+    return templates

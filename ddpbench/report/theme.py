@@ -96,3 +96,10 @@ def choose_backends(chart: alt.Chart, backends: Sequence[str]) -> alt.Chart:
         "indexof(backends, datum.backend) >= 0"
     )
     return shown
+
+
+def backend_swatches(backends: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return the backends of a page, each with its colour on a light and on a dark page."""
+    names = [*BACKENDS, *sorted(set(backends) - set(BACKENDS))]
+    colors = zip(names, LIGHT, DARK)  # noqa: B905
+    return [(name, light, dark) for name, light, dark in colors if name in backends]
