@@ -1,78 +1,148 @@
-"""Time and bandwidth of every operation over message sizes: backends and runs in one chart."""
+"""Time and bandwidth of every operation over message sizes: backends and runs in one chart.
+
+The charts and tables show the texts of the terminal's columns, so that both say the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from typing import Any
+import re
+from collections.abc import Sequence
 
-import altair as alt
-import pandas as pd
-
-from ddpbench.analysis.lines import Line, lines
-from ddpbench.catalog.sizes import readable
+from ddpbench.analysis.lines import FLAGS, Line, lines
 from ddpbench.records.table import Table, TableColumn
-from ddpbench.report import theme
+from ddpbench.render.collective_columns import COLUMNS
+from ddpbench.render.column import common_legend, digits, format_ranks, format_subgroups
 from ddpbench.report.chart import Chart, ReportRun, Section
+from ddpbench.report.collective_charts import Point, over_sizes, point_frame
+
+SAME = ("size", "count", "backend")  # columns of both tables
+TIME = ("time", "interval", "p99", "skew", "launch", "check", "flags")
+BANDWIDTH = ("algbw", "busbw", "limit", "check", "flags")
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
     """Return the charts of all operations; None if no run measured any."""
-    rows = [
-        _charts(kind, list(group))
-        for kind, group in groupby(sorted(_points(runs), key=_kind), key=_kind)
-    ]
-    if not rows:
+    groups: dict[tuple[str, ...], list[Point]] = {}
+    for run in runs:
+        for line in lines(run.run):
+            groups.setdefault(_kind(line), []).append((run, line))
+    if not groups:
         return None
+    constant = _constant(list(groups))
+    rows = [_row(kind, points, constant) for kind, points in groups.items()]
     return Section("collectives", "Collectives", rows=tuple(rows))
 
 
-def _points(runs: Sequence[ReportRun]) -> Iterator[tuple[ReportRun, Line]]:
-    for run in runs:
-        for line in lines(run.run):
-            if line.seconds is not None:
-                yield run, line
-
-
-def _kind(point: tuple[ReportRun, Line]) -> tuple[str, ...]:
-    case = point[1].case
-    return case.called, case.dtype, case.reduce_op or ""
-
-
-def _charts(kind: tuple[str, ...], points: Sequence[tuple[ReportRun, Line]]) -> tuple[Chart, ...]:
-    data = pd.DataFrame([_row(run, line) for run, line in points])
-    title = " ".join(part for part in kind if part)
-    time = (
-        alt.Chart(data)
-        .mark_line(point=True)
-        .encode(
-            x=theme.size_axis(),
-            y=alt.Y(
-                "seconds:Q",
-                title="time of a call",
-                scale=alt.Scale(type="log"),
-                axis=alt.Axis(labelExpr=theme.TIME_LABELS),
-            ),
-            color=alt.Color("backend:N", scale=theme.backend_colors(list(data["backend"]))),
-        )
+def _kind(line: Line) -> tuple[str, ...]:
+    """Return what the cases of one chart have in common, the operation first."""
+    case = line.case
+    return (
+        case.operation,
+        "" if case.form == "tensor" else "list of tensors",
+        case.dtype if case.nbytes else "",
+        case.reduce_op or "",
+        "" if case.root is None else f"root {case.root}",
+        ("in place" if case.in_place else "out of place") if case.nbytes else "",
+        "async" if case.async_op else "",
+        format_ranks(case),
+        format_subgroups(case),
+        case.device,
     )
-    table = Table(
+
+
+def _constant(kinds: Sequence[tuple[str, ...]]) -> list[bool]:
+    """Return which parts need not stand in a title: each operation has one value of them."""
+    values: list[dict[str, set[str]]] = [{} for _ in kinds[0]]
+    for kind in kinds:
+        for part, text in zip(values, kind, strict=True):
+            part.setdefault(kind[0], set()).add(text)
+    return [all(len(texts) == 1 for texts in part.values()) for part in values]
+
+
+def _row(
+    kind: tuple[str, ...], points: Sequence[Point], constant: Sequence[bool]
+) -> tuple[Chart, ...]:
+    rest = list(zip(kind, constant, strict=True))[1:]
+    title = " ".join([kind[0], *(text for text, same in rest if text and not same)])
+    what = ", ".join(text for text in kind[1:] if text)
+    name = re.sub(r"[^A-Za-z0-9_]+", "-", title)
+    shown = [point for point in points if point[1].seconds is not None]
+    several = len({run.label for run, _ in points}) > 1
+    data = point_frame(shown, (*SAME, *TIME, *BANDWIDTH))
+    time = Chart(
+        f"{name}-time",
+        f"{title}: time",
+        f"{_statistic(shown)} {what}.",
+        over_sizes(data, "seconds", ("size", "backend", *TIME)) if shown else None,
+        _table(f"{title}: time", points, TIME, several=several),
+        operation=kind[0],
+    )
+    if not shown or not any(line.busbw for _, line in shown):
+        return (time,)
+    bandwidth = Chart(
+        f"{name}-bandwidth",
+        f"{title}: bandwidth",
+        f"busbw = size / time × bus factor of nccl-tests, in GB/s (10⁹ bytes). {_limits(shown)}",
+        over_sizes(data, "rate", ("size", "backend", *BANDWIDTH)),
+        _table(f"{title}: bandwidth", points, BANDWIDTH, several=several),
+        operation=kind[0],
+    )
+    return time, bandwidth
+
+
+def _statistic(shown: Sequence[Point]) -> str:
+    """Return the sentences of a time chart's caption that name the statistic."""
+    if not shown:
+        return "Not measured:"
+    ranks = {"max": "the slowest rank", "mean": "all ranks"}
+    names = dict.fromkeys(
+        f"{case.statistic} over calls, of {ranks.get(case.rank_reduction, case.rank_reduction)}"
+        for case in (line.case for _, line in shown)
+    )
+    bars = "; bars: 95 % interval" if any(line.interval for _, line in shown) else ""
+    return f"Time of one call: {' or '.join(names)}{bars}. Both axes are logarithmic."
+
+
+def _limits(shown: Sequence[Point]) -> str:
+    """Return the sentence of a caption that names the sources of the limits."""
+    rates: dict[tuple[str, str], list[float]] = {}
+    for _, line in shown:
+        for limit in (result.limit for result in line.results):
+            if limit is not None and line.fraction is not None:
+                key = line.case.backend, limit.source
+                rates.setdefault(key, []).append(limit.bytes_per_second / 1e9)
+    if not rates:
+        return "No limit of these links is known."
+    texts = []
+    for (backend, source), values in rates.items():
+        low, high = digits(min(values)), digits(max(values))
+        texts.append(f"{backend}: {source}, {low if low == high else f'{low} … {high}'} GB/s")
+    return f"Dashed: the limit ({'; '.join(texts)})."
+
+
+def _table(title: str, points: Sequence[Point], names: Sequence[str], *, several: bool) -> Table:
+    """Return the rows of the terminal's table, and why the other cases were skipped."""
+    measured = [line for _, line in points if line.seconds is not None]
+    chosen = [*SAME, *(n for n in names if not measured or any(map(COLUMNS[n].applies, measured)))]
+    if not measured:
+        chosen = [*SAME, "flags"]
+    columns = [
+        TableColumn(COLUMNS[name].heading, "left" if COLUMNS[name].left else "right")
+        for name in chosen
+    ]
+    rows = [_cells(run, line, chosen, several) for run, line in points]
+    legend = common_legend([], measured, chosen, FLAGS)
+    return Table(
         title,
-        (TableColumn("size"), TableColumn("backend", "left"), TableColumn("time µs")),
-        tuple(
-            (readable(line.case.nbytes), line.case.backend, (line.seconds or 0) * 1e6)
-            for _, line in points
-        ),
+        (*([TableColumn("run", "left")] if several else []), *columns),
+        tuple(rows),
+        tuple(legend),
     )
-    name = "-".join(part for part in kind if part)
-    caption = "Median time of a call on the slowest rank; both axes are logarithmic."
-    return (Chart(f"{name}-time", title, caption, time.to_dict(), table, operation=kind[0]),)
 
 
-def _row(run: ReportRun, line: Line) -> dict[str, Any]:
-    return {
-        "nbytes": line.case.nbytes,
-        "seconds": line.seconds,
-        "backend": line.case.backend,
-        "run": run.label,
-    }
+def _cells(run: ReportRun, line: Line, names: Sequence[str], several: bool) -> tuple[str, ...]:
+    texts = {name: COLUMNS[name].show(line) for name in names}
+    if line.seconds is None:
+        texts = {name: texts[name] if name in SAME else "-" for name in names}
+        texts["flags"] = f"skipped: {line.reason}"
+    return (*([run.label] if several else []), *texts.values())
