@@ -6,6 +6,7 @@ from ddpbench.analysis import lines, stats
 from ddpbench.analysis.lines import Line
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Run
+from ddpbench.render import fit_lines
 from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.render.column import (
     choose_columns,
@@ -40,15 +41,20 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
     names = choose_columns(columns, COLUMNS)
     if columns is None and shown:
         names = [name for name in names if any(map(COLUMNS[name].applies, shown))]
-    texts, all_rows = [], []
+    fitted = not quiet and run.state in ("complete", "interrupted")
+    texts, all_rows, all_fits = [], [], []
     for title, group in _group_by_title(shown).items():
         rows = _rows(group, names)
         all_rows += rows
         cells = [list(row.values()) for row in rows]
-        texts.append(style.block(title, style.columns(cells, [COLUMNS[name] for name in names])))
+        body = style.columns(cells, [COLUMNS[name] for name in names])
+        fits = fit_lines.fit_lines(group) if fitted else []
+        all_fits += fits
+        texts.append(style.block(title, style.gap.join([body, *fits])))
     if quiet:
         return texts
     legend = _legend(shown, names) + common_legend(all_rows, shown, names, lines.FLAGS)
+    legend += [fit_lines.LEGEND] if all_fits else []
     return texts + [style.gap.join(notes) for notes in (_skipped(all_lines), legend) if notes]
 
 

@@ -1,0 +1,284 @@
+"""Latency and bandwidth of an operation: Hockney's T(n) = α + βn, in one to three segments.
+
+n is the message size of the tables: S of nccl-tests, the total buffer, in bytes. For send_recv, α
+is the time of an empty message and 1/β the bandwidth of an endless one (Hockney, "The communication
+challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20, 1994). For a collective, α
+sums up the latencies of all messages that follow one another, and 1/β is the algbw of an endless
+message; times the bus factor, it is a busbw, which compares with a link. At n½ = α/β half the time
+is latency, and half of 1/β is reached (Hockney and Jesshope, "Parallel Computers", 1981). Of calls
+in flight (pipelined), α is the time from one call to the next rather than a latency.
+
+The fit is least squares of log T = log(exp(a) + exp(b) n): relative errors count alike at all
+sizes. For a known n½ the best b is a mean, so a scan over n½ finds the global optimum, for all
+resamples at once. scipy's curve_fit finds the same, but takes a second to import and a millisecond
+for each fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpbench.analysis.lines import Line
+from ddpbench.records.schema import Case
+
+Floats = npt.NDArray[np.float64]
+
+FEWEST_SIZES = 4  # of a segment
+MOST_SEGMENTS = 3
+RESAMPLES = 200
+WIDEST = 3.0  # high over low of an interval from which on a figure is not identifiable
+OFF = 0.25  # by which the curve may miss a size beyond that size's own interval
+ERROR = 0.03  # no segment is added to explain smaller relative errors
+EDGE, STEP = math.log(1e3), 0.1  # of the scan over log n½: beyond the sizes, and from step to step
+UNUSABLE = {"WRONG", "INVALID"}  # flags
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its 95 % interval, in seconds, bytes per second, or bytes."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A straight line over neighbouring sizes. None: these sizes do not identify the figure."""
+
+    first: int  # sizes in bytes
+    last: int
+    latency: Estimate | None  # α in seconds
+    rate: Estimate | None  # 1/β in bytes per second
+    half: Estimate | None  # n½ in bytes
+    line: tuple[float, float]  # α in seconds and β in seconds per byte, for the curve
+    # Where the line misses by more than OFF: the size in bytes, and measured over fitted time.
+    miss: tuple[int, float] | None = None
+
+    @property
+    def valid(self) -> bool:
+        """Whether the line describes its sizes, and they identify one figure or more."""
+        return self.miss is None and bool(self.latency or self.rate)
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the time of the fitted curve."""
+        return self.line[0] + self.line[1] * nbytes
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The fit of one operation on one backend over all sizes."""
+
+    case: Case  # without size: nbytes, count and depth are 0
+    lines: tuple[Line, ...]  # by size
+    bus_factor: float
+    of: str = ""  # what the intervals are over
+    segments: tuple[Segment, ...] = ()
+    reason: str = ""  # why there is no segment
+
+    @property
+    def valid(self) -> tuple[Segment, ...]:
+        """The segments that may be shown."""
+        return tuple(segment for segment in self.segments if segment.valid)
+
+
+def fits(lines: Sequence[Line]) -> list[Fit]:
+    """Return one fit for each operation, backend and form of the lines, in their order."""
+    series: dict[Case, list[Line]] = {}
+    for line in lines:
+        if line.case.nbytes and line.seconds and not UNUSABLE & set(line.flags):
+            key = replace(line.case, nbytes=0, count=0, depth=0)
+            series.setdefault(key, []).append(line)
+    return [_fit(case, sorted(group, key=_nbytes)) for case, group in series.items()]
+
+
+def _nbytes(line: Line) -> int:
+    return line.case.nbytes
+
+
+def _fit(case: Case, lines: list[Line]) -> Fit:
+    empty = Fit(case, tuple(lines), lines[0].results[0].bus_factor)
+    if len(lines) < FEWEST_SIZES:
+        return replace(empty, reason=f"a fit needs at least {FEWEST_SIZES} sizes")
+    logs = _launch_logs(lines)
+    if not len(logs):
+        return replace(empty, reason="no launch measured all sizes")
+    sizes = np.array([float(line.case.nbytes) for line in lines])
+    ends = _choose_ends(logs, sizes)
+    resampled, factor, of = _resample(logs, lines, sizes, ends)
+    segments: list[Segment] = []
+    for i, j in pairwise(ends):
+        segments += _segments(lines[i:j], _Sample(logs[:, i:j], resampled[:, i:j], factor))
+    return replace(empty, of=of, segments=tuple(segments))
+
+
+def _launch_logs(lines: Sequence[Line]) -> Floats:
+    """Return log seconds [launch, size] of the launches that measured all sizes."""
+    by_launch: dict[int, list[float]] = {}
+    for line in lines:
+        for result in line.results:
+            if result.summary is not None:
+                by_launch.setdefault(result.launch, []).append(result.summary.median_seconds)
+    whole = [times for times in by_launch.values() if len(times) == len(lines)]
+    return np.log(np.array(whole)) if whole else np.empty((0, len(lines)))
+
+
+def _scan(logs: Floats, sizes: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    """Fit each row of log seconds [row, size].
+
+    Returns per row: log α, log β, the sum of squared residuals, and -1 or 1 if n½ is beyond the
+    scan's lower or upper edge, else 0.
+    """
+    halves = np.arange(math.log(sizes[0]) - EDGE, math.log(sizes[-1]) + EDGE, STEP)
+    shapes = np.logaddexp(halves[:, None], np.log(sizes))
+    flat = shapes - shapes.mean(axis=1, keepdims=True)
+    centred = logs - logs.mean(axis=1, keepdims=True)
+    squares = (centred**2).sum(axis=1)[:, None] - 2 * centred @ flat.T + (flat**2).sum(axis=1)
+    best = squares.argmin(axis=1)
+    edge = np.where(best == 0, -1.0, np.where(best == len(halves) - 1, 1.0, 0.0))
+    best = best.clip(1, len(halves) - 2)
+    rows = np.arange(len(logs))
+    before, least, after = (squares[rows, best + i] for i in (-1, 0, 1))
+    bend = np.maximum(before - 2 * least + after, 1e-300)  # the minimum of the parabola through 3
+    half = halves[best] + STEP * np.clip((before - after) / (2 * bend), -1, 1)
+    curve = np.logaddexp(half[:, None], np.log(sizes))
+    slope = (logs - curve).mean(axis=1)
+    error = ((logs - curve - slope[:, None]) ** 2).sum(axis=1)
+    return slope + half, slope, error, edge
+
+
+def _choose_ends(logs: Floats, sizes: Floats) -> tuple[int, ...]:
+    """Return where segments begin and end, by BIC: (0, …, number of sizes).
+
+    The error of a measured time has two parts: how far its launch is from the median of the
+    launches (less what all sizes of the launch share), and how far that median is from the curve.
+    """
+    middle, values = np.median(logs, axis=0), float(logs.size)
+    apart = logs - middle
+    within = float(((apart - apart.mean(axis=1, keepdims=True)) ** 2).sum())
+
+    @cache
+    def squares(i: int, j: int) -> float:
+        return float(_scan(middle[None, i:j], sizes[i:j])[2][0])
+
+    def criterion(ends: tuple[int, ...]) -> float:
+        between = len(logs) * sum(squares(i, j) for i, j in pairwise(ends))
+        variance = (within + between) / values
+        parameters = 3 * len(ends) - 4  # α and β of each segment, and where they meet
+        return values * math.log(max(variance, ERROR * ERROR)) + parameters * math.log(values)
+
+    return min(_divisions(len(middle)), key=criterion)
+
+
+def _divisions(count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to divide so many sizes into segments, one segment first."""
+    inner = range(FEWEST_SIZES, count - FEWEST_SIZES + 1)
+    yield (0, count)
+    if MOST_SEGMENTS >= 2:
+        yield from ((0, i, count) for i in inner)
+    if MOST_SEGMENTS >= 3:
+        yield from ((0, i, j, count) for i in inner for j in inner if j - i >= FEWEST_SIZES)
+
+
+def _resample(
+    logs: Floats, lines: Sequence[Line], sizes: Floats, ends: Sequence[int]
+) -> tuple[Floats, float, str]:
+    """Draw log seconds [resample, size] anew; return also the factor from spread to half-width.
+
+    From two launches on, launches are drawn. A bootstrap of few values is too narrow: the factor
+    has Student's t of that many launches, and corrects the variance. The times of a single launch
+    are drawn from their intervals, or from their scatter about the curve if they have none.
+    """
+    from scipy.special import stdtrit
+
+    draw = np.random.default_rng(0)
+    launches, count = logs.shape
+    if launches > 1:
+        chosen = draw.integers(0, launches, (RESAMPLES, launches))
+        factor = stdtrit(launches - 1, 0.975) * math.sqrt(launches / (launches - 1))
+        return np.median(logs[chosen], axis=1), float(factor), f"{launches} launches"
+    known = [line.interval for line in lines if line.interval and line.interval.low > 0]
+    if len(known) == count:
+        errors = np.array([math.log(each.high / each.low) / 2 / 1.96 for each in known])
+        of, degrees = "this launch only", 1e6
+    else:
+        degrees = float(max(1, count - 3 * len(ends) + 4))
+        left = sum(_scan(logs[:, i:j], sizes[i:j])[2][0] for i, j in pairwise(ends))
+        errors = np.full(count, math.sqrt(left / degrees))
+        of = "the sizes' scatter about the curve"
+    drawn = logs + errors * draw.standard_normal((RESAMPLES, count))
+    return drawn, float(stdtrit(degrees, 0.975)), of
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The log seconds of a segment: [launch, size], and drawn anew [resample, size]."""
+
+    logs: Floats
+    resampled: Floats
+    factor: float  # from the spread of the resamples to half an interval
+
+
+def _segments(lines: Sequence[Line], sample: _Sample) -> list[Segment]:
+    """Return the longest valid segment from the first size on, and one for the sizes after it.
+
+    The largest messages often leave the cache, which is no property of the operation: without them
+    the line may describe the others.
+    """
+    whole = _segment(lines, sample)
+    for count in range(len(lines) - 1, FEWEST_SIZES - 1, -1):
+        if whole.miss is None:
+            break
+        part = _Sample(sample.logs[:, :count], sample.resampled[:, :count], sample.factor)
+        segment = _segment(lines[:count], part)
+        if segment.valid:
+            after = replace(whole, first=lines[count].case.nbytes, latency=None, rate=None)
+            return [segment, replace(after, half=None)]
+    return [whole]
+
+
+def _segment(lines: Sequence[Line], sample: _Sample) -> Segment:
+    sizes = np.array([float(line.case.nbytes) for line in lines])
+    (a,), (b,), _, (edge,) = _scan(np.median(sample.logs, axis=0)[None], sizes)
+    drawn_a, drawn_b, _, edges = _scan(sample.resampled, sizes)
+
+    def estimate(value: float, drawn: Floats, sides: tuple[int, ...]) -> Estimate | None:
+        """Return the figure unless n½ lies beyond these edges, or the interval is too wide."""
+        half = sample.factor * float(drawn.std())
+        if edge in sides or np.isin(edges, sides).mean() > 0.025 or 2 * half > math.log(WIDEST):
+            return None
+        return Estimate(math.exp(value), math.exp(value - half), math.exp(value + half))
+
+    latency, rate = estimate(a, drawn_a, (-1,)), estimate(-b, -drawn_b, (1,))
+    return Segment(
+        first=lines[0].case.nbytes,
+        last=lines[-1].case.nbytes,
+        latency=latency,
+        rate=rate,
+        half=estimate(a - b, drawn_a - drawn_b, (-1, 1)) if latency and rate else None,
+        line=(math.exp(a), math.exp(b)),
+        miss=_miss(lines, sample.logs, np.logaddexp(a, b + np.log(sizes))),
+    )
+
+
+def _miss(lines: Sequence[Line], logs: Floats, curve: Floats) -> tuple[int, float] | None:
+    """Return the worst size that the curve misses by OFF beyond the interval of that size.
+
+    The interval of several launches is from the shortest to the longest.
+    """
+    low, middle, high = logs.min(axis=0), np.median(logs, axis=0), logs.max(axis=0)
+    if len(logs) == 1:
+        width = np.array([math.log1p(line.half_width or 0.0) for line in lines])
+        low, high = middle - width, middle + width
+    beyond = np.maximum(curve - high, low - curve)
+    worst = int(beyond.argmax())
+    if beyond[worst] <= math.log1p(OFF):
+        return None
+    return lines[worst].case.nbytes, math.exp(middle[worst] - curve[worst])

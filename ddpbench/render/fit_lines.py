@@ -1,0 +1,70 @@
+"""Lines below a table of collectives: latency and bandwidth of each backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpbench.analysis import fit
+from ddpbench.analysis.fit import Estimate, Fit, Segment
+from ddpbench.analysis.lines import Line
+from ddpbench.catalog.sizes import UNITS, readable
+from ddpbench.render.column import digits
+
+LEGEND = (
+    "fit: time = α + βn for messages of n bytes, with 95 % intervals; 1/β: algbw of an endless "
+    "message; n½: size at which α is half the time; only what the measured times determine is shown"
+)
+
+
+def fit_lines(lines: Sequence[Line]) -> list[str]:
+    """Format the fit of each backend of a table, over the sizes that a line describes."""
+    return [
+        f"fit {one.case.backend}: {'; '.join(map(format_segment, one.valid))}"
+        for one in fit.fits(lines)
+        if one.valid
+    ]
+
+
+def format_segment(segment: Segment) -> str:
+    """Format a segment: "4 B to 4 MiB: α 4.900 µs (4.700 to 5.200), 1/β …, n½ …"."""
+    figures = [
+        f"α {format_estimate(segment.latency, 1e6, ' µs')}" if segment.latency else "",
+        f"1/β {format_estimate(segment.rate, 1e-9, ' GB/s')}" if segment.rate else "",
+        f"n½ {format_half(segment.half)}" if segment.half else "",
+    ]
+    return f"{format_sizes(segment)}: {', '.join(filter(None, figures))}"
+
+
+def format_sizes(segment: Segment) -> str:
+    """Format the sizes of a segment: "4 B to 4 MiB"."""
+    return f"{readable(segment.first)} to {readable(segment.last)}"
+
+
+def format_estimate(estimate: Estimate, scale: float, unit: str = "") -> str:
+    """Format a figure and its interval: "4.900 µs (4.700 to 5.200)"."""
+    value, low, high = (digits(v * scale) for v in (estimate.value, estimate.low, estimate.high))
+    return f"{value}{unit} ({low} to {high})"
+
+
+def format_half(half: Estimate) -> str:
+    """Format n½ and its interval: "29.30 KiB (27.00 to 31.00)"."""
+    prefix, size = next((u, s) for u, s in reversed(UNITS.items()) if half.value >= s or s == 1)
+    return format_estimate(half, 1 / size, f" {prefix}{'iB' if prefix else 'B'}")
+
+
+def why_not(one: Fit) -> str:
+    """State why some or all sizes of a fit have no line; "" if all have one."""
+    if one.reason:
+        return one.reason
+    misses = [
+        f"{format_sizes(segment)}: no line describes the times (at {readable(segment.miss[0])} "
+        f"{digits(segment.miss[1])} times that of the line)"
+        for segment in one.segments
+        if segment.miss
+    ]
+    unknown = [
+        f"{format_sizes(segment)}: the launches differ too much for a figure"
+        for segment in one.segments
+        if not (segment.miss or segment.valid)
+    ]
+    return "; ".join([*misses, *unknown])
