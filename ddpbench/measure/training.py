@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,14 @@ from ddpbench.measure import clock
 from ddpbench.records import store
 from ddpbench.records.schema import Epoch
 from ddpbench.runtime import control, devices
+from ddpbench.runtime.load import LoadMeter, RankLoad, over_ranks
 
 if TYPE_CHECKING:
     from ddpbench.catalog.task import Task, Training
+    from ddpbench.records.load import Load
     from ddpbench.runtime.world import World
+
+MOST_LOSSES = 200  # of the training, stored in one run beside those of whole epochs
 
 # Takes the number of the step, from 1 over all epochs. Returns whether the replicas are equal.
 Check = Callable[[int], bool]
@@ -37,6 +42,7 @@ class _State:
     settings: dict[str, Any]  # a checkpoint with other settings is refused
     epoch: int = 0  # completed
     step: int = 0  # counted over all epochs
+    meter: LoadMeter = field(default_factory=LoadMeter)
 
 
 def train(
@@ -75,7 +81,8 @@ def train(
     check = verify(ddp, optimizer) if verify else None
     trained: list[Epoch] = []
     while state.epoch < epochs:
-        trained.append(_train_epoch(world, task, task.training, ddp, state, check=check))
+        parts = max(1, MOST_LOSSES // epochs)
+        trained.append(_train_epoch(world, task, ddp, state, parts=parts, check=check))
         _save(world, checkpoint, state)
         report(trained[-1])
         if control.agree_objection(world, world.interrupted) is not None:
@@ -114,62 +121,104 @@ def _build_buckets(ddp: DistributedDataParallel, task: Task, training: Training)
 def _train_epoch(
     world: World,
     task: Task,
-    training: Training,
     ddp: DistributedDataParallel,
     state: _State,
     *,
+    parts: int,
     check: Check | None,
 ) -> Epoch:
-    """Train and validate once through the data. Return the same record in all ranks."""
+    """Train and validate once through the data. Return the same record in all ranks.
+
+    parts: of the epoch, with a training loss of their own; fewer if there are fewer steps.
+    """
+    assert task.training is not None
     world.watchdog.begin_phase(f"epoch {state.epoch + 1} of the training")
-    began, equal = clock.now_ns(), True
-    device = next(ddp.module.parameters()).device
-    # Loss and samples of the training, then of the validation.
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    state.meter.read()  # the load of the epoch begins here
+    began, equal, steps = clock.now_ns(), True, []
     state.epoch += 1
-    for batch, samples in training.batches(state.epoch):
+    for batch, samples in task.training.batches(state.epoch):
         state.optimizer.zero_grad()
         loss: Any = task.loss(ddp, batch)
         loss.backward()
         state.optimizer.step()
         state.step += 1
-        _add(sums[:2], loss, samples)
+        steps.append(_weigh(loss, samples))
         if check is not None:
             equal = check(state.step) and equal
         world.watchdog.rearm()
-    _validate(world, task, training, ddp.module, sums[2:])
+    trained = torch.stack(steps)
+    sums = torch.stack([trained.sum(0), _validate(world, task, ddp.module)])
     dist.all_reduce(sums, group=ddp.process_group)
-    train_loss, trained, validation_loss, validated = sums.tolist()
-    seconds = (clock.now_ns() - began) * 1e-9
+    train_loss, validation_loss = map(_mean_loss, sums.tolist())
+    chunks = trained.tensor_split(min(parts, len(steps)))
+    own = _RankEpoch(
+        seconds=(clock.now_ns() - began) * 1e-9,
+        load=asdict(state.meter.read()),
+        sums=torch.stack([chunk.sum(0) for chunk in chunks]).tolist(),
+    )
+    seconds, load, train_losses = _gather_epoch(world, own)
     return Epoch(
         number=state.epoch,
-        train_loss=train_loss / trained,
-        validation_loss=validation_loss / validated,
-        seconds=max(control.gather_values(world, seconds)),
+        train_loss=train_loss,
+        validation_loss=validation_loss,
+        seconds=seconds,
         replicas_equal=None if check is None else equal,
+        train_losses=train_losses if len(train_losses) > 1 else (),
+        load=load,
+    )
+
+
+def _weigh(loss: Tensor, samples: int) -> Tensor:
+    """Return float64[2]: the sum of a batch's losses, and its samples. Does not wait for a GPU."""
+    total = loss.detach().double() * samples
+    return torch.stack([total, torch.full_like(total, samples)])
+
+
+def _mean_loss(sums: Sequence[float]) -> float | None:
+    """Return the sum of losses / the samples; None if it is not finite."""
+    losses, samples = sums
+    return losses / samples if math.isfinite(losses) else None
+
+
+@dataclass(frozen=True)
+class _RankEpoch:
+    """What a rank reports of its epoch beside the losses of the whole."""
+
+    seconds: float
+    load: dict[str, Any]  # of RankLoad
+    sums: list[list[float]]  # losses and samples of each part
+
+
+def _gather_epoch(world: World, own: _RankEpoch) -> tuple[float, Load, tuple[float | None, ...]]:
+    """Return the seconds of the slowest rank, the load of all ranks, and the losses of the parts.
+
+    These sums are apart from those of the whole epoch: their number depends on that of all epochs,
+    and so would the order in which an all_reduce adds them up. A resumed training must not differ.
+    """
+    ranks = [_RankEpoch(**row) for row in control.gather_values(world, asdict(own))]
+    parts = torch.tensor([rank.sums for rank in ranks], dtype=torch.float64).sum(0)
+    return (
+        max(rank.seconds for rank in ranks),
+        over_ranks([RankLoad(**rank.load) for rank in ranks]),
+        tuple(map(_mean_loss, parts.tolist())),
     )
 
 
 @torch.no_grad()
-def _validate(
-    world: World, task: Task, training: Training, module: nn.Module, sums: Tensor
-) -> None:
-    """Add this rank's share of the validation to float64[2]: losses and samples.
+def _validate(world: World, task: Task, module: nn.Module) -> Tensor:
+    """Return float64[2]: this rank's share of the validation, the sum of losses, and samples.
 
     The forward uses the bare module. DDP's forward may communicate (it broadcasts buffers), but the
     ranks may have different numbers of batches here.
     """
+    assert task.training is not None
+    sums = torch.zeros(2, dtype=torch.float64, device=next(module.parameters()).device)
     module.eval()
-    for batch, samples in training.validation:
-        _add(sums, task.loss(module, batch), samples)
+    for batch, samples in task.training.validation:
+        sums += _weigh(task.loss(module, batch), samples)
         world.watchdog.rearm()
     module.train()
-
-
-def _add(sums: Tensor, loss: Tensor, samples: int) -> None:
-    """Add a batch's loss and its samples, without waiting for a GPU."""
-    sums[0] += loss.detach().double() * samples
-    sums[1] += samples
+    return sums
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddpbench.records.load import Load
 from ddpbench.records.table import Table
 from ddpbench.records.watched import Watched
 
@@ -318,10 +319,13 @@ class Epoch:
     """One epoch of a training that goes to its end."""
 
     number: int  # from 1
-    train_loss: float  # mean over the samples of all ranks
-    validation_loss: float  # the same, each sample counted once
+    train_loss: float | None  # mean over the samples of all ranks; None: NaN or infinite
+    validation_loss: float | None  # the same, each sample counted once
     seconds: float
     replicas_equal: bool | None = None  # None: not verified
+    # Of equal parts of the epoch's steps, in order; empty: one part, or stored before there was it.
+    train_losses: tuple[float | None, ...] = ()
+    load: Load | None = None  # during the epoch; None: stored before there was this field
 
 
 @dataclass(frozen=True)

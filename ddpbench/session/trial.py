@@ -21,6 +21,7 @@ from ddpbench.measure import rehearsal, step, training
 from ddpbench.measure.rounds import ARMS, Measured, Pace, Rounds
 from ddpbench.measure.step import Replica
 from ddpbench.records.schema import Epoch, Figure, Replicas, StepCase, StepResult
+from ddpbench.render import column
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import control, cpu, devices
 from ddpbench.session import launch_facts
@@ -270,9 +271,10 @@ class Trial:
     def _report_epoch(self, case: StepCase, epoch: Epoch) -> None:
         """Report the end of an epoch on stderr, if it is a terminal."""
         if self.world.rank == 0 and not self.options.quiet and sys.stderr.isatty():
+            train, validation = map(column.digits, (epoch.train_loss, epoch.validation_loss))
             sys.stderr.write(
                 f"ddpbench: {case.workload} on {case.backend}, epoch {epoch.number}: "
-                f"train {epoch.train_loss:.4g}, validation {epoch.validation_loss:.4g}\n"
+                f"train {train}, validation {validation}\n"
             )
 
 
