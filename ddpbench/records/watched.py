@@ -6,11 +6,16 @@ blocked in collectives: waiting for other ranks, and for the transfer itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from ddpbench.records.load import Load
 
 PHASES = ("input", "forward", "backward", "optimizer", "other")
 COLUMNS = (*PHASES, "blocked")  # of every `seconds` below; they add up to the step
 MOST_RANKS, MOST_COLLECTIVES, MOST_MOMENTS, MOST_LINKS = 32, 32, 200, 64
+MOST_LATE = 8  # ranks whose lateness is stored over time
+MOST_VALUES = 8  # names of values that the script records
+LOSS = "loss"  # the name of the training loss among them
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,10 @@ class Moment:
     step_seconds: float
     seconds: tuple[float, ...]  # of the median rank, by COLUMNS
     exposed_seconds: float  # the least that any rank was blocked
+    # The means of what was read in this part of the run, which may be nothing.
+    load: Load | None = None
+    loss: float | None = None  # the tensor passed to backward; median over ranks
+    values: dict[str, float] = field(default_factory=dict)  # that the script records, by name
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,9 @@ class WatchedRank:
     host: str
     seconds: tuple[float, ...]  # by COLUMNS
     steps: int  # that this median is over
+    # Own time beyond that of the other ranks, in each moment, the mean of its steps; None: unknown.
+    # Empty for all but the MOST_LATE ranks that are latest.
+    late_seconds: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import explain_unknown
@@ -45,6 +45,15 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def record(self, name: str, value: SupportsFloat) -> None:
+        """Record a value of the current step that the watch cannot know: "validation loss".
+
+        The newest value of each name is sent with this rank's next report; the run keeps the median
+        over the ranks that recorded it, of at most 8 names. float(value) must be a number.
+        """
+        if self._watcher is not None and os.getpid() == self._pid:
+            self._watcher.values.record(name, value)
 
     def close(self) -> None:
         """Stop watching; rank 0 prints the final table. A second call does nothing."""

@@ -23,6 +23,7 @@ import numpy as np
 from ddpbench.hang import guard
 from ddpbench.records.schema import Finding
 from ddpbench.records.terminal_text import tell
+from ddpbench.runtime.load import LoadMeter
 from ddpbench.session.run_end import End, interrupted
 from ddpbench.watch.gather.joining import join_hosts
 from ddpbench.watch.gather.transport import Transport
@@ -35,6 +36,7 @@ from ddpbench.watch.observe.links import Links
 from ddpbench.watch.observe.marks import Marks
 from ddpbench.watch.observe.observer import Observer
 from ddpbench.watch.observe.steps import Step, StepBuilder
+from ddpbench.watch.observe.values import ScriptValues
 from ddpbench.watch.observe.wire import Reducers
 from ddpbench.watch.output.job import identify_job
 from ddpbench.watch.output.report import Outputs
@@ -43,6 +45,7 @@ from ddpbench.watch.settings import Settings
 from ddpbench.watch.window import CALLS, STEPS, Call, JoinedCall, RankWindow, pack_rows
 
 POLL_SECONDS = 0.2  # between two looks for a process group
+LOAD_SECONDS = 1.0  # a load over less may be that of the job's end
 CLOSE_SECONDS = 8.0  # for the last windows of all ranks
 
 _times = 0  # how often a watch was begun, equal in all ranks
@@ -58,6 +61,7 @@ class Watcher:
         self._marks = Marks()
         self._over = False
         self.observer = Observer(self._marks, on_error=self._fail)
+        self.values = ScriptValues(self._marks, self.observer.losses)
         self._reducers = Reducers(lambda: self.observer.modules, timed=settings.wire)
         self.observer.after_step.append(self._reducers.after_step)
         self._proof = Proof(settings.verify, self.observer)
@@ -87,7 +91,7 @@ class Watcher:
                 return
             self._watch_for_hangs()
             with (
-                contextlib.closing(_Rank(self._marks, self._reducers)) as rank,
+                contextlib.closing(_Rank(self._marks, self._reducers, self.values)) as rank,
                 contextlib.closing(_Reports(self._settings, self._prefix)) as reports,
             ):
                 while not self._closing.wait(reports.seconds_to_round()):
@@ -125,13 +129,14 @@ class Watcher:
 class _Rank:
     """What this rank knows of itself."""
 
-    def __init__(self, marks: Marks, reducers: Reducers) -> None:
+    def __init__(self, marks: Marks, reducers: Reducers, values: ScriptValues) -> None:
         import torch.distributed as dist
 
-        self._number, self._marks = dist.get_rank(), marks
+        self._number, self._marks, self._values = dist.get_rank(), marks, values
         self._builder = StepBuilder()
         self._steps, self._calls = deque[Step](maxlen=2 * STEPS), deque[Call](maxlen=CALLS)
         self._arrivals, self._facts, self._links = Arrivals(reducers), Facts(), Links()
+        self._load = LoadMeter()
 
     def read_window(self, last: bool = False) -> RankWindow:
         """Return the latest steps and calls, up to the end of the round.
@@ -147,6 +152,7 @@ class _Rank:
         steps = [step for step in self._steps if step.ended_ns + ahead_ns <= until_ns][-STEPS:]
         if self._arrivals.skipped and any(call.phase >= 0 for call in self._calls):
             steps = []  # what they waited for is not known yet
+        facts, load = self._facts.read(), self._load.read()
         return RankWindow(
             rank=self._number,
             first_step=steps[0].number if steps else 0,
@@ -154,8 +160,10 @@ class _Rank:
             ended_ns=steps[-1].ended_ns + ahead_ns if steps else now_ns,
             # Of groups that are made again, numbers start again: the newest call counts.
             calls=list({(call.group, call.number): call for call in self._calls}.values()),
-            facts=self._facts.read(),
+            facts=facts,
             links=self._links.read(),
+            load=load if facts["seconds"] >= LOAD_SECONDS else None,
+            values=self._values.take(),
             last=last,
         )
 

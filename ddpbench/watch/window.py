@@ -13,7 +13,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ddpbench.records.load import Load
 from ddpbench.records.watched import PHASES
+from ddpbench.runtime.load import RankLoad
 
 # The columns of a row, in seconds: PHASES, where a rank's own time went in one step, and in the
 # last column how long it was blocked in collectives. Their sum is the step.
@@ -27,6 +29,7 @@ LINKS = 16
 ROUND_RANKS = 256  # whose rows are in a round: again those that look slowest
 
 Rows = npt.NDArray[np.float32]  # [steps, COLUMNS]
+Values = dict[str, tuple[int, float]]  # what a script computes: name → step, value
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -71,7 +74,8 @@ class RankWindow(msgspec.Struct, frozen=True):
     """What a rank learned since its last window.
 
     rows: float32 [steps, COLUMNS], the steps from first_step on; ended_ns: end of the last step, by
-    the system clock; facts: name → value, such as "gc_seconds"; last: the rank's script has ended.
+    the system clock; facts: name → value, such as "gc_seconds"; values: the newest of each name;
+    last: the rank's script has ended.
     """
 
     rank: int
@@ -81,6 +85,8 @@ class RankWindow(msgspec.Struct, frozen=True):
     calls: list[Call] = []
     facts: dict[str, float] = {}
     links: list[Link] = []
+    load: RankLoad | None = None
+    values: Values = {}
     last: bool = False
 
 
@@ -111,7 +117,7 @@ class HostWindow(msgspec.Struct, frozen=True):
     median: float32 [steps, COLUMNS], over those with steps; least_blocked: float32 [steps]; rows:
     of at most RANKS ranks; calls: a table of `matching.CALL` by rank 0's clock, in which groups and
     operations are positions in the two lists; facts: of these ranks and, under -1, the median over
-    all ranks of the host.
+    all ranks of the host; values: medians over its ranks.
     """
 
     host: str
@@ -129,6 +135,8 @@ class HostWindow(msgspec.Struct, frozen=True):
     addresses: list[str] = []  # of the host, to name the peers of other hosts' links
     ahead_ns: int = 0  # the host's clock against rank 0's; its times are corrected by it
     bound_ns: int = 0  # how far they may still be off
+    load: Load | None = None
+    values: Values = {}
     last: bool = False
 
 
@@ -151,6 +159,8 @@ class Round:
     facts: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     host_facts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     links: Sequence[Link] = ()  # their peers are hosts by name where known
+    load: Load | None = None  # its medians are over hosts, of the medians over their ranks
+    values: Values = field(default_factory=dict)
 
 
 def pack_rows(rows: npt.NDArray[np.float32]) -> bytes:

@@ -27,6 +27,7 @@ from ddpbench.watch.gather.matching import (
     tabulate,
 )
 from ddpbench.watch.gather.offsets import SAME, Line
+from ddpbench.watch.gather.readings import join_loads, join_rank_loads, join_values
 from ddpbench.watch.observe.links import add_links
 from ddpbench.watch.window import (
     BLOCKED,
@@ -106,6 +107,8 @@ def join_ranks(
         addresses=list(addresses)[:LINKS],
         ahead_ns=round(clock.ahead_ns),
         bound_ns=round(clock.bound_ns),
+        load=join_rank_loads(windows),
+        values=join_values([window.values for window in windows]),
         last=all(window.last for window in windows),
     )
 
@@ -140,6 +143,8 @@ def join_hosts(hosts: Sequence[HostWindow]) -> Round | None:
         facts={rank: each for host in hosts for rank, each in host.facts.items() if rank >= 0},
         host_facts={name: host.facts[-1] for name, host in zip(names, hosts, strict=True)},
         links=_name_links(hosts, names),
+        load=join_loads([host.load for host in hosts if host.load is not None]),
+        values=join_values([host.values for host in hosts]),
     )
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
+from ddpbench.records.load import Load
+from ddpbench.records.watched import MOST_VALUES
 from ddpbench.watch.judging import samples
 from ddpbench.watch.judging.samples import Samples
 from ddpbench.watch.window import BLOCKED, COLUMNS, RANKS, JoinedCall, Link, Round
@@ -47,6 +49,10 @@ SLOWEST = slice(3 + COLUMNS, 3 + 2 * COLUMNS)
 FASTEST = slice(3 + 2 * COLUMNS, 3 + 3 * COLUMNS)
 SLOWEST_RANK = slice(3 + 3 * COLUMNS, 3 + 4 * COLUMNS)
 JOB_COLUMNS = 3 + 4 * COLUMNS
+
+# Columns of what is read once a round: the step, then a value or the fields of a Load.
+STEP = 0
+READ = slice(1, None)
 
 
 @dataclass
@@ -87,6 +93,8 @@ class History:
         self.facts: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.host_facts: deque[Mapping[str, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.rounds = 0
+        self.loads = samples.empty(1 + len(fields(Load)))
+        self.values: dict[str, Samples] = {}  # by name
         self.calls: dict[tuple[str, str, int], Calls] = {}
         self.call_steps = 0  # in which any of these calls was made
         self.links: dict[tuple[str, str], Link] = {}  # what they carried; older rounds fade
@@ -110,6 +118,7 @@ class History:
         kept = {rank: round_.facts[rank] for rank in self.ranks if rank in round_.facts}
         self.facts.append(kept)
         self.host_facts.append(round_.host_facts)
+        self._add_readings(round_)
         self.rounds += 1
 
     def _add_hosts(self, hosts: Mapping[str, Sequence[int]]) -> None:
@@ -141,6 +150,16 @@ class History:
         self._forget_ranks()
         self.steps += new
         self.last_step = int(number[-1])
+
+    def _add_readings(self, round_: Round) -> None:
+        number = np.array([self.rounds])
+        if round_.load is not None:
+            row = np.array([[self.last_step, *astuple(round_.load)]], dtype=np.float64)
+            self.loads.add(number, row)
+        for name, step_and_value in round_.values.items():
+            if name in self.values or len(self.values) <= MOST_VALUES:
+                kept = self.values.setdefault(name, samples.empty(2))
+                kept.add(number, np.array([step_and_value], dtype=np.float64))
 
     def _forget_ranks(self) -> None:
         """Keep the ranks that were tracked last."""

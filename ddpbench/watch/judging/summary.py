@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from ddpbench.records.watched import (
     WatchedRank,
 )
 from ddpbench.watch.judging import history as columns
+from ddpbench.watch.judging import readings
 from ddpbench.watch.judging.history import Calls, Floats, History, who_most_often
 from ddpbench.watch.judging.slow_links import find_rate
 
@@ -44,6 +45,7 @@ def summarize(history: History) -> Summary | None:
         return _summarize_calls(history) if history.calls else None
     job = history.job.values[history.job.evenly()]
     step = figure(job[:, columns.SECONDS])
+    moments = _moments(history)
     phases = tuple(_phase(name, job, column) for column, name in enumerate(watched.COLUMNS))
     return Summary(
         step=step,
@@ -64,8 +66,8 @@ def summarize(history: History) -> Summary | None:
             phases=phases,
             exposed_seconds=float(np.median(job[:, columns.EXPOSED])),
             hosts={host: len(ranks) for host, ranks in history.hosts.items()},
-            moments=tuple(_moments(history)),
-            ranks=tuple(_ranks(history)),
+            moments=tuple(moments),
+            ranks=tuple(_ranks(history, moments)),
             collectives=tuple(_collectives(history)),
             links=tuple(_links(history)),
         ),
@@ -106,11 +108,12 @@ def _phase(name: str, job: Floats, column: int) -> WatchedPhase:
     return WatchedPhase(name, median, slowest, fastest, rank, share)
 
 
-def _moments(history: History) -> Iterator[Moment]:
+def _moments(history: History) -> list[Moment]:
     """Divide the steps evenly, so that the timeline is of the whole run."""
     even = history.job.evenly()
     width = math.ceil(len(even) / watched.MOST_MOMENTS)
-    return _take_medians(history, even[len(even) % width :].reshape(-1, width))
+    moments = list(_take_medians(history, even[len(even) % width :].reshape(-1, width)))
+    return readings.add_readings(history, moments)
 
 
 def _take_medians(history: History, steps: npt.NDArray[np.int64]) -> Iterator[Moment]:
@@ -123,7 +126,7 @@ def _take_medians(history: History, steps: npt.NDArray[np.int64]) -> Iterator[Mo
         yield Moment(end, number, row[columns.SECONDS], seconds, row[columns.EXPOSED])
 
 
-def _ranks(history: History) -> Iterator[WatchedRank]:
+def _ranks(history: History, moments: Sequence[Moment]) -> Iterator[WatchedRank]:
     """Yield the ranks with the most own time, in order of their numbers."""
     host_of = {rank: host for host, ranks in history.hosts.items() for rank in ranks}
     excess = {
@@ -131,10 +134,13 @@ def _ranks(history: History) -> Iterator[WatchedRank]:
         for rank, kept in history.ranks.items()
         if rank in host_of
     }
-    for rank in sorted(sorted(excess, key=excess.__getitem__)[-watched.MOST_RANKS :]):
+    latest_last = sorted(excess, key=excess.__getitem__)[-watched.MOST_RANKS :]
+    for rank in sorted(latest_last):
         kept = history.ranks[rank]
         even = kept.values[kept.evenly()][:, columns.ROW]
-        yield WatchedRank(rank, host_of[rank], _medians(even), kept.steps)
+        is_late = rank in latest_last[-watched.MOST_LATE :]
+        late = readings.find_lateness(kept, moments) if is_late else ()
+        yield WatchedRank(rank, host_of[rank], _medians(even), kept.steps, late)
 
 
 def _collectives(history: History) -> list[WatchedCollective]:

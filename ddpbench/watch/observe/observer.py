@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
 from torch.utils.data import dataloader
 
 from ddpbench.watch.observe import roots
+from ddpbench.watch.observe.losses import Losses
 from ddpbench.watch.observe.marks import END, Marks
 from ddpbench.watch.observe.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER
 from ddpbench.watch.window import BLOCKED
@@ -57,12 +58,14 @@ class Observer:
 
     anchor: the optimizer whose steps divide the job into steps, the first one that steps; another
     one takes over after PATIENCE steps without a step of the anchor. after_step: called in the
-    training thread after each step of the anchor, with its number, from 0. on_error: called once,
-    with an error in the observer or in after_step, which ends the observation and not the job.
+    training thread after each step of the anchor, with its number, from 0. losses: of the job.
+    on_error: called once, with an error in the observer or in after_step, which ends the
+    observation and not the job.
     """
 
     def __init__(self, marks: Marks, on_error: Callable[[Exception], object] | None = None) -> None:
         self.after_step: list[Callable[[int], object]] = []
+        self.losses = Losses()
         self._marks, self._on_error = marks, on_error
         self._owner = get_ident()  # the thread that uses the hooks
         self._thread: int | None = None  # of the training, NOBODY once this has stopped
@@ -168,6 +171,7 @@ class Observer:
     def _end_step(self) -> None:
         self._others.clear()
         number = self._marks.add_step()
+        self.losses.resolve()
         if self._calls and number == self._look_at:
             self._replace_unused()
         if self.after_step:
@@ -246,6 +250,8 @@ class Observer:
             try:
                 self._add(BACKWARD)
                 self._watch_begin(tensors)
+                if (step := self._marks.step + 1) >= self.losses.due:
+                    self._keep_loss(tensors, step)
                 return original(tensors, *args, **kwargs)
             finally:
                 self._in_backward = False
@@ -269,6 +275,12 @@ class Observer:
                         tensor._backward_hooks = self._begin_hooks
                         node._register_hook_dict(tensor)
                         tensor._backward_hooks = own_hooks
+        except Exception as error:
+            self._fail(error)
+
+    def _keep_loss(self, tensors: Any, step: int) -> None:
+        try:
+            self.losses.keep(tensors, step)
         except Exception as error:
             self._fail(error)
 
