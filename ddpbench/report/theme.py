@@ -6,7 +6,8 @@ so that one spec serves light and dark pages; the page and the pictures add a co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import altair as alt
@@ -33,20 +34,35 @@ def _config(
     heat: Sequence[str],
     inks: Sequence[str],
 ) -> Any:
+    above = {"titleAngle": 0, "titleAlign": "left", "titleBaseline": "bottom", "titleX": 0}
     return {
         "background": None,
         "font": FONT,
+        "aria": False,  # the page names the whole picture
         "view": {"stroke": None},
         "axis": {
-            "labelColor": muted, "titleColor": text, "gridColor": grid, "domainColor": grid,
-            "tickColor": grid, "labelFontSize": 11, "titleFontSize": 12, "titleFontWeight": 500,
+            "labelColor": muted, "titleColor": muted, "gridColor": grid, "domainColor": muted,
+            "tickColor": muted, "labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": 500,
+            "titlePadding": 8, "domainOpacity": 0.5, "tickOpacity": 0.5, "tickSize": 4,
+            "labelPadding": 4,
         },
-        "legend": {"labelColor": text, "titleColor": text, "orient": "top", "titleFontSize": 12},
-        "header": {"labelColor": text, "titleColor": text},
+        "axisX": {"grid": False},
+        "axisLeft": {**above, "titleY": -8, "domain": False, "ticks": False},
+        "legend": {
+            "labelColor": text, "titleColor": muted, "titleFontWeight": 500, "titleFontSize": 11,
+            "labelFontSize": 12, "orient": "top", "offset": 22, "symbolSize": 90,
+            "symbolStrokeWidth": 2, "labelLimit": 300,
+        },
+        "header": {
+            "labelColor": text, "titleColor": muted, "labelFontSize": 12, "labelFontWeight": 500,
+        },
         "title": {"color": text, "fontSize": 13, "anchor": "start"},
         "text": {"color": text},
         "rule": {"color": muted},
-        "range": {"category": list(colors), "heatmap": list(heat)},
+        "line": {"strokeWidth": 2, "strokeJoin": "round"},
+        "point": {"size": 36, "filled": True},
+        "area": {"fillOpacity": 0.2, "line": False},
+        "range": {"category": list(colors), "heatmap": list(heat), "ramp": list(heat)},
         "style": {
             "on-low": {"color": inks[0]},
             "on-high": {"color": inks[1]},
@@ -74,19 +90,66 @@ TIME_LABELS = (
 RATE_LABELS = "format(datum.value / 1e9, '~g')"  # GB/s
 
 
-def backend_colors(backends: Sequence[str]) -> alt.Scale:
+def backend_colors(backends: Iterable[str]) -> alt.Scale:
     """Return the scale that gives each backend its colour, the same on every page."""
-    return alt.Scale(domain=[*BACKENDS, *sorted(set(backends) - set(BACKENDS))], range="category")
+    return alt.Scale(domain=_ordered(backends), range="category")
 
 
-def size_axis(title: str = "message size") -> alt.X:
-    """Return the x channel of the field `nbytes`: powers of two."""
+def backend_color(backends: Iterable[str]) -> alt.Color:
+    """Return the channel of the field `backend`, with a legend if there are several."""
+    present = [name for name in _ordered(backends) if name in set(backends)]
+    legend = alt.Legend(title=None, values=present) if len(present) > 1 else None
+    return alt.Color("backend:N", scale=backend_colors(backends), legend=legend)
+
+
+def _ordered(backends: Iterable[str]) -> list[str]:
+    return [*BACKENDS, *sorted(set(backends) - set(BACKENDS))]
+
+
+def size_axis(title: str = "message size", sizes: Iterable[float] = ()) -> alt.X:
+    """Return the x channel of the field `nbytes`: powers of two.
+
+    sizes: bytes that the axis covers; unknown if empty.
+    """
     return alt.X(
         "nbytes:Q",
         title=title,
         scale=alt.Scale(type="log", base=2),
-        axis=alt.Axis(labelExpr=SIZE_LABELS, tickCount=6),
+        axis=alt.Axis(labelExpr=SIZE_LABELS, **_ticks(powers_of_two(sizes))),
     )
+
+
+def log_axis(field: str, title: str, values: Iterable[float], labels: str) -> alt.Y:
+    """Return a logarithmic y channel with few lines: 1, 10, 100, or 1, 2, 5, 10, …
+
+    values: what the axis covers; labels: an expression (TIME_LABELS, …).
+    """
+    ticks = alt.Axis(labelExpr=labels, **_ticks(powers_of_ten(values)))
+    return alt.Y(field, title=title, scale=alt.Scale(type="log"), axis=ticks)
+
+
+def powers_of_two(values: Iterable[float], most: int = 8) -> list[float]:
+    """Return at most `most` ticks, equally many powers of two apart, across positive values."""
+    known = [value for value in values if value > 0]
+    if not known:
+        return []
+    low, high = math.floor(math.log2(min(known))), math.ceil(math.log2(max(known)))
+    step = next(step for step in (1, 2, 4, 5, 10, 20, 40) if (high - low) / step < most)
+    return [2.0**power for power in range(low, high + 1) if power % step == 0]
+
+
+def powers_of_ten(values: Iterable[float]) -> list[float]:
+    """Return the powers of ten around positive values; with two decades or less also 2 and 5."""
+    known = [value for value in values if value > 0]
+    if not known:
+        return []
+    low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
+    steps = (1, 2, 5) if high - low <= 2 else (1,)
+    return [step * 10.0**power for power in range(low, high + 1) for step in steps]
+
+
+def _ticks(values: list[float]) -> dict[str, Any]:
+    return {"values": values} if values else {"tickCount": 6}
 
 
 def choose_backends(chart: alt.Chart, backends: Sequence[str]) -> alt.Chart:
@@ -98,8 +161,9 @@ def choose_backends(chart: alt.Chart, backends: Sequence[str]) -> alt.Chart:
     return shown
 
 
-def backend_swatches(backends: Sequence[str]) -> list[tuple[str, str, str]]:
+def backend_swatches(backends: Iterable[str]) -> list[tuple[str, str, str]]:
     """Return the backends of a page, each with its colour on a light and on a dark page."""
-    names = [*BACKENDS, *sorted(set(backends) - set(BACKENDS))]
-    colors = zip(names, LIGHT, DARK)  # noqa: B905
-    return [(name, light, dark) for name, light, dark in colors if name in backends]
+    shown = set(backends)
+    ordered = enumerate(_ordered(shown))
+    colors = [(name, LIGHT[i % len(LIGHT)], DARK[i % len(DARK)]) for i, name in ordered]
+    return [swatch for swatch in colors if swatch[0] in shown]
