@@ -59,7 +59,16 @@ FORMATS: dict[str, Callable[[Run, Columns, bool], str]] = {
     "pyperf": pyperf.suite,
     "prometheus": escaped(prometheus.exposition),
 }
+STYLES = {"table": TERMINAL, "markdown": MARKDOWN}  # formats for people
 WITHOUT_COLUMNS = ("pyperf", "prometheus")
+
+
+@escaped
+def guidelines(run: Run, form: str) -> str:
+    """Format which guidelines of self-consistent performance a run violates; form: of STYLES."""
+    from ddpbench.render import guideline_tables
+
+    return "\n\n".join(guideline_tables.blocks(run, STYLES[form])) + "\n"
 
 
 def _values(run: Run, columns: Columns) -> tuple[list[str], list[list[Any]]]:

@@ -235,10 +235,11 @@ def finding_lines(run: Run) -> list[str]:
     Of the differing tensors of a case only the first are listed: the table of replicas has them
     all.
     """
-    return list(_finding_lines(run.findings))
+    return list(format_findings(run.findings))
 
 
-def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
+def format_findings(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield the lines of these findings."""
     cases = [_case_of_tensor(finding) for finding in findings]
     for i, (finding, case) in enumerate(zip(findings, cases, strict=True)):
         before, total = cases[:i].count(case), cases.count(case)
