@@ -7,7 +7,6 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
 from typing import Any
 
 from ddpbench.records.table import Table, TableColumn
@@ -110,12 +109,3 @@ def split_command(text: str) -> tuple[str, str]:
 def command_line(words: Sequence[str]) -> str:
     """Return a command line that can be pasted into a shell."""
     return shlex.join(words)
-
-
-def moment(stamp: str) -> str:
-    """Format a time stamp: "22 November 2026, 14:26 UTC"."""
-    try:
-        at = datetime.fromisoformat(stamp.replace("Z", "+00:00"))
-    except ValueError:
-        return stamp
-    return f"{at.day} {at:%B %Y, %H:%M} UTC"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
+from ddpbench.records.schema import Finding
 from ddpbench.report import emit
 from ddpbench.report.chart import Chart, MakeSection, ReportRun, Section
 from ddpbench.report.sections import collectives, environment, links, overview
@@ -25,7 +27,14 @@ SECTIONS: tuple[MakeSection, ...] = (
 
 def make_sections(runs: Sequence[ReportRun]) -> list[Section]:
     """Return the sections that these runs have, in the order of the page."""
-    return [section for make in SECTIONS if (section := make(runs)) is not None]
+    known = [finding for run in runs for finding in run.run.findings]
+    sections = [section for make in SECTIONS if (section := make(runs)) is not None]
+    return [*sections[:1], *(_without(known, section) for section in sections[1:])]
+
+
+def _without(known: Sequence[Finding], section: Section) -> Section:
+    """Leave out the findings that the summary has."""
+    return replace(section, findings=tuple(f for f in section.findings if f not in known))
 
 
 def make_page(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title: str = "") -> str:
@@ -92,6 +101,5 @@ def _environment() -> jinja2.Environment:
         "height": _height,
         "command": emit.split_command,
         "command_line": emit.command_line,
-        "moment": emit.moment,
     }
     return templates

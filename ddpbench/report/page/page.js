@@ -40,7 +40,7 @@ async function draw(figure) {
   const svg = figure.querySelector("svg");
   svg.setAttribute("role", "img");
   svg.removeAttribute("aria-roledescription");
-  svg.setAttribute("aria-label", figure.querySelector("figcaption").textContent.trim().replace(/\s+/g, " "));
+  svg.setAttribute("aria-label", [...figure.querySelectorAll("h3, .caption")].map((e) => e.textContent).join(". "));
 }
 
 const observer = new IntersectionObserver((entries) => {
