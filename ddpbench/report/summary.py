@@ -180,5 +180,6 @@ def _each(group: Sequence[StepLine], values: Sequence[str]) -> str:
 
 def _exposed(line: StepLine) -> str:
     part = line.part(steps.EXPOSED)
-    known = part is not None and part.resolved and part.share is not None
-    return f"{part.share * 100:.0f} %" if known else ""
+    if part is None or not part.resolved or part.share is None:
+        return ""
+    return f"{part.share * 100:.0f} %"
