@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ddpbench.records.schema import Finding
 from ddpbench.report import emit
 from ddpbench.report.chart import Chart, MakeSection, ReportRun, Section
-from ddpbench.report.sections import collectives, environment, links, overview
+from ddpbench.report.sections import collectives, environment, links, overview, training
 
 if TYPE_CHECKING:
     import jinja2
@@ -21,6 +21,7 @@ SECTIONS: tuple[MakeSection, ...] = (
     overview.section,
     collectives.section,
     links.section,
+    training.section,
     environment.section,
 )
 

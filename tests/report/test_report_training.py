@@ -1,0 +1,143 @@
+"""Losses and load of a training on a page, from stored runs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stored_steps import a_step_case, a_step_result, a_step_run, some_epochs
+
+from ddpbench.records import codec, store
+from ddpbench.records.load import Load
+from ddpbench.records.schema import Epoch, Run
+from ddpbench.report.chart import Chart, ReportRun
+from ddpbench.report.sections import training
+
+GIB = 1 << 30
+
+
+def charts(*runs: Run) -> list[Chart]:
+    """The charts of these runs' section."""
+    section = training.section([ReportRun(f"run {n}", run) for n, run in enumerate(runs, 1)])
+    return [] if section is None else [chart for row in section.rows for chart in row]
+
+
+def values(chart: Chart) -> list[dict[str, Any]]:
+    """The values that a chart shows."""
+    assert chart.spec is not None
+    (rows,) = chart.spec["datasets"].values()
+    return list(rows)
+
+
+def a_run(*epochs: tuple[Epoch, ...], backends: tuple[str, ...] = ("gloo",)) -> Run:
+    """A launch for each tuple of epochs, on each backend."""
+    cases = [a_step_case(workload="regression", backend=backend) for backend in backends]
+    return a_step_run(
+        *(a_step_result(c, n, epochs=each) for c in cases for n, each in enumerate(epochs))
+    )
+
+
+def loaded(count: int, *, gpu: bool = False) -> tuple[Epoch, ...]:
+    """Epochs with a load, and with a loss for each quarter."""
+    more = {"gpu_share": 0.75, "gpu_memory_nbytes": 3 * GIB} if gpu else {}
+    return tuple(
+        replace(
+            epoch,
+            train_losses=tuple((epoch.train_loss or 0) * factor for factor in (1.3, 1.1, 0.9, 0.7)),
+            load=Load(0.9, 1.2 + epoch.number, 2 * GIB, **more),
+        )
+        for epoch in some_epochs(count)
+    )
+
+
+def test_losses_lie_where_their_steps_were() -> None:
+    """A quarter of epoch 2 is drawn in its middle, the validation at the epoch's end."""
+    loss = charts(a_run(loaded(2)))[0]
+    points = [(row["x"], row["kind"]) for row in values(loss) if row["epoch"] == 2]
+    quarters = [(1 + part, "training") for part in (0.125, 0.375, 0.625, 0.875)]
+    assert points == [*quarters, (2.0, "validation")]
+    assert [row[1:] for row in loss.table.rows] == [
+        (1, "0.4500", "0.4950", "0.3120", "equal"), (2, "0.4050", "0.4455", "0.3120", "equal"),
+    ]  # fmt: skip
+
+
+def test_the_load_has_the_x_axis_of_the_losses() -> None:
+    """CPU, memory and GPU have a chart each, with the same domain and the same left margin."""
+    made = charts(a_run(loaded(3, gpu=True)))
+    assert [chart.title for chart in made] == [
+        "Loss of regression", "CPU", "Memory", "GPU", "GPU memory",
+    ]  # fmt: skip
+    layers = [chart.spec["layer"][0]["encoding"] for chart in made if chart.spec]
+    assert {json.dumps(layer["x"]["scale"]) for layer in layers} == {
+        '{"domain": [0, 3], "nice": false}'
+    }
+    assert len({layer["y"]["axis"]["minExtent"] for layer in layers}) == 1
+    assert [chart.table.rows[2] for chart in made[1:]] == [
+        ("gloo", 3, "0.9000", "4.200"), ("gloo", 3, "2 GiB"), ("gloo", 3, "75 %"),
+        ("gloo", 3, "3 GiB"),
+    ]  # fmt: skip
+
+
+def test_a_run_stored_without_load_still_has_its_losses(tmp_path: Path) -> None:
+    """A file of an earlier version has neither load nor losses of parts of an epoch."""
+    stored = json.loads(codec.encode(a_run(some_epochs(3))))
+    for epoch in stored["steps"][0]["epochs"]:
+        del epoch["load"], epoch["train_losses"]
+    (tmp_path / "run.json").write_text(json.dumps(stored))
+    run = store.read(tmp_path)
+    assert run == a_run(some_epochs(3))
+    (loss,) = charts(run)
+    assert [(row["x"], row["kind"]) for row in values(loss)][:2] == [
+        (0.5, "training"), (1.0, "validation"),
+    ]  # fmt: skip
+
+
+def test_an_epoch_whose_replicas_differed_is_circled() -> None:
+    """Only then is there a circle, and a sentence about it."""
+    (equal,), (bad,) = (
+        charts(a_run(some_epochs(3, replicas_equal=verdict))) for verdict in (True, False)
+    )
+    assert "NOT EQUAL" not in equal.caption
+    assert "NOT EQUAL" in bad.caption
+    assert bad.table.rows[-1][-1] == "NOT EQUAL"
+    assert bad.spec
+    assert equal.spec
+    assert len(bad.spec["layer"]) == len(equal.spec["layer"]) + 1
+
+
+@pytest.mark.parametrize("losses", [(None, None), (float(7), None)])
+def test_a_training_that_diverged_says_so(losses: tuple[float | None, float | None]) -> None:
+    """An unknown loss leaves a gap; with none at all there is only the table."""
+    epochs = some_epochs(1, train_loss=None, validation_loss=None, train_losses=losses)
+    section = training.section([ReportRun("a", a_run(epochs))])
+    assert section is not None
+    (sentence,) = section.lines
+    assert "NaN or infinite after epoch 1" in sentence
+    ((loss,),) = section.rows
+    assert (loss.spec is None) == (losses[0] is None)
+
+
+def test_launches_and_backends_are_told_apart() -> None:
+    """The facts name what differs; equal losses are said to cover each other."""
+    same = charts(a_run(loaded(2), loaded(2), backends=("gloo", "mpi")))
+    assert "gloo and mpi have the same losses" in same[0].caption
+    assert {row[:2] for row in same[1].table.rows} == {
+        (backend, launch) for backend in ("gloo", "mpi") for launch in (1, 2)
+    }
+    other = charts(a_run(loaded(2), some_epochs(2, train_loss=0.1)))
+    assert "same losses" not in other[0].caption
+
+
+def test_several_runs_stand_side_by_side() -> None:
+    """Each chart of one run is beside that of the other; names are unique."""
+    made = charts(a_run(loaded(2)), a_run(loaded(2)))
+    assert [chart.title for chart in made[:2]] == [
+        "Loss of regression: run 1", "Loss of regression: run 2",
+    ]  # fmt: skip
+    assert len({chart.name for chart in made}) == len(made) == 6
+
+
+def test_runs_without_epochs_have_no_training() -> None:
+    """A run that only measured steps has no such section."""
+    assert training.section([ReportRun("a", a_step_run(a_step_result()))]) is None
