@@ -3,6 +3,7 @@
 python -m ddpbench show last
 python -m ddpbench show results/before --format markdown --columns op,size,time,busbw
 python -m ddpbench show last --guidelines
+python -m ddpbench show last --plot
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     options.require_columns(namespace.format, namespace.columns)
     if namespace.guidelines and namespace.format not in STYLES:
         raise Refused(f"--guidelines is for people: use --format {' or '.join(STYLES)}")
+    options.require_plot(namespace.plot, namespace.format)
     run = sources.read(sources.find(namespace.run), Hints(namespace.op, namespace.ranks))
     try:
         with store.refuse_impossible_values(namespace.run):
@@ -57,6 +59,10 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
             text = FORMATS[namespace.format](run, namespace.columns, namespace.quiet)
             if namespace.guidelines:
                 text += f"\n{guidelines(run, namespace.format)}"
+            if namespace.plot:
+                from ddpbench.report.plot import make_plots
+
+                text += f"\n{make_plots(run, sys.stdout)}"
     except UnknownColumn as error:
         raise Refused(str(error)) from None
     sys.stdout.write(text)

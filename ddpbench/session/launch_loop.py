@@ -86,7 +86,7 @@ def run(options: T, placement: Placement, prepare: Prepare[T]) -> int:
                 if placement.rank == 0 and options.join is None and not run_end.discard(folder):
                     # Mark it first: the launcher may end this rank once another one has left.
                     run_end.mark(folder, "failed", str(error), 2)
-                    run_end.finish(folder, options.format, options.columns, options.quiet)
+                    run_end.finish(folder, options)
                 raise
             if failure is not None:
                 end = run_end.End("failed", failure, 5)
@@ -111,7 +111,7 @@ def _report(options: RunOptions, folder: Path, end: End | None) -> int:
     from ddpbench.session import run_end
 
     if options.join is None:
-        return run_end.finish(folder, options.format, options.columns, options.quiet, end)
+        return run_end.finish(folder, options, end)
     if end is None:
         return 0
     run_end.mark(folder, end.state, end.reason or "", end.code)

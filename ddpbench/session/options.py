@@ -15,6 +15,7 @@ from ddpbench.interchange import sources
 from ddpbench.launch import placement
 from ddpbench.records.wording import did_you_mean, explain_unknown
 from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
+from ddpbench.report import terminal
 from ddpbench.runtime import devices
 from ddpbench.session.errors import refuse
 
@@ -254,6 +255,7 @@ SHOWN = """
 --format       output format on stdout
 --columns      columns to show: {columns}{note} (default: those that fit the results)
 --quiet        show only the tables: no header, no legend, no progress
+--plot         also plot the results in the terminal: time over message size, parts of a step
 """
 
 
@@ -264,6 +266,7 @@ def add_shown(parser: argparse.ArgumentParser, columns: Iterable[str], note: str
     add("--format", default="table", choices=tuple(FORMATS))
     add("--columns", kind=names("column", columns), metavar="COLUMN,…")
     add("--quiet", action="store_true")
+    add("--plot", action="store_true")
 
 
 LOGS = """
@@ -286,6 +289,14 @@ def require_columns(form: str, columns: Iterable[str] | None) -> None:
     """Raise Refused if columns are chosen for a format that has none."""
     if columns is not None and form in WITHOUT_COLUMNS:
         raise placement.Refused(f"--format {form} has no columns: leave out --columns")
+
+
+def require_plot(plot: bool, form: str) -> None:
+    """Raise Refused if plots are requested, but cannot be drawn or would break the format."""
+    if plot and form != "table":
+        raise placement.Refused(f"--plot draws below tables: leave out --format {form}")
+    if plot and (sentence := terminal.explain_missing("--plot")):
+        raise placement.Refused(sentence)
 
 
 def add_stored(parser: argparse.ArgumentParser) -> None:

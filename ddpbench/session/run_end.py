@@ -7,12 +7,16 @@ import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpbench.analysis import findings
 from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.records.terminal_text import silence_stdout, tell
 from ddpbench.render.formats import FORMATS
+
+if TYPE_CHECKING:
+    from ddpbench.session.run_options import RunOptions
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,10 @@ def discard(folder: Path) -> bool:
     return False
 
 
-def finish(
-    folder: Path, form: str, columns: tuple[str, ...] | None, quiet: bool, end: End | None = None
-) -> int:
+def finish(folder: Path, options: RunOptions, end: End | None = None) -> int:
     """Close a run with findings and with tables on disk and stdout. Return its exit code.
 
+    options: those on what is printed are read.
     end: None if the run is complete, or if a rank has already marked how it ended.
     """
     run = store.read(folder)
@@ -65,9 +68,13 @@ def finish(
             exit_code=end.code,
             ended=store.format_now(),
         )
-    stored = _store(folder, run)
+    stored, quiet = _store(folder, run), options.quiet
     try:
-        sys.stdout.write(FORMATS[form](run, columns, quiet))
+        sys.stdout.write(FORMATS[options.format](run, options.columns, quiet))
+        if options.plot:
+            from ddpbench.report.plot import make_plots
+
+            sys.stdout.write(f"\n{make_plots(run, sys.stdout)}")
         sys.stdout.flush()
     except OSError as error:  # the exit code still reports the result
         silence_stdout()

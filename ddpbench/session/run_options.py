@@ -36,6 +36,7 @@ class RunOptions:
     format: str
     columns: tuple[str, ...] | None
     quiet: bool
+    plot: bool
     output: str | None
     join: str | None
     launch: int

@@ -45,6 +45,7 @@ def run_or_start(
     """
     options = kind.of(namespace)
     shared_options.require_columns(options.format, options.columns)
+    shared_options.require_plot(options.plot, options.format)
     placement = read_placement()
     require_world_size(options.nproc, placement)
     require_limits(placement.world_size if placement else options.nproc or 2, placement)
@@ -147,7 +148,7 @@ def _start(options: T, run_rank: RunRank[T], words: Sequence[str]) -> int:
     nothing = refusals or not store.read(folder).launches
     if nothing and run_end.discard(folder):
         return 2 if refusals or end is None else end.code
-    return run_end.finish(folder, options.format, options.columns, options.quiet, end)
+    return run_end.finish(folder, options, end)
 
 
 def _order_launches(options: RunOptions, seed: int) -> Iterator[tuple[int, str]]:
