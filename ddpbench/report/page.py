@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 from ddpbench.records.schema import Finding
 from ddpbench.report import emit
 from ddpbench.report.chart import Chart, MakeSection, ReportRun, Section
-from ddpbench.report.sections import collectives, environment, links, overview, training
+from ddpbench.report.sections import (
+    capabilities,
+    collectives,
+    environment,
+    examinations,
+    links,
+    overview,
+    stragglers,
+    training,
+)
 
 if TYPE_CHECKING:
     import jinja2
@@ -20,8 +29,11 @@ if TYPE_CHECKING:
 SECTIONS: tuple[MakeSection, ...] = (
     overview.section,
     collectives.section,
+    stragglers.section,
     links.section,
     training.section,
+    capabilities.section,
+    examinations.section,
     environment.section,
 )
 

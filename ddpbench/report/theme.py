@@ -67,7 +67,7 @@ def _config(
             "on-low": {"color": inks[0]},
             "on-high": {"color": inks[1]},
             # What a finding names in a heat map.
-            "marked": {"filled": False, "fill": None, "stroke": colors[1], "strokeWidth": 2.5},
+            "marked": {"filled": False, "color": colors[1], "strokeWidth": 2.5},
         },
     }  # fmt: skip
 
@@ -100,6 +100,11 @@ def backend_color(backends: Iterable[str]) -> alt.Color:
     present = [name for name in _ordered(backends) if name in set(backends)]
     legend = alt.Legend(title=None, values=present) if len(present) > 1 else None
     return alt.Color("backend:N", scale=backend_colors(backends), legend=legend)
+
+
+def other_colors(names: Sequence[str]) -> alt.Scale:
+    """Return a scale for at most five things that are no backends, in colours of no backend."""
+    return alt.Scale(domain=[*BACKENDS, *names], range="category")
 
 
 def _ordered(backends: Iterable[str]) -> list[str]:

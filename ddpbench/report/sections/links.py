@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from operator import add
 from typing import Any
 
 import altair as alt
 import numpy as np
 import pandas as pd
 
-from ddpbench.records.schema import Examination
 from ddpbench.records.table import Table, TableColumn
-from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
+from ddpbench.report.chart import Chart, ReportRun, Section
+from ddpbench.report.examined import arrange, describe, find_examinations
 
 MOST_VALUES = 12  # ends of a matrix whose cells show their values
 LOGARITHMIC = 8.0  # ratio of the largest value to the least from which colours are logarithmic
@@ -25,23 +24,11 @@ HIDDEN = ("slow", "text", "beyond")  # columns that no tooltip shows
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
     """Return the matrices of all launches; None if no run measured links."""
-    examined = [one for run in runs for one in _examinations(run)]
+    examined = find_examinations(runs, "links".__eq__)
     if not examined:
         return None
-    unchecked = (f"Not checked: {question}." for one in examined for question in one.unchecked)
-    return Section(
-        "links",
-        "Links",
-        lines=(*(line for one in examined for line in one.told), *unchecked),
-        findings=tuple(finding for one in examined for finding in one.findings),
-        rows=_rows(runs),
-    )
-
-
-def _rows(runs: Sequence[ReportRun]) -> tuple[tuple[Chart, ...], ...]:
-    """Return the latency beside the bandwidth, or each beside that of the other runs."""
-    rows = side_by_side(runs, lambda run: list(_charts(run)))
-    return rows if len(runs) > 1 else tuple(map(add, rows[::2], rows[1::2]))
+    rows = arrange(runs, lambda run: list(_charts(run)))
+    return describe("links", "Links", examined, rows)
 
 
 def draw_matrix(cells: pd.DataFrame, ends: Sequence[str], kind: str, unit: str) -> dict[str, Any]:
@@ -110,20 +97,11 @@ def _labels(ends: Sequence[str]) -> alt.Axis:
     return alt.Axis(labelAngle=0 if level else -40, labelOverlap=True, labelLimit=120)
 
 
-def _examinations(run: ReportRun) -> list[Examination]:
-    return [one for one in run.run.examinations if one.name == "links"]
-
-
 def _charts(run: ReportRun) -> Iterator[Chart]:
-    examined = _examinations(run)
-    for number, one in enumerate(examined):
-        cells = one.figures.get("cells")
-        if not cells:
-            continue
-        more = len(examined) > 1
-        where = f", {one.backend}, launch {one.launch}" if more else f", {one.backend}"
-        name = f"-{number + 1}" if more else ""
-        yield from _matrices(one.figures, name, where)
+    for number, one in enumerate(find_examinations([run], "links".__eq__)):
+        figures, backend = one.examination.figures, one.examination.backend
+        if figures.get("cells"):
+            yield from _matrices(figures, f"-{number}" if number else "", one.where or backend)
 
 
 def _matrices(figures: Mapping[str, Any], name: str, where: str) -> Iterator[Chart]:
@@ -151,7 +129,7 @@ def _matrices(figures: Mapping[str, Any], name: str, where: str) -> Iterator[Cha
     outlined = " Outlined: slow each time it was measured." if slow else ""
     yield Chart(
         f"links-bandwidth{name}",
-        f"Bandwidth{where}",
+        f"Bandwidth, {where}",
         f"What each {kind} sends to each other one, in {unit}, "
         f"{'one pair at a time' if alone else 'all pairs at once'}; more is better.{outlined}",
         draw_matrix(bandwidth, ends, kind, unit),
@@ -159,7 +137,7 @@ def _matrices(figures: Mapping[str, Any], name: str, where: str) -> Iterator[Cha
     )
     yield Chart(
         f"links-latency{name}",
-        f"Latency{where}",
+        f"Latency, {where}",
         "Half a round trip of a small message, median, in µs; less is better.",
         draw_matrix(latency, ends, kind, "µs"),
         build_matrix(latency, ends, kind, "µs"),
