@@ -9,7 +9,6 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from ddpbench.doctor.capabilities.table import CELLS, UNTRIED
 from ddpbench.records.schema import Examination
 from ddpbench.records.table import Table
 from ddpbench.report.chart import Chart, ReportRun, Section
@@ -18,14 +17,14 @@ from ddpbench.report.examined import Examined, arrange, describe, find_examinati
 # cell of the doctor's table → symbol and meaning, in the order of the category range of colours:
 # blue works, vermilion is wrong, grey is not supported; no backend has a colour here.
 OUTCOMES = {
-    CELLS["ok"]: "✓ works",
-    CELLS["wrong"]: "W wrong result",
-    CELLS["hang"]: "H hangs",
+    "ok": "✓ works",
+    "WRONG": "W wrong result",
+    "HANG": "H hangs",
     "": "",
-    CELLS["crash"]: "C crashes",
-    UNTRIED: "? not tried",
+    "CRASH": "C crashes",
+    "?": "? not tried",
     " ": " ",
-    CELLS["unsupported"]: "– not supported",
+    "–": "– not supported",
 }
 ROW, LABELS = 20, 150  # pixels: height of a row, width of its label
 

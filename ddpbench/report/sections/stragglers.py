@@ -9,7 +9,6 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from ddpbench.doctor.stragglers.judge import RATIO
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart, ReportRun, Section
@@ -21,6 +20,7 @@ KEPT = {"queued": "waiting for a core", "throttled": "throttled", "stolen": "sto
 SHAPES = ("circle", "square", "triangle-up", "circle", "square", "triangle-up", "diamond", "cross")
 SERIES = (*WHEN.values(), *KEPT.values())
 TIPS = ("rank:N", "host:N", "backend:N", "launch:N", "series:N")
+RATIO = 1.4  # of the others' time, from which the doctor calls a rank slow at a load
 HEIGHT = 240
 FEW_RANKS = 16  # whose dots have room beside each other
 
