@@ -124,6 +124,7 @@ def _compare(
         Source(
             f"{variant.name}: {variant.describe(other) or '(no changes)'}",
             (store.read(folder / variant.name),),
+            (folder / variant.name,),
         )
         for variant, other in zip(variants, reversed(variants), strict=True)
     )

@@ -213,26 +213,26 @@ def _check(namespace: argparse.Namespace) -> int:
             if known
             else f"no baseline {namespace.name!r}: save one with ddpbench baseline save NAME RUN"
         )
-    base = compare.read(store.find_runs(str(folder)))
+    base = compare.read_side(f"baseline {namespace.name}", store.find_runs(str(folder)))
     name = namespace.new
     if name is None:
         if placement.read_placement() is not None:
             raise Refused("a check without NEW starts its own ranks: type it without a launcher")
-        words = _again(base, _launches(base))
+        words = _again(base.runs, _launches(base.runs))
         try:
-            target = store.new_folder(f"{base[0].command}-check-{namespace.name}")
+            target = store.new_folder(f"{base.runs[0].command}-check-{namespace.name}")
         except OSError as error:
             raise Refused(run_folder.explain_unwritable(error)) from None
         code = _measure([*words, "--output", str(target)], target)
         if code not in (0, 1, 4):  # those of a complete run, be its findings as bad as they may
             return code
         name = str(target)
-    new = compare.read(store.find_runs(name))
-    notes = tuple(_other_machine(namespace.name, base, new))
+    new = compare.read_side(name, store.find_runs(name))
+    notes = tuple(_other_machine(namespace.name, base.runs, new.runs))
     if namespace.format == "csv":  # which has no place for them
         for note in notes:
             tell(note)
-    return compare.judge([f"baseline {namespace.name}", name], [base, new], namespace, notes)
+    return compare.judge(base, new, namespace, notes)
 
 
 def _measure(words: Sequence[str], target: Path) -> int:
@@ -276,7 +276,7 @@ def _again(runs: Sequence[Run], launches: int) -> list[str]:
         if option in RESET:
             if not equals:
                 next(rest, None)  # its value
-        elif not re.fullmatch(r"-n\d+", word):
+        elif not re.fullmatch(r"-n\d+|--report", word):
             kept.append(word)
     return [*kept, "-n", str(run.launches[0].world_size), "--launches", str(launches)]
 

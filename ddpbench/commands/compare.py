@@ -30,6 +30,8 @@ from ddpbench.launch.placement import Refused
 from ddpbench.records import redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
+from ddpbench.records.terminal_text import tell
+from ddpbench.report import file
 from ddpbench.session import options
 
 if TYPE_CHECKING:
@@ -80,40 +82,45 @@ def add_judging(parser: argparse.ArgumentParser) -> None:
         help="compare only cases with one of these texts in their name (default: all)",
     )
     shown("--format", choices=FORMATS, default="table", help="format on stdout (default: table)")
+    shown(
+        "--report",
+        type=options.page,
+        metavar="FILE.html",
+        help="also write a page with charts of the changes and of both runs (default: none)",
+    )
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """Compare, print, and return the exit code. Raises Refused and InvalidRun."""
-    names = [namespace.base.rstrip("/"), namespace.new.rstrip("/")]
     hints = Hints(namespace.op, namespace.ranks)
-    return judge(names, [read(sources.find_all(name), hints) for name in names], namespace)
+    names = [namespace.base.rstrip("/"), namespace.new.rstrip("/")]
+    base, new = (read_side(name, sources.find_all(name), hints) for name in names)
+    return judge(base, new, namespace)
 
 
 def judge(
-    names: Sequence[str],
-    runs: Sequence[tuple[Run, ...]],
-    namespace: argparse.Namespace,
-    notes: tuple[str, ...] = (),
+    base: Source, new: Source, namespace: argparse.Namespace, notes: tuple[str, ...] = ()
 ) -> int:
     """Compare BASE and NEW, print, and return the exit code.
 
-    names, runs: of BASE and of NEW. namespace: the options of add_judging. notes: printed with the
-    comparison. Raises Refused and InvalidRun.
+    namespace: the options of add_judging. notes: printed with the comparison. Raises Refused and
+    InvalidRun.
     """
-    if any(one == other for one in runs[0] for other in runs[1]):
-        raise Refused(f"BASE {names[0]} and NEW {names[1]} have a run in common")
-
-    from ddpbench.verdicts.comparison import Rule  # loads numpy: after what may be refused
-    from ddpbench.verdicts.matching import Source
-
-    base, new = (
-        Source(side[0].id if len(side) == 1 else redact.text(name), side)
-        for name, side in zip(names, runs, strict=True)
-    )
-    rule = Rule(namespace.margin / 100, calibrated(new.runs), drifted(base, new))
-    with store.refuse_impossible_values(f"{names[0]} or {names[1]}"):
-        comparison = compared(base, new, rule, namespace.only)
+    with store.refuse_impossible_values(f"{base.name} or {new.name}"):
+        comparison = compare_sides(base, new, namespace.margin, namespace.only)
         return show(replace(comparison, notes=(*notes, *comparison.notes)), namespace)
+
+
+def compare_sides(
+    base: Source, new: Source, margin_percent: float, only: Sequence[str] | None = None
+) -> Comparison:
+    """Return the comparison of two stored sides. Raises Refused and InvalidRun, as `compared`."""
+    if common := [one.id for one in base.runs if one in new.runs]:
+        raise Refused(f"BASE and NEW have the run {common[0]} in common: name different runs")
+    from ddpbench.verdicts.comparison import Rule
+
+    rule = Rule(margin_percent / 100, calibrated(new.runs), drifted(base, new))
+    return compared(base, new, rule, only)
 
 
 def compared(base: Source, new: Source, rule: Rule, only: Sequence[str] | None) -> Comparison:
@@ -147,7 +154,31 @@ def show(result: Comparison, namespace: argparse.Namespace) -> int:
     from ddpbench.verdicts import comparison
 
     sys.stdout.write(render.FORMATS[namespace.format](result))
+    if namespace.report is not None:
+        _write_page(result, namespace.report)
     return comparison.exit_code(result, namespace.strict)
+
+
+def _write_page(result: Comparison, output: Path) -> None:
+    """Write the page of a comparison, with the newest of several pooled runs. Raises OSError."""
+    from ddpbench.report.chart import ReportRun
+    from ddpbench.report.sections import comparison
+
+    pairs = [
+        max(zip(side.runs, side.folders, strict=True), key=lambda pair: pair[0].started)
+        for side in (result.base, result.new)
+    ]
+    verdicts = comparison.section(result)
+    labels = [f"{name} {run.id}" for name, (run, _) in zip(("BASE", "NEW"), pairs, strict=True)]
+    if any(len(side.runs) > 1 for side in (result.base, result.new)):
+        shown = f"The sections below show the newest run of each side: {' and '.join(labels)}."
+        verdicts = replace(verdicts, lines=(*verdicts.lines, shown))
+    runs = [
+        ReportRun(label, run, path if path.is_dir() else None)
+        for label, (run, path) in zip(labels, pairs, strict=True)
+    ]
+    file.write(output, runs, [verdicts])
+    tell(f"page written to {output}")
 
 
 def calibrated(runs: Sequence[Run]) -> Noise | None:
@@ -175,12 +206,25 @@ def _newest() -> Iterator[Run]:
             yield store.read(folder)
 
 
+def read_side(name: str, folders: Sequence[Path], hints: Hints = NO_HINTS) -> Source:
+    """Return a side of a comparison: the runs in these folders or logs. Raises InvalidRun."""
+    runs = read(folders, hints)
+    from ddpbench.verdicts.matching import Source  # loads numpy: after what cannot be read
+
+    return Source(runs[0].id if len(runs) == 1 else redact.text(name), runs, tuple(folders))
+
+
 def read(folders: Sequence[Path], hints: Hints = NO_HINTS) -> tuple[Run, ...]:
     """Return the runs in these folders or logs. Raises InvalidRun if one is empty or unreadable."""
     runs = tuple(sources.read(folder, hints) for folder in folders)
     for folder, run in zip(folders, runs, strict=True):
-        if not run.outcomes:
-            if run.examinations:
-                raise InvalidRun(f"{folder} is a run of the doctor: it has no times to compare")
-            raise InvalidRun(f"{folder} holds no result: nothing was measured")
+        require_times(folder, run)
     return runs
+
+
+def require_times(folder: Path | str, run: Run) -> None:
+    """Raise InvalidRun if a run has no times to compare."""
+    if not run.outcomes:
+        if run.examinations:
+            raise InvalidRun(f"{folder} is a run of the doctor: it has no times to compare")
+        raise InvalidRun(f"{folder} holds no result: nothing was measured")

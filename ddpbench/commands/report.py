@@ -1,8 +1,12 @@
 """Write stored runs as a page with charts, as pictures, or as Markdown.
 
-python -m ddpbench report last
+python -m ddpbench report                                      the newest run
 python -m ddpbench report before after --output compared.html
 python -m ddpbench report last --svg pictures --markdown report.md
+python -m ddpbench report old.log new.log                      logs of nccl-tests or OSU
+
+Of several runs, the first is the base: the report has the verdicts of `compare` on each of the
+others. The command needs pip install 'ddpbench[report]', and prints the path of each file.
 """
 
 from __future__ import annotations
@@ -12,25 +16,25 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ddpbench.commands import compare
 from ddpbench.doctor import stored
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
 from ddpbench.launch.placement import Refused
 from ddpbench.records import store
+from ddpbench.records.store import InvalidRun
 from ddpbench.report import file
+from ddpbench.report.chart import ReportRun, Section
 from ddpbench.session import options
-
-if TYPE_CHECKING:
-    from ddpbench.report.chart import ReportRun
 
 GROUP = "results"
 HELP = "write stored runs as a page with charts"
 STDOUT = Path("-")
 FILES = """
---output    file of the page: HTML that opens from disk (default: report.html in the folder of the
-            first run; no page if --svg, --png or --markdown is given)
+--output    file of the page: HTML that opens from disk; - is stdout (default: report.html in the
+            folder of the first run, or in the current folder if that is a log; no page if --svg,
+            --png or --markdown is given)
 --svg       folder for each chart as NAME.svg (default: none)
 --png       folder for each chart as NAME.png, for programs that show no SVG (default: none)
 --markdown  file for sentences, findings and tables in GitHub's Markdown, with links to the pictures
@@ -44,9 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs",
         metavar="RUN",
-        nargs="+",
+        nargs="*",
+        default=["last"],
         help="a folder, a name in results/, a baseline, `last`, or a log of nccl-tests, rccl-tests "
-        "or OSU",
+        "or OSU (default: last)",
     )
     options.add_logs(parser)
     add = options.add_group(parser, "what is written", FILES)
@@ -61,44 +66,74 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """Write the files and print their paths; return the exit code. Raises Refused, InvalidRun."""
     if sentence := file.explain_missing("a report"):
         raise Refused(sentence)
-    from ddpbench.report.chart import ReportRun  # needs the packages of the extra
-
     parts = bool(namespace.svg or namespace.png or namespace.markdown)
     if namespace.chart and not parts:
         raise Refused("--chart chooses pictures: add --svg FOLDER, --png FOLDER or --markdown FILE")
+    if namespace.output == namespace.markdown == STDOUT:
+        raise Refused("--output and --markdown cannot both be stdout: name a file for one")
     for option in ("svg", "png"):
         if (folder := getattr(namespace, option)) and folder.exists() and not folder.is_dir():
             raise Refused(f"{folder} is a file: --{option} needs a folder")
-    hints = Hints(namespace.op, namespace.ranks)
-    paths = [sources.find(name) for name in namespace.runs]
+    paths = list(dict.fromkeys(map(sources.find, namespace.runs)))
     page = namespace.output
     if page is None and not parts:
         page = (paths[0] if paths[0].is_dir() else Path()) / file.NAME
-    if page and (sentence := file.explain_unusable(page)):
-        raise Refused(sentence)
-    runs = [sources.read(path, hints) for path in paths]
-    with store.refuse_impossible_values(" or ".join(namespace.runs)):
-        runs = [stored.add_tables(one) for one in runs]
-    labelled = [
-        ReportRun(one.id, one, path if path.is_dir() else None)
-        for path, one in zip(paths, runs, strict=True)
-    ]
-    written = _write_parts(namespace, labelled) if parts else []
-    if page:
-        file.write(page, labelled)
+    for each in filter(None, (page, namespace.markdown)):
+        if sentence := file.explain_unusable(each):
+            raise Refused(sentence)
+    runs = _read(paths, Hints(namespace.op, namespace.ranks))
+    verdicts = [_judge(runs[0], other, number) for number, other in enumerate(runs[1:], 1)]
+    written = _write_parts(namespace, runs, verdicts) if parts else []
+    if page == STDOUT:
+        sys.stdout.write(file.make(runs, verdicts))
+    elif page:
+        file.write(page, runs, verdicts)
         written.append(page)
-    if namespace.markdown != STDOUT:
+    if STDOUT not in (page, namespace.markdown):
         sys.stdout.write("".join(f"{path}\n" for path in written))
     return 0
 
 
-def _write_parts(namespace: argparse.Namespace, runs: Sequence[ReportRun]) -> list[Path]:
+def _read(paths: Sequence[Path], hints: Hints) -> list[ReportRun]:
+    """Read runs and logs, each under a name of its own. Raises InvalidRun."""
+    runs = []
+    for path in paths:
+        with store.refuse_impossible_values(str(path)):
+            runs.append(stored.add_tables(sources.read(path, hints)))
+    ids = [run.id for run in runs]
+    return [
+        ReportRun(
+            run.id if ids.count(run.id) == 1 else str(path), run, path if path.is_dir() else None
+        )
+        for path, run in zip(paths, runs, strict=True)
+    ]
+
+
+def _judge(base: ReportRun, new: ReportRun, number: int) -> Section:
+    """Return the section on the verdicts, or one that states why there are none."""
+    from ddpbench.report.sections import comparison
+    from ddpbench.verdicts.matching import Source
+
+    try:
+        for side in (base, new):
+            compare.require_times(side.label, side.run)
+        first, second = (Source(side.label, (side.run,)) for side in (base, new))
+        with store.refuse_impossible_values(f"{base.label} or {new.label}"):
+            result = compare.compare_sides(first, second, compare.MARGIN_PERCENT)
+            return comparison.section(result, number)
+    except (InvalidRun, Refused) as error:
+        return comparison.explain_missing(base.label, new.label, str(error), number)
+
+
+def _write_parts(
+    namespace: argparse.Namespace, runs: Sequence[ReportRun], verdicts: Sequence[Section]
+) -> list[Path]:
     """Write the pictures and the Markdown; return their paths."""
     from ddpbench.report import markdown, pictures
     from ddpbench.report.page import make_sections
 
     with store.refuse_impossible_values(" or ".join(namespace.runs)):
-        sections = make_sections(runs)
+        sections = make_sections(runs, verdicts)
     try:
         sections = pictures.choose(sections, namespace.chart)
     except ValueError as error:

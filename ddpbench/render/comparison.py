@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,29 +29,27 @@ from ddpbench.verdicts.verdict import INCONCLUSIVE, MOST, SAME
 
 def table(comparison: Comparison) -> str:
     """Format both sides, their differences, the rows, and a summary."""
-    sides = [f"BASE  {_named(comparison.base)}", f"NEW   {_named(comparison.new)}"]
+    sides = [f"BASE  {describe_side(comparison.base)}", f"NEW   {describe_side(comparison.new)}"]
     notes = [f"NOTE: {note}" for note in comparison.notes]
     blocks = [
         [*sides, *_common(comparison), *_times(comparison)],
         [*notes, *_differences(comparison)],
-        [_table(comparison, [row for row in comparison.rows if _is_compared(row)], TERMINAL)],
-        _only_one_side(comparison),
-        [f"{_counts(comparison)}; {_margin(comparison)}", *_advice(comparison), _noise(comparison)],
+        [_table(comparison, compared_rows(comparison), TERMINAL)],
+        list_unmatched(comparison),
+        [summarize(comparison), *_advice(comparison), _noise(comparison)],
     ]
     return "\n\n".join(text for block in blocks if (text := "\n".join(block))) + "\n"
 
 
 def markdown(comparison: Comparison) -> str:
     """Format for a pull request: the summary first, SAME rows and environments folded."""
-    rows = [row for row in comparison.rows if _is_compared(row)]
+    rows = compared_rows(comparison)
     same = [row for row in rows if row.verdict == SAME]
-    summary = [*_advice(comparison), *comparison.notes, _noise(comparison)]
-    summary += [*_common(comparison), *_times(comparison)]
-    sides = [f"BASE: {_named(comparison.base)}", f"NEW: {_named(comparison.new)}"]
-    sides += [*_differences(comparison), *_only_one_side(comparison)]
+    sides = [f"BASE: {describe_side(comparison.base)}", f"NEW: {describe_side(comparison.new)}"]
+    sides += [*_differences(comparison), *list_unmatched(comparison)]
     blocks = [
         f"**ddpbench: {_counts(comparison)}** ({_margin(comparison)})",
-        _bullets(summary),
+        _bullets(explain(comparison)),
         _table(comparison, [row for row in rows if row.verdict != SAME], MARKDOWN),
         _folded(f"{len(same)} SAME", _table(comparison, same, MARKDOWN)),
         _folded("BASE, NEW, and other differences", _bullets(sides)),
@@ -122,13 +120,13 @@ def _times(comparison: Comparison) -> list[str]:
     return [f"times {' or '.join(kinds)} of each launch, median over launches"] if kinds else []
 
 
-def _label(comparison: Comparison, row: Row) -> str:
-    shared = _shared_parts(comparison)
+def _label(row: Row, shared: Collection[int]) -> str:
+    """Name the case of a row without the parts that are stated above the table."""
     parts = label_parts(row.case)
     return " ".join(part for i, part in enumerate(parts) if i not in shared and part)
 
 
-def _named(source: Source) -> str:
+def describe_side(source: Source) -> str:
     """Format the name of a side, its number of launches, and when they began."""
     backends = [launch.backend for run in source.runs for launch in run.launches]
     count = max(map(backends.count, backends), default=0)
@@ -143,15 +141,31 @@ def _differences(comparison: Comparison) -> list[str]:
     return [f"differs: {format_difference(each)}" for each in comparison.differences]
 
 
-def _is_compared(row: Row) -> bool:
-    return row.verdict not in (ONLY_BASE, ONLY_NEW)
+def compared_rows(comparison: Comparison) -> list[Row]:
+    """Return the rows of cases that both sides have."""
+    return [row for row in comparison.rows if row.verdict not in (ONLY_BASE, ONLY_NEW)]
+
+
+def summarize(comparison: Comparison) -> str:
+    """Format the number of cases of each verdict, and the margin."""
+    return f"{_counts(comparison)}; {_margin(comparison)}"
+
+
+def explain(comparison: Comparison) -> list[str]:
+    """List what would settle INCONCLUSIVE rows, notes, and what all cases have in common."""
+    lines = [*_advice(comparison), *comparison.notes, _noise(comparison)]
+    return [*lines, *_common(comparison), *_times(comparison)]
 
 
 def _table(comparison: Comparison, rows: Sequence[Row], style: Style) -> str:
-    """Format the rows; empty columns are left out."""
-    margin = comparison.rule.margin
-    columns: list[Column[Row]] = [
-        text_column("case", lambda row: _label(comparison, row)),
+    return style.rows(rows, columns(comparison), drop_empty=True) if rows else ""
+
+
+def columns(comparison: Comparison) -> list[Column[Row]]:
+    """Return the columns of a row, its name first; a table leaves out those that stay empty."""
+    margin, shared = comparison.rule.margin, _shared_parts(comparison)
+    return [
+        text_column("case", lambda row: _label(row, shared)),
         Column("base", lambda row: side_time(row.case, row.base)),
         Column("95 %", lambda row: side_interval(row.base)),
         Column("new", lambda row: side_time(row.case, row.new)),
@@ -163,7 +177,6 @@ def _table(comparison: Comparison, rows: Sequence[Row], style: Style) -> str:
         text_column("verdict", lambda row: row.verdict),
         text_column("why", lambda row: row.why),
     ]
-    return style.rows(rows, columns, drop_empty=True) if rows else ""
 
 
 def _plus_minus(fraction: float) -> str:
@@ -172,7 +185,7 @@ def _plus_minus(fraction: float) -> str:
 
 def _counts(comparison: Comparison) -> str:
     counts = ", ".join(f"{count} {name}" for name, count in comparison.counts.items())
-    return f"{counted(sum(map(_is_compared, comparison.rows)), 'case')} compared: {counts}"
+    return f"{counted(len(compared_rows(comparison)), 'case')} compared: {counts}"
 
 
 def _margin(comparison: Comparison) -> str:
@@ -209,12 +222,12 @@ def _advice(comparison: Comparison) -> list[str]:
     return advice
 
 
-def _only_one_side(comparison: Comparison) -> list[str]:
+def list_unmatched(comparison: Comparison) -> list[str]:
     """List the cases that only one side has."""
-    lines = []
+    lines, shared = [], _shared_parts(comparison)
     for name in (ONLY_BASE, ONLY_NEW):
         cases = [
-            _label(comparison, row) + (f" (in the other: {row.why})" if row.why else "")
+            _label(row, shared) + (f" (in the other: {row.why})" if row.why else "")
             for row in comparison.rows
             if row.verdict == name
         ]

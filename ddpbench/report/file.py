@@ -34,17 +34,19 @@ def explain_unusable(output: Path) -> str | None:
     return None
 
 
-def write(
-    output: Path, runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title: str = ""
-) -> None:
-    """Write the page of these runs, in one step. Raises OSError and InvalidRun.
-
-    verdicts, title: those of `make_page`.
-    """
+def make(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title: str = "") -> str:
+    """Return a page, as `make_page`. Raises InvalidRun for values that cannot be shown."""
     from ddpbench.report.page import make_page
 
     with store.refuse_impossible_values(" or ".join(run.label for run in runs) or title):
-        page = make_page(runs, verdicts, title)
+        return make_page(runs, verdicts, title)
+
+
+def write(
+    output: Path, runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title: str = ""
+) -> None:
+    """Write a page in one step, and the folders above it. Raises OSError, and as `make`."""
+    page = make(runs, verdicts, title)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         store.replace_file(output, page.encode())

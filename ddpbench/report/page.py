@@ -38,11 +38,11 @@ SECTIONS: tuple[MakeSection, ...] = (
 )
 
 
-def make_sections(runs: Sequence[ReportRun]) -> list[Section]:
-    """Return the sections that these runs have, in the order of the page."""
+def make_sections(runs: Sequence[ReportRun], verdicts: Sequence[Section] = ()) -> list[Section]:
+    """Return the sections that these runs have, in the order of the page: verdicts come second."""
     known = [finding for run in runs for finding in run.run.findings]
     sections = [section for make in SECTIONS if (section := make(runs)) is not None]
-    return [*sections[:1], *(_without(known, section) for section in sections[1:])]
+    return [*sections[:1], *verdicts, *(_without(known, each) for each in sections[1:])]
 
 
 def _without(known: Sequence[Finding], section: Section) -> Section:
@@ -61,9 +61,7 @@ def make_page(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title
     from ddpbench.report.theme import CONFIGS, backend_swatches
 
     templates = _environment()
-    summary = 1 if runs else 0  # sections
-    sections = make_sections(runs)
-    sections[summary:summary] = verdicts
+    sections = make_sections(runs, verdicts)
     charts = [chart for section in sections for row in section.rows for chart in row]
     scripts = (
         javascript_bundle("window.vegaEmbed = vegaEmbed;"),

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpbench.catalog import backends, faults, sizes
@@ -15,7 +16,7 @@ from ddpbench.interchange import sources
 from ddpbench.launch import placement
 from ddpbench.records.wording import did_you_mean, explain_unknown
 from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
-from ddpbench.report import terminal
+from ddpbench.report import file, terminal
 from ddpbench.runtime import devices
 from ddpbench.session.errors import refuse
 
@@ -110,6 +111,15 @@ def time_limit(text: str) -> float:
     if (value := positive(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 on")
     return value
+
+
+def page(text: str) -> Path:
+    """Parse the name of a page's file. Raises Refused without the packages that make a page."""
+    if missing := file.explain_missing("--report"):
+        raise placement.Refused(missing)
+    if unusable := file.explain_unusable(Path(text)):
+        raise argparse.ArgumentTypeError(unusable)
+    return Path(text)
 
 
 def fault(kind: str) -> Callable[[str], str]:
@@ -269,6 +279,7 @@ def add_shown(parser: argparse.ArgumentParser, columns: Iterable[str], note: str
     add("--plot", action="store_true")
 
 
+REPORT = "also write report.html, a page with charts, into the folder of the run (default: no page)"
 LOGS = """
 --op           operation of tests that the log does not name: {operations} (default: from the
                command above the test, the file's name or busbw / algbw)
@@ -300,12 +311,13 @@ def require_plot(plot: bool, form: str) -> None:
 
 
 def add_stored(parser: argparse.ArgumentParser) -> None:
-    """Add --output, and the internal options with which ddpbench starts ranks."""
+    """Add --output and --report, and the internal options with which ddpbench starts ranks."""
     parser.add_argument(
         "--output",
         metavar="FOLDER",
         help="folder for the results (default: a new folder in results/)",
     )
+    parser.add_argument("--report", action="store_true", help=REPORT)
     parser.add_argument("--join", help=argparse.SUPPRESS)
     parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)

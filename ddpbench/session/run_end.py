@@ -14,6 +14,7 @@ from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.records.terminal_text import silence_stdout, tell
 from ddpbench.render.formats import FORMATS
+from ddpbench.session import page
 
 if TYPE_CHECKING:
     from ddpbench.session.run_options import RunOptions
@@ -51,7 +52,7 @@ def discard(folder: Path) -> bool:
 def finish(folder: Path, options: RunOptions, end: End | None = None) -> int:
     """Close a run with findings and with tables on disk and stdout. Return its exit code.
 
-    options: those on what is printed are read.
+    options: what is printed, and whether there is a page.
     end: None if the run is complete, or if a rank has already marked how it ended.
     """
     run = store.read(folder)
@@ -83,6 +84,8 @@ def finish(folder: Path, options: RunOptions, end: End | None = None) -> int:
             quiet = True
     if not quiet or run.state != "complete":
         tell(stored)
+    if options.report:
+        page.write(folder, quiet)
     return 5 if run.exit_code is None else run.exit_code
 
 

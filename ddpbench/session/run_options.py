@@ -38,6 +38,7 @@ class RunOptions:
     quiet: bool
     plot: bool
     output: str | None
+    report: bool
     join: str | None
     launch: int
     progress: bool

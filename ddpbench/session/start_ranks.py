@@ -28,7 +28,7 @@ from ddpbench.records import store
 from ddpbench.records.terminal_text import tell
 from ddpbench.runtime import devices
 from ddpbench.session import options as shared_options
-from ddpbench.session import run_folder
+from ddpbench.session import page, run_folder
 from ddpbench.session.errors import WAIT_FOR_SPEAKER_SECONDS, report_errors
 from ddpbench.session.run_options import RunOptions
 
@@ -53,6 +53,8 @@ def run_or_start(
     options.check()
     if placement is not None:
         return run_rank(options, placement)
+    if options.report:
+        page.require()
     return _start(replace(options, nproc=count_ranks(options)), run_rank, words)
 
 

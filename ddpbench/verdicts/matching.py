@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class Source:
 
     name: str
     runs: tuple[Run, ...]
+    folders: tuple[Path, ...] = ()  # where the runs are stored, if that is known
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ def test_a_run_is_not_checked_against_itself(call: Call) -> None:
     call("save", "mine")
     code, out, err = call("check", "mine", "last")
     assert (code, out) == (2, "")
-    assert err == "ddpbench: BASE baseline mine and NEW last have a run in common\n"
+    assert err == "ddpbench: BASE and NEW have the run one in common: name different runs\n"
 
 
 @pytest.mark.parametrize("form", compare.FORMATS)

@@ -693,7 +693,7 @@ def test_words_that_all_cases_share_are_said_once() -> None:
         (("before", "after", "--only", "nccl"), 2,
          "--only nccl: no measured case has that in its name, as in 'all_reduce 4 KiB"),
         (("before", "results/before"), 2,
-         "BASE before and NEW results/before have a run in common"),
+         "BASE and NEW have the run before in common"),
         (("before", "nowhere"), 3, "no run 'nowhere'"),
     ],
 )  # fmt: skip

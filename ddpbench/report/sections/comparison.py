@@ -1,0 +1,246 @@
+"""The verdicts of a comparison: how much each case changed, and what else differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import altair as alt
+import pandas as pd
+
+from ddpbench.records.table import Table, TableColumn
+from ddpbench.records.wording import counted
+from ddpbench.render import comparison as render
+from ddpbench.render.column import Column
+from ddpbench.render.labels import (
+    SHOWN,
+    shift_estimate,
+    shift_interval,
+    side_interval,
+    side_time,
+)
+from ddpbench.report.chart import Chart, Section
+from ddpbench.verdicts.comparison import ONLY_BASE, ONLY_NEW, ORDER, Comparison, Row
+from ddpbench.verdicts.matching import AnyCase, Side
+from ddpbench.verdicts.verdict import (
+    CONFIDENCE,
+    FASTER,
+    FEWEST,
+    INCOMPARABLE,
+    INCONCLUSIVE,
+    INVALID,
+    SAME,
+    SLOWER,
+    Shift,
+)
+
+RowT = TypeVar("RowT")
+DRAWN = 60  # rows of a chart; the table has all
+TITLE = "Verdicts"
+ROW_HEIGHT = 20  # pixels
+# Each verdict has the colour of its place: SLOWER is vermilion, FASTER green, SAME grey.
+COLORS = (INCOMPARABLE, SLOWER, FASTER, INVALID, INCONCLUSIVE, ONLY_BASE, ONLY_NEW, SAME)
+SHAPES = {
+    SLOWER: "triangle-right", FASTER: "triangle-left", SAME: "circle", INCONCLUSIVE: "diamond",
+}  # fmt: skip
+TEXTS = ("label", "base", "new", "change", "range", "margin", "verdict", "why")  # of the tooltip
+DRAWING_ORDER = (SLOWER, FASTER, INCONCLUSIVE, SAME)
+TICKS = 14  # labels on each side of no change, at most
+LESS = (-1, -2, -5, -10, -20, -30, -40, -50, -60, -70, -80, -90, -95, -98, -99)  # percent
+MORE = (1, 2, 5, 10, 20, 30, 50, 100, 150, 200, 300, 400, 600, 900, 1900, 4900, 9900)
+CHANGE_LABELS = (
+    "abs(datum.value - 1) < 1e-9 ? '0 %' : format(datum.value * 100 - 100, '+.3~g') + ' %'"
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A row of the chart of changes."""
+
+    label: str
+    base: str  # the time, with its interval
+    new: str
+    verdict: str
+    shift: Shift
+    margin: float
+    why: str
+
+
+def section(comparison: Comparison, number: int = 1) -> Section:
+    """Return the verdicts on BASE and NEW. number: of the comparison, among those of the page."""
+    rows = render.compared_rows(comparison)
+    columns = render.columns(comparison)
+    table = build_table("Verdicts", rows, columns)
+    name_row = columns[0].show
+    changes = [
+        Change(
+            name_row(row),
+            format_side(row.case, row.base),
+            format_side(row.case, row.new),
+            row.verdict,
+            row.shift,
+            row.margin,
+            row.why,
+        )
+        for row in rows
+        if row.shift is not None
+    ]
+    name = _name(number)
+    chart = draw_changes(
+        f"{name}-changes", "Change of each case", changes, table, comparison.rule.confidence
+    )
+    base, new = comparison.base, comparison.new
+    return Section(
+        name,
+        TITLE,
+        f"{render.summarize(comparison)}.",
+        lines=(
+            f"BASE: {render.describe_side(base)}",
+            f"NEW: {render.describe_side(new)}",
+            *_list_wrong(rows, name_row),
+            *(f"{line[:1].upper()}{line[1:]}" for line in render.explain(comparison)),
+            *render.list_unmatched(comparison),
+        ),
+        rows=((chart,), *((each,) for each in _differences(comparison, name))),
+    )
+
+
+def explain_missing(base: str, new: str, why: str, number: int = 1) -> Section:
+    """Return the section on two runs that cannot be compared."""
+    return Section(_name(number), TITLE, f"No verdicts on {new} compared with {base}: {why}.")
+
+
+def _name(number: int) -> str:
+    return "verdicts" if number == 1 else f"verdicts-{number}"
+
+
+def draw_changes(
+    name: str, title: str, changes: Sequence[Change], table: Table, confidence: float = CONFIDENCE
+) -> Chart:
+    """Return the chart of these changes, the clear ones first; without any, only the table.
+
+    confidence: of the intervals.
+    """
+    if not changes:
+        why = f"An interval of a change needs {FEWEST} launches on each side."
+        return Chart(name, title, why, None, table)
+    drawn = sorted(changes, key=lambda change: DRAWING_ORDER.index(change.verdict))[:DRAWN]
+    rest = f" The chart has {DRAWN} of {len(changes)} cases, the table all."
+    caption = (
+        f"Change of the time from BASE to NEW, and its {confidence * 100:g} % interval: right is "
+        "slower. The band is the margin: a change within it does not count. On this logarithmic "
+        f"axis, twice and half are equally far from no change."
+        f"{rest if len(changes) > DRAWN else ''}"
+    )
+    spec = _layers(pd.DataFrame([_values(change) for change in drawn]))
+    return Chart(name, title, caption, spec.to_dict(), table)
+
+
+def _layers(data: pd.DataFrame) -> alt.LayerChart:
+    """Return the band of the margin, the interval and the change of each row."""
+    base = alt.Chart(data).encode(y=row_axis("label"))
+    seen = [name for name in ORDER if name in set(data["verdict"])]
+    colors = alt.Scale(domain=list(COLORS), range="category")
+    shapes = alt.Scale(domain=list(COLORS), range=[SHAPES.get(name, "cross") for name in COLORS])
+    legend = alt.Legend(values=seen, title=None, symbolSize=90)
+    color = alt.Color("verdict:N", scale=colors, legend=legend)
+    texts = [alt.Tooltip(f"{name}:N") for name in TEXTS if data[name].any()]
+    ends = data[["low", "high", "margin_low", "margin_high"]]
+    ticks = choose_ticks(float(ends.min().min()), float(ends.max().max()))
+    axis = alt.Axis(values=ticks, labelExpr=CHANGE_LABELS, orient="top", labelOverlap=True)
+    scale = alt.Scale(type="log", nice=False, padding=12)
+    band = base.mark_rule(opacity=0.2, strokeWidth=ROW_HEIGHT).encode(
+        x=alt.X("margin_low:Q", title="change of the time", scale=scale, axis=axis),
+        x2="margin_high:Q",
+    )
+    interval = base.mark_rule(strokeWidth=2).encode(
+        x="low:Q", x2="high:Q", color=color, tooltip=texts
+    )
+    dot = base.mark_point(filled=True, opacity=1, size=90).encode(
+        x="ratio:Q",
+        color=color,
+        shape=alt.Shape("verdict:N", scale=shapes, legend=legend),
+        tooltip=texts,
+    )
+    return alt.LayerChart(layer=[band, interval, dot], height=ROW_HEIGHT * len(data))
+
+
+def choose_ticks(low: float, high: float) -> list[float]:
+    """Return ratios of round percentages from `low` to `high`, far enough apart for labels.
+
+    low, high: ratios, at most and at least 1.
+    """
+    gap, ticks = math.log(high / low) / TICKS, [1.0]
+    for side in (LESS, MORE):
+        last = 1.0
+        for percent in side:
+            ratio = 1 + percent / 100
+            if low <= ratio <= high and abs(math.log(ratio / last)) >= gap:
+                ticks.append(last := ratio)
+    return sorted(ticks)
+
+
+def format_side(case: AnyCase, side: Side | None) -> str:
+    """Format the time of one side, and its interval."""
+    return f"{side_time(case, side)} {side_interval(side)}"
+
+
+def row_axis(field: str) -> alt.Y:
+    """Return the y channel of a chart with a row per name, in the order of the data."""
+    limit = alt.ExprRef("windowSize()[0] < 600 ? 130 : 300")  # pixels; a phone has few
+    axis = alt.Axis(labelLimit=limit, ticks=False, domain=False, grid=True)
+    return alt.Y(f"{field}:N", sort=None, title=None, axis=axis)
+
+
+def build_table(title: str, rows: Sequence[RowT], columns: Sequence[Column[RowT]]) -> Table:
+    """Return the table of these rows; columns without any text are left out."""
+    cells = {column: [column.show(row) for row in rows] for column in columns}
+    kept = [column for column in columns if any(cells[column])]
+    return Table(
+        title,
+        tuple(TableColumn(each.heading, "left" if each.left else "right") for each in kept),
+        tuple(zip(*(cells[column] for column in kept), strict=True)),
+    )
+
+
+def _values(change: Change) -> dict[str, Any]:
+    """Return a row of the data: ratios of times, and texts."""
+    shift, widest = change.shift, 1 + change.margin
+    return {
+        "label": change.label,
+        "base": change.base,
+        "new": change.new,
+        "change": shift_estimate(shift),
+        "range": shift_interval(shift),
+        "margin": f"±{change.margin * 100:.3g} %",
+        "verdict": change.verdict,
+        "why": change.why,
+        "ratio": math.exp(shift.estimate),
+        "low": math.exp(shift.low),
+        "high": math.exp(shift.high),
+        "margin_low": 1 / widest,
+        "margin_high": widest,
+    }
+
+
+def _list_wrong(rows: Sequence[Row], name_row: Callable[[Row], str]) -> list[str]:
+    """List the cases that have no change to draw, because they are wrong or not the same."""
+    wrong = [row for row in rows if row.verdict in (INVALID, INCOMPARABLE)]
+    lines = [f"{row.verdict}: {name_row(row)}: {row.why}" for row in wrong[:SHOWN]]
+    more = len(wrong) - SHOWN
+    return [*lines, f"The table lists {counted(more, 'more such case')}."] if more > 0 else lines
+
+
+def _differences(comparison: Comparison, name: str) -> list[Chart]:
+    """Return the table of what differs between the environments; none if nothing does."""
+    if not comparison.differences:
+        return []
+    table = Table(
+        "Differences",
+        tuple(TableColumn(heading, "left") for heading in ("what", "base", "new")),
+        tuple((d.name, ", ".join(d.base), ", ".join(d.new)) for d in comparison.differences),
+    )
+    caption = "Facts and settings that differ between BASE and NEW. One of them may be the cause."
+    return [Chart(f"{name}-differences", "Other differences", caption, None, table)]
