@@ -276,17 +276,45 @@ def read_samples(folder: Path) -> pd.DataFrame:
     import pandas as pd
     import pyarrow as pa
 
-    whole, parts = folder / "samples.parquet", folder / "samples.parts"
-    paths = [whole] if whole.exists() else sorted(parts.glob("part-*.parquet"))
     frame: pd.DataFrame = pd.DataFrame(columns=list(SAMPLE_COLUMNS))
-    try:
-        tables = [_read_table(path) for path in paths]
+    with _refuse_damaged_samples(folder):
+        tables = [_read_table(path) for path in _sample_files(folder)]
         if tables:
             frame = pa.concat_tables(tables).to_pandas()
+    return frame
+
+
+def iterate_samples(folder: Path) -> Iterator[pd.DataFrame]:
+    """Read raw samples as `read_samples` does, a row group at a time: at most 1,048,576 rows.
+
+    The rows of one case in one launch lie in one row group, or in successive ones. Raises
+    InvalidRun for a damaged file.
+    """
+    import pyarrow.parquet as pq
+
+    with _refuse_damaged_samples(folder):
+        for path in _sample_files(folder):
+            with path.open("rb") as file:
+                parquet = pq.ParquetFile(file)
+                for number in range(parquet.num_row_groups):
+                    yield parquet.read_row_group(number, use_threads=False).to_pandas()
+
+
+def _sample_files(folder: Path) -> list[Path]:
+    whole, parts = folder / "samples.parquet", folder / "samples.parts"
+    return [whole] if whole.exists() else sorted(parts.glob("part-*.parquet"))
+
+
+@contextlib.contextmanager
+def _refuse_damaged_samples(folder: Path) -> Iterator[None]:
+    """Raise InvalidRun for a file of samples that cannot be read."""
+    import pyarrow as pa
+
+    try:
+        yield
     except (OSError, ValueError, pa.ArrowException) as error:
         first = (str(error).splitlines() or ["no reason given"])[0]
         raise InvalidRun(f"the samples in {folder} cannot be read: {first}") from None
-    return frame
 
 
 def _read_table(path: Path) -> Any:

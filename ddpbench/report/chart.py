@@ -16,6 +16,8 @@ from ddpbench.records.table import Table
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ddpbench.report.repetitions import Repetitions
+
 
 @dataclass(frozen=True)
 class ReportRun:
@@ -32,6 +34,19 @@ class ReportRun:
             return None if self.folder is None else store.read_samples(self.folder)
         except store.InvalidRun:
             return None
+
+    @cached_property
+    def repetitions(self) -> tuple[Repetitions, ...]:
+        """Return the raw samples of each case and launch, reduced; none if none are stored.
+
+        This needs the memory of one case, `samples` that of the run.
+        """
+        from ddpbench.report.repetitions import reduce_samples  # loads numpy
+
+        try:
+            return () if self.folder is None else tuple(reduce_samples(self.run, self.folder))
+        except store.InvalidRun:
+            return ()
 
 
 @dataclass(frozen=True)

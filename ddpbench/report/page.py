@@ -13,6 +13,7 @@ from ddpbench.report import emit
 from ddpbench.report.chart import Chart, MakeSection, ReportRun, Section
 from ddpbench.report.sections import (
     capabilities,
+    cases,
     collectives,
     environment,
     examinations,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 SECTIONS: tuple[MakeSection, ...] = (
     overview.section,
     collectives.section,
+    cases.section,
     stragglers.section,
     links.section,
     training.section,

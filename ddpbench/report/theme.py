@@ -66,6 +66,7 @@ def _config(
         "style": {
             "on-low": {"color": inks[0]},
             "on-high": {"color": inks[1]},
+            "muted": {"color": muted},  # what is there, but not what the chart is about
             # What a finding names in a heat map.
             "marked": {"filled": False, "color": colors[1], "strokeWidth": 2.5},
         },

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from ddpbench.analysis.lines import FLAGS, Line, lines
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.render.collective_columns import COLUMNS
-from ddpbench.render.column import common_legend, digits, format_ranks, format_subgroups
+from ddpbench.render.column import common_legend, digits, rows_by_backend
+from ddpbench.report.case_titles import Kind, describe, kind, titles
 from ddpbench.report.chart import Chart, ReportRun, Section
 from ddpbench.report.collective_charts import Point, over_sizes, point_frame
 
@@ -22,49 +23,18 @@ BANDWIDTH = ("algbw", "busbw", "limit", "check", "flags")
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
     """Return the charts of all operations; None if no run measured any."""
-    groups: dict[tuple[str, ...], list[Point]] = {}
+    groups: dict[Kind, list[Point]] = {}
     for run in runs:
         for line in lines(run.run):
-            groups.setdefault(_kind(line), []).append((run, line))
+            groups.setdefault(kind(line.case), []).append((run, line))
     if not groups:
         return None
-    constant = _constant(list(groups))
-    rows = [_row(kind, points, constant) for kind, points in groups.items()]
+    known = titles(groups)
+    rows = [_row(of, known[of], points) for of, points in groups.items()]
     return Section("collectives", "Collectives", rows=tuple(rows))
 
 
-def _kind(line: Line) -> tuple[str, ...]:
-    """Return what the cases of one chart have in common, the operation first."""
-    case = line.case
-    return (
-        case.operation,
-        "" if case.form == "tensor" else "list of tensors",
-        case.dtype if case.nbytes else "",
-        case.reduce_op or "",
-        "" if case.root is None else f"root {case.root}",
-        ("in place" if case.in_place else "out of place") if case.nbytes else "",
-        "async" if case.async_op else "",
-        format_ranks(case),
-        format_subgroups(case),
-        case.device,
-    )
-
-
-def _constant(kinds: Sequence[tuple[str, ...]]) -> list[bool]:
-    """Return which parts need not stand in a title: each operation has one value of them."""
-    values: list[dict[str, set[str]]] = [{} for _ in kinds[0]]
-    for kind in kinds:
-        for part, text in zip(values, kind, strict=True):
-            part.setdefault(kind[0], set()).add(text)
-    return [all(len(texts) == 1 for texts in part.values()) for part in values]
-
-
-def _row(
-    kind: tuple[str, ...], points: Sequence[Point], constant: Sequence[bool]
-) -> tuple[Chart, ...]:
-    rest = list(zip(kind, constant, strict=True))[1:]
-    title = " ".join([kind[0], *(text for text, same in rest if text and not same)])
-    what = ", ".join(text for text in kind[1:] if text)
+def _row(of: Kind, title: str, points: Sequence[Point]) -> tuple[Chart, ...]:
     name = re.sub(r"[^A-Za-z0-9_]+", "-", title)
     shown = [point for point in points if point[1].seconds is not None]
     several = len({run.label for run, _ in points}) > 1
@@ -72,10 +42,10 @@ def _row(
     time = Chart(
         f"{name}-time",
         f"{title}: time",
-        f"{_statistic(shown)} {what}.",
+        f"{_statistic(shown)} {describe(of)}.",
         over_sizes(data, "seconds", ("size", "backend", *TIME)) if shown else None,
         _table(f"{title}: time", points, TIME, several=several),
-        operation=kind[0],
+        operation=of[0],
     )
     if not shown or not any(line.busbw for _, line in shown):
         return (time,)
@@ -85,7 +55,7 @@ def _row(
         f"busbw = size / time × bus factor of nccl-tests, in GB/s (10⁹ bytes). {_limits(shown)}",
         over_sizes(data, "rate", ("size", "backend", *BANDWIDTH)),
         _table(f"{title}: bandwidth", points, BANDWIDTH, several=several),
-        operation=kind[0],
+        operation=of[0],
     )
     return time, bandwidth
 
@@ -130,19 +100,26 @@ def _table(title: str, points: Sequence[Point], names: Sequence[str], *, several
         TableColumn(COLUMNS[name].heading, "left" if COLUMNS[name].left else "right")
         for name in chosen
     ]
-    rows = [_cells(run, line, chosen, several) for run, line in points]
-    legend = common_legend([], measured, chosen, FLAGS)
+    groups: dict[tuple[str, int], list[Line]] = {}
+    for run, line in points:
+        groups.setdefault((run.label, line.case.nbytes), []).append(line)
+    cells = [
+        ((*([label] if several else []), *_cells(row, line).values()), row)
+        for (label, _), group in groups.items()
+        for line, row in zip(group, rows_by_backend(group, chosen, COLUMNS), strict=True)
+    ]
+    legend = common_legend([row for _, row in cells], measured, chosen, FLAGS)
     return Table(
         title,
         (*([TableColumn("run", "left")] if several else []), *columns),
-        tuple(rows),
+        tuple(row for row, _ in cells),
         tuple(legend),
     )
 
 
-def _cells(run: ReportRun, line: Line, names: Sequence[str], several: bool) -> tuple[str, ...]:
-    texts = {name: COLUMNS[name].show(line) for name in names}
-    if line.seconds is None:
-        texts = {name: texts[name] if name in SAME else "-" for name in names}
-        texts["flags"] = f"skipped: {line.reason}"
-    return (*([run.label] if several else []), *texts.values())
+def _cells(row: dict[str, str], line: Line) -> dict[str, str]:
+    """Return the cells of a row; of a skipped case only what it is, and the reason."""
+    if line.seconds is not None:
+        return row
+    known = {name: text if name in SAME else "-" for name, text in row.items()}
+    return {**known, "flags": f"skipped: {line.reason}"}

@@ -1,0 +1,226 @@
+"""Any one case: the times of its calls in order, and their distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddpbench.analysis.lines import Line, lines
+from ddpbench.analysis.stats import PERCENTILES, Floats
+from ddpbench.catalog.sizes import readable
+from ddpbench.records.schema import Result, Run
+from ddpbench.records.table import Table, TableColumn
+from ddpbench.report.case_chart import DATASETS, ORDER_END, SHARES, Columns, case_spec
+from ddpbench.report.case_titles import kind, titles
+from ddpbench.report.chart import Chart, Choice, ReportRun, Section, side_by_side
+from ddpbench.report.repetitions import Repetitions
+
+ALL_POINTS = 40_000  # of all cases of a run: what a page can hold
+MOST_POINTS, FEWEST_POINTS = 200, 50  # of one case
+BINS = 40
+SHORTEST = 1e-9  # seconds: a device's clock may show 0, which a logarithmic axis cannot
+MERGED = 0.04  # of the axis: lines that are closer have one label
+QUANTILES = {"min": 0, "5 %": 5, "median": 50, "95 %": 95, "p99": 99, "max": 100}
+INTRO = (
+    "Choose a case to see whether its calls have two usual times, drift, or differ from launch to "
+    "launch. The first case shown has the widest spread."
+)
+CAPTION = (
+    "Each point is the median of neighbouring calls, with a line from their shortest to their "
+    "longest; time on the slowest rank. Hollow: warm-up. Triangle: the first call of a launch. "
+    "Band: 95 % interval of the median."
+)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A case that the chart can show: its samples in each launch, in order."""
+
+    label: str
+    backend: str
+    parts: tuple[Repetitions, ...]
+    line: Line | None = None  # None: a part of a DDP step
+
+    def calls(self, launch: int) -> int:
+        """Return how many calls one repetition of a launch holds."""
+        return next((r.calls for r in self.results if r.launch == launch), 1)
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """Return the results of the launches; none of a part of a step."""
+        return self.line.results if self.line else ()
+
+
+def section(runs: Sequence[ReportRun]) -> Section | None:
+    """Return one chart per run that shows any of its cases; None without samples."""
+    rows = side_by_side(runs, _charts)
+    return Section("cases", "Every call of a case", INTRO, rows=rows) if rows else None
+
+
+def _charts(run: ReportRun) -> list[Chart]:
+    cases = list(_cases(run))
+    if not cases:
+        return []
+    first = max(cases, key=_spread)
+    ordered = [first, *(case for case in cases if case is not first)]
+    points = min(MOST_POINTS, max(FEWEST_POINTS, ALL_POINTS // len(cases)))
+    choices = tuple(Choice(case.label, _data(case, points), _table(case)) for case in ordered)
+    spec = case_spec(choices[0].data, [case.backend for case in cases])
+    return [Chart("cases", "Calls", CAPTION, spec, choices[0].table, choices=choices)]
+
+
+def _cases(run: ReportRun) -> Iterator[Shown]:
+    """Yield the cases that have samples, in the order of the tables."""
+    parts: dict[str, list[Repetitions]] = {}
+    for part in run.repetitions:
+        if (part.numbers >= 0).any():
+            parts.setdefault(part.case, []).append(part)
+    known = lines(run.run)
+    short = titles(kind(line.case) for line in known)
+    for line in known:
+        if line.case.key in parts:
+            case = line.case
+            size = [readable(case.nbytes)] if case.nbytes else []
+            label = " ".join([short[kind(case)], *size, case.backend])
+            yield Shown(label, case.backend, tuple(parts.pop(case.key)), line)
+    for name, of_step in parts.items():
+        label, backend = _step_label(name, run.run)
+        yield Shown(label, backend, tuple(of_step))
+
+
+def _step_label(name: str, run: Run) -> tuple[str, str]:
+    """Return a label for a part of a DDP step, "mlp gloo: ddp backward", and its backend."""
+    for case in (result.case for result in run.steps):
+        if name.startswith(f"{case.key}/"):
+            part = name[len(case.key) + 1 :].replace("/", " ")
+            return f"{case.workload} {case.backend}: {part}", case.backend
+    return name, ""
+
+
+def _spread(case: Shown) -> float:
+    """Return how telling a case is: two usual times count more than any spread."""
+    if case.line and case.line.modes:
+        low, high = case.line.modes
+        return 1e3 * high.seconds / low.seconds * min(low.share, high.share)
+    low, high = np.percentile(np.concatenate(_times(case)), [5, 95])
+    return float(high / low)
+
+
+def _times(case: Shown) -> list[Floats]:
+    """Return the seconds of the timed calls in each launch."""
+    return [
+        np.maximum(part.seconds[part.numbers >= 0] / case.calls(part.launch), SHORTEST)
+        for part in case.parts
+    ]
+
+
+def _data(case: Shown, points: int) -> dict[str, Columns]:
+    """Return the datasets of the chart of a case."""
+    width = ORDER_END / len(case.parts)
+    data: dict[str, dict[str, list[object]]] = {
+        name: {column: [] for column in columns} for name, columns in DATASETS.items()
+    }
+    for number, part in enumerate(case.parts):
+        begin = number * width
+        at = begin + width * (0.04 + 0.92 * np.arange(len(part.numbers)) / len(part.numbers))
+        seconds = np.maximum(part.seconds / case.calls(part.launch), SHORTEST)
+        cold = _cold(case, part)
+        size = -(-len(seconds) * len(case.parts) // points)  # calls of one point
+        for name, chosen in (
+            ("timed", part.numbers >= 0),
+            ("warm_up", (part.numbers < 0) & (np.arange(len(seconds)) >= (cold is not None))),
+        ):
+            bins = _bins(at[chosen], seconds[chosen], size)
+            for column, values in bins.items():
+                data[name][column] += values
+            data[name]["launch"] += [part.launch] * len(bins["x"])
+        if cold:
+            _add(data["cold"], x=float(at[0]), middle=cold, launch=part.launch)
+        _add(data["launches"], x=begin, launch=part.launch)
+    data["timed"]["backend"] = [case.backend] * len(data["timed"]["x"])
+    _add_distribution(data, case)
+    return {name: {k: tuple(v) for k, v in columns.items()} for name, columns in data.items()}
+
+
+def _add(columns: dict[str, list[object]], **values: object) -> None:
+    for name, value in values.items():
+        columns[name].append(value)
+
+
+def _cold(case: Shown, part: Repetitions) -> float | None:
+    """Return the time of a launch's first call; None if its samples do not hold it."""
+    seconds = (r.cold_seconds for r in case.results if r.launch == part.launch)
+    return next(seconds, None) if part.numbers[0] < 0 else None
+
+
+def _bins(at: Floats, seconds: Floats, size: int) -> dict[str, list[float]]:
+    """Return x and the shortest, median and longest time of each `size` neighbouring calls."""
+    if not len(seconds):
+        return {"x": [], "low": [], "middle": [], "high": []}
+    starts = np.arange(0, len(seconds), size)
+    whole = np.full(len(starts) * size, np.nan)
+    whole[: len(seconds)] = seconds
+    return {
+        "x": at[np.minimum(starts + size // 2, len(at) - 1)].tolist(),
+        "low": np.fmin.reduceat(seconds, starts).tolist(),
+        "middle": np.nanmedian(whole.reshape(-1, size), axis=1).tolist(),
+        "high": np.fmax.reduceat(seconds, starts).tolist(),
+    }
+
+
+def _add_distribution(data: dict[str, dict[str, list[object]]], case: Shown) -> None:
+    """Add the share of the calls at each time, every launch counted alike, and the usual times."""
+    times = _times(case)
+    every = np.concatenate(times)
+    weights = np.concatenate([np.full(len(each), 1 / len(each) / len(times)) for each in times])
+    low, high = every.min(), every.max()
+    edges = np.geomspace(low, high, BINS + 1) if high > low else np.array([low, low * 1.01])
+    shares, _ = np.histogram(every, edges, weights=weights)
+    for start, end, share in zip(edges, edges[1:], shares, strict=False):
+        if share:
+            x = SHARES[0] + (SHARES[1] - SHARES[0]) * share / shares.max()
+            _add(data["shares"], low=start, high=end, x=x, share=share, backend=case.backend)
+    for label, seconds in _marks(case, every).items():
+        _add(data["marks"], label=label, middle=seconds)
+    if case.line and case.line.interval:
+        _add(data["interval"], low=case.line.interval.low, high=case.line.interval.high)
+
+
+def _marks(case: Shown, every: Floats) -> dict[str, float]:
+    """Return the lines of the chart with their labels; lines too close to each other are one."""
+    line = case.line
+    marks = {"median": line.seconds if line and line.seconds else float(np.median(every))}
+    if line:
+        marks |= {f"{mode.share * 100:.0f} % near": mode.seconds for mode in line.modes}
+        marks |= {name: line.percentiles[name] for name in ("p99",) if name in line.percentiles}
+    near = MERGED * np.log(every.max() / every.min())
+    kept: dict[str, float] = {}
+    for label, seconds in marks.items():
+        close = [name for name, other in kept.items() if abs(np.log(seconds / other)) <= near]
+        if close:
+            kept = {f"{k}, {label}" if k == close[0] else k: v for k, v in kept.items()}
+        else:
+            kept[label] = seconds
+    return kept
+
+
+def _table(case: Shown) -> Table:
+    """Return the quantiles of each launch in µs."""
+    rows = []
+    for part, times in zip(case.parts, _times(case), strict=True):
+        p99 = len(times) >= PERCENTILES["p99"]
+        cold = _cold(case, part)
+        quantiles = np.percentile(times, list(QUANTILES.values())) * 1e6
+        shown = zip(QUANTILES, quantiles.tolist(), strict=True)
+        rows.append(
+            (
+                part.launch,
+                len(times),
+                *(None if name == "p99" and not p99 else value for name, value in shown),
+                None if cold is None else cold * 1e6,
+            )
+        )
+    headings = ("launch", "calls", *(f"{name} µs" for name in QUANTILES), "first µs")
+    return Table(case.label, tuple(map(TableColumn, headings)), tuple(rows))
