@@ -10,6 +10,7 @@ from urllib.parse import quote
 from ddpbench.records.schema import Finding
 from ddpbench.records.table import Table
 from ddpbench.records.terminal_text import escape, escape_lines
+from ddpbench.records.wording import counted
 from ddpbench.render.doctor import table_blocks
 from ddpbench.render.style import MARKDOWN
 from ddpbench.report.chart import Chart, Section
@@ -48,29 +49,29 @@ def _item(finding: Finding) -> str:
 
 
 def _chart(chart: Chart, pictures: Mapping[str, Path]) -> Iterator[str]:
+    """Yield the chart's title, its picture or its caption, and its table.
+
+    A picture has the caption in it. Of many choices only the first has a table.
+    """
     yield f"### {_text(chart.title)}"
-    if chart.name in pictures:
-        yield f"![{_text(chart.title)}]({quote(pictures[chart.name].as_posix())})"
-    if chart.caption:
+    if drawn := pictures.get(chart.name):
+        yield f"![{_text(chart.title)}]({quote(drawn.as_posix())})"
+    elif chart.caption:
         yield _text(chart.caption)
-    for table in [chart.table, *(choice.table for choice in chart.choices[1:])]:
-        yield _table(table, folded=chart.name in pictures or len(table.rows) > MOST_ROWS)
+    table = _table(chart.table)
+    if drawn or len(chart.table.rows) > MOST_ROWS:
+        rows = counted(len(chart.table.rows), "row")
+        yield f"<details><summary>The table of {rows}</summary>\n\n{table}\n\n</details>"
+    else:
+        yield table
 
 
-def _table(table: Table, folded: bool) -> str:
-    """Return the table under its title; folded: behind a line that opens it."""
-    shown = Table(
-        _text(table.title),
-        table.columns,
-        tuple(tuple(_text(v) if isinstance(v, str) else v for v in row) for row in table.rows),
-        tuple(map(_text, table.legend)),
-    )
-    title, *rest = "\n\n".join(table_blocks(shown, MARKDOWN)).split("\n", 1)
-    body = "".join(rest).strip("\n")
-    if folded:
-        rows = f"{len(table.rows)} row{'s' if len(table.rows) != 1 else ''}"
-        return f"<details><summary>{shown.title}: {rows}</summary>\n\n{body}\n\n</details>"
-    return f"{title}\n\n{body}"
+def _table(table: Table) -> str:
+    """Return the rows and the legend, without the title, which is that of the chart."""
+    rows = tuple(tuple(_text(v) if isinstance(v, str) else v for v in row) for row in table.rows)
+    body, *_ = table_blocks(Table("", table.columns, rows), MARKDOWN)
+    legend = "\n".join(f"- {_text(line)}" for line in table.legend)
+    return "\n\n".join(filter(None, (body.split("\n", 1)[1].strip("\n"), legend)))
 
 
 def _text(text: str) -> str:

@@ -20,6 +20,9 @@ CAPTION_COLUMNS = 110  # characters of a caption's line in this width
 # vl-convert measures text in Liberation Sans, which it brings along. Arial and Helvetica have the
 # same widths, so labels have room for their text wherever the picture is opened.
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
+LACKS = str.maketrans(
+    {"⁹": "^9"}
+)  # what captions contain and this font lacks; one such sign changes the font
 
 
 def list_charts(sections: Iterable[Section]) -> list[Chart]:
@@ -82,7 +85,7 @@ def make_spec(chart: Chart) -> dict[str, Any]:
     """Return the Vega-Lite of a picture: the chart's own, with its width, title and caption."""
     assert chart.spec is not None
     choice = f": {chart.choices[0].label}" if chart.choices else ""
-    caption = textwrap.wrap(chart.caption, CAPTION_COLUMNS)
+    caption = textwrap.wrap(chart.caption.translate(LACKS), CAPTION_COLUMNS)
     spec = {key: value for key, value in chart.spec.items() if key != "config"}
     spec["title"] = {"text": chart.title + choice, "subtitle": caption, "anchor": "start"}
     if not {"hconcat", "vconcat", "concat", "facet", "repeat"} & {*spec}:

@@ -147,15 +147,16 @@ def _examinations(run: Run) -> Iterator[Bars]:
         if examination.name == "stragglers" and figures.get("ranks"):
             load = next(iter(figures["loads"]))
             ranks = [rank["seconds"]["alone"][load] for rank in figures["ranks"]]
-            slowest = sorted(range(len(ranks)), key=lambda rank: -ranks[rank])[:MOST_BARS]
-            seconds = {f"rank {rank}": ranks[rank] for rank in sorted(slowest)}
+            shown = sorted(range(len(ranks)), key=lambda rank: -ranks[rank])[:MOST_BARS]
+            seconds = {f"rank {rank}": ranks[rank] for rank in sorted(shown)}
             yield _bars(f"time of {load} on each rank alone, ", seconds)
         if examination.name == "links" and figures.get("cells"):
             kind = figures["kind"]
             ends = {n: host if kind == "hosts" else f"rank {n}" for n, host in figures["ends"]}
-            rates = [(alone or both, one, other) for one, other, alone, both, _ in figures["cells"]]
-            shown = {
-                f"{ends[one]} to {ends[other]}": rate / 1e9
-                for rate, one, other in sorted(rates)[:MOST_BARS]
+            rates = {
+                f"{ends[one]} to {ends[other]}": (alone or at_once or 0.0) / 1e9
+                for one, other, alone, at_once, _ in figures["cells"]
             }
-            yield Bars(f"bandwidth between {kind} on {examination.backend}, GB/s", shown)
+            links = sorted(rates, key=lambda link: rates[link])[:MOST_BARS]
+            title = f"bandwidth between {kind} on {examination.backend}, GB/s"
+            yield Bars(title, {link: rates[link] for link in links})
