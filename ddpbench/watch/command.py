@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpbench.catalog import backends
-from ddpbench.launch.placement import read_placement, require_world_size
+from ddpbench.launch.placement import Refused, read_placement, require_world_size
 from ddpbench.render.formats import FORMATS
 from ddpbench.runtime import devices
-from ddpbench.session import options
+from ddpbench.session import options, page
 from ddpbench.watch.program.script import Program
 from ddpbench.watch.settings import Settings, explain_wrong_port
 
@@ -39,6 +39,8 @@ OPTIONS = """
 --wire        time gloo's transfers with a communication hook on DistributedDataParallel, to fill
               the column wire ms (default: off)
 --format      format of the table that rank 0 prints to stderr at the end
+--report      also write report.html, a page with charts, into the folder of the run (default: no
+              page)
 """
 
 
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prometheus", kind=_file_or_port, metavar="FILE|PORT")
     add("--wire", action="store_true")
     add("--format", default="table", choices=tuple(FORMATS))
+    add("--report", action="store_true")
 
 
 def _file_or_port(text: str) -> str:
@@ -63,7 +66,7 @@ def _file_or_port(text: str) -> str:
     return text
 
 
-WITHOUT_VALUE = ("--wire", "-h", "--help")
+WITHOUT_VALUE = ("--wire", "--report", "-h", "--help")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -89,14 +92,20 @@ def parse(
 ) -> tuple[argparse.Namespace, Program]:
     """Return the options and the program of a command line.
 
-    Raises Refused without a program, and if -n contradicts the launcher that has started the ranks;
-    ends the process with exit code 2 for a wrong option.
+    Raises Refused without a program, if -n contradicts the launcher that has started the ranks, and
+    if the page of --report cannot be made; ends the process with exit code 2 for a wrong option.
     """
     own, program = split(words)
     parser = options.Parser(prog=prog, description=DESCRIPTION)
     add_arguments(parser)
     namespace = parser.parse_args(own)
-    require_world_size(namespace.nproc, read_placement())
+    placement = read_placement()
+    require_world_size(namespace.nproc, placement)
+    if namespace.report:
+        if namespace.output == "none":
+            raise Refused("--report needs a stored run: leave out --output none")
+        if placement is None or placement.rank == 0:  # which writes the page
+            page.require()
     return namespace, Program.of(program)
 
 
@@ -110,6 +119,7 @@ def read_settings(namespace: argparse.Namespace, program: Program) -> Settings:
         wire=namespace.wire,
         prometheus=namespace.prometheus,
         format=namespace.format,
+        report=namespace.report,
         script=program.name,
     )
 

@@ -16,7 +16,8 @@ class Settings:
     seconds after which a hang is reported, 0 never; every: seconds between two lines on the
     terminal; output: folder of the stored runs, None stores nothing; on_report: called in rank 0
     with each report as a dict; wire: time gloo's transfers with a communication hook on DDP;
-    prometheus: a file, or a port, for its metrics; format: of the final table.
+    prometheus: a file, or a port, for its metrics; format: of the final table; report: write a page
+    into the folder of the run at the end.
     """
 
     verify: int = 0
@@ -27,6 +28,7 @@ class Settings:
     wire: bool = False
     prometheus: str | None = None
     format: str = "table"
+    report: bool = False
     script: str = ""  # for titles
 
 

@@ -24,6 +24,7 @@ from ddpbench.hang import guard
 from ddpbench.records.schema import Finding
 from ddpbench.records.terminal_text import tell
 from ddpbench.runtime.load import LoadMeter
+from ddpbench.session import page
 from ddpbench.session.run_end import End, interrupted
 from ddpbench.watch.gather.joining import join_hosts
 from ddpbench.watch.gather.transport import Transport
@@ -66,6 +67,7 @@ class Watcher:
         self.observer.after_step.append(self._reducers.after_step)
         self._proof = Proof(settings.verify, self.observer)
         self._guard: guard.Guard | None = None
+        self._stored: Path | None = None  # the complete run, in rank 0
         self._closing = threading.Event()
         if _has_group():
             self._watch_for_hangs()
@@ -84,6 +86,8 @@ class Watcher:
         self.observer.close()
         if self._guard is not None:
             self._guard.close()
+        if self._settings.report and self._stored is not None:
+            page.write(self._stored)  # here, because the thread may end with the process
 
     def _watch(self) -> None:
         try:
@@ -98,6 +102,7 @@ class Watcher:
                     reports.send(rank.read_window(), (*self._proof.findings, *rank.notes))
                 window = rank.read_window(last=True)
                 reports.send(window, (*self._proof.findings, *rank.notes))
+            self._stored = reports.folder
         except Exception as error:
             if not isinstance(error, ValueError) or _has_group():  # a short script has ended it
                 self._fail(error)
@@ -240,6 +245,11 @@ class _Reports:
         for call in new:
             self._newest_ns[call.group] = max(self._newest_ns[call.group], call.last_ns)
         return new
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the stored run; None in other ranks, and if it could not be stored."""
+        return self._outputs.folder if self._outputs is not None else None
 
     def close(self) -> None:
         """Send nothing more; in rank 0, show the final table."""

@@ -93,6 +93,11 @@ class Outputs:
         self._give(report)
         self._attempt("the table", self._print, report.run)
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the stored run; None if it is not stored."""
+        return self._folder if "storing the run" in self._outputs else None
+
     def _open_run(self, results: Path) -> None:
         stored = StoredRun(results.absolute(), self._job)  # the script may change its folder
         self._folder = stored.folder
@@ -128,5 +133,5 @@ class Outputs:
         from ddpbench.render.formats import FORMATS
 
         sys.stderr.write(FORMATS[self._format](run, None, False))
-        if "storing the run" in self._outputs:
-            tell(f"stored in {self._folder}")
+        if self.folder is not None:
+            tell(f"stored in {self.folder}")
