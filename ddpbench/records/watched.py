@@ -56,6 +56,10 @@ class WatchedRank:
     # Own time beyond that of the other ranks, in each moment, the mean of its steps; None: unknown.
     # Empty for all but the MOST_LATE ranks that are latest.
     late_seconds: tuple[float | None, ...] = ()
+    # Means over all steps, which add up to the mean step; and how much longer each phase takes
+    # than those of the other ranks. Empty in old runs.
+    mean_seconds: tuple[float, ...] = ()  # by COLUMNS
+    extra_seconds: tuple[float, ...] = ()  # by PHASES
 
 
 @dataclass(frozen=True)

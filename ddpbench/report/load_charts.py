@@ -82,18 +82,27 @@ KINDS = (
 
 
 def load_charts(
-    name: str, loads: Iterable[tuple[Mapping[str, Any], Load | None]], x: alt.X, when: str
+    name: str,
+    loads: Iterable[tuple[Mapping[str, Any], Load | None]],
+    x: alt.X,
+    when: str,
+    *,
+    notes: Sequence[str] = (),
+    behind: Sequence[alt.Chart] = (),
 ) -> Iterator[Chart]:
     """Yield a chart of each kind of load that is known, all with one x axis.
 
     name: begins the names of the charts. loads: facts of a moment and its load. Facts are the field
     of `x`, "backend", and others that tell lines apart; tooltips and tables show them. when: what a
-    moment is, "epoch".
+    moment is, "epoch". notes: facts that tell no lines apart, shown in place of the field of `x`.
+    behind: layers that the charts have below their lines.
     """
     rows = [(dict(facts), load) for facts, load in loads if load is not None]
     if not rows:
         return
-    keys = list(rows[0][0])
+    x_field = str(x["shorthand"]).partition(":")[0]
+    shown = [key for key in rows[0][0] if not notes or key != x_field]
+    apart = [key for key in shown if key not in ("backend", x_field, *notes)]
     frame = pd.DataFrame([facts | asdict(load) for facts, load in rows])
     for kind in KINDS:
         known = frame[frame[kind.field].notna()]
@@ -102,21 +111,25 @@ def load_charts(
                 f"{name}-{kind.name}",
                 kind.title,
                 f"{kind.caption} A point for each {when}.",
-                _draw(known, x, kind, keys),
-                _table(known, kind, keys),
+                alt.layer(*behind, *_draw(known, x, kind, shown, apart), height=HEIGHT).to_dict(),
+                _table(known, kind, shown),
             )
 
 
-def _draw(frame: pd.DataFrame, x: alt.X, kind: Kind, keys: Sequence[str]) -> dict[str, Any]:
+def _draw(
+    frame: pd.DataFrame, x: alt.X, kind: Kind, shown: Sequence[str], apart: Sequence[str]
+) -> list[alt.Chart]:
+    """Return the layers of a chart. shown: facts of tooltips; apart: those that have lines."""
     fields = [name for name in (kind.field, kind.most) if name]
-    data = frame[[*keys, *fields]].assign(text=frame[kind.field].map(TEXTS[kind.text]))
-    tips = [alt.Tooltip(key, type="nominal") for key in keys]
+    x_field = str(x["shorthand"]).partition(":")[0]
+    data = frame[list(dict.fromkeys([x_field, *shown, *fields]))].assign(
+        text=frame[kind.field].map(TEXTS[kind.text])
+    )
+    tips = [alt.Tooltip(key, type="nominal") for key in shown]
     tips.append(alt.Tooltip("text:N", title=kind.axis))
     if kind.most:
         data["most"] = frame[kind.most].map(TEXTS[kind.text])
         tips.append(alt.Tooltip("most:N", title="rank that has most"))
-    x_field = str(x["shorthand"]).partition(":")[0]
-    lines = [key for key in keys if key not in ("backend", x_field)]
     top = float(data[fields].max().max())
     ticks = _ticks(kind, top)
     base = theme.choose_backends(alt.Chart(data), list(data["backend"])).encode(
@@ -128,13 +141,12 @@ def _draw(frame: pd.DataFrame, x: alt.X, kind: Kind, keys: Sequence[str]) -> dic
             scale=alt.Scale(domain=[0, max([top, *ticks.get("values", ())])], nice=True),
         ),
         color=theme.backend_color(data["backend"]),
-        detail=lines,
+        detail=list(apart),
     )
     layers = [base.mark_line(point=True).encode(tooltip=tips)]
     if kind.most:
         layers.insert(0, base.mark_area().encode(y2=f"{kind.most}:Q"))
-    spec: dict[str, Any] = alt.layer(*layers, height=HEIGHT).to_dict()
-    return spec
+    return layers
 
 
 def _ticks(kind: Kind, top: float) -> dict[str, Any]:

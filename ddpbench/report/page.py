@@ -21,6 +21,7 @@ from ddpbench.report.sections import (
     overview,
     stragglers,
     training,
+    watched,
 )
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ SECTIONS: tuple[MakeSection, ...] = (
     stragglers.section,
     links.section,
     training.section,
+    watched.section,
     capabilities.section,
     examinations.section,
     environment.section,

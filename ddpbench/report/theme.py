@@ -88,6 +88,12 @@ TIME_LABELS = (
     "datum.value >= 1 ? format(datum.value, '~g') + ' s' : datum.value >= 0.001 ? "
     "format(datum.value * 1e3, '~g') + ' ms' : format(datum.value * 1e6, '~g') + ' µs'"
 )
+# The same for an axis that has 0, or times below it.
+SIGNED_TIME_LABELS = (
+    "datum.value == 0 ? '0' : abs(datum.value) >= 1 ? format(datum.value, '~g') + ' s' : "
+    "abs(datum.value) >= 0.001 ? format(datum.value * 1e3, '~g') + ' ms' : "
+    "format(datum.value * 1e6, '~g') + ' µs'"
+)
 RATE_LABELS = "format(datum.value / 1e9, '~g')"  # GB/s
 
 

@@ -50,8 +50,9 @@ FASTEST = slice(3 + 2 * COLUMNS, 3 + 3 * COLUMNS)
 SLOWEST_RANK = slice(3 + 3 * COLUMNS, 3 + 4 * COLUMNS)
 JOB_COLUMNS = 3 + 4 * COLUMNS
 
-# Columns of what is read once a round: the step, then a value or the fields of a Load.
-STEP = 0
+# Columns of what is read once a round: when (of a load the wall time in seconds, of a value the
+# step), then the fields of a Load, or the value.
+WHEN = 0
 READ = slice(1, None)
 
 
@@ -154,7 +155,7 @@ class History:
     def _add_readings(self, round_: Round) -> None:
         number = np.array([self.rounds])
         if round_.load is not None:
-            row = np.array([[self.last_step, *astuple(round_.load)]], dtype=np.float64)
+            row = np.array([[round_.ended_ns * 1e-9, *astuple(round_.load)]], dtype=np.float64)
             self.loads.add(number, row)
         for name, step_and_value in round_.values.items():
             if name in self.values or len(self.values) <= MOST_VALUES:

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ddpbench.records.load import Load
 from ddpbench.records.watched import LOSS, Moment
-from ddpbench.watch.judging.history import EXCESS_OWN, READ, STEP, Floats, History
+from ddpbench.watch.judging.history import EXCESS_OWN, READ, WHEN, Floats, History
 from ddpbench.watch.judging.samples import Samples
 
+Array = npt.NDArray[Any]
 DIGITS = 6  # of a stored mean
 RESOLUTION = 6  # decimals of a lateness in seconds
 
 
 def add_readings(history: History, moments: Sequence[Moment]) -> list[Moment]:
-    """Return the moments with the load, the loss and the values of their steps."""
+    """Return the moments with the load, the loss and the values of their time."""
     if not moments:
         return []
-    loads = _read_load_means(history.loads, moments)
+    ends = np.array([moment.ended for moment in moments])
+    loads = [_make_load(row) for row in _take_means(history.loads, ends).tolist()]
+    steps = np.array([moment.step for moment in moments])
     values: list[dict[str, float]] = [{} for _ in moments]
     for name, kept in history.values.items():
-        read = kept.values[kept.evenly()]
-        means = _take_means(read[:, STEP], read[:, READ], moments)[:, 0]
+        means = _take_means(kept, steps)[:, 0]
         for place in np.flatnonzero(np.isfinite(means)).tolist():
             values[place][name] = float(f"{means[place]:.{DIGITS}g}")
     return [
@@ -37,37 +41,38 @@ def add_readings(history: History, moments: Sequence[Moment]) -> list[Moment]:
 def find_lateness(kept: Samples, moments: Sequence[Moment]) -> tuple[float | None, ...]:
     """Return a rank's own time beyond that of the others, the mean in each moment, in seconds."""
     even = kept.evenly()
-    late = _take_means(kept.number[even], kept.values[even][:, EXCESS_OWN, None], moments)[:, 0]
-    return tuple(round(each, RESOLUTION) if each == each else None for each in late.tolist())
+    steps = np.array([moment.step for moment in moments])
+    excess = kept.values[even][:, EXCESS_OWN, None]
+    late = _find_means(kept.number[even], excess, steps)[:, 0].tolist()
+    return tuple(round(each, RESOLUTION) if math.isfinite(each) else None for each in late)
 
 
-def _read_load_means(kept: Samples, moments: Sequence[Moment]) -> list[Load | None]:
-    read = kept.values[kept.evenly()]
-    means = _take_means(read[:, STEP], read[:, READ], moments)
-    return [_make_load(row) if row[0] == row[0] else None for row in means.tolist()]
-
-
-def _make_load(row: Sequence[float]) -> Load:
+def _make_load(row: Sequence[float]) -> Load | None:
     cores, most_cores, memory, gpu_share, gpu_memory = row
+    if not math.isfinite(cores):
+        return None
     return Load(
         cpu_cores=round(cores, 3),
         most_cpu_cores=round(most_cores, 3),
         memory_nbytes=round(memory),
-        gpu_share=round(gpu_share, 3) if gpu_share == gpu_share else None,
-        gpu_memory_nbytes=round(gpu_memory) if gpu_memory == gpu_memory else None,
+        gpu_share=round(gpu_share, 3) if math.isfinite(gpu_share) else None,
+        gpu_memory_nbytes=round(gpu_memory) if math.isfinite(gpu_memory) else None,
     )
 
 
-def _take_means(
-    steps: npt.NDArray[np.generic], values: npt.NDArray[np.generic], moments: Sequence[Moment]
-) -> Floats:
+def _take_means(kept: Samples, ends: Array) -> Floats:
+    """Return the means of what was read, for each moment."""
+    read = kept.values[kept.evenly()]
+    return _find_means(read[:, WHEN], read[:, READ], ends)
+
+
+def _find_means(when: Array, values: Array, ends: Array) -> Floats:
     """Return the mean of the values of each moment; NaN where it has none, or an unknown one.
 
-    steps: of each value; values: [values, columns]; the result: [moments, columns]. What is newer
-    than the last moment counts there.
+    when: of each value; values: [values, columns]; ends: of the moments, in the unit of `when`; the
+    result: [moments, columns]. What is newer than the last moment counts there.
     """
-    ends = np.array([moment.step for moment in moments])
-    place = np.minimum(np.searchsorted(ends, steps), len(ends) - 1)
+    place = np.minimum(np.searchsorted(ends, when), len(ends) - 1)
     counts = np.bincount(place, minlength=len(ends))
     sums = [np.bincount(place, column, minlength=len(ends)) for column in values.T]
     with np.errstate(invalid="ignore"):

@@ -24,8 +24,10 @@ from ddpbench.watch.judging import history as columns
 from ddpbench.watch.judging import readings
 from ddpbench.watch.judging.history import Calls, Floats, History, who_most_often
 from ddpbench.watch.judging.slow_links import find_rate
+from ddpbench.watch.window import BLOCKED
 
 LATEST = 64  # steps of `Summary.latest`, at most
+MEAN_DECIMALS = 7  # of seconds
 STANDS_OUT = 2.0  # times the share that each rank would have, to be named as last
 
 
@@ -99,6 +101,10 @@ def _medians(values: columns.FloatsOrLess) -> tuple[float, ...]:
     return tuple(np.median(values, axis=0).astype(float).tolist())
 
 
+def _means(values: columns.FloatsOrLess) -> tuple[float, ...]:
+    return tuple(values.astype(float).mean(axis=0).round(MEAN_DECIMALS).tolist())
+
+
 def _phase(name: str, job: Floats, column: int) -> WatchedPhase:
     median, slowest, fastest = (
         float(np.median(job[:, part][:, column]))
@@ -137,10 +143,17 @@ def _ranks(history: History, moments: Sequence[Moment]) -> Iterator[WatchedRank]
     latest_last = sorted(excess, key=excess.__getitem__)[-watched.MOST_RANKS :]
     for rank in sorted(latest_last):
         kept = history.ranks[rank]
-        even = kept.values[kept.evenly()][:, columns.ROW]
+        even = kept.values[kept.evenly()]
         is_late = rank in latest_last[-watched.MOST_LATE :]
-        late = readings.find_lateness(kept, moments) if is_late else ()
-        yield WatchedRank(rank, host_of[rank], _medians(even), kept.steps, late)
+        yield WatchedRank(
+            rank=rank,
+            host=host_of[rank],
+            seconds=_medians(even[:, columns.ROW]),
+            steps=kept.steps,
+            late_seconds=readings.find_lateness(kept, moments) if is_late else (),
+            mean_seconds=_means(even[:, columns.ROW]),
+            extra_seconds=_means(even[:, columns.EXCESS])[:BLOCKED],
+        )
 
 
 def _collectives(history: History) -> list[WatchedCollective]:

@@ -1,0 +1,46 @@
+"""A watched job: its step and its ranks over time, loss and load, collectives and links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ddpbench.records.schema import Run
+from ddpbench.records.watched import Watched
+from ddpbench.report import watched_ranks, watched_time
+from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
+from ddpbench.report.timeline import build_timeline
+
+Row = tuple[Chart, ...]
+
+
+def section(runs: Sequence[ReportRun]) -> Section | None:
+    """Return the charts of all watched jobs; None if no run is of a job with steps or calls."""
+    watched = [run for run in runs if any(_rows(run.run))]
+    if not watched:
+        return None
+    rows = tuple(_rows(watched[0].run))
+    if len(watched) > 1:
+        rows = side_by_side(watched, lambda run: [chart for row in _rows(run.run) for chart in row])
+    return Section(
+        "watch",
+        "Watched job",
+        "Where the time of a step went while the job ran. Seconds are of one step; a rank's own "
+        "time is all but what it is blocked in collectives.",
+        rows=rows,
+    )
+
+
+def _rows(run: Run) -> Iterator[Row]:
+    for result in run.steps:
+        if result.watched is not None:
+            yield from filter(None, _rows_of(run, result.watched, result.case.backend))
+
+
+def _rows_of(run: Run, watched: Watched, backend: str) -> Iterator[Row]:
+    if len(watched.moments) > 1:
+        timeline = build_timeline(run, watched)
+        for chart in watched_time.draw(timeline, backend):
+            yield (chart,)
+    yield (*watched_ranks.draw_ranks(run, watched), *watched_ranks.draw_extra(run, watched))
+    yield tuple(watched_ranks.draw_collectives(watched))
+    yield tuple(watched_ranks.draw_links(run, watched))

@@ -1,0 +1,248 @@
+"""The charts of a watched job over time: parts of a step, lateness, loss and load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from ddpbench.records.table import Table, TableColumn
+from ddpbench.records.watched import COLUMNS, LOSS
+from ddpbench.render.column import digits
+from ddpbench.report import theme
+from ddpbench.report.chart import Chart
+from ddpbench.report.load_charts import EXTENT, load_charts
+from ddpbench.report.timeline import HEIGHT, LOW_HEIGHT, Timeline, find_top
+
+TIME_COLUMNS = (TableColumn("UTC", "left"), TableColumn("step"))
+FEW = 60  # values of a line, each of which has a point
+WIDE = 50.0  # ratio of the largest value to the least, from which an axis is logarithmic
+CUT_NOTE = " Rare larger values are cut off; the table has them."
+
+
+def part_color(legend: bool = True) -> alt.Color:
+    """Return the colours of the parts of a step, the same in all charts."""
+    scale = alt.Scale(domain=list(COLUMNS), range="category")
+    shown = alt.Legend(title=None, columns=3, symbolOpacity=1) if legend else None
+    return alt.Color("part:N", scale=scale, legend=shown)
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Format seconds of a step."""
+    return "-" if seconds is None else f"{digits(seconds * 1e3)} ms"
+
+
+def _table(timeline: Timeline, title: str, columns: Mapping[str, Sequence[Any]]) -> Table:
+    """Return the moments that have a value, each with its values."""
+    rows = zip(
+        timeline.clocks(), (m.step for m in timeline.moments), *columns.values(), strict=True
+    )
+    return Table(
+        title,
+        (*TIME_COLUMNS, *(TableColumn(heading) for heading in columns)),
+        tuple(row for row in rows if any(value is not None for value in row[2:])),
+    )
+
+
+def draw(timeline: Timeline, backend: str) -> Iterator[Chart]:
+    """Yield all charts over time, one below the other on the same axis."""
+    yield draw_parts(timeline)
+    yield from draw_lateness(timeline)
+    yield draw_exposed(timeline)
+    yield from draw_values(timeline)
+    yield from draw_load(timeline, backend)
+
+
+def draw_parts(timeline: Timeline) -> Chart:
+    """Return the parts of the median step, stacked."""
+    moments = timeline.moments
+    parts = {name: [m.seconds[i] for m in moments] for i, name in enumerate(COLUMNS)}
+    texts = {f"{name}_": [milliseconds(value) for value in parts[name]] for name in COLUMNS}
+    steps = {"step_": [milliseconds(m.step_seconds) for m in moments]}
+    data = timeline.frame({**parts, **texts, **steps})
+    top = find_top([sum(m.seconds) for m in moments])
+    names = ", ".join(f"'{name}'" for name in COLUMNS)
+    areas = (
+        alt.Chart(data)
+        .transform_fold(list(COLUMNS), as_=["part", "seconds"])
+        .transform_calculate(order=f"indexof([{names}], datum.part)")
+        .mark_area(clip=True)
+        .encode(
+            x=timeline.x(),
+            y=alt.Y(
+                "seconds:Q",
+                title="time of a step",
+                stack="zero",
+                axis=alt.Axis(labelExpr=theme.SIGNED_TIME_LABELS, minExtent=EXTENT),
+                scale=alt.Scale(domain=[0, top]) if top else alt.Scale(),
+            ),
+            color=part_color(),
+            fillOpacity=alt.value(0.9),
+            order="order:Q",
+        )
+    )
+    tips = [alt.Tooltip(f"{name}_:N", title=name) for name in ("step", *COLUMNS)]
+    layers = [areas, *timeline.draw_rules(labels=True), timeline.cursor(data, tips)]
+    table = {
+        "step ms": [m.step_seconds * 1e3 for m in moments],
+        **{f"{name} ms": [value * 1e3 for value in parts[name]] for name in COLUMNS},
+    }
+    return Chart(
+        "watch-parts",
+        "Parts of a step",
+        "Time of each part in the median rank, median over the steps of each point. Dashed: where "
+        f"a finding begins or ends.{CUT_NOTE if top else ''}",
+        alt.layer(*layers, height=HEIGHT).to_dict(),
+        _table(timeline, "parts of a step", table),
+    )
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The y axis of lines. show: formats a value for a tooltip."""
+
+    title: str
+    show: Callable[[float], str]
+    labels: str  # an expression
+    zero: bool = False
+    top: float | None = None  # where values are cut, above and below 0
+
+
+def draw_lines(
+    timeline: Timeline, values: Mapping[str, Sequence[float | None]], axis: Axis, legend: str = ""
+) -> dict[str, Any]:
+    """Return a line for each name, through the values that are known."""
+    names = list(values)
+    known = [
+        {"at": at, "name": name, "value": value}
+        for name, column in values.items()
+        for at, value in zip(timeline.at, column, strict=True)
+        if value is not None
+    ]
+    colors = alt.Scale(domain=names, range="category")
+    shown = alt.Legend(title=legend or None, columns=4) if len(names) > 1 else None
+    lines = (
+        alt.Chart(pd.DataFrame(known))
+        .mark_line(
+            strokeWidth=1.5,
+            clip=axis.top is not None,
+            point=alt.OverlayMarkDef(size=18) if len(known) <= FEW * len(names) else False,
+        )
+        .encode(
+            x=timeline.x(),
+            y=_y(known, axis),
+            color=alt.Color("name:N", scale=colors, legend=shown),
+        )
+    )
+    some = [any(column[i] is not None for column in values.values()) for i in timeline.places]
+    texts = {f"t{i}": _texts(values[name], axis) for i, name in enumerate(names)}
+    tips = [alt.Tooltip(f"t{i}:N", title=_name(name, legend)) for i, name in enumerate(names)]
+    cursor = timeline.cursor(timeline.frame(texts)[some], tips)
+    layers = [*timeline.draw_rules(), lines, cursor]
+    spec: dict[str, Any] = alt.layer(*layers, height=LOW_HEIGHT).to_dict()
+    return spec
+
+
+def _name(name: str, legend: str) -> str:
+    return f"{legend} {name}" if legend else name
+
+
+def _texts(column: Sequence[float | None], axis: Axis) -> list[str]:
+    return ["-" if value is None else axis.show(value) for value in column]
+
+
+def _y(known: Sequence[Mapping[str, Any]], axis: Axis) -> alt.Y:
+    """Return the y axis: logarithmic for orders of magnitude, unless 0 belongs to it."""
+    numbers = [float(row["value"]) for row in known]
+    if not axis.zero and axis.top is None and 0 < WIDE * min(numbers) < max(numbers):
+        y = theme.log_axis("value:Q", axis.title, numbers, axis.labels)
+        y["axis"]["minExtent"] = EXTENT
+        return y
+    top = {"domain": [-axis.top, axis.top]} if axis.top is not None else {"zero": axis.zero}
+    labels = alt.Axis(tickCount=4, labelExpr=axis.labels, minExtent=EXTENT)
+    return alt.Y("value:Q", title=axis.title, axis=labels, scale=alt.Scale(**top))
+
+
+def draw_exposed(timeline: Timeline) -> Chart:
+    """Return the share of a step that is exposed communication."""
+    shares = [m.exposed_seconds / m.step_seconds if m.step_seconds else 0 for m in timeline.moments]
+    labels = "format(datum.value, '.0%')"
+    axis = Axis("share of a step", lambda share: f"{share:.1%} of a step", labels, zero=True)
+    return Chart(
+        "watch-exposed",
+        "Exposed communication",
+        "The least that any rank was blocked in collectives, as a share of the step; median over "
+        "the steps of each point.",
+        draw_lines(timeline, {"exposed": shares}, axis),
+        _table(timeline, "exposed communication", {"% of step": [100 * s for s in shares]}),
+    )
+
+
+def draw_lateness(timeline: Timeline) -> Iterator[Chart]:
+    """Yield the own time of the latest ranks beyond that of the others, over time."""
+    late = {str(rank): column for rank, column in timeline.late.items()}
+    known = [value for values in late.values() for value in values if value is not None]
+    if len(late) < 2 or not known:
+        return
+    top = find_top([abs(value) for value in known])
+    labels = theme.SIGNED_TIME_LABELS
+    yield Chart(
+        "watch-lateness",
+        "Lateness of the latest ranks",
+        "A rank's own time beyond that of the other ranks, mean over the steps of each point: "
+        f"above 0, the others wait for it.{CUT_NOTE if top else ''}",
+        draw_lines(timeline, late, Axis("late by", milliseconds, labels, top=top), "rank"),
+        _table(
+            timeline,
+            "lateness",
+            {f"rank {n} ms": [None if v is None else v * 1e3 for v in late[n]] for n in late},
+        ),
+    )
+
+
+def draw_values(timeline: Timeline) -> Iterator[Chart]:
+    """Yield the loss, with recorded values that are losses too, and each other recorded value."""
+    moments = timeline.moments
+    values: dict[str, list[float | None]] = {"training loss": [m.loss for m in moments]}
+    for name in dict.fromkeys(name for m in moments for name in m.values):
+        values[name] = [m.values.get(name) for m in moments]
+    known = {n: v for n, v in values.items() if any(x is not None for x in v)}
+    losses = {name: v for name, v in known.items() if name.lower().endswith(LOSS)}
+    if losses:
+        caption = (
+            "The tensor passed to backward, of one step in each round of reports, and losses that "
+            "the script records; medians over ranks."
+        )
+        yield _draw_values(timeline, "watch-loss", "Loss", caption, losses)
+    others = [name for name in known if name not in losses]
+    for number, name in enumerate(others, 1):
+        caption = "Recorded by the script; median over the ranks that recorded it."
+        yield _draw_values(timeline, f"watch-value-{number}", name, caption, {name: known[name]})
+
+
+def _draw_values(
+    timeline: Timeline, name: str, title: str, caption: str, values: dict[str, list[float | None]]
+) -> Chart:
+    axis = Axis(title.lower(), digits, "format(datum.value, '~g')")
+    spec = draw_lines(timeline, values, axis)
+    return Chart(name, title, caption, spec, _table(timeline, title, dict(values)))
+
+
+def draw_load(timeline: Timeline, backend: str) -> Iterator[Chart]:
+    """Yield the use of CPU, memory and GPUs over time, as far as it is known."""
+    facts = [
+        {"at": at, "backend": backend, "time": clock, "step": moment.step}
+        for at, moment, clock in zip(timeline.at, timeline.moments, timeline.clocks(), strict=True)
+    ]
+    loads = zip(facts, (moment.load for moment in timeline.moments), strict=True)
+    yield from load_charts(
+        "watch-load",
+        loads,
+        timeline.x(),
+        "report of the ranks",
+        notes=("time", "step"),
+        behind=list(timeline.draw_rules()),
+    )
