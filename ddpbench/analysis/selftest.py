@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpbench.records.schema import Run
+from ddpbench.records.schema import Finding, Run
 
 PREFIX, STORED = "ddpbench: ", "ddpbench: stored in "
+COMMAND = "selftest"  # of its runs, and their examination
 UNCHECKED = "not checked: "
 
 
@@ -91,3 +92,19 @@ def judge_healthy(code: int, lines: Sequence[str], seconds: float, allowed: Sequ
     said = alarms[0] if alarms else f"exit code {code}"
     right = code == 0 and not alarms
     return Tried("healthy", "nothing", bool(alarms), None, seconds, said, right)
+
+
+def list_findings(rows: Sequence[Tried]) -> tuple[Finding, ...]:
+    """Return an error for each planted fault that was missed, and for each false alarm."""
+    return tuple(
+        Finding(
+            "error",
+            "false-alarm" if row.fault == "healthy" else "fault-missed",
+            f"{row.fault}, {row.planted}: {row.said}",
+            f"python -m ddpbench doctor --selftest {row.fault} --healthy 0"
+            if row.fault != "healthy"
+            else "python -m ddpbench doctor",
+        )
+        for row in rows
+        if row.right is False
+    )

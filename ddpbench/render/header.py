@@ -22,7 +22,8 @@ def header(run: Run) -> list[str]:
     """Return lines that state what was measured, where, and with what."""
     launches = run.launches
     if not launches:
-        return [f"ddpbench {run.command}   {run.id}   nothing was measured"]
+        nothing = "" if run.everything else "   nothing was measured"
+        return [f"ddpbench {run.command}   {run.id}{nothing}"]
     facts: dict[str, Any] = launches[0].facts
     if "tool" in facts:
         return [*_of_another_tool(run, facts["tool"]), _launches(run)]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from ddpbench.analysis.selftest import Tried
+from ddpbench.records.table import Table, TableColumn
 from ddpbench.render.column import Column, text_column
 from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 
@@ -47,6 +48,30 @@ def _text(rows: Sequence[Tried], style: Style) -> str:
     wrong = [f"{row.fault}, {row.planted}: {row.said}" for row in rows if row.right is False]
     blocks = [style.rows(rows, COLUMNS), verdict(rows), style.gap.join(wrong)]
     return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def build_table(rows: Sequence[Tried]) -> Table:
+    """Return the table of a stored self-test, with messages cut to a line."""
+    words = ("fault", "planted", "found", "named")
+    return Table(
+        "planted faults",
+        (
+            *(TableColumn(word, "left") for word in words),
+            TableColumn("seconds", decimals=1),
+            TableColumn("message", "left"),
+        ),
+        tuple(
+            (
+                row.fault,
+                row.planted,
+                _answer(row.found, row),
+                _answer(row.named, row),
+                row.seconds,
+                _short(row.said),
+            )
+            for row in rows
+        ),
+    )
 
 
 def _answer(answer: bool | None, row: Tried) -> str:

@@ -8,22 +8,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from ddpbench.analysis import selftest
 from ddpbench.analysis.selftest import Tried
 from ddpbench.launch import placement
 from ddpbench.launch.placement import Refused
 from ddpbench.records import store
-from ddpbench.records.schema import Run
-from ddpbench.render.selftest import FORMATS
+from ddpbench.records.schema import Examination, Plan, Run
+from ddpbench.records.terminal_text import tell
+from ddpbench.render.selftest import FORMATS, build_table, verdict
 from ddpbench.selftest import ranks, trials
 from ddpbench.selftest.hosts import PORT, Hosts
 from ddpbench.selftest.ranks import Done
 from ddpbench.selftest.trials import Trial
+from ddpbench.session import run_folder
 from ddpbench.session.progress import open_progress
 
-ALLOWED = ("--selftest", "--healthy", "--format")
+ALLOWED = ("--selftest", "--healthy", "--format", "--output")
 RANKS = 2  # of a healthy run
 HEALTHY = Trial(
     "healthy",
@@ -37,22 +41,30 @@ HEALTHY = Trial(
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run the trials and print the table; return 0 if all outcomes are as expected, else 1.
 
-    Raises Refused if an argument is unknown to the self-test or a launcher has started it.
+    With --output the rows are stored as a run, after every trial: figures {"trials": [a `Tried`,
+    …]}. Raises Refused if an argument is unknown to the self-test or a launcher has started it.
     """
     _check(options.format, arguments)
+    folder = _create(options.output, arguments) if options.output else None
     chosen = [trial for trial in trials.TRIALS if trial.fault in options.selftest]
     chosen += [HEALTHY] * (1 if options.healthy is None else options.healthy)
     rows: list[Tried] = []
     with (
-        tempfile.TemporaryDirectory(prefix="ddpbench-") as folder,
+        tempfile.TemporaryDirectory(prefix="ddpbench-") as scratch,
         open_progress("selftest", len(chosen)) as progress,
     ):
         for number, trial in enumerate(chosen, 1):
             progress.describe(f"{trial.fault}, {trial.planted}")
-            rows.append(run_trial(trial, Path(folder, str(number))))
+            rows.append(run_trial(trial, Path(scratch, str(number))))
+            if folder is not None:
+                _store(folder, rows)
             progress.advance(1)
+    code = int(any(row.right is False for row in rows))
+    if folder is not None:
+        _store(folder, rows, state="complete", exit_code=code, ended=store.format_now())
+        tell(f"stored in {folder}")
     sys.stdout.write(FORMATS[options.format](rows))
-    return int(any(row.right is False for row in rows))
+    return code
 
 
 def run_trial(trial: Trial, folder: Path) -> Tried:
@@ -107,6 +119,37 @@ def _run_on_hosts(trial: Trial, command: list[str]) -> Done:
         outcomes = bench.run(commands, None, trial.seconds, **variables)
     stderr = "".join(done.stderr for done in outcomes)
     return Done(max(done.returncode for done in outcomes), "", stderr)
+
+
+def _create(output: str, arguments: Sequence[str]) -> Path:
+    """Create the folder of the run. Raises Refused if it cannot be written."""
+    record = Run(
+        id="",
+        command=selftest.COMMAND,
+        command_line=("ddpbench", "doctor", *arguments),
+        plan=Plan(),
+        started=store.format_now(),
+    )
+    try:
+        return store.create(Path(output), record, selftest.COMMAND)
+    except OSError as error:
+        raise Refused(run_folder.explain_unwritable(error)) from None
+
+
+def _store(folder: Path, rows: Sequence[Tried], **end: Any) -> None:
+    """Store the trials so far. end: fields of the run that tell how it ended."""
+    examination = Examination(
+        name=selftest.COMMAND,
+        launch=0,
+        backend="gloo",
+        seconds=sum(row.seconds or 0.0 for row in rows),
+        told=(verdict(rows),),
+        findings=selftest.list_findings(rows),
+        figures={"trials": [asdict(row) for row in rows]},
+        tables=(build_table(rows),),
+    )
+    run = replace(store.read(folder), examinations=(examination,), findings=examination.findings)
+    store.write(folder, replace(run, **end))
 
 
 def _read_run(folder: Path) -> Run | None:
