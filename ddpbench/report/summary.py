@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import groupby
 
-from ddpbench.analysis import flags, lines, step_lines, steps
+from ddpbench.analysis import flags, lines, selftest, step_lines, steps
 from ddpbench.analysis.lines import Line
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.sizes import readable
@@ -24,6 +24,8 @@ def summarise(run: Run) -> str:
     """Return a paragraph on the run."""
     if not run.everything:
         return "Nothing was measured."
+    if run.command == selftest.COMMAND:
+        return f"Self-test: {doctor.verdict(run)}."
     sentences = [_what(run), *_collectives(run), *_steps(run)]
     if header.of_doctor(run):
         sentences.append(f"{doctor.verdict(run)}.")

@@ -46,5 +46,5 @@ def _row(trial: Mapping[str, Any]) -> tuple[Any, ...]:
         ANSWERS[trial["found"]],
         ANSWERS[trial["named"]],
         trial["seconds"],
-        trial["said"],
+        trial["said"].partition(". Next: ")[0],
     )
