@@ -65,24 +65,27 @@ class Timeline:
             axis=alt.Axis(tickCount=8, grid=False, labelFlush=True),
         )
 
-    def cursor(self, data: pd.DataFrame, tips: Sequence[alt.Tooltip]) -> alt.Chart:
-        """Return a rule at the moment nearest to the pointer, with its tooltip."""
+    def draw_cursor(
+        self, data: pd.DataFrame, tips: Sequence[alt.Tooltip]
+    ) -> tuple[alt.Chart, alt.Chart]:
+        """Return a rule at the moment nearest to the pointer, and what shows its tooltip.
+
+        A selection of the nearest point would do, but its tooltips have no text: Vega-Lite looks
+        for that in the wrong place. So each moment has an invisible span.
+        """
+        middles = (data["at"].to_numpy()[1:] + data["at"].to_numpy()[:-1]) / 2
+        spans = data.assign(begin=[0.0, *middles], end=[*middles, self.last])
         near = alt.selection_point(
-            name="near", nearest=True, on="pointerover", clear="pointerout", fields=["at"],
-            empty=False,
-        )  # fmt: skip
-        times = [alt.Tooltip("clock:N", title="time"), alt.Tooltip("step:Q", title="step")]
-        rule: alt.Chart = (
-            alt.Chart(data)
-            .mark_rule()
-            .encode(
-                x=self.x(),
-                opacity=alt.condition(near, alt.value(0.8), alt.value(0)),
-                tooltip=[*times, *tips],
-            )
-            .add_params(near)
+            name="near", on="pointerover", clear="pointerout", fields=["at"], empty=False
         )
-        return rule
+        shown = alt.condition(near, alt.value(0.8), alt.value(0))
+        times = [alt.Tooltip("clock:N", title="time"), alt.Tooltip("step:Q", title="step")]
+        base = alt.Chart(spans)
+        rule = base.mark_rule(tooltip=None).encode(x=self.x(), opacity=shown)
+        area = base.mark_rect(opacity=0).encode(
+            x=alt.X("begin:Q", title=self.x()["title"]), x2="end:Q", tooltip=[*times, *tips]
+        )
+        return rule, area.add_params(near)
 
     def draw_rules(self, labels: bool = False) -> Iterator[alt.Chart]:
         """Yield a dashed rule for each beginning and end of a finding."""

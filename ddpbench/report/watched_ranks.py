@@ -13,9 +13,10 @@ from ddpbench.records.watched import COLUMNS, Watched, WatchedCollective, Watche
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart
 from ddpbench.report.sections.links import MOST_VALUES, build_matrix, draw_matrix
-from ddpbench.report.watched_time import milliseconds, part_color
+from ddpbench.report.watched_time import milliseconds, part_scale
 
 ROW, LEAST_HEIGHT = 22, 60  # pixels
+PARTS = alt.Legend(title=None, columns=3, values=list(COLUMNS))
 ROOM = 1.5  # length of an axis, in lengths of its longest bar: room for a text
 MOST_BARS = 12  # collectives
 OWN = COLUMNS[:-1]
@@ -51,7 +52,7 @@ def draw_ranks(run: Run, watched: Watched) -> Iterator[Chart]:
                 scale=alt.Scale(domain=[0, longest * (ROOM if marked else 1)], nice=False),
             ),
             y=y,
-            color=part_color(),
+            color=alt.Color("part:N", scale=part_scale(), legend=PARTS),
             order="order:Q",
             tooltip=[
                 alt.Tooltip("rank:N", title="rank"),
@@ -192,7 +193,7 @@ def draw_collectives(watched: Watched) -> Iterator[Chart]:
         f"How long the earliest rank waits for the latest, median over calls, per {what}; beside "
         "each bar the rank that is last most often, in which share of the calls.",
         alt.layer(
-            marks.encode(color=part_color(legend=False)),
+            marks.encode(color=alt.Color("part:N", scale=part_scale(), legend=None)),
             text,
             height=max(LEAST_HEIGHT, ROW * len(bars)),
         ).to_dict(),

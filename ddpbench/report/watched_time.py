@@ -10,7 +10,7 @@ import altair as alt
 import pandas as pd
 
 from ddpbench.records.table import Table, TableColumn
-from ddpbench.records.watched import COLUMNS, LOSS
+from ddpbench.records.watched import COLUMNS, LOSS, PHASES
 from ddpbench.render.column import digits
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart
@@ -20,14 +20,20 @@ from ddpbench.report.timeline import HEIGHT, LOW_HEIGHT, Timeline, find_top
 TIME_COLUMNS = (TableColumn("UTC", "left"), TableColumn("step"))
 FEW = 60  # values of a line, each of which has a point
 WIDE = 50.0  # ratio of the largest value to the least, from which an axis is logarithmic
+STROKES = alt.Legend(
+    title=None,
+    columns=3,
+    values=list(COLUMNS),
+    symbolType="stroke",
+    symbolStrokeWidth=9,
+    symbolSize=160,
+)
 CUT_NOTE = " Rare larger values are cut off; the table has them."
 
 
-def part_color(legend: bool = True) -> alt.Color:
-    """Return the colours of the parts of a step, the same in all charts."""
-    scale = alt.Scale(domain=list(COLUMNS), range="category")
-    shown = alt.Legend(title=None, columns=3, symbolOpacity=1) if legend else None
-    return alt.Color("part:N", scale=scale, legend=shown)
+def part_scale() -> alt.Scale:
+    """Return the colours of the parts of a step, the same in all charts; the last is grey."""
+    return alt.Scale(domain=[*PHASES, "-", "--", COLUMNS[-1]], range="category")
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -69,7 +75,7 @@ def draw_parts(timeline: Timeline) -> Chart:
         alt.Chart(data)
         .transform_fold(list(COLUMNS), as_=["part", "seconds"])
         .transform_calculate(order=f"indexof([{names}], datum.part)")
-        .mark_area(clip=True)
+        .mark_area(clip=True, strokeWidth=0)
         .encode(
             x=timeline.x(),
             y=alt.Y(
@@ -79,13 +85,16 @@ def draw_parts(timeline: Timeline) -> Chart:
                 axis=alt.Axis(labelExpr=theme.SIGNED_TIME_LABELS, minExtent=EXTENT),
                 scale=alt.Scale(domain=[0, top]) if top else alt.Scale(),
             ),
-            color=part_color(),
+            fill=alt.Fill("part:N", scale=part_scale(), legend=STROKES),
             fillOpacity=alt.value(0.9),
+            # A legend of areas would have the opacity of the theme's bands.
+            stroke=alt.Stroke("part:N", scale=part_scale(), legend=STROKES),
             order="order:Q",
         )
     )
-    tips = [alt.Tooltip(f"{name}_:N", title=name) for name in ("step", *COLUMNS)]
-    layers = [areas, *timeline.draw_rules(labels=True), timeline.cursor(data, tips)]
+    tips = [alt.Tooltip(f"{name}_:N", title=name) for name in COLUMNS]
+    tips.insert(0, alt.Tooltip("step_:N", title="whole step"))
+    layers = [areas, *timeline.draw_cursor(data, tips), *timeline.draw_rules(labels=True)]
     table = {
         "step ms": [m.step_seconds * 1e3 for m in moments],
         **{f"{name} ms": [value * 1e3 for value in parts[name]] for name in COLUMNS},
@@ -140,8 +149,8 @@ def draw_lines(
     some = [any(column[i] is not None for column in values.values()) for i in timeline.places]
     texts = {f"t{i}": _texts(values[name], axis) for i, name in enumerate(names)}
     tips = [alt.Tooltip(f"t{i}:N", title=_name(name, legend)) for i, name in enumerate(names)]
-    cursor = timeline.cursor(timeline.frame(texts)[some], tips)
-    layers = [*timeline.draw_rules(), lines, cursor]
+    cursor = timeline.draw_cursor(timeline.frame(texts)[some], tips)
+    layers = [lines, *cursor, *timeline.draw_rules()]
     spec: dict[str, Any] = alt.layer(*layers, height=LOW_HEIGHT).to_dict()
     return spec
 
