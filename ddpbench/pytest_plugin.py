@@ -8,6 +8,7 @@ def test_step(ddp_benchmark):
 
 pytest --benchmark-autosave                       each test: 6 launches of fresh processes
 pytest --benchmark-autosave --ddpbench-compare    exit code 1 where a test has become slower
+pytest --ddpbench-report tests.html               a page with all launches, and the verdicts
 
 Keywords are the options of `ddpbench collectives` and `ddpbench ddp`; other options go into
 options=("--async", "--import=mine"). If ddpbench is installed, every pytest loads this module, so
@@ -66,6 +67,8 @@ class Suite:
     storage: str = ""
     measured: dict[str, Measured] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
+    page: Path | None = None  # the file that was requested
+    page_line: str = ""  # what became of it
 
 
 LEARNT_FROM = 20  # newest saved runs, which show how a machine drifts
@@ -108,6 +111,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "test was not SLOWER)",
     )
     add(
+        "--ddpbench-report",
+        metavar="FILE.html",
+        help="write a page with the launches of each test, and its verdict with "
+        "--ddpbench-compare; needs pip install 'ddpbench[report]' (default: no page)",
+    )
+    add(
         "--ddpbench-margin",
         type=_above_zero,
         default=3.0,
@@ -125,7 +134,7 @@ def _above_zero(text: str) -> float:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Read the saved runs to compare with, before this session saves anything."""
-    suite = session.config.stash[SUITE] = Suite()
+    suite = session.config.stash[SUITE] = Suite(page=_find_page(session.config))
     wanted = session.config.getoption("--ddpbench-compare")
     if wanted is None:
         return
@@ -143,6 +152,19 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             f"--ddpbench-compare={wanted}: {suite.storage} has no such run: give its number as "
             "=0001, the path of a file, or nothing for the newest"
         )
+
+
+def _find_page(config: pytest.Config) -> Path | None:
+    """Return the file of the page that is requested. Raises UsageError if it cannot be made."""
+    name = config.getoption("--ddpbench-report")
+    if name is None or hasattr(config, "workerinput"):  # a worker of xdist
+        return None
+    from ddpbench.report import file
+
+    path: Path = config.invocation_params.dir / name
+    if wrong := file.explain_missing("--ddpbench-report") or file.explain_unusable(path):
+        raise pytest.UsageError(wrong)
+    return path
 
 
 def _saved(files: Sequence[tuple[Path, Any]], accepted_only: bool) -> dict[str, list[Measured]]:
@@ -318,7 +340,23 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
         suite.rows = regression.judge_tests(suite.saved, suite.measured, margin)
         if session.exitstatus == 0 and verdict.SLOWER in regression.counts(suite.rows):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if suite.page is not None:
+        suite.page_line = _write_page(suite, suite.page)
     return (yield)
+
+
+def _write_page(suite: Suite, path: Path) -> str:
+    """Write the page; return a line on it. An error leaves the exit code of the tests."""
+    if not suite.measured:
+        return "no page was written: no test measured anything"
+    try:
+        from ddpbench.report import file
+        from ddpbench.report.sections import tests
+
+        file.write(path, (), [tests.section(suite.measured, suite.rows)], "Tests of ranks")
+    except Exception as error:
+        return f"no page was written, the exit code is that of the tests: {error}"
+    return f"page written to {path}"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -346,6 +384,8 @@ def pytest_terminal_summary(
             terminalreporter.section("ddpbench: compared with saved runs, by launches")
             text = regression.table(suite.rows) if suite.saved else _base_line(config, suite)
             terminalreporter.write_line(text)
+        if suite.page_line:
+            terminalreporter.write_line(f"ddpbench: {suite.page_line}")
 
 
 def _base_line(config: pytest.Config, suite: Suite) -> str:

@@ -148,11 +148,8 @@ def _layers(data: pd.DataFrame) -> alt.LayerChart:
     color = alt.Color("verdict:N", scale=colors, legend=legend)
     texts = [alt.Tooltip(f"{name}:N") for name in TEXTS if data[name].any()]
     ends = data[["low", "high", "margin_low", "margin_high"]]
-    ticks = choose_ticks(float(ends.min().min()), float(ends.max().max()))
-    axis = alt.Axis(values=ticks, labelExpr=CHANGE_LABELS, orient="top", labelOverlap=True)
-    scale = alt.Scale(type="log", nice=False, padding=12)
     band = base.mark_rule(opacity=0.2, strokeWidth=ROW_HEIGHT).encode(
-        x=alt.X("margin_low:Q", title="change of the time", scale=scale, axis=axis),
+        x=change_axis("margin_low", float(ends.min().min()), float(ends.max().max())),
         x2="margin_high:Q",
     )
     interval = base.mark_rule(strokeWidth=2).encode(
@@ -167,10 +164,24 @@ def _layers(data: pd.DataFrame) -> alt.LayerChart:
     return alt.LayerChart(layer=[band, interval, dot], height=ROW_HEIGHT * len(data))
 
 
+def change_axis(field: str, low: float, high: float) -> alt.X:
+    """Return the x channel of ratios of times from `low` to `high`: a logarithmic axis."""
+    low, high = min(low, 0.99), max(high, 1.01)
+    axis = alt.Axis(
+        values=choose_ticks(low, high),
+        labelExpr=CHANGE_LABELS,
+        labelOverlap="greedy",
+        orient="top",
+        grid=True,
+    )
+    scale = alt.Scale(type="log", domain=[low, high], nice=False, padding=12)
+    return alt.X(f"{field}:Q", title="change of the time", scale=scale, axis=axis)
+
+
 def choose_ticks(low: float, high: float) -> list[float]:
     """Return ratios of round percentages from `low` to `high`, far enough apart for labels.
 
-    low, high: ratios, at most and at least 1.
+    low, high: ratios, below and above 1.
     """
     gap, ticks = math.log(high / low) / TICKS, [1.0]
     for side in (LESS, MORE):
