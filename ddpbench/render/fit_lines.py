@@ -52,19 +52,14 @@ def format_half(half: Estimate) -> str:
     return format_estimate(half, 1 / size, f" {prefix}{'iB' if prefix else 'B'}")
 
 
-def why_not(one: Fit) -> str:
-    """State why some or all sizes of a fit have no line; "" if all have one."""
-    if one.reason:
-        return one.reason
-    misses = [
-        f"{format_sizes(segment)}: no line describes the times (at {readable(segment.miss[0])} "
-        f"{digits(segment.miss[1])} times that of the line)"
-        for segment in one.segments
-        if segment.miss
-    ]
-    unknown = [
-        f"{format_sizes(segment)}: the launches differ too much for a figure"
-        for segment in one.segments
-        if not (segment.miss or segment.valid)
-    ]
-    return "; ".join([*misses, *unknown])
+def explain_missing(one: Fit) -> list[tuple[str, str]]:
+    """Return the sizes for which a fit has no line, each with the reason."""
+    missing = []
+    for segment in one.segments:
+        if segment.miss:
+            nbytes, factor = segment.miss
+            why = f"at {readable(nbytes)} the time is {factor:.2g} × that of the best line"
+            missing.append((format_sizes(segment), why))
+        elif not segment.valid:
+            missing.append((format_sizes(segment), "the launches differ too much"))
+    return missing

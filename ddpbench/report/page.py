@@ -17,6 +17,8 @@ from ddpbench.report.sections import (
     collectives,
     environment,
     examinations,
+    fits,
+    guidelines,
     links,
     overview,
     selftest,
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 SECTIONS: tuple[MakeSection, ...] = (
     overview.section,
     collectives.section,
+    fits.section,
+    guidelines.section,
     cases.section,
     stragglers.section,
     links.section,
