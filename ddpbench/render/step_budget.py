@@ -18,13 +18,13 @@ NAME = 24  # characters of a parameter's name
 def budget(group: list[StepLine], run: Run, style: Style) -> str:
     """Format the parts of a step and what could be gained; empty if no part is known."""
     measured = [line for line in group if line.summary and line.summary.budget]
-    known = [line for line in measured if any(map(_known, _parts(line)))]
+    known = [line for line in measured if any(map(is_known, _parts(line)))]
     cells = [row for line in known for row in with_backend(line, list(_rows(line)))]
     headings = ["backend", "part of a step", "ms", "95 %", "% of step"]
-    body = [style.table(cells, headings, headings[:2]), *_gain(known)] if known else []
+    body = [style.table(cells, headings, headings[:2]), *gain(known)] if known else []
     if few := [line.case.backend for line in measured if line not in known]:
         body.append(f"no budget on {', '.join(few)}: it needs six rounds, or six launches")
-    body += [text for line in measured for text in _timers(line)]
+    body += [text for line in measured for text in timers(line)]
     return style.block("budget", style.gap.join(body), 1) if body else ""
 
 
@@ -32,7 +32,7 @@ def _parts(line: StepLine) -> tuple[Part, ...]:
     return line.summary.budget if line.summary else ()
 
 
-def _known(part: Part) -> bool:
+def is_known(part: Part) -> bool:
     return part.resolved or part.figure.interval is not None
 
 
@@ -49,7 +49,7 @@ def _rows(line: StepLine) -> Iterator[list[str]]:
             yield ["= step", ms(total, total), span(line.interval, total), "100.0"]
 
 
-def _gain(known: list[StepLine]) -> Iterator[str]:
+def gain(known: list[StepLine]) -> Iterator[str]:
     """State what could be gained at most if communication took no time."""
     factors = [(line.case.backend, _factor(line)) for line in known]
     gains = [f"{factor} faster on {backend}" for backend, factor in factors if factor]
@@ -69,7 +69,7 @@ def _factor(line: StepLine) -> str | None:
     return f"×{speed_up.value:.2f} [{low:.2f} … {high:.2f}]"
 
 
-def _timers(line: StepLine) -> Iterator[str]:
+def timers(line: StepLine) -> Iterator[str]:
     timers = line.summary.timers if line.summary else {}
     if timers:
         texts = [f"{name} {ms(seconds, line.seconds)}" for name, seconds in timers.items()]
@@ -83,7 +83,7 @@ def buckets(group: list[StepLine], run: Run, style: Style) -> str:
         return ""
     headings = ["backend", "#", "MB", "n", "parameters", "ready after ms", "wire ms", "wait ms"]
     table = style.table(cells, [*headings, "late rank"], ("backend", "parameters"))
-    costs = [f"{cost} on {line.case.backend}" for line in group for cost in _observer(line)]
+    costs = [f"{cost} on {line.case.backend}" for line in group for cost in observer_cost(line)]
     note = [f"timing the buckets lengthens a step by {', '.join(costs)}"] if costs else []
     return style.block("buckets", style.gap.join([table, *note]), 1)
 
@@ -115,7 +115,7 @@ def _bucket_rows(line: StepLine) -> list[list[str]]:
 
 
 def _bucket_row(bucket: Bucket, step: float | None) -> list[str]:
-    first, last = _short(bucket.first), _short(bucket.last)
+    first, last = shorten(bucket.first), shorten(bucket.last)
     return [
         str(bucket.index),
         f"{bucket.nbytes / 1e6:.2f}",
@@ -128,12 +128,12 @@ def _bucket_row(bucket: Bucket, step: float | None) -> list[str]:
     ]
 
 
-def _short(name: str) -> str:
+def shorten(name: str) -> str:
     return name if len(name) <= NAME else f"…{name[1 - NAME :]}"
 
 
-def _observer(line: StepLine) -> Iterator[str]:
+def observer_cost(line: StepLine) -> Iterator[str]:
     part = line.summary.observer if line.summary and line.summary.buckets else None
-    if part is not None and _known(part):
+    if part is not None and is_known(part):
         value, interval = bounded(part, line.seconds)
         yield f"{value} ms {interval}"

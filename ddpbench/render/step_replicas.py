@@ -25,15 +25,15 @@ def replicas(group: list[StepLine], run: Run, style: Style) -> str:
     width = max(len(line.case.backend) for line in group)
     texts = []
     for line in group:
-        lines = [*_verdict(line, run.plan.verify)]
-        if below := [*_cost(line), *_losses(line)]:
+        lines = [*verdict(line, run.plan.verify)]
+        if below := [*verification_cost(line), *_losses(line)]:
             lines.append("; ".join(below))
         names = [line.case.backend, *[""] * len(lines)]
         texts += [f"{name:<{width}}  {text}" for name, text in zip(names, lines, strict=False)]
     return style.block("replicas", style.gap.join(texts), 1) if texts else ""
 
 
-def _verdict(line: StepLine, every: int) -> Iterator[str]:
+def verdict(line: StepLine, every: int) -> Iterator[str]:
     replicas = line.replicas
     if replicas is None:
         if line.summary is not None:
@@ -66,7 +66,7 @@ def _failure(replicas: Replicas) -> str:
     return f"{verdict} after step {replicas.first_bad}{before}{after}"
 
 
-def _cost(line: StepLine) -> Iterator[str]:
+def verification_cost(line: StepLine) -> Iterator[str]:
     replicas = line.replicas
     if replicas is not None and replicas.cost is not None:
         share = "" if replicas.share is None else f" = {percent(replicas.share)} % of a step"

@@ -17,6 +17,10 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-se
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a7a00", "#666666")
 DARK = ("#56b4e9", "#ff8c42", "#2fd0a0", "#e39bc6", "#f2b632", "#8ecbf5", "#f0e442", "#aaaaaa")
 BACKENDS = ("gloo", "mpi", "nccl")  # the first colours are theirs on every page
+# Of a step, in the order of the colours: computing is blue, and what costs time is warm.
+PHASES = ("forward", "blocked", "optimizer", "input", "transfer", "backward", "other", "unknown")
+# Of replicas, in the order of the colours: equal is green, what is wrong is warm.
+VERDICTS = ("not verified", "NOT EQUAL", "equal", "NOT FINITE", "went wrong")
 
 
 # Of a heat map, from little to much: grey printers and colour-blind readers see the same order.
@@ -116,6 +120,16 @@ def other_colors(names: Sequence[str]) -> alt.Scale:
 
 def _ordered(backends: Iterable[str]) -> list[str]:
     return [*BACKENDS, *sorted(set(backends) - set(BACKENDS))]
+
+
+def named_color(field: str, names: Sequence[str], shown: Iterable[str]) -> alt.Color:
+    """Return the channel of a field whose values have the same colours everywhere.
+
+    names: all values, in the order of the colours: PHASES or VERDICTS. shown: those in the legend.
+    """
+    legend = alt.Legend(title=None, values=list(shown), symbolType="square")
+    scale = alt.Scale(domain=list(names), range="category")
+    return alt.Color(f"{field}:N", scale=scale, legend=legend)
 
 
 def size_axis(title: str = "message size", sizes: Iterable[float] = ()) -> alt.X:

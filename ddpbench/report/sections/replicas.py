@@ -1,0 +1,153 @@
+"""Whether the replicas were equal, since when they were not, and what the proof cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from ddpbench.analysis import step_lines
+from ddpbench.analysis.step_lines import StepLine
+from ddpbench.records.schema import Replicas
+from ddpbench.records.table import Table, TableColumn
+from ddpbench.render.step_columns import ms, percent, span
+from ddpbench.render.step_replicas import verdict
+from ddpbench.report import theme
+from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
+
+NOT_VERIFIED, DIFFERENT, EQUAL, NOT_FINITE, WRONG = theme.VERDICTS
+ROW = 34  # pixels of a case
+MOST_TENSORS = 6  # that are named
+COLUMNS = {  # heading → whether it is aligned left
+    "workload": True, "backend": True, "launch": False, "verdict": True, "verified steps": False,
+    "equal until step": False, "first bad step": False, "ranks": True, "tensors": True,
+    "verification ms": False, "95 %": False, "% of a step": False,
+}  # fmt: skip
+
+
+def section(runs: Sequence[ReportRun]) -> Section | None:
+    """Return the verdicts of all cases; None if no run verified its replicas."""
+    rows = side_by_side(runs, lambda run: list(_charts(run)))
+    if not rows:
+        return None
+    lines = dict.fromkeys(line for run in runs for line in _sentences(run))
+    return Section("replicas", "Replicas", lines=tuple(lines), rows=rows)
+
+
+def _verified(run: ReportRun) -> Iterator[tuple[StepLine, int, Replicas]]:
+    """Yield each case, the number of its launch from 1, and what was found."""
+    for line in step_lines.lines(run.run):
+        for number, result in enumerate(line.results, 1):
+            if result.replicas is not None:
+                yield line, number, result.replicas
+
+
+def _sentences(run: ReportRun) -> Iterator[str]:
+    """Yield the verdict on each case; the findings of a failure are in the summary of the page."""
+    for line in step_lines.lines(run.run):
+        if (replicas := line.replicas) is not None:
+            first, *more = verdict(line, run.run.plan.verify)
+            texts = (
+                [first, *more[:1]] if replicas.failed or replicas.not_compared else [first, *more]
+            )
+            yield " ".join(f"{text.strip()}." for text in [_who(line) + first, *texts[1:]])
+
+
+def _who(line: StepLine) -> str:
+    return f"{line.case.workload} on {line.case.backend}: "
+
+
+def _charts(run: ReportRun) -> Iterator[Chart]:
+    """Yield the table of all cases, drawn over the steps if the replicas ever failed."""
+    verified = list(_verified(run))
+    if not verified:
+        return
+    failed = [each for each in verified if each[2].failed and each[2].first_bad is not None]
+    caption = "Replicas are compared bit for bit. Cost: median over verifications, slowest rank."
+    if failed:
+        caption = (
+            "What the verifications found over the steps of a case, warm-up included. Went "
+            f"wrong: in one of these steps. {caption}"
+        )
+    columns = tuple(
+        TableColumn(name, "left" if left else "right") for name, left in COLUMNS.items()
+    )
+    rows = tuple(_cells(*each) for each in verified)
+    yield Chart(
+        "replicas",
+        "Verified steps",
+        caption,
+        _draw(verified) if failed else None,
+        Table("replicas", columns, rows),
+    )
+
+
+def _state(replicas: Replicas) -> str:
+    if not replicas.failed:
+        return EQUAL
+    return NOT_FINITE if replicas.equal else DIFFERENT
+
+
+def _cells(line: StepLine, launch: int, replicas: Replicas) -> tuple[Any, ...]:
+    cost, more = replicas.cost, len(replicas.tensors) - MOST_TENSORS
+    tensors = ", ".join(replicas.tensors[:MOST_TENSORS]) + (f" and {more} more" if more > 0 else "")
+    return (
+        line.case.workload,
+        line.case.backend,
+        launch,
+        _state(replicas) + ("" if not replicas.not_compared else ", not all compared"),
+        replicas.verified,
+        replicas.equal_until,
+        replicas.first_bad,
+        ", ".join(map(str, replicas.ranks)) or "-",
+        tensors or "-",
+        "-" if cost is None else ms(cost.value, line.seconds),
+        "-" if cost is None else span(cost.interval, line.seconds),
+        percent(replicas.share),
+    )
+
+
+def _draw(verified: Sequence[tuple[StepLine, int, Replicas]]) -> dict[str, Any]:
+    frame = pd.DataFrame([bar for each in verified for bar in _bars(*each)])
+    cases, backends = list(dict.fromkeys(frame["case"])), list(dict.fromkeys(frame["backend"]))
+    shown = [name for name in (EQUAL, WRONG, DIFFERENT, NOT_FINITE) if name in set(frame["found"])]
+    fields = ("case", "found", "steps", "ranks", "tensors")
+    chart = (
+        theme.choose_backends(alt.Chart(frame), backends)
+        .mark_bar(height={"band": 0.6})
+        .encode(
+            x=alt.X("begin:Q", title="step", scale=alt.Scale(nice=False),
+                    axis=alt.Axis(format="d", tickMinStep=1)),
+            x2="end:Q",
+            y=alt.Y("case:N", title=None, sort=cases, axis=alt.Axis(labelLimit=160)),
+            color=theme.named_color("found", theme.VERDICTS, shown),
+            tooltip=[alt.Tooltip(field=field, type="nominal") for field in fields],
+        )
+        .properties(height=len(cases) * ROW)
+    )  # fmt: skip
+    spec: dict[str, Any] = chart.to_dict()
+    return spec
+
+
+def _bars(line: StepLine, launch: int, replicas: Replicas) -> Iterator[dict[str, Any]]:
+    """Yield what was found over the steps: a bar ends with the step after which it was found."""
+    launches = f", launch {launch}" if len(line.results) > 1 else ""
+    until, bad, last = replicas.equal_until or 0, replicas.first_bad, replicas.last_step
+    ends = [(EQUAL, 0, until), (WRONG, until, last if bad is None else bad)]
+    if bad is not None:
+        ends.append((_state(replicas), bad, last))
+    for found, begin, end in ends:
+        if end > begin:
+            wrong = found != EQUAL
+            yield {
+                "case": f"{line.case.workload} on {line.case.backend}{launches}",
+                "backend": line.case.backend,
+                "begin": begin,
+                "end": end,
+                "found": found,
+                "steps": f"{begin + 1} to {end}" if end > begin + 1 else f"{end}",
+                "ranks": ", ".join(map(str, replicas.ranks)) if wrong and replicas.ranks else "-",
+                "tensors": ", ".join(replicas.tensors[:MOST_TENSORS]) if wrong else "-",
+            }

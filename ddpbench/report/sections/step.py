@@ -1,0 +1,80 @@
+"""Where the time of a DDP step goes: its timeline by rank, its budget, and its buckets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from ddpbench.analysis import step_lines
+from ddpbench.analysis.step_lines import StepLine
+from ddpbench.records.schema import StepCase
+from ddpbench.records.table import Table, TableColumn
+from ddpbench.render import step_budget, step_tables
+from ddpbench.render.column import common_legend, rows_by_backend
+from ddpbench.render.step_columns import STEP_COLUMNS
+from ddpbench.report import step_charts
+from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
+from ddpbench.report.step_timeline import timeline
+
+NAMES = (
+    "backend", "step_ms", "interval", "samples_per_second", "forward_ms", "backward_ms",
+    "optimizer_ms", "slowest_rank", "flags",
+)  # fmt: skip
+
+
+def section(runs: Sequence[ReportRun]) -> Section | None:
+    """Return the charts of all measured steps; None if no run measured any."""
+    rows = side_by_side(runs, lambda run: list(_charts(run)))
+    if not rows:
+        return None
+    notes = dict.fromkeys(note for run in runs for group in _groups(run) for note in _notes(group))
+    return Section("step", "DDP step", lines=tuple(notes), rows=rows)
+
+
+def _groups(run: ReportRun) -> list[list[StepLine]]:
+    """Return the measured steps by workload; those of a watched job have a section of their own."""
+    groups: dict[StepCase, list[StepLine]] = {}
+    for line in step_lines.lines(run.run):
+        if line.summary is not None and not any(result.watched for result in line.results):
+            groups.setdefault(step_lines.same_but_backend(line.case), []).append(line)
+    return list(groups.values())
+
+
+def _charts(run: ReportRun) -> Iterator[Chart]:
+    for number, group in enumerate(_groups(run)):
+        workload = group[0].case.workload
+        name = "-".join(["step", re.sub(r"\W+", "-", workload, flags=re.ASCII).strip("-")])
+        name += f"-{number + 1}" if number else ""
+        yield _steps(group, name)
+        for line in group:
+            title = f"A step of {workload} on {line.case.backend}"
+            if chart := timeline(run, line, f"{name}-{line.case.backend}", title):
+                yield chart
+        if chart := step_charts.budget(group, f"{name}-budget"):
+            yield chart
+        if chart := step_charts.buckets(group, f"{name}-buckets"):
+            yield chart
+
+
+def _steps(group: Sequence[StepLine], name: str) -> Chart:
+    """Return the terminal's table of a workload's steps."""
+    rows = rows_by_backend(group, NAMES, STEP_COLUMNS)
+    legend = [step_tables.LEGEND["step"], step_tables.LEGEND["slowest"]]
+    table = Table(
+        "steps",
+        tuple(
+            TableColumn(STEP_COLUMNS[name].heading, "left" if STEP_COLUMNS[name].left else "right")
+            for name in NAMES
+        ),
+        tuple(tuple(row.values()) for row in rows),
+        (*legend, *common_legend(rows, group, NAMES, step_lines.FLAGS)),
+    )
+    return Chart(name, group[0].case.workload, step_tables.title(group[0].case), None, table)
+
+
+def _notes(group: Sequence[StepLine]) -> Iterator[str]:
+    """Yield what could be gained, and what was not measured."""
+    known = [line for line in group if line.summary and line.summary.budget]
+    notes = [note for line in group for result in line.results for note in result.notes]
+    for note in (*step_budget.gain(known), *notes):
+        yield f"{group[0].case.workload}: {note}."

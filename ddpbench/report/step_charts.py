@@ -1,0 +1,280 @@
+"""The budget of a DDP step as bars, and its buckets by size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from ddpbench.analysis import steps
+from ddpbench.analysis.step_lines import StepLine
+from ddpbench.records.schema import Bucket, Interval, Part
+from ddpbench.records.table import Table, TableColumn
+from ddpbench.render.step_budget import is_known, observer_cost, shorten, timers
+from ddpbench.render.step_columns import ms, percent, span, uncertain
+from ddpbench.report import theme
+from ddpbench.report.chart import Chart
+
+STEP, LATE = "= step", "waiting for a rank"
+PARTS = (*steps.CHAINS[0], STEP, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, LATE)
+BAR, BETWEEN = 15, 9  # pixels: height of a bar, and what is between two parts
+ROOM = 1.2  # of the longest bar, for the text behind it
+
+
+def budget(lines: Sequence[StepLine], name: str) -> Chart | None:
+    """Return the parts of a workload's step on all backends; None if none is known."""
+    known = [line for line in lines if any(is_known(part) for part in _parts(line))]
+    if not known:
+        return None
+    frame = pd.DataFrame([row for line in known for row in _bars(line)])
+    launches = pd.DataFrame([row for line in known for row in _launches(line, frame)])
+    if len(launches):
+        frame["right"] = _reach(frame, launches)
+    of = "launches" if len(launches) else "rounds"
+    caption = (
+        f"Median over {of}, and share of the step. Each part begins where "
+        "the one before ends; exposed transfer and overhead make up the exposed communication, "
+        "hidden communication lies before it. Pale and in parentheses: not clearly above 0."
+    )
+    if frame["low"].notna().any():
+        caption += " Rules: 95 % interval."
+    if len(launches):
+        caption += " Ticks: the launches."
+    table = _budget_table(frame, [text for line in known for text in timers(line)])
+    return Chart(name, "Budget of a step", caption, _draw_budget(frame, launches), table)
+
+
+def _parts(line: StepLine) -> tuple[Part, ...]:
+    return line.summary.budget if line.summary else ()
+
+
+def _bars(line: StepLine) -> Iterator[dict[str, Any]]:
+    """Yield a bar for each part of the step, and for the step."""
+    seconds = line.seconds or 0.0
+    yield from _chain(line, steps.CHAINS[0], 0.0)
+    if line.part(steps.EXPOSED):
+        yield _bar(line, STEP, 0.0, seconds, line.interval)
+    before = [line.part(name) for name in steps.CHAINS[0] if name != steps.EXPOSED]
+    exposed = sum(part.figure.value for part in before if part)
+    yield from _chain(line, (steps.TRANSFER, steps.OVERHEAD), exposed)
+    if hidden := line.part(steps.HIDDEN):
+        bar = _bar(line, steps.HIDDEN, exposed - hidden.figure.value, exposed, None, part=hidden)
+        if bounds := hidden.figure.interval:  # at its begin
+            bar |= {"low": exposed - bounds.high, "high": exposed - bounds.low}
+        yield bar
+    if late := line.part(steps.WAITING):
+        yield _bar(line, LATE, 0.0, late.figure.value, late.figure.interval, part=late)
+
+
+def _chain(line: StepLine, names: Sequence[str], begin: float) -> Iterator[dict[str, Any]]:
+    for name in names:
+        if part := line.part(name):
+            end = begin + part.figure.value
+            yield _bar(line, name, begin, end, part.figure.interval, part=part)
+            begin = end
+
+
+def _bar(
+    line: StepLine,
+    name: str,
+    begin: float,
+    end: float,
+    interval: Interval | None,
+    *,
+    part: Part | None = None,
+) -> dict[str, Any]:
+    """Return a bar. interval: of its length; drawn at its end."""
+    step, length = line.seconds, end - begin
+    own = part.figure.interval if part else line.interval
+    share = percent(length / step) if step else "-"
+    rank = f": rank {part.rank}" if part and part.rank is not None and part.resolved else ""
+    return {
+        "part": name,
+        "backend": line.case.backend,
+        "begin": begin,
+        "end": end,
+        "low": begin + interval.low if interval else None,
+        "high": begin + interval.high if interval else None,
+        "right": max(begin, end, begin + interval.high if interval else end),
+        "resolved": part is None or part.resolved,
+        "ms": uncertain(part, ms(length, step)) if part else ms(length, step),
+        "interval": span(own, step),
+        "share": (uncertain(part, f"{share} %") if part else f"{share} %") + rank,
+    }
+
+
+def _launches(line: StepLine, frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield where the parts of each launch end, if there are several."""
+    if len(line.results) < 2:
+        return
+    own = frame[frame["backend"] == line.case.backend].set_index("part")
+    for number, result in enumerate(line.results, 1):
+        if result.summary is None:
+            continue
+        values = {part.name: part.figure.value for part in result.summary.budget}
+        values[STEP] = result.summary.step.value
+        for name, seconds in values.items():
+            if name not in own.index:
+                continue
+            hidden = name == steps.HIDDEN
+            at = own.at[name, "end"] - seconds if hidden else own.at[name, "begin"] + seconds
+            text = f"{ms(seconds, line.seconds)} ms"
+            yield {
+                "part": name,
+                "backend": line.case.backend,
+                "at": at,
+                "ms": text,
+                "launch": number,
+            }
+
+
+def _reach(frame: pd.DataFrame, launches: pd.DataFrame) -> list[float]:
+    """Return the right end of each bar and its ticks."""
+    ticks = launches.groupby(["part", "backend"])["at"].max().to_dict()
+    keys = zip(frame["part"], frame["backend"], frame["right"], strict=True)
+    return [max(right, ticks.get((part, backend), right)) for part, backend, right in keys]
+
+
+def _draw_budget(frame: pd.DataFrame, launches: pd.DataFrame) -> dict[str, Any]:
+    backends = list(dict.fromkeys(frame["backend"]))
+    parts = [name for name in PARTS if name in set(frame["part"])]
+    ends = pd.concat([frame["begin"], frame["low"], frame["right"]]).astype(float)
+    most, least = float(ends.max()), min(0.0, float(ends.min()))
+    x = alt.X(
+        "begin:Q",
+        title="time of a step",
+        scale=alt.Scale(domain=[least, most * ROOM], nice=False),
+        axis=alt.Axis(labelExpr=theme.SIGNED_TIME_LABELS, tickCount=6),
+    )
+    y = alt.Y("part:N", title=None, sort=parts, axis=alt.Axis(labelLimit=150, grid=False))
+    offset = alt.YOffset("backend:N", sort=backends)
+    tips = [alt.Tooltip(field=f, type="nominal") for f in ("part", "backend", "ms", "interval")]
+    tips.append(alt.Tooltip("share:N", title="of the step"))
+    base = theme.choose_backends(alt.Chart(frame), backends).encode(y=y, yOffset=offset)
+    bars = base.mark_bar(height={"band": 0.85}).encode(
+        x=x,
+        x2="end:Q",
+        color=theme.backend_color(backends),
+        opacity=alt.condition("datum.resolved", alt.value(1.0), alt.value(0.35)),
+        tooltip=tips,
+    )
+    texts = base.mark_text(align="left", dx=5, fontSize=11).encode(x="right:Q", text="share:N")
+    layers = [bars, texts]
+    if frame["low"].notna().any():
+        rules = base.mark_rule(strokeWidth=1.5).encode(x="low:Q", x2="high:Q", tooltip=tips)
+        layers.append(rules.transform_filter("isValid(datum.low)"))
+    if len(launches):
+        tips = [alt.Tooltip(field=f, type="nominal") for f in ("part", "launch", "backend", "ms")]
+        ticks = theme.choose_backends(alt.Chart(launches), backends).mark_tick(thickness=1.5)
+        layers.append(ticks.encode(y=y, yOffset=offset, x="at:Q", tooltip=tips))
+    height = len(parts) * (len(backends) * BAR + BETWEEN)
+    spec: dict[str, Any] = alt.layer(*layers, height=height).to_dict()
+    return spec
+
+
+def _budget_table(frame: pd.DataFrame, legend: Sequence[str]) -> Table:
+    names = ("backend", "part", "ms", "interval", "share")
+    headings = ("backend", "part of a step", "ms", "95 %", "of the step")
+    columns = (TableColumn(h, "left" if i < 2 else "right") for i, h in enumerate(headings))
+    rows = frame[list(names)].itertuples(index=False, name=None)
+    return Table("budget", tuple(columns), tuple(rows), tuple(legend))
+
+
+def buckets(lines: Sequence[StepLine], name: str) -> Chart | None:
+    """Return DDP's buckets on all backends; None if they were not timed."""
+    timed = [(line, bucket) for line in lines if line.summary for bucket in line.summary.buckets]
+    if not timed:
+        return None
+    several = len({bucket.index for _, bucket in timed}) > 1
+    caption = (
+        "Wire: from the handover of the last rank until the bucket is reduced, including earlier "
+        "buckets in the queue; median over rounds, of the rank that waits least."
+    )
+    if several and any(bucket.wire.interval for _, bucket in timed):
+        caption += " Rules: 95 % interval."
+    if several and any(bucket.late_rank is not None for _, bucket in timed):
+        caption += " Circled: the others wait for one rank."
+    table = Table(
+        "buckets",
+        tuple(
+            TableColumn(heading, "left" if heading in ("backend", "parameters") else "right")
+            for heading in (
+                *("backend", "#", "MB", "n", "parameters", "ready after ms", "wire ms", "95 %"),
+                *("wait ms", "late rank"),
+            )
+        ),
+        tuple(_bucket_cells(line, bucket) for line, bucket in timed),
+        tuple(
+            f"timing the buckets lengthens a step by {cost} on {line.case.backend}"
+            for line in lines
+            for cost in observer_cost(line)
+        ),
+    )
+    spec = _draw_buckets(timed) if several else None
+    return Chart(name, "Buckets", caption, spec, table)
+
+
+def _bucket_cells(line: StepLine, bucket: Bucket) -> tuple[str, ...]:
+    first, last = shorten(bucket.first), shorten(bucket.last)
+    return (
+        line.case.backend,
+        str(bucket.index),
+        f"{bucket.nbytes / 1e6:.2f}",
+        str(bucket.parameters),
+        first if bucket.parameters == 1 else f"{first} … {last}",
+        ms(bucket.handed_seconds, line.seconds),
+        ms(bucket.wire.value, line.seconds),
+        span(bucket.wire.interval, line.seconds),
+        ms(bucket.wait.value, line.seconds),
+        "-" if bucket.late_rank is None else str(bucket.late_rank),
+    )
+
+
+def _draw_buckets(timed: Sequence[tuple[StepLine, Bucket]]) -> dict[str, Any]:
+    frame = pd.DataFrame([_point(line, bucket) for line, bucket in timed])
+    backends = list(dict.fromkeys(frame["backend"]))
+    x = alt.X(
+        "nbytes:Q",
+        title="size of the bucket",
+        scale=alt.Scale(zero=True),
+        axis=alt.Axis(labelExpr="format(datum.value / 1e6, '~g') + ' MB'", tickCount=5),
+    )
+    y = alt.Y(
+        "seconds:Q",
+        title="wire time",
+        axis=alt.Axis(labelExpr=theme.SIGNED_TIME_LABELS, tickCount=5),
+    )
+    fields = ("bucket", "backend", "size", "wire", "interval", "wait", "late rank")
+    tips = [alt.Tooltip(field=field, type="nominal") for field in fields]
+    base = theme.choose_backends(alt.Chart(frame), backends).encode(x=x, tooltip=tips)
+    color = theme.backend_color(backends)
+    layers = [base.mark_point(size=60).encode(y=y, color=color)]
+    if frame["low"].notna().any():
+        low = alt.Y("low:Q", title="wire time")
+        rules = base.mark_rule().encode(y=low, y2="high:Q", color=color)
+        layers.append(rules.transform_filter("isValid(datum.low)"))
+    if (frame["late rank"] != "-").any():
+        ring = base.mark_point(style="marked", size=220).encode(y="seconds:Q")
+        layers.append(ring.transform_filter("datum['late rank'] != '-'"))
+    spec: dict[str, Any] = alt.layer(*layers, height=220).to_dict()
+    return spec
+
+
+def _point(line: StepLine, bucket: Bucket) -> dict[str, Any]:
+    interval = bucket.wire.interval
+    backend, index, size, _, _, _, wire, bounds, wait, late = _bucket_cells(line, bucket)
+    return {
+        "nbytes": bucket.nbytes,
+        "seconds": bucket.wire.value,
+        "low": interval.low if interval else None,
+        "high": interval.high if interval else None,
+        "bucket": index,
+        "backend": backend,
+        "size": f"{size} MB",
+        "wire": f"{wire} ms",
+        "interval": bounds,
+        "wait": f"{wait} ms",
+        "late rank": late,
+    }
