@@ -15,6 +15,7 @@ from ddpbench.report.chart import Chart, ReportRun, Section
 from ddpbench.report.examined import arrange, describe, find_examinations
 
 MOST_VALUES = 12  # ends of a matrix whose cells show their values
+ROOMY = 8  # ends whose values have room on a phone in the usual size
 LOGARITHMIC = 8.0  # ratio of the largest value to the least from which colours are logarithmic
 MIDDLE = 0.5  # of the colours: the ink of a value changes there
 PHONE, CHARACTER = 280, 7  # pixels: width of all columns on a phone, width of a character
@@ -53,12 +54,16 @@ def draw_matrix(cells: pd.DataFrame, ends: Sequence[str], kind: str, unit: str) 
     )
     heat = base.mark_rect().encode(color=alt.Color("value:Q", title=unit, scale=scale))
     layers: list[alt.Chart] = [heat]
-    if len(ends) <= MOST_VALUES:
+    small = len(ends) <= MOST_VALUES
+    if small:
         for style, chosen in (("on-low", "!datum.beyond"), ("on-high", "datum.beyond")):
-            values = base.mark_text(style=style, fontSize=11).encode(text="value:N")
+            values = base.mark_text(style=style, fontSize=11 if len(ends) <= ROOMY else 9).encode(
+                text="value:N"
+            )
             layers.append(values.transform_filter(chosen))
     if cells["slow"].any():
-        layers.append(base.mark_rect(style="marked").transform_filter("datum.slow"))
+        outline = base.mark_rect(style="marked", strokeWidth=2.5 if small else 1)
+        layers.append(outline.transform_filter("datum.slow"))
     height = min(HEIGHT, max(LEAST_HEIGHT, ROW * len(ends)))
     spec: dict[str, Any] = alt.layer(*layers, height=height).to_dict()
     return spec
@@ -67,7 +72,7 @@ def draw_matrix(cells: pd.DataFrame, ends: Sequence[str], kind: str, unit: str) 
 def build_matrix(cells: pd.DataFrame, ends: Sequence[str], kind: str, unit: str) -> Table:
     """Return the values of `draw_matrix` as a table; a slow one is marked by "slow"."""
     values = {
-        (a, b): f"{value} slow" if slow else value
+        (a, b): f"{value:g} slow" if slow else value
         for a, b, value, slow in zip(
             *(cells[c] for c in ("from", "to", "value", "slow")), strict=True
         )
@@ -94,7 +99,9 @@ def _band(ends: Sequence[str]) -> alt.Scale:
 
 def _labels(ends: Sequence[str]) -> alt.Axis:
     level = len(ends) > MOST_VALUES or max(map(len, ends)) * len(ends) * CHARACTER < PHONE
-    return alt.Axis(labelAngle=0 if level else -40, labelOverlap=True, labelLimit=120)
+    return alt.Axis(
+        labelAngle=0 if level else -40, labelOverlap=True, labelSeparation=6, labelLimit=120
+    )
 
 
 def _charts(run: ReportRun) -> Iterator[Chart]:
@@ -123,7 +130,7 @@ def _matrices(figures: Mapping[str, Any], name: str, where: str) -> Iterator[Cha
     bandwidth = base.assign(value=(rates / scale).map(_rounded))
     if alone and frame["at_once"].notna().any():
         at_once = (frame["at_once"].astype(float) / scale).map(_rounded)
-        bandwidth["all pairs at once"] = [None if pd.isna(v) else f"{v} {unit}" for v in at_once]
+        bandwidth["all pairs at once"] = [None if pd.isna(v) else f"{v:g} {unit}" for v in at_once]
     latency = base.assign(value=(frame["s"] * 1e6).map(_rounded), slow=False)
     ends = list(labels.values())
     outlined = " Outlined: slow each time it was measured." if slow else ""

@@ -167,7 +167,7 @@ def _tabulate(dots: pd.DataFrame, title: str, unit: str) -> Table:
     """Return a row for each rank, a column for each series of each launch."""
     columns = list(dict.fromkeys(zip(dots["where"], dots["series"], strict=True)))
     cells = {
-        (rank, where, series): f"{value} {mark}".strip() if mark else value
+        (rank, where, series): f"{value:g} {mark}" if mark else value
         for rank, where, series, value, mark in zip(
             *(dots[name] for name in ("rank", "where", "series", "value", "mark")), strict=True
         )

@@ -1,0 +1,144 @@
+"""Measured links on a page: matrices of what each rank or host sends to each other one."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from stored_runs import a_run
+
+from ddpbench.doctor import stored
+from ddpbench.records.schema import Examination
+from ddpbench.report.chart import Chart, ReportRun
+from ddpbench.report.sections import links
+
+
+def figures(ranks: int, hosts: int = 1, *again: dict[str, Any], **other: Any) -> dict[str, Any]:
+    """What the doctor stores of links at about 1 GB/s, half of that when all send at once."""
+    rate = np.random.default_rng(0).uniform(0.9e9, 1.1e9, (ranks, ranks)).tolist()
+    return {
+        "ends": [[rank, f"host{rank * hosts // ranks}"] for rank in range(ranks)],
+        "kind": "ranks", "pairs": ranks * (ranks - 1) // 2, "rounds": ranks, "seconds": 0.1,
+        "halved": False, "again": list(again),
+        "cells": [[a, b, rate[a][b], rate[a][b] / 2, 5e-5]
+                  for a in range(ranks) for b in range(ranks) if a != b],
+        **other,
+    }  # fmt: skip
+
+
+def slow(kind: str, one: list[int], other: list[int], ways: str = "both") -> dict[str, Any]:
+    """A confirmed suspect, as the doctor stores it."""
+    return {"kind": kind, "one": one, "other": other, "ways": ways, "confirmed": True}
+
+
+def run_of(*measured: dict[str, Any]) -> ReportRun:
+    """A run with an examination of links in each launch."""
+    each = [Examination("links", n, "gloo", 1.0, figures=f) for n, f in enumerate(measured)]
+    return ReportRun("a-run", stored.add_tables(a_run(examinations=tuple(each))))
+
+
+def charts(*measured: dict[str, Any]) -> list[Chart]:
+    """The charts of such a run."""
+    section = links.section([run_of(*measured)])
+    assert section is not None
+    return [chart for row in section.rows for chart in row]
+
+
+def cells(chart: Chart) -> list[dict[str, Any]]:
+    """The values that a chart shows."""
+    assert chart.spec is not None
+    (rows,) = chart.spec["datasets"].values()
+    return list(rows)
+
+
+def outlined(chart: Chart) -> set[tuple[str, str]]:
+    """The ways that a chart outlines."""
+    return {(cell["from"], cell["to"]) for cell in cells(chart) if cell["slow"]}
+
+
+def test_bandwidth_and_latency_stand_beside_each_other() -> None:
+    """Each with its unit, each direction in a cell of its own, and the same values in the table."""
+    section = links.section([run_of(figures(3))])
+    assert section is not None
+    ((bandwidth, latency),) = section.rows
+    assert "MB/s" in bandwidth.caption
+    assert {(c["from"], c["to"]) for c in cells(bandwidth)} == {
+        (a, b) for a in "012" for b in "012" if a != b
+    }
+    first = cells(bandwidth)[0]
+    assert first["all pairs at once"] == f"{first['value'] / 2:.3g} MB/s"
+    assert bandwidth.table.rows[0][:3] == ("0", None, first["value"])
+    assert {c["value"] for c in cells(latency)} == {50.0}
+
+
+@pytest.mark.parametrize(
+    ("suspect", "ways"),
+    [
+        (slow("rank", [0], [3]), {("0", "3"), ("3", "0")}),
+        (slow("rank", [0], [3], "receives"), {("3", "0")}),
+        (slow("rank", [2], [], "sends"), {("2", "0"), ("2", "1"), ("2", "3")}),
+        (slow("host", [0], [2]), {(a, b) for a in "01" for b in "23"}
+         | {(b, a) for a in "01" for b in "23"}),
+        ({**slow("rank", [0], [3]), "confirmed": False}, set()),
+    ],
+)  # fmt: skip
+def test_what_the_doctor_confirmed_is_outlined(
+    suspect: dict[str, Any], ways: set[tuple[str, str]]
+) -> None:
+    """A link, one direction, an end, or all ranks of two hosts; the table says "slow" there."""
+    names = {str(r): f"{r} host{r // 2}" for r in range(4)}
+    bandwidth, latency = charts(figures(4, 2, suspect))
+    assert outlined(bandwidth) == {(names[a], names[b]) for a, b in ways}
+    assert ("Outlined" in bandwidth.caption) == bool(ways)
+    marked = [cell for row in bandwidth.table.rows for cell in row if str(cell).endswith("slow")]
+    assert len(marked) == len(ways)
+    assert outlined(latency) == set()
+
+
+def test_many_ranks_stay_small() -> None:
+    """64 ranks: no values in the cells, colour and tooltip only, and below 400 kB."""
+    bandwidth, latency = charts(figures(64, 8, slow("rank", [5], [60])))
+    assert outlined(bandwidth) == {("5", "60"), ("60", "5")}
+    for chart in (bandwidth, latency):
+        assert chart.spec is not None
+        assert "text" not in [layer["mark"]["type"] for layer in chart.spec["layer"]]
+        assert chart.spec["height"] < 400
+        columns = {name: [row[name] for row in cells(chart)] for name in cells(chart)[0]}
+        assert len(json.dumps(columns)) < 400_000
+
+
+def test_rates_of_different_magnitude_have_logarithmic_colours() -> None:
+    """Memory and a slow network in one matrix: each has a colour of its own."""
+    mixed = figures(3)
+    mixed["cells"][0][2] = 1e7
+    log, linear = (charts(f)[0].spec for f in (mixed, figures(3)))
+    assert log is not None
+    assert linear is not None
+    assert log["layer"][0]["encoding"]["color"]["scale"]["type"] == "log"
+    assert linear["layer"][0]["encoding"]["color"]["scale"]["domain"][0] == 0
+
+
+def test_pairs_across_a_cut_only() -> None:
+    """Ranks in halves are measured at once only: these rates are shown, and said so."""
+    halves = figures(4, halved=True)
+    halves["cells"] = [[a, b, None, 2e9, 5e-5] for a in (0, 1) for b in (2, 3)]
+    bandwidth, _ = charts(halves)
+    assert {cell["value"] for cell in cells(bandwidth)} == {2.0}
+    assert "all pairs at once" in bandwidth.caption
+
+
+def test_launches_have_names_of_their_own() -> None:
+    """Two launches are two pairs of charts; without any examination there is no section."""
+    found = charts(figures(2), figures(2))
+    assert len({chart.name for chart in found}) == 4
+    assert [chart.title for chart in found[::2]] == ["Bandwidth, launch 0", "Bandwidth, launch 1"]
+    assert links.section([ReportRun("a", a_run())]) is None
+
+
+def test_a_run_whose_links_have_no_figures_shows_its_lines() -> None:
+    """One rank has no links; the reason stands there."""
+    reason = "links: there is only one rank"
+    one = Examination("links", 0, "gloo", 1.0, unchecked=(reason,))
+    section = links.section([ReportRun("a", a_run(examinations=(one,)))])
+    assert section is not None
+    assert (section.rows, section.lines) == ((), (f"Not checked: {reason}.",))
