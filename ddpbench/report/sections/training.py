@@ -24,7 +24,7 @@ KINDS = ("training", "validation")
 NUMBERS = "format(datum.value, '~g')"
 STROKES = alt.Legend(title=None, symbolType="stroke", symbolSize=220)
 
-Trained = tuple[StepLine, int, tuple[Epoch, ...]]  # a case, its launch, and the epochs of that
+Trained = tuple[StepLine, int, tuple[Epoch, ...]]  # a case, its launch from 1, its epochs
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
@@ -45,9 +45,9 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
 
 def _trained(run: ReportRun) -> list[Trained]:
     return [
-        (line, result.launch, result.epochs)
+        (line, number, result.epochs)
         for line in step_lines.lines(run.run)
-        for result in line.results
+        for number, result in enumerate(line.results, 1)
         if result.epochs
     ]
 
@@ -71,7 +71,7 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
 def _facts(line: StepLine, launch: int, chosen: Sequence[Trained]) -> dict[str, Any]:
     """Return what tells the lines of a chart apart."""
     several = len({number for _, number, _ in chosen}) > 1
-    return {"backend": line.case.backend} | ({"launch": launch + 1} if several else {})
+    return {"backend": line.case.backend} | ({"launch": launch} if several else {})
 
 
 def _epoch_axis(field: str, chosen: Sequence[Trained]) -> alt.X:
@@ -178,7 +178,7 @@ def _table(chosen: Sequence[Trained]) -> Table:
     rows = [
         (
             line.case.backend,
-            *([launch + 1] if several else []),
+            *([launch] if several else []),
             epoch.number,
             digits(epoch.train_loss),
             digits(epoch.validation_loss),

@@ -1,0 +1,234 @@
+"""A DDP step on a page: its timeline by rank, its budget and its buckets."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from stored_steps import a_step_case, a_step_result, a_step_run, a_step_summary, step_samples
+
+from ddpbench.analysis import step_lines, steps
+from ddpbench.records.schema import Run, StepCase
+from ddpbench.report.chart import Chart, ReportRun
+from ddpbench.report.sections import step
+from ddpbench.report.step_timeline import MOST_LANES
+from ddpbench.session.summary import step_columns
+
+
+def a_report(run: Run, label: str = "a run", **samples: Any) -> ReportRun:
+    """A run of the page whose samples are those of `step_samples` with these arguments."""
+    report = ReportRun(label, run, Path())
+    columns = [
+        pd.DataFrame(step_columns(result.case.key, result.launch, step_samples(**samples)))
+        for result in run.steps
+    ]
+    vars(report)["samples"] = pd.concat(columns)  # as if read from the folder
+    return report
+
+
+def charts(*runs: ReportRun) -> dict[str, Chart]:
+    """The charts of these runs' section by name."""
+    section = step.section(runs)
+    made = [chart for row in section.rows for chart in row] if section else []
+    assert len({chart.name for chart in made}) == len(made)
+    return {chart.name: chart for chart in made}
+
+
+def spans(chart: Chart) -> pd.DataFrame:
+    """What a timeline draws."""
+    assert chart.spec is not None
+    (rows,) = chart.spec["datasets"].values()
+    return pd.DataFrame(rows)
+
+
+def lane(chart: Chart, rank: int) -> pd.DataFrame:
+    """What a timeline draws of one rank, by what it is."""
+    drawn = spans(chart)
+    return drawn[drawn["lane"] == f"rank {rank}"].set_index("what")
+
+
+LATE = {"late": (1, 12.0), "noise": 0.001}
+
+
+def late_run(case: StepCase | None = None, **more: Any) -> ReportRun:
+    """A run in which the forward of rank 1 takes 12 ms longer."""
+    summary = a_step_summary(**LATE, **more)
+    return a_report(a_step_run(a_step_result(case, summary=summary)), **LATE, **more)
+
+
+def test_a_timeline_has_the_times_of_each_rank() -> None:
+    """Forward, backward until the last handover, the wait for it, and the optimizer follow each
+    other; the late rank's forward is longer by what the other rank is blocked longer."""
+    chart = charts(late_run())["step-mlp-gloo"]
+    early, late = lane(chart, 0), lane(chart, 1)
+    assert early.loc["forward", "end"] == pytest.approx(15e-3, rel=0.01)
+    assert late.loc["forward", "end"] == pytest.approx(27e-3, rel=0.01)
+    for own in (early, late):
+        phases = own[own["phase"] != "transfer"]
+        assert list(phases["phase"]) == ["forward", "backward", "blocked", "optimizer"]
+        assert list(phases["begin"])[1:] == list(phases["end"])[:-1]
+    blocked = [own.loc["blocked", "end"] - own.loc["blocked", "begin"] for own in (early, late)]
+    assert blocked[0] - blocked[1] == pytest.approx(12e-3, rel=0.05)
+    assert early.loc["blocked", "begin"] == pytest.approx((15 + 43.2) * 1e-3, rel=0.01)
+
+
+def test_a_bucket_is_pale_while_it_waits_for_the_late_rank() -> None:
+    """Only the early rank waits, for as long as the other is late; the transfer takes as long in
+    both. The late rank is marked."""
+    chart = charts(late_run())["step-mlp-gloo"]
+    early, late = lane(chart, 0), lane(chart, 1)
+    wait = early.loc["bucket 0, 4.00 MB: wait"]
+    assert wait["pale"]
+    assert wait["end"] - wait["begin"] == pytest.approx(12e-3, rel=0.05)
+    for own in (early, late):
+        span = own.loc["bucket 0, 4.00 MB: transfer"]
+        assert not span["pale"]
+        assert span["end"] - span["begin"] == pytest.approx(8e-3, rel=0.05)
+    assert "'rank 1: late'" in str(chart.spec)
+    assert "'rank 0'" in str(chart.spec)
+
+
+def test_lanes_do_not_cover_each_other() -> None:
+    """A lane's buckets lie above its compute, and its lowest pixel above the next lane."""
+    drawn = spans(charts(late_run(buckets=40))["step-mlp-gloo"])
+    first = drawn[drawn["lane"] == "rank 0"]
+    compute = first["phase"] != "transfer"
+    assert first[~compute]["bottom"].max() <= first[compute]["top"].min()
+    assert first["bottom"].max() < drawn[drawn["lane"] == "rank 1"]["top"].min()
+    assert drawn["top"].min() >= 0
+    assert (drawn["bottom"] - drawn["top"]).min() >= 1
+
+
+def test_of_many_ranks_those_are_drawn_that_compute_longest_and_shortest() -> None:
+    """The late rank is among them, and the caption says how many there are."""
+    case = a_step_case(world_size=64, ranks_per_host=(64,))
+    summary = a_step_summary(world=64, rounds=8, late=(33, 12.0))
+    report = a_report(
+        a_step_run(a_step_result(case, summary=summary)), world=64, rounds=8, late=(33, 12.0)
+    )
+    chart = charts(report)["step-mlp-gloo"]
+    lanes = set(spans(chart)["lane"])
+    assert len(lanes) == MOST_LANES
+    assert "rank 33" in lanes
+    assert f"{MOST_LANES} of 64 ranks" in chart.caption
+
+
+def test_without_samples_a_timeline_is_of_the_slowest_rank() -> None:
+    """The stored figures are enough for one lane."""
+    summary = a_step_summary()
+    chart = charts(ReportRun("a", a_step_run(a_step_result(summary=summary))))["step-mlp-gloo"]
+    drawn = spans(chart).set_index("what")
+    assert set(drawn["lane"]) == {"slowest rank"}
+    assert drawn.loc["forward", "end"] == summary.phases[0].slowest.value
+    transfer = drawn.loc["bucket 3, 4.00 MB: transfer"]
+    assert transfer["end"] - transfer["begin"] == pytest.approx(summary.buckets[3].wire.value)
+    assert "slowest rank of each step" in chart.caption
+
+
+def test_the_last_backward_of_several_ends_the_step() -> None:
+    """With micro-batches, the last bucket is reduced where all backwards together end."""
+    drawn = lane(charts(late_run(a_step_case(accumulate=3)))["step-mlp-gloo"], 0)
+    reduced = drawn[drawn["phase"] == "transfer"]["end"].max()
+    assert reduced == pytest.approx(drawn.loc["blocked", "end"])
+
+
+def test_launches_are_shown_one_at_a_time() -> None:
+    """Each launch is a choice with its own data and table; the first is drawn."""
+    results = [a_step_result(launch=n, summary=a_step_summary(seed=n)) for n in range(3)]
+    chart = charts(a_report(a_step_run(*results)))["step-mlp-gloo"]
+    assert [choice.label for choice in chart.choices] == ["launch 1", "launch 2", "launch 3"]
+    assert chart.spec
+    (name,) = chart.spec["datasets"]
+    first = chart.choices[0].data[name]
+    assert list(first["begin"]) == [row["begin"] for row in chart.spec["datasets"][name]]
+    assert chart.table == chart.choices[0].table
+
+
+def test_the_parts_of_a_budget_adjoin() -> None:
+    """Compute, copies and exposed communication add up to the step; the exposed communication is
+    covered by transfer and overhead, and hidden communication ends where it begins."""
+    summary = a_step_summary()
+    report = ReportRun("a", a_step_run(a_step_result(summary=summary)))
+    chart = charts(report)["step-mlp-budget"]
+    assert chart.spec
+    (rows,) = chart.spec["datasets"].values()
+    bars = pd.DataFrame(rows).set_index("part")
+    chain = bars.loc[[steps.COMPUTE, steps.COPIES, steps.EXPOSED]]
+    assert chain["begin"].iloc[0] == 0
+    assert list(chain["begin"])[1:] == pytest.approx(list(chain["end"])[:-1])
+    assert chain["end"].iloc[-1] == pytest.approx(bars.loc["= step", "end"])
+    exposed = bars.loc[steps.EXPOSED]
+    assert bars.loc[steps.TRANSFER, "begin"] == pytest.approx(exposed["begin"])
+    assert bars.loc[steps.OVERHEAD, "end"] == pytest.approx(exposed["end"])
+    assert bars.loc[steps.HIDDEN, "end"] == pytest.approx(exposed["begin"])
+    known = bars[bars["low"].notna()]
+    for part in summary.budget:
+        if part.name in known.index and part.figure.interval and part.name != steps.HIDDEN:
+            shown = known.loc[part.name]
+            assert shown["low"] == pytest.approx(shown["begin"] + part.figure.interval.low)
+    assert "95 % interval" in chart.caption
+
+
+def test_a_part_that_is_noise_is_pale_and_in_parentheses() -> None:
+    """An unresolved part is told from one that is clearly above 0."""
+    summary = a_step_summary(copies=0.0, noise=0.02)
+    chart = charts(ReportRun("a", a_step_run(a_step_result(summary=summary))))["step-mlp-budget"]
+    rows = {row[1]: row for row in chart.table.rows}
+    assert rows[steps.COPIES][2].startswith("(")
+    assert not rows[steps.COMPUTE][2].startswith("(")
+    assert chart.spec
+    (data,) = chart.spec["datasets"].values()
+    pale = {row["part"] for row in data if not row["resolved"]}
+    assert steps.COPIES in pale
+    assert steps.COMPUTE not in pale
+
+
+def test_each_launch_is_a_tick_on_the_budget() -> None:
+    """Few launches give no interval; their values are shown."""
+    results = [a_step_result(launch=n, summary=a_step_summary(seed=n)) for n in range(3)]
+    chart = charts(ReportRun("a", a_step_run(*results)))["step-mlp-budget"]
+    assert chart.spec
+    ticks = next(rows for rows in chart.spec["datasets"].values() if "at" in rows[0])
+    compute = [row["at"] for row in ticks if row["part"] == steps.COMPUTE]
+    values = [step_lines.lines(a_step_run(result))[0].part(steps.COMPUTE) for result in results]
+    assert compute == pytest.approx([part.figure.value for part in values if part])
+    assert "Ticks: the launches" in chart.caption
+
+
+def test_buckets_are_a_table_and_with_several_sizes_a_chart() -> None:
+    """The table has what the terminal's has; a single bucket needs no chart."""
+    many = charts(late_run())["step-mlp-buckets"]
+    assert many.spec is not None
+    assert len(many.table.rows) == 4
+    assert many.table.rows[0][:5] == ("gloo", "0", "4.00", "2", "layers.4.weight … layers.4.bias")
+    assert many.table.rows[0][-1] == "1"
+    assert "Circled" in many.caption
+    assert charts(late_run(buckets=1))["step-mlp-buckets"].spec is None
+
+
+def test_backends_share_a_budget_and_have_a_timeline_each() -> None:
+    """The charts of a workload on two backends; readers can hide a backend of the budget."""
+    run = a_step_run(*(a_step_result(a_step_case(backend=name)) for name in ("gloo", "mpi")))
+    made = charts(ReportRun("a", run))
+    assert list(made) == [
+        "step-mlp", "step-mlp-gloo", "step-mlp-mpi", "step-mlp-budget", "step-mlp-buckets",
+    ]  # fmt: skip
+    spec = made["step-mlp-budget"].spec
+    assert spec is not None
+    assert spec["params"][0]["value"] == ["gloo", "mpi"]
+    assert [row[0] for row in made["step-mlp"].table.rows] == ["gloo", "mpi"]
+
+
+def test_what_was_not_measured_has_no_chart() -> None:
+    """A step without budget and buckets, of one rank, has a timeline; a skipped case nothing."""
+    summary = a_step_summary(world=1)
+    bare = replace(summary, budget=(), buckets=(), observer=None)
+    case = a_step_case(world_size=1, ranks_per_host=(1,))
+    run = a_step_run(a_step_result(case, summary=bare, notes=("no budget: too large",)))
+    assert list(charts(ReportRun("a", run))) == ["step-mlp", "step-mlp-gloo"]
+    section = step.section([ReportRun("a", run)])
+    assert section is not None
+    assert section.lines == ("mlp: no budget: too large.",)
+    skipped = replace(run.steps[0], summary=None, reason="too large")
+    assert step.section([ReportRun("a", replace(run, steps=(skipped,)))]) is None
