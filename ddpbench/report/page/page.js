@@ -37,10 +37,7 @@ async function draw(figure) {
   figure.view?.finalize();
   const options = { actions: false, renderer: "svg", ast: true, config: configs[theme], tooltip: { theme } };
   figure.view = (await vegaEmbed(figure.querySelector(".chart"), drawn, options)).view;
-  const svg = figure.querySelector("svg");
-  svg.setAttribute("role", "img");
-  svg.removeAttribute("aria-roledescription");
-  svg.setAttribute("aria-label", [...figure.querySelectorAll("h3, .caption")].map((e) => e.textContent).join(". "));
+  figure.querySelector(".chart svg").setAttribute("aria-hidden", "true"); // the box around it has a name
 }
 
 const observer = new IntersectionObserver((entries) => {
