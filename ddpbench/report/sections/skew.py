@@ -1,0 +1,176 @@
+"""How late each rank enters a call, and how long it stays: a straggler is late and stays short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+import numpy as np
+
+from ddpbench.analysis.lines import Line, lines
+from ddpbench.analysis.stats import Floats
+from ddpbench.catalog.sizes import readable
+from ddpbench.records.table import Table, TableColumn
+from ddpbench.report import theme
+from ddpbench.report.case_titles import kind, titles
+from ddpbench.report.chart import Chart, Choice, ReportRun, Section
+from ddpbench.report.examined import arrange
+from ddpbench.report.repetitions import Repetitions
+
+MOST_RANKS = 64  # rows of a heat map that can be read
+INTRO = (
+    "A rank that enters late makes all others wait, so that it stays shortest itself. Ranks that "
+    "enter together and stay equally long are healthy."
+)
+LATE = (
+    "How long after the first rank each rank enters: median over calls, as a share of the time of "
+    "the call on its slowest rank. The darkest: half of it or more."
+)
+STAY = (
+    "How long each rank stays in the call: median over calls, as a share of the time of the call "
+    "on its slowest rank."
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One case: seconds of each rank in one repetition, and of the slowest rank."""
+
+    line: Line
+    ranks: tuple[int, ...]
+    late: Floats | None  # None: the clocks of the ranks are not comparable
+    stay: Floats
+    seconds: float
+
+
+Value = Callable[[Measured], "Floats | None"]
+
+
+def section(runs: Sequence[ReportRun]) -> Section | None:
+    """Return lateness and stay of each rank; None without samples of two ranks or more."""
+    rows = arrange(runs, _charts)
+    return Section("skew", "Skew of the ranks", INTRO, rows=rows) if rows else None
+
+
+def _charts(run: ReportRun) -> list[Chart]:
+    groups: dict[str, list[Measured]] = {}
+    for label, measured in _measured(run):
+        groups.setdefault(label, []).append(measured)
+    charts = [
+        _chart(("skew-late", "Enters late", LATE), 0.5, groups, lambda each: each.late),
+        _chart(("skew-stay", "Stays in the call", STAY), 1.0, groups, lambda each: each.stay),
+    ]
+    return [chart for chart in charts if chart]
+
+
+def _measured(run: ReportRun) -> Iterator[tuple[str, Measured]]:
+    """Yield the cases with samples of several ranks, and the label of their heat map."""
+    parts: dict[str, list[Repetitions]] = {}
+    for part in run.repetitions:
+        if len(part.ranks) > 1 and np.isfinite(part.stay).all():
+            parts.setdefault(part.case, []).append(part)
+    known = [line for line in lines(run.run) if line.case.key in parts]
+    short = titles(kind(line.case) for line in known)
+    for line in known:
+        case = line.case
+        found = parts[case.key]
+        ranks = found[0].ranks.tolist()
+        alike = [part for part in found if part.ranks.tolist() == ranks]
+        slowest = [float(np.median(part.seconds[part.numbers >= 0])) for part in alike]
+        yield (
+            f"{short[kind(case)]} {case.backend}",
+            Measured(
+                line,
+                tuple(ranks),
+                None if line.skew is None else np.median([part.late[0] for part in alike], axis=0),
+                np.median([part.stay[0] for part in alike], axis=0),
+                float(np.median(slowest)),
+            ),
+        )
+
+
+def _chart(
+    texts: tuple[str, str, str], darkest: float, groups: dict[str, list[Measured]], value: Value
+) -> Chart | None:
+    """Return the heat maps of all operations and backends, the most uneven one first.
+
+    texts: name, title, caption. darkest: share of the call from which colours are all the same.
+    """
+    spread: dict[str, float] = {}
+    choices: dict[str, Choice] = {}
+    for label, group in groups.items():
+        known = [each for each in group if value(each) is not None and each.seconds]
+        if known:
+            values = np.array([value(each) for each in known], dtype=np.float64).T  # [rank, size]
+            shares = values / [each.seconds for each in known]
+            spread[label] = float(np.median(np.ptp(shares, axis=0)))
+            choices[label] = _choice(label, known, values)
+    if not choices:
+        return None
+    first = max(choices, key=spread.__getitem__)
+    ordered = (choices[first], *(c for label, c in choices.items() if label != first))
+    rows = max(len(choice.table.rows) for choice in ordered)
+    spec = _spec(ordered[0], rows, darkest)
+    return Chart(*texts, spec, ordered[0].table, choices=ordered)
+
+
+def _choice(label: str, group: Sequence[Measured], values: Floats) -> Choice:
+    """Return the cells of a heat map. Of very many ranks only those with the largest values."""
+    ranks = np.array(group[0].ranks)
+    if len(ranks) > MOST_RANKS:
+        kept = np.sort(np.argsort(values.sum(axis=1))[-MOST_RANKS:])
+        ranks, values = ranks[kept], values[kept]
+    sizes = [each.line.case.nbytes for each in group]
+    cells = {
+        "rank": tuple(np.repeat(ranks, len(sizes)).tolist()),
+        "nbytes": tuple(sizes * len(ranks)),
+        "seconds": tuple(float(f"{v:.3g}") for v in values.ravel()),
+    }
+    calls = {"nbytes": tuple(sizes), "call": tuple(each.seconds for each in group)}
+    headings = ["rank", *(f"{readable(nbytes)} µs" for nbytes in sizes)]
+    rows = [(int(r), *(row * 1e6).tolist()) for r, row in zip(ranks, values, strict=True)]
+    table = Table(label, tuple(map(TableColumn, headings)), tuple(rows))
+    return Choice(label, {"cells": cells, "calls": calls}, table)
+
+
+def _spec(first: Choice, rows: int, darkest: float) -> dict[str, Any]:
+    time = theme.TIME_LABELS.replace("datum.value", "datum.seconds").replace("~g", ".4~g")
+    chart = (
+        alt.Chart(alt.NamedData(name="cells"))
+        .transform_lookup("nbytes", alt.LookupData(alt.NamedData(name="calls"), "nbytes", ["call"]))
+        .transform_calculate(
+            share="datum.seconds / datum.call",
+            text=time,
+            size=theme.SIZE_LABELS.replace("datum.value", "datum.nbytes"),
+        )
+        .mark_rect()
+        .encode(
+            x=alt.X(
+                "nbytes:O",
+                title="message size",
+                axis=alt.Axis(labelExpr=theme.SIZE_LABELS, labelAngle=0, labelOverlap="greedy"),
+            ),
+            y=alt.Y("rank:O", title="rank", axis=alt.Axis(labelOverlap="greedy")),
+            color=alt.Color(
+                "share:Q",
+                title="share of the call",
+                legend=alt.Legend(format="~%", tickCount=3),
+                scale=alt.Scale(domain=[0, darkest], clamp=True),
+            ),
+            tooltip=[
+                alt.Tooltip("rank:O"),
+                alt.Tooltip("size:N"),
+                alt.Tooltip("text:N", title="time"),
+                alt.Tooltip("share:Q", title="share of the call", format=".1%"),
+            ],
+        )
+        .properties(height=min(420, max(80, 26 * rows)))
+    )
+    spec: dict[str, Any] = chart.to_dict()
+    datasets = {
+        name: [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        for name, columns in first.data.items()
+    }
+    return {**spec, "datasets": datasets}
