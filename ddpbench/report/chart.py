@@ -9,6 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpbench.analysis.lines import Line, lines
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.table import Table
@@ -26,6 +27,11 @@ class ReportRun:
     label: str  # its id; unique on a page
     run: Run
     folder: Path | None = None
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        """Return the lines of the run's collectives, which several sections read."""
+        return lines(self.run)
 
     @cached_property
     def samples(self) -> pd.DataFrame | None:

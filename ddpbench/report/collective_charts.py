@@ -18,6 +18,7 @@ Point = tuple[ReportRun, Line]
 HEIGHT = 260
 UNUSABLE = {"WRONG", "INVALID"}  # flags
 STATES = {"no flag": "circle", "flagged": "diamond", "do not use": "cross"}  # of a point → shape
+POINTS = "points"  # the dataset
 LIMIT_DASH = [2, 3]
 RATE_LABELS = (
     "datum.value >= 1e9 ? format(datum.value / 1e9, '~g') + ' GB/s' : datum.value >= 1e6 ? "
@@ -72,12 +73,13 @@ def over_sizes(data: pd.DataFrame, value: str, names: Sequence[str]) -> dict[str
 
     value: "seconds" or "rate". names: the columns of the tooltip.
     """
-    columns = ["nbytes", "backend", "run", "of", "state", value, f"{value}_low", f"{value}_high"]
+    several = data["run"].nunique() > 1
+    columns = ["nbytes", "backend", "of", "state", value, f"{value}_low", f"{value}_high"]
+    columns += ["run"] if several else []
     columns += [*(["limited", "source"] if value == "rate" else []), *(f"{n}_" for n in names)]
     data = data.loc[data[value] > 0, columns]
     if data["nbytes"].nunique() > 1:
-        data = data[data["nbytes"] > 0]  # a logarithmic axis
-    several = data["run"].nunique() > 1
+        data = data[data["nbytes"] > 0].drop(columns="of")  # a logarithmic axis
     present = [state for state in STATES if state in set(data["state"])]
     shapes = alt.Scale(domain=present, range=[STATES[state] for state in present])
     legend = alt.Legend(title=None) if present != ["no flag"] else None
@@ -97,7 +99,9 @@ def over_sizes(data: pd.DataFrame, value: str, names: Sequence[str]) -> dict[str
     if value == "rate" and along == "y" and data["limited"].notna().any():
         layers.insert(0, _limit(base, several))
     height = HEIGHT if along == "y" else alt.Step(32)
-    return dict(alt.layer(*layers).properties(height=height).to_dict())
+    spec: dict[str, Any] = alt.layer(*layers).properties(height=height).to_dict()
+    rows = data.astype(object).where(data.notna(), None).to_dict("records")
+    return {**spec, "datasets": {POINTS: rows}}
 
 
 def _places(data: pd.DataFrame) -> tuple[dict[str, Any], str, str]:
@@ -120,7 +124,9 @@ def _base(data: pd.DataFrame, several: bool) -> alt.Chart:
     if several:
         runs = list(dict.fromkeys(data["run"]))
         encodings["strokeDash"] = alt.StrokeDash("run:N", sort=runs, title=None)
-    return theme.choose_backends(alt.Chart(data).encode(**encodings), backends)
+    # By name: altair would copy and hash the data of every layer.
+    chart = alt.Chart(alt.NamedData(name=POINTS)).encode(**encodings)
+    return theme.choose_backends(chart, backends)
 
 
 def _log_channel(channel: str, field: str, values: pd.Series[float]) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddpbench.analysis.lines import Line, lines
+from ddpbench.analysis.lines import Line
 from ddpbench.analysis.stats import PERCENTILES, Floats
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Result, Run
@@ -77,7 +77,7 @@ def _cases(run: ReportRun) -> Iterator[Shown]:
     for part in run.repetitions:
         if (part.numbers >= 0).any():
             parts.setdefault(part.case, []).append(part)
-    known = lines(run.run)
+    known = run.lines
     short = titles(kind(line.case) for line in known)
     for line in known:
         if line.case.key in parts:
@@ -160,12 +160,13 @@ def _bins(at: Floats, seconds: Floats, size: int) -> dict[str, list[float]]:
     if not len(seconds):
         return {"x": [], "low": [], "middle": [], "high": []}
     starts = np.arange(0, len(seconds), size)
-    whole = np.full(len(starts) * size, np.nan)
-    whole[: len(seconds)] = seconds
+    whole = seconds[: len(seconds) // size * size].reshape(-1, size)
+    rest = seconds[whole.size :]
+    middle = [*np.median(whole, axis=1).tolist(), *([float(np.median(rest))] if rest.size else [])]
     return {
         "x": at[np.minimum(starts + size // 2, len(at) - 1)].tolist(),
         "low": np.fmin.reduceat(seconds, starts).tolist(),
-        "middle": np.nanmedian(whole.reshape(-1, size), axis=1).tolist(),
+        "middle": middle,
         "high": np.fmax.reduceat(seconds, starts).tolist(),
     }
 

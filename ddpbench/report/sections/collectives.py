@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ddpbench.analysis.lines import FLAGS, Line, lines
+from ddpbench.analysis.lines import FLAGS, Line
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.render.column import common_legend, digits, rows_by_backend
@@ -25,7 +25,7 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
     """Return the charts of all operations; None if no run measured any."""
     groups: dict[Kind, list[Point]] = {}
     for run in runs:
-        for line in lines(run.run):
+        for line in run.lines:
             groups.setdefault(kind(line.case), []).append((run, line))
     if not groups:
         return None

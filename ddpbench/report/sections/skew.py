@@ -9,7 +9,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from ddpbench.analysis.lines import Line, lines
+from ddpbench.analysis.lines import Line
 from ddpbench.analysis.stats import Floats
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.table import Table, TableColumn
@@ -30,7 +30,7 @@ LATE = (
 )
 STAY = (
     "How long each rank stays in the call: median over calls, as a share of the time of the call "
-    "on its slowest rank."
+    "on its slowest rank. Darker: shorter."
 )
 
 
@@ -59,8 +59,8 @@ def _charts(run: ReportRun) -> list[Chart]:
     for label, measured in _measured(run):
         groups.setdefault(label, []).append(measured)
     charts = [
-        _chart(("skew-late", "Enters late", LATE), 0.5, groups, lambda each: each.late),
-        _chart(("skew-stay", "Stays in the call", STAY), 1.0, groups, lambda each: each.stay),
+        _chart(("skew-late", "Enters late", LATE), (0, 0.5), groups, lambda each: each.late),
+        _chart(("skew-stay", "Stays in the call", STAY), (1, 0), groups, lambda each: each.stay),
     ]
     return [chart for chart in charts if chart]
 
@@ -71,7 +71,7 @@ def _measured(run: ReportRun) -> Iterator[tuple[str, Measured]]:
     for part in run.repetitions:
         if len(part.ranks) > 1 and np.isfinite(part.stay).all():
             parts.setdefault(part.case, []).append(part)
-    known = [line for line in lines(run.run) if line.case.key in parts]
+    known = [line for line in run.lines if line.case.key in parts]
     short = titles(kind(line.case) for line in known)
     for line in known:
         case = line.case
@@ -92,11 +92,14 @@ def _measured(run: ReportRun) -> Iterator[tuple[str, Measured]]:
 
 
 def _chart(
-    texts: tuple[str, str, str], darkest: float, groups: dict[str, list[Measured]], value: Value
+    texts: tuple[str, str, str],
+    shades: tuple[float, float],
+    groups: dict[str, list[Measured]],
+    value: Value,
 ) -> Chart | None:
     """Return the heat maps of all operations and backends, the most uneven one first.
 
-    texts: name, title, caption. darkest: share of the call from which colours are all the same.
+    texts: name, title, caption. shades: shares of the call that are lightest and darkest.
     """
     spread: dict[str, float] = {}
     choices: dict[str, Choice] = {}
@@ -112,7 +115,7 @@ def _chart(
     first = max(choices, key=spread.__getitem__)
     ordered = (choices[first], *(c for label, c in choices.items() if label != first))
     rows = max(len(choice.table.rows) for choice in ordered)
-    spec = _spec(ordered[0], rows, darkest)
+    spec = _spec(ordered[0], rows, shades)
     return Chart(*texts, spec, ordered[0].table, choices=ordered)
 
 
@@ -123,23 +126,29 @@ def _choice(label: str, group: Sequence[Measured], values: Floats) -> Choice:
         kept = np.sort(np.argsort(values.sum(axis=1))[-MOST_RANKS:])
         ranks, values = ranks[kept], values[kept]
     sizes = [each.line.case.nbytes for each in group]
+    # A cell names its case by number: bytes and time would double a page of 64 ranks.
     cells = {
         "rank": tuple(np.repeat(ranks, len(sizes)).tolist()),
-        "nbytes": tuple(sizes * len(ranks)),
+        "case": tuple(range(len(sizes))) * len(ranks),
         "seconds": tuple(float(f"{v:.3g}") for v in values.ravel()),
     }
-    calls = {"nbytes": tuple(sizes), "call": tuple(each.seconds for each in group)}
+    calls = {
+        "case": tuple(range(len(sizes))),
+        "nbytes": tuple(sizes),
+        "call": tuple(each.seconds for each in group),
+    }
     headings = ["rank", *(f"{readable(nbytes)} µs" for nbytes in sizes)]
     rows = [(int(r), *(row * 1e6).tolist()) for r, row in zip(ranks, values, strict=True)]
     table = Table(label, tuple(map(TableColumn, headings)), tuple(rows))
     return Choice(label, {"cells": cells, "calls": calls}, table)
 
 
-def _spec(first: Choice, rows: int, darkest: float) -> dict[str, Any]:
+def _spec(first: Choice, rows: int, shades: tuple[float, float]) -> dict[str, Any]:
     time = theme.TIME_LABELS.replace("datum.value", "datum.seconds").replace("~g", ".4~g")
+    calls = alt.LookupData(alt.NamedData(name="calls"), "case", ["nbytes", "call"])
     chart = (
         alt.Chart(alt.NamedData(name="cells"))
-        .transform_lookup("nbytes", alt.LookupData(alt.NamedData(name="calls"), "nbytes", ["call"]))
+        .transform_lookup("case", calls)
         .transform_calculate(
             share="datum.seconds / datum.call",
             text=time,
@@ -157,7 +166,7 @@ def _spec(first: Choice, rows: int, darkest: float) -> dict[str, Any]:
                 "share:Q",
                 title="share of the call",
                 legend=alt.Legend(format="~%", tickCount=3),
-                scale=alt.Scale(domain=[0, darkest], clamp=True),
+                scale=alt.Scale(domain=sorted(shades), reverse=shades[0] > shades[1], clamp=True),
             ),
             tooltip=[
                 alt.Tooltip("rank:O"),
