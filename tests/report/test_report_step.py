@@ -59,7 +59,7 @@ def late_run(case: StepCase | None = None, **more: Any) -> ReportRun:
 
 def test_a_timeline_has_the_times_of_each_rank() -> None:
     """Forward, backward until the last handover, the wait for it, and the optimizer follow each
-    other; the late rank's forward is longer by what the other rank is blocked longer."""
+    other, with the medians of the samples."""
     chart = charts(late_run())["step-mlp-gloo"]
     early, late = lane(chart, 0), lane(chart, 1)
     assert early.loc["forward", "end"] == pytest.approx(15e-3, rel=0.01)
@@ -68,8 +68,6 @@ def test_a_timeline_has_the_times_of_each_rank() -> None:
         phases = own[own["phase"] != "transfer"]
         assert list(phases["phase"]) == ["forward", "backward", "blocked", "optimizer"]
         assert list(phases["begin"])[1:] == list(phases["end"])[:-1]
-    blocked = [own.loc["blocked", "end"] - own.loc["blocked", "begin"] for own in (early, late)]
-    assert blocked[0] - blocked[1] == pytest.approx(12e-3, rel=0.05)
     assert early.loc["blocked", "begin"] == pytest.approx((15 + 43.2) * 1e-3, rel=0.01)
 
 
