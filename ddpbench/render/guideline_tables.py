@@ -18,7 +18,7 @@ from ddpbench.verdicts import guidelines
 from ddpbench.verdicts.guidelines import VIOLATED, Check
 from ddpbench.verdicts.verdict import INCONCLUSIVE, MARGIN, MOST
 
-COLUMNS = ("guideline", "backend", "data", "size", "time", "at most", "change", "95 %", "verdict")
+COLUMNS = ("guideline", "backend", "size", "verdict", "change", "95 %", "time", "at most", "data")
 LEFT = {"guideline", "backend", "data", "verdict"}
 LEGEND = (
     "at most: time of the operations that do the same, one after the other, or of the next larger "
@@ -57,18 +57,17 @@ def _row(group: Sequence[Check]) -> tuple[str, ...]:
     if len(group) > 1:
         size += f" (worst of {len(group)})"
     data = [case.dtype if case.nbytes else "", case.reduce_op or "", format_ranks(case)]
+    estimate = worst.shift.estimate if worst.shift else math.log(worst.seconds / worst.bound)
     return (
         worst.label,
         case.backend,
-        " ".join(filter(None, [*data, format_subgroups(case)])),
         size,
+        verdict_text(worst),
+        format_change(estimate),
+        shift_interval(worst.shift),
         format_time(case, worst.seconds),
         format_time(case, worst.bound),
-        format_change(
-            worst.shift.estimate if worst.shift else math.log(worst.seconds / worst.bound)
-        ),
-        shift_interval(worst.shift),
-        verdict_text(worst),
+        " ".join(filter(None, [*data, format_subgroups(case)])),
     )
 
 

@@ -56,6 +56,7 @@ def _config(
             "labelColor": text, "titleColor": muted, "titleFontWeight": 500, "titleFontSize": 11,
             "labelFontSize": 12, "orient": "top", "offset": 22, "symbolSize": 90,
             "symbolStrokeWidth": 2, "labelLimit": 300,
+            "symbolBaseFillColor": muted, "symbolBaseStrokeColor": muted,  # of shapes
         },
         "header": {
             "labelColor": text, "titleColor": muted, "labelFontSize": 12, "labelFontWeight": 500,

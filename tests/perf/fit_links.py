@@ -79,7 +79,7 @@ def measure_launch(bench: Hosts, number: int) -> list[Result]:
         folder = Path(name) / "run"
         done = bench.torchrun(
             "-m", "ddpbench.collectives", "--output", str(folder), "--quiet", "--slice", "0.5",
-            "--op", ",".join(OPERATIONS), "--sizes", "4:64:x2,256K:4M:x2",
+            "--op", ",".join(OPERATIONS), "--sizes", "4:64:x2,256K:4M:x4",
             ranks=[1, 1], cwd=Path(name), seconds=600,
         )  # fmt: skip
         if any(each.returncode for each in done):
