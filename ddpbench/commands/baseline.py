@@ -276,7 +276,7 @@ def _again(runs: Sequence[Run], launches: int) -> list[str]:
         if option in RESET:
             if not equals:
                 next(rest, None)  # its value
-        elif not re.fullmatch(r"-n\d+|--report", word):
+        elif not re.fullmatch(r"-n\d+|--report|--plot", word):
             kept.append(word)
     return [*kept, "-n", str(run.launches[0].world_size), "--launches", str(launches)]
 

@@ -23,7 +23,7 @@ HELP = "read the manual"
 # The order of the list. A chapter that is missing here comes after these.
 ORDER = (
     "collectives", "launchers", "mpi", "gpu", "ddp", "watch", "replicas", "doctor", "hangs",
-    "compare", "pytest", "results", "method", "contributing",
+    "report", "compare", "pytest", "results", "method", "contributing",
 )  # fmt: skip
 LEAST_COLUMNS = 60  # on a narrower terminal, the list would have one word per line
 

@@ -68,6 +68,31 @@ def test_a_picture_does_not_depend_on_the_machine(folder: Path) -> None:
         assert not re.sub("[\x20-\xff…–−αβ]", "", "".join(texts))
 
 
+def test_the_readme_shows_what_its_command_draws(folder: Path) -> None:
+    """The picture in the README has the marks, values and texts that its command draws today."""
+    readme = (ROOT / "README.md").read_text()
+    shown = REFERENCE / f"{CHARTS[0]}.svg"
+    assert f"]({shown.relative_to(ROOT)})" in readme
+    command = f"ddpbench report {REFERENCE.relative_to(ROOT)} --svg {REFERENCE.relative_to(ROOT)}"
+    assert f"{command} --chart {CHARTS[0]}\n" in readme
+    drawn = folder / "new" / "my pictures" / f"{CHARTS[0]}.svg"
+    before, now = read_picture(shown), read_picture(drawn)
+    assert before.keys() == now.keys(), f"draw it again: {command}"
+    for mark, places in now.items():
+        assert before[mark] == pytest.approx(places, abs=2), f"draw it again: {command}"
+
+
+def read_picture(path: Path) -> dict[tuple[str, ...], list[float]]:
+    """Return where the marks of a picture are, in pixels, by their texts or kinds and colours."""
+    marks: dict[tuple[str, ...], list[float]] = {}
+    for element in ElementTree.parse(path).iter():
+        text = "".join(element.itertext()) if element.tag == f"{SVG}text" else ""
+        place = f"{element.get('transform')} {element.get('d')}"
+        mark = (element.tag, text, element.get("stroke", ""), element.get("fill", ""))
+        marks.setdefault(mark, []).extend(map(float, re.findall(r"-?\d+(?:\.\d+)?", place)))
+    return marks
+
+
 def test_a_png_has_twice_the_pixels(folder: Path) -> None:
     """A PNG is 1440 pixels wide, so that it is sharp on a screen of high density."""
     content = (folder / "png" / f"{CHARTS[0]}.png").read_bytes()
@@ -81,7 +106,7 @@ def test_markdown_links_its_pictures(folder: Path) -> None:
     assert re.match(r"# cpu-2-ranks\n\n## Summary\n\nMeasured all_reduce, .*", text)
     links = re.findall(r"!\[.*\]\((.*)\)", text)
     assert links == [f"../new/my%20pictures/{name}.svg" for name in CHARTS]
-    assert len(re.findall(r"^\| +4 B \| .*\| mpi +\|", text, re.MULTILINE)) == 2
+    assert len(re.findall(r"^\| +4 B \| .*\| mpi ", text, re.MULTILINE)) == 2
 
 
 def test_markdown_goes_to_stdout() -> None:
