@@ -10,7 +10,9 @@ from xml.etree import ElementTree
 import pytest
 from command_lines import ROOT
 from in_process import Outcome, call_in_process
+from stored_runs import a_case, a_result, a_run
 
+from ddpbench.records import store
 from ddpbench.records.schema import Finding
 from ddpbench.records.table import Table, TableColumn
 
@@ -18,24 +20,33 @@ pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
 
 from ddpbench.report import markdown, pictures
-from ddpbench.report.chart import Chart, Section
+from ddpbench.report.chart import Chart, ReportRun, Section
+from ddpbench.report.sections import collectives
 
 REFERENCE = ROOT / "results" / "reference" / "cpu-2-ranks"
 CHARTS = ("all_reduce-time", "all_reduce-bandwidth")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def report(*words: str | Path) -> Outcome:
-    """Report the reference run."""
-    return call_in_process(["report", str(REFERENCE), *map(str, words)])
+def report(run: Path, *words: str | Path) -> Outcome:
+    """Report a stored run."""
+    return call_in_process(["report", str(run), *map(str, words)])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two sizes."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    store.create(folder, a_run(a_result(), a_result(a_case(nbytes=2**20, count=2**18))), "x")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, small: Path) -> Path:
     """A folder with two charts in both forms, and with Markdown that shows them."""
     folder = tmp_path_factory.mktemp("report")
     done = report(
-        "--svg", folder / "new" / "my pictures", "--png", folder / "png",
+        small, "--svg", folder / "new" / "my pictures", "--png", folder / "png",
         "--markdown", folder / "text" / "report.md", "--chart", ",".join(CHARTS),
     )  # fmt: skip
     assert (done.code, done.err) == (0, "")
@@ -44,13 +55,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_each_chosen_chart_is_a_file_in_each_form(folder: Path) -> None:
+def test_each_chosen_chart_is_a_file_in_each_form(folder: Path, small: Path) -> None:
     """--svg and --png write the charts of --chart alone, as NAME.svg and NAME.png; no page is
     written beside them."""
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     drawn = {f"new/my pictures/{c}.svg" for c in CHARTS} | {f"png/{c}.png" for c in CHARTS}
     assert files == {*drawn, "text/report.md"}
-    assert not (REFERENCE / "report.html").exists()
+    assert not (small / "report.html").exists()
 
 
 def test_a_picture_does_not_depend_on_the_machine(folder: Path) -> None:
@@ -64,18 +75,21 @@ def test_a_picture_does_not_depend_on_the_machine(folder: Path) -> None:
         assert rectangle.get("fill") == "white"
         texts = {"".join(t.itertext()): t.get("font-family") for t in picture.iter(f"{SVG}text")}
         assert set(texts.values()) == {pictures.FONT}
-        assert {"gloo", "mpi", "1 MiB"} <= set(texts)
+        assert {"gloo", "1 MiB", "message size"} <= set(texts)
         assert not re.sub("[\x20-\xff…–−αβ]", "", "".join(texts))
 
 
-def test_the_readme_shows_what_its_command_draws(folder: Path) -> None:
+def test_the_readme_shows_what_its_command_draws(tmp_path: Path) -> None:
     """The picture in the README has the marks, values and texts that its command draws today."""
     readme = (ROOT / "README.md").read_text()
     shown = REFERENCE / f"{CHARTS[0]}.svg"
     assert f"]({shown.relative_to(ROOT)})" in readme
     command = f"ddpbench report {REFERENCE.relative_to(ROOT)} --svg {REFERENCE.relative_to(ROOT)}"
     assert f"{command} --chart {CHARTS[0]}\n" in readme
-    drawn = folder / "new" / "my pictures" / f"{CHARTS[0]}.svg"
+    section = collectives.section([ReportRun("x", store.read(REFERENCE), REFERENCE)])
+    assert section is not None
+    charts = [chart for chart in pictures.list_charts([section]) if chart.name == CHARTS[0]]
+    ((_, drawn),) = pictures.write(charts, tmp_path, "svg")
     before, now = read_picture(shown), read_picture(drawn)
     assert before.keys() == now.keys(), f"draw it again: {command}"
     for mark, places in now.items():
@@ -103,18 +117,18 @@ def test_a_png_has_twice_the_pixels(folder: Path) -> None:
 def test_markdown_links_its_pictures(folder: Path) -> None:
     """The Markdown has a summary, names each picture relative to itself, and has the tables."""
     text = (folder / "text" / "report.md").read_text()
-    assert re.match(r"# cpu-2-ranks\n\n## Summary\n\nMeasured all_reduce, .*", text)
+    assert re.match(r"# small\n\n## Summary\n\nMeasured all_reduce from 4 KiB to 1 MiB", text)
     links = re.findall(r"!\[.*\]\((.*)\)", text)
     assert links == [f"../new/my%20pictures/{name}.svg" for name in CHARTS]
-    assert len(re.findall(r"^\| +4 B \| .*\| mpi ", text, re.MULTILINE)) == 2
+    assert len(re.findall(r"^\| +4 KiB \| .*\| gloo ", text, re.MULTILINE)) == 2
 
 
-def test_markdown_goes_to_stdout() -> None:
+def test_markdown_goes_to_stdout(small: Path) -> None:
     """`--markdown -` prints the Markdown and nothing else: no paths, and no links to pictures."""
-    done = report("--markdown", "-", "--chart", CHARTS[0])
+    done = report(small, "--markdown", "-", "--chart", CHARTS[0])
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("# cpu-2-ranks\n")
-    assert done.out.endswith("</details>\n")
+    assert done.out.startswith("# small\n")
+    assert "| 4 KiB |" in done.out
     assert "![" not in done.out
 
 
@@ -126,9 +140,9 @@ def test_markdown_goes_to_stdout() -> None:
         (("--png", __file__), "is a file: --png needs a folder"),
     ],
 )
-def test_a_wrong_request_is_refused(words: tuple[str, ...], sentence: str) -> None:
+def test_a_wrong_request_is_refused(words: tuple[str, ...], sentence: str, small: Path) -> None:
     """A chart that the runs lack, a choice without pictures, or a file as folder: one sentence."""
-    done = report(*words)
+    done = report(small, *words)
     assert (done.code, done.out) == (2, "")
     assert re.search(sentence, done.err)
     assert done.err.count("\n") == 1
