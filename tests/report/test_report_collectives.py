@@ -40,7 +40,8 @@ def a_section(*runs: Run) -> Section:
 
 
 def charts(section: Section) -> list[Chart]:
-    return [chart for row in section.rows for chart in row]
+    """The charts of operations."""
+    return [chart for row in section.rows for chart in row if chart.operation]
 
 
 def layers(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -64,7 +65,7 @@ def scales(chart: Chart, channel: str) -> list[dict[str, Any]]:
 
 def test_an_operation_has_time_and_bandwidth_side_by_side() -> None:
     """Both charts hold a point per size and backend, with its interval in seconds or bytes/s."""
-    ((time, bandwidth),) = a_section(a_run(*a_sweep())).rows
+    _, (time, bandwidth) = a_section(a_run(*a_sweep())).rows
     assert [chart.name for chart in (time, bandwidth)] == [
         "all_reduce-time", "all_reduce-bandwidth",
     ]  # fmt: skip
@@ -174,6 +175,24 @@ def test_a_log_of_another_tool_has_charts(tmp_path: Path) -> None:
     assert "mean over calls" in time.caption
     assert "interval" not in time.caption
     assert [p["seconds"] for p in values(time)] == pytest.approx([1.5e-6, 1.75e-6])
+
+
+def test_an_overview_names_the_fastest_backend_of_each_size() -> None:
+    """gloo takes half the time of mpi; at 4 KiB the intervals overlap, so there is none."""
+    results = a_sweep()
+    results[1] = replace(results[1], summary=a_summary(3.98e-4, width=0.02))
+    ((fastest,), *_) = a_section(a_run(*results)).rows
+    assert [row[:4] for row in fastest.table.rows] == [
+        ("all_reduce", "1 KiB", "gloo", "2.0"),
+        ("all_reduce", "4 KiB", "-", "-"),
+        ("all_reduce", "1 MiB", "gloo", "2.0"),
+    ]
+    assert [(p["backend"], p["ratio"]) for p in values(fastest)] == [("gloo", "2.0")] * 2
+
+
+def test_one_backend_has_no_overview() -> None:
+    """Nothing is the fastest of one."""
+    assert len(a_section(a_run(*a_sweep()[:3])).rows) == 1
 
 
 def test_a_run_without_collectives_has_no_section() -> None:

@@ -13,8 +13,9 @@ from ddpbench.records.table import Table, TableColumn
 from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.render.column import common_legend, digits, rows_by_backend
 from ddpbench.report.case_titles import Kind, describe, kind, titles
-from ddpbench.report.chart import Chart, ReportRun, Section
+from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
 from ddpbench.report.collective_charts import Point, over_sizes, point_frame
+from ddpbench.report.fastest import fastest_charts
 
 SAME = ("size", "count", "backend")  # columns of both tables
 TIME = ("time", "interval", "p99", "skew", "launch", "check", "flags")
@@ -31,6 +32,7 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
         return None
     known = titles(groups)
     rows = [_row(of, known[of], points) for of, points in groups.items()]
+    rows = [*side_by_side(runs, fastest_charts), *rows]
     return Section("collectives", "Collectives", rows=tuple(rows))
 
 
