@@ -66,9 +66,9 @@ def draw_parts(timeline: Timeline) -> Chart:
     """Return the parts of the median step, stacked."""
     moments = timeline.moments
     parts = {name: [m.seconds[i] for m in moments] for i, name in enumerate(COLUMNS)}
+    data = pd.DataFrame({"at": timeline.at, **parts})
     texts = {f"{name}_": [milliseconds(value) for value in parts[name]] for name in COLUMNS}
-    steps = {"step_": [milliseconds(m.step_seconds) for m in moments]}
-    data = timeline.frame({**parts, **texts, **steps})
+    texts["step_"] = [milliseconds(m.step_seconds) for m in moments]
     top = find_top([sum(m.seconds) for m in moments])
     names = ", ".join(f"'{name}'" for name in COLUMNS)
     areas = (
@@ -94,7 +94,11 @@ def draw_parts(timeline: Timeline) -> Chart:
     )
     tips = [alt.Tooltip(f"{name}_:N", title=name) for name in COLUMNS]
     tips.insert(0, alt.Tooltip("step_:N", title="whole step"))
-    layers = [areas, *timeline.draw_cursor(data, tips), *timeline.draw_rules(labels=True)]
+    layers = [
+        areas,
+        *timeline.draw_cursor(timeline.frame(texts), tips),
+        *timeline.draw_rules(labels=True),
+    ]
     table = {
         "step ms": [m.step_seconds * 1e3 for m in moments],
         **{f"{name} ms": [value * 1e3 for value in parts[name]] for name in COLUMNS},

@@ -32,6 +32,7 @@ from ddpbench.measure import device_copy
 from ddpbench.replicas import digest
 from ddpbench.runtime import devices, gpu_facts
 from ddpbench.runtime.devices import elapsed_ns
+from ddpbench.watch.observe.losses import Losses
 
 EXACT = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
@@ -269,11 +270,35 @@ def check_device_copy(device: torch.device) -> None:
     assert device.type == "cpu" or limit > 0.9 * rate
 
 
+def check_losses(device: torch.device) -> None:
+    """A watch reads the loss of a step without waiting for the device, while that still works."""
+    losses, kind = Losses(), devices.of(device)
+    loss = torch.full((1,), 0.625, device=device, requires_grad=True) * 2
+    losses.keep(loss, 1)  # the first time, pinned memory is allocated
+    kind.synchronize(device)
+    losses.resolve()
+    assert losses.take(2) == (1, 1.25)
+    kind.sleep(device, 0.05)
+    began = time.perf_counter()
+    losses.keep(loss * 2, 3)
+    losses.resolve()
+    seconds, early = time.perf_counter() - began, losses.take(4)
+    kind.synchronize(device)
+    losses.resolve()
+    print(f"kept a loss in {seconds * 1e6:.0f} µs; known at once: {early}")
+    if device.type == "cpu":
+        assert early == (3, 2.5)
+    else:
+        assert seconds < 0.02
+        assert early is None
+        assert losses.take(4) == (3, 2.5)
+
+
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     "payload": check_payload, "digest": check_digest, "located bit": check_located_bit,
     "events": check_events, "noop hook": check_noop_hook, "timing": check_timing,
     "digest rate": check_digest_rate, "gpu facts": check_gpu_facts,
-    "device copy": check_device_copy,
+    "device copy": check_device_copy, "losses": check_losses,
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import pytest
 from stored_steps import a_step_case, a_step_result, a_step_run
 
 from ddpbench.records import redact, store
+from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Launch, Run
 from ddpbench.records.watched import COLUMNS
 from ddpbench.render.formats import FORMATS
@@ -67,6 +68,10 @@ def a_round(number: int = 0, steps: int = 60) -> Round:
             for i in range(first, first + steps)
         ],
         links=[Link("a", "b", "eth0", 10**8, 0.9, 2e-4, 3)],
+        load=Load(1.234567, 1.5, 3 * 2**30, 0.51, 2**33),
+        values={
+            name: (first + steps - 1, 1 / (number + 3)) for name in ("loss", "validation loss")
+        },
     )
 
 

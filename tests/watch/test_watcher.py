@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpbench
 from ddpbench.launch import forks
+from ddpbench.records import store
 from ddpbench.watch import watcher
 
 STEPS = 40
@@ -57,14 +59,17 @@ def make_model(rank: int) -> nn.Module:
 def watch_a_straggler(rank: int, folder: Path) -> dict[str, Any]:
     """Watch a job with a late rank, and fork a child meanwhile."""
     reports: list[dict[str, Any]] = []
-    with ddpbench.watch(output=folder / "results", on_report=reports.append):
+    with ddpbench.watch(output=folder / "results", on_report=reports.append) as watch:
         child = os.fork()
         if child == 0:
             ddpbench.watch().close()  # inert: this process is not watched
             os._exit(7)
         losses = train(make_model(rank), STEPS)
+        watch.record("validation loss", 0.5 + rank)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return {"losses": losses, "child": code, "last": reports[-1] if reports else None}
+    last = reports[-1] if reports else None
+    results = str(folder / "results")
+    return {"losses": losses, "child": code, "last": last, "folder": results}
 
 
 def watch_with_an_error(rank: int) -> dict[str, Any]:
@@ -116,6 +121,22 @@ def test_the_late_rank_is_found_with_its_phase(results: list[dict[str, Any]]) ->
     assert [(f["place"]["rank"], f["place"]["phase"]) for f in warnings] == [(1, "forward")]
     assert report["world_size"] == 2
     assert results[1]["straggler"]["last"] is None
+
+
+def test_load_loss_and_recorded_values_are_stored(results: list[dict[str, Any]]) -> None:
+    """The timeline has the load of the ranks, a loss that both computed, and the median of the
+    values that they recorded."""
+    folder = Path(results[0]["straggler"]["folder"]) / results[0]["straggler"]["last"]["run"]
+    watched = store.read(folder).steps[0].watched
+    assert watched is not None
+    (loss,) = [moment.loss for moment in watched.moments if moment.loss is not None]
+    medians = np.mean([one["straggler"]["losses"] for one in results], axis=0)
+    assert np.isclose(medians, loss, rtol=1e-4).any()
+    (values,) = [moment.values for moment in watched.moments if moment.values]
+    assert values == {"validation loss": 1.0}
+    (load,) = [moment.load for moment in watched.moments if moment.load is not None]
+    assert 0 < load.cpu_cores <= load.most_cpu_cores
+    assert 1e7 < load.memory_nbytes < 1e11
 
 
 def test_a_watched_job_computes_the_same(results: list[dict[str, Any]]) -> None:

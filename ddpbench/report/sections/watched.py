@@ -15,12 +15,13 @@ Row = tuple[Chart, ...]
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
     """Return the charts of all watched jobs; None if no run is of a job with steps or calls."""
-    watched = [run for run in runs if any(_rows(run.run))]
+    made = {run.label: list(_rows(run.run)) for run in runs}
+    watched = [run for run in runs if made[run.label]]
     if not watched:
         return None
-    rows = tuple(_rows(watched[0].run))
+    rows = tuple(made[watched[0].label])
     if len(watched) > 1:
-        rows = side_by_side(watched, lambda run: [chart for row in _rows(run.run) for chart in row])
+        rows = side_by_side(watched, lambda run: [c for row in made[run.label] for c in row])
     return Section(
         "watch",
         "Watched job",
