@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 
 from ddpbench.analysis.step_lines import StepLine
@@ -104,7 +105,27 @@ def training(group: list[StepLine], run: Run, style: Style) -> str:
     headings = ["backend", "epoch", "train loss", "validation loss", "seconds", "replicas"]
     several = max(len(line.results) for line in group) > 1
     title = "training" + (", of the first launch" if several else "")
-    return style.block(title, style.table(cells, headings, ("backend", "replicas")), 1)
+    table = style.table(cells, headings, ("backend", "replicas"))
+    loads = [
+        f"load of a rank on {line.case.backend}: {load}" for line in group for load in _load(line)
+    ]
+    return style.block(title, style.gap.join([table, *loads]), 1)
+
+
+def _load(line: StepLine) -> Iterator[str]:
+    """Yield how busy the ranks were over the epochs: medians, and the most memory."""
+    epochs = next((r.epochs for r in line.results if r.epochs), ())
+    loads = [epoch.load for epoch in epochs if epoch.load is not None]
+    if not loads:
+        return
+    cores = statistics.median(load.cpu_cores for load in loads)
+    nbytes = max(load.memory_nbytes for load in loads)
+    texts = [f"{digits(cores)} cores", f"{nbytes / 1e6:.0f} MB of memory"]
+    if shares := [load.gpu_share for load in loads if load.gpu_share is not None]:
+        texts.append(f"GPU busy for {percent(statistics.median(shares))} %")
+    if held := [load.gpu_memory_nbytes for load in loads if load.gpu_memory_nbytes is not None]:
+        texts.append(f"{max(held) / 1e6:.0f} MB of GPU memory")
+    yield ", ".join(texts)
 
 
 def _epoch_rows(line: StepLine) -> list[list[str]]:

@@ -20,7 +20,8 @@ from ddpbench.report.chart import Chart
 STEP, LATE = "= step", "waiting for a rank"
 PARTS = (*steps.CHAINS[0], STEP, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, LATE)
 BAR, BETWEEN = 15, 9  # pixels: height of a bar, and what is between two parts
-ROOM = 1.2  # of the longest bar, for the text behind it
+ROOM = 1.35  # of the longest bar, for the text behind it, also on a phone
+UNEQUAL = 1.5  # ratio of sizes of buckets from which their chart tells something
 
 
 def budget(lines: Sequence[StepLine], name: str) -> Chart | None:
@@ -187,7 +188,8 @@ def buckets(lines: Sequence[StepLine], name: str) -> Chart | None:
     timed = [(line, bucket) for line in lines if line.summary for bucket in line.summary.buckets]
     if not timed:
         return None
-    several = len({bucket.index for _, bucket in timed}) > 1
+    sizes = [bucket.nbytes for _, bucket in timed]
+    several = max(sizes) > UNEQUAL * min(sizes)
     caption = (
         "Wire: from the handover of the last rank until the bucket is reduced, including earlier "
         "buckets in the queue; median over rounds, of the rank that waits least."

@@ -128,7 +128,9 @@ def named_color(field: str, names: Sequence[str], shown: Iterable[str]) -> alt.C
 
     names: all values, in the order of the colours: PHASES or VERDICTS. shown: those in the legend.
     """
-    legend = alt.Legend(title=None, values=list(shown), symbolType="square")
+    values = list(shown)
+    columns = 3 if len(values) > 4 else alt.Undefined  # more would be cut on a phone
+    legend = alt.Legend(title=None, values=values, symbolType="square", columns=columns)
     scale = alt.Scale(domain=list(names), range="category")
     return alt.Color(f"{field}:N", scale=scale, legend=legend)
 

@@ -21,6 +21,7 @@ from text_tables import read_table
 
 from ddpbench.analysis import findings, step_lines, steps
 from ddpbench.records import codec
+from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Plan, Run, StepResult
 from ddpbench.render import formats
 from ddpbench.render.column import Column, UnknownColumn
@@ -339,6 +340,19 @@ def test_of_many_tensors_that_differ_two_stand_above_the_tables() -> None:
         "ERROR (replicas-differ): mlp on gloo: parameter 1 differs",
         "  and 3 more of mlp on gloo: see replicas below",
     ]
+
+
+def test_a_training_shows_the_load_of_a_rank() -> None:
+    """The medians over the epochs, and the most memory; GPUs only where there are some."""
+    loads = [Load(0.5, 0.6, 10**9), Load(0.7, 0.9, 2 * 10**9), Load(0.9, 1.0, 10**9)]
+    epochs = [replace(e, load=load) for e, load in zip(some_epochs(3), loads, strict=True)]
+    shown = show(a_step_result(epochs=tuple(epochs)))
+    assert "load of a rank on gloo: 0.7000 cores, 2000 MB of memory\n" in shown
+    on_gpu = replace(loads[0], gpu_share=0.82, gpu_memory_nbytes=3 * 10**9)
+    epochs[0] = replace(epochs[0], load=on_gpu)
+    shown = show(a_step_result(epochs=tuple(epochs)))
+    assert "2000 MB of memory, GPU busy for 82.0 %, 3000 MB of GPU memory\n" in shown
+    assert "load of a rank" not in show(a_step_result(epochs=some_epochs(3)))
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 1), (18, 18), (19, 16), (500, 16)])

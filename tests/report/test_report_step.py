@@ -194,15 +194,23 @@ def test_each_launch_is_a_tick_on_the_budget() -> None:
     assert "Ticks: the launches" in chart.caption
 
 
-def test_buckets_are_a_table_and_with_several_sizes_a_chart() -> None:
-    """The table has what the terminal's has; a single bucket needs no chart."""
-    many = charts(late_run())["step-mlp-buckets"]
-    assert many.spec is not None
-    assert len(many.table.rows) == 4
-    assert many.table.rows[0][:5] == ("gloo", "0", "4.00", "2", "layers.4.weight … layers.4.bias")
-    assert many.table.rows[0][-1] == "1"
-    assert "Circled" in many.caption
-    assert charts(late_run(buckets=1))["step-mlp-buckets"].spec is None
+def test_buckets_are_a_table_and_with_unequal_sizes_a_chart() -> None:
+    """The table has what the terminal's has; buckets of one size need no chart."""
+    equal = charts(late_run())["step-mlp-buckets"]
+    assert equal.spec is None
+    assert len(equal.table.rows) == 4
+    assert equal.table.rows[0][:5] == ("gloo", "0", "4.00", "2", "layers.4.weight … layers.4.bias")
+    assert equal.table.rows[0][-1] == "1"
+    summary = a_step_summary(**LATE)
+    first, *rest = summary.buckets
+    unequal = replace(summary, buckets=(replace(first, nbytes=1_000_000), *rest))
+    run = a_step_run(a_step_result(summary=unequal))
+    drawn = charts(ReportRun("a", run))["step-mlp-buckets"]
+    assert drawn.spec is not None
+    (rows,) = drawn.spec["datasets"].values()
+    assert [row["nbytes"] for row in rows] == [1_000_000, *[4_000_000] * 3]
+    assert rows[0]["seconds"] == first.wire.value
+    assert "Circled" in drawn.caption
 
 
 def test_backends_share_a_budget_and_have_a_timeline_each() -> None:
