@@ -10,7 +10,7 @@ from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Run
 from ddpbench.records.watched import COLUMNS, Moment, Watched
 from ddpbench.render import step_tables
-from ddpbench.render.column import digits, format_half_width, format_ranks
+from ddpbench.render.column import Value, digits, format_half_width, format_ranks
 from ddpbench.render.step_columns import ms, percent
 from ddpbench.render.style import Style
 
@@ -131,26 +131,33 @@ def _links(watched: Watched, style: Style) -> str:
 
 
 def _timeline(watched: Watched, style: Style) -> str:
-    moments = list(_spread(watched.moments))
+    moments, step = watched.moments, watched.step_seconds
     if len(moments) < 2:
         return ""
-    step = watched.step_seconds
+    read = {name: pick for name, pick in READ.items() if any(pick(m) is not None for m in moments)}
     cells = [
         [
-            _clock(moment),
-            str(moment.step),
-            ms(moment.step_seconds, step),
-            *_ms(moment.seconds, step),
+            _clock(moments[i]),
+            str(moments[i].step),
+            ms(moments[i].step_seconds, step),
+            *_ms(moments[i].seconds, step),
+            *(digits(_find_latest(moments[: i + 1], pick)) for pick in read.values()),
         ]
-        for moment in moments
+        for i in _spread(len(moments))
     ]
-    return style.block("timeline", style.table(cells, ["UTC", "step", "ms", *COLUMNS], ()), 1)
+    headings = ["UTC", "step", "ms", *COLUMNS, *read]
+    return style.block("timeline", style.table(cells, headings, ()), 1)
 
 
-def _spread(moments: Sequence[Moment]) -> Iterator[Moment]:
-    """Yield at most MOMENTS, evenly, the last one among them."""
-    count = min(MOMENTS, len(moments))
-    return (moments[(i + 1) * len(moments) // count - 1] for i in range(count))
+def _spread(known: int) -> Iterator[int]:
+    """Yield the positions of at most MOMENTS, evenly, the last one among them."""
+    count = min(MOMENTS, known)
+    return ((i + 1) * known // count - 1 for i in range(count))
+
+
+def _find_latest(moments: Sequence[Moment], pick: Callable[[Moment], Value]) -> Value:
+    """Return the newest value that is known: not each moment has a report of the ranks."""
+    return next((value for m in reversed(moments) if (value := pick(m)) is not None), None)
 
 
 def _clock(moment: Moment) -> str:
@@ -165,4 +172,15 @@ def _more(shown: int, known: int) -> str:
     return f" ({shown} of {known})" if shown < known else ""
 
 
+def _gpu_percent(moment: Moment) -> float | None:
+    share = moment.load.gpu_share if moment.load is not None else None
+    return None if share is None else share * 100
+
+
+# What may be known of a moment besides its step: heading → value.
+READ: dict[str, Callable[[Moment], Value]] = {
+    "loss": lambda moment: moment.loss,
+    "cores": lambda moment: None if moment.load is None else moment.load.cpu_cores,
+    "GPU %": _gpu_percent,
+}
 TABLES: tuple[Callable[[Watched, Style], str], ...] = (_ranks, _collectives, _links, _timeline)

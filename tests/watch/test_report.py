@@ -69,9 +69,7 @@ def a_round(number: int = 0, steps: int = 60) -> Round:
         ],
         links=[Link("a", "b", "eth0", 10**8, 0.9, 2e-4, 3)],
         load=Load(1.234567, 1.5, 3 * 2**30, 0.51, 2**33),
-        values={
-            name: (first + steps - 1, 1 / (number + 3)) for name in ("loss", "validation loss")
-        },
+        values=dict.fromkeys(("loss", "validation loss"), (first + steps - 1, 1 / (number + 3))),
     )
 
 
