@@ -121,12 +121,13 @@ def _fit(case: Case, lines: list[Line]) -> Fit:
 
 def _launch_logs(lines: Sequence[Line]) -> Floats:
     """Return log seconds [launch, size] of the launches that measured all sizes."""
-    by_launch: dict[int, list[float]] = {}
+    by_launch: dict[int, dict[int, float]] = {}
     for line in lines:
         for result in line.results:
-            if result.summary is not None:
-                by_launch.setdefault(result.launch, []).append(result.summary.median_seconds)
-    whole = [times for times in by_launch.values() if len(times) == len(lines)]
+            if result.summary is not None and result.summary.median_seconds > 0:
+                times = by_launch.setdefault(result.launch, {})
+                times[line.case.nbytes] = result.summary.median_seconds
+    whole = [list(times.values()) for times in by_launch.values() if len(times) == len(lines)]
     return np.log(np.array(whole)) if whole else np.empty((0, len(lines)))
 
 

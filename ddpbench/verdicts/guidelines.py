@@ -104,13 +104,19 @@ def merge(checks: Sequence[Check]) -> list[list[Check]]:
 
 
 def _compositions(lines: Sequence[Line]) -> Iterator[Check]:
-    by_operation: defaultdict[str, list[Line]] = defaultdict(list)
+    alike: defaultdict[tuple[str, Case], list[Line]] = defaultdict(list)
     for line in lines:
-        by_operation[line.case.operation].append(line)
+        name, conditions = line.case.operation, _conditions(line.case)
+        alike[name, conditions].append(line)
+        if line.case.count == 1:  # also beside a barrier, which has no data
+            alike[name, replace(conditions, dtype="")].append(line)
     for operation, others in GUIDELINES:
-        for line in by_operation[operation]:
+        for line in lines:
+            if line.case.operation != operation:
+                continue
+            conditions = _conditions(line.case)
             candidates = [
-                [other for other in by_operation[name] if _alike(line.case, other.case)]
+                [other for other in alike[name, conditions] if _does(other.case, line.case)]
                 for name in others
             ]
             if all(candidates):
@@ -135,13 +141,10 @@ def _conditions(case: Case) -> Case:
     return replace(one, nbytes=0, count=0, depth=0, dtype=dtype)
 
 
-def _alike(case: Case, other: Case) -> bool:
+def _does(other: Case, case: Case) -> bool:
     """Whether the other operation, under the same conditions, can do this one's work or a part."""
-    if not case.nbytes:  # a barrier: the smallest message does as well
-        return other.count == 1 and _conditions(case) == replace(_conditions(other), dtype="")
-    return (
-        _conditions(case) == _conditions(other)
-        and abs(other.nbytes - case.nbytes) <= SAME_SIZE * case.nbytes
+    return not case.nbytes or (
+        abs(other.nbytes - case.nbytes) <= SAME_SIZE * case.nbytes
         and (other.reduce_op is None or other.reduce_op == case.reduce_op)
         and (other.root is None or case.root is None or other.root == case.root)
     )
@@ -151,7 +154,11 @@ def _judge(checks: Sequence[Check]) -> list[Check]:
     pairs = []
     for found in checks:
         times = [
-            {r.launch: r.summary.median_seconds for r in line.results if r.summary}
+            {
+                r.launch: r.summary.median_seconds
+                for r in line.results
+                if r.summary and r.summary.median_seconds > 0
+            }
             for line in (found.line, *found.others)
         ]
         launches = sorted(set.intersection(*map(set, times)))

@@ -182,6 +182,7 @@ def launches_needed(found: Shift | None, margin: float, cases: int = 1) -> int |
     return max(more, math.ceil(found.launches * (found.half_width / goal) ** 2 - 1e-9))
 
 
+@lru_cache(maxsize=MOST)
 def _separable(cases: int, first: int) -> int:
     """Return the fewest launches per side with which one changed case of so many can pass."""
     from scipy.stats import mannwhitneyu
