@@ -48,13 +48,13 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
         all_rows += rows
         cells = [list(row.values()) for row in rows]
         body = style.columns(cells, [COLUMNS[name] for name in names])
-        fits = fit_lines.fit_lines(group) if fitted else []
+        fits = fit_lines.valid_fits(group) if fitted else []
         all_fits += fits
-        texts.append(style.block(title, style.gap.join([body, *fits])))
+        texts.append(style.block(title, style.gap.join([body, *map(fit_lines.format_fit, fits)])))
     if quiet:
         return texts
     legend = _legend(shown, names) + common_legend(all_rows, shown, names, lines.FLAGS)
-    legend += [fit_lines.LEGEND] if all_fits else []
+    legend += fit_lines.legend(all_fits)
     return texts + [style.gap.join(notes) for notes in (_skipped(all_lines), legend) if notes]
 
 

@@ -10,18 +10,26 @@ from ddpbench.analysis.lines import Line
 from ddpbench.catalog.sizes import UNITS, readable
 from ddpbench.render.column import digits
 
-LEGEND = (
-    "fit: time = α + βn for messages of n bytes, with 95 % intervals; 1/β: algbw of an endless "
-    "message; n½: size at which α is half the time; only what the measured times determine is shown"
-)
+
+def valid_fits(lines: Sequence[Line]) -> list[Fit]:
+    """Return the fits of a table's rows that may be shown."""
+    return [one for one in fit.fits(lines) if one.valid]
 
 
-def fit_lines(lines: Sequence[Line]) -> list[str]:
-    """Format the fit of each backend of a table, over the sizes that a line describes."""
+def format_fit(one: Fit) -> str:
+    """Format the fit of one backend, over the sizes that a line describes."""
+    return f"fit {one.case.backend}: {'; '.join(map(format_segment, one.valid))}"
+
+
+def legend(fits: Sequence[Fit]) -> list[str]:
+    """Explain the lines of these fits, and what their intervals are over."""
+    if not fits:
+        return []
+    over = " or ".join(dict.fromkeys(one.of for one in fits))
     return [
-        f"fit {one.case.backend}: {'; '.join(map(format_segment, one.valid))}"
-        for one in fit.fits(lines)
-        if one.valid
+        f"fit: time = α + βn for messages of n bytes, with 95 % intervals over {over}; 1/β: algbw "
+        "of an endless message; n½: size at which α is half the time; figures that the times do "
+        "not determine are left out"
     ]
 
 
