@@ -16,7 +16,7 @@ from ddpbench.report.chart import Chart, Section
 
 WIDTH = 720  # pixels: what GitHub shows without shrinking it
 SCALE = 2  # pixels of a PNG per pixel of an SVG
-CAPTION_COLUMNS = 110  # characters of a caption's line in this width
+CAPTION_COLUMNS = 116  # characters of a caption's line in this width
 # vl-convert measures text in Liberation Sans, which it brings along. Arial and Helvetica have the
 # same widths, so labels have room for their text wherever the picture is opened.
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
