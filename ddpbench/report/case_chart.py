@@ -1,4 +1,4 @@
-"""The chart of one case: its calls in order, and beside them how often each time occurs.
+"""The chart of one case: its repetitions in order, and beside them how often each time occurs.
 
 Both share the axis of time, so that a mode is one band in the order and one peak beside it.
 """
@@ -13,18 +13,20 @@ import altair as alt
 from ddpbench.report import theme
 
 HEIGHT = 300
-ORDER_END = 100.0  # x: the calls lie from 0 to here
+ORDER_END = 100.0  # x: the repetitions lie from 0 to here
 SHARES = 106.0, 140.0  # x: the bars lie from here to here
+# x of a point that cannot be seen: Vega-Lite warns of a dataset without any.
+OUTSIDE = -50.0
 Columns = dict[str, tuple[Any, ...]]
 # The datasets of a choice and their columns. Times are seconds of one call.
 DATASETS: dict[str, tuple[str, ...]] = {
-    # in order: x, and of the calls that one point stands for the least, the median, the longest
+    # in order: x; of the repetitions of one point the shortest, the median, the longest
     "timed": ("x", "low", "middle", "high", "launch", "backend"),
     "warm_up": ("x", "low", "middle", "high", "launch"),
     "cold": ("x", "middle", "launch"),
-    "shares": ("low", "high", "x", "share", "backend"),  # of calls; x: where the bar ends
+    "shares": ("low", "high", "x", "share", "backend"),  # of repetitions; x: where the bar ends
     "marks": ("middle", "label"),
-    "interval": ("low", "high"),  # at most one
+    "interval": ("low", "high"),  # one; without an interval both are the median
     "launches": ("x", "launch"),  # where one begins
 }
 TICKS = [step * 10.0**decade for decade in range(-9, 5) for step in (1, 2, 5)]
@@ -35,15 +37,15 @@ def case_spec(first: Mapping[str, Columns], backends: Sequence[str]) -> dict[str
     color = alt.Color("backend:N", scale=theme.backend_colors(backends), legend=None)
     axis = alt.Axis(labelExpr=theme.TIME_LABELS, values=TICKS, labelOverlap="greedy")
     scale = alt.Scale(type="log", nice=False, padding=10)
-    y = alt.Y("middle:Q", title="time of a call", scale=scale, axis=axis)
+    y = alt.Y("middle:Q", title="time", scale=scale, axis=axis)
     x = alt.X(
         "x:Q",
-        title="calls in order, by launch; right: share of calls",
+        title="repetitions in order, by launch; right: their shares",
         scale=alt.Scale(domain=[0, SHARES[1]], nice=False),
         axis=alt.Axis(labels=False, ticks=False, grid=False, titlePadding=20),
     )
     chart = alt.layer(
-        *_calls(x, y, color),
+        *_order(x, y, color),
         _bars(x, color),
         *_marks(y),
         *_launches(x),
@@ -81,8 +83,8 @@ def _tooltip(**fields: str) -> list[alt.Tooltip]:
     return [alt.Tooltip(f"{name}:N", title=title) for name, title in fields.items()]
 
 
-def _calls(x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:
-    """Return the calls in order: hollow in the warm-up, a triangle for the cold one."""
+def _order(x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:
+    """Return the repetitions in order: hollow in the warm-up, a triangle for the cold one."""
     spread = {"low_text": "shortest", "middle_text": "median", "high_text": "longest"}
     ends = {"y": alt.Y("low:Q"), "y2": "high:Q"}
     timed, warm_up = (_data(name, "low", "middle", "high") for name in ("timed", "warm_up"))
@@ -92,18 +94,18 @@ def _calls(x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:
         timed.mark_point(filled=True, size=14, opacity=0.9).encode(
             x=x, y=y, color=color, tooltip=told
         ),
-        warm_up.mark_rule(opacity=0.5).encode(x=x, **ends),
-        warm_up.mark_point(filled=False, size=14, strokeWidth=1, style="muted").encode(
+        warm_up.mark_rule(opacity=0.5, clip=True).encode(x=x, **ends),
+        warm_up.mark_point(filled=False, size=14, strokeWidth=1, style="muted", clip=True).encode(
             x=x, y=y, tooltip=_tooltip(launch="warm-up of launch", **spread)
         ),
         _data("cold", "middle")
-        .mark_point(filled=False, size=45, shape="triangle-up", style="muted")
+        .mark_point(filled=False, size=45, shape="triangle-up", style="muted", clip=True)
         .encode(x=x, y=y, tooltip=_tooltip(launch="first call of launch", middle_text="time")),
     ]
 
 
 def _bars(x: alt.X, color: alt.Color) -> alt.Chart:
-    """Return the share of the calls at each time."""
+    """Return the share of the repetitions at each time."""
     bars: alt.Chart = (
         _data("shares", "low", "high")
         .transform_calculate(begin=str(SHARES[0]))
@@ -116,7 +118,7 @@ def _bars(x: alt.X, color: alt.Color) -> alt.Chart:
             color=color,
             tooltip=[
                 *_tooltip(low_text="from", high_text="to"),
-                alt.Tooltip("share:Q", title="calls", format=".1%"),
+                alt.Tooltip("share:Q", title="repetitions", format=".1%"),
             ],
         )
     )

@@ -88,17 +88,20 @@ def over_sizes(data: pd.DataFrame, value: str, names: Sequence[str]) -> dict[str
     values = {along: _log_channel(along, value, data[value])}
     solid = {"strokeDash": alt.value([1, 0])}
     base = _base(data, several).encode(**place)
-    bars = base.transform_filter(f"datum.{value}_low > 0").mark_rule(opacity=0.55, strokeWidth=2)
-    layers = [bars.encode(**{along: f"{value}_low:Q", to: f"{value}_high:Q"}, **solid)]
+    layers: list[alt.Chart] = []
+    if data[f"{value}_low"].notna().any():
+        known = base.transform_filter(f"datum.{value}_low > 0")
+        bars = known.mark_rule(opacity=0.55, strokeWidth=2)
+        layers.append(bars.encode(**{along: f"{value}_low:Q", to: f"{value}_high:Q"}, **solid))
     if along == "y":
         layers.append(base.mark_line(strokeWidth=1.5).encode(**values))
     points = base.mark_point(filled=True, size=50, opacity=1)
     layers.append(
         points.encode(shape=shape, tooltip=_tooltip(data, names, several), **values, **solid)
     )
-    if value == "rate" and along == "y" and data["limited"].notna().any():
-        layers.insert(0, _limit(base, several))
-    height = HEIGHT if along == "y" else alt.Step(32)
+    if value == "rate" and data["limited"].notna().any():
+        layers.insert(0, _limit(base, along, several))
+    height = HEIGHT if along == "y" else 40 + 32 * data["of"].nunique()
     spec: dict[str, Any] = alt.layer(*layers).properties(height=height).to_dict()
     rows = data.astype(object).where(data.notna(), None).to_dict("records")
     return {**spec, "datasets": {POINTS: rows}}
@@ -132,7 +135,8 @@ def _base(data: pd.DataFrame, several: bool) -> alt.Chart:
 def _log_channel(channel: str, field: str, values: pd.Series[float]) -> Any:
     """Return a logarithmic channel with ticks at decades, of few decades also at 2 and 5."""
     low, high = (math.floor(math.log10(end)) for end in (values.min(), values.max()))
-    steps = (1,) if high - low >= 3 else (1, 2, 5)
+    decades = 3 if channel == "y" else 2  # that have room for more labels
+    steps = (1,) if high - low >= decades else (1, 2, 5)
     ticks = [step * 10.0**decade for decade in range(low - 1, high + 2) for step in steps]
     return {"x": alt.X, "y": alt.Y}[channel](
         f"{field}:Q",
@@ -142,12 +146,14 @@ def _log_channel(channel: str, field: str, values: pd.Series[float]) -> Any:
     )
 
 
-def _limit(base: alt.Chart, several: bool) -> alt.Chart:
-    """Return the dashed line of each backend's limit."""
-    line = base.transform_filter("datum.limited > 0").mark_line(opacity=0.8)
+def _limit(base: alt.Chart, along: str, several: bool) -> alt.Chart:
+    """Return each backend's limit: a dashed line, or of one size a mark."""
+    known = base.transform_filter("datum.limited > 0")
+    line = known.mark_line(opacity=0.8) if along == "y" else known.mark_tick(thickness=3, size=24)
+    dash = {"strokeDash": alt.value(LIMIT_DASH)} if along == "y" else {}
     limit: alt.Chart = line.encode(
-        y="limited:Q",
-        strokeDash=alt.value(LIMIT_DASH),
+        **{along: "limited:Q"},
+        **dash,
         tooltip=[alt.Tooltip("backend:N"), alt.Tooltip("source:N", title="limit")],
         **({"detail": "run:N"} if several else {}),
     )

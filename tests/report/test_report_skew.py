@@ -37,7 +37,7 @@ def a_stored_run(folder: Path, lates: dict[int, list[int]], **other: Any) -> Run
     for part, (nbytes, late) in enumerate(lates.items()):
         case = a_case(nbytes=nbytes, world_size=len(late))
         add_case(folder, part, case.key, late)
-        results.append(a_result(case, summary=a_summary(CALL_NS * 1e-9, **other)))
+        results.append(a_result(case, part, summary=a_summary(CALL_NS * 1e-9, **other)))
     return replace(a_run(*results), id="a")
 
 

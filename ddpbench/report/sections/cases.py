@@ -1,4 +1,4 @@
-"""Any one case: the times of its calls in order, and their distribution."""
+"""Any one case: the times of its repetitions in order, and their distribution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpbench.analysis.stats import PERCENTILES, Floats
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Result, Run
 from ddpbench.records.table import Table, TableColumn
-from ddpbench.report.case_chart import DATASETS, ORDER_END, SHARES, Columns, case_spec
+from ddpbench.report.case_chart import DATASETS, ORDER_END, OUTSIDE, SHARES, Columns, case_spec
 from ddpbench.report.case_titles import kind, titles
 from ddpbench.report.chart import Chart, Choice, ReportRun, Section, side_by_side
 from ddpbench.report.repetitions import Repetitions
@@ -20,17 +20,19 @@ from ddpbench.report.repetitions import Repetitions
 ALL_POINTS = 40_000  # of all cases of a run: what a page can hold
 MOST_POINTS, FEWEST_POINTS = 200, 50  # of one case
 BINS = 40
+FEWEST = 30  # repetitions that can show a spread
 SHORTEST = 1e-9  # seconds: a device's clock may show 0, which a logarithmic axis cannot
 MERGED = 0.04  # of the axis: lines that are closer have one label
 QUANTILES = {"min": 0, "5 %": 5, "median": 50, "95 %": 95, "p99": 99, "max": 100}
 INTRO = (
-    "Choose a case to see whether its calls have two usual times, drift, or differ from launch to "
-    "launch. The first case shown has the widest spread."
+    "Choose a case to see whether its repetitions have two usual times, drift, or differ from "
+    "launch to launch. The first case shown has two usual times or the widest spread."
 )
 CAPTION = (
-    "Each point is the median of neighbouring calls, with a line from their shortest to their "
-    "longest; time on the slowest rank. Hollow: warm-up. Triangle: the first call of a launch. "
-    "Band: 95 % interval of the median."
+    "Each point is the median of neighbouring repetitions, with a line from the shortest to the "
+    "longest; seconds of one call on the slowest rank. Hollow: warm-up. Triangle: the first call "
+    "of a launch. Band: 95 % interval of the median. Bars: share of the repetitions, every launch "
+    "counted alike."
 )
 
 
@@ -55,20 +57,22 @@ class Shown:
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
     """Return one chart per run that shows any of its cases; None without samples."""
-    rows = side_by_side(runs, _charts)
-    return Section("cases", "Every call of a case", INTRO, rows=rows) if rows else None
+    shown = [list(_cases(run)) for run in runs]
+    first = next((max(cases, key=_spread).label for cases in shown if cases), "")
+    by_run = {run.label: cases for run, cases in zip(runs, shown, strict=True)}
+    rows = side_by_side(runs, lambda run: _charts(by_run[run.label], first))
+    return Section("cases", "Every repetition of a case", INTRO, rows=rows) if rows else None
 
 
-def _charts(run: ReportRun) -> list[Chart]:
-    cases = list(_cases(run))
+def _charts(cases: Sequence[Shown], first: str) -> list[Chart]:
+    """Return the chart of these cases; it shows the one with the label `first`, if it is there."""
     if not cases:
         return []
-    first = max(cases, key=_spread)
-    ordered = [first, *(case for case in cases if case is not first)]
+    ordered = sorted(cases, key=lambda case: case.label != first)
     points = min(MOST_POINTS, max(FEWEST_POINTS, ALL_POINTS // len(cases)))
     choices = tuple(Choice(case.label, _data(case, points), _table(case)) for case in ordered)
     spec = case_spec(choices[0].data, [case.backend for case in cases])
-    return [Chart("cases", "Calls", CAPTION, spec, choices[0].table, choices=choices)]
+    return [Chart("cases", "Repetitions", CAPTION, spec, choices[0].table, choices=choices)]
 
 
 def _cases(run: ReportRun) -> Iterator[Shown]:
@@ -104,12 +108,15 @@ def _spread(case: Shown) -> float:
     if case.line and case.line.modes:
         low, high = case.line.modes
         return 1e3 * high.seconds / low.seconds * min(low.share, high.share)
-    low, high = np.percentile(np.concatenate(_times(case)), [5, 95])
+    times = np.concatenate(_times(case))
+    if len(times) < FEWEST:
+        return 0.0
+    low, high = np.percentile(times, [5, 95])
     return float(high / low)
 
 
 def _times(case: Shown) -> list[Floats]:
-    """Return the seconds of the timed calls in each launch."""
+    """Return the seconds of a call in each timed repetition, launch by launch."""
     return [
         np.maximum(part.seconds[part.numbers >= 0] / case.calls(part.launch), SHORTEST)
         for part in case.parts
@@ -127,7 +134,7 @@ def _data(case: Shown, points: int) -> dict[str, Columns]:
         at = begin + width * (0.04 + 0.92 * np.arange(len(part.numbers)) / len(part.numbers))
         seconds = np.maximum(part.seconds / case.calls(part.launch), SHORTEST)
         cold = _cold(case, part)
-        size = -(-len(seconds) * len(case.parts) // points)  # calls of one point
+        size = -(-len(seconds) * len(case.parts) // points)  # repetitions of one point
         for name, chosen in (
             ("timed", part.numbers >= 0),
             ("warm_up", (part.numbers < 0) & (np.arange(len(seconds)) >= (cold is not None))),
@@ -139,6 +146,10 @@ def _data(case: Shown, points: int) -> dict[str, Columns]:
         if cold:
             _add(data["cold"], x=float(at[0]), middle=cold, launch=part.launch)
         _add(data["launches"], x=begin, launch=part.launch)
+    typical = float(np.median(_times(case)[0]))
+    for name in ("warm_up", "cold"):
+        if not data[name]["x"]:
+            _add(data[name], **{**dict.fromkeys(data[name], typical), "x": OUTSIDE, "launch": ""})
     data["timed"]["backend"] = [case.backend] * len(data["timed"]["x"])
     _add_distribution(data, case)
     return {name: {k: tuple(v) for k, v in columns.items()} for name, columns in data.items()}
@@ -156,7 +167,7 @@ def _cold(case: Shown, part: Repetitions) -> float | None:
 
 
 def _bins(at: Floats, seconds: Floats, size: int) -> dict[str, list[float]]:
-    """Return x and the shortest, median and longest time of each `size` neighbouring calls."""
+    """Return x and the shortest, median and longest time of each `size` neighbouring repetitions."""
     if not len(seconds):
         return {"x": [], "low": [], "middle": [], "high": []}
     starts = np.arange(0, len(seconds), size)
@@ -172,7 +183,7 @@ def _bins(at: Floats, seconds: Floats, size: int) -> dict[str, list[float]]:
 
 
 def _add_distribution(data: dict[str, dict[str, list[object]]], case: Shown) -> None:
-    """Add the share of the calls at each time, every launch counted alike, and the usual times."""
+    """Add the share of the repetitions at each time, every launch counted alike, and the usual times."""
     times = _times(case)
     every = np.concatenate(times)
     weights = np.concatenate([np.full(len(each), 1 / len(each) / len(times)) for each in times])
@@ -185,8 +196,10 @@ def _add_distribution(data: dict[str, dict[str, list[object]]], case: Shown) -> 
             _add(data["shares"], low=start, high=end, x=x, share=share, backend=case.backend)
     for label, seconds in _marks(case, every).items():
         _add(data["marks"], label=label, middle=seconds)
-    if case.line and case.line.interval:
-        _add(data["interval"], low=case.line.interval.low, high=case.line.interval.high)
+    interval = case.line.interval if case.line else None
+    middle = float(np.median(every))
+    low, high = (interval.low, interval.high) if interval else (middle, middle)
+    _add(data["interval"], low=low, high=high)
 
 
 def _marks(case: Shown, every: Floats) -> dict[str, float]:
@@ -223,5 +236,5 @@ def _table(case: Shown) -> Table:
                 None if cold is None else cold * 1e6,
             )
         )
-    headings = ("launch", "calls", *(f"{name} µs" for name in QUANTILES), "first µs")
+    headings = ("launch", "repetitions", *(f"{name} µs" for name in QUANTILES), "first µs")
     return Table(case.label, tuple(map(TableColumn, headings)), tuple(rows))

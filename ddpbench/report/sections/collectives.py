@@ -72,7 +72,12 @@ def _statistic(shown: Sequence[Point]) -> str:
         for case in (line.case for _, line in shown)
     )
     bars = "; bars: 95 % interval" if any(line.interval for _, line in shown) else ""
-    return f"Time of one call: {' or '.join(names)}{bars}. Both axes are logarithmic."
+    axes = "Both axes are" if _has_sizes(shown) else "The axis is"
+    return f"Time of one call: {' or '.join(names)}{bars}. {axes} logarithmic."
+
+
+def _has_sizes(shown: Sequence[Point]) -> bool:
+    return len({line.case.nbytes for _, line in shown}) > 1
 
 
 def _limits(shown: Sequence[Point]) -> str:
@@ -89,7 +94,8 @@ def _limits(shown: Sequence[Point]) -> str:
     for (backend, source), values in rates.items():
         low, high = digits(min(values)), digits(max(values))
         texts.append(f"{backend}: {source}, {low if low == high else f'{low} … {high}'} GB/s")
-    return f"Dashed: the limit ({'; '.join(texts)})."
+    mark = "Dashed" if _has_sizes(shown) else "Upright mark"
+    return f"{mark}: the limit ({'; '.join(texts)})."
 
 
 def _table(title: str, points: Sequence[Point], names: Sequence[str], *, several: bool) -> Table:

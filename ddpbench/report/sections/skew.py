@@ -50,17 +50,35 @@ Value = Callable[[Measured], "Floats | None"]
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
     """Return lateness and stay of each rank; None without samples of two ranks or more."""
-    rows = arrange(runs, _charts)
+    groups = {run.label: _groups(run) for run in runs}
+    found = next(filter(None, groups.values()), {})
+    first = max(found, key=lambda label: _unevenness(found[label]), default="")
+    rows = arrange(runs, lambda run: _charts(groups[run.label], first))
     return Section("skew", "Skew of the ranks", INTRO, rows=rows) if rows else None
 
 
-def _charts(run: ReportRun) -> list[Chart]:
+def _groups(run: ReportRun) -> dict[str, list[Measured]]:
+    """Return the cases of each heat map: of one operation and backend, and of the same ranks."""
     groups: dict[str, list[Measured]] = {}
     for label, measured in _measured(run):
-        groups.setdefault(label, []).append(measured)
+        group = groups.setdefault(label, [])
+        if not group or group[0].ranks == measured.ranks:
+            group.append(measured)
+    return groups
+
+
+def _unevenness(group: Sequence[Measured]) -> float:
+    """Return how unequally long the ranks stay, as a share of the call: median over sizes."""
+    return float(np.median([np.ptp(each.stay) / each.seconds for each in group]))
+
+
+def _charts(groups: dict[str, list[Measured]], first: str) -> list[Chart]:
+    """Return the heat maps; they show the choice with the label `first`, if it is there."""
+    late, stay = ("skew-late", "Enters late", LATE), ("skew-stay", "Stays in the call", STAY)
+    ordered = dict(sorted(groups.items(), key=lambda item: item[0] != first))
     charts = [
-        _chart(("skew-late", "Enters late", LATE), (0, 0.5), groups, lambda each: each.late),
-        _chart(("skew-stay", "Stays in the call", STAY), (1, 0), groups, lambda each: each.stay),
+        _chart(late, (0, 0.5), ordered, lambda each: each.late),
+        _chart(stay, (1, 0), ordered, lambda each: each.stay),
     ]
     return [chart for chart in charts if chart]
 
@@ -74,21 +92,22 @@ def _measured(run: ReportRun) -> Iterator[tuple[str, Measured]]:
     known = [line for line in run.lines if line.case.key in parts]
     short = titles(kind(line.case) for line in known)
     for line in known:
-        case = line.case
-        found = parts[case.key]
-        ranks = found[0].ranks.tolist()
-        alike = [part for part in found if part.ranks.tolist() == ranks]
-        slowest = [float(np.median(part.seconds[part.numbers >= 0])) for part in alike]
-        yield (
-            f"{short[kind(case)]} {case.backend}",
-            Measured(
-                line,
-                tuple(ranks),
-                None if line.skew is None else np.median([part.late[0] for part in alike], axis=0),
-                np.median([part.stay[0] for part in alike], axis=0),
-                float(np.median(slowest)),
-            ),
-        )
+        if measured := _measure(line, parts[line.case.key]):
+            yield f"{short[kind(line.case)]} {line.case.backend}", measured
+
+
+def _measure(line: Line, parts: Sequence[Repetitions]) -> Measured | None:
+    """Return the medians over launches; None if the clock shows no time at all."""
+    ranks = parts[0].ranks.tolist()
+    alike = [part for part in parts if part.ranks.tolist() == ranks]
+    skewed = {r.launch for r in line.results if r.summary and r.summary.skew_seconds is not None}
+    late = [part.late[0] for part in alike if part.launch in skewed]
+    slowest = [np.median(part.seconds[part.numbers >= 0]) for part in alike]
+    seconds = float(np.median(slowest))
+    if not seconds:
+        return None
+    stay = np.median([part.stay[0] for part in alike], axis=0)
+    return Measured(line, tuple(ranks), np.median(late, axis=0) if late else None, stay, seconds)
 
 
 def _chart(
@@ -97,26 +116,21 @@ def _chart(
     groups: dict[str, list[Measured]],
     value: Value,
 ) -> Chart | None:
-    """Return the heat maps of all operations and backends, the most uneven one first.
+    """Return the heat maps of all groups, one at a time.
 
     texts: name, title, caption. shades: shares of the call that are lightest and darkest.
     """
-    spread: dict[str, float] = {}
-    choices: dict[str, Choice] = {}
+    choices = []
     for label, group in groups.items():
-        known = [each for each in group if value(each) is not None and each.seconds]
+        known = [each for each in group if value(each) is not None]
         if known:
             values = np.array([value(each) for each in known], dtype=np.float64).T  # [rank, size]
-            shares = values / [each.seconds for each in known]
-            spread[label] = float(np.median(np.ptp(shares, axis=0)))
-            choices[label] = _choice(label, known, values)
+            choices.append(_choice(label, known, values))
     if not choices:
         return None
-    first = max(choices, key=spread.__getitem__)
-    ordered = (choices[first], *(c for label, c in choices.items() if label != first))
-    rows = max(len(choice.table.rows) for choice in ordered)
-    spec = _spec(ordered[0], rows, shades)
-    return Chart(*texts, spec, ordered[0].table, choices=ordered)
+    rows = max(len(choice.table.rows) for choice in choices)
+    spec = _spec(choices[0], rows, shades)
+    return Chart(*texts, spec, choices[0].table, choices=tuple(choices))
 
 
 def _choice(label: str, group: Sequence[Measured], values: Floats) -> Choice:
