@@ -167,7 +167,7 @@ def _cold(case: Shown, part: Repetitions) -> float | None:
 
 
 def _bins(at: Floats, seconds: Floats, size: int) -> dict[str, list[float]]:
-    """Return x and the shortest, median and longest time of each `size` neighbouring repetitions."""
+    """Return x and the shortest, median and longest time of `size` neighbours each."""
     if not len(seconds):
         return {"x": [], "low": [], "middle": [], "high": []}
     starts = np.arange(0, len(seconds), size)
@@ -183,7 +183,7 @@ def _bins(at: Floats, seconds: Floats, size: int) -> dict[str, list[float]]:
 
 
 def _add_distribution(data: dict[str, dict[str, list[object]]], case: Shown) -> None:
-    """Add the share of the repetitions at each time, every launch counted alike, and the usual times."""
+    """Add the share of repetitions at each time, each launch counted alike, and usual times."""
     times = _times(case)
     every = np.concatenate(times)
     weights = np.concatenate([np.full(len(each), 1 / len(each) / len(times)) for each in times])
