@@ -50,7 +50,9 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
         body = style.columns(cells, [COLUMNS[name] for name in names])
         fits = fit_lines.valid_fits(group) if fitted else []
         all_fits += fits
-        texts.append(style.block(title, style.gap.join([body, *map(fit_lines.format_fit, fits)])))
+        texts.append(style.block(title, body))
+        if fits:  # after a blank line: programs read a table up to there
+            texts.append(style.gap.join(map(fit_lines.format_fit, fits)))
     if quiet:
         return texts
     legend = _legend(shown, names) + common_legend(all_rows, shown, names, lines.FLAGS)
