@@ -19,6 +19,7 @@ from ddpbench.records.watched import Moment, Watched
 
 HEIGHT, LOW_HEIGHT = 260, 130
 UNITS = ((2 * 3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+LATE_CODES = ("straggler", "intermittent-straggler", "late-arrival", "slow-host")
 POINTS = 120  # of a line, at most
 LABELLED = 4  # rules with a label
 LABEL_ROW = 14  # pixels
@@ -32,6 +33,7 @@ class Timeline:
 
     moments: tuple[Moment, ...]
     late: dict[int, tuple[float | None, ...]]  # rank → its lateness in each moment
+    named: dict[int, str]  # ranks that findings name → the code of the first
     at: tuple[float, ...]
     unit: str  # of UNITS
     rules: pd.DataFrame  # at, label, sentence, row, side
@@ -121,7 +123,19 @@ def build_timeline(run: Run, watched: Watched) -> Timeline:
         for finding in run.findings
         for step, label in _find_events(finding)
     )
-    return Timeline(moments, late, at, unit, _place_rules(events, at[-1]))
+    return Timeline(moments, late, find_named(run), at, unit, _place_rules(events, at[-1]))
+
+
+def find_named(run: Run) -> dict[int, str]:
+    """Return the ranks that findings on late ranks name, directly or by their host, with a code."""
+    named: dict[int, str] = {}
+    for finding in run.findings:
+        if finding.code in LATE_CODES:
+            ranks = finding.place.get("ranks", [finding.place.get("rank")])
+            for rank in ranks if isinstance(ranks, list) else []:
+                if isinstance(rank, int):
+                    named.setdefault(rank, finding.code)
+    return named
 
 
 def _place_rules(events: Sequence[tuple[float, str, str]], last: float) -> pd.DataFrame:

@@ -13,6 +13,7 @@ from ddpbench.records.watched import COLUMNS, Watched, WatchedCollective, Watche
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart
 from ddpbench.report.sections.links import MOST_VALUES, build_matrix, draw_matrix
+from ddpbench.report.timeline import LATE_CODES, find_named
 from ddpbench.report.watched_time import milliseconds, part_scale
 
 ROW, LEAST_HEIGHT = 22, 60  # pixels
@@ -20,7 +21,6 @@ PARTS = alt.Legend(title=None, columns=3, values=list(COLUMNS))
 ROOM = 1.5  # length of an axis, in lengths of its longest bar: room for a text
 MOST_BARS = 12  # collectives
 OWN = COLUMNS[:-1]
-STRAGGLERS = ("straggler", "intermittent-straggler", "late-arrival")
 SHOWN_SHARE = 0.01  # of the longest wait: shorter ones have no bar
 
 
@@ -30,7 +30,7 @@ def draw_ranks(run: Run, watched: Watched) -> Iterator[Chart]:
     if len(ranks) < 2:
         return
     names = _name(watched, ranks)
-    marked = _find_marked(run, ranks)
+    marked = find_named(run)
     longest = max(sum(_parts(rank)) for rank in ranks)
     rows = [
         {
@@ -105,7 +105,7 @@ def draw_extra(run: Run, watched: Watched) -> Iterator[Chart]:
     marked = {
         (finding.place.get("rank"), finding.place.get("phase"))
         for finding in run.findings
-        if finding.code in STRAGGLERS
+        if finding.code in LATE_CODES
     }
     most = max(1e-9, *(value for values in extra.values() for value in values))
     rows = [
@@ -278,18 +278,6 @@ def _name(watched: Watched, ranks: Sequence[WatchedRank]) -> dict[int, str]:
 def _count(watched: Watched, ranks: Sequence[WatchedRank]) -> str:
     count = sum(watched.hosts.values())
     return f" Shown: {len(ranks)} of {count} ranks." if len(ranks) < count else ""
-
-
-def _find_marked(run: Run, ranks: Sequence[WatchedRank]) -> dict[int, str]:
-    """Return the ranks that findings name, directly or by their host, with the findings' codes."""
-    marked: dict[int, str] = {}
-    for finding in run.findings:
-        named = finding.place.get("ranks", [finding.place.get("rank")])
-        if finding.code in (*STRAGGLERS, "slow-host") and isinstance(named, list):
-            for rank in ranks:
-                if rank.rank in named:
-                    marked.setdefault(rank.rank, finding.code)
-    return marked
 
 
 def _signed(seconds: float) -> str:

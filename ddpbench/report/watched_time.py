@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
+import numpy as np
 import pandas as pd
 
 from ddpbench.records.table import Table, TableColumn
@@ -19,6 +20,7 @@ from ddpbench.report.timeline import HEIGHT, LOW_HEIGHT, Timeline, find_top
 
 TIME_COLUMNS = (TableColumn("UTC", "left"), TableColumn("step"))
 FEW = 60  # values of a line, each of which has a point
+BESIDE = 0.4  # opacity of the lines that do not stand out
 WIDE = 50.0  # ratio of the largest value to the least, from which an axis is logarithmic
 STROKES = alt.Legend(
     title=None,
@@ -121,16 +123,23 @@ class Axis:
     show: Callable[[float], str]
     labels: str  # an expression
     zero: bool = False
-    top: float | None = None  # where values are cut, above and below 0
+    domain: tuple[float, float] | None = None  # what is shown, if values beyond are cut off
 
 
 def draw_lines(
-    timeline: Timeline, values: Mapping[str, Sequence[float | None]], axis: Axis, legend: str = ""
+    timeline: Timeline,
+    values: Mapping[str, Sequence[float | None]],
+    axis: Axis,
+    legend: str = "",
+    main: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return a line for each name, through the values that are known."""
+    """Return a line for each name, through the values that are known.
+
+    main: the names whose lines stand out; all if there are none.
+    """
     names = list(values)
     known = [
-        {"at": at, "name": name, "value": value}
+        {"at": at, "name": name, "value": value, "main": not main or name in main}
         for name, column in values.items()
         for at, value in zip(timeline.at, column, strict=True)
         if value is not None
@@ -141,13 +150,14 @@ def draw_lines(
         alt.Chart(pd.DataFrame(known))
         .mark_line(
             strokeWidth=1.5,
-            clip=axis.top is not None,
+            clip=axis.domain is not None,
             point=alt.OverlayMarkDef(size=18) if len(known) <= FEW * len(names) else False,
         )
         .encode(
             x=timeline.x(),
             y=_y(known, axis),
             color=alt.Color("name:N", scale=colors, legend=shown),
+            opacity=alt.condition("datum.main", alt.value(1), alt.value(BESIDE)),
         )
     )
     some = [any(column[i] is not None for column in values.values()) for i in timeline.places]
@@ -170,13 +180,13 @@ def _texts(column: Sequence[float | None], axis: Axis) -> list[str]:
 def _y(known: Sequence[Mapping[str, Any]], axis: Axis) -> alt.Y:
     """Return the y axis: logarithmic for orders of magnitude, unless 0 belongs to it."""
     numbers = [float(row["value"]) for row in known]
-    if not axis.zero and axis.top is None and 0 < WIDE * min(numbers) < max(numbers):
+    if not axis.zero and axis.domain is None and 0 < WIDE * min(numbers) < max(numbers):
         y = theme.log_axis("value:Q", axis.title, numbers, axis.labels)
         y["axis"]["minExtent"] = EXTENT
         return y
-    top = {"domain": [-axis.top, axis.top]} if axis.top is not None else {"zero": axis.zero}
+    scale = {"domain": list(axis.domain)} if axis.domain else {"zero": axis.zero}
     labels = alt.Axis(tickCount=4, labelExpr=axis.labels, minExtent=EXTENT)
-    return alt.Y("value:Q", title=axis.title, axis=labels, scale=alt.Scale(**top))
+    return alt.Y("value:Q", title=axis.title, axis=labels, scale=alt.Scale(**scale))
 
 
 def draw_exposed(timeline: Timeline) -> Chart:
@@ -196,18 +206,22 @@ def draw_exposed(timeline: Timeline) -> Chart:
 
 def draw_lateness(timeline: Timeline) -> Iterator[Chart]:
     """Yield the own time of the latest ranks beyond that of the others, over time."""
-    late = {str(rank): column for rank, column in timeline.late.items()}
+    ranks = sorted(timeline.late, key=lambda rank: (rank not in timeline.named, rank))
+    late = {str(rank): timeline.late[rank] for rank in ranks}
     known = [value for values in late.values() for value in values if value is not None]
     if len(late) < 2 or not known:
         return
     top = find_top([abs(value) for value in known])
-    labels = theme.SIGNED_TIME_LABELS
+    domain = None if top is None else (-min(top, 1.1 * abs(float(np.quantile(known, 0.01)))), top)
+    axis = Axis("late by", milliseconds, theme.SIGNED_TIME_LABELS, domain=domain)
+    main = [name for name in late if int(name) in timeline.named]
     yield Chart(
         "watch-lateness",
         "Lateness of the latest ranks",
         "A rank's own time beyond that of the other ranks, mean over the steps of each point: "
-        f"above 0, the others wait for it.{CUT_NOTE if top else ''}",
-        draw_lines(timeline, late, Axis("late by", milliseconds, labels, top=top), "rank"),
+        f"above 0, the others wait for it.{' Pale: no finding names the rank.' if main else ''}"
+        f"{CUT_NOTE if top else ''}",
+        draw_lines(timeline, late, axis, "rank", main),
         _table(
             timeline,
             "lateness",
