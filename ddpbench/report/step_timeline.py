@@ -175,31 +175,32 @@ def _lanes_of_ranks(
     if samples is None:
         return {}
     arm = "timed" if summary.buckets else "ddp"
-    phases = [f"{key}/{arm}/{phase}" for phase in PHASES]
-    buckets = [f"{key}/bucket/{number}" for number in range(len(summary.buckets))]
-    chosen = samples[(samples["launch"] == launch) & samples["case"].isin([*phases, *buckets])]
-    if buckets:
-        last = (chosen["repetition"] + 1) % summary.in_a_row == 0
-        chosen = chosen[last | chosen["case"].isin(buckets)]
-    seconds = chosen[["entry_ns", "exit_ns"]] * 1e-9
-    chosen = chosen.assign(
-        begin=seconds["entry_ns"], end=seconds["exit_ns"], spent=seconds.diff(axis=1)["exit_ns"]
-    )
-    if not {*phases, *buckets} <= {*chosen["case"]}:
+    cases = [f"{key}/{arm}/{phase}" for phase in PHASES]
+    cases += [f"{key}/bucket/{number}" for number in range(len(summary.buckets))]
+    number = pd.Index(cases).get_indexer(samples["case"])  # -1: another case
+    chosen = samples[["launch", "rank", "repetition", "entry_ns", "exit_ns"]].assign(number=number)
+    last = (chosen["repetition"] + 1) % summary.in_a_row == 0
+    kept = (number >= len(PHASES)) | ((number >= 0) & (last if summary.buckets else True))
+    chosen = chosen[kept & (chosen["launch"] == launch)]
+    if chosen["number"].nunique() < len(cases):
         return {}
-    middle = chosen.groupby(["rank", "case"], observed=True)[["begin", "end", "spent"]].median()
-    wires = chosen.groupby(["case", "repetition"], observed=True)["spent"].min()
-    wire = wires.groupby("case", observed=True).median()
+    chosen["spent"] = chosen["exit_ns"] - chosen["entry_ns"]
+    middle = chosen.groupby(["rank", "number"])[["entry_ns", "exit_ns", "spent"]].median() * 1e-9
+    wire = chosen.groupby(["number", "repetition"])["spent"].min().groupby("number").median() * 1e-9
+    ranks = middle.index.unique("rank")
+    # [rank, number] of the begin, the end, and the time of each span
+    begin, end, spent = (middle[name].unstack().to_numpy() for name in middle)
+    count = len(PHASES)
     return {
         int(rank): Lane(
             f"rank {rank}",
-            tuple(float(own.loc[(rank, phase), "spent"]) for phase in phases),
+            tuple(map(float, spent[row, :count])),
             tuple(
-                (*map(float, own.loc[(rank, bucket), ["begin", "end"]]), float(wire[bucket]))
-                for bucket in buckets
+                (float(begin[row, n]), float(end[row, n]), float(wire[n]))
+                for n in range(count, len(cases))
             ),
         )
-        for rank, own in middle.groupby(level="rank")
+        for row, rank in enumerate(ranks)
     }
 
 

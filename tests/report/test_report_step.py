@@ -238,3 +238,20 @@ def test_what_was_not_measured_has_no_chart() -> None:
     assert section.lines == ("mlp: no budget: too large.",)
     skipped = replace(run.steps[0], summary=None, reason="too large")
     assert step.section([ReportRun("a", replace(run, steps=(skipped,)))]) is None
+
+
+def test_chart_names_are_plain_and_unique() -> None:
+    """Workloads and backends may have any name, two settings one workload, two libraries one
+    backend: the names of pictures stay letters, digits and hyphens."""
+    cases = [
+        a_step_case(workload="<script>", backend="x' + y"),
+        a_step_case(),
+        a_step_case(provider="mpi4py"),
+        a_step_case(settings=("depth=3",)),
+    ]
+    run = a_step_run(*(a_step_result(case, n) for n, case in enumerate(cases)))
+    names = list(charts(ReportRun("a", run)))
+    assert names[:2] == ["step-script", "step-script-x-y"]
+    assert "step-mlp-2-gloo-by-mpi4py" in names
+    assert "step-mlp-3-gloo" in names
+    assert all(set(name) <= {*"abcdefghijklmnopqrstuvwxyz0123456789-"} for name in names)

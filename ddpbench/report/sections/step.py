@@ -43,17 +43,23 @@ def _groups(run: ReportRun) -> list[list[StepLine]]:
 def _charts(run: ReportRun) -> Iterator[Chart]:
     for number, group in enumerate(_groups(run)):
         workload = group[0].case.workload
-        name = "-".join(["step", re.sub(r"\W+", "-", workload, flags=re.ASCII).strip("-")])
-        name += f"-{number + 1}" if number else ""
+        name = f"step-{_plain(workload)}" + (f"-{number + 1}" if number else "")
         yield _steps(group, name)
         for line in group:
-            title = f"A step of {workload} on {line.case.backend}"
-            if chart := timeline(run, line, f"{name}-{line.case.backend}", title):
+            case, twins = line.case, [x for x in group if x.case.backend == line.case.backend]
+            by = "" if len(twins) == 1 else f" by {case.provider}"  # of a backend with two
+            title = f"A step of {workload} on {case.backend}{by}"
+            if chart := timeline(run, line, f"{name}-{_plain(case.backend + by)}", title):
                 yield chart
         if chart := step_charts.budget(group, f"{name}-budget"):
             yield chart
         if chart := step_charts.buckets(group, f"{name}-buckets"):
             yield chart
+
+
+def _plain(text: str) -> str:
+    """Return the text as a part of a chart's name."""
+    return re.sub(r"\W+", "-", text, flags=re.ASCII).strip("-")
 
 
 def _steps(group: Sequence[StepLine], name: str) -> Chart:
