@@ -183,7 +183,7 @@ def test_an_operation_can_be_hidden(reference: Path, open_page: Open) -> None:
 def test_a_case_can_be_chosen(reference: Path, open_page: Open) -> None:
     """A filter shortens the list of cases; the chosen case fills the chart and its table."""
     page = open_page(reference)
-    chart = page.locator("figure[data-chart]:has(select)")
+    chart = page.locator("figure[data-chart=cases]")
     chart.scroll_into_view_if_needed()
     chart.locator("svg[aria-hidden]").wait_for()
     chart.locator("summary").click()
