@@ -157,11 +157,15 @@ def test_a_violated_guideline() -> None:
     assert {"VIOLATED", "HOLDS"} == {row[3] for row in everything}
 
 
-def test_guidelines_of_several_runs_stand_side_by_side() -> None:
-    """Each run has its own charts and table in a row; a run with nothing to compare has none."""
+def test_guidelines_of_several_runs_have_names() -> None:
+    """Each run has its own charts and table, whose titles name it, and so does its warning; a run
+    with nothing to compare has no section, one of three launches a table alone."""
     first, second = a_run(*pair(1.5)), replace(a_run(*pair(1.0)), id="other")
     section = a_section(guidelines.section, first, second)
-    assert all(len(row) == 2 for row in section.rows)
+    titles = [chart.title for row in section.rows for chart in row]
+    assert [title.rpartition(": ")[2] for title in titles] == ["a-run", "a-run", "other", "other"]
+    names = [chart.name for row in section.rows for chart in row]
+    assert len(set(names)) == len(names)
     (finding,) = section.findings
     assert finding.sentence.startswith("a-run: ")
     alone = a_run(*launch_results(1e-3))

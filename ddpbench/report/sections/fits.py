@@ -56,7 +56,7 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
         for (name, variant), fits in kinds.items()
     }
     drawn = [
-        _chart(title, variant, fits, several=several)
+        _chart(title, variant, fits, [run.label for run in runs])
         for title, (variant, fits) in titled.items()
         if any(one.valid for _, one in fits)
     ]
@@ -82,7 +82,8 @@ def _variant(one: Fit) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _chart(title: str, variant: str, fits: Sequence[RunFit], *, several: bool) -> Chart:
+def _chart(title: str, variant: str, fits: Sequence[RunFit], names: Sequence[str]) -> Chart:
+    """Return the chart of one kind of calls; names: of all runs of the page."""
     of = " or ".join(dict.fromkeys(one.of for _, one in fits))
     caption = (
         f"Points: median time of a call; line: the fit; ring: n½. Intervals over {of}. {variant}."
@@ -91,38 +92,42 @@ def _chart(title: str, variant: str, fits: Sequence[RunFit], *, several: bool) -
         f"{re.sub(r'[^A-Za-z0-9_]+', '-', title)}-fit",
         f"{title}: latency and bandwidth",
         caption,
-        _draw(fits, several=several),
-        _table_of_points(title, fits, several=several),
+        _draw(fits, names),
+        _table_of_points(title, fits, several=len(names) > 1),
         operation=fits[0][1].case.operation,
     )
 
 
-def _draw(fits: Sequence[RunFit], *, several: bool) -> dict[str, Any]:
+def _draw(fits: Sequence[RunFit], names: Sequence[str]) -> dict[str, Any]:
     points = pd.DataFrame([row for run, one in fits for row in _point_rows(run, one)])
     curves = pd.DataFrame([row for run, one in fits for row in _curve_rows(run, one)])
     halves = pd.DataFrame([row for run, one in fits for row in _half_rows(run, one)])
     backends = sorted(set(points["backend"]))
-    run = [alt.Tooltip("run:N")] if several else []
-    dash = {"strokeDash": alt.StrokeDash("run:N", title=None)} if several else {}
+    tips = ["backend", "sizes", "α", "1/β", "n½"]
+    dash: dict[str, Any] = {}
+    shape: dict[str, Any] = {}
+    if len(names) > 1:
+        runs: dict[str, Any] = {"title": None, "scale": alt.Scale(domain=list(names))}
+        dash = {"strokeDash": alt.StrokeDash("run:N", **runs)}
+        shape = {"shape": alt.Shape("run:N", **runs)}
+        tips.insert(0, "run")
 
-    def base(data: pd.DataFrame) -> alt.Chart:
+    def base(data: pd.DataFrame, tips: Sequence[str]) -> alt.Chart:
         chart = alt.Chart(data).encode(
             x=theme.size_axis(sizes=points["nbytes"]),
             y=theme.log_axis("seconds:Q", "time of a call", points["seconds"], theme.TIME_LABELS),
             color=theme.backend_color(backends),
+            tooltip=[alt.Tooltip(f"{tip}:N") for tip in tips],
         )
         return theme.choose_backends(chart, backends)
 
-    figures = [alt.Tooltip(f"{name}:N") for name in ("backend", "sizes", "α", "1/β", "n½")]
+    shown = [*tips[: tips.index("sizes")], "size", "time"]
     layers = [
-        base(points)
-        .mark_point(opacity=0.75)
-        .encode(tooltip=[*run, alt.Tooltip("backend:N"), alt.Tooltip("size:N"), "time:N"]),
-        base(curves).mark_line().encode(detail=["segment:N", "run:N"], tooltip=figures, **dash),
+        base(points, shown).mark_point(opacity=0.75).encode(**shape),
+        base(curves, tips).mark_line().encode(detail=["segment:N", "run:N"], **dash),
     ]
     if len(halves):
-        rings = base(halves).mark_point(size=140, filled=False, strokeWidth=2)
-        layers.append(rings.encode(tooltip=[*run, *figures]))
+        layers.append(base(halves, tips).mark_point(size=140, filled=False, strokeWidth=2))
     spec: dict[str, Any] = alt.layer(*layers).properties(height=HEIGHT).to_dict()
     return spec
 

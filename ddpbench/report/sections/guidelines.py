@@ -19,7 +19,7 @@ from ddpbench.catalog.sizes import readable
 from ddpbench.render import guideline_tables
 from ddpbench.render.labels import format_change, format_time, shift_interval
 from ddpbench.report import theme
-from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
+from ddpbench.report.chart import Chart, ReportRun, Section
 from ddpbench.verdicts import guidelines
 from ddpbench.verdicts.guidelines import HOLDS, VIOLATED, Check
 from ddpbench.verdicts.verdict import INCONCLUSIVE
@@ -47,20 +47,23 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
         for label, found in checks.items()
         for finding in guideline_tables.findings(found)
     ]
-    return Section(
-        "guidelines", "Guidelines", INTRO, findings=tuple(findings), rows=_rows(runs, checks)
-    )
+    return Section("guidelines", "Guidelines", INTRO, findings=tuple(findings), rows=_rows(checks))
 
 
-def _rows(
-    runs: Sequence[ReportRun], checks: Mapping[str, Sequence[Check]]
-) -> tuple[tuple[Chart, ...], ...]:
-    """Return two charts of one run in a row, or each beside that of the other runs."""
-    rows = side_by_side(runs, lambda run: list(_charts(checks[run.label])))
-    if len(runs) > 1:
-        return rows
-    *drawn, table = (chart for row in rows for chart in row)
-    return (*(tuple(drawn[i : i + 2]) for i in range(0, len(drawn), 2)), (table,))
+def _rows(checks: Mapping[str, Sequence[Check]]) -> tuple[tuple[Chart, ...], ...]:
+    """Return the charts of each run, two in a row, and its table."""
+    rows: list[tuple[Chart, ...]] = []
+    for number, (label, found) in enumerate(checks.items(), 1):
+        charts = list(_charts(found))
+        if len(checks) > 1:
+            charts = [
+                replace(chart, name=f"{chart.name}-{number}", title=f"{chart.title}: {label}")
+                for chart in charts
+            ]
+        drawn, tables = charts[:-1], charts[-1:]
+        rows += [tuple(drawn[i : i + 2]) for i in range(0, len(drawn), 2)]
+        rows += [(table,) for table in tables]
+    return tuple(rows)
 
 
 def _charts(checks: Sequence[Check]) -> Iterator[Chart]:
