@@ -23,10 +23,11 @@ usage: run_bench.sh COMMAND [arguments passed on]
   python   run the environment's Python: run_bench.sh python script.py
 
 The other commands of ddpbench work too, as in `run_bench.sh doctor -n 4`:
-  collectives launch manifest watch doctor compare ab calibrate baseline history show list guide
+  collectives launch manifest watch doctor compare ab calibrate baseline history report show list
+  guide
 
 cpu, mpi, gpu, all and ddp give options to ddpbench. Yours follow, so yours win:
-run_bench.sh cpu -n 4 --op all_reduce
+run_bench.sh cpu -n 4 --op all_reduce --report
 If the active environment has ddpbench, everything runs there. Otherwise run_bench.sh creates .venv
 in the checkout from python3 (or PYTHON=/path/to/python). If that Python has torch, .venv uses it and
 adds only what is missing. Otherwise .venv gets a torch that fits the NVIDIA driver, if there is one.
@@ -244,9 +245,13 @@ case $command in
   test) needs+=(test) uses=(mpi history watch report lint) modules=(pytest) ;;
   history) uses=(history) ;;
   watch) uses=(mpi watch) ;;
+  report) uses=(report) ;;
   python | manifest | compare | show | list | guide) ;;
   *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, slurm, regress, test, python, and no command of ddpbench (run_bench.sh --help)" ;;
 esac
+for word; do
+  case $word in --report | --report=* | --plot | --ddpbench-report*) uses+=(report) ;; esac
+done
 choose_python
 say "python: $python ($why)"
 case $command in
