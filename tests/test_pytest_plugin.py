@@ -1,10 +1,13 @@
 """The fixtures in a repository of their user: what pytest-benchmark gets, saves and compares, and
 the verdict on launches. One test measures for real; the others make their launches up."""
 
+import contextlib
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,9 @@ from ddpbench.nested_runs import one_case
 from ddpbench.records.schema import Case, Run
 
 pytest_plugins = ["pytester"]
+with contextlib.suppress(ImportError):  # the extra `report`: likewise
+    import_module("vl_convert")
+    import_module("ddpbench.report.sections.tests")
 
 
 @pytest.fixture(autouse=True)
@@ -193,6 +199,70 @@ def test_it_is_a_benchmark_to_the_options_that_select_them(
     """--benchmark-only keeps it, --benchmark-skip skips it without measuring."""
     repository(f"--benchmark-{word}").assert_outcomes(**{outcome: 1})
     assert len(fake.asked) == (outcome == "passed")
+
+
+# --- a page --------------------------------------------------------------------------------------
+
+
+def test_a_page_has_the_launches_and_the_verdicts(
+    repository: Callable[..., pytest.RunResult], fake: Fake
+) -> None:
+    """--ddpbench-report writes one page of the session: the launches of each test, and with
+    --ddpbench-compare those that were saved, the change and the verdict; its path is printed."""
+    pytest.importorskip("altair")
+    repository("--benchmark-autosave", "--ddpbench-report=pages/first.html").assert_outcomes(
+        passed=1
+    )
+    page = Path("pages/first.html").read_text()
+    assert "1 test measured." in page
+    assert "tests-launches" in page
+    assert "tests-changes" not in page
+    fake.factor = 1.5
+    result = repository("--ddpbench-compare", "--ddpbench-report=second.html")
+    result.stdout.fnmatch_lines(["ddpbench: page written to *second.html"])
+    assert (result.ret, verdicts(result)) == (1, ["SLOWER"])
+    page = Path("second.html").read_text()
+    assert "1 test measured: 1 SLOWER." in page
+    assert "tests-changes" in page
+    (launches,) = re.findall(r'<figure id="chart-tests-launches".*?</figure>', page, re.DOTALL)
+    assert launches.count("test_all_reduce</td>") == 2  # saved and new
+
+
+@pytest.mark.parametrize(
+    ("output", "sentence"),
+    [
+        ("folder", "*folder is a folder: name a file*"),
+        ("page.html", "*--ddpbench-report needs altair*"),
+    ],
+)
+def test_a_page_that_cannot_be_made_is_refused_at_the_start(
+    repository: Callable[..., pytest.RunResult], fake: Fake, monkeypatch: pytest.MonkeyPatch,
+    output: str, sentence: str,
+) -> None:  # fmt: skip
+    """A folder in its place, or a missing extra, is a usage error before any test is run."""
+    Path("folder").mkdir()
+    if output != "folder":
+        monkeypatch.setitem(sys.modules, "altair", None)
+    result = repository(f"--ddpbench-report={output}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([sentence])
+    assert fake.asked == []
+
+
+def test_a_page_that_fails_leaves_the_exit_code(
+    pytester: pytest.Pytester, repository: Callable[..., pytest.RunResult]
+) -> None:
+    """If the page cannot be written at the end, one line says why, and the tests have passed; a
+    session that measured nothing has no page."""
+    pytest.importorskip("altair")
+    lost = "    import pathlib\n    pathlib.Path('page.html').mkdir()\n"
+    pytester.makepyfile(test_mine=THREE_LINES + lost)
+    result = repository("--ddpbench-report=page.html")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["ddpbench: no page was written, the exit code is that of the*"])
+    result = repository("--ddpbench-report=other.html", "-k", "none")
+    result.stdout.fnmatch_lines(["ddpbench: no page was written: no test measured anything"])
+    assert not Path("other.html").exists()
 
 
 # --- what goes wrong ------------------------------------------------------------------------------

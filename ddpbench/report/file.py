@@ -31,6 +31,8 @@ def explain_unusable(output: Path) -> str | None:
         return f"{output} is a folder: name a file for the page, such as {output / NAME}"
     if output.exists() and not output.is_file():
         return f"{output} is not a regular file: choose another file for the page"
+    if output.parent.exists() and not output.parent.is_dir():
+        return f"{output.parent} is not a folder: choose another file for the page"
     return None
 
 

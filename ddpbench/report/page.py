@@ -5,6 +5,7 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
@@ -72,17 +73,12 @@ def make_page(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title
     verdicts: sections on a comparison of the runs, shown after their summary. title: default: their
     labels; a page without runs needs one.
     """
-    from vl_convert import javascript_bundle
-
     from ddpbench.report.theme import CONFIGS, backend_swatches
 
     templates = _environment()
     sections = make_sections(runs, verdicts)
     charts = [chart for section in sections for row in section.rows for chart in row]
-    scripts = (
-        javascript_bundle("window.vegaEmbed = vegaEmbed;"),
-        templates.get_template("page.js").render(),
-    )
+    scripts = (_bundle_vega(), templates.get_template("page.js").render())
     return templates.get_template("page.html").render(
         runs=[run.run for run in runs],
         title=title or " and ".join(run.label for run in runs),
@@ -93,6 +89,14 @@ def make_page(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title
         scripts=scripts,
         hashes=[_hash(script) for script in scripts],
     )
+
+
+@cache
+def _bundle_vega() -> str:
+    """Return the JavaScript that draws the charts. Making it takes a second."""
+    from vl_convert import javascript_bundle
+
+    return javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
 def _distinct(names: Iterable[str]) -> list[str]:
