@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import altair as alt
 import numpy as np
@@ -29,6 +29,9 @@ STROKES = alt.Legend(
     symbolType="stroke",
     symbolStrokeWidth=9,
     symbolSize=160,
+)
+HELD: Literal["step-before"] = (
+    "step-before"  # the steps of a moment are those since the moment before
 )
 CUT_NOTE = " Rare larger values are cut off; the table has them."
 
@@ -77,7 +80,7 @@ def draw_parts(timeline: Timeline) -> Chart:
         alt.Chart(data)
         .transform_fold(list(COLUMNS), as_=["part", "seconds"])
         .transform_calculate(order=f"indexof([{names}], datum.part)")
-        .mark_area(clip=True, strokeWidth=0)
+        .mark_area(clip=True, strokeWidth=0, interpolate=HELD)
         .encode(
             x=timeline.x(),
             y=alt.Y(
@@ -123,6 +126,7 @@ class Axis:
     show: Callable[[float], str]
     labels: str  # an expression
     zero: bool = False
+    held: bool = False  # whether a value is that of all steps since the one before
     domain: tuple[float, float] | None = None  # what is shown, if values beyond are cut off
 
 
@@ -144,6 +148,7 @@ def draw_lines(
         for at, value in zip(timeline.at, column, strict=True)
         if value is not None
     ]
+    points = not axis.held and len(known) <= FEW * len(names)
     colors = alt.Scale(domain=names, range="category")
     shown = alt.Legend(title=legend or None, columns=4) if len(names) > 1 else None
     lines = (
@@ -151,7 +156,8 @@ def draw_lines(
         .mark_line(
             strokeWidth=1.5,
             clip=axis.domain is not None,
-            point=alt.OverlayMarkDef(size=18) if len(known) <= FEW * len(names) else False,
+            interpolate=HELD if axis.held else "linear",
+            point=alt.OverlayMarkDef(size=18) if points else False,
         )
         .encode(
             x=timeline.x(),
@@ -189,11 +195,15 @@ def _y(known: Sequence[Mapping[str, Any]], axis: Axis) -> alt.Y:
     return alt.Y("value:Q", title=axis.title, axis=labels, scale=alt.Scale(**scale))
 
 
+def _show_share(share: float) -> str:
+    return f"{share:.1%} of a step"
+
+
 def draw_exposed(timeline: Timeline) -> Chart:
     """Return the share of a step that is exposed communication."""
     shares = [m.exposed_seconds / m.step_seconds if m.step_seconds else 0 for m in timeline.moments]
     labels = "format(datum.value, '.0%')"
-    axis = Axis("share of a step", lambda share: f"{share:.1%} of a step", labels, zero=True)
+    axis = Axis("share of a step", _show_share, labels, zero=True, held=True)
     return Chart(
         "watch-exposed",
         "Exposed communication",
@@ -213,7 +223,7 @@ def draw_lateness(timeline: Timeline) -> Iterator[Chart]:
         return
     top = find_top([abs(value) for value in known])
     domain = None if top is None else (-min(top, 1.1 * abs(float(np.quantile(known, 0.01)))), top)
-    axis = Axis("late by", milliseconds, theme.SIGNED_TIME_LABELS, domain=domain)
+    axis = Axis("late by", milliseconds, theme.SIGNED_TIME_LABELS, held=True, domain=domain)
     main = [name for name in late if int(name) in timeline.named]
     yield Chart(
         "watch-lateness",
