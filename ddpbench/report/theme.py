@@ -20,7 +20,7 @@ BACKENDS = ("gloo", "mpi", "nccl")  # the first colours are theirs on every page
 # Of a step, in the order of the colours: computing is blue, and what costs time is warm.
 PHASES = ("forward", "blocked", "optimizer", "input", "transfer", "backward", "other", "unknown")
 # Of replicas, in the order of the colours: equal is green, what is wrong is warm.
-VERDICTS = ("not verified", "NOT EQUAL", "equal", "NOT FINITE", "went wrong")
+VERDICTS = ("not verified", "NOT EQUAL", "equal", "NOT FINITE", "not known")
 
 
 # Of a heat map, from little to much: grey printers and colour-blind readers see the same order.
@@ -168,13 +168,14 @@ def powers_of_two(values: Iterable[float], most: int = 8) -> list[float]:
 
 
 def powers_of_ten(values: Iterable[float]) -> list[float]:
-    """Return the powers of ten around positive values; with two decades or less also 2 and 5."""
+    """Return powers of ten around positive values, at most 9; with two decades also 2 and 5."""
     known = [value for value in values if value > 0]
     if not known:
         return []
     low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
     steps = (1, 2, 5) if high - low <= 2 else (1,)
-    return [step * 10.0**power for power in range(low, high + 1) for step in steps]
+    powers = range(low, high + 1, math.ceil((high - low + 1) / 9))
+    return [step * 10.0**power for power in powers for step in steps]
 
 
 def _ticks(values: list[float]) -> dict[str, Any]:

@@ -98,8 +98,8 @@ def test_an_epoch_whose_replicas_differed_is_circled() -> None:
     (equal,), (bad,) = (
         charts(a_run(some_epochs(3, replicas_equal=verdict))) for verdict in (True, False)
     )
-    assert "NOT EQUAL" not in equal.caption
-    assert "NOT EQUAL" in bad.caption
+    assert "not equal" not in equal.caption
+    assert "not equal" in bad.caption
     assert bad.table.rows[-1][-1] == "NOT EQUAL"
     assert bad.spec
     assert equal.spec

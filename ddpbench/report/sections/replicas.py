@@ -17,7 +17,7 @@ from ddpbench.render.step_replicas import verdict
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
 
-NOT_VERIFIED, DIFFERENT, EQUAL, NOT_FINITE, WRONG = theme.VERDICTS
+NOT_VERIFIED, DIFFERENT, EQUAL, NOT_FINITE, UNKNOWN = theme.VERDICTS
 ROW = 34  # pixels of a case
 MOST_TENSORS = 6  # that are named
 COLUMNS = {  # heading → whether it is aligned left
@@ -68,8 +68,8 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
     caption = "Replicas are compared bit for bit. Cost: median over verifications, slowest rank."
     if failed:
         caption = (
-            "What the verifications found over the steps of a case, warm-up included. Went "
-            f"wrong: in one of these steps. {caption}"
+            "What the verifications found over the steps of a case, warm-up included. Not "
+            f"known: between the last good verification and the first bad one. {caption}"
         )
     columns = tuple(
         TableColumn(name, "left" if left else "right") for name, left in COLUMNS.items()
@@ -112,7 +112,9 @@ def _cells(line: StepLine, launch: int, replicas: Replicas) -> tuple[Any, ...]:
 def _draw(verified: Sequence[tuple[StepLine, int, Replicas]]) -> dict[str, Any]:
     frame = pd.DataFrame([bar for each in verified for bar in _bars(*each)])
     cases, backends = list(dict.fromkeys(frame["case"])), list(dict.fromkeys(frame["backend"]))
-    shown = [name for name in (EQUAL, WRONG, DIFFERENT, NOT_FINITE) if name in set(frame["found"])]
+    shown = [
+        name for name in (EQUAL, UNKNOWN, DIFFERENT, NOT_FINITE) if name in set(frame["found"])
+    ]
     fields = ("case", "found", "steps", "ranks", "tensors")
     chart = (
         theme.choose_backends(alt.Chart(frame), backends)
@@ -132,12 +134,11 @@ def _draw(verified: Sequence[tuple[StepLine, int, Replicas]]) -> dict[str, Any]:
 
 
 def _bars(line: StepLine, launch: int, replicas: Replicas) -> Iterator[dict[str, Any]]:
-    """Yield what was found over the steps: a bar ends with the step after which it was found."""
+    """Yield what was found over the steps. A step lies left of its number."""
     launches = f", launch {launch}" if len(line.results) > 1 else ""
     until, bad, last = replicas.equal_until or 0, replicas.first_bad, replicas.last_step
-    ends = [(EQUAL, 0, until), (WRONG, until, last if bad is None else bad)]
-    if bad is not None:
-        ends.append((_state(replicas), bad, last))
+    first = last + 1 if bad is None else bad
+    ends = [(EQUAL, 0, until), (UNKNOWN, until, first - 1), (_state(replicas), first - 1, last)]
     for found, begin, end in ends:
         if end > begin:
             wrong = found != EQUAL

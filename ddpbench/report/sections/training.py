@@ -93,14 +93,14 @@ def _losses(name: str, workload: str, chosen: Sequence[Trained]) -> Chart:
         for point in _points(epoch)
     ]
     data = pd.DataFrame(rows)
-    bad = (data["replicas"] == VERDICTS[False]).any()
+    bad = _is_wrong(data).any()
     return Chart(
         name,
         f"Loss of {workload}",
         "Mean loss over the samples of all ranks: of the training, over the steps of each epoch, "
         "and of the validation after it."
         + _same(chosen)
-        + (" Circled: the replicas were NOT EQUAL in this epoch." if bad else ""),
+        + (" Circled: the replicas were not equal, or not finite." if bad else ""),
         _draw(data, _epoch_axis("x", chosen)) if data["loss"].notna().any() else None,
         _table(chosen),
     )
@@ -133,10 +133,17 @@ def _points(epoch: Epoch) -> Iterator[dict[str, Any]]:
         }
 
 
+def _is_wrong(data: pd.DataFrame) -> pd.Series[bool]:
+    """Return which points are circled: validations of replicas that differ."""
+    validations = (data["kind"] == KINDS[1]) & data["loss"].notna()
+    return validations & (data["replicas"] == VERDICTS[False])
+
+
 def _draw(data: pd.DataFrame, x: alt.X) -> dict[str, Any]:
     keys = ["backend", *(["launch"] if "launch" in data else [])]
     dashes = alt.Scale(domain=list(KINDS), range=[[1, 0], [5, 3]])
-    base = theme.choose_backends(alt.Chart(data), list(data["backend"])).encode(
+    shown = theme.choose_backends(alt.Chart(data), list(data["backend"]))
+    base = shown.encode(
         x=x,
         y=_loss_axis([loss for loss in data["loss"] if loss is not None and math.isfinite(loss)]),
         color=theme.backend_color(data["backend"]),
@@ -149,13 +156,12 @@ def _draw(data: pd.DataFrame, x: alt.X) -> dict[str, Any]:
             alt.Tooltip("replicas:N"),
         ],
     )
-    layers = [
-        base.mark_line(strokeWidth=1.5),
-        base.mark_point().transform_filter("datum.kind == 'validation'"),
-    ]
-    if (data["replicas"] == VERDICTS[False]).any():
-        ring = alt.Chart(data).mark_point(style="marked", size=220).encode(x=x, y="loss:Q")
-        wrong = f"datum.kind == 'validation' && datum.replicas == '{VERDICTS[False]}'"
+    layers = [base.mark_line(strokeWidth=1.5)]
+    if data[data["kind"] == KINDS[1]]["loss"].notna().any():
+        layers.append(base.mark_point().transform_filter(f"datum.kind == '{KINDS[1]}'"))
+    if _is_wrong(data).any():
+        ring = shown.mark_point(style="marked", size=220).encode(x=x, y="loss:Q")
+        wrong = f"datum.kind == '{KINDS[1]}' && datum.replicas == '{VERDICTS[False]}'"
         layers.append(ring.transform_filter(wrong))
     spec: dict[str, Any] = alt.layer(*layers, height=260).to_dict()
     return spec
