@@ -30,9 +30,7 @@ STROKES = alt.Legend(
     symbolStrokeWidth=9,
     symbolSize=160,
 )
-HELD: Literal["step-before"] = (
-    "step-before"  # the steps of a moment are those since the moment before
-)
+HELD: Literal["step-before"] = "step-before"  # a moment's steps are those since the one before
 CUT_NOTE = " Rare larger values are cut off; the table has them."
 
 
