@@ -58,6 +58,7 @@ def test_a_fault_is_drawn_since_when() -> None:
         ("mlp on gloo", "not known", 16, 19),
         ("mlp on gloo", "NOT EQUAL", 19, 54),
     ]
+    assert "Not known: " in chart.caption
     (row,) = chart.table.rows
     assert row[3:9] == (
         "NOT EQUAL", 54, 16, 20, "1", "parameter 0.weight, optimizer 0.momentum",

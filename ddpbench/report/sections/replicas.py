@@ -67,10 +67,9 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
     failed = [each for each in verified if each[2].failed and each[2].first_bad is not None]
     caption = "Replicas are compared bit for bit. Cost: median over verifications, slowest rank."
     if failed:
-        caption = (
-            "What the verifications found over the steps of a case, warm-up included. Not "
-            f"known: between the last good verification and the first bad one. {caption}"
-        )
+        caption = f"What was found over the steps of a case, warm-up included. {caption}"
+    if any((replicas.equal_until or 0) + 1 < (replicas.first_bad or 0) for *_, replicas in failed):
+        caption += " Not known: between the last good verification and the first bad one."
     columns = tuple(
         TableColumn(name, "left" if left else "right") for name, left in COLUMNS.items()
     )
