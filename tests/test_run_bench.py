@@ -399,6 +399,25 @@ def test_an_extra_that_cannot_be_had_stops_nothing(checkout: Path) -> None:
     assert "could not install ddpbench_probe>=1 into" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("cpu",), False),
+        (("compare", "a", "b", "--report=page.html"), True),
+        (("report",), True),
+    ],
+)
+def test_the_extra_for_pages_is_wanted_where_it_is_asked_for(
+    checkout: Path, words: tuple[str, ...], wanted: bool
+) -> None:
+    """A command that makes a page, or plots, tries to have the extra `report`; others do not."""
+    project = checkout / "pyproject.toml"
+    project.write_text(project.read_text().replace("report = [", 'report = ["ddpbench_probe>=1", '))
+    result = run_bench(checkout, *words)
+    assert result.returncode == 0, result.stderr
+    assert ("without ddpbench_probe>=1" in result.stderr) == wanted
+
+
 def test_a_foreign_venv_is_left_alone(checkout: Path) -> None:
     """A .venv that run_bench.sh did not make is neither used nor removed."""
     add_dependency(checkout, "ddpbench_probe>=1")
