@@ -11,7 +11,7 @@ is loaded, and until the first chart is drawn; chosen: until the chart of calls 
 
 from __future__ import annotations
 
-import resource
+import os
 import subprocess
 import sys
 import tempfile
@@ -104,13 +104,15 @@ def as_rows(stamps: stats.Stamps) -> stats.Stamps:
 
 
 def time_page(run: Path, page: Path) -> list[object]:
-    """Make a page; return its size in MB, seconds, and the most memory in MB."""
+    """Make a page; return its size in MB, seconds, CPU seconds, and the most memory in MiB."""
     before = time.monotonic()
     command = [sys.executable, "-m", "ddpbench", "report", str(run), "--output", str(page)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    seconds = time.monotonic() - before
-    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    return [page.stat().st_size / 1e6, seconds, memory]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed")
+    seconds, cpu = time.monotonic() - before, usage.ru_utime + usage.ru_stime
+    return [page.stat().st_size / 1e6, seconds, cpu, usage.ru_maxrss / 1024]
 
 
 def time_browser(page: Path) -> list[object]:
@@ -155,7 +157,8 @@ def main() -> None:
         for run in runs:
             page = folder / f"{run.name}.html"
             rows.append([run.name, *time_page(run, page), *time_browser(page)])
-    headings = ["run", "MB", "made s", "memory MB", "loaded s", "first chart s", "chosen s"]
+    made = ["MB", "made s", "CPU s", "memory MiB"]
+    headings = ["run", *made, "loaded s", "first chart s", "chosen s"]
     print(tabulate(rows, headings, floatfmt=".2f"))
 
 

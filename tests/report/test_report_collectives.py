@@ -135,6 +135,13 @@ def test_skipped_cases_are_in_the_table_with_their_reason() -> None:
     assert table.table.rows == (("4 KiB", "1024", "gloo", "skipped: gloo has no all_to_all"),)
 
 
+def test_a_time_of_zero_is_in_the_table_only() -> None:
+    """A device's clock may show no time at all: a logarithmic axis has no place for it."""
+    (time,) = charts(a_section(a_run(a_result(summary=a_summary(0.0)))))
+    assert time.spec is None
+    assert time.table.rows[0][:4] == ("4 KiB", "1024", "gloo", "0")
+
+
 def test_titles_name_what_differs() -> None:
     """Two dtypes of an operation have a row each, whose titles and names differ."""
     section = a_section(a_run(*a_sweep(), *a_sweep(dtype="bfloat16")))
