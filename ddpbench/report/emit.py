@@ -15,8 +15,8 @@ from ddpbench.report.chart import Chart
 
 DIGITS = 5  # significant ones of every float of a chart
 LONG = 36  # characters of a cell from which its text is wrapped
-# A command in a next step reaches to the end of a clause.
-COMMAND = re.compile(r"\b(?:python3? -m ddpbench|ddpbench (?=[a-z])|torchrun |mpirun )[^;]*")
+# A next step is a command, or ends with one after a colon.
+COMMAND = re.compile(r"(?:^|(?<=: ))(?:python3? -m ddpbench|ddpbench (?=[a-z])|torchrun )[^;]*$")
 
 
 def json_in_html(value: Any) -> str:
@@ -101,9 +101,7 @@ def backends(charts: Iterable[Chart]) -> list[str]:
 def split_command(text: str) -> tuple[str, str]:
     """Split a next step into the words before its command, and the command; "" if it has none."""
     found = COMMAND.search(text)
-    if found is None or text[found.end() :]:
-        return text, ""
-    return text[: found.start()], found.group().strip()
+    return (text[: found.start()], found.group()) if found else (text, "")
 
 
 def command_line(words: Sequence[str]) -> str:

@@ -166,7 +166,7 @@ def _steps(run: Run) -> Iterator[str]:
         yield f"A step of {name} takes {_each(group, [_duration(line.seconds) for line in group])}."
         shares = [_exposed(line) for line in group]
         if any(shares):
-            yield f"Exposed communication is {_each(group, shares)} of it."
+            yield f"Of it, {_each(group, shares)} is exposed communication."
     verified = [line.replicas for line in measured if line.replicas is not None]
     if verified and not any(replicas.failed for replicas in verified):
         yield "All replicas are equal."

@@ -203,6 +203,19 @@ def test_a_case_can_be_chosen(reference: Path, open_page: Open) -> None:
     assert chart.get_by_label("Case").input_value() == matching[-1]
 
 
+def test_charts_of_a_section_show_the_same_case(reference: Path, open_page: Open) -> None:
+    """The choice in one chart is that of the charts beside it that have the same cases."""
+    page = open_page(reference)
+    draw_all(page)
+    first, second = page.locator("#skew select").all()
+    before = page.locator("#skew table").all_inner_texts()
+    last = first.locator("option").all_inner_texts()[-1]
+    first.select_option(last)
+    assert second.input_value() == last
+    after = page.locator("#skew table").all_inner_texts()
+    assert all(old != new for old, new in zip(before, after, strict=True))
+
+
 def test_charts_follow_the_system_and_print_in_light(reference: Path, open_page: Open) -> None:
     """A switch to dark draws the charts anew; a print has all charts, in the light theme."""
     page = open_page(reference)

@@ -108,25 +108,30 @@ function showTable(figure, { columns, rows, backend }) {
   hideRows(table);
 }
 
-function choose(figure, label) {
-  const { choices } = contentOf(figure);
-  const chosen = choices.findIndex((choice) => choice.label === label);
-  if (chosen < 0) return;
-  figure.chosen = chosen;
-  showTable(figure, choices[chosen].table);
-  if (figure.view) draw(figure);
+// Charts of one section that show the same cases show the same one.
+function choose(label, section) {
+  for (const figure of figures.filter((one) => one.closest("section") === section)) {
+    const { choices } = contentOf(figure);
+    const chosen = choices.findIndex((choice) => choice.label === label);
+    if (chosen < 0) continue;
+    figure.chosen = chosen;
+    figure.querySelector("select").value = label;
+    showTable(figure, choices[chosen].table);
+    if (figure.view) draw(figure);
+  }
 }
 
 for (const figure of figures.filter((one) => one.querySelector("select[name=choice]"))) {
   const select = figure.querySelector("select");
   const labels = [...select.options].map((option) => option.label);
-  select.addEventListener("change", () => choose(figure, select.value));
+  const section = figure.closest("section");
+  select.addEventListener("change", () => choose(select.value, section));
   figure.querySelector("input[name=filter]")?.addEventListener("input", ({ target }) => {
     const words = target.value.toLowerCase().split(/\s+/);
     const matching = labels.filter((label) => words.every((word) => label.toLowerCase().includes(word)));
     const before = select.value;
     select.replaceChildren(...matching.map((label) => new Option(label, label, false, label === before)));
-    if (select.value !== before && select.value) choose(figure, select.value);
+    if (select.value !== before && select.value) choose(select.value, section);
   });
 }
 
@@ -134,8 +139,13 @@ for (const figure of figures.filter((one) => one.querySelector("select[name=choi
 
 for (const button of document.querySelectorAll("button.copy")) {
   button.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(button.previousElementSibling.textContent);
-    button.textContent = "Copied";
-    setTimeout(() => { button.textContent = "Copy"; }, 1500);
+    const code = button.previousElementSibling;
+    try {
+      await navigator.clipboard.writeText(code.textContent);
+      button.textContent = "Copied";
+      setTimeout(() => { button.textContent = "Copy"; }, 1500);
+    } catch {
+      getSelection().selectAllChildren(code); // the reader can press Ctrl+C
+    }
   });
 }
