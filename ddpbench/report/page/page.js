@@ -35,7 +35,10 @@ async function draw(figure) {
     params: spec.params?.map((p) => (p.name === "backends" ? { ...p, value: shownBackends(figure) } : p)),
   };
   figure.view?.finalize();
-  const options = { actions: false, renderer: "svg", ast: true, config: configs[theme], tooltip: { theme } };
+  const options = {
+    actions: false, renderer: "svg", ast: true, config: configs[theme], tooltip: { theme },
+    logLevel: 1, // errors: a layer without data is nothing to warn of
+  };
   figure.view = (await vegaEmbed(figure.querySelector(".chart"), drawn, options)).view;
   figure.querySelector(".chart svg").setAttribute("aria-hidden", "true"); // the box around it has a name
 }
