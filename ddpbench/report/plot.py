@@ -45,17 +45,24 @@ def _operations(run: Run) -> Iterator[Lines | Bars]:
 def _over_size(title: str, series: Mapping[str, Sequence[Point]]) -> Lines:
     """Return lines in a frame whose axes are logarithmic."""
     sizes, seconds = zip(*(point for points in series.values() for point in points), strict=True)
-    first, last = math.ceil(math.log2(min(sizes))), math.floor(math.log2(max(sizes)))
-    powers = range(first, last + 1, (last - first) // MOST_LABELS + 1)
     return Lines(
         title,
         {
             name: [(math.log2(x), math.log10(y)) for x, y in points]
             for name, points in series.items()
         },
-        Axis("message size", {power: readable(2**power) for power in powers}),
+        Axis("message size", _label_sizes(min(sizes), max(sizes))),
         Axis("", _label_seconds(min(seconds), max(seconds))),
     )
+
+
+def _label_sizes(low: float, high: float) -> dict[float, str]:
+    """Return labels of a logarithmic axis of sizes: powers of two, or the ends around few."""
+    first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
+    if last <= first:
+        return {math.log2(size): readable(int(size)) for size in (low, high)}
+    step = (last - first) // MOST_LABELS + 1
+    return {power: readable(2**power) for power in range(first, last + 1, step)}
 
 
 def _label_seconds(low: float, high: float) -> dict[float, str]:
@@ -124,20 +131,16 @@ def _watched(title: str, watched: Watched) -> Iterator[Lines | Bars]:
 def _losses(title: str, results: Sequence[StepResult]) -> Iterator[Lines]:
     """Yield the loss over the epochs of the first launch that trained."""
     epochs = next((result.epochs for result in results if len(result.epochs) > 1), ())
-    if epochs:
-        yield Lines(
-            f"{title}: loss",
-            {
-                "training": [
-                    (e.number, loss) for e in epochs if (loss := e.train_loss) is not None
-                ],
-                "validation": [
-                    (e.number, loss) for e in epochs if (loss := e.validation_loss) is not None
-                ],
-            },
-            Axis("epoch", {}),
-            Axis("", {}),
-        )
+    losses = {
+        "training": [(float(e.number), e.train_loss) for e in epochs],
+        "validation": [(float(e.number), e.validation_loss) for e in epochs],
+    }
+    finite = {
+        name: [(x, loss) for x, loss in points if loss is not None]
+        for name, points in losses.items()
+    }
+    if series := {name: points for name, points in finite.items() if points}:
+        yield Lines(f"{title}: loss", series, Axis("epoch", {}), Axis("", {}))
 
 
 def _examinations(run: Run) -> Iterator[Bars]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_lines import ROOT
 from in_process import capture_command
-from stored_runs import a_run
+from stored_runs import a_case, a_result, a_run, a_summary
 from without_torch import RUN_AND_PRINT_CODE, run_without_torch
 
 from ddpbench.records import codec, store
@@ -100,6 +100,27 @@ def test_a_terminal_without_frames_gets_ascii() -> None:
     assert "\\u" not in text
     assert "+----" in text
     assert re.search(r"^compute +#{20,} 136\.\d+$", text, re.MULTILINE)
+
+
+@needs_plotext
+def test_sizes_and_times_close_together_are_labelled() -> None:
+    """Two sizes without a power of two between them, and equal times, have labels all the same."""
+    results = [a_result(a_case(nbytes=nbytes)) for nbytes in (5, 6)]
+    text = make_plots(a_run(*results), io.StringIO())
+    assert re.search(r"^ +5 B +6 B$", text, re.MULTILINE)
+    assert re.search(r"^1 ms┤g+", text, re.MULTILINE)
+
+
+@needs_plotext
+def test_operations_without_a_size_are_bars() -> None:
+    """A barrier has no size: its backends are compared by bars."""
+    barrier = a_case(operation="barrier", reduce_op=None, nbytes=0, count=0)
+    slow = replace(barrier, backend="mpi")
+    run = a_run(a_result(barrier), a_result(slow, summary=a_summary(2e-3)))
+    lines = make_plots(run, io.StringIO()).splitlines()
+    assert lines[0].endswith("time of a call, ms")
+    gloo, mpi = (line.count("▇") for line in lines[1:])
+    assert mpi == pytest.approx(2 * gloo, abs=1)
 
 
 @needs_plotext
