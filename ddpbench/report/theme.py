@@ -17,8 +17,8 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-se
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a7a00", "#666666")
 DARK = ("#56b4e9", "#ff8c42", "#2fd0a0", "#e39bc6", "#f2b632", "#8ecbf5", "#f0e442", "#aaaaaa")
 BACKENDS = ("gloo", "mpi", "nccl")  # the first colours are theirs on every page
-# Of a step, in the order of the colours: computing is blue, and what costs time is warm.
-PHASES = ("forward", "blocked", "optimizer", "input", "transfer", "backward", "other", "unknown")
+# Of a step, in the order of the colours: computing is blue, waiting is warm, the rest is grey.
+PHASES = ("forward", "blocked", "optimizer", "input", "transfer", "backward", "-", "other")
 # Of replicas, in the order of the colours: equal is green, what is wrong is warm.
 VERDICTS = ("not verified", "NOT EQUAL", "equal", "NOT FINITE", "not known")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ddpbench.records.table import Table, TableColumn
-from ddpbench.records.watched import COLUMNS, LOSS, PHASES
+from ddpbench.records.watched import COLUMNS, LOSS
 from ddpbench.render.column import digits
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart
@@ -35,8 +35,8 @@ CUT_NOTE = " Rare larger values are cut off; the table has them."
 
 
 def part_scale() -> alt.Scale:
-    """Return the colours of the parts of a step, the same in all charts; the last is grey."""
-    return alt.Scale(domain=[*PHASES, "-", "--", COLUMNS[-1]], range="category")
+    """Return the colours of the parts of a step, the same in all charts."""
+    return alt.Scale(domain=list(theme.PHASES), range="category")
 
 
 def milliseconds(seconds: float | None) -> str:
