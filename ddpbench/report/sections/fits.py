@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import altair as alt
@@ -102,7 +102,7 @@ def _draw(fits: Sequence[RunFit], names: Sequence[str]) -> dict[str, Any]:
     points = pd.DataFrame([row for run, one in fits for row in _point_rows(run, one)])
     curves = pd.DataFrame([row for run, one in fits for row in _curve_rows(run, one)])
     halves = pd.DataFrame([row for run, one in fits for row in _half_rows(run, one)])
-    backends = sorted(set(points["backend"]))
+    backends, sizes, seconds = sorted(set(points["backend"])), points["nbytes"], points["seconds"]
     tips = ["backend", "sizes", "α", "1/β", "n½"]
     dash: dict[str, Any] = {}
     shape: dict[str, Any] = {}
@@ -114,8 +114,10 @@ def _draw(fits: Sequence[RunFit], names: Sequence[str]) -> dict[str, Any]:
 
     def base(data: pd.DataFrame, tips: Sequence[str]) -> alt.Chart:
         chart = alt.Chart(data).encode(
-            x=theme.size_axis(sizes=points["nbytes"]),
-            y=theme.log_axis("seconds:Q", "time of a call", points["seconds"], theme.TIME_LABELS),
+            x=theme.size_axis(sizes=sizes).scale(type="log", base=2, domain=extent(sizes)),
+            y=theme.log_axis("seconds:Q", "time of a call", seconds, theme.TIME_LABELS).scale(
+                type="log", domain=extent(theme.powers_of_ten(seconds))
+            ),
             color=theme.backend_color(backends),
             tooltip=[alt.Tooltip(f"{tip}:N") for tip in tips],
         )
@@ -130,6 +132,12 @@ def _draw(fits: Sequence[RunFit], names: Sequence[str]) -> dict[str, Any]:
         layers.append(base(halves, tips).mark_point(size=140, filled=False, strokeWidth=2))
     spec: dict[str, Any] = alt.layer(*layers).properties(height=HEIGHT).to_dict()
     return spec
+
+
+def extent(values: Iterable[float]) -> list[float]:
+    """Return the ends of an axis: without them, a chart whose backends are hidden has none."""
+    known = list(values)
+    return [float(min(known)), float(max(known))]
 
 
 def _point_rows(run: ReportRun, one: Fit) -> Iterator[dict[str, Any]]:

@@ -20,6 +20,7 @@ from ddpbench.render import guideline_tables
 from ddpbench.render.labels import format_change, format_time, shift_interval
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart, ReportRun, Section
+from ddpbench.report.sections.fits import extent
 from ddpbench.verdicts import guidelines
 from ddpbench.verdicts.guidelines import HOLDS, VIOLATED, Check
 from ddpbench.verdicts.verdict import INCONCLUSIVE
@@ -83,21 +84,23 @@ def _charts(checks: Sequence[Check]) -> Iterator[Chart]:
 
 def _draw(checks: Sequence[Check]) -> dict[str, Any]:
     data = pd.DataFrame([_row(one) for one in checks])
-    backends = sorted(set(data["backend"]))
+    backends, sizes = sorted(set(data["backend"])), data["nbytes"]
     ends = [*data["low"], *data["high"], 1.0]
     present = [name for name in SHAPES if name in set(data["verdict"])]
     shapes = alt.Scale(domain=present, range=[SHAPES[name] for name in present])
     tips = ("backend", "size", "time", "at most", "change", "95 %", "verdict")
     base = theme.choose_backends(
         alt.Chart(data).encode(
-            x=theme.size_axis(sizes=data["nbytes"]),
+            x=theme.size_axis(sizes=sizes).scale(type="log", base=2, domain=extent(sizes)),
             color=theme.backend_color(backends),
             tooltip=[alt.Tooltip(f"{name}:N") for name in tips],
         ),
         backends,
     )
     title = f"{checks[0].line.case.operation} over {checks[0].instead}"
-    axis = theme.log_axis("low:Q", title, ends, RATIO_LABELS)
+    axis = theme.log_axis("low:Q", title, ends, RATIO_LABELS).scale(
+        type="log", domain=extent(theme.powers_of_ten(ends))
+    )
     bars = base.mark_rule(opacity=0.55, strokeWidth=2).encode(y=axis, y2="high:Q")
     points = base.mark_point(size=60, opacity=1).encode(
         y="ratio:Q", shape=alt.Shape("verdict:N", scale=shapes, legend=alt.Legend(title=None))
