@@ -17,6 +17,8 @@ DIGITS = 5  # significant ones of every float of a chart
 LONG = 36  # characters of a cell from which its text is wrapped
 # A next step is a command, or ends with one after a colon.
 COMMAND = re.compile(r"(?:^|(?<=: ))(?:python3? -m ddpbench|ddpbench (?=[a-z])|torchrun )[^;]*$")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+UNIT = re.compile(r"(?<=\d) (?=(?:%|[µmn]?s|[kMGT]i?B(?:/s)?|B)(?!\w))")
 
 
 def json_in_html(value: Any) -> str:
@@ -77,7 +79,7 @@ def table_data(table: Table) -> dict[str, Any]:
 def cells(row: Sequence[Any], columns: Sequence[TableColumn]) -> Iterator[str]:
     """Format the cells of a row."""
     for value, column in zip(row, columns, strict=True):
-        if value is None:
+        if value in (None, "-"):
             yield "–"
         elif isinstance(value, bool):
             yield "yes" if value else "no"
@@ -102,6 +104,18 @@ def split_command(text: str) -> tuple[str, str]:
     """Split a next step into the words before its command, and the command; "" if it has none."""
     found = COMMAND.search(text)
     return (text[: found.start()], found.group()) if found else (text, "")
+
+
+def keep_together(text: str, units: bool = True) -> Any:
+    """Return HTML of a text in which no line ends inside an option, or between value and unit.
+
+    units: off for a command, whose spaces stay as they are for pasting.
+    """
+    import markupsafe
+
+    joined = UNIT.sub("\N{NO-BREAK SPACE}", text) if units else text
+    options = OPTION.sub(r'<span class="option">\g<0></span>', str(markupsafe.escape(joined)))
+    return markupsafe.Markup(options)
 
 
 def command_line(words: Sequence[str]) -> str:

@@ -71,7 +71,13 @@ def _spec(data: pd.DataFrame) -> dict[str, Any]:
     backends = list(data["backend"])
     scale = theme.backend_colors(backends)
     present = [backend for backend in scale.domain if backend in backends]
-    axis = alt.Axis(labelExpr=theme.SIZE_LABELS, labelAngle=0, labelOverlap="greedy", ticks=False)
+    axis = alt.Axis(
+        labelExpr=theme.SIZE_LABELS,
+        labelAngle=0,
+        labelOverlap="greedy",
+        labelSeparation=4,
+        ticks=False,
+    )
     operations = list(dict.fromkeys(data["operation"]))
     base = alt.Chart(data).encode(
         x=alt.X("nbytes:O", title="message size", axis=axis),

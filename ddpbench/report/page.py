@@ -130,6 +130,7 @@ def _environment() -> jinja2.Environment:
         "cells": emit.cells,
         "table": emit.table_data,
         "height": _height,
+        "together": emit.keep_together,
         "command": emit.split_command,
         "command_line": emit.command_line,
     }

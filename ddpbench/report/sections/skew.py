@@ -173,7 +173,12 @@ def _spec(first: Choice, rows: int, shades: tuple[float, float]) -> dict[str, An
             x=alt.X(
                 "nbytes:O",
                 title="message size",
-                axis=alt.Axis(labelExpr=theme.SIZE_LABELS, labelAngle=0, labelOverlap="greedy"),
+                axis=alt.Axis(
+                    labelExpr=theme.SIZE_LABELS,
+                    labelAngle=0,
+                    labelOverlap="greedy",
+                    labelSeparation=4,
+                ),
             ),
             y=alt.Y("rank:O", title="rank", axis=alt.Axis(labelOverlap="greedy")),
             color=alt.Color(
