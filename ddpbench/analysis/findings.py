@@ -120,7 +120,7 @@ def _late(line: StepLine, rank: int | None, seconds: float, why: str) -> Finding
         f"{case.workload} on {case.backend}: rank {rank} is late: the others wait "
         f"{seconds * 1e3:.3g} ms of each {(line.seconds or 0) * 1e3:.3g} ms step {why}",
         "compare the clock, the neighbours on the host and the data of this rank with the "
-        "others'; python -m ddpbench doctor --only stragglers measures the ranks",
+        "others'; to measure the ranks: python -m ddpbench doctor --only stragglers",
         {"workload": case.workload, "backend": case.backend, "rank": rank},
     )
 

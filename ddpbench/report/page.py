@@ -127,7 +127,6 @@ def _environment() -> jinja2.Environment:
     templates.filters |= {
         "embedded": emit.json_in_html,
         "figure": emit.figure,
-        "cells": emit.cells,
         "table": emit.table_data,
         "height": _height,
         "together": emit.keep_together,
