@@ -147,7 +147,7 @@ def _log_channel(channel: str, field: str, values: pd.Series[float]) -> Any:
 
 
 def _limit(base: alt.Chart, along: str, several: bool) -> alt.Chart:
-    """Return each backend's limit: a dashed line, or of one size a mark."""
+    """Return each backend's limit: a dotted line, or of one size a mark."""
     known = base.transform_filter("datum.limited > 0")
     line = known.mark_line(opacity=0.8) if along == "y" else known.mark_tick(thickness=3, size=24)
     dash = {"strokeDash": alt.value(LIMIT_DASH)} if along == "y" else {}

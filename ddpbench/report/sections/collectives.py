@@ -94,7 +94,7 @@ def _limits(shown: Sequence[Point]) -> str:
     for (backend, source), values in rates.items():
         low, high = digits(min(values)), digits(max(values))
         texts.append(f"{backend}: {source}, {low if low == high else f'{low} … {high}'} GB/s")
-    mark = "Dashed" if _has_sizes(shown) else "Upright mark"
+    mark = "Dotted" if _has_sizes(shown) else "Upright mark"
     return f"{mark}: the limit ({'; '.join(texts)})."
 
 
