@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import groupby
 
-from ddpbench.analysis import flags, lines, selftest, step_lines, steps
+from ddpbench.analysis import flags, selftest, step_lines, steps
 from ddpbench.analysis.lines import Line
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.sizes import readable
@@ -15,18 +15,20 @@ from ddpbench.records.schema import SEVERITIES, Run
 from ddpbench.records.wording import counted
 from ddpbench.render import doctor, header
 from ddpbench.render.column import digits
+from ddpbench.report.chart import ReportRun
 
 MOST_NAMES = 4  # of operations, listed in a sentence
 MOST_SENTENCES = 3  # of one kind
 
 
-def summarise(run: Run) -> str:
+def summarise(reported: ReportRun) -> str:
     """Return a paragraph on the run."""
+    run = reported.run
     if not run.everything:
         return "Nothing was measured."
     if run.command == selftest.COMMAND:
         return f"Self-test: {doctor.verdict(run)}."
-    sentences = [_what(run), *_collectives(run), *_steps(run)]
+    sentences = [_what(reported), *_collectives(reported.lines), *_steps(run)]
     if header.of_doctor(run):
         sentences.append(f"{doctor.verdict(run)}.")
     else:
@@ -51,7 +53,8 @@ def join(names: Iterable[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _what(run: Run) -> str:
+def _what(reported: ReportRun) -> str:
+    run = reported.run
     if header.of_doctor(run):
         done = f"Examined {join(dict.fromkeys(one.name for one in run.examinations))}"
     elif header.of_watch(run):
@@ -59,7 +62,7 @@ def _what(run: Run) -> str:
     elif run.steps:
         done = f"Measured a DDP step of {_list({s.case.workload: 1 for s in run.steps}, 'model')}"
     else:
-        cases = [line.case for line in lines.lines(run)]
+        cases = [line.case for line in reported.lines]
         done = f"Measured {_list({case.called: 1 for case in cases}, 'operation')}"
         sizes = [case.nbytes for case in cases]
         if max(sizes) > min(sizes):
@@ -84,9 +87,9 @@ def _list(names: Iterable[str], noun: str) -> str:
     return join(known) if len(known) <= MOST_NAMES else counted(len(known), noun)
 
 
-def _collectives(run: Run) -> Iterator[str]:
+def _collectives(lines: Sequence[Line]) -> Iterator[str]:
     """State the fastest backend of each operation, or how fast the only backend is."""
-    measured = [line for line in lines.lines(run) if line.seconds is not None]
+    measured = [line for line in lines if line.seconds is not None]
     by_name: dict[str, list[Line]] = {}
     for line in measured:
         by_name.setdefault(line.case.called, []).append(line)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, start_rank
 from rank_setups import a_rank, a_setup
 from simulated_gpu import SimulatedGpu
 
@@ -396,12 +396,12 @@ def test_waiting_for_a_core_is_counted() -> None:
 
 
 @contextmanager
-def pinned(pool: RankPool, rank: int, core: int) -> Iterator[None]:
-    """A rank of the pool with all its threads on one core, beside three busy processes."""
+def pinned(pid: int, core: int) -> Iterator[None]:
+    """A process with all its threads on one core, beside three busy processes."""
     spin = f"import os; os.sched_setaffinity(0, {{{core}}}); os.write(1, b'1')\nwhile True: pass"
     words = [sys.executable, "-c", spin]
     busy = [subprocess.Popen(words, stdout=subprocess.PIPE) for _ in range(3)]
-    pid, free = pool.processes[rank].pid, os.sched_getaffinity(pool.processes[rank].pid)
+    free = os.sched_getaffinity(pid)
 
     def bind(cores: set[int]) -> None:
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -441,11 +441,14 @@ def test_equal_real_ranks_are_left_in_peace(pool: RankPool, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a rank needs a core of its own")
-def test_a_rank_beside_busy_processes_is_named(pool: RankPool, tmp_path: Path) -> None:
+def test_a_rank_beside_busy_processes_is_named(tmp_path: Path) -> None:
     """Rank 1 is bound to a core that three processes keep busy: it is slow, by its neighbours."""
-    pool.call(2, tmp_path, "--version")
-    with pinned(pool, 1, max(os.sched_getaffinity(0))):
-        done = pool.call(2, tmp_path, *WORDS)
+    # Rank 1 is a Python of its own: the process ID of a warm one is not that of its program.
+    ranks = RankPool([start_rank(), start_rank(("env",))])
+    with closing(ranks):
+        ranks.call(2, tmp_path, "--version")
+        with pinned(ranks.processes[1].pid, max(os.sched_getaffinity(0))):
+            done = ranks.call(2, tmp_path, *WORDS)
     assert done.returncode == 0, done
     run = store.read(tmp_path / "run")
     free = run.examinations[0].figures["ranks"][0]

@@ -218,7 +218,7 @@ def test_a_self_test_has_a_symbol_for_each_verdict() -> None:
     assert chart.table.rows[0][-1] == "rank 1 has died"
     assert [finding.code for finding in runs[0].run.findings] == ["fault-missed"]
     assert examinations.section(runs) is None
-    assert summarise(runs[0].run).startswith("Self-test: 1 of 2 planted faults found.")
+    assert summarise(runs[0]).startswith("Self-test: 1 of 2 planted faults found.")
 
 
 @pytest.mark.parametrize("make", [stragglers.section, capabilities.section, examinations.section,

@@ -91,7 +91,7 @@ def test_any_run_has_a_page(run: Run) -> None:
     """Empty, skipped, interrupted and old runs have a page with a summary, alone and beside
     another; what is not complete says so."""
     alone = make_page([ReportRun("this", run)])
-    assert summarise(run) in html.unescape(alone)
+    assert summarise(ReportRun(run.id, run)) in html.unescape(alone).replace("\u00a0", " ")
     assert ("PARTIAL" in alone) == (run.state != "complete")
     beside = make_page([ReportRun("this", run), ReportRun("that", a_run(a_result()))])
     assert "this and that" in beside
@@ -195,7 +195,7 @@ def test_the_summary_names_the_fastest_backend(
     seconds: dict[str, tuple[float, float]], verdict: str
 ) -> None:
     """A backend is the fastest where its interval lies below the others'; the sizes are named."""
-    text = summarise(a_sweep(**seconds))
+    text = summarise(ReportRun("run", a_sweep(**seconds)))
     assert text == (
         "Measured all_reduce from 1 KiB to 4 KiB with gloo and mpi: 2 ranks on node, "
         f"1 January 2026. For all_reduce, {verdict}. No findings."
@@ -204,14 +204,14 @@ def test_the_summary_names_the_fastest_backend(
 
 def test_the_summary_of_one_backend_states_its_speed() -> None:
     """With nothing to compare, the result is the shortest message's time and the best bandwidth."""
-    text = summarise(a_sweep(gloo=(1e-3, 1e-3)))
+    text = summarise(ReportRun("run", a_sweep(gloo=(1e-3, 1e-3))))
     assert "all_reduce takes 1 ms at 1 KiB and reaches 0.0041 GB/s (busbw) at 4 KiB." in text
 
 
 def test_the_summary_of_steps_names_times_and_replicas() -> None:
     """A DDP run's result is the time of a step on each backend, and whether replicas are equal."""
     cases = [a_step_case(backend=name) for name in ("gloo", "mpi")]
-    text = summarise(a_step_run(*(a_step_result(case) for case in cases)))
+    text = summarise(ReportRun("run", a_step_run(*(a_step_result(case) for case in cases))))
     assert "Measured a DDP step of mlp with gloo and mpi: 2 ranks on node" in text
     assert re.search(r"A step of mlp takes \S+ ms on gloo and \S+ ms on mpi\.", text)
     assert "All replicas are equal." in text

@@ -129,14 +129,17 @@ def test_load_loss_and_recorded_values_are_stored(results: list[dict[str, Any]])
     folder = Path(results[0]["straggler"]["folder"]) / results[0]["straggler"]["last"]["run"]
     watched = store.read(folder).steps[0].watched
     assert watched is not None
-    (loss,) = [moment.loss for moment in watched.moments if moment.loss is not None]
+    losses = [moment.loss for moment in watched.moments if moment.loss is not None]
     medians = np.mean([one["straggler"]["losses"] for one in results], axis=0)
-    assert np.isclose(medians, loss, rtol=1e-4).any()
-    (values,) = [moment.values for moment in watched.moments if moment.values]
-    assert values == {"validation loss": 1.0}
-    (load,) = [moment.load for moment in watched.moments if moment.load is not None]
-    assert 0 < load.cpu_cores <= load.most_cpu_cores
-    assert 1e7 < load.memory_nbytes < 1e11
+    assert losses  # one per round of reports: on a busy host there are more
+    assert all(np.isclose(medians, loss, rtol=1e-4).any() for loss in losses)
+    values = [moment.values for moment in watched.moments if moment.values]
+    assert values
+    assert all(one == {"validation loss": 1.0} for one in values)
+    loads = [moment.load for moment in watched.moments if moment.load is not None]
+    assert loads
+    assert all(0 < load.cpu_cores <= load.most_cpu_cores for load in loads)
+    assert all(1e7 < load.memory_nbytes < 1e11 for load in loads)
 
 
 def test_a_watched_job_computes_the_same(results: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from ddpbench.analysis import fit, lines
+from ddpbench.analysis import fit
 from ddpbench.analysis.fit import Fit, Segment
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.table import Table, TableColumn
@@ -45,7 +45,7 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
     """Return a chart for each operation with a valid fit; None if no run has four sizes of one."""
     kinds: dict[tuple[str, str], list[RunFit]] = {}
     for run in runs:
-        for one in fit.fits(lines.lines(run.run)):
+        for one in fit.fits(run.lines):
             if one.segments:
                 kinds.setdefault((one.case.called, _variant(one)), []).append((run, one))
     if not kinds:

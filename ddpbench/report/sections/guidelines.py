@@ -14,7 +14,6 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from ddpbench.analysis import lines
 from ddpbench.catalog.sizes import readable
 from ddpbench.render import guideline_tables
 from ddpbench.render.labels import format_change, format_time, shift_interval
@@ -40,7 +39,7 @@ RATIO_LABELS = "format(datum.value, '~g') + ' ×'"
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
     """Return the guidelines that these runs can test; None if there are none."""
-    checks = {run.label: guidelines.check(lines.lines(run.run)) for run in runs}
+    checks = {run.label: guidelines.check(run.lines) for run in runs}
     if not any(checks.values()):
         return None
     findings = [

@@ -19,7 +19,7 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
     if not runs:
         return None
     several = len(runs) > 1
-    summaries = [f"{r.label}: {summarise(r.run)}" if several else summarise(r.run) for r in runs]
+    summaries = [f"{r.label}: {summarise(r)}" if several else summarise(r) for r in runs]
     partial = tuple(line for run in runs for line in header.partial(run.run))
     return Section(
         "overview",
