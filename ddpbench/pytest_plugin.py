@@ -159,10 +159,10 @@ def _find_page(config: pytest.Config) -> Path | None:
     name = config.getoption("--ddpbench-report")
     if name is None or hasattr(config, "workerinput"):  # a worker of xdist
         return None
-    from ddpbench.report import file
+    from ddpbench.report.output import page_file
 
     path: Path = config.invocation_params.dir / name
-    if wrong := file.explain_missing("--ddpbench-report") or file.explain_unusable(path):
+    if wrong := page_file.explain_missing("--ddpbench-report") or page_file.explain_unusable(path):
         raise pytest.UsageError(wrong)
     return path
 
@@ -350,10 +350,10 @@ def _write_page(suite: Suite, path: Path) -> str:
     if not suite.measured:
         return "no page was written: no test measured anything"
     try:
-        from ddpbench.report import file
+        from ddpbench.report.output import page_file
         from ddpbench.report.sections import tests
 
-        file.write(path, (), [tests.section(suite.measured, suite.rows)], "Tests of ranks")
+        page_file.write(path, (), [tests.section(suite.measured, suite.rows)], "Tests of ranks")
     except Exception as error:
         return f"no page was written, the exit code is that of the tests: {error}"
     return f"page written to {path}"

@@ -31,7 +31,7 @@ from ddpbench.records import redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.terminal_text import tell
-from ddpbench.report import file
+from ddpbench.report.output import page_file
 from ddpbench.session import options
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _write_page(result: Comparison, output: Path) -> None:
         ReportRun(label, run, path if path.is_dir() else None)
         for label, (run, path) in zip(labels, pairs, strict=True)
     ]
-    file.write(output, runs, [verdicts])
+    page_file.write(output, runs, [verdicts])
     tell(f"page written to {output}")
 
 

@@ -24,8 +24,8 @@ from ddpbench.interchange.log import Hints
 from ddpbench.launch.placement import Refused
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
-from ddpbench.report import file
 from ddpbench.report.chart import ReportRun, Section
+from ddpbench.report.output import page_file
 from ddpbench.session import options
 
 GROUP = "results"
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """Write the files and print their paths; return the exit code. Raises Refused, InvalidRun."""
-    if sentence := file.explain_missing("a report"):
+    if sentence := page_file.explain_missing("a report"):
         raise Refused(sentence)
     parts = bool(namespace.svg or namespace.png or namespace.markdown)
     if namespace.chart and not parts:
@@ -77,17 +77,17 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     paths = list(dict.fromkeys(map(sources.find, namespace.runs)))
     page = namespace.output
     if page is None and not parts:
-        page = (paths[0] if paths[0].is_dir() else Path()) / file.NAME
+        page = (paths[0] if paths[0].is_dir() else Path()) / page_file.NAME
     for each in filter(None, (page, namespace.markdown)):
-        if sentence := file.explain_unusable(each):
+        if sentence := page_file.explain_unusable(each):
             raise Refused(sentence)
     runs = _read(paths, Hints(namespace.op, namespace.ranks))
     verdicts = [_judge(runs[0], other, number) for number, other in enumerate(runs[1:], 1)]
     written = _write_parts(namespace, runs, verdicts) if parts else []
     if page == STDOUT:
-        sys.stdout.write(file.make(runs, verdicts))
+        sys.stdout.write(page_file.make(runs, verdicts))
     elif page:
-        file.write(page, runs, verdicts)
+        page_file.write(page, runs, verdicts)
         written.append(page)
     if STDOUT not in (page, namespace.markdown):
         sys.stdout.write("".join(f"{path}\n" for path in written))
@@ -129,8 +129,8 @@ def _write_parts(
     namespace: argparse.Namespace, runs: Sequence[ReportRun], verdicts: Sequence[Section]
 ) -> list[Path]:
     """Write the pictures and the Markdown; return their paths."""
-    from ddpbench.report import markdown, pictures
-    from ddpbench.report.page import make_sections
+    from ddpbench.report.output import markdown, pictures
+    from ddpbench.report.output.page import make_sections
 
     with store.refuse_impossible_values(" or ".join(namespace.runs)):
         sections = make_sections(runs, verdicts)

@@ -60,7 +60,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
             if namespace.guidelines:
                 text += f"\n{guidelines(run, namespace.format)}"
             if namespace.plot:
-                from ddpbench.report.plot import make_plots
+                from ddpbench.report.terminal.plots import make_plots
 
                 text += f"\n{make_plots(run, sys.stdout)}"
     except UnknownColumn as error:

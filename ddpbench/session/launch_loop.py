@@ -18,7 +18,7 @@ from ddpbench.catalog.backends import Backend
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.schema import Plan
 from ddpbench.records.terminal_text import tell
-from ddpbench.report import file
+from ddpbench.report.output import page_file
 from ddpbench.runtime import control, cpu, network
 from ddpbench.runtime.world import World, describe_failed_connection, join_world
 from ddpbench.session import launch_facts, run_folder
@@ -112,7 +112,7 @@ def _agree_page(world: World, options: RunOptions) -> None:
     """Raise Refused in all ranks if rank 0 cannot make the page that the user asked for."""
     if not options.report or options.join is not None:  # who started the ranks has checked it
         return
-    own = file.explain_missing("--report") if world.rank == 0 else None
+    own = page_file.explain_missing("--report") if world.rank == 0 else None
     if (sentence := control.agree_objection(world, own)) is not None:
         raise Refused(sentence)
 

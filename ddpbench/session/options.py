@@ -16,7 +16,8 @@ from ddpbench.interchange import sources
 from ddpbench.launch import placement
 from ddpbench.records.wording import did_you_mean, explain_unknown
 from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
-from ddpbench.report import file, terminal
+from ddpbench.report.output import page_file
+from ddpbench.report.terminal import drawing
 from ddpbench.runtime import devices
 from ddpbench.session.errors import refuse
 
@@ -115,9 +116,9 @@ def time_limit(text: str) -> float:
 
 def page(text: str) -> Path:
     """Parse the name of a page's file. Raises Refused without the packages that make a page."""
-    if missing := file.explain_missing("--report"):
+    if missing := page_file.explain_missing("--report"):
         raise placement.Refused(missing)
-    if unusable := file.explain_unusable(Path(text)):
+    if unusable := page_file.explain_unusable(Path(text)):
         raise argparse.ArgumentTypeError(unusable)
     return Path(text)
 
@@ -306,7 +307,7 @@ def require_plot(plot: bool, form: str) -> None:
     """Raise Refused if plots are requested, but cannot be drawn or would break the format."""
     if plot and form != "table":
         raise placement.Refused(f"--plot draws below tables: leave out --format {form}")
-    if plot and (sentence := terminal.explain_missing("--plot")):
+    if plot and (sentence := drawing.explain_missing("--plot")):
         raise placement.Refused(sentence)
 
 

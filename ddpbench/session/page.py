@@ -7,12 +7,12 @@ from pathlib import Path
 from ddpbench.launch.placement import Refused
 from ddpbench.records import store
 from ddpbench.records.terminal_text import tell
-from ddpbench.report import file
+from ddpbench.report.output import page_file
 
 
 def require() -> None:
     """Raise Refused if this Python lacks a package that makes a page."""
-    if sentence := file.explain_missing("--report"):
+    if sentence := page_file.explain_missing("--report"):
         raise Refused(sentence)
 
 
@@ -28,7 +28,7 @@ def write(folder: Path, quiet: bool = False) -> None:
         run = store.read(folder)
         if not run.everything:
             return
-        file.write(folder / file.NAME, [ReportRun(run.id, run, folder)])
+        page_file.write(folder / page_file.NAME, [ReportRun(run.id, run, folder)])
     except Exception as error:
         what = str(error) if isinstance(error, (OSError, store.InvalidRun)) else repr(error)
         tell(
@@ -37,4 +37,4 @@ def write(folder: Path, quiet: bool = False) -> None:
         )
     else:
         if not quiet:
-            tell(f"page written to {folder / file.NAME}")
+            tell(f"page written to {folder / page_file.NAME}")

@@ -73,7 +73,7 @@ def finish(folder: Path, options: RunOptions, end: End | None = None) -> int:
     try:
         sys.stdout.write(FORMATS[options.format](run, options.columns, quiet))
         if options.plot:
-            from ddpbench.report.plot import make_plots
+            from ddpbench.report.terminal.plots import make_plots
 
             sys.stdout.write(f"\n{make_plots(run, sys.stdout)}")
         sys.stdout.flush()

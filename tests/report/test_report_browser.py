@@ -14,8 +14,8 @@ from stored_runs import a_case, a_result, a_run, a_summary, with_facts
 
 from ddpbench.interchange import sources
 from ddpbench.records.schema import Finding
-from ddpbench.report import file
 from ddpbench.report.chart import ReportRun
+from ddpbench.report.output import page_file
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
@@ -55,7 +55,7 @@ def write_page(folder: Path, name: str) -> Path:
     """Write the page of a stored run of this repository."""
     stored = REFERENCE / name
     page = folder / "page.html"
-    file.write(page, [ReportRun(name, sources.read(stored), stored)])
+    page_file.write(page, [ReportRun(name, sources.read(stored), stored)])
     return page
 
 
@@ -272,7 +272,7 @@ def test_markup_in_names_is_text(tmp_path: Path, open_page: Open) -> None:
     )
     run = with_facts(run, {"cpu_model": SCRIPT}, {"hostname": SCRIPT})
     path = tmp_path / "page.html"
-    file.write(path, [ReportRun(f"run {SCRIPT}", run)])
+    page_file.write(path, [ReportRun(f"run {SCRIPT}", run)])
     page = open_page(path)
     draw_all(page)
     assert page.locator("h1").inner_text() == f"run {SCRIPT}"

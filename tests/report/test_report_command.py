@@ -30,8 +30,8 @@ from without_torch import run_without_torch
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Run
 from ddpbench.render import comparison as render
-from ddpbench.report import file
 from ddpbench.report.chart import Section
+from ddpbench.report.output import page_file
 from ddpbench.report.sections import comparison as sections
 from ddpbench.session import run_end
 from ddpbench.verdicts import comparison
@@ -332,7 +332,7 @@ def test_two_at_once_leave_a_whole_page() -> None:
     path = Path("page.html")
 
     def write(title: str) -> None:
-        file.write(path, (), [section], title)
+        page_file.write(path, (), [section], title)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(write, ["one", "two"]))

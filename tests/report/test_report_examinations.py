@@ -12,8 +12,8 @@ from ddpbench.doctor.capabilities.table import CELLS, UNTRIED
 from ddpbench.doctor.stragglers import judge
 from ddpbench.records.schema import Examination, Finding, Run
 from ddpbench.records.table import Table, TableColumn
-from ddpbench.report import emit
 from ddpbench.report.chart import Chart, MakeSection, ReportRun, Section
+from ddpbench.report.output import embedding
 from ddpbench.report.sections import capabilities, examinations, selftest, stragglers
 from ddpbench.report.summary import summarise
 
@@ -233,9 +233,9 @@ def test_a_run_without_examinations_has_none_of_these_sections(make: MakeSection
 
 def test_no_line_ends_inside_an_option_or_before_a_unit() -> None:
     """A text is escaped, options stay whole, and a command keeps its plain spaces."""
-    text = emit.keep_together("a <b> takes 33.3 ms: try --bucket-cap-mb 5 s")
+    text = embedding.keep_together("a <b> takes 33.3 ms: try --bucket-cap-mb 5 s")
     assert text == (
         "a &lt;b&gt; takes 33.3\N{NO-BREAK SPACE}ms: try "
         '<span class="option">--bucket-cap-mb</span> 5\N{NO-BREAK SPACE}s'
     )
-    assert "\N{NO-BREAK SPACE}" not in emit.keep_together("sleep 5 s", units=False)
+    assert "\N{NO-BREAK SPACE}" not in embedding.keep_together("sleep 5 s", units=False)

@@ -20,9 +20,9 @@ from stored_steps import a_step_case, a_step_result, a_step_run
 from ddpbench.interchange import sources
 from ddpbench.records.schema import Finding, Offset, Run
 from ddpbench.records.table import Table, TableColumn
-from ddpbench.report import emit
 from ddpbench.report.chart import Chart, Choice, ReportRun
-from ddpbench.report.page import make_page, make_sections
+from ddpbench.report.output import embedding
+from ddpbench.report.output.page import make_page, make_sections
 from ddpbench.report.sections import environment, overview
 from ddpbench.report.summary import summarise
 
@@ -123,7 +123,7 @@ def test_a_page_without_runs_has_its_title() -> None:
 def test_values_are_short_and_safe(value: Any, text: str) -> None:
     """Floats have five digits, whole ones all of theirs; what JSON lacks is null; no character
     can end the element."""
-    assert emit.json_in_html(value) == text
+    assert embedding.json_in_html(value) == text
     json.loads(text)
 
 
@@ -133,12 +133,12 @@ def test_a_chart_is_emitted_in_columns() -> None:
     table = Table("t", (WORDS, TableColumn("µs", decimals=1)), (("gloo *", 2.0), ("mpi", None)))
     spec = {"mark": "bar", "datasets": {"d": [{"a": 1, "b": "x"}, {"a": 2}]}}
     chart = Chart("c", "C", "", spec, table)
-    plain = emit.figure(chart)
+    plain = embedding.figure(chart)
     assert plain["datasets"] == {"d": {"a": [1, 2], "b": ["x", None]}}
     assert plain["spec"] == {"mark": "bar"}
     assert "datasets" in spec
     choice = Choice("one", {"d": {"a": (1,)}}, table)
-    chosen = emit.figure(replace(chart, choices=(choice,)))
+    chosen = embedding.figure(replace(chart, choices=(choice,)))
     assert chosen["datasets"] == {}
     assert chosen["choices"][0]["table"] == {
         "headed": True, "columns": [["backend", "left"], ["µs", "right"]], "backend": 0,
@@ -163,7 +163,7 @@ def test_a_command_at_the_end_of_a_next_step_can_be_copied(
     text: str, parts: tuple[str, str] | None
 ) -> None:
     """Only a command that ends the next step is one to copy; other text stays whole."""
-    assert emit.split_command(text) == (parts or (text, ""))
+    assert embedding.split_command(text) == (parts or (text, ""))
 
 
 # --- the summary ----------------------------------------------------------------------------------

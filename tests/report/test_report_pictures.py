@@ -21,8 +21,9 @@ from ddpbench.records.table import Table, TableColumn
 pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
 
-from ddpbench.report import markdown, pictures, theme
+from ddpbench.report import theme
 from ddpbench.report.chart import Chart, ReportRun, Section
+from ddpbench.report.output import markdown, pictures
 from ddpbench.report.sections import collectives
 
 REFERENCE = ROOT / "results" / "reference" / "cpu-2-ranks"

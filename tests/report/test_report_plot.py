@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import ROOT
+from ddpbench.report.drawing.plots import make_plots
 from in_process import capture_command
 from stored_runs import a_case, a_result, a_run, a_summary
 from without_torch import RUN_AND_PRINT_CODE, run_without_torch
@@ -18,12 +19,11 @@ from ddpbench.records import codec, store
 from ddpbench.records.schema import Run
 from ddpbench.records.terminal_text import FALLBACK
 from ddpbench.records.watched import Moment, Watched
-from ddpbench.report import terminal
-from ddpbench.report.plot import make_plots
+from ddpbench.report.terminal import drawing
 
 REFERENCE = ROOT / "results" / "reference"
 needs_plotext = pytest.mark.skipif(
-    terminal.explain_missing("") is not None, reason=str(terminal.explain_missing("this test"))
+    drawing.explain_missing("") is not None, reason=str(drawing.explain_missing("this test"))
 )
 
 

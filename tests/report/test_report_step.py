@@ -11,8 +11,8 @@ from stored_steps import a_step_case, a_step_result, a_step_run, a_step_summary,
 from ddpbench.analysis import step_lines, steps
 from ddpbench.records.schema import Run, StepCase
 from ddpbench.report.chart import Chart, ReportRun
+from ddpbench.report.charts.step_timeline import MOST_LANES
 from ddpbench.report.sections import step
-from ddpbench.report.step_timeline import MOST_LANES
 from ddpbench.session.summary import step_columns
 
 

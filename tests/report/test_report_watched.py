@@ -14,10 +14,10 @@ from synthetic_rounds import BEGAN_NS, Fault, Job
 from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import COLUMNS, Moment, Watched, WatchedCollective, WatchedLink
-from ddpbench.report import timeline
 from ddpbench.report.chart import Chart, ReportRun
-from ddpbench.report.emit import json_in_html
-from ddpbench.report.page import make_page
+from ddpbench.report.charts import watch_timeline
+from ddpbench.report.output.embedding import json_in_html
+from ddpbench.report.output.page import make_page
 from ddpbench.report.sections import watched as watched_section
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.judging.summary import summarize
@@ -139,7 +139,7 @@ def test_parts_are_in_the_table(shown: dict[str, Chart]) -> None:
     """Each point of the table has the time of day in UTC, the step, and what the chart shows."""
     chart = shown["watch-parts"]
     points, cursors = rows_of(chart, "input"), rows_of(chart, "clock")
-    assert len(points) <= timeline.POINTS + 1
+    assert len(points) <= watch_timeline.POINTS + 1
     assert [row[:2] for row in chart.table.rows] == [(c["clock"], c["step"]) for c in cursors]
     for point, row in zip(points, chart.table.rows, strict=True):
         assert row[0].endswith(" UTC")
@@ -160,8 +160,8 @@ def test_close_moments_are_one_point() -> None:
     run = a_watched_run(moments=moments, ranks=())
     (result,) = run.steps
     assert result.watched is not None
-    merged = timeline.build_timeline(run, result.watched).moments
-    assert 100 <= len(merged) <= timeline.POINTS + 1
+    merged = watch_timeline.build_timeline(run, result.watched).moments
+    assert 100 <= len(merged) <= watch_timeline.POINTS + 1
     assert merged[-1].step == moments[-1].step
     first = merged[0]
     assert (first.step_seconds, first.loss, first.values) == (1.1, 1.0, {"x": 1.5})

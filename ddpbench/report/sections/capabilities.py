@@ -12,7 +12,7 @@ import pandas as pd
 from ddpbench.records.schema import Examination
 from ddpbench.records.table import Table
 from ddpbench.report.chart import Chart, ReportRun, Section
-from ddpbench.report.examined import Examined, arrange, describe, find_examinations
+from ddpbench.report.examination_results import Examined, arrange, describe, find_examinations
 
 # cell of the doctor's table → symbol and meaning, in the order of the category range of colours:
 # blue works, vermilion is wrong, grey is not supported; no backend has a colour here.

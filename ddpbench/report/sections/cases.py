@@ -12,9 +12,16 @@ from ddpbench.analysis.stats import PERCENTILES, Floats
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Result, Run
 from ddpbench.records.table import Table, TableColumn
-from ddpbench.report.case_chart import DATASETS, ORDER_END, OUTSIDE, SHARES, Columns, case_spec
 from ddpbench.report.case_titles import kind, titles
 from ddpbench.report.chart import Chart, Choice, ReportRun, Section, side_by_side
+from ddpbench.report.charts.case_repetitions import (
+    DATASETS,
+    ORDER_END,
+    OUTSIDE,
+    SHARES,
+    Columns,
+    case_spec,
+)
 from ddpbench.report.repetitions import Repetitions
 
 ALL_POINTS = 40_000  # of all cases of a run: what a page can hold

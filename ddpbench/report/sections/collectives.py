@@ -14,8 +14,8 @@ from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.render.column import common_legend, digits, rows_by_backend
 from ddpbench.report.case_titles import Kind, describe, kind, titles
 from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
-from ddpbench.report.collective_charts import Point, over_sizes, point_frame
-from ddpbench.report.fastest import fastest_charts
+from ddpbench.report.charts.fastest_backend import fastest_charts
+from ddpbench.report.charts.over_sizes import Point, over_sizes, point_frame
 
 SAME = ("size", "count", "backend")  # columns of both tables
 TIME = ("time", "interval", "p99", "skew", "launch", "check", "flags")

@@ -9,7 +9,7 @@ from typing import Any
 from ddpbench.analysis.selftest import COMMAND
 from ddpbench.records.table import Table
 from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
-from ddpbench.report.examined import describe, find_examinations
+from ddpbench.report.examination_results import describe, find_examinations
 
 DRAWN = ("stragglers", "links", "capabilities", COMMAND)  # in sections of their own
 

@@ -12,7 +12,7 @@ import pandas as pd
 
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.report.chart import Chart, ReportRun, Section
-from ddpbench.report.examined import arrange, describe, find_examinations
+from ddpbench.report.examination_results import arrange, describe, find_examinations
 
 MOST_VALUES = 12  # ends of a matrix whose cells show their values
 ROOMY = 8  # ends whose values have room on a phone in the usual size

@@ -8,7 +8,7 @@ from typing import Any
 from ddpbench.analysis.selftest import COMMAND
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
-from ddpbench.report.examined import find_examinations
+from ddpbench.report.examination_results import find_examinations
 
 COLUMNS = (
     TableColumn("", "left"),

@@ -16,7 +16,7 @@ from ddpbench.records.table import Table, TableColumn
 from ddpbench.report import theme
 from ddpbench.report.case_titles import kind, titles
 from ddpbench.report.chart import Chart, Choice, ReportRun, Section
-from ddpbench.report.examined import arrange
+from ddpbench.report.examination_results import arrange
 from ddpbench.report.repetitions import Repetitions
 
 MOST_RANKS = 64  # rows of a heat map that can be read

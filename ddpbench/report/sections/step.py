@@ -12,9 +12,9 @@ from ddpbench.records.table import Table, TableColumn
 from ddpbench.render import step_budget, step_tables
 from ddpbench.render.column import common_legend, rows_by_backend
 from ddpbench.render.step_columns import STEP_COLUMNS
-from ddpbench.report import step_charts
 from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
-from ddpbench.report.step_timeline import timeline
+from ddpbench.report.charts import step_parts
+from ddpbench.report.charts.step_timeline import timeline
 
 NAMES = (
     "backend", "step_ms", "interval", "samples_per_second", "forward_ms", "backward_ms",
@@ -51,9 +51,9 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
             title = f"A step of {workload} on {case.backend}{by}"
             if chart := timeline(run, line, f"{name}-{_plain(case.backend + by)}", title):
                 yield chart
-        if chart := step_charts.budget(group, f"{name}-budget"):
+        if chart := step_parts.budget(group, f"{name}-budget"):
             yield chart
-        if chart := step_charts.buckets(group, f"{name}-buckets"):
+        if chart := step_parts.buckets(group, f"{name}-buckets"):
             yield chart
 
 

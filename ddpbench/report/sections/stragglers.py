@@ -12,7 +12,7 @@ import pandas as pd
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart, ReportRun, Section
-from ddpbench.report.examined import Examined, arrange, describe, find_examinations
+from ddpbench.report.examination_results import Examined, arrange, describe, find_examinations
 
 WHEN = {"alone": "alone", "together": "all at once"}
 KEPT = {"queued": "waiting for a core", "throttled": "throttled", "stolen": "stolen"}

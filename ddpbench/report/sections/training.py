@@ -16,7 +16,7 @@ from ddpbench.records.table import Table, TableColumn
 from ddpbench.render.column import digits
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
-from ddpbench.report.load_charts import EXTENT, load_charts
+from ddpbench.report.charts.load import EXTENT, load_charts
 
 DECADE = 10.0  # ratio of the largest loss to the least from which their axis is logarithmic
 VERDICTS = {None: "not verified", True: "equal", False: "NOT EQUAL"}

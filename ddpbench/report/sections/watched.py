@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from ddpbench.records.schema import Run
 from ddpbench.records.watched import Watched
-from ddpbench.report import watched_ranks, watched_time
 from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
-from ddpbench.report.timeline import build_timeline
+from ddpbench.report.charts import watch_over_time, watch_ranks
+from ddpbench.report.charts.watch_timeline import build_timeline
 
 Row = tuple[Chart, ...]
 
@@ -40,8 +40,8 @@ def _rows(run: Run) -> Iterator[Row]:
 def _rows_of(run: Run, watched: Watched, backend: str) -> Iterator[Row]:
     if len(watched.moments) > 1:
         timeline = build_timeline(run, watched)
-        for chart in watched_time.draw(timeline, backend):
+        for chart in watch_over_time.draw(timeline, backend):
             yield (chart,)
-    yield (*watched_ranks.draw_ranks(run, watched), *watched_ranks.draw_extra(run, watched))
-    yield tuple(watched_ranks.draw_collectives(watched))
-    yield tuple(watched_ranks.draw_links(run, watched))
+    yield (*watch_ranks.draw_ranks(run, watched), *watch_ranks.draw_extra(run, watched))
+    yield tuple(watch_ranks.draw_collectives(watched))
+    yield tuple(watch_ranks.draw_links(run, watched))

@@ -38,7 +38,7 @@ def explain_unusable(output: Path) -> str | None:
 
 def make(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title: str = "") -> str:
     """Return a page, as `make_page`. Raises InvalidRun for values that cannot be shown."""
-    from ddpbench.report.page import make_page
+    from ddpbench.report.output.page import make_page
 
     with store.refuse_impossible_values(" or ".join(run.label for run in runs) or title):
         return make_page(runs, verdicts, title)

@@ -12,9 +12,9 @@ from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.watched import COLUMNS, Watched, WatchedCollective, WatchedRank
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart
+from ddpbench.report.charts.watch_over_time import milliseconds, part_scale
+from ddpbench.report.charts.watch_timeline import LATE_CODES, find_named
 from ddpbench.report.sections.links import MOST_VALUES, build_matrix, draw_matrix
-from ddpbench.report.timeline import LATE_CODES, find_named
-from ddpbench.report.watched_time import milliseconds, part_scale
 
 ROW, LEAST_HEIGHT = 22, 60  # pixels
 PARTS = alt.Legend(title=None, columns=3, values=list(COLUMNS))

@@ -12,7 +12,7 @@ from ddpbench.records.schema import Run, StepResult
 from ddpbench.records.terminal_text import escape_record
 from ddpbench.records.watched import Watched
 from ddpbench.render.collective_tables import group_by_title
-from ddpbench.report.terminal import Axis, Bars, Lines, Point, draw, read_screen
+from ddpbench.report.terminal.drawing import Axis, Bars, Lines, Point, draw, read_screen
 
 MOST_LABELS = 6  # of an axis
 MOST_BARS = 16

@@ -10,8 +10,8 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from ddpbench.records.schema import Finding
-from ddpbench.report import emit
 from ddpbench.report.chart import Chart, MakeSection, ReportRun, Section
+from ddpbench.report.output import embedding
 from ddpbench.report.sections import (
     capabilities,
     cases,
@@ -83,7 +83,7 @@ def make_page(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title
         runs=[run.run for run in runs],
         title=title or " and ".join(run.label for run in runs),
         sections=sections,
-        backends=backend_swatches(emit.backends(charts)),
+        backends=backend_swatches(embedding.backends(charts)),
         operations=_distinct(chart.operation for chart in charts),
         configs=CONFIGS,
         scripts=scripts,
@@ -118,19 +118,19 @@ def _environment() -> jinja2.Environment:
     import jinja2
 
     templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("ddpbench.report", "page"),
+        loader=jinja2.PackageLoader("ddpbench.report.output", "templates"),
         autoescape=jinja2.select_autoescape(("html",)),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     templates.filters |= {
-        "embedded": emit.json_in_html,
-        "figure": emit.figure,
-        "table": emit.table_data,
+        "embedded": embedding.json_in_html,
+        "figure": embedding.figure,
+        "table": embedding.table_data,
         "height": _height,
-        "together": emit.keep_together,
-        "command": emit.split_command,
-        "command_line": emit.command_line,
+        "together": embedding.keep_together,
+        "command": embedding.split_command,
+        "command_line": embedding.command_line,
     }
     return templates

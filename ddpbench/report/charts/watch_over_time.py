@@ -15,8 +15,8 @@ from ddpbench.records.watched import COLUMNS, LOSS
 from ddpbench.render.column import digits
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart
-from ddpbench.report.load_charts import EXTENT, load_charts
-from ddpbench.report.timeline import HEIGHT, LOW_HEIGHT, Timeline, find_top
+from ddpbench.report.charts.load import EXTENT, load_charts
+from ddpbench.report.charts.watch_timeline import HEIGHT, LOW_HEIGHT, Timeline, find_top
 
 TIME_COLUMNS = (TableColumn("UTC", "left"), TableColumn("step"))
 FEW = 60  # values of a line, each of which has a point

@@ -1,0 +1,1 @@
+"""Sections as a page, as pictures, and as Markdown."""
