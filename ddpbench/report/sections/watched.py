@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ddpbench.records.schema import Run
 from ddpbench.records.watched import Watched
 from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
-from ddpbench.report.charts import watch_over_time, watch_ranks
+from ddpbench.report.charts import watch_communication, watch_over_time, watch_ranks
 from ddpbench.report.charts.watch_timeline import build_timeline
 
 Row = tuple[Chart, ...]
@@ -43,5 +43,5 @@ def _rows_of(run: Run, watched: Watched, backend: str) -> Iterator[Row]:
         for chart in watch_over_time.draw(timeline, backend):
             yield (chart,)
     yield (*watch_ranks.draw_ranks(run, watched), *watch_ranks.draw_extra(run, watched))
-    yield tuple(watch_ranks.draw_collectives(watched))
-    yield tuple(watch_ranks.draw_links(run, watched))
+    yield tuple(watch_communication.draw_collectives(watched))
+    yield tuple(watch_communication.draw_links(run, watched))
