@@ -31,6 +31,7 @@ from ddpbench.records import store
 from ddpbench.records.schema import Examination, Run
 from ddpbench.render import comparison as render
 from ddpbench.report.chart import Section
+from ddpbench.report.charts.changes import choose_ticks
 from ddpbench.report.output import page_file
 from ddpbench.report.sections import comparison as sections
 from ddpbench.session import run_end
@@ -124,7 +125,7 @@ def test_other_differences_are_a_table() -> None:
 )
 def test_an_axis_has_round_percentages(low: float, high: float, labels: list[float]) -> None:
     """The labels of an axis of changes are round, few, and include no change."""
-    assert sections.choose_ticks(low, high) == pytest.approx(labels)
+    assert choose_ticks(low, high) == pytest.approx(labels)
 
 
 # --- several runs ---------------------------------------------------------------------------------

@@ -13,8 +13,14 @@ from ddpbench.records.wording import counted
 from ddpbench.render.labels import format_time, label, side_interval, side_time
 from ddpbench.render.regression import COLUMNS
 from ddpbench.report.chart import Chart, Section
-from ddpbench.report.sections import comparison
-from ddpbench.report.sections.comparison import Change
+from ddpbench.report.charts.changes import (
+    Change,
+    build_table,
+    change_axis,
+    draw_changes,
+    format_side,
+    row_axis,
+)
 from ddpbench.verdicts.regression import Measured, Row, counts
 
 PAIR_HEIGHT = 30  # pixels of a test in the chart of launches: saved ones above new ones
@@ -55,8 +61,8 @@ def _draw_changes(rows: Sequence[Row], names: Mapping[str, str]) -> Chart:
     changes = [
         Change(
             row.test,
-            comparison.format_side(row.base.case, row.base.side),
-            comparison.format_side(row.new.case, row.new.side),
+            format_side(row.base.case, row.base.side),
+            format_side(row.new.case, row.new.side),
             row.verdict,
             row.shift,
             row.margin,
@@ -65,8 +71,8 @@ def _draw_changes(rows: Sequence[Row], names: Mapping[str, str]) -> Chart:
         for row in compared
         if row.base is not None and row.shift is not None
     ]
-    table = comparison.build_table("Verdicts", compared, COLUMNS)
-    return comparison.draw_changes("tests-changes", "Change of each test", changes, table)
+    table = build_table("Verdicts", compared, COLUMNS)
+    return draw_changes("tests-changes", "Change of each test", changes, table)
 
 
 def _draw_launches(
@@ -109,8 +115,8 @@ def _launch_chart(data: pd.DataFrame, tests: int) -> alt.Chart:
     low, high = float(data["ratio"].min()), float(data["ratio"].max())
     chart = alt.Chart(data, height=PAIR_HEIGHT * tests).mark_point(filled=True, size=60)
     drawn: alt.Chart = chart.encode(
-        x=comparison.change_axis("ratio", low, high),
-        y=comparison.row_axis("test"),
+        x=change_axis("ratio", low, high),
+        y=row_axis("test"),
         yOffset=alt.YOffset("side:N", sort=["saved", "new"]),
         color=alt.Color("side:N", scale=colors, legend=legend),
         shape=alt.Shape("side:N", scale=shapes, legend=legend),
