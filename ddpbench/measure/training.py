@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpbench.launch.placement import Refused
 from ddpbench.measure import clock
 from ddpbench.records import store
+from ddpbench.records.load import Load, join_loads
 from ddpbench.records.schema import Epoch
 from ddpbench.runtime import control, devices
-from ddpbench.runtime.load import LoadMeter, RankLoad, over_ranks
+from ddpbench.runtime.load import LoadMeter
 
 if TYPE_CHECKING:
     from ddpbench.catalog.task import Task, Training
-    from ddpbench.records.load import Load
     from ddpbench.runtime.world import World
 
 MOST_LOSSES = 200  # of the training, stored in one run beside those of whole epochs
@@ -131,26 +131,14 @@ def _train_epoch(
 
     parts: of the epoch, with a training loss of their own; fewer if there are fewer steps.
     """
-    assert task.training is not None
     world.watchdog.begin_phase(f"epoch {state.epoch + 1} of the training")
     state.meter.read()  # the load of the epoch begins here
-    began, equal, steps = clock.now_ns(), True, []
-    state.epoch += 1
-    for batch, samples in task.training.batches(state.epoch):
-        state.optimizer.zero_grad()
-        loss: Any = task.loss(ddp, batch)
-        loss.backward()
-        state.optimizer.step()
-        state.step += 1
-        steps.append(_weigh(loss, samples))
-        if check is not None:
-            equal = check(state.step) and equal
-        world.watchdog.rearm()
-    trained = torch.stack(steps)
+    began = clock.now_ns()
+    trained, equal = _take_steps(world, ddp, task, state, check)
     sums = torch.stack([trained.sum(0), _validate(world, task, ddp.module)])
     dist.all_reduce(sums, group=ddp.process_group)
     train_loss, validation_loss = map(_mean_loss, sums.tolist())
-    chunks = trained.tensor_split(min(parts, len(steps)))
+    chunks = trained.tensor_split(min(parts, len(trained)))
     own = _RankEpoch(
         seconds=(clock.now_ns() - began) * 1e-9,
         load=asdict(state.meter.read()),
@@ -166,6 +154,26 @@ def _train_epoch(
         train_losses=train_losses if len(train_losses) > 1 else (),
         load=load,
     )
+
+
+def _take_steps(
+    world: World, ddp: DistributedDataParallel, task: Task, state: _State, check: Check | None
+) -> tuple[Tensor, bool]:
+    """Take the steps of the next epoch; return float64[step, 2] as `_weigh`, and their verdict."""
+    assert task.training is not None
+    equal, steps = True, []
+    state.epoch += 1
+    for batch, samples in task.training.batches(state.epoch):
+        state.optimizer.zero_grad()
+        loss: Any = task.loss(ddp, batch)
+        loss.backward()
+        state.optimizer.step()
+        state.step += 1
+        steps.append(_weigh(loss, samples))
+        if check is not None:
+            equal = check(state.step) and equal
+        world.watchdog.rearm()
+    return torch.stack(steps), equal
 
 
 def _weigh(loss: Tensor, samples: int) -> Tensor:
@@ -185,11 +193,13 @@ class _RankEpoch:
     """What a rank reports of its epoch beside the losses of the whole."""
 
     seconds: float
-    load: dict[str, Any]  # of RankLoad
+    load: dict[str, Any]  # of Load
     sums: list[list[float]]  # losses and samples of each part
 
 
-def _gather_epoch(world: World, own: _RankEpoch) -> tuple[float, Load, tuple[float | None, ...]]:
+def _gather_epoch(
+    world: World, own: _RankEpoch
+) -> tuple[float, Load | None, tuple[float | None, ...]]:
     """Return the seconds of the slowest rank, the load of all ranks, and the losses of the parts.
 
     These sums are apart from those of the whole epoch: their number depends on that of all epochs,
@@ -199,7 +209,7 @@ def _gather_epoch(world: World, own: _RankEpoch) -> tuple[float, Load, tuple[flo
     parts = torch.tensor([rank.sums for rank in ranks], dtype=torch.float64).sum(0)
     return (
         max(rank.seconds for rank in ranks),
-        over_ranks([RankLoad(**rank.load) for rank in ranks]),
+        join_loads([Load(**rank.load) for rank in ranks]),
         tuple(map(_mean_loss, parts.tolist())),
     )
 

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from ddpbench.records.load import Load
 from ddpbench.records.watched import PHASES
-from ddpbench.runtime.load import RankLoad
 
 # The columns of a row, in seconds: PHASES, where a rank's own time went in one step, and in the
 # last column how long it was blocked in collectives. Their sum is the step.
@@ -85,7 +84,7 @@ class RankWindow(msgspec.Struct, frozen=True):
     calls: list[Call] = []
     facts: dict[str, float] = {}
     links: list[Link] = []
-    load: RankLoad | None = None
+    load: Load | None = None
     values: Values = {}
     last: bool = False
 

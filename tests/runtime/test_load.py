@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
-from ddpbench.records.load import Load
-from ddpbench.runtime.load import LoadMeter, RankLoad, over_ranks
+from ddpbench.records.load import Load, join_loads
+from ddpbench.runtime.load import LoadMeter
 
 UUIDS = ("1f2e3d4c-0000-1111-2222-333344445555", "9f2e3d4c-0000-1111-2222-333344445555")
 
@@ -34,7 +34,7 @@ def test_it_reads_the_cpu_time_since_the_last_reading_and_the_resident_memory() 
     assert busy.cpu_cores == pytest.approx(used / wall, rel=0.05)
     rss = psutil.Process().memory_info().rss
     assert busy.memory_nbytes == pytest.approx(rss, rel=0.05)
-    readings: list[RankLoad] = []
+    readings: list[Load] = []
     thread = threading.Thread(target=lambda: (time.sleep(0.2), readings.append(meter.read())))
     thread.start()
     thread.join()
@@ -123,6 +123,6 @@ def test_without_samples_the_use_is_that_of_nvml_s_last_period(
 
 def test_over_the_ranks_are_the_median_and_the_most() -> None:
     """A rank without a GPU does not count as an idle one."""
-    loads = [RankLoad(1.0, 300), RankLoad(0.2, 500, 0.5, 7), RankLoad(0.4, 100, 0.9, 9)]
-    assert over_ranks(loads) == Load(0.4, 1.0, 500, 0.7, 9)
-    assert over_ranks(loads[:1]) == Load(1.0, 1.0, 300)
+    loads = [Load(1.0, 1.0, 300), Load(0.2, 0.2, 500, 0.5, 7), Load(0.4, 0.4, 100, 0.9, 9)]
+    assert join_loads(loads) == Load(0.4, 1.0, 500, 0.7, 9)
+    assert join_loads(loads[:1]) == Load(1.0, 1.0, 300)

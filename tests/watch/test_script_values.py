@@ -14,7 +14,6 @@ from torch import nn
 from ddpbench.records import codec
 from ddpbench.records.load import Load
 from ddpbench.records.watched import MOST_LATE, MOST_VALUES, Moment
-from ddpbench.runtime.load import RankLoad
 from ddpbench.watch.gather.joining import join_hosts, join_ranks
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.summary import summarize
@@ -106,7 +105,7 @@ def test_a_script_records_the_newest_value_of_a_name(training: Training) -> None
     assert len(training.values.take()) == MOST_VALUES + 1
 
 
-def a_window(rank: int, load: RankLoad | None, values: Values) -> RankWindow:
+def a_window(rank: int, load: Load | None, values: Values) -> RankWindow:
     """A window of two steps."""
     rows = np.ones((2, COLUMNS), np.float32)
     return RankWindow(rank, 10, pack_rows(rows), 10**18, load=load, values=values)
@@ -117,9 +116,12 @@ def test_load_and_values_are_joined_over_ranks_and_hosts() -> None:
     nothing does not count."""
     gib = 2**30
     ranks = [
-        [a_window(0, RankLoad(1.0, gib), {"loss": (9, 1.0)}), a_window(1, RankLoad(2.0, gib), {})],
         [
-            a_window(2, RankLoad(9.0, 4 * gib, 0.5, gib), {"loss": (11, 3.0), "x": (9, 5.0)}),
+            a_window(0, Load(1.0, 1.0, gib), {"loss": (9, 1.0)}),
+            a_window(1, Load(2.0, 2.0, gib), {}),
+        ],
+        [
+            a_window(2, Load(9.0, 9.0, 4 * gib, 0.5, gib), {"loss": (11, 3.0), "x": (9, 5.0)}),
             a_window(3, None, {"loss": (13, 5.0)}),
         ],
     ]

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
+from ddpbench.records.load import join_loads
 from ddpbench.watch.gather.matching import (
     Columns,
     Indices,
@@ -27,7 +28,7 @@ from ddpbench.watch.gather.matching import (
     tabulate,
 )
 from ddpbench.watch.gather.offsets import SAME, Line
-from ddpbench.watch.gather.readings import join_loads, join_rank_loads, join_values
+from ddpbench.watch.gather.values import join_values
 from ddpbench.watch.observe.links import add_links
 from ddpbench.watch.window import (
     BLOCKED,
@@ -107,7 +108,7 @@ def join_ranks(
         addresses=list(addresses)[:LINKS],
         ahead_ns=round(clock.ahead_ns),
         bound_ns=round(clock.bound_ns),
-        load=join_rank_loads(windows),
+        load=join_loads([window.load for window in windows if window.load is not None]),
         values=join_values([window.values for window in windows]),
         last=all(window.last for window in windows),
     )
