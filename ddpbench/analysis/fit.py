@@ -23,21 +23,18 @@ from functools import cache
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
+from ddpbench.analysis.flags import UNUSABLE
 from ddpbench.analysis.lines import Line
+from ddpbench.analysis.stats import Floats
 from ddpbench.records.schema import Case
 
-Floats = npt.NDArray[np.float64]
-
 FEWEST_SIZES = 4  # of a segment
-MOST_SEGMENTS = 3
 RESAMPLES = 200
 WIDEST = 3.0  # high over low of an interval from which on a figure is not identifiable
 OFF = 0.25  # by which the curve may miss a size beyond that size's own interval
 ERROR = 0.03  # no segment is added to explain smaller relative errors
 EDGE, STEP = math.log(1e3), 0.1  # of the scan over log n½: beyond the sizes, and from step to step
-UNUSABLE = {"WRONG", "INVALID"}  # flags
 
 
 @dataclass(frozen=True)
@@ -179,13 +176,11 @@ def _choose_ends(logs: Floats, sizes: Floats) -> tuple[int, ...]:
 
 
 def _divisions(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to divide so many sizes into segments, one segment first."""
+    """Yield all ways to divide so many sizes into one to three segments, one segment first."""
     inner = range(FEWEST_SIZES, count - FEWEST_SIZES + 1)
     yield (0, count)
-    if MOST_SEGMENTS >= 2:
-        yield from ((0, i, count) for i in inner)
-    if MOST_SEGMENTS >= 3:
-        yield from ((0, i, j, count) for i in inner for j in inner if j - i >= FEWEST_SIZES)
+    yield from ((0, i, count) for i in inner)
+    yield from ((0, i, j, count) for i in inner for j in inner if j - i >= FEWEST_SIZES)
 
 
 def _resample(

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from ddpbench.records.schema import Case, Interval, Plan, Result, StepCase, StepResult
 
 BUSY_SHARE = 0.05  # of the cores' time that other processes may use
+UNUSABLE = {"WRONG", "INVALID"}  # the time of a row with one of these flags means nothing
 # A row with one of these flags is compared with no other backend. On a busy host, a polling backend
 # loses to any neighbour.
 NOT_COMPARABLE = {"WRONG", "INVALID", "DIFFER", "NONFINITE", "busy", "unhidden"}

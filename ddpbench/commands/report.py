@@ -138,7 +138,8 @@ def _write_parts(
         sections = pictures.choose(sections, namespace.chart)
     except ValueError as error:
         raise Refused(str(error)) from None
-    charts, target = pictures.list_charts(sections), namespace.markdown
+    charts = [chart for section in sections for chart in section.charts]
+    target = namespace.markdown
     drawn = {
         form: dict(pictures.write(charts, folder, form))
         for form, folder in (("png", namespace.png), ("svg", namespace.svg))

@@ -16,8 +16,17 @@ def explain_unknown(kind: str, word: str, known: Iterable[str]) -> str:
 
 def list_choices(known: Iterable[str]) -> str:
     """Return "a, b or c"."""
-    *most, last = known
-    return f"{', '.join(most)} or {last}" if most else str(last)
+    return _join(known, "or")
+
+
+def list_all(names: Iterable[str]) -> str:
+    """Return "a, b and c"."""
+    return _join(names, "and")
+
+
+def _join(names: Iterable[str], word: str) -> str:
+    *most, last = names
+    return f"{', '.join(most)} {word} {last}" if most else str(last)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

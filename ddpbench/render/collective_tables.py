@@ -12,9 +12,8 @@ from ddpbench.render.column import (
     choose_columns,
     common_legend,
     digits,
-    format_ranks,
-    format_subgroups,
     rows_by_backend,
+    title_parts,
 )
 from ddpbench.render.style import Style
 
@@ -64,19 +63,8 @@ def group_by_title(shown: list[Line]) -> dict[str, list[Line]]:
     """Group lines under the title of their table, which states what its rows have in common."""
     groups: dict[str, list[Line]] = {}
     for line in shown:
-        case = line.case
-        parts = [
-            case.operation,
-            "" if case.form == "tensor" else "(list of tensors)",
-            case.dtype if case.nbytes else "",
-            case.reduce_op or "",
-            "" if case.root is None else f"root {case.root}",
-            ("in place" if case.in_place else "out of place") if case.nbytes else "",
-            "async" if case.async_op else "",
-            format_ranks(case),
-            format_subgroups(case),
-            case.device,
-        ]
+        operation, form, *others = title_parts(line.case)
+        parts = (operation, f"({form})" if form else "", *others)
         groups.setdefault("  ".join(filter(None, parts)), []).append(line)
     return groups
 

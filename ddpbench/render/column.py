@@ -99,6 +99,22 @@ def format_subgroups(case: Case) -> str:
     return places.get(case.group, case.group) + several
 
 
+def title_parts(case: Case) -> tuple[str, ...]:
+    """Return what the rows of one table have in common, the operation first; "" is left out."""
+    return (
+        case.operation,
+        "" if case.form == "tensor" else "list of tensors",
+        case.dtype if case.nbytes else "",
+        case.reduce_op or "",
+        "" if case.root is None else f"root {case.root}",
+        ("in place" if case.in_place else "out of place") if case.nbytes else "",
+        "async" if case.async_op else "",
+        format_ranks(case),
+        format_subgroups(case),
+        case.device,
+    )
+
+
 def format_half_width(line: flags.AnyLine) -> str:
     """Format the relative half-width of a line's interval: "±1.2%"."""
     return "-" if line.half_width is None else f"±{line.half_width * 100:.1f}%"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ddpbench.records.schema import SEVERITIES, Finding
-from ddpbench.records.wording import counted
+from ddpbench.records.wording import counted, list_all
 from ddpbench.replicas.causes import Cause, Facts
 from ddpbench.replicas.compare import Comparison
 from ddpbench.replicas.report import (
@@ -198,14 +198,13 @@ def _describe_fold(
     parts = [
         f"{n} of {count_kind(kind, verification.compared[kind])}" for kind, n in counts.items()
     ]
-    tensors = " and ".join([*([", ".join(parts[:-1])] if parts[1:] else []), parts[-1]])
     sides = _describe_sides(example, "differ") if same_sides else "differ between other ranks"
     if same_sides and example.minority:
         sides = f"differ in {ranks_text(example.minority)}"
     # Buffers that DDP sends again differ after each step, and are reported each time.
     dated = verification.step is not None and example.kind != "buffer"
     when = f", first seen in step {verification.step}" if dated else ""
-    text = f"{tensors} {sides}{when}: {example.name} and {len(fold) - 1} more"
+    text = f"{list_all(parts)} {sides}{when}: {example.name} and {len(fold) - 1} more"
     return text + (f". For example {describe_tensor(example)}: {details}" if details else "")
 
 

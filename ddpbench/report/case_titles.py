@@ -1,30 +1,11 @@
-"""Short titles of cases: what tells them apart."""
+"""Short titles of kinds of cases: what tells them apart."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import compress
 
-from ddpbench.records.schema import Case
-from ddpbench.render.column import format_ranks, format_subgroups
-
-Kind = tuple[str, ...]
-
-
-def kind(case: Case) -> Kind:
-    """Return what the cases of one chart have in common, the operation first."""
-    return (
-        case.operation,
-        "" if case.form == "tensor" else "list of tensors",
-        case.dtype if case.nbytes else "",
-        case.reduce_op or "",
-        "" if case.root is None else f"root {case.root}",
-        ("in place" if case.in_place else "out of place") if case.nbytes else "",
-        "async" if case.async_op else "",
-        format_ranks(case),
-        format_subgroups(case),
-        case.device,
-    )
+Kind = tuple[str, ...]  # render.column.title_parts
 
 
 def describe(of: Kind) -> str:

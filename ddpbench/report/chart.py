@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -63,6 +64,16 @@ class Choice:
     data: dict[str, dict[str, tuple[Any, ...]]]  # name of a dataset of the chart → its columns
     table: Table
 
+    @property
+    def datasets(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the rows of each dataset, as Vega-Lite reads them."""
+        return {
+            name: [
+                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+            ]
+            for name, columns in self.data.items()
+        }
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -77,6 +88,9 @@ class Chart:
     choices: tuple[Choice, ...] = ()  # the spec's datasets hold the first
 
 
+Rows = tuple[tuple[Chart, ...], ...]
+
+
 @dataclass(frozen=True)
 class Section:
     """A part of the page with a heading. Charts in one row stand side by side if there is room."""
@@ -86,23 +100,44 @@ class Section:
     intro: str = ""
     lines: tuple[str, ...] = ()  # plain facts, a paragraph each
     findings: tuple[Finding, ...] = ()
-    rows: tuple[tuple[Chart, ...], ...] = ()
+    rows: Rows = ()
+
+    @property
+    def charts(self) -> list[Chart]:
+        """Return the charts in the order of the page."""
+        return [chart for row in self.rows for chart in row]
 
 
 MakeSection = Callable[[Sequence[ReportRun]], "Section | None"]  # None: these runs have none
 
 
-def side_by_side(
-    runs: Sequence[ReportRun], make: Callable[[ReportRun], Sequence[Chart]]
-) -> tuple[tuple[Chart, ...], ...]:
+def side_by_side(runs: Sequence[ReportRun], make: Callable[[ReportRun], Iterable[Chart]]) -> Rows:
     """Return a row for the first charts of all runs, one for the second, …
 
     make: returns the charts of one run. Names and titles tell several runs apart.
     """
-    columns = [make(run) for run in runs]
+    columns = [list(make(run)) for run in runs]
     if len(runs) > 1:
-        columns = [
-            [replace(c, name=f"{c.name}-{n}", title=f"{c.title}: {run.label}") for c in charts]
-            for n, (run, charts) in enumerate(zip(runs, columns, strict=True), 1)
-        ]
+        labelled = enumerate(zip(columns, runs, strict=True), 1)
+        columns = [name_run(charts, n, run.label) for n, (charts, run) in labelled]
     return tuple(tuple(filter(None, row)) for row in zip_longest(*columns))
+
+
+def name_run(charts: Iterable[Chart], number: int, label: str) -> list[Chart]:
+    """Return the charts of one run of several, with its number in names, its label in titles."""
+    return [replace(c, name=f"{c.name}-{number}", title=f"{c.title}: {label}") for c in charts]
+
+
+def pair(charts: Sequence[Chart]) -> Rows:
+    """Return rows of two charts."""
+    return tuple(tuple(charts[n : n + 2]) for n in range(0, len(charts), 2))
+
+
+def arrange(runs: Sequence[ReportRun], make: Callable[[ReportRun], Iterable[Chart]]) -> Rows:
+    """Return the charts of one run in pairs; those of several runs side by side."""
+    return side_by_side(runs, make) if len(runs) > 1 else pair([c for r in runs for c in make(r)])
+
+
+def plain_name(text: str) -> str:
+    """Return the text as a name of a chart, or as a part of it."""
+    return re.sub(r"\W+", "-", text, flags=re.ASCII).strip("-")

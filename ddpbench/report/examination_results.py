@@ -1,13 +1,13 @@
-"""The examinations of a page's runs: which there are, their plain lines, their charts in rows."""
+"""The examinations of a page's runs: which there are, and the section of those of one name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ddpbench.records.schema import Examination
 from ddpbench.records.table import Table, TableColumn
-from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
+from ddpbench.report.chart import Chart, ReportRun, Rows, Section, arrange
 
 MOST_LINES = 6  # of a section; more are a table
 
@@ -40,9 +40,21 @@ def find_examinations(
     return tuple(found)
 
 
-def describe(
-    name: str, title: str, examined: Sequence[Examined], rows: tuple[tuple[Chart, ...], ...]
-) -> Section:
+def make_section(
+    name: str,
+    title: str,
+    runs: Sequence[ReportRun],
+    make: Callable[[ReportRun], Iterable[Chart]],
+) -> Section | None:
+    """Return the section of the examinations of this name; None if no run has any.
+
+    make: returns the charts of one run.
+    """
+    examined = find_examinations(runs, name.__eq__)
+    return describe(name, title, examined, arrange(runs, make)) if examined else None
+
+
+def describe(name: str, title: str, examined: Sequence[Examined], rows: Rows) -> Section:
     """Return the section of these examinations: their lines, or a table of many, then the rows."""
     origins: dict[str, list[str]] = {}
     for one in examined:
@@ -70,14 +82,3 @@ def _lines(examination: Examination) -> Iterator[str]:
         yield f"{line[0].upper()}{line[1:]}."
     for question in examination.unchecked:
         yield f"Not checked: {question}."
-
-
-def arrange(
-    runs: Sequence[ReportRun], make: Callable[[ReportRun], Sequence[Chart]]
-) -> tuple[tuple[Chart, ...], ...]:
-    """Return the charts of one run in pairs; those of several runs beside each other."""
-    rows = side_by_side(runs, make)
-    if len(runs) > 1:
-        return rows
-    charts = [chart for row in rows for chart in row]
-    return tuple(tuple(charts[n : n + 2]) for n in range(0, len(charts), 2))

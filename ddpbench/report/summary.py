@@ -12,7 +12,7 @@ from ddpbench.analysis.lines import Line
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import SEVERITIES, Run
-from ddpbench.records.wording import counted
+from ddpbench.records.wording import counted, list_all
 from ddpbench.render import doctor, header
 from ddpbench.render.column import digits
 from ddpbench.report.chart import ReportRun
@@ -34,7 +34,7 @@ def summarise(reported: ReportRun) -> str:
     else:
         known = [finding.severity for finding in run.findings]
         counts = [counted(known.count(name), name) for name in SEVERITIES if name in known]
-        sentences.append(f"{join(counts).capitalize()}." if counts else "No findings.")
+        sentences.append(f"{list_all(counts).capitalize()}." if counts else "No findings.")
     return " ".join(sentences)
 
 
@@ -47,18 +47,12 @@ def date(stamp: str) -> str:
     return f"{day.day} {day:%B %Y}"
 
 
-def join(names: Iterable[str]) -> str:
-    """Return "a, b and c"."""
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
-
-
 def _what(reported: ReportRun) -> str:
     run = reported.run
     if header.of_doctor(run):
-        done = f"Examined {join(dict.fromkeys(one.name for one in run.examinations))}"
+        done = f"Examined {list_all(dict.fromkeys(one.name for one in run.examinations))}"
     elif header.of_watch(run):
-        done = f"Watched {join(dict.fromkeys(step.case.workload for step in run.steps))}"
+        done = f"Watched {list_all(dict.fromkeys(step.case.workload for step in run.steps))}"
     elif run.steps:
         done = f"Measured a DDP step of {_list({s.case.workload: 1 for s in run.steps}, 'model')}"
     else:
@@ -68,7 +62,7 @@ def _what(reported: ReportRun) -> str:
         if max(sizes) > min(sizes):
             done += f" from {readable(min(sizes))} to {readable(max(sizes))}"
     backends = run.backends or dict.fromkeys(launch.backend for launch in run.launches)
-    with_backends = f" with {join(backends)}" if any(backends) else ""
+    with_backends = f" with {list_all(backends)}" if any(backends) else ""
     when = f", {date(run.started)}" if run.started else ""
     return f"{done}{with_backends}: {_where(run)}{when}."
 
@@ -84,7 +78,7 @@ def _where(run: Run) -> str:
 
 def _list(names: Iterable[str], noun: str) -> str:
     known = list(names)
-    return join(known) if len(known) <= MOST_NAMES else counted(len(known), noun)
+    return list_all(known) if len(known) <= MOST_NAMES else counted(len(known), noun)
 
 
 def _collectives(lines: Sequence[Line]) -> Iterator[str]:
@@ -131,7 +125,9 @@ def _fastest(group: Sequence[Line]) -> str:
     sizes = sorted(winners)
     clear = [winners[n].copy().pop() if len(winners[n]) == 1 else "" for n in sizes]
     parts = [f"{name} {_span(name, clear, sizes)}" for name in dict.fromkeys(filter(None, clear))]
-    return f"the fastest backend is {join(parts)}" if parts else "no backend is clearly the fastest"
+    if not parts:
+        return "no backend is clearly the fastest"
+    return f"the fastest backend is {list_all(parts)}"
 
 
 def _same_but_backend(line: Line) -> object:
@@ -180,7 +176,7 @@ def _each(group: Sequence[StepLine], values: Sequence[str]) -> str:
     if len(group) == 1:
         return values[0]
     each = zip(values, group, strict=True)
-    return join(f"{value} on {line.case.backend}" for value, line in each if value)
+    return list_all(f"{value} on {line.case.backend}" for value, line in each if value)
 
 
 def _exposed(line: StepLine) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
@@ -23,65 +24,109 @@ PHASES = ("forward", "blocked", "optimizer", "input", "transfer", "backward", "-
 VERDICTS = ("not verified", "NOT EQUAL", "equal", "NOT FINITE", "not known")
 
 
-# Of a heat map, from little to much: grey printers and colour-blind readers see the same order.
-# Up to the middle a value is written in ink of the style "on-low", beyond it in "on-high".
-HEAT_LIGHT = ("#eef5fb", "#2f7fbc", "#06325f")
-HEAT_DARK = ("#10304f", "#2f7fbc", "#d6eafb")
-INK, PAPER = "#000000", "#ffffff"
+@dataclass(frozen=True)
+class Palette:
+    """The colours of a page, light or dark."""
+
+    text: str
+    muted: str
+    grid: str
+    categories: tuple[str, ...]
+    # Of a heat map, from little to much: grey printers and colour-blind readers see the same order.
+    # Up to the middle a value is written in ink of the style "on-low", beyond it in "on-high".
+    heat: tuple[str, ...]
+    on_low: str
+    on_high: str
 
 
-def _config(
-    text: str,
-    muted: str,
-    grid: str,
-    colors: Sequence[str],
-    heat: Sequence[str],
-    inks: Sequence[str],
-) -> Any:
+LIGHT_PALETTE = Palette(
+    text="#1b1f24",
+    muted="#57606a",
+    grid="#e3e6ea",
+    categories=LIGHT,
+    heat=("#eef5fb", "#2f7fbc", "#06325f"),
+    on_low="#000000",
+    on_high="#ffffff",
+)
+DARK_PALETTE = Palette(
+    text="#e6edf3",
+    muted="#9aa4af",
+    grid="#30363d",
+    categories=DARK,
+    heat=("#10304f", "#2f7fbc", "#d6eafb"),
+    on_low="#ffffff",
+    on_high="#000000",
+)
+
+
+def _config(palette: Palette) -> dict[str, Any]:
     above = {"titleAngle": 0, "titleAlign": "left", "titleBaseline": "bottom", "titleX": 0}
+    text, muted = palette.text, palette.muted
+    labels = {"labelColor": text, "titleColor": muted, "labelFontSize": 12}
     return {
         "background": None,
         "font": FONT,
         "aria": False,  # the page names the whole picture
         "view": {"stroke": None},
-        "axis": {
-            "labelColor": muted, "titleColor": muted, "gridColor": grid, "domainColor": muted,
-            "tickColor": muted, "labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": 500,
-            "titlePadding": 8, "domainOpacity": 0.5, "tickOpacity": 0.5, "tickSize": 4,
-            "labelPadding": 4,
-        },
+        "axis": _axis(palette),
         "axisX": {"grid": False},
         "axisLeft": {**above, "titleY": -8, "domain": False, "ticks": False},
-        "legend": {
-            "labelColor": text, "titleColor": muted, "titleFontWeight": 500, "titleFontSize": 11,
-            "labelFontSize": 12, "orient": "top", "offset": 22, "symbolSize": 90,
-            "symbolStrokeWidth": 2, "labelLimit": 300,
-            "symbolBaseFillColor": muted, "symbolBaseStrokeColor": muted,  # of shapes
-        },
-        "header": {
-            "labelColor": text, "titleColor": muted, "labelFontSize": 12, "labelFontWeight": 500,
-        },
+        "legend": {**labels, **_legend(muted)},
+        "header": {**labels, "labelFontWeight": 500},
         "title": {"color": text, "fontSize": 13, "anchor": "start"},
         "text": {"color": text},
         "rule": {"color": muted},
         "line": {"strokeWidth": 2, "strokeJoin": "round"},
         "point": {"size": 36, "filled": True},
         "area": {"fillOpacity": 0.2, "line": False},
-        "range": {"category": list(colors), "heatmap": list(heat), "ramp": list(heat)},
+        "range": {
+            "category": list(palette.categories),
+            "heatmap": list(palette.heat),
+            "ramp": list(palette.heat),
+        },
         "style": {
-            "on-low": {"color": inks[0]},
-            "on-high": {"color": inks[1]},
+            "on-low": {"color": palette.on_low},
+            "on-high": {"color": palette.on_high},
             "muted": {"color": muted},  # what is there, but not what the chart is about
             # What a finding names in a heat map.
-            "marked": {"filled": False, "color": colors[1], "strokeWidth": 2.5},
+            "marked": {"filled": False, "color": palette.categories[1], "strokeWidth": 2.5},
         },
-    }  # fmt: skip
+    }
 
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "light": _config("#1b1f24", "#57606a", "#e3e6ea", LIGHT, HEAT_LIGHT, (INK, PAPER)),
-    "dark": _config("#e6edf3", "#9aa4af", "#30363d", DARK, HEAT_DARK, (PAPER, INK)),
-}
+def _axis(palette: Palette) -> dict[str, Any]:
+    return {
+        "labelColor": palette.muted,
+        "titleColor": palette.muted,
+        "gridColor": palette.grid,
+        "domainColor": palette.muted,
+        "tickColor": palette.muted,
+        "labelFontSize": 11,
+        "titleFontSize": 11,
+        "titleFontWeight": 500,
+        "titlePadding": 8,
+        "domainOpacity": 0.5,
+        "tickOpacity": 0.5,
+        "tickSize": 4,
+        "labelPadding": 4,
+    }
+
+
+def _legend(muted: str) -> dict[str, Any]:
+    return {
+        "titleFontWeight": 500,
+        "titleFontSize": 11,
+        "orient": "top",
+        "offset": 22,
+        "symbolSize": 90,
+        "symbolStrokeWidth": 2,
+        "labelLimit": 300,
+        "symbolBaseFillColor": muted,  # of shapes
+        "symbolBaseStrokeColor": muted,
+    }
+
+
+CONFIGS = {"light": _config(LIGHT_PALETTE), "dark": _config(DARK_PALETTE)}
 
 # Labels of an axis whose values are bytes, seconds, or bytes per second.
 SIZE_LABELS = (
@@ -99,7 +144,12 @@ SIGNED_TIME_LABELS = (
     "abs(datum.value) >= 0.001 ? format(datum.value * 1e3, '~g') + ' ms' : "
     "format(datum.value * 1e6, '~g') + ' µs'"
 )
-RATE_LABELS = "format(datum.value / 1e9, '~g')"  # GB/s
+
+
+def time_text(field: str, digits: int = 4) -> str:
+    """Return the expression that formats the seconds of a field: "12.3 µs"."""
+    text = TIME_LABELS.replace("datum.value", f"datum.{field}").replace("~g", f".{digits}~g")
+    return f"({text})"
 
 
 def backend_colors(backends: Iterable[str]) -> alt.Scale:
@@ -146,6 +196,18 @@ def size_axis(title: str = "message size", sizes: Iterable[float] = ()) -> alt.X
         scale=alt.Scale(type="log", base=2),
         axis=alt.Axis(labelExpr=SIZE_LABELS, **_ticks(powers_of_two(sizes))),
     )
+
+
+def size_columns() -> alt.X:
+    """Return the x channel of a heat map with a column for each value of `nbytes`."""
+    axis = alt.Axis(
+        labelExpr=SIZE_LABELS,
+        labelAngle=0,
+        labelOverlap="greedy",
+        labelSeparation=4,
+        ticks=False,
+    )
+    return alt.X("nbytes:O", title="message size", axis=axis)
 
 
 def log_axis(field: str, title: str, values: Iterable[float], labels: str) -> alt.Y:

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ddpbench.analysis.fit import UNUSABLE
+from ddpbench.analysis.flags import UNUSABLE
 from ddpbench.analysis.lines import Line
 from ddpbench.records.schema import Case
 from ddpbench.verdicts.many_pairs import Pair, judge_pairs

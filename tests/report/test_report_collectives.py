@@ -41,7 +41,7 @@ def a_section(*runs: Run) -> Section:
 
 def charts(section: Section) -> list[Chart]:
     """The charts of operations."""
-    return [chart for row in section.rows for chart in row if chart.operation]
+    return [chart for chart in section.charts if chart.operation]
 
 
 def layers(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -32,7 +32,7 @@ def section_of(make: MakeSection, *examined: Examination) -> Section:
 
 def charts(section: Section) -> dict[str, Chart]:
     """The charts of a section by name."""
-    return {chart.name: chart for row in section.rows for chart in row}
+    return {chart.name: chart for chart in section.charts}
 
 
 def values(chart: Chart) -> list[dict[str, Any]]:

@@ -43,13 +43,13 @@ def swept(
 def a_section(make: MakeSection, *runs: Run) -> Section:
     section = make([ReportRun(run.id, run) for run in runs])
     assert section is not None
-    for chart in (chart for row in section.rows for chart in row if chart.spec):
+    for chart in (chart for chart in section.charts if chart.spec):
         assert "<svg" in vl_convert.vegalite_to_svg(chart.spec)
     return section
 
 
 def chart(section: Section, name: str) -> Chart:
-    return next(chart for row in section.rows for chart in row if chart.name == name)
+    return next(chart for chart in section.charts if chart.name == name)
 
 
 def data_with(one: Chart, column: str) -> list[dict[str, Any]]:
@@ -79,7 +79,7 @@ def test_the_curve_and_its_figures() -> None:
     assert figures[0][6].startswith("19.5")
     assert figures[0][7] == "6 launches"
     assert one.table.rows[0][:4] == ("gloo", "64 B", "20.57", "20.57")
-    assert {chart.name for row in section.rows for chart in row} == {
+    assert {chart.name for chart in section.charts} == {
         "all_reduce-fit",
         "fit-figures",
     }
@@ -97,7 +97,7 @@ def test_only_valid_fits_are_drawn() -> None:
     assert (backend, sizes) == ("mpi", "64 B to 16 MiB")
     assert "× that of the best line" in why
     section = a_section(fits.section, a_run(*saw))
-    assert [chart.name for row in section.rows for chart in row] == ["fit-missing"]
+    assert [chart.name for chart in section.charts] == ["fit-missing"]
     few = [r for r in swept() if r.case.nbytes in SIZES[:3]]
     assert fits.section([ReportRun("few", a_run(*few))]) is None
     assert fits.section([ReportRun("none", replace(a_run(), results=()))]) is None
@@ -112,7 +112,7 @@ def test_runs_are_overlaid_and_variants_apart() -> None:
     assert one.table.columns[0].heading == "run"
     assert [row[0] for row in chart(section, "fit-figures").table.rows] == ["a-run", "other"]
     both = a_section(fits.section, a_run(*swept(), *swept(dtype="float64")))
-    names = [chart.name for row in both.rows for chart in row]
+    names = [chart.name for chart in both.charts]
     assert len(names) == len(set(names)) == 3
 
 
@@ -162,9 +162,9 @@ def test_guidelines_of_several_runs_have_names() -> None:
     with nothing to compare has no section, one of three launches a table alone."""
     first, second = a_run(*pair(1.5)), replace(a_run(*pair(1.0)), id="other")
     section = a_section(guidelines.section, first, second)
-    titles = [chart.title for row in section.rows for chart in row]
+    titles = [chart.title for chart in section.charts]
     assert [title.rpartition(": ")[2] for title in titles] == ["a-run", "a-run", "other", "other"]
-    names = [chart.name for row in section.rows for chart in row]
+    names = [chart.name for chart in section.charts]
     assert len(set(names)) == len(names)
     (finding,) = section.findings
     assert finding.sentence.startswith("a-run: ")
@@ -172,4 +172,4 @@ def test_guidelines_of_several_runs_have_names() -> None:
     assert guidelines.section([ReportRun("one", alone)]) is None
     few = a_run(*(r for r in pair(1.5) if r.launch < 3))
     section = a_section(guidelines.section, few)
-    assert [chart.name for row in section.rows for chart in row] == ["guidelines"]
+    assert [chart.name for chart in section.charts] == ["guidelines"]

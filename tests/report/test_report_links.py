@@ -41,7 +41,7 @@ def charts(*measured: dict[str, Any]) -> list[Chart]:
     """The charts of such a run."""
     section = links.section([run_of(*measured)])
     assert section is not None
-    return [chart for row in section.rows for chart in row]
+    return section.charts
 
 
 def cells(chart: Chart) -> list[dict[str, Any]]:

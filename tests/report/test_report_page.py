@@ -36,7 +36,7 @@ def the_table(run_or_runs: Any, name: str) -> Table:
     runs = run_or_runs if isinstance(run_or_runs, list) else [run_or_runs]
     section = environment.section([ReportRun(f"run {i}", run) for i, run in enumerate(runs)])
     assert section is not None
-    return next(chart.table for row in section.rows for chart in row if chart.name == name)
+    return next(chart.table for chart in section.charts if chart.name == name)
 
 
 # --- what the page holds --------------------------------------------------------------------------

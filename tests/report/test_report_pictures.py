@@ -91,7 +91,7 @@ def test_the_readme_shows_what_its_command_draws(tmp_path: Path) -> None:
     assert f"{command} --chart {CHARTS[0]}\n" in readme
     section = collectives.section([ReportRun("x", store.read(REFERENCE), REFERENCE)])
     assert section is not None
-    charts = [chart for chart in pictures.list_charts([section]) if chart.name == CHARTS[0]]
+    charts = [chart for chart in section.charts if chart.name == CHARTS[0]]
     ((_, drawn),) = pictures.write(charts, tmp_path, "svg")
     advice = f"draw it again: {command} --chart {CHARTS[0]}"
     assert read_texts(shown) == read_texts(drawn), advice

@@ -43,7 +43,7 @@ def a_stored_run(folder: Path, lates: dict[int, list[int]], **other: Any) -> Run
 
 def charts(run: Run, folder: Path) -> list[Chart]:
     section = skew.section([ReportRun(run.id, run, folder)])
-    return [chart for row in section.rows for chart in row] if section else []
+    return section.charts if section else []
 
 
 def cells(chart: Chart, choice: int = 0) -> dict[tuple[int, int], float]:

@@ -30,7 +30,7 @@ def a_report(run: Run, label: str = "a run", **samples: Any) -> ReportRun:
 def charts(*runs: ReportRun) -> dict[str, Chart]:
     """The charts of these runs' section by name."""
     section = step.section(runs)
-    made = [chart for row in section.rows for chart in row] if section else []
+    made = section.charts if section else []
     assert len({chart.name for chart in made}) == len(made)
     return {chart.name: chart for chart in made}
 

@@ -20,7 +20,7 @@ GIB = 1 << 30
 def charts(*runs: Run) -> list[Chart]:
     """The charts of these runs' section."""
     section = training.section([ReportRun(f"run {n}", run) for n, run in enumerate(runs, 1)])
-    return [] if section is None else [chart for row in section.rows for chart in row]
+    return [] if section is None else section.charts
 
 
 def values(chart: Chart) -> list[dict[str, Any]]:

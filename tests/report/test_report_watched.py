@@ -60,7 +60,7 @@ def charts(*runs: Run) -> dict[str, Chart]:
     """All charts of the section by their names."""
     section = watched_section.section([ReportRun(f"run {i}", run) for i, run in enumerate(runs)])
     assert section is not None
-    return {chart.name: chart for row in section.rows for chart in row}
+    return {chart.name: chart for chart in section.charts}
 
 
 def rows_of(chart: Chart, field: str) -> list[dict[str, Any]]:

@@ -5,12 +5,13 @@ Both share the axis of time, so that a mode is one band in the order and one pea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
 
 from ddpbench.report import theme
+from ddpbench.report.chart import Choice
 
 HEIGHT = 300
 ORDER_END = 100.0  # x: the repetitions lie from 0 to here
@@ -32,8 +33,8 @@ DATASETS: dict[str, tuple[str, ...]] = {
 TICKS = [step * 10.0**decade for decade in range(-9, 5) for step in (1, 2, 5)]
 
 
-def case_spec(first: Mapping[str, Columns], backends: Sequence[str]) -> dict[str, Any]:
-    """Return the chart, which shows the datasets of the first choice."""
+def case_spec(first: Choice, backends: Sequence[str]) -> dict[str, Any]:
+    """Return the chart, which shows its first choice."""
     color = alt.Color("backend:N", scale=theme.backend_colors(backends), legend=None)
     axis = alt.Axis(labelExpr=theme.TIME_LABELS, values=TICKS, labelOverlap="greedy")
     scale = alt.Scale(type="log", nice=False, padding=10)
@@ -51,12 +52,7 @@ def case_spec(first: Mapping[str, Columns], backends: Sequence[str]) -> dict[str
         *_launches(x),
     ).properties(height=HEIGHT)
     spec: dict[str, Any] = chart.to_dict()
-    rows = {name: _rows(first[name]) for name in DATASETS}
-    return {**spec, "datasets": rows}
-
-
-def _rows(columns: Columns) -> list[dict[str, Any]]:
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return {**spec, "datasets": first.datasets}
 
 
 def _data(name: str, *times: str) -> alt.Chart:
@@ -65,18 +61,9 @@ def _data(name: str, *times: str) -> alt.Chart:
     if not times:
         return chart
     texts: alt.Chart = chart.transform_calculate(
-        **{f"{time}_text": _time_text(time) for time in times}
+        **{f"{time}_text": theme.time_text(time) for time in times}
     )
     return texts
-
-
-def _time_text(field: str, digits: int = 4) -> str:
-    value = f"datum.{field}"
-    return (
-        f"({value} >= 1 ? format({value}, '.{digits}~g') + ' s' : {value} >= 1e-3 ? "
-        f"format({value} * 1e3, '.{digits}~g') + ' ms' : "
-        f"format({value} * 1e6, '.{digits}~g') + ' µs')"
-    )
 
 
 def _tooltip(**fields: str) -> list[alt.Tooltip]:
@@ -141,7 +128,7 @@ def _marks(y: alt.Y) -> list[alt.Chart]:
         marks.mark_rule(strokeDash=[4, 3]).encode(
             y=y, tooltip=_tooltip(label="line", middle_text="time")
         ),
-        marks.transform_calculate(text="datum.label + ' ' + " + _time_text("middle", 3))
+        marks.transform_calculate(text="datum.label + ' ' + " + theme.time_text("middle", 3))
         .mark_text(align="right", baseline="bottom", dx=-3, dy=-2, fontSize=11)
         .encode(x=alt.value("width"), y=y, text="text:N"),
     ]

@@ -13,8 +13,9 @@ from ddpbench.analysis.lines import Line
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.render.collective_columns import COLUMNS
+from ddpbench.render.column import title_parts
 from ddpbench.report import theme
-from ddpbench.report.case_titles import kind, titles
+from ddpbench.report.case_titles import titles
 from ddpbench.report.chart import Chart, ReportRun
 
 CAPTION = (
@@ -44,10 +45,10 @@ def fastest_charts(run: ReportRun) -> list[Chart]:
 def _cells(run: ReportRun) -> Iterator[dict[str, Any]]:
     """Yield a cell for each operation and size that several backends measured."""
     known = [line for line in run.lines if line.seconds and line.case.nbytes]
-    short = titles(kind(line.case) for line in known)
+    short = titles(title_parts(line.case) for line in known)
     groups: dict[tuple[str, int], list[Line]] = {}
     for line in known:
-        groups.setdefault((short[kind(line.case)], line.case.nbytes), []).append(line)
+        groups.setdefault((short[title_parts(line.case)], line.case.nbytes), []).append(line)
     for (operation, nbytes), group in groups.items():
         if len({line.case.backend for line in group}) < 2:
             continue
@@ -71,16 +72,9 @@ def _spec(data: pd.DataFrame) -> dict[str, Any]:
     backends = list(data["backend"])
     scale = theme.backend_colors(backends)
     present = [backend for backend in scale.domain if backend in backends]
-    axis = alt.Axis(
-        labelExpr=theme.SIZE_LABELS,
-        labelAngle=0,
-        labelOverlap="greedy",
-        labelSeparation=4,
-        ticks=False,
-    )
     operations = list(dict.fromkeys(data["operation"]))
     base = alt.Chart(data).encode(
-        x=alt.X("nbytes:O", title="message size", axis=axis),
+        x=theme.size_columns(),
         y=alt.Y("operation:N", title=None, sort=operations, axis=alt.Axis(ticks=False)),
     )
     cells = base.mark_rect(opacity=0.35).encode(

@@ -9,6 +9,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
+from ddpbench.analysis.flags import UNUSABLE
 from ddpbench.analysis.lines import Line
 from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.report import theme
@@ -16,7 +17,6 @@ from ddpbench.report.chart import ReportRun
 
 Point = tuple[ReportRun, Line]
 HEIGHT = 260
-UNUSABLE = {"WRONG", "INVALID"}  # flags
 STATES = {"no flag": "circle", "flagged": "diamond", "do not use": "cross"}  # of a point → shape
 POINTS = "points"  # the dataset
 LIMIT_DASH = [2, 3]

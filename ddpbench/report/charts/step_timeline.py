@@ -61,9 +61,14 @@ class Lane:
 
 
 def _span(
-    phase: str, begin: float, end: float, row: int | None = None, what: str = "", *,
+    phase: str,
+    begin: float,
+    end: float,
+    row: int | None = None,
+    what: str = "",
+    *,
     pale: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     return {
         "phase": phase,
         "begin": begin,
@@ -128,8 +133,8 @@ def _caption(line: StepLine, lanes: Sequence[Lane]) -> str:
     elif len(lanes) > 1:
         texts.append("The stamps of the ranks are aligned where their steps begin.")
     if len(lanes) > 1 and len(lanes) < line.case.world_size:
-        texts.append(f"{len(lanes)} of {line.case.world_size} ranks: those that compute longest "
-                     "and shortest.")  # fmt: skip
+        shown = f"{len(lanes)} of {line.case.world_size} ranks"
+        texts.append(f"{shown}: those that compute longest and shortest.")
     if lanes[0].buckets:
         texts.append(
             "Above: each bucket of gradients from its handover until it is reduced; pale while it "
@@ -236,29 +241,41 @@ def _bucket_place(row: int, rows: int) -> tuple[float, float]:
 
 def _draw(frame: pd.DataFrame, lanes: Sequence[str], late: set[int], rows: int) -> dict[str, Any]:
     height = len(lanes) * _lane_pixels(rows)
-    centers = [n * _lane_pixels(rows) + _bucket_pixels(rows) + COMPUTE // 2
-               for n in range(len(lanes))]  # fmt: skip
+    middle = _bucket_pixels(rows) + COMPUTE // 2
+    centers = [n * _lane_pixels(rows) + middle for n in range(len(lanes))]
     marked = {f"rank {rank}": f"rank {rank}: late" for rank in late}
     names = [marked.get(lane, lane) for lane in lanes]
     shown = [name for name in LEGEND if name in set(frame["phase"])]
+    times = alt.Axis(labelExpr=theme.SIGNED_TIME_LABELS, tickCount=6)
+    labels = alt.Axis(
+        values=centers,
+        grid=False,
+        ticks=False,
+        domain=False,
+        labelExpr=f"{names}[indexof({centers}, datum.value)]",
+    )
+    tips = {"lane": "of", "what": "span", "text": "time"}
     chart = (
         alt.Chart(frame.assign(text=[_milliseconds(*ends) for ends in _ends(frame)]))
         .mark_rect()
         .encode(
-            x=alt.X("begin:Q", title="time since the step began", scale=alt.Scale(nice=False),
-                    axis=alt.Axis(labelExpr=theme.SIGNED_TIME_LABELS, tickCount=6)),
+            x=alt.X(
+                "begin:Q",
+                title="time since the step began",
+                scale=alt.Scale(nice=False),
+                axis=times,
+            ),
             x2="end:Q",
-            y=alt.Y("top:Q", title=None, scale=alt.Scale(domain=[height, 0], nice=False),
-                    axis=alt.Axis(values=centers, grid=False, ticks=False, domain=False,
-                                  labelExpr=f"{names}[indexof({centers}, datum.value)]")),
+            y=alt.Y(
+                "top:Q", title=None, scale=alt.Scale(domain=[height, 0], nice=False), axis=labels
+            ),
             y2="bottom:Q",
             color=theme.named_color("phase", theme.PHASES, shown),
             opacity=alt.condition("datum.pale", alt.value(0.35), alt.value(1.0)),
-            tooltip=[alt.Tooltip(field=field, type="nominal", title=title)
-                     for field, title in (("lane", "of"), ("what", "span"), ("text", "time"))],
+            tooltip=[alt.Tooltip(f, type="nominal", title=title) for f, title in tips.items()],
         )
         .properties(height=height)
-    )  # fmt: skip
+    )
     spec: dict[str, Any] = chart.to_dict()
     return spec
 

@@ -44,8 +44,8 @@ def _draw_waits(
 ) -> dict[str, Any]:
     """Return a bar for each of the longest waits; what: it is per; count: the name of calls."""
     longest = _wait(watched, rows[0])
-    bars = [row for row in rows[:MOST_BARS] if _wait(watched, row) >= SHOWN_SHARE * longest]
-    several = len({row.group for row in bars}) > 1
+    rows = [row for row in rows[:MOST_BARS] if _wait(watched, row) >= SHOWN_SHARE * longest]
+    several = len({row.group for row in rows}) > 1
     values = [
         {
             "name": _describe(row, several),
@@ -56,9 +56,8 @@ def _draw_waits(
             "group": row.group,
             "calls": f"{row.calls:.3g}",
         }
-        for row in bars
+        for row in rows
     ]
-    names = [value["name"] for value in values]
     base = alt.Chart(pd.DataFrame(values)).encode(
         x=alt.X(
             "seconds:Q",
@@ -66,7 +65,7 @@ def _draw_waits(
             axis=alt.Axis(labelExpr=theme.SIGNED_TIME_LABELS, tickCount=6),
             scale=alt.Scale(domain=[0, longest * ROOM or 1.0], nice=False),
         ),
-        y=alt.Y("name:N", title=None, sort=names, axis=alt.Axis(labelLimit=150)),
+        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=150)),
         tooltip=[
             alt.Tooltip("name:N", title="call"),
             alt.Tooltip("group:N", title="group"),
@@ -76,10 +75,10 @@ def _draw_waits(
             alt.Tooltip("last:N", title="last"),
         ],
     )
-    marks = base.transform_calculate(part="'blocked'").mark_bar(size=14)
     color = alt.Color("part:N", scale=part_scale(), legend=None)
+    marks = base.transform_calculate(part="'blocked'").mark_bar(size=14).encode(color=color)
     text = base.mark_text(align="left", dx=5, fontSize=11).encode(text="last:N")
-    return layer_rows([marks.encode(color=color), text], len(bars))
+    return layer_rows([marks, text], len(rows))
 
 
 def _tabulate(rows: Sequence[WatchedCollective], count: str) -> Table:

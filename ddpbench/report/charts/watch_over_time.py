@@ -69,13 +69,37 @@ def draw_parts(timeline: Timeline) -> Chart:
     """Return the parts of the median step, stacked."""
     moments = timeline.moments
     parts = {name: [m.seconds[i] for m in moments] for i, name in enumerate(COLUMNS)}
-    data = pd.DataFrame({"at": timeline.at, **parts})
+    top = find_top([sum(m.seconds) for m in moments])
     texts = {f"{name}_": [milliseconds(value) for value in parts[name]] for name in COLUMNS}
     texts["step_"] = [milliseconds(m.step_seconds) for m in moments]
-    top = find_top([sum(m.seconds) for m in moments])
+    tips = [alt.Tooltip(f"{name}_:N", title=name) for name in COLUMNS]
+    tips.insert(0, alt.Tooltip("step_:N", title="whole step"))
+    layers = [
+        _stack(timeline, parts, top),
+        *timeline.draw_cursor(timeline.frame(texts), tips),
+        *timeline.draw_rules(labels=True),
+    ]
+    table = {
+        "step ms": [m.step_seconds * 1e3 for m in moments],
+        **{f"{name} ms": [value * 1e3 for value in parts[name]] for name in COLUMNS},
+    }
+    return Chart(
+        "watch-parts",
+        "Parts of a step",
+        "Time of each part in the median rank, median over the steps of each point. Dashed: where "
+        f"a finding begins or ends.{CUT_NOTE if top else ''}",
+        alt.layer(*layers, height=HEIGHT).to_dict(),
+        _table(timeline, "parts of a step", table),
+    )
+
+
+def _stack(
+    timeline: Timeline, parts: Mapping[str, Sequence[float]], top: float | None
+) -> alt.Chart:
+    """Return an area for each part; top: where larger values are cut off, in seconds."""
     names = ", ".join(f"'{name}'" for name in COLUMNS)
-    areas = (
-        alt.Chart(data)
+    stacked: alt.Chart = (
+        alt.Chart(pd.DataFrame({"at": timeline.at, **parts}))
         .transform_fold(list(COLUMNS), as_=["part", "seconds"])
         .transform_calculate(order=f"indexof([{names}], datum.part)")
         .mark_area(clip=True, strokeWidth=0, interpolate=HELD)
@@ -95,25 +119,7 @@ def draw_parts(timeline: Timeline) -> Chart:
             order="order:Q",
         )
     )
-    tips = [alt.Tooltip(f"{name}_:N", title=name) for name in COLUMNS]
-    tips.insert(0, alt.Tooltip("step_:N", title="whole step"))
-    layers = [
-        areas,
-        *timeline.draw_cursor(timeline.frame(texts), tips),
-        *timeline.draw_rules(labels=True),
-    ]
-    table = {
-        "step ms": [m.step_seconds * 1e3 for m in moments],
-        **{f"{name} ms": [value * 1e3 for value in parts[name]] for name in COLUMNS},
-    }
-    return Chart(
-        "watch-parts",
-        "Parts of a step",
-        "Time of each part in the median rank, median over the steps of each point. Dashed: where "
-        f"a finding begins or ends.{CUT_NOTE if top else ''}",
-        alt.layer(*layers, height=HEIGHT).to_dict(),
-        _table(timeline, "parts of a step", table),
-    )
+    return stacked
 
 
 @dataclass(frozen=True)
@@ -146,23 +152,15 @@ def draw_lines(
         for at, value in zip(timeline.at, column, strict=True)
         if value is not None
     ]
-    points = not axis.held and len(known) <= FEW * len(names)
     colors = alt.Scale(domain=names, range="category")
     shown = alt.Legend(title=legend or None, columns=4) if len(names) > 1 else None
-    lines = (
-        alt.Chart(pd.DataFrame(known))
-        .mark_line(
-            strokeWidth=1.5,
-            clip=axis.domain is not None,
-            interpolate=HELD if axis.held else "linear",
-            point=alt.OverlayMarkDef(size=18) if points else False,
-        )
-        .encode(
-            x=timeline.x(),
-            y=_y(known, axis),
-            color=alt.Color("name:N", scale=colors, legend=shown),
-            opacity=alt.condition("datum.main", alt.value(1), alt.value(BESIDE)),
-        )
+    color = alt.Color("name:N", scale=colors, legend=shown)
+    points = not axis.held and len(known) <= FEW * len(names)
+    lines = _mark(pd.DataFrame(known), axis, points=points).encode(
+        x=timeline.x(),
+        y=_y(known, axis),
+        color=color,
+        opacity=alt.condition("datum.main", alt.value(1), alt.value(BESIDE)),
     )
     some = [any(column[i] is not None for column in values.values()) for i in timeline.places]
     texts = {f"t{i}": _texts(values[name], axis) for i, name in enumerate(names)}
@@ -171,6 +169,16 @@ def draw_lines(
     layers = [lines, *cursor, *timeline.draw_rules()]
     spec: dict[str, Any] = alt.layer(*layers, height=LOW_HEIGHT).to_dict()
     return spec
+
+
+def _mark(data: pd.DataFrame, axis: Axis, *, points: bool) -> alt.Chart:
+    lines: alt.Chart = alt.Chart(data).mark_line(
+        strokeWidth=1.5,
+        clip=axis.domain is not None,
+        interpolate=HELD if axis.held else "linear",
+        point=alt.OverlayMarkDef(size=18) if points else False,
+    )
+    return lines
 
 
 def _name(name: str, legend: str) -> str:

@@ -85,11 +85,8 @@ def _stack_parts(
     color = alt.Color("part:N", scale=part_scale(), legend=PARTS)
     bars = alt.Chart(pd.DataFrame(rows)).mark_bar(size=14)
     layers = [bars.encode(x=x, y=_rank_axis(names), color=color, order="order:Q", tooltip=tips)]
-    late = [
-        {"rank": names[rank.rank], "seconds": sum(_parts(rank)), "text": marked[rank.rank]}
-        for rank in ranks
-        if rank.rank in marked
-    ]
+    ends = {rank.rank: sum(_parts(rank)) for rank in ranks if rank.rank in marked}
+    late = [{"rank": names[r], "seconds": end, "text": marked[r]} for r, end in ends.items()]
     if late:
         text = alt.Chart(pd.DataFrame(late)).mark_text(align="left", dx=5, fontWeight=600)
         layers.append(text.encode(x="seconds:Q", y=_rank_axis(names), text="text:N"))

@@ -36,9 +36,8 @@ def _blocks(section: Section, pictures: Mapping[str, Path]) -> Iterator[str]:
     yield from map(_text, section.lines)
     if section.findings:
         yield "\n".join(map(_item, section.findings))
-    for row in section.rows:
-        for chart in row:
-            yield from _chart(chart, pictures)
+    for chart in section.charts:
+        yield from _chart(chart, pictures)
 
 
 def _item(finding: Finding) -> str:

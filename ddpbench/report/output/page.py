@@ -77,7 +77,7 @@ def make_page(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title
 
     templates = _environment()
     sections = make_sections(runs, verdicts)
-    charts = [chart for section in sections for row in section.rows for chart in row]
+    charts = [chart for section in sections for chart in section.charts]
     scripts = (_bundle_vega(), templates.get_template("page.js").render())
     return templates.get_template("page.html").render(
         runs=[run.run for run in runs],

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpbench.records import store
-from ddpbench.report.chart import Chart, Section
+from ddpbench.report.chart import Chart, Rows, Section
 
 WIDTH = 720  # pixels: what GitHub shows without shrinking it
 SCALE = 2  # pixels of a PNG per pixel of an SVG
@@ -25,17 +25,12 @@ LACKS = str.maketrans(
 )  # what captions contain and this font lacks; one such sign changes the font
 
 
-def list_charts(sections: Iterable[Section]) -> list[Chart]:
-    """Return all charts in the order of the page."""
-    return [chart for section in sections for row in section.rows for chart in row]
-
-
 def choose(sections: Sequence[Section], names: Sequence[str]) -> list[Section]:
     """Return the summary, what has findings, and the charts of these names. Raises ValueError.
 
     names: of charts; none: all that there are.
     """
-    known = [chart.name for chart in list_charts(sections)]
+    known = [chart.name for section in sections for chart in section.charts]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
             f"unknown chart {unknown[0]!r}: these runs have {', '.join(known) or 'no charts'}"
@@ -46,7 +41,7 @@ def choose(sections: Sequence[Section], names: Sequence[str]) -> list[Section]:
     return [s for i, s in enumerate(chosen) if i == 0 or s.rows or s.findings]
 
 
-def _choose_rows(section: Section, names: Sequence[str]) -> tuple[tuple[Chart, ...], ...]:
+def _choose_rows(section: Section, names: Sequence[str]) -> Rows:
     rows = [tuple(chart for chart in row if chart.name in names) for row in section.rows]
     return tuple(filter(None, rows))
 

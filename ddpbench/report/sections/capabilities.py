@@ -12,7 +12,7 @@ import pandas as pd
 from ddpbench.records.schema import Examination
 from ddpbench.records.table import Table
 from ddpbench.report.chart import Chart, ReportRun, Section
-from ddpbench.report.examination_results import Examined, arrange, describe, find_examinations
+from ddpbench.report.examination_results import Examined, find_examinations, make_section
 
 # cell of the doctor's table → symbol and meaning, in the order of the category range of colours:
 # blue works, vermilion is wrong, grey is not supported; no backend has a colour here.
@@ -31,11 +31,7 @@ ROW, LABELS = 20, 150  # pixels: height of a row, width of its label
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
     """Return a matrix for each backend; None if no run tried what its backends can do."""
-    examined = find_examinations(runs, "capabilities".__eq__)
-    if not examined:
-        return None
-    rows = arrange(runs, lambda run: list(_charts(run)))
-    return describe("capabilities", "Capabilities", examined, rows)
+    return make_section("capabilities", "Capabilities", runs, _charts)
 
 
 def _charts(run: ReportRun) -> Iterator[Chart]:

@@ -12,7 +12,8 @@ from ddpbench.analysis.stats import PERCENTILES, Floats
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Result, Run
 from ddpbench.records.table import Table, TableColumn
-from ddpbench.report.case_titles import kind, titles
+from ddpbench.render.column import title_parts
+from ddpbench.report.case_titles import titles
 from ddpbench.report.chart import Chart, Choice, ReportRun, Section, side_by_side
 from ddpbench.report.charts.case_repetitions import (
     DATASETS,
@@ -78,7 +79,7 @@ def _charts(cases: Sequence[Shown], first: str) -> list[Chart]:
     ordered = sorted(cases, key=lambda case: case.label != first)
     points = min(MOST_POINTS, max(FEWEST_POINTS, ALL_POINTS // len(cases)))
     choices = tuple(Choice(case.label, _data(case, points), _table(case)) for case in ordered)
-    spec = case_spec(choices[0].data, [case.backend for case in cases])
+    spec = case_spec(choices[0], [case.backend for case in cases])
     return [Chart("cases", "Repetitions", CAPTION, spec, choices[0].table, choices=choices)]
 
 
@@ -89,12 +90,12 @@ def _cases(run: ReportRun) -> Iterator[Shown]:
         if (part.numbers >= 0).any():
             parts.setdefault(part.case, []).append(part)
     known = run.lines
-    short = titles(kind(line.case) for line in known)
+    short = titles(title_parts(line.case) for line in known)
     for line in known:
         if line.case.key in parts:
             case = line.case
             size = [readable(case.nbytes)] if case.nbytes else []
-            label = " ".join([short[kind(case)], *size, case.backend])
+            label = " ".join([short[title_parts(case)], *size, case.backend])
             yield Shown(label, case.backend, tuple(parts.pop(case.key)), line)
     for name, of_step in parts.items():
         label, backend = _step_label(name, run.run)

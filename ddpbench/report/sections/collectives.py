@@ -5,15 +5,14 @@ The charts and tables show the texts of the terminal's columns, so that both say
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from ddpbench.analysis.lines import FLAGS, Line
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.render.collective_columns import COLUMNS
-from ddpbench.render.column import common_legend, digits, rows_by_backend
-from ddpbench.report.case_titles import Kind, describe, kind, titles
-from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
+from ddpbench.render.column import common_legend, digits, rows_by_backend, title_parts
+from ddpbench.report.case_titles import Kind, describe, titles
+from ddpbench.report.chart import Chart, ReportRun, Section, plain_name, side_by_side
 from ddpbench.report.charts.fastest_backend import fastest_charts
 from ddpbench.report.charts.over_sizes import Point, over_sizes, point_frame
 
@@ -27,7 +26,7 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
     groups: dict[Kind, list[Point]] = {}
     for run in runs:
         for line in run.lines:
-            groups.setdefault(kind(line.case), []).append((run, line))
+            groups.setdefault(title_parts(line.case), []).append((run, line))
     if not groups:
         return None
     known = titles(groups)
@@ -37,7 +36,7 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
 
 
 def _row(of: Kind, title: str, points: Sequence[Point]) -> tuple[Chart, ...]:
-    name = re.sub(r"[^A-Za-z0-9_]+", "-", title)
+    name = plain_name(title)
     shown = [point for point in points if point[1].seconds]  # 0: too short for a device's clock
     several = len({run.label for run, _ in points}) > 1
     data = point_frame(shown, (*SAME, *TIME, *BANDWIDTH))

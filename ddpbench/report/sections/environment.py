@@ -10,6 +10,7 @@ from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Launch
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import spans
+from ddpbench.render.column import scaled
 from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
 
 # Facts whose stored name says too little; of the others it is shown with spaces.
@@ -51,7 +52,7 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
     return Section(
         "environment",
         "Environment",
-        rows=(*known, *side_by_side(launched, lambda run: list(_tables(run)))),
+        rows=(*known, *side_by_side(launched, _tables)),
     )
 
 
@@ -152,10 +153,6 @@ def _table(name: str, title: str, caption: str, columns: Columns, rows: Sequence
     return Chart(name, title, caption, None, table)
 
 
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
-
-
 def _inner(name: str, key: str) -> Read:
     return lambda facts, launch: (facts.get(name) or {}).get(key)
 
@@ -175,8 +172,8 @@ LAUNCH: Columns = {
     "cases": (lambda _, launch: launch.cases or None, "right"),
     "cases s": (lambda _, launch: launch.sweep_seconds, "right"),
     "measuring s": (lambda _, launch: launch.measuring_seconds or None, "right"),
-    "clock ns": (lambda _, launch: _scaled(launch.clock.get("cost_seconds"), 1e9), "right"),
-    "clock step ns": (lambda _, launch: _scaled(launch.clock.get("step_seconds"), 1e9), "right"),
+    "clock ns": (lambda _, launch: scaled(launch.clock.get("cost_seconds"), 1e9), "right"),
+    "clock step ns": (lambda _, launch: scaled(launch.clock.get("step_seconds"), 1e9), "right"),
 }
 RANK: Columns = {
     "rank": (lambda facts, _: facts["rank"], "right"),
@@ -203,6 +200,6 @@ OFFSET: Columns = {
     "backend": (lambda _, launch: launch.backend, "left"),
     "host": (_fact("host"), "left"),
     "ranks": (_fact("ranks"), "left"),
-    "ahead µs": (lambda facts, _: _scaled(facts["ahead"], 1e6), "right"),
-    "± µs": (lambda facts, _: _scaled(facts["bound"], 1e6), "right"),
+    "ahead µs": (lambda facts, _: scaled(facts["ahead"], 1e6), "right"),
+    "± µs": (lambda facts, _: scaled(facts["bound"], 1e6), "right"),
 }

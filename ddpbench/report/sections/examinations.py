@@ -19,7 +19,7 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
     examined = find_examinations(runs, _is_table)
     if not examined:
         return None
-    rows = side_by_side(runs, lambda run: list(_tables(run)))
+    rows = side_by_side(runs, _tables)
     return describe("examinations", "Examinations", examined, rows)
 
 

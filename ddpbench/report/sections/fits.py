@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,23 +14,29 @@ from ddpbench.analysis.fit import Fit, Segment
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.render import fit_lines
-from ddpbench.render.column import digits, format_ranks, format_subgroups
+from ddpbench.render.column import digits, title_parts
 from ddpbench.render.labels import format_time
 from ddpbench.report import theme
-from ddpbench.report.chart import Chart, ReportRun, Section
+from ddpbench.report.case_titles import describe
+from ddpbench.report.chart import Chart, ReportRun, Section, pair, plain_name
 
 HEIGHT = 260
 CURVE = 24  # points of a segment's curve: a straight line bends on logarithmic axes
-IN_A_ROW = 2
 INTRO = (
     "Time = α + βn for messages of n bytes, fitted to the logarithms of the measured times. "
     "1/β is the algbw of an endless message. At n½ half of the time is α: smaller messages pay for "
     "latency, larger ones for bandwidth. A change of slope or α is a change of the algorithm."
 )
 FIGURES = (
-    "operation", "backend", "sizes", "α µs (95 %)", "1/β GB/s (95 %)", "busbw GB/s", "n½ (95 %)",
+    "operation",
+    "backend",
+    "sizes",
+    "α µs (95 %)",
+    "1/β GB/s (95 %)",
+    "busbw GB/s",
+    "n½ (95 %)",
     "interval over",
-)  # fmt: skip
+)
 POINTS = ("backend", "size", "time µs", "fit µs", "off")
 LEFT = {"run", "operation", "backend", "sizes", "interval over", "why"}
 LEGEND = (
@@ -47,7 +52,8 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
     for run in runs:
         for one in fit.fits(run.lines):
             if one.segments:
-                kinds.setdefault((one.case.called, _variant(one)), []).append((run, one))
+                variant = describe(title_parts(one.lines[0].case))
+                kinds.setdefault((one.case.called, variant), []).append((run, one))
     if not kinds:
         return None
     several, called = len(runs) > 1, [name for name, _ in kinds]
@@ -60,26 +66,10 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
         for title, (variant, fits) in titled.items()
         if any(one.valid for _, one in fits)
     ]
-    rows = [tuple(drawn[i : i + IN_A_ROW]) for i in range(0, len(drawn), IN_A_ROW)]
     flat = [(title, *pair) for title, (_, fits) in titled.items() for pair in fits]
     tables = (_table_of_figures(flat, several=several), _table_of_missing(flat, several=several))
-    rows += [(chart,) for chart in tables if chart.table.rows]
-    return Section("fits", "Latency and bandwidth", INTRO, rows=tuple(rows))
-
-
-def _variant(one: Fit) -> str:
-    case = one.case
-    parts = [
-        "list of tensors" if case.form == "list" else "",
-        case.dtype,
-        case.reduce_op or "",
-        "in place" if case.in_place else "out of place",
-        "async" if case.async_op else "",
-        format_ranks(case),
-        format_subgroups(case),
-        case.device,
-    ]
-    return ", ".join(filter(None, parts))
+    rows = (*pair(drawn), *((chart,) for chart in tables if chart.table.rows))
+    return Section("fits", "Latency and bandwidth", INTRO, rows=rows)
 
 
 def _chart(title: str, variant: str, fits: Sequence[RunFit], names: Sequence[str]) -> Chart:
@@ -89,7 +79,7 @@ def _chart(title: str, variant: str, fits: Sequence[RunFit], names: Sequence[str
         f"Points: median time of a call; line: the fit; ring: n½. Intervals over {of}. {variant}."
     )
     return Chart(
-        f"{re.sub(r'[^A-Za-z0-9_]+', '-', title)}-fit",
+        f"{plain_name(title)}-fit",
         f"{title}: latency and bandwidth",
         caption,
         _draw(fits, names),

@@ -6,7 +6,6 @@ The verdicts and the table are those of `show --guidelines`.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from ddpbench.catalog.sizes import readable
 from ddpbench.render import guideline_tables
 from ddpbench.render.labels import format_change, format_time, shift_interval
 from ddpbench.report import theme
-from ddpbench.report.chart import Chart, ReportRun, Section
+from ddpbench.report.chart import Chart, ReportRun, Rows, Section, name_run, pair, plain_name
 from ddpbench.report.sections.fits import extent
 from ddpbench.verdicts import guidelines
 from ddpbench.verdicts.guidelines import HOLDS, VIOLATED, Check
@@ -50,19 +49,14 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
     return Section("guidelines", "Guidelines", INTRO, findings=tuple(findings), rows=_rows(checks))
 
 
-def _rows(checks: Mapping[str, Sequence[Check]]) -> tuple[tuple[Chart, ...], ...]:
+def _rows(checks: Mapping[str, Sequence[Check]]) -> Rows:
     """Return the charts of each run, two in a row, and its table."""
     rows: list[tuple[Chart, ...]] = []
     for number, (label, found) in enumerate(checks.items(), 1):
         charts = list(_charts(found))
         if len(checks) > 1:
-            charts = [
-                replace(chart, name=f"{chart.name}-{number}", title=f"{chart.title}: {label}")
-                for chart in charts
-            ]
-        drawn, tables = charts[:-1], charts[-1:]
-        rows += [tuple(drawn[i : i + 2]) for i in range(0, len(drawn), 2)]
-        rows += [(table,) for table in tables]
+            charts = name_run(charts, number, label)
+        rows += [*pair(charts[:-1]), *pair(charts[-1:])]
     return tuple(rows)
 
 
@@ -73,10 +67,10 @@ def _charts(checks: Sequence[Check]) -> Iterator[Chart]:
             groups.setdefault(one.label, []).append(one)
     for label, group in groups.items():
         if len({one.line.case.nbytes for one in group}) > 1:
-            name = re.sub(r"[^A-Za-z0-9_]+", "-", label)
+            name = f"guideline-{plain_name(label)}"
             table = guideline_tables.table(group)
             operation = group[0].line.case.operation
-            yield Chart(f"guideline-{name}", label, CAPTION, _draw(group), table, operation)
+            yield Chart(name, label, CAPTION, _draw(group), table, operation)
     if checks:
         yield Chart("guidelines", "All guidelines", "", None, guideline_tables.table(checks))
 

@@ -9,16 +9,12 @@ import pandas as pd
 
 from ddpbench.report.chart import Chart, ReportRun, Section
 from ddpbench.report.charts.matrix import MOST_VALUES, build_matrix, draw_matrix
-from ddpbench.report.examination_results import arrange, describe, find_examinations
+from ddpbench.report.examination_results import find_examinations, make_section
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
     """Return the matrices of all launches; None if no run measured links."""
-    examined = find_examinations(runs, "links".__eq__)
-    if not examined:
-        return None
-    rows = arrange(runs, lambda run: list(_charts(run)))
-    return describe("links", "Links", examined, rows)
+    return make_section("links", "Links", runs, _charts)
 
 
 def _charts(run: ReportRun) -> Iterator[Chart]:

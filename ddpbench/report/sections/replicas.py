@@ -20,16 +20,25 @@ from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
 NOT_VERIFIED, DIFFERENT, EQUAL, NOT_FINITE, UNKNOWN = theme.VERDICTS
 ROW = 34  # pixels of a case
 MOST_TENSORS = 6  # that are named
-COLUMNS = {  # heading → whether it is aligned left
-    "workload": True, "backend": True, "launch": False, "verdict": True, "verified steps": False,
-    "equal until step": False, "first bad step": False, "ranks": True, "tensors": True,
-    "verification ms": False, "95 %": False, "% of a step": False,
-}  # fmt: skip
+COLUMNS = (
+    TableColumn("workload", "left"),
+    TableColumn("backend", "left"),
+    TableColumn("launch"),
+    TableColumn("verdict", "left"),
+    TableColumn("verified steps"),
+    TableColumn("equal until step"),
+    TableColumn("first bad step"),
+    TableColumn("ranks", "left"),
+    TableColumn("tensors", "left"),
+    TableColumn("verification ms"),
+    TableColumn("95 %"),
+    TableColumn("% of a step"),
+)
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
     """Return the verdicts of all cases; None if no run verified its replicas."""
-    rows = side_by_side(runs, lambda run: list(_charts(run)))
+    rows = side_by_side(runs, _charts)
     if not rows:
         return None
     lines = dict.fromkeys(line for run in runs for line in _sentences(run))
@@ -48,15 +57,11 @@ def _sentences(run: ReportRun) -> Iterator[str]:
     """Yield the verdict on each case; the findings of a failure are in the summary of the page."""
     for line in step_lines.lines(run.run):
         if (replicas := line.replicas) is not None:
-            first, *more = verdict(line, run.run.plan.verify)
-            texts = (
-                [first, *more[:1]] if replicas.failed or replicas.not_compared else [first, *more]
-            )
-            yield " ".join(f"{text.strip()}." for text in [_who(line) + first, *texts[1:]])
-
-
-def _who(line: StepLine) -> str:
-    return f"{line.case.workload} on {line.case.backend}: "
+            texts = list(verdict(line, run.run.plan.verify))
+            if replicas.failed or replicas.not_compared:
+                texts = texts[:2]
+            sentences = " ".join(f"{text.strip()}." for text in texts)
+            yield f"{line.case.workload} on {line.case.backend}: {sentences}"
 
 
 def _charts(run: ReportRun) -> Iterator[Chart]:
@@ -70,16 +75,13 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
         caption = f"What was found over the steps of a case, warm-up included. {caption}"
     if any((replicas.equal_until or 0) + 1 < (replicas.first_bad or 0) for *_, replicas in failed):
         caption += " Not known: between the last good verification and the first bad one."
-    columns = tuple(
-        TableColumn(name, "left" if left else "right") for name, left in COLUMNS.items()
-    )
     rows = tuple(_cells(*each) for each in verified)
     yield Chart(
         "replicas",
         "Verified steps",
         caption,
         _draw(verified) if failed else None,
-        Table("replicas", columns, rows),
+        Table("replicas", COLUMNS, rows),
     )
 
 
@@ -115,19 +117,19 @@ def _draw(verified: Sequence[tuple[StepLine, int, Replicas]]) -> dict[str, Any]:
         name for name in (EQUAL, UNKNOWN, DIFFERENT, NOT_FINITE) if name in set(frame["found"])
     ]
     fields = ("case", "found", "steps", "ranks", "tensors")
+    axis = alt.Axis(format="d", tickMinStep=1)
     chart = (
         theme.choose_backends(alt.Chart(frame), backends)
         .mark_bar(height={"band": 0.6})
         .encode(
-            x=alt.X("begin:Q", title="step", scale=alt.Scale(nice=False),
-                    axis=alt.Axis(format="d", tickMinStep=1)),
+            x=alt.X("begin:Q", title="step", scale=alt.Scale(nice=False), axis=axis),
             x2="end:Q",
             y=alt.Y("case:N", title=None, sort=cases, axis=alt.Axis(labelLimit=160)),
             color=theme.named_color("found", theme.VERDICTS, shown),
             tooltip=[alt.Tooltip(field=field, type="nominal") for field in fields],
         )
         .properties(height=len(cases) * ROW)
-    )  # fmt: skip
+    )
     spec: dict[str, Any] = chart.to_dict()
     return spec
 

@@ -13,10 +13,10 @@ from ddpbench.analysis.lines import Line
 from ddpbench.analysis.stats import Floats
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.table import Table, TableColumn
+from ddpbench.render.column import title_parts
 from ddpbench.report import theme
-from ddpbench.report.case_titles import kind, titles
-from ddpbench.report.chart import Chart, Choice, ReportRun, Section
-from ddpbench.report.examination_results import arrange
+from ddpbench.report.case_titles import titles
+from ddpbench.report.chart import Chart, Choice, ReportRun, Section, arrange
 from ddpbench.report.repetitions import Repetitions
 
 MOST_RANKS = 64  # rows of a heat map that can be read
@@ -90,10 +90,10 @@ def _measured(run: ReportRun) -> Iterator[tuple[str, Measured]]:
         if len(part.ranks) > 1 and np.isfinite(part.stay).all():
             parts.setdefault(part.case, []).append(part)
     known = [line for line in run.lines if line.case.key in parts]
-    short = titles(kind(line.case) for line in known)
+    short = titles(title_parts(line.case) for line in known)
     for line in known:
         if measured := _measure(line, parts[line.case.key]):
-            yield f"{short[kind(line.case)]} {line.case.backend}", measured
+            yield f"{short[title_parts(line.case)]} {line.case.backend}", measured
 
 
 def _measure(line: Line, parts: Sequence[Repetitions]) -> Measured | None:
@@ -158,47 +158,35 @@ def _choice(label: str, group: Sequence[Measured], values: Floats) -> Choice:
 
 
 def _spec(first: Choice, rows: int, shades: tuple[float, float]) -> dict[str, Any]:
-    time = theme.TIME_LABELS.replace("datum.value", "datum.seconds").replace("~g", ".4~g")
     calls = alt.LookupData(alt.NamedData(name="calls"), "case", ["nbytes", "call"])
+    share = "share of the call"
+    color = alt.Color(
+        "share:Q",
+        title=share,
+        legend=alt.Legend(format="~%", tickCount=3),
+        scale=alt.Scale(domain=sorted(shades), reverse=shades[0] > shades[1], clamp=True),
+    )
     chart = (
         alt.Chart(alt.NamedData(name="cells"))
         .transform_lookup("case", calls)
         .transform_calculate(
             share="datum.seconds / datum.call",
-            text=time,
+            text=theme.time_text("seconds"),
             size=theme.SIZE_LABELS.replace("datum.value", "datum.nbytes"),
         )
         .mark_rect()
         .encode(
-            x=alt.X(
-                "nbytes:O",
-                title="message size",
-                axis=alt.Axis(
-                    labelExpr=theme.SIZE_LABELS,
-                    labelAngle=0,
-                    labelOverlap="greedy",
-                    labelSeparation=4,
-                ),
-            ),
+            x=theme.size_columns(),
             y=alt.Y("rank:O", title="rank", axis=alt.Axis(labelOverlap="greedy")),
-            color=alt.Color(
-                "share:Q",
-                title="share of the call",
-                legend=alt.Legend(format="~%", tickCount=3),
-                scale=alt.Scale(domain=sorted(shades), reverse=shades[0] > shades[1], clamp=True),
-            ),
+            color=color,
             tooltip=[
                 alt.Tooltip("rank:O"),
                 alt.Tooltip("size:N"),
                 alt.Tooltip("text:N", title="time"),
-                alt.Tooltip("share:Q", title="share of the call", format=".1%"),
+                alt.Tooltip("share:Q", title=share, format=".1%"),
             ],
         )
         .properties(height=min(420, max(80, 26 * rows)))
     )
     spec: dict[str, Any] = chart.to_dict()
-    datasets = {
-        name: [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        for name, columns in first.data.items()
-    }
-    return {**spec, "datasets": datasets}
+    return {**spec, "datasets": first.datasets}

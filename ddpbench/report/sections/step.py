@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 from ddpbench.analysis import step_lines
@@ -12,19 +11,26 @@ from ddpbench.records.table import Table, TableColumn
 from ddpbench.render import step_budget, step_tables
 from ddpbench.render.column import common_legend, rows_by_backend
 from ddpbench.render.step_columns import STEP_COLUMNS
-from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
+from ddpbench.report.chart import Chart, ReportRun, Section, plain_name, side_by_side
 from ddpbench.report.charts import step_parts
 from ddpbench.report.charts.step_timeline import timeline
 
 NAMES = (
-    "backend", "step_ms", "interval", "samples_per_second", "forward_ms", "backward_ms",
-    "optimizer_ms", "slowest_rank", "flags",
-)  # fmt: skip
+    "backend",
+    "step_ms",
+    "interval",
+    "samples_per_second",
+    "forward_ms",
+    "backward_ms",
+    "optimizer_ms",
+    "slowest_rank",
+    "flags",
+)
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
     """Return the charts of all measured steps; None if no run measured any."""
-    rows = side_by_side(runs, lambda run: list(_charts(run)))
+    rows = side_by_side(runs, _charts)
     if not rows:
         return None
     notes = dict.fromkeys(note for run in runs for group in _groups(run) for note in _notes(group))
@@ -43,23 +49,18 @@ def _groups(run: ReportRun) -> list[list[StepLine]]:
 def _charts(run: ReportRun) -> Iterator[Chart]:
     for number, group in enumerate(_groups(run)):
         workload = group[0].case.workload
-        name = f"step-{_plain(workload)}" + (f"-{number + 1}" if number else "")
+        name = f"step-{plain_name(workload)}" + (f"-{number + 1}" if number else "")
         yield _steps(group, name)
         for line in group:
             case, twins = line.case, [x for x in group if x.case.backend == line.case.backend]
             by = "" if len(twins) == 1 else f" by {case.provider}"  # of a backend with two
             title = f"A step of {workload} on {case.backend}{by}"
-            if chart := timeline(run, line, f"{name}-{_plain(case.backend + by)}", title):
+            if chart := timeline(run, line, f"{name}-{plain_name(case.backend + by)}", title):
                 yield chart
         if chart := step_parts.budget(group, f"{name}-budget"):
             yield chart
         if chart := step_parts.buckets(group, f"{name}-buckets"):
             yield chart
-
-
-def _plain(text: str) -> str:
-    """Return the text as a part of a chart's name."""
-    return re.sub(r"\W+", "-", text, flags=re.ASCII).strip("-")
 
 
 def _steps(group: Sequence[StepLine], name: str) -> Chart:

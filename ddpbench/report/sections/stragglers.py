@@ -12,7 +12,7 @@ import pandas as pd
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart, ReportRun, Section
-from ddpbench.report.examination_results import Examined, arrange, describe, find_examinations
+from ddpbench.report.examination_results import Examined, find_examinations, make_section
 
 WHEN = {"alone": "alone", "together": "all at once"}
 KEPT = {"queued": "waiting for a core", "throttled": "throttled", "stolen": "stolen"}
@@ -22,16 +22,20 @@ SERIES = (*WHEN.values(), *KEPT.values())
 TIPS = ("rank:N", "host:N", "backend:N", "launch:N", "series:N")
 RATIO = 1.4  # of the others' time, from which the doctor calls a rank slow at a load
 HEIGHT = 240
+ALONE = "Alone: while the host's other ranks rest."
+WAIT = (
+    "How long the rank waits for the latest one in an all_reduce after equal work, median. The "
+    "rank that the others wait for waits least."
+)
+HELD_UP = (
+    "Share of the time in which the rank could not run while it computed alone; less is better."
+)
 FEW_RANKS = 16  # whose dots have room beside each other
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
     """Return the speed of the ranks in all launches; None if no run looked for stragglers."""
-    examined = find_examinations(runs, "stragglers".__eq__)
-    if not examined:
-        return None
-    rows = arrange(runs, lambda run: list(_charts(run)))
-    return describe("stragglers", "Stragglers", examined, rows)
+    return make_section("stragglers", "Stragglers", runs, _charts)
 
 
 def _charts(run: ReportRun) -> Iterator[Chart]:
@@ -48,8 +52,7 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
         yield _chart(
             f"stragglers-{name.replace(' ', '-')}",
             f"Speed of each rank: {name}",
-            f"Rate in the best round, in {load['unit']}; more is better. Alone: while the host's "
-            f"other ranks rest.",
+            f"Rate in the best round, in {load['unit']}; more is better. {ALONE}",
             dots,
             load["unit"],
         )
@@ -58,8 +61,7 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
         yield _chart(
             "stragglers-wait",
             "Wait of each rank",
-            "How long the rank waits for the latest one in an all_reduce after equal work, median. "
-            "The rank that the others wait for waits least.",
+            WAIT,
             waits,
             "ms",
             by="backend",
@@ -70,8 +72,7 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
         yield _chart(
             "stragglers-held-up",
             "What held up each rank",
-            "Share of the time in which the rank could not run while it computed alone; less is "
-            "better.",
+            HELD_UP,
             kept,
             "% of the time",
         )
@@ -129,9 +130,12 @@ def _named(one: Examined, code: str) -> set[int]:
 
 
 def _chart(
-    name: str, title: str, caption: str, dots: pd.DataFrame, unit: str, by: str = "series"
+    name: str, title: str, caption: str, dots: pd.DataFrame, unit: str, *, by: str = "series"
 ) -> Chart:
-    """by: the column whose values have colours and shapes of their own, "series" or "backend"."""
+    """Return the dots as a chart and a table.
+
+    by: the column whose values have colours and shapes of their own, "series" or "backend".
+    """
     marks = [mark for mark in dots["mark"].unique() if mark]
     marked = f" Marked: found {' and '.join(marks)}." if marks else ""
     return Chart(name, title, caption + marked, _draw(dots, unit, by), _tabulate(dots, title, unit))

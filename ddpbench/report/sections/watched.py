@@ -10,8 +10,6 @@ from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
 from ddpbench.report.charts import watch_communication, watch_over_time, watch_ranks
 from ddpbench.report.charts.watch_timeline import build_timeline
 
-Row = tuple[Chart, ...]
-
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
     """Return the charts of all watched jobs; None if no run is of a job with steps or calls."""
@@ -31,13 +29,13 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
     )
 
 
-def _rows(run: Run) -> Iterator[Row]:
+def _rows(run: Run) -> Iterator[tuple[Chart, ...]]:
     for result in run.steps:
         if result.watched is not None:
             yield from filter(None, _rows_of(run, result.watched, result.case.backend))
 
 
-def _rows_of(run: Run, watched: Watched, backend: str) -> Iterator[Row]:
+def _rows_of(run: Run, watched: Watched, backend: str) -> Iterator[tuple[Chart, ...]]:
     if len(watched.moments) > 1:
         timeline = build_timeline(run, watched)
         for chart in watch_over_time.draw(timeline, backend):
