@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from command_lines import ROOT
-from ddpbench.report.drawing.plots import make_plots
 from in_process import capture_command
 from stored_runs import a_case, a_result, a_run, a_summary
 from without_torch import RUN_AND_PRINT_CODE, run_without_torch
@@ -20,6 +19,7 @@ from ddpbench.records.schema import Run
 from ddpbench.records.terminal_text import FALLBACK
 from ddpbench.records.watched import Moment, Watched
 from ddpbench.report.terminal import drawing
+from ddpbench.report.terminal.plots import make_plots
 
 REFERENCE = ROOT / "results" / "reference"
 needs_plotext = pytest.mark.skipif(
