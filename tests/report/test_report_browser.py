@@ -18,9 +18,9 @@ from ddpbench.report.chart import ReportRun
 from ddpbench.report.output import page_file
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, Page
+    from playwright.sync_api import Browser, Page
 
-REFERENCE = Path(__file__).parents[2] / "results/reference"
+STEP = Path(__file__).parents[2] / "results/reference/ddp-cpu-2-ranks"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 WIDE, PHONE = 1280, 390
 SCRIPT = "<script>alert(1)</script>"
@@ -51,24 +51,12 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-def write_page(folder: Path, name: str) -> Path:
-    """Write the page of a stored run of this repository."""
-    stored = REFERENCE / name
-    page = folder / "page.html"
-    page_file.write(page, [ReportRun(name, sources.read(stored), stored)])
-    return page
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of the sweep of gloo and mpi, with its samples."""
-    return write_page(tmp_path_factory.mktemp("sweep"), "cpu-2-ranks")
-
-
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a DDP step on gloo and mpi, which has a finding."""
-    return write_page(tmp_path_factory.mktemp("step"), "ddp-cpu-2-ranks")
+    page = tmp_path_factory.mktemp("step") / "page.html"
+    page_file.write(page, [ReportRun(STEP.name, sources.read(STEP), STEP)])
+    return page
 
 
 Open = Callable[..., "Page"]
@@ -99,20 +87,15 @@ def open_page(browser: Browser) -> Iterator[Open]:
     assert complaints == []
 
 
-def draw_all(page: Page) -> None:
+def draw_all(page: Page, charts: str = "figure[data-chart]") -> None:
     """Scroll to every chart, as a reader does, and wait until it is drawn."""
-    for chart in page.locator("figure[data-chart]:visible").all():
+    for chart in page.locator(f"{charts}:visible").all():
         chart.scroll_into_view_if_needed()
         chart.locator("svg[aria-hidden]").wait_for()
 
 
 def drawn(page: Page) -> int:
     return page.locator("figure svg[aria-hidden]").count()
-
-
-def point_of(page: Page) -> Locator:
-    draw_all(page)
-    return page.locator(POINTS).first
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
@@ -145,7 +128,8 @@ def test_only_charts_in_sight_are_drawn(reference: Path, open_page: Open) -> Non
 def test_hovering_a_point_shows_its_values(reference: Path, open_page: Open) -> None:
     """The tooltip names the point's size and backend."""
     page = open_page(reference)
-    point_of(page).hover(force=True)
+    draw_all(page, "figure[data-operation=all_reduce]")
+    page.locator(POINTS).first.hover(force=True)
     tooltip = page.locator("#vg-tooltip-element.visible")
     tooltip.wait_for()
     text = tooltip.inner_text()
@@ -170,7 +154,7 @@ def test_a_backend_can_be_hidden(reference: Path, open_page: Open) -> None:
     page.wait_for_function(f"{count} == n[1] / 2", arg=[marks, both])
     assert rows.count() == 13
     assert "gloo" not in " ".join(rows.all_inner_texts())
-    draw_all(page)
+    draw_all(page, "figure[data-operation=broadcast]")
     last = page.locator("figure[data-operation=broadcast] svg").first
     assert last.locator(".mark-symbol.role-mark path").count() * 2 <= both
     page.get_by_role("checkbox", name="gloo").check()
@@ -217,7 +201,7 @@ def test_a_case_can_be_chosen(reference: Path, open_page: Open) -> None:
 def test_charts_of_a_section_show_the_same_case(reference: Path, open_page: Open) -> None:
     """The choice in one chart is that of the charts beside it that have the same cases."""
     page = open_page(reference)
-    draw_all(page)
+    draw_all(page, "#skew figure[data-chart]")
     first, second = page.locator("#skew select").all()
     before = page.locator("#skew table").all_text_contents()
     last = first.locator("option").all_inner_texts()[-1]

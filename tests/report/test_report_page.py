@@ -17,7 +17,6 @@ import pytest
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary, with_facts
 from stored_steps import a_step_case, a_step_result, a_step_run
 
-from ddpbench.interchange import sources
 from ddpbench.records.schema import Finding, Offset, Run
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.report.chart import Chart, Choice, ReportRun
@@ -26,7 +25,6 @@ from ddpbench.report.output.page import make_page, make_sections
 from ddpbench.report.sections import environment, overview
 from ddpbench.report.summary import summarise
 
-REFERENCE = Path(__file__).parents[2] / "results/reference"
 MARKUP = "</script><script>alert(1)</script>"
 WORDS = TableColumn("backend", "left")
 
@@ -42,11 +40,12 @@ def the_table(run_or_runs: Any, name: str) -> Table:
 # --- what the page holds --------------------------------------------------------------------------
 
 
-def test_the_page_of_the_reference_run_is_small_and_allows_only_its_own_scripts() -> None:
+def test_the_page_of_the_reference_run_is_small_and_allows_only_its_own_scripts(
+    reference: Path,
+) -> None:
     """The page of a default sweep stays below 3 MB; its policy names the hash of every script that
     it holds and nothing from elsewhere."""
-    folder = REFERENCE / "cpu-2-ranks"
-    page = make_page([ReportRun("cpu-2-ranks", sources.read(folder), folder)])
+    page = reference.read_text()
     assert len(page.encode()) < 3_000_000
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,9 @@ class Terminal(io.TextIOWrapper):
         return True
 
 
+@cache
 def read_reference(name: str) -> Run:
+    """The stored run of this name."""
     return store.read(REFERENCE / name)
 
 
