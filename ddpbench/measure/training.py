@@ -190,7 +190,7 @@ def _mean_loss(sums: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class _RankEpoch:
-    """What a rank reports of its epoch beside the losses of the whole."""
+    """Measurements of one rank in an epoch, beside the losses of the whole."""
 
     seconds: float
     load: dict[str, Any]  # of Load

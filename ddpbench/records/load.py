@@ -1,4 +1,4 @@
-"""How busy the ranks were over a span of time."""
+"""Use of CPU, memory and GPUs by the ranks over a span of time."""
 
 from __future__ import annotations
 

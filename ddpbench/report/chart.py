@@ -1,4 +1,4 @@
-"""What a page is made of: sections, charts, and the table of each chart."""
+"""Parts of a page: its runs, its sections, their charts, and the table of each chart."""
 
 from __future__ import annotations
 

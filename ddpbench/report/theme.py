@@ -1,4 +1,4 @@
-"""How charts look: colours of Okabe and Ito, which colour-blind readers can tell apart, and axes.
+"""Looks of charts: axes, and colours that colour-blind readers can tell apart (Okabe and Ito).
 
 A spec names no colour of its own but through `backend_colors` or a position in the category range,
 so that one spec serves light and dark pages; the page and the pictures add a config from CONFIGS.

@@ -1,4 +1,4 @@
-"""How busy this process and its GPU are; reading takes less than 1 ms and imports no torch.
+"""Load of this process and its GPU; reading takes less than 1 ms and imports no torch.
 
 A meter can be read in any thread, but by one at a time.
 """

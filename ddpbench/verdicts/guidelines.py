@@ -142,7 +142,7 @@ def _conditions(case: Case) -> Case:
 
 
 def _does(other: Case, case: Case) -> bool:
-    """Whether the other operation, under the same conditions, can do this one's work or a part."""
+    """Return whether the other operation does this case's work, or a part of it."""
     return not case.nbytes or (
         abs(other.nbytes - case.nbytes) <= SAME_SIZE * case.nbytes
         and (other.reduce_op is None or other.reduce_op == case.reduce_op)

@@ -1,4 +1,4 @@
-"""Which backend is the fastest for each operation and size, and by how much."""
+"""The fastest backend for each operation and size, and how much longer the next one takes."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from ddpbench.render.doctor import format_cell
 from ddpbench.report.chart import Chart
 
 DIGITS = 5  # significant ones of every float of a chart
-LONG = 36  # characters of a cell from which its text is wrapped
 # A next step is a command, or ends with one after a colon.
 COMMAND = re.compile(r"(?:^|(?<=: ))(?:python3? -m ddpbench|ddpbench (?=[a-z])|torchrun )[^;]*$")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")

@@ -1,4 +1,4 @@
-"""What each backend can do: operations by dtypes, with a symbol and a colour for each outcome."""
+"""Capabilities of each backend: operations by dtypes, a symbol and a colour for each outcome."""
 
 from __future__ import annotations
 

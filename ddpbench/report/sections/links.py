@@ -1,4 +1,4 @@
-"""What each rank or host sends to each other one: bandwidth and latency as heat maps."""
+"""Bandwidth and latency between all ranks or hosts, as heat maps."""
 
 from __future__ import annotations
 

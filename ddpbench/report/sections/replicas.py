@@ -1,4 +1,4 @@
-"""Whether the replicas were equal, since when they were not, and what the proof cost."""
+"""Verdicts on the replicas: since when they were not equal, and what the proof cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpbench.render.step_replicas import verdict
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
 
-NOT_VERIFIED, DIFFERENT, EQUAL, NOT_FINITE, UNKNOWN = theme.VERDICTS
+_, DIFFERENT, EQUAL, NOT_FINITE, UNKNOWN = theme.VERDICTS
 ROW = 34  # pixels of a case
 MOST_TENSORS = 6  # that are named
 COLUMNS = (

@@ -1,4 +1,4 @@
-"""How late each rank enters a call, and how long it stays: a straggler is late and stays short."""
+"""Skew of the ranks in a call: a straggler enters late and stays short."""
 
 from __future__ import annotations
 

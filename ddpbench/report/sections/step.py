@@ -1,4 +1,4 @@
-"""Where the time of a DDP step goes: its timeline by rank, its budget, and its buckets."""
+"""The time of a DDP step: its timeline by rank, its budget, and its buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast each rank computes and copies, how long it waits, and what held it up."""
+"""Speed of each rank: how fast it computes and copies, how long it waits, what held it up."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ OTHER_COLORS = (170, 75, 178, 245)
 
 @dataclass(frozen=True)
 class Screen:
-    """What a stream can show."""
+    """Width and abilities of a stream."""
 
     columns: int
     color: bool

@@ -1,4 +1,4 @@
-"""What a terminal plots of a run: the values of its tables, for every kind of run."""
+"""Plots of every kind of run for a terminal: the values of its tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was read over time, as means of each moment of a timeline. No torch."""
+"""Means of load, values and lateness in each moment of a timeline. No torch."""
 
 from __future__ import annotations
 

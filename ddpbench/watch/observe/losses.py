@@ -83,6 +83,6 @@ class Losses:
 
 
 def _is_loss(loss: Any) -> bool:
-    """Whether this is one number, on a device that is known, and not some subclass's."""
+    """Return whether this is a plain tensor of one number, on a device that ddpbench knows."""
     is_number = type(loss) is Tensor and loss.numel() == 1 and loss.is_floating_point()
     return is_number and loss.device.type in devices.list_names()
