@@ -31,6 +31,7 @@ from ddpbench.session import options
 GROUP = "results"
 HELP = "write stored runs as a page with charts"
 STDOUT = Path("-")
+MARKDOWN_NAME = "report.md"  # an example in a message
 FILES = """
 --output    file of the page: HTML that opens from disk; - is stdout (default: report.html in the
             folder of the first run, or in the current folder if that is a log; no page if --svg,
@@ -78,8 +79,11 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     page = namespace.output
     if page is None and not parts:
         page = (paths[0] if paths[0].is_dir() else Path()) / page_file.NAME
-    for each in filter(None, (page, namespace.markdown)):
-        if sentence := page_file.explain_unusable(each):
+    for path, what, name in (
+        (page, "page", page_file.NAME),
+        (namespace.markdown, "Markdown", MARKDOWN_NAME),
+    ):
+        if path and (sentence := page_file.explain_unusable(path, what, name)):
             raise Refused(sentence)
     runs = _read(paths, Hints(namespace.op, namespace.ranks))
     verdicts = [_judge(runs[0], other, number) for number, other in enumerate(runs[1:], 1)]
@@ -135,7 +139,7 @@ def _write_parts(
     with store.refuse_impossible_values(" or ".join(namespace.runs)):
         sections = make_sections(runs, verdicts)
     try:
-        sections = pictures.choose(sections, namespace.chart)
+        sections = pictures.choose(sections, namespace.chart, tables=bool(namespace.markdown))
     except ValueError as error:
         raise Refused(str(error)) from None
     charts = [chart for section in sections for chart in section.charts]

@@ -106,11 +106,13 @@ def append(folder: Path, line: dict[str, Any]) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file in one step."""
+    """Replace a file in one step. Raises OSError with the name of this file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         temporary.write_bytes(data)
         temporary.replace(path)
+    except OSError as error:  # which names the temporary file, or none
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         temporary.unlink(missing_ok=True)
 

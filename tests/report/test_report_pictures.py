@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import struct
 from pathlib import Path
 from typing import Any
@@ -142,17 +143,50 @@ def test_markdown_goes_to_stdout(small: Path) -> None:
     ("words", "sentence"),
     [
         (("--svg", "x", "--chart", "nothing"), f"unknown chart 'nothing': .*{CHARTS[0]}"),
+        (("--svg", "x", "--chart", "all_reduce-tim"), rf"\. Did you mean {CHARTS[0]}\?"),
+        (("--svg", "x", "--chart", "facts"), "chart 'facts' is a table, not a picture: write it"),
+        (
+            ("--markdown", "."),
+            r"^ddpbench: \. is a folder: .* for the Markdown, such as report\.md",
+        ),
         (("--chart", CHARTS[0]), "--chart chooses pictures: add --svg FOLDER"),
         (("--png", __file__), "is a file: --png needs a folder"),
     ],
 )
 def test_a_wrong_request_is_refused(words: tuple[str, ...], sentence: str, small: Path) -> None:
-    """A chart that the runs lack, a choice without pictures, or a file as folder: one sentence."""
+    """A chart that the runs lack or that is a table, a choice without pictures, a file as folder
+    and a folder as file: one sentence."""
     done = report(small, *words)
     assert (done.code, done.out) == (2, "")
     assert re.search(sentence, done.err)
     assert done.err.count("\n") == 1
     assert not Path("x").exists()
+
+
+@pytest.mark.parametrize("words", [("--svg", "x"), ("--png", "x"), ("--markdown", "x/report.md")])
+def test_a_full_disk_is_named_with_the_file(
+    words: tuple[str, ...], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a picture or the Markdown does not fit on the disk, one sentence names its file, and no
+    part of it is left."""
+    monkeypatch.chdir(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        done = report(small, *words, "--chart", CHARTS[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.code == 2
+    assert re.fullmatch(r"ddpbench: x/\S+ cannot be read or written: File too large\n", done.err)
+    assert not list(Path("x").iterdir())
+
+
+def test_facts_in_markdown_are_as_they_were() -> None:
+    """A table without headings is a code block, in which GitHub shows every sign as it is."""
+    facts = Table("facts", (TableColumn("", "left"),) * 2, (("where", "<script>|\x1b"),))
+    section = Section("x", "x", "", rows=((Chart("facts", "facts", "", None, facts),),))
+    text = markdown.make_markdown([section], "x", {})
+    assert "```\nwhere       <script>|\\x1b\n```" in text
 
 
 def test_markdown_shows_names_as_text() -> None:

@@ -67,7 +67,9 @@ def _chart(chart: Chart, pictures: Mapping[str, Path]) -> Iterator[str]:
 
 def _table(table: Table) -> str:
     """Return the rows and the legend, without the title, which is that of the chart."""
-    rows = tuple(tuple(_text(v) if isinstance(v, str) else v for v in row) for row in table.rows)
+    fenced = not any(column.heading for column in table.columns)  # shows entities as they are
+    text = escape if fenced else _text
+    rows = tuple(tuple(text(v) if isinstance(v, str) else v for v in row) for row in table.rows)
     body, *_ = table_blocks(Table("", table.columns, rows), MARKDOWN)
     legend = "\n".join(f"- {_text(line)}" for line in table.legend)
     return "\n\n".join(filter(None, (body.split("\n", 1)[1].strip("\n"), legend)))

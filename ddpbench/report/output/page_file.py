@@ -25,14 +25,17 @@ def explain_missing(wanted: str) -> str | None:
     return missing and f"{wanted} needs {missing}: type pip install 'ddpbench[report]'"
 
 
-def explain_unusable(output: Path) -> str | None:
-    """Return the sentence on a path that cannot become a page; None if it may."""
+def explain_unusable(output: Path, what: str = "page", name: str = NAME) -> str | None:
+    """Return the sentence on a path that cannot become a page; None if it may.
+
+    what: is to be written, in words. name: an example of a file for it.
+    """
     if output.is_dir():
-        return f"{output} is a folder: name a file for the page, such as {output / NAME}"
+        return f"{output} is a folder: name a file for the {what}, such as {output / name}"
     if output.exists() and not output.is_file():
-        return f"{output} is not a regular file: choose another file for the page"
+        return f"{output} is not a regular file: choose another file for the {what}"
     if output.parent.exists() and not output.parent.is_dir():
-        return f"{output.parent} is not a folder: choose another file for the page"
+        return f"{output.parent} is not a folder: choose another file for the {what}"
     return None
 
 
@@ -49,8 +52,5 @@ def write(
 ) -> None:
     """Write a page in one step, and the folders above it. Raises OSError, and as `make`."""
     page = make(runs, verdicts, title)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        store.replace_file(output, page.encode())
-    except OSError as error:  # which names a temporary file
-        raise OSError(error.errno, error.strerror, str(output)) from None
+    output.parent.mkdir(parents=True, exist_ok=True)
+    store.replace_file(output, page.encode())

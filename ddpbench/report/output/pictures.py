@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpbench.records import store
+from ddpbench.records.wording import did_you_mean
 from ddpbench.report.chart import Chart, Rows, Section
 
 WIDTH = 720  # pixels: what GitHub shows without shrinking it
@@ -25,15 +26,20 @@ LACKS = str.maketrans(
 )  # what captions contain and this font lacks; one such sign changes the font
 
 
-def choose(sections: Sequence[Section], names: Sequence[str]) -> list[Section]:
+def choose(sections: Sequence[Section], names: Sequence[str], tables: bool = True) -> list[Section]:
     """Return the summary, what has findings, and the charts of these names. Raises ValueError.
 
-    names: of charts; none: all that there are.
+    names: of charts; none: all that there are. tables: whether a name may be that of a table.
     """
-    known = [chart.name for section in sections for chart in section.charts]
+    charts = [chart for section in sections for chart in section.charts]
+    known = [chart.name for chart in charts if tables or chart.spec is not None]
     if unknown := [name for name in names if name not in known]:
+        name = unknown[0]
+        if any(chart.name == name for chart in charts):
+            raise ValueError(f"chart {name!r} is a table, not a picture: write it with --markdown")
         raise ValueError(
-            f"unknown chart {unknown[0]!r}: these runs have {', '.join(known) or 'no charts'}"
+            f"unknown chart {name!r}: these runs have {', '.join(known) or 'no charts'}"
+            + did_you_mean(name, known)
         )
     if not names:
         return list(sections)
