@@ -48,12 +48,21 @@ class ReportRun:
 
         This needs the memory of one case, `samples` that of the run.
         """
+        return self._reduced[0]
+
+    @property
+    def damage(self) -> str | None:
+        """Return the reason why stored samples cannot be read; None if they can, or if none are."""
+        return self._reduced[1]
+
+    @cached_property
+    def _reduced(self) -> tuple[tuple[Repetitions, ...], str | None]:
         from ddpbench.report.repetitions import reduce_samples  # loads numpy
 
         try:
-            return () if self.folder is None else tuple(reduce_samples(self.run, self.folder))
-        except store.InvalidRun:
-            return ()
+            return tuple(reduce_samples(self.run, self.folder)) if self.folder else (), None
+        except store.InvalidRun as error:
+            return (), str(error)
 
 
 @dataclass(frozen=True)

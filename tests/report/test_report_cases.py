@@ -15,7 +15,7 @@ from ddpbench.records.samples import operation_columns, span_columns
 from ddpbench.records.schema import Run
 from ddpbench.report.chart import Chart, ReportRun
 from ddpbench.report.repetitions import Repetitions, reduce_samples
-from ddpbench.report.sections import cases
+from ddpbench.report.sections import cases, overview
 
 Ints = npt.NDArray[np.int64]
 WARM_UPS = 3
@@ -182,3 +182,17 @@ def test_without_samples_there_is_no_section(tmp_path: Path) -> None:
     assert cases.section([ReportRun("a", run, tmp_path)]) is None
     (tmp_path / "samples.parquet").write_bytes(b"PAR1 broken")
     assert cases.section([ReportRun("a", run, tmp_path)]) is None
+
+
+def test_the_summary_names_damaged_samples(tmp_path: Path) -> None:
+    """A page without repetitions says why, if the file of samples is damaged; else it says
+    nothing about it."""
+    run = a_run(a_result())
+    whole = overview.section([ReportRun("a", run, tmp_path)])
+    (tmp_path / "samples.parquet").write_bytes(b"PAR1 broken")
+    damaged = overview.section([ReportRun("a", run, tmp_path)])
+    assert whole is not None
+    assert damaged is not None
+    assert len(damaged.lines) == len(whole.lines) + 1
+    assert damaged.lines[-1].startswith(f"DAMAGED: the samples in {tmp_path} cannot be read: ")
+    assert damaged.lines[-1].endswith(". Repetitions and skew are missing.")

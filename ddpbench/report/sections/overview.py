@@ -20,7 +20,7 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
         return None
     several = len(runs) > 1
     summaries = [f"{r.label}: {summarise(r)}" if several else summarise(r) for r in runs]
-    partial = tuple(line for run in runs for line in header.partial(run.run))
+    partial = tuple(line for run in runs for line in (*header.partial(run.run), *_damage(run)))
     return Section(
         "overview",
         "Summary",
@@ -29,6 +29,11 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
         tuple(_findings(runs)),
         side_by_side(runs, _facts),
     )
+
+
+def _damage(run: ReportRun) -> list[str]:
+    """Return a sentence on samples that cannot be read: without it, parts would just be missing."""
+    return [f"DAMAGED: {run.damage}. Repetitions and skew are missing."] if run.damage else []
 
 
 def _findings(runs: Sequence[ReportRun]) -> list[Finding]:
