@@ -185,17 +185,25 @@ def named_color(field: str, names: Sequence[str], shown: Iterable[str]) -> alt.C
     return alt.Color(f"{field}:N", scale=scale, legend=legend)
 
 
-def size_axis(title: str = "message size", sizes: Iterable[float] = ()) -> alt.X:
+def size_axis(sizes: Iterable[float] = ()) -> alt.X:
     """Return the x channel of the field `nbytes`: powers of two.
 
-    sizes: bytes that the axis covers; unknown if empty.
+    sizes: bytes that the axis covers, also where backends are hidden; unknown if empty.
     """
+    known = list(sizes)
+    domain = extent(known) if known else alt.Undefined
     return alt.X(
         "nbytes:Q",
-        title=title,
-        scale=alt.Scale(type="log", base=2),
-        axis=alt.Axis(labelExpr=SIZE_LABELS, **_ticks(powers_of_two(sizes))),
+        title="message size",
+        scale=alt.Scale(type="log", base=2, domain=domain),
+        axis=alt.Axis(labelExpr=SIZE_LABELS, **_ticks(powers_of_two(known))),
     )
+
+
+def extent(values: Iterable[float]) -> list[float]:
+    """Return the ends of an axis: without them, a chart whose backends are hidden has none."""
+    known = list(values)
+    return [float(min(known)), float(max(known))]
 
 
 def size_columns() -> alt.X:

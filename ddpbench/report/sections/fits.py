@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import altair as alt
@@ -104,9 +104,9 @@ def _draw(fits: Sequence[RunFit], names: Sequence[str]) -> dict[str, Any]:
 
     def base(data: pd.DataFrame, tips: Sequence[str]) -> alt.Chart:
         chart = alt.Chart(data).encode(
-            x=theme.size_axis(sizes=sizes).scale(type="log", base=2, domain=extent(sizes)),
+            x=theme.size_axis(sizes),
             y=theme.log_axis("seconds:Q", "time of a call", seconds, theme.TIME_LABELS).scale(
-                type="log", domain=extent(theme.powers_of_ten(seconds))
+                type="log", domain=theme.extent(theme.powers_of_ten(seconds))
             ),
             color=theme.backend_color(backends),
             tooltip=[alt.Tooltip(f"{tip}:N") for tip in tips],
@@ -122,12 +122,6 @@ def _draw(fits: Sequence[RunFit], names: Sequence[str]) -> dict[str, Any]:
         layers.append(base(halves, tips).mark_point(size=140, filled=False, strokeWidth=2))
     spec: dict[str, Any] = alt.layer(*layers).properties(height=HEIGHT).to_dict()
     return spec
-
-
-def extent(values: Iterable[float]) -> list[float]:
-    """Return the ends of an axis: without them, a chart whose backends are hidden has none."""
-    known = list(values)
-    return [float(min(known)), float(max(known))]
 
 
 def _point_rows(run: ReportRun, one: Fit) -> Iterator[dict[str, Any]]:

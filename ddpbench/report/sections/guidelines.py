@@ -18,7 +18,6 @@ from ddpbench.render import guideline_tables
 from ddpbench.render.labels import format_change, format_time, shift_interval
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart, ReportRun, Rows, Section, name_run, pair, plain_name
-from ddpbench.report.sections.fits import extent
 from ddpbench.verdicts import guidelines
 from ddpbench.verdicts.guidelines import HOLDS, VIOLATED, Check
 from ddpbench.verdicts.verdict import INCONCLUSIVE
@@ -84,7 +83,7 @@ def _draw(checks: Sequence[Check]) -> dict[str, Any]:
     tips = ("backend", "size", "time", "at most", "change", "95 %", "verdict")
     base = theme.choose_backends(
         alt.Chart(data).encode(
-            x=theme.size_axis(sizes=sizes).scale(type="log", base=2, domain=extent(sizes)),
+            x=theme.size_axis(sizes),
             color=theme.backend_color(backends),
             tooltip=[alt.Tooltip(f"{name}:N") for name in tips],
         ),
@@ -92,7 +91,7 @@ def _draw(checks: Sequence[Check]) -> dict[str, Any]:
     )
     title = f"{checks[0].line.case.operation} over {checks[0].instead}"
     axis = theme.log_axis("low:Q", title, ends, RATIO_LABELS).scale(
-        type="log", domain=extent(theme.powers_of_ten(ends))
+        type="log", domain=theme.extent(theme.powers_of_ten(ends))
     )
     bars = base.mark_rule(opacity=0.55, strokeWidth=2).encode(y=axis, y2="high:Q")
     points = base.mark_point(size=60, opacity=1).encode(
