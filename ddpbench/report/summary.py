@@ -19,6 +19,11 @@ from ddpbench.report.chart import ReportRun
 
 MOST_NAMES = 4  # of operations, listed in a sentence
 MOST_SENTENCES = 3  # of one kind
+INCOMPLETE = {
+    "failed": "This run failed.",
+    "interrupted": "This run was interrupted.",
+    "running": "This run has not ended.",
+}
 
 
 def summarise(reported: ReportRun) -> str:
@@ -28,13 +33,17 @@ def summarise(reported: ReportRun) -> str:
         return "Nothing was measured."
     if run.command == selftest.COMMAND:
         return f"Self-test: {doctor.verdict(run)}."
-    sentences = [_what(reported), *_collectives(reported.lines), *_steps(run)]
+    sentences = [INCOMPLETE[run.state]] if run.state in INCOMPLETE else []
+    sentences += [_what(reported), *_collectives(reported.lines), *_steps(run)]
     if header.of_doctor(run):
         sentences.append(f"{doctor.verdict(run)}.")
     else:
         known = [finding.severity for finding in run.findings]
         counts = [counted(known.count(name), name) for name in SEVERITIES if name in known]
-        sentences.append(f"{list_all(counts).capitalize()}." if counts else "No findings.")
+        if counts:
+            sentences.append(f"{list_all(counts).capitalize()}.")
+        elif run.state == "complete":  # else the reason for the end is one
+            sentences.append("No findings.")
     return " ".join(sentences)
 
 

@@ -201,6 +201,22 @@ def test_the_summary_names_the_fastest_backend(
     )
 
 
+@pytest.mark.parametrize(
+    ("state", "start"),
+    [
+        ("failed", "This run failed. Measured"),
+        ("interrupted", "This run was interrupted. Measured"),
+        ("running", "This run has not ended. Measured"),
+        ("complete", "Measured"),
+    ],
+)
+def test_the_summary_begins_with_an_early_end(state: str, start: str) -> None:
+    """The first sentence on an incomplete run says so, and none says that nothing was found."""
+    text = summarise(ReportRun("run", a_run(a_result(), state=state)))
+    assert text.startswith(start)
+    assert text.endswith("No findings.") == (state == "complete")
+
+
 def test_the_summary_of_one_backend_states_its_speed() -> None:
     """With nothing to compare, the result is the shortest message's time and the best bandwidth."""
     text = summarise(ReportRun("run", a_sweep(gloo=(1e-3, 1e-3))))
