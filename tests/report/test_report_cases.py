@@ -193,6 +193,8 @@ def test_the_summary_names_damaged_samples(tmp_path: Path) -> None:
     damaged = overview.section([ReportRun("a", run, tmp_path)])
     assert whole is not None
     assert damaged is not None
-    assert len(damaged.lines) == len(whole.lines) + 1
-    assert damaged.lines[-1].startswith(f"DAMAGED: the samples in {tmp_path} cannot be read: ")
-    assert damaged.lines[-1].endswith(". Repetitions and skew are missing.")
+    assert whole.findings == ()
+    (missing,) = damaged.findings
+    assert missing.severity == "warning"
+    assert missing.sentence.startswith(f"DAMAGED: the samples in {tmp_path} cannot be read: ")
+    assert missing.sentence.endswith(". Repetitions and skew are missing.")

@@ -86,7 +86,8 @@ def test_arrivals_are_compared_by_one_clock(run: Run) -> None:
     seems to have waited that long."""
     watched = run.steps[0].watched
     assert watched is not None
-    often = [each for each in watched.collectives if each.calls >= 1]
+    # Of a step's calls, one that ends with a report is missing now and then.
+    often = [each for each in watched.collectives if each.calls >= 0.5]
     waits = {each.operation: each.wait_seconds for each in often}
     assert set(waits) == {"all_reduce", "broadcast"}
     assert max(waits.values()) < AHEAD_SECONDS / 2, waits

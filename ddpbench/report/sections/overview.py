@@ -20,20 +20,22 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
         return None
     several = len(runs) > 1
     summaries = [f"{r.label}: {summarise(r)}" if several else summarise(r) for r in runs]
-    partial = tuple(line for run in runs for line in (*header.partial(run.run), *_damage(run)))
     return Section(
         "overview",
         "Summary",
         "" if several else summaries[0],
-        (*summaries, *partial) if several else partial,
+        tuple(summaries) if several else (),
         tuple(_findings(runs)),
         side_by_side(runs, _facts),
     )
 
 
-def _damage(run: ReportRun) -> list[str]:
-    """Return a sentence on samples that cannot be read: without it, parts would just be missing."""
-    return [f"DAMAGED: {run.damage}. Repetitions and skew are missing."] if run.damage else []
+def _missing(run: ReportRun) -> list[Finding]:
+    """Return findings on what is missing: a part of the run, or samples that cannot be read."""
+    lines = header.partial(run.run)
+    if run.damage:
+        lines = [*lines, f"DAMAGED: {run.damage}. Repetitions and skew are missing."]
+    return [Finding("warning", "missing", line) for line in lines]
 
 
 def _findings(runs: Sequence[ReportRun]) -> list[Finding]:
@@ -41,7 +43,7 @@ def _findings(runs: Sequence[ReportRun]) -> list[Finding]:
     findings = [
         replace(f, sentence=f"{run.label}: {f.sentence}") if len(runs) > 1 else f
         for run in runs
-        for f in run.run.findings
+        for f in (*_missing(run), *run.run.findings)
     ]
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
