@@ -120,6 +120,17 @@ class Section:
 MakeSection = Callable[[Sequence[ReportRun]], "Section | None"]  # None: these runs have none
 
 
+def join_findings(
+    runs: Sequence[ReportRun], find: Callable[[ReportRun], Iterable[Finding]]
+) -> list[Finding]:
+    """Return what `find` returns for each run; of several runs each sentence names its run."""
+    return [
+        replace(found, sentence=f"{run.label}: {found.sentence}") if len(runs) > 1 else found
+        for run in runs
+        for found in find(run)
+    ]
+
+
 def side_by_side(runs: Sequence[ReportRun], make: Callable[[ReportRun], Iterable[Chart]]) -> Rows:
     """Return a row for the first charts of all runs, one for the second, …
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import altair as alt
@@ -17,7 +16,16 @@ from ddpbench.catalog.sizes import readable
 from ddpbench.render import guideline_tables
 from ddpbench.render.labels import format_change, format_time, shift_interval
 from ddpbench.report import theme
-from ddpbench.report.chart import Chart, ReportRun, Rows, Section, name_run, pair, plain_name
+from ddpbench.report.chart import (
+    Chart,
+    ReportRun,
+    Rows,
+    Section,
+    join_findings,
+    name_run,
+    pair,
+    plain_name,
+)
 from ddpbench.verdicts import guidelines
 from ddpbench.verdicts.guidelines import HOLDS, VIOLATED, Check
 from ddpbench.verdicts.verdict import INCONCLUSIVE
@@ -40,11 +48,7 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
     checks = {run.label: guidelines.check(run.lines) for run in runs}
     if not any(checks.values()):
         return None
-    findings = [
-        replace(finding, sentence=f"{label}: {finding.sentence}") if len(runs) > 1 else finding
-        for label, found in checks.items()
-        for finding in guideline_tables.findings(found)
-    ]
+    findings = join_findings(runs, lambda run: guideline_tables.findings(checks[run.label]))
     return Section("guidelines", "Guidelines", INTRO, findings=tuple(findings), rows=_rows(checks))
 
 

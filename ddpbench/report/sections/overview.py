@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ddpbench.records.schema import SEVERITIES, Finding
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.render import header
-from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
+from ddpbench.report.chart import Chart, ReportRun, Section, join_findings, side_by_side
 from ddpbench.report.summary import summarise
 
 NAME_WIDTH = 10  # of the facts in the lines of `header`
@@ -40,11 +39,7 @@ def _missing(run: ReportRun) -> list[Finding]:
 
 def _findings(runs: Sequence[ReportRun]) -> list[Finding]:
     """Return the findings of all runs, the worst first; of several runs each names its run."""
-    findings = [
-        replace(f, sentence=f"{run.label}: {f.sentence}") if len(runs) > 1 else f
-        for run in runs
-        for f in (*_missing(run), *run.run.findings)
-    ]
+    findings = join_findings(runs, lambda run: (*_missing(run), *run.run.findings))
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
