@@ -305,13 +305,20 @@ class Replicas:
     ranks: tuple[int, ...] = ()  # the minority; empty where no side is the larger
     findings: tuple[Finding, ...] = ()
     text: str = ""  # of that report; of the last where all was equal
-    not_compared: tuple[str, ...] = ()  # "parameter 0.weight": those that are sharded, …
+    not_compared: tuple[str, ...] = ()  # "parameter 0.weight": those that could not be compared
+    held_once: dict[str, int] = field(default_factory=dict)  # kind → tensors not held twice
+
+    @property
+    def unproved(self) -> str:
+        """What keeps this from being a proof, in capitals; "" if nothing does."""
+        once = self.held_once.get("parameter") and not self.compared.get("parameter")
+        return "NOT ALL COMPARED" if self.not_compared else "NOTHING TO COMPARE" if once else ""
 
     @property
     def failed(self) -> bool:
         """Whether something that was compared differs or is not finite."""
         wrong = any(finding.severity == "error" for finding in self.findings)
-        return not self.equal or wrong or not (self.ok or self.not_compared)
+        return not self.equal or wrong or not (self.ok or self.unproved)
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def _slowest_text(line: StepLine) -> str:
 
 def _replicas_equal(line: StepLine) -> bool | None:
     replicas = line.replicas
-    unknown = replicas is None or (replicas.not_compared and not replicas.failed)
+    unknown = replicas is None or (replicas.unproved and not replicas.failed)
     return None if replicas is None or unknown else replicas.equal
 
 

@@ -45,8 +45,8 @@ def verdict(line: StepLine, every: int) -> Iterator[str]:
         yield _failure(replicas)
         yield from (f"  {text}" for text in replicas.text.splitlines())
     else:
-        if replicas.not_compared:
-            yield "NOT ALL COMPARED"
+        if replicas.unproved:
+            yield replicas.unproved
             yield from (f"  {text}" for text in replicas.text.splitlines())
         else:
             yield f"replicas equal {_when(line, every)}, bit for bit: {_compared(replicas)}"

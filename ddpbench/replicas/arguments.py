@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.distributed import GroupMember, ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 _NONE = type(None)
@@ -18,6 +19,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
         "a torch.optim.Optimizer, a list of them or None",
     ),
     "group": ((ProcessGroup, _NONE), "a process group or None"),
+    "mesh": ((DeviceMesh, _NONE), "a DeviceMesh or None"),
     "gradients": ((bool, _NONE), "True, False or None"),
     "finite": ((bool,), "True or False"),
     "locate": ((int,), "a whole number"),
@@ -26,7 +28,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def check_types(**arguments: object) -> None:
-    """Raise TypeError for the first argument of a wrong type."""
+    """Raise TypeError for the first argument of a wrong type, ValueError for a group and a mesh."""
     for name, value in arguments.items():
         types, allowed = _TYPES[name]
         if name == "group" and value is GroupMember.NON_GROUP_MEMBER:
@@ -37,6 +39,8 @@ def check_types(**arguments: object) -> None:
                 raise TypeError(f"{name} must be {allowed}, not a list with a {wrong[0].__name__}")
         elif not isinstance(value, types):
             raise TypeError(f"{name} must be {allowed}, not of type {type(value).__name__}")
+    if arguments.get("group") is not None and arguments.get("mesh") is not None:
+        raise ValueError("group and mesh both name the ranks to compare: pass one of them")
 
 
 def as_step_number(step: Any) -> int:

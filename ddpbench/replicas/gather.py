@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ddpbench.replicas import causes, findings
 from ddpbench.replicas.channel import Channel
@@ -41,7 +42,7 @@ class _Replica:
 def gather_report(
     module: torch.nn.Module,
     optimizers: tuple[torch.optim.Optimizer, ...],
-    group: ProcessGroup | None,
+    group: ProcessGroup | DeviceMesh | None,
     options: Options,
     *,
     tracer: Tracer | None = None,
@@ -51,6 +52,8 @@ def gather_report(
     ddp = wrapper(module)
     if group is None and ddp is not None:
         group = ddp.process_group
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
     channel = Channel(group, module)
     state = collect(module, optimizers, options.gradients is not False)
     usage = read_usage(module, state, options.gradients is not False)

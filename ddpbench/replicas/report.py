@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted, name_ranks
@@ -18,7 +18,7 @@ class Detail:
     reference: int  # the reference rank
     elements: int  # number of elements
     differing: int  # number of elements with different bits
-    index: tuple[int, ...]  # of the first differing element
+    index: tuple[int, ...]  # of the first differing element, in the whole tensor if it is sharded
     value: str  # of that element
     reference_value: str  # of that element in the reference rank
     max_delta: float | None  # over elements that are finite in both; None if there are none
@@ -36,6 +36,7 @@ class Difference:
     shape: tuple[int, ...]
     values: tuple[tuple[int, ...], ...]  # sets of ranks that share a value, the largest first
     details: tuple[Detail, ...] = ()  # empty beyond the first `locate` tensors of a kind
+    shard: str = ""  # "shard 2 of 4" of a sharded tensor: `values` are ranks that hold this shard
 
     @property
     def minority(self) -> tuple[int, ...]:
@@ -64,6 +65,7 @@ class NonFinite:
     kind: str
     name: str
     counts: tuple[tuple[int, int], ...]  # (rank, number of elements), only ranks with any
+    shard: str = ""  # as in Difference
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,11 @@ class Origin:
 class Report:
     """The result of one verification, the same in every rank. Ranks are global ranks.
 
-    There are three answers. `ok`: everything was compared, is equal and finite. `failed`: something
-    differs or is not finite. Neither: all compared tensors are equal, and `not_compared` lists the
-    others. Stop a loop on `failed`. Use `ok` if you need a proof.
+    There are three answers. `ok`: everything that exists more than once was compared, is equal and
+    finite. `failed`: something differs or is not finite. Neither: `not_compared` lists tensors that
+    could not be compared, or there is `nothing_to_compare`, as under fully_shard, where each
+    element of each parameter is in one rank only. Stop a loop on `failed`. Use `ok` if you need a
+    proof.
     """
 
     ranks: tuple[int, ...]  # ranks that were compared
@@ -117,14 +121,23 @@ class Report:
     equal_until: int | None = None  # last step after which a Verifier found everything equal
     since: int | None = None  # step of the Verifier's first report of this fault
     repeated: bool = False  # an earlier report of the same Verifier has explained everything
+    # kind → number of tensors of which each element is in one rank only; not part of `compared`
+    held_once: dict[str, int] = field(default_factory=dict)
+    # "dp_replicate=1, dp_shard=0" of each rank, if tensors lie on a DeviceMesh; else empty
+    coordinates: tuple[tuple[int, str], ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether everything was compared, is equal and finite.
+        """Whether everything that exists more than once was compared, is equal and finite.
 
         Buffers may differ. Only parameters and the optimizer's state must be finite.
         """
-        return not (self.failed or self.not_compared)
+        return not (self.failed or self.not_compared or self.nothing_to_compare)
+
+    @property
+    def nothing_to_compare(self) -> bool:
+        """Whether each element of each parameter is in one rank only."""
+        return self.held_once.get("parameter", 0) > 0 and not self.compared["parameter"]
 
     @property
     def failed(self) -> bool:
@@ -138,8 +151,11 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """Whether everything was compared and has the same bits everywhere; buffers may differ."""
-        return not (self.differs or self.not_compared)
+        """Whether everything that exists more than once was compared and has the same bits.
+
+        Buffers may differ.
+        """
+        return not (self.differs or self.not_compared or self.nothing_to_compare)
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -174,12 +190,14 @@ class Report:
                 skipped.kind != "parameter" for skipped in self.not_compared
             )
             verdict = f"replicas NOT {'ALL ' if partly else ''}COMPARED"
+        elif self.nothing_to_compare:
+            verdict = "NOTHING TO COMPARE: each element of each parameter is in one rank only,"
         elif len(self.ranks) == 1:
             verdict = "one replica, equal to itself"
         if self.failed:
             verdict += ", but NOT FINITE,"
         compared = listed_kinds(self.compared)
-        return f"{when}{verdict} in {ranks}; compared: {compared}{self._list_not_compared()}"
+        return f"{when}{verdict} in {ranks}; compared: {compared}{self._list_others()}"
 
     def _describe_differences(self, ranks: str) -> str:
         if self.repeated:
@@ -194,16 +212,19 @@ class Report:
         minorities = {difference.minority for difference in self.differences}
         minority = minorities.pop() if len(minorities) == 1 else ()
         where = f": {ranks_text(minority)} of {ranks}" if minority else f" in {ranks}"
-        return f"DIFFERENT{where}{until}: {', '.join(counts)}{equal}{self._list_not_compared()}"
+        return f"DIFFERENT{where}{until}: {', '.join(counts)}{equal}{self._list_others()}"
 
     def _differing_counts(self) -> list[str]:
         """Return "2 of 4 parameters" for each kind with differences."""
         counts = Counter(difference.kind for difference in self.differences)
         return [f"{n} of {count_kind(kind, self.compared[kind])}" for kind, n in counts.items()]
 
-    def _list_not_compared(self) -> str:
+    def _list_others(self) -> str:
+        """Return the counts of tensors that were not compared, and of those held once."""
         counts = Counter(skipped.kind for skipped in self.not_compared)
-        return f"; not compared: {listed_kinds(counts)}" if counts else ""
+        skipped = f"; not compared: {listed_kinds(counts)}" if counts else ""
+        once = any(self.held_once.values())
+        return skipped + (f"; held once: {listed_kinds(self.held_once)}" if once else "")
 
     def __str__(self) -> str:
         lines = [self.headline]

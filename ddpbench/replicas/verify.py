@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ddpbench.replicas import findings
 from ddpbench.replicas.arguments import Optimizers, as_step_number, as_tuple, check_types
@@ -32,6 +33,7 @@ def verify_replicas(
     finite: bool = True,
     locate: int = 16,
     step: int | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Report:
     """Compare the replicas of all ranks of a group, bit for bit. Call it in every rank.
 
@@ -48,15 +50,17 @@ def verify_replicas(
     finite: also look for NaN and infinite elements (a second, faster pass over cached memory).
     locate: how many differing tensors of a kind are compared element by element.
     step: number of the step, for the report.
+    mesh: the ranks to compare, instead of `group` (default: the mesh of the module's DTensors).
 
     The report is the same in all ranks. A difference never raises; see `Report` for its answers
     `ok` and `failed`. Raises ValueError if the ranks call with different arguments or if this rank
-    is not in the group. Raises TypeError, before anything is sent, if an argument has a wrong type.
+    is not in the group, or for a group together with a mesh. Raises TypeError, before anything is
+    sent, if an argument has a wrong type.
     """
     settings: Any = {"gradients": gradients, "finite": finite, "locate": locate}
-    check_types(module=module, optimizer=optimizer, group=group, **settings)
+    check_types(module=module, optimizer=optimizer, group=group, mesh=mesh, **settings)
     options = Options(**settings, step=None if step is None else as_step_number(step))
-    return gather_report(module, as_tuple(optimizer), group, options)
+    return gather_report(module, as_tuple(optimizer), mesh or group, options)
 
 
 class Verifier:
@@ -81,12 +85,13 @@ class Verifier:
         finite: bool = True,
         locate: int = 16,
         trace_nonfinite: bool = False,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self._settings: Any = {"gradients": gradients, "finite": finite, "locate": locate}
-        check_types(module=module, optimizer=optimizer, group=group, **self._settings)
+        check_types(module=module, optimizer=optimizer, group=group, mesh=mesh, **self._settings)
         check_types(trace_nonfinite=trace_nonfinite)
         optimizers = as_tuple(optimizer)
-        self._target = module, optimizers, group
+        self._target = module, optimizers, mesh or group
         if trace_nonfinite and not optimizers:
             raise ValueError("trace_nonfinite=True needs the optimizer: its steps are counted")
         self._tracer = Tracer(module, optimizers) if trace_nonfinite else None

@@ -176,7 +176,7 @@ def _steps(run: Run) -> Iterator[str]:
         if any(shares):
             yield f"Of it, {_each(group, shares)} is exposed communication."
     verified = [line.replicas for line in measured if line.replicas is not None]
-    if verified and not any(replicas.failed for replicas in verified):
+    if verified and not any(replicas.failed or replicas.unproved for replicas in verified):
         yield "All replicas are equal."
 
 

@@ -323,6 +323,7 @@ class Ledger:
             first_bad=None if self.bad is None else self.bad.step,
             tensors=report.faults,
             not_compared=tuple(f"{each.kind} {each.name}" for each in report.not_compared),
+            held_once=report.held_once,
             ranks=report.minority,
             findings=report.findings,
             text=str(report),

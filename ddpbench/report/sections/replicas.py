@@ -58,7 +58,7 @@ def _sentences(run: ReportRun) -> Iterator[str]:
     for line in step_lines.lines(run.run):
         if (replicas := line.replicas) is not None:
             texts = list(verdict(line, run.run.plan.verify))
-            if replicas.failed or replicas.not_compared:
+            if replicas.failed or replicas.unproved:
                 texts = texts[:2]
             sentences = " ".join(f"{text.strip()}." for text in texts)
             yield f"{line.case.workload} on {line.case.backend}: {sentences}"
@@ -98,7 +98,7 @@ def _cells(line: StepLine, launch: int, replicas: Replicas) -> tuple[Any, ...]:
         line.case.workload,
         line.case.backend,
         launch,
-        _state(replicas) + ("" if not replicas.not_compared else ", not all compared"),
+        _state(replicas) + (f", {replicas.unproved.lower()}" if replicas.unproved else ""),
         replicas.verified,
         replicas.equal_until,
         replicas.first_bad,
