@@ -233,11 +233,21 @@ class StepCase:
     clock: str = "host"
     rank_reduction: str = "max"
     statistic: str = "median"
+    parallel: str = "ddp"  # "ddp", "fsdp", "hsdp", "tp" or "fsdp+tp"
+    mesh: tuple[int, ...] = ()  # ranks along each dimension; empty: DDP
+    prefetch: bool | None = None  # of the next layer's parameters; None: nothing is gathered
+    reshard_after_forward: bool | None = None  # None: nothing is sharded by fully_shard
 
     @property
     def key(self) -> str:
         """A readable name, unique among the cases of one run."""
         return f"{self.workload}/{self.backend}/{self.device}"
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks that have different batches: those along tp share one."""
+        sharing = self.mesh[-1] if self.mesh and self.parallel.endswith("tp") else 1
+        return self.world_size // sharing
 
 
 @dataclass(frozen=True)
