@@ -301,12 +301,25 @@ def test_sizes_depend_on_the_kind_of_device(
     assert replace(chosen, batch=5).batch_of(transformer) == 5
 
 
+def test_a_setting_can_be_a_word() -> None:
+    """The case names the word beside the numbers, and the default if none is asked for."""
+    parser = options.Parser(prog="ddpbench ddp")
+    ddp.add_arguments(parser)
+    contrastive = WORKLOADS["contrastive"]
+    for words, gather in ([], "grad"), (["--gather", "no-grad"], "no-grad"):
+        chosen = ddp.Options.of(parser.parse_args([*words, "--width", "8", "--device", "cpu"]))
+        values = chosen.case_values(contrastive)
+        assert values["settings"] == ("width=8", f"gather={gather}")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (("--workload", "mpl"), "Did you mean mlp"),
         (("--width", "0"), "--width"),
         (("--workload", "linear", "--width", "8"), "--width does not apply to linear"),
+        (("--workload", "mlp", "--gather", "grad"), "it belongs to --workload contrastive"),
+        (("--gather", "local"), "(choose from "),
         (("--static-graph", "--accumulate", "2"), "exclude each other"),
         (("--inject", "bitflip"), "Did you mean bit-flip"),
         (("--inject", "nan:setp=3"), "has no setting 'setp=3'"),

@@ -71,15 +71,16 @@ class Workload:
     batch     samples of one rank, by kind of device
     build     (values of all settings, rank setup) → the task. Raises ValueError with one sentence
               for settings that exclude each other. Does not communicate.
-    settings  name → default by kind of device
+    settings  name → default by kind of device: a whole number, or one of the words that
+              workloads.CHOICES lists for the name
     trains    whether its tasks have a `training`
     """
 
     name: str
     help: str
     batch: Mapping[str, int]
-    build: Callable[[Mapping[str, int], RankSetup], Task]
-    settings: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    build: Callable[[Mapping[str, Any], RankSetup], Task]
+    settings: Mapping[str, Mapping[str, int | str]] = field(default_factory=dict)
     optimizer: str = "sgd"
     learning_rate: float = 0.01
     trains: bool = False

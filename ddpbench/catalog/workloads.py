@@ -113,21 +113,35 @@ def _embedding(settings: Mapping[str, int], setup: RankSetup) -> Task:
     return Task(build_model(make, setup), generate_batches(setup, sample), loss)
 
 
-def _contrastive(settings: Mapping[str, int], setup: RankSetup) -> Task:
+def _contrastive(settings: Mapping[str, Any], setup: RankSetup) -> Task:
     """Two towers trained as in CLIP: each pair against all pairs in the joint batch of all ranks.
 
-    Every rank computes the whole loss L of the joint batch. Backward through the gather sums the
-    gradients of all n equal losses, so the features of rank r get n × dL/d(features of r). DDP then
-    averages the towers' gradients over the n ranks. This removes the factor n and adds up the
-    ranks' parts: the result is dL/d(weights), as one process computes it on the joint batch. The
-    scale is applied behind the gather: every rank has its whole gradient, and the average keeps it.
+    L is the loss of the joint batch of n ranks, f_r the features of rank r, w the weights of the
+    towers. One process on the joint batch has dL/dw = Σ_r dL/df_r · df_r/dw. DDP averages what the
+    n ranks have. The three ways are those of open_clip's ClipLoss:
+
+    grad        gather_with_grad. Each rank computes L. Backward through the gather sums the
+                gradients of n equal losses: f_r gets n · dL/df_r. The average is dL/dw.
+    no-grad     Neither flag. Each rank r computes L, in which only f_r carries a gradient. No term
+                is missing, because L of rank r holds all scores of f_r: f_r gets dL/df_r. But it
+                gets it once, not n times. The average is dL/dw / n.
+    local-loss  local_loss and gather_with_grad. Rank r computes L_r of its own rows of scores, in
+                both directions. Equal batches make L the mean of all L_r. Backward through the
+                gather sums over the ranks: f_r gets Σ_q dL_q/df_r = n · dL/df_r. The average is
+                dL/dw.
+
+    The scale is applied behind the gather. Each rank has dL/d(scale), or with local-loss
+    dL_r/d(scale); the average is dL/d(scale) in every way. So no-grad alone needs a factor: n for
+    the towers, 1 for the scale. It is not applied here, as it is not in ClipLoss.
     """
     import torch
     from torch.nn import functional
 
-    from ddpbench.catalog.models import TOWERS, Towers, gather_with_gradient
+    from ddpbench.catalog.models import TOWERS, Towers, make_gather
 
-    gather = gather_with_gradient(setup)
+    local = settings["gather"] == "local-loss"
+    gather = make_gather(setup, gradient=settings["gather"] != "no-grad")
+    place = setup.rank if local and setup.group is not None else 0
 
     def sample(g: torch.Generator) -> tuple[Tensor, ...]:
         return tuple(torch.randn(inputs, generator=g) for inputs in TOWERS)
@@ -135,9 +149,14 @@ def _contrastive(settings: Mapping[str, int], setup: RankSetup) -> Task:
     def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         features, scale = model(batch)
         left, right = gather(features)
-        scores = scale * left @ right.T
-        pairs = torch.arange(len(scores), device=scores.device)
-        both = functional.cross_entropy(scores, pairs), functional.cross_entropy(scores.T, pairs)
+        if local:
+            scores = scale * features[0] @ right.T, scale * features[1] @ left.T
+        else:
+            whole = scale * left @ right.T
+            scores = whole, whole.T
+        rows = len(scores[0])
+        pairs = torch.arange(place * rows, (place + 1) * rows, device=left.device)
+        both = [functional.cross_entropy(part, pairs) for part in scores]
         return (both[0] + both[1]) / 2
 
     model = build_model(lambda: Towers(settings["width"]), setup)
@@ -193,7 +212,7 @@ def _regression(settings: Mapping[str, int], setup: RankSetup) -> Task:
     )
 
 
-def _both(value: int) -> dict[str, int]:
+def _both(value: Any) -> dict[str, Any]:
     return {"cpu": value, "cuda": value}
 
 
@@ -205,6 +224,15 @@ SETTINGS = {
     "sequence": "tokens per sample",
     "vocabulary": "number of different tokens",
     "rows": "rows in the embedding table",
+    "gather": "how the loss gathers the features of all ranks",
+}
+# The allowed words of each setting that is no number, with their help.
+CHOICES = {
+    "gather": {
+        "grad": "with gradient",
+        "no-grad": "only the rank's own features carry a gradient",
+        "local-loss": "with gradient, and each rank scores only its own rows",
+    },
 }
 WORKLOADS: dict[str, Workload] = {
     entry.name: entry
@@ -255,7 +283,7 @@ WORKLOADS: dict[str, Workload] = {
             name="contrastive",
             help="two towers as in CLIP: the loss gathers the features of all ranks",
             batch=_both(64),
-            settings={"width": _both(256)},
+            settings={"width": _both(256), "gather": _both("grad")},
             build=_contrastive,
             optimizer="adamw",
             learning_rate=3e-4,

@@ -94,8 +94,9 @@ def advise(case: StepCase) -> str:
     """Return what to do about a case that does not fit in memory."""
     if ":" in case.workload:
         return "use a smaller batch or a smaller model"
-    settings = [setting.partition("=")[0] for setting in case.settings]
-    return f"use a smaller {list_choices(f'--{name}' for name in ['batch', *settings])}"
+    settings = (setting.partition("=") for setting in case.settings)
+    sizes = [name for name, _, value in settings if value.isdecimal()]
+    return f"use a smaller {list_choices(f'--{name}' for name in ['batch', *sizes])}"
 
 
 def release_memory(device: torch.device) -> None:

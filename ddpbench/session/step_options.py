@@ -11,7 +11,7 @@ from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.hooks import HOOKS
 from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.task import Workload
-from ddpbench.catalog.workloads import SETTINGS, WORKLOADS
+from ddpbench.catalog.workloads import CHOICES, SETTINGS, WORKLOADS
 from ddpbench.launch.placement import Refused
 from ddpbench.records.schema import Plan
 from ddpbench.records.wording import list_choices
@@ -30,7 +30,7 @@ class Options(RunOptions):
     command = "ddp"
 
     workload: tuple[str, ...] | None
-    settings: tuple[tuple[str, int], ...]
+    settings: tuple[tuple[str, int | str], ...]
     batch: int | None
     optimizer: str | None
     learning_rate: float | None
@@ -73,7 +73,7 @@ class Options(RunOptions):
             "find_unused_parameters": self.find_unused_parameters,
         }
 
-    def settings_of(self, workload: Workload) -> dict[str, int]:
+    def settings_of(self, workload: Workload) -> dict[str, int | str]:
         """Return the workload's settings: the user's, else the defaults for the device."""
         chosen = dict(self.settings)
         return {
@@ -209,14 +209,19 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         users = [each for each in WORKLOADS.values() if name in each.settings]
         defaults = [f"{each.name} {_format_default(each.settings[name])}" for each in users]
         help_text = SETTINGS.get(name, "setting of the workload")
+        if name in CHOICES:
+            words = (f"{word}: {meaning}" for word, meaning in CHOICES[name].items())
+            help_text += f". {'; '.join(words)}"
         texts += f"--{name} {help_text} (default: {'; '.join(defaults)})\n"
-    add = options.add_group(parser, "size of the model", texts)
+    add = options.add_group(parser, "settings of the workload", texts)
     for name in names:
-        flag, kind = f"--{name}", options.whole(1)
-        add(flag, kind=kind, default=(), dest="settings", action=_Setting, metavar="N")
+        values: dict[str, Any] = {"kind": options.whole(1), "metavar": "N"}
+        if name in CHOICES:
+            values = {"choices": tuple(CHOICES[name])}
+        add(f"--{name}", default=(), dest="settings", action=_Setting, **values)
 
 
-def _format_default(by_device: Mapping[str, int]) -> str:
+def _format_default(by_device: Mapping[str, int | str]) -> str:
     cpu, cuda = by_device["cpu"], by_device["cuda"]
     return f"{cpu}" if cpu == cuda else f"{cpu}, {cuda} on GPUs"
 

@@ -28,29 +28,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from warm_python import warm_python
 
 from ddpbench.catalog import models, user_workload, workloads
 from ddpbench.catalog.task import BATCHES, EPOCHS, RankSetup, Task
-from ddpbench.catalog.workloads import WORKLOADS, get
+from ddpbench.catalog.workloads import CHOICES, WORKLOADS, get
 
 CPU = torch.device("cpu")
 # Shapes of each workload that take a moment.
-SMALL: dict[str, dict[str, int]] = {
+SMALL: dict[str, dict[str, Any]] = {
     "linear": {},
     "mlp": {"width": 16, "depth": 3},
     "convnet": {"width": 4, "depth": 2},
     "transformer": {"layers": 2, "width": 128, "sequence": 8, "vocabulary": 50},
     "embedding": {"rows": 500, "width": 8},
-    "contrastive": {"width": 16},
+    "contrastive": {"width": 16, "gather": "grad"},
     "regression": {"width": 16, "depth": 3},
 }
 
 
-def built(name: str, setup: RankSetup) -> Task:
+def built(name: str, setup: RankSetup, **settings: Any) -> Task:
     """A small task."""
-    return WORKLOADS[name].build(SMALL[name], setup)
+    return WORKLOADS[name].build({**SMALL[name], **settings}, setup)
 
 
 def alone(rank: int = 0, world_size: int = 1, batch: int = 4, seed: int = 3) -> RankSetup:
@@ -299,10 +300,14 @@ def parameters(task: Task) -> str:
     return bytes(values.view(torch.uint8).tolist()).hex()
 
 
-def joined(setup: RankSetup) -> list[float]:
-    """How far each gradient of contrastive is from one process's on the joined batch of all ranks,
-    relative to the largest element; in float64, in the first and the second batch."""
-    task = built("contrastive", setup)
+def joined(setup: RankSetup, gather: str) -> dict[str, list[float]]:
+    """Compare contrastive in DDP with one process on the joined batch of all ranks, in float64.
+
+    Returns for the first and the second batch: by how much the mean of the ranks' losses differs;
+    for each weight of the towers, and for the scale, the ratio of the gradients and how far they
+    are from that ratio, relative to the largest element.
+    """
+    task = built("contrastive", setup, gather=gather)
     replica = DistributedDataParallel(task.model.double(), process_group=setup.group)
     everyone = [
         built("contrastive", replace(setup, rank=rank, group=None))
@@ -310,7 +315,7 @@ def joined(setup: RankSetup) -> list[float]:
     ]
     single = everyone[0]
     single.model.double()
-    apart = []
+    seen: dict[str, list[float]] = {"loss": [], "towers": [], "scale": [], "apart": []}
     for step in range(2):
         batches = [[part.double() for part in one.batch(step)] for one in everyone]
         loss = task.loss(replica, batches[setup.rank])
@@ -318,17 +323,52 @@ def joined(setup: RankSetup) -> list[float]:
         whole = [torch.cat(parts) for parts in zip(*batches, strict=True)]
         wanted_loss = single.loss(single.model, whole)
         wanted_loss.backward()
-        apart.append(abs(float(loss.detach() - wanted_loss.detach())))
-        pairs = zip(task.model.parameters(), single.model.parameters(), strict=True)
-        for got, wanted in pairs:
-            assert got.grad is not None
-            assert wanted.grad is not None
-            scale = wanted.grad.abs().max().item()
-            assert scale > 0
-            apart.append((got.grad - wanted.grad).abs().max().item() / scale)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=setup.group)
+        seen["loss"].append(abs(float(mean / setup.world_size - wanted_loss.detach())))
+        single_parameters = dict(single.model.named_parameters())
+        for name, parameter in task.model.named_parameters():
+            got, wanted = parameter.grad, single_parameters[name].grad
+            assert got is not None
+            assert wanted is not None
+            ratio = float((got * wanted).sum() / wanted.square().sum())
+            seen["scale" if name == "scale" else "towers"].append(ratio)
+            distance = (got - ratio * wanted).abs().max() / wanted.abs().max()
+            seen["apart"].append(float(distance))
         replica.zero_grad()
         single.model.zero_grad()
-    return apart
+    return seen
+
+
+def with_constants(setup: RankSetup) -> list[float]:
+    """How far each gradient of contrastive with no-grad is from one process's that scores the
+    joined batch once for each rank, with the features of all other ranks detached, and averages
+    these losses; relative to the largest element, in float64."""
+    task = built("contrastive", setup, gather="no-grad")
+    replica = DistributedDataParallel(task.model.double(), process_group=setup.group)
+    single = built("contrastive", replace(setup, rank=0, group=None))
+    single.model.double()
+    parts = [
+        [
+            part.double()
+            for part in built("contrastive", replace(setup, rank=r, group=None)).batch(0)
+        ]
+        for r in range(setup.world_size)
+    ]
+    task.loss(replica, parts[setup.rank]).backward()
+    outputs = [single.model(part) for part in parts]
+    total = torch.zeros((), dtype=torch.float64)
+    for kept in range(setup.world_size):
+        features = [f if r == kept else f.detach() for r, (f, _) in enumerate(outputs)]
+        left, right = torch.cat(features, dim=1)
+        scores, pairs = outputs[0][1] * left @ right.T, torch.arange(len(left))
+        total = total + cross_entropy(scores, pairs) / 2 + cross_entropy(scores.T, pairs) / 2
+    (total / setup.world_size).backward()
+    return [
+        float((got.grad - wanted.grad).abs().max() / wanted.grad.abs().max())
+        for got, wanted in zip(task.model.parameters(), single.model.parameters(), strict=True)
+        if got.grad is not None and wanted.grad is not None
+    ]
 
 
 def job(folder: Path, group: Any) -> None:
@@ -340,7 +380,8 @@ def job(folder: Path, group: Any) -> None:
     try:
         for name in WORKLOADS:
             outcomes[name] = in_ddp(name, setup)
-        outcomes["joined"] = joined(setup)
+        outcomes["joined"] = {way: joined(setup, way) for way in CHOICES["gather"]}
+        outcomes["with constants"] = with_constants(setup)
     except Exception:
         outcomes["error"] = traceback.format_exc()
     (folder / f"{rank}.json").write_text(json.dumps(outcomes))
@@ -405,7 +446,7 @@ def run_mpi(folder: Path, size: int) -> str:
     return mpi_jobs.run_job(job_mpi, size, folder).stderr
 
 
-GROUPS = ["gloo-2", "gloo-3", "mpi-2"]
+GROUPS = ["gloo-2", "gloo-4", "mpi-2"]
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -423,11 +464,34 @@ def test_a_ddp_step(outcomes: Callable[[str], list[Any]], group: str, name: str)
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_contrastive_is_as_one_process(outcomes: Callable[[str], list[Any]], group: str) -> None:
-    """Loss and gradients in DDP are those of one process on the joined batch of all ranks."""
+@pytest.mark.parametrize("way", CHOICES["gather"])
+def test_contrastive_is_as_one_process(
+    outcomes: Callable[[str], list[Any]], group: str, way: str
+) -> None:
+    """In DDP the mean loss is that of one process on the joined batch of all ranks, and so are the
+    gradients; but the towers' are divided by the number of ranks where the gather has none."""
+    ranks = outcomes(group)
+    factor = 1 / len(ranks) if way == "no-grad" else 1
+    for one in ranks:
+        seen = one["joined"][way]
+        assert {name: len(values) for name, values in seen.items()} == {
+            "loss": 2, "towers": 2 * 8, "scale": 2, "apart": 2 * 9,
+        }  # fmt: skip
+        assert max(seen["loss"]) < 1e-12
+        assert seen["towers"] == pytest.approx([factor] * 16, rel=1e-12)
+        assert seen["scale"] == pytest.approx([1] * 2, rel=1e-12)
+        assert max(seen["apart"]) < 1e-12
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_no_grad_takes_other_ranks_for_constants(
+    outcomes: Callable[[str], list[Any]], group: str
+) -> None:
+    """The gradients of --gather no-grad in DDP are those of one process that averages the losses of
+    all ranks, each with the features of the other ranks detached."""
     for one in outcomes(group):
-        assert len(one["joined"]) == 2 * (1 + 9)
-        assert max(one["joined"]) < 1e-12
+        assert len(one["with constants"]) == 9
+        assert max(one["with constants"]) < 1e-12
 
 
 if __name__ == "__main__":

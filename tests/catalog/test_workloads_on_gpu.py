@@ -19,13 +19,13 @@ from ddpbench.catalog.task import RankSetup
 from ddpbench.catalog.workloads import WORKLOADS
 
 # Shapes of each workload that take a moment.
-SMALL: dict[str, dict[str, int]] = {
+SMALL: dict[str, dict[str, Any]] = {
     "linear": {},
     "mlp": {"width": 16, "depth": 3},
     "convnet": {"width": 4, "depth": 1},
     "transformer": {"layers": 1, "width": 128, "sequence": 8, "vocabulary": 50},
     "embedding": {"rows": 500, "width": 8},
-    "contrastive": {"width": 16},
+    "contrastive": {"width": 16, "gather": "grad"},
     "regression": {"width": 16, "depth": 3},
 }
 
@@ -70,7 +70,7 @@ def test_the_joined_batch_is_gathered_from_gpu_to_gpu(simulated_gpu: SimulatedGp
         task = WORKLOADS["contrastive"].build(SMALL["contrastive"], setup)
         called = len(simulated_gpu.called)
         assert task.loss(task.model, task.batch(0)).device == CUDA
-        gather: Any = models.gather_with_gradient(setup)
+        gather: Any = models.make_gather(setup, gradient=True)
         share = gather.__self__.backward(None, torch.ones(2, 12, 16, device=CUDA))
     assert (share.device, share.shape) == (CUDA, (2, 4, 16))
     assert not [each for each in simulated_gpu.called[called:] if each.endswith("→cpu")]

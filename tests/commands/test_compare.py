@@ -282,6 +282,15 @@ def test_a_step_of_another_model_is_incomparable(compared: Compare) -> None:
     assert "settings width=1024+depth=8 → width=512+depth=8, comm_hook none → fp16" in out
 
 
+def test_a_step_with_another_gather_is_incomparable(compared: Compare) -> None:
+    """A setting that is a word is part of the case, like one that is a number."""
+    ways = [("width=256", "gather=grad"), ("width=256", "gather=local-loss")]
+    cases = [a_step_case(workload="contrastive", settings=settings) for settings in ways]
+    code, out, _ = compared(*(a_step_run(*(a_step_result(c, n) for n in range(6))) for c in cases))
+    assert code == 3
+    assert "settings width=256+gather=grad → width=256+gather=local-loss" in out
+
+
 def test_cases_of_one_side_are_listed(compared: Compare) -> None:
     """Sizes that one run alone has are named, and what was skipped with the reason; they are no
     failure, but --strict asks for all that BASE has."""

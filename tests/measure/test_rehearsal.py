@@ -196,6 +196,12 @@ def test_a_lack_of_memory_is_told_with_the_options_that_help(error: Exception, t
     )
 
 
+def test_the_options_that_help_are_numbers() -> None:
+    """A setting that is a word makes no step smaller."""
+    case = a_step_case(settings=("width=256", "gather=grad"))
+    assert rehearsal.advise(case) == "use a smaller --batch or --width"
+
+
 def test_other_errors_are_no_lack_of_memory() -> None:
     """They are described as what they are."""
     assert rehearsal.describe_shortage(RuntimeError("shapes differ"), a_step_case()) is None

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from in_process import call_in_process
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary, sample_columns
-from stored_steps import a_step_result
+from stored_steps import a_step_case, a_step_result, a_step_run
 
 from ddpbench.records import codec, store
 from ddpbench.records.schema import (
@@ -500,3 +500,18 @@ def test_list_counts_a_case_once_however_many_launches_measured_it(
     (tmp_path / "results/thrice/run.json").write_bytes(codec.encode(run))
     heads, _, row = call_in_process(["list"]).out.splitlines()
     assert row[heads.index("ranks") + len("ranks") : heads.index("state")].strip() == "1"
+
+
+def test_contrastive_of_an_older_run_gathered_with_gradient(tmp_path: Path) -> None:
+    """It is the same case as one that is measured today with the default, and no other."""
+    cases = [
+        a_step_case(workload="contrastive", settings=settings)
+        for settings in (("width=256",), ("width=256", "gather=no-grad"))
+    ]
+    run = a_step_run(*map(a_step_result, [*cases, a_step_case()]))
+    folder = store.create(tmp_path / "run", run, "ddp")
+    assert [step.case.settings for step in store.read(folder).steps] == [
+        ("width=256", "gather=grad"),
+        ("width=256", "gather=no-grad"),
+        ("width=1024", "depth=8"),
+    ]
