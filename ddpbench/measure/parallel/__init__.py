@@ -1,0 +1,1 @@
+"""Steps of a model whose parameters or compute are divided over a mesh."""

@@ -1,0 +1,438 @@
+"""The collectives of a sharded training step: left as they are, switched off, or timed.
+
+fully_shard calls functions of torch.distributed, DTensor calls the operators of
+torch.ops._c10d_functional. Both look them up by name at each call, in whatever thread they run, so
+replacing the names during a step reaches every call and costs nothing in other steps.
+
+fully_shard's hooks name the layer group of a collective. A collective of DTensor belongs to the
+module whose forward is running; in backward, to the module whose forward made the autograd node
+that runs, which its sequence number tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ddpbench.analysis.spans import Span
+from ddpbench.runtime import devices
+from ddpbench.runtime.devices import Event, elapsed_ns
+
+MODES = ("plain", "noop", "timed")
+ROOT = "root"
+# The names by which torch calls the operations; those from torch 2.13 on, and those before.
+GATHERS = ("all_gather_single", "all_gather_into_tensor")
+SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+@dataclass
+class _Record:
+    """A collective of the running step."""
+
+    operation: str
+    layers: str
+    phase: str
+    nbytes: int
+    ranks: tuple[int, ...]
+    begin: Event
+    end: Event | None = None
+    waits: list[tuple[Event, Event]] = field(default_factory=list)
+
+    def span(self, origin: Event, last: Event) -> Span:
+        begin, end = (elapsed_ns(origin, each) for each in (self.begin, self.end or last))
+        exposed = sum(elapsed_ns(first, then) for first, then in self.waits)
+        return Span(
+            self.operation,
+            self.layers,
+            self.phase,
+            self.nbytes,
+            begin,
+            exposed,
+            max(end, begin),
+            self.ranks,
+        )
+
+
+class Communication:
+    """The collectives of one model during its steps.
+
+    mode  "plain": nothing is changed
+          "noop":  no byte moves. An all_gather copies the rank's shard into every slot, a
+                   reduce_scatter takes the rank's slice, an all_reduce leaves its input. Shapes,
+                   dtypes and the compute stay the same; the replicas diverge.
+          "timed": each collective is carried out and leaves a Span. The result of the step does
+                   not change.
+
+    model: after fully_shard or parallelize_module. layers: more modules that are groups of layers,
+    for what DTensor communicates; those of fully_shard need not be named.
+
+    Covered are all_gather, reduce_scatter and all_reduce; any other collective is carried out in
+    every mode, and has no span. On a GPU, stamps are events on the stream that is current at the
+    call. That this gives the exposed time of collectives on fully_shard's own streams was never
+    tried on a GPU.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, layers: Sequence[nn.Module] = ()
+    ) -> None:
+        self.mode = "plain"
+        self._device = device
+        names = {module: name or ROOT for name, module in model.named_modules()}
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._param_groups = [
+            (group, names[module]) for module in sharded for group in _param_groups(module)
+        ]
+        groups = dict.fromkeys([*(module for module in sharded if module is not model), *layers])
+        self._layers = {names[module]: module for module in groups}
+        self._label: str | None = None  # the group that fully_shard works on
+        self._open: list[tuple[str, int]] = []  # modules whose forward runs; first sequence numbers
+        self._made: list[tuple[int, int, str]] = []  # sequence numbers of each module's nodes
+        self._records: list[_Record] = []
+        self._pending: dict[int, _Record] = {}  # by the memory of the result of an operator
+        self._within = False  # an operator may call itself, for autograd
+        self._ranks: dict[dist.ProcessGroup, tuple[int, ...]] = {}
+        self._origin = self._last = self._stamp()
+
+    @property
+    def spans(self) -> list[Span]:
+        """Return the spans of the latest step in mode "timed", in the order of the calls.
+
+        On a GPU, synchronise the device first.
+        """
+        return [record.span(self._origin, self._last) for record in self._records]
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Apply the mode to what runs inside: one step, or a stretch of steps without spans."""
+        if self.mode == "plain":
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            for owner, name, new in self._replacements():
+                stack.enter_context(_replaced(owner, name, new))
+            if self.mode == "timed":
+                self._begin_step(stack)
+            yield
+            self._last = self._stamp()
+
+    def _begin_step(self, stack: contextlib.ExitStack) -> None:
+        for each in (self._records, self._pending, self._open, self._made):
+            each.clear()
+        for name, module in self._layers.items():
+            enter, leave = self._module_hooks(name)
+            for handle in (
+                module.register_forward_pre_hook(enter, prepend=True),
+                module.register_forward_hook(leave),
+            ):
+                stack.callback(handle.remove)
+        self._origin = self._stamp()
+
+    def _stamp(self) -> Event:
+        kind = devices.of(self._device)
+        event = kind.event(self._device)
+        with kind.current(self._device):
+            event.record()
+        return event
+
+    # --- what is replaced ---------------------------------------------------------------------
+
+    def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        gather, scatter, reduce = (
+            (_leave_gather, _leave_scatter, _leave_reduce)
+            if self.mode == "noop"
+            else (self._time_gather, self._time_scatter, self._time_reduce)
+        )
+        wanted: list[tuple[str, Any]] = [(name, gather) for name in GATHERS]
+        wanted += [(name, scatter) for name in SCATTERS]
+        wanted.append(("all_reduce", reduce))
+        for name, make in wanted:
+            if hasattr(dist, name):
+                real = getattr(dist, name)
+                yield dist, name, make if self.mode == "noop" else make(real)
+        yield from self._operator_replacements()
+        if self.mode == "timed":
+            for group, name in self._param_groups:
+                for method in ("unshard", "post_backward"):
+                    yield group, method, self._labelled(name, getattr(group, method))
+
+    def _operator_replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        space = torch.ops._c10d_functional
+        for name, leave in _LEFT.items():
+            packet = getattr(space, name)
+            call = leave if self.mode == "noop" else self._time_operator(name, packet)
+            yield space, name, _Operator(packet, call)
+        if self.mode == "timed":
+            wait = self._time_wait(space.wait_tensor)
+            yield space, "wait_tensor", _Operator(space.wait_tensor, wait)
+
+    # --- timed --------------------------------------------------------------------------------
+
+    def _time_gather(self, real: Any) -> Any:
+        def all_gather(
+            output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+        ) -> Any:
+            def call() -> Any:
+                return real(output_tensor, input_tensor, group=group, async_op=async_op)
+
+            return self._time("all_gather", output_tensor.nbytes, group, call)
+
+        return all_gather
+
+    def _time_scatter(self, real: Any) -> Any:
+        def reduce_scatter(
+            output: Tensor,
+            input: Tensor,  # noqa: A002  # fully_shard passes it by this name
+            op: Any = dist.ReduceOp.SUM,
+            group: Any = None,
+            async_op: bool = False,
+        ) -> Any:
+            def call() -> Any:
+                return real(output, input, op=op, group=group, async_op=async_op)
+
+            return self._time("reduce_scatter", input.nbytes, group, call)
+
+        return reduce_scatter
+
+    def _time_reduce(self, real: Any) -> Any:
+        def all_reduce(
+            tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        ) -> Any:
+            def call() -> Any:
+                return real(tensor, op=op, group=group, async_op=async_op)
+
+            return self._time("all_reduce", tensor.nbytes, group, call)
+
+        return all_reduce
+
+    def _time(self, operation: str, nbytes: int, group: Any, call: Callable[[], Any]) -> Any:
+        record = self._begin(operation, nbytes, group)
+        work = call()
+        returned = self._stamp()
+        record.waits.append((record.begin, returned))
+        if not isinstance(work, dist.Work):
+            record.end = returned
+            return work
+        return _TimedWork(work, record, self._stamp)
+
+    def _time_operator(self, name: str, packet: Any) -> Any:
+        operation = OPERATORS[name]
+
+        def call(tensor: Tensor, *args: Any) -> Any:
+            if self._within:
+                return packet(tensor, *args)
+            group = _resolve(args[-1])
+            slots = group.size() if operation == "all_gather" else 1
+            record = self._begin(operation, tensor.nbytes * slots, group)
+            self._within = True
+            try:
+                result = packet(tensor, *args)
+            finally:
+                self._within = False
+            record.waits.append((record.begin, self._stamp()))
+            self._pending[result.untyped_storage().data_ptr()] = record
+            return result
+
+        return call
+
+    def _time_wait(self, packet: Any) -> Any:
+        def wait_tensor(tensor: Tensor) -> Any:
+            record = self._pending.pop(tensor.untyped_storage().data_ptr(), None)
+            began = self._stamp()
+            result = packet(tensor)
+            if record is not None:
+                record.end = self._stamp()
+                record.waits.append((began, record.end))
+            return result
+
+        return wait_tensor
+
+    def _begin(self, operation: str, nbytes: int, group: Any) -> _Record:
+        layers, phase = self._place()
+        record = _Record(operation, layers, phase, nbytes, self._ranks_of(group), self._stamp())
+        self._records.append(record)
+        return record
+
+    def _ranks_of(self, group: dist.ProcessGroup | None) -> tuple[int, ...]:
+        group = group or dist.group.WORLD
+        assert group is not None
+        if group not in self._ranks:
+            self._ranks[group] = tuple(dist.get_process_group_ranks(group))
+        return self._ranks[group]
+
+    # --- whose collective it is ---------------------------------------------------------------
+
+    def _labelled(self, name: str, real: Any) -> Any:
+        def call(*args: Any, **keywords: Any) -> Any:
+            before, self._label = self._label, name
+            try:
+                return real(*args, **keywords)
+            finally:
+                self._label = before
+
+        return call
+
+    def _module_hooks(self, name: str) -> tuple[Any, Any]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._open.append((name, torch.autograd._get_sequence_nr()))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            own, first = self._open.pop()
+            self._made.append((first, torch.autograd._get_sequence_nr(), own))
+
+        return enter, leave
+
+    def _place(self) -> tuple[str, str]:
+        """Return the layer group and the phase of the collective that begins."""
+        backward = torch._C._current_graph_task_id() != -1
+        phase = "backward" if backward else "forward"
+        if self._label is not None:
+            return self._label, phase
+        if not backward:
+            return self._open[-1][0] if self._open else ROOT, phase
+        node = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else -1
+        made = [(end - first, name) for first, end, name in self._made if first <= number < end]
+        return min(made)[1] if made else ROOT, phase
+
+
+class _TimedWork(dist.Work):
+    """A running collective that notes when it ends, and how long it is waited for."""
+
+    def __init__(self, work: Any, record: _Record, stamp: Callable[[], Event]) -> None:
+        super().__init__()
+        self._work, self._record, self._stamp = work, record, stamp
+
+        def note_end(_: Any) -> None:
+            record.end = stamp()
+
+        work.get_future().add_done_callback(note_end)
+
+    def wait(self, *args: Any, **keywords: Any) -> bool:
+        began = self._stamp()
+        done: bool = self._work.wait(*args, **keywords)
+        self._record.waits.append((began, self._stamp()))
+        return done
+
+    def is_completed(self) -> bool:
+        done: bool = self._work.is_completed()
+        return done
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
+
+class _Operator:
+    """An operator of torch that calls something else, and has all other attributes as before."""
+
+    def __init__(self, packet: Any, call: Any) -> None:
+        self._packet, self._call = packet, call
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self._call(*args, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._packet, name)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """Let an attribute of an object be another one; afterwards, the object is as before."""
+    own = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+def _param_groups(module: FSDPModule) -> list[Any]:
+    """Return fully_shard's groups of a module's parameters; torch 2.7 has one at most."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def _resolve(group: Any) -> Any:
+    """Return the process group of an operator's argument: its name, or the group itself."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    return resolve(group) if isinstance(group, str) else group
+
+
+# --- nothing moves --------------------------------------------------------------------------------
+
+
+class _Done(dist.Work):
+    """A collective that has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _leave_gather(
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    own = dist.get_rank(group)
+    flat = input_tensor.reshape(-1)
+    for rank, slot in enumerate(output_tensor.view(-1).split(flat.numel())):
+        if rank != own or slot.data_ptr() != flat.data_ptr():  # the input may be its own slot
+            slot.copy_(flat)
+    return _Done() if async_op else None
+
+
+def _leave_scatter(
+    output: Tensor,
+    input: Tensor,  # noqa: A002
+    op: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    output.view(-1).copy_(input.view(-1).split(output.numel())[dist.get_rank(group)])
+    return _Done() if async_op else None
+
+
+def _leave_reduce(tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+    return _Done() if async_op else None
+
+
+def _leave_reduce_operator(tensor: Tensor, op: str, group: Any) -> Tensor:
+    return tensor.clone()
+
+
+def _leave_gather_operator(tensor: Tensor, size: int, group: Any) -> Tensor:
+    return torch.cat([tensor] * size)
+
+
+def _leave_scatter_operator(tensor: Tensor, op: str, size: int, group: Any) -> Tensor:
+    own: Tensor = tensor.chunk(size)[_resolve(group).rank()]
+    return own.clone()
+
+
+_LEFT: dict[str, Any] = {
+    "all_reduce": _leave_reduce_operator,
+    "all_gather_into_tensor": _leave_gather_operator,
+    "reduce_scatter_tensor": _leave_scatter_operator,
+}
+OPERATORS = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
