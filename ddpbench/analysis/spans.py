@@ -1,8 +1,12 @@
-"""One collective of a training step, as one rank timed it."""
+"""The collectives of a training step, as they were timed one by one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -20,3 +24,18 @@ class Span:
     exposed_ns: int
     end_ns: int
     ranks: tuple[int, ...] = ()  # of the process group, by their numbers in the default group
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The collectives of a step, in the order of the calls, and their times in the arm "timed".
+
+    spans   of one step of rank 0; all ranks have the same, but for times and process groups
+    groups  of each collective, the process groups that carry it out at once: their ranks
+    ns      [world, round, collective, 3] of the last step of a round: from the begin of the step
+            until the call, exposed, from the begin of the step until the end
+    """
+
+    spans: Sequence[Span]
+    groups: Sequence[tuple[tuple[int, ...], ...]]
+    ns: npt.NDArray[np.int64]

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddpbench.analysis import stats, steps
+from ddpbench.analysis import sharded_steps, stats, steps
 from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, raised_flags
 from ddpbench.records.schema import (
     Bucket,
+    Collective,
     Figure,
     Part,
     Phase,
@@ -151,6 +152,8 @@ def _over_launches(summaries: list[StepSummary]) -> StepSummary:
         speed_up=_middle(factors) if len(factors) == len(summaries) else None,
         timers={name: _median(each[name] for each in timers) for name in names},
         buckets=_buckets([s.buckets for s in summaries]),
+        collectives=_collectives([s.collectives for s in summaries]),
+        peak_nbytes=max(s.peak_nbytes for s in summaries),
         observer=next(_parts([(s.observer,) if s.observer else () for s in summaries]), None),
     )
 
@@ -194,7 +197,7 @@ def _parts(budgets: Sequence[tuple[Part, ...]]) -> Iterator[Part]:
             least = steps.LATE_SHARE if part.rank is not None else 0.0
             step = figure.value / share if share else 0.0
             resolved = figure.interval.low > least * step
-        yield Part(part.name, figure, share, resolved, part.rank)
+        yield Part(part.name, figure, share, resolved, part.rank, part.source)
 
 
 def _adding_up(budgets: Sequence[tuple[Part, ...]]) -> dict[str, float]:
@@ -213,6 +216,11 @@ def _adding_up(budgets: Sequence[tuple[Part, ...]]) -> dict[str, float]:
     if {steps.EXPOSED, steps.TRANSFER} <= common:
         values[steps.OVERHEAD] = values[steps.EXPOSED] - values[steps.TRANSFER]
         values[steps.COMMUNICATION] = values[steps.TRANSFER] + values[steps.HIDDEN]
+    if operations := common.intersection(sharded_steps.EXPOSED_OF.values()):
+        values |= {name: _median(each[name] for each in launches) for name in operations}
+        if steps.EXPOSED in values:
+            spans = sum(map(values.__getitem__, operations))
+            values[steps.OVERHEAD] = values[steps.EXPOSED] - spans
     return values
 
 
@@ -230,5 +238,25 @@ def _merged(same: Sequence[Bucket]) -> Bucket:
         handed_seconds=_median(bucket.handed_seconds for bucket in same),
         wire=_middle(bucket.wire for bucket in same),
         wait=_middle(bucket.wait for bucket in same),
+        late_rank=late.pop() if len(late) == 1 else None,
+    )
+
+
+def _collectives(launches: Sequence[tuple[Collective, ...]]) -> tuple[Collective, ...]:
+    """Merge one by one; empty unless all launches have the same collectives."""
+    kinds = {
+        tuple((c.layers, c.phase, c.operation, c.calls, c.nbytes) for c in collectives)
+        for collectives in launches
+    }
+    return () if len(kinds) > 1 else tuple(map(_joined, zip(*launches, strict=True)))
+
+
+def _joined(same: Sequence[Collective]) -> Collective:
+    late = {each.late_rank for each in same}
+    return replace(
+        same[0],
+        exposed=_middle(each.exposed for each in same),
+        hidden=_middle(each.hidden for each in same),
+        wait=_middle(each.wait for each in same),
         late_rank=late.pop() if len(late) == 1 else None,
     )

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpbench.analysis import stats
+from ddpbench.analysis.spans import Timed
 from ddpbench.analysis.stats import Floats
 from ddpbench.records.schema import Bucket, Figure, Interval, Part, Phase, StepSummary
 
@@ -55,6 +56,8 @@ class Samples:
     # bucket was handed over, until it was reduced.
     bucket_stamps: Ints | None
     verify: Ints  # ns[world, verification], not part of `walls`
+    timed: Timed | None = None  # collectives of a sharded step
+    peak_nbytes: Ints | None = None  # [world]: memory at the peak of a step
 
     @property
     def world(self) -> int:
@@ -80,14 +83,14 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
     ddp = samples.arm("ddp")
     assert ddp is not None
     in_a_row = ddp.shape[2]
-    timed, arm = _time(samples, "timed"), _time(samples, "ddp")
+    timed, arm = arm_seconds(samples, "timed"), arm_seconds(samples, "ddp")
     step = figure(arm)
     assert step is not None
     seconds = step.value
     factor = None
     if samples.world > 1:
         free = "no_sync" if "no_sync" in samples.stamps else "noop"
-        factor = figure(arm / _time(samples, free))
+        factor = figure(arm / arm_seconds(samples, free))
     return StepSummary(
         rounds=samples.rounds,
         in_a_row=in_a_row,
@@ -125,7 +128,7 @@ def figure(values: Floats, confidence: float = 0.95, of: str = "rounds") -> Figu
     return Figure(float(np.median(known)), interval)
 
 
-def _time(samples: Samples, name: str) -> Floats:
+def arm_seconds(samples: Samples, name: str) -> Floats:
     """Return seconds[round] of a step of an arm; NaN if it was not measured."""
     stamps = samples.arm(name)
     if stamps is None:
@@ -182,7 +185,7 @@ def _budget(samples: Samples, ddp: Floats, step: float) -> Iterator[Part]:
     communication overhead  exposed communication - exposed transfer: waking threads, bookkeeping,
                             ranks out of step, backward slowed by hidden communication
     """
-    noop, no_sync = _time(samples, "noop"), _time(samples, "no_sync")
+    noop, no_sync = arm_seconds(samples, "noop"), arm_seconds(samples, "no_sync")
     parts: dict[str, tuple[Floats, ...]] = {COMPUTE: (no_sync,)}
     if samples.world > 1:
         if "no_sync" not in samples.stamps:
@@ -196,11 +199,11 @@ def _budget(samples: Samples, ddp: Floats, step: float) -> Iterator[Part]:
                 HIDDEN: (whole, after),
                 COMMUNICATION: (whole,),
             }
-    known = [_difference(name, step, *values) for name, values in parts.items()]
+    known = [difference(name, step, *values) for name, values in parts.items()]
     yield from (part for part in [*known, _waiting(samples, step)] if part is not None)
 
 
-def _difference(name: str, step: float, first: Floats, *less: Floats) -> Part | None:
+def difference(name: str, step: float, first: Floats, *less: Floats) -> Part | None:
     """Return the median of the first less the medians of the others, so that parts add up.
 
     The interval is of the median of the differences, paired by round. The two medians may differ a

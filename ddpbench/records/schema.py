@@ -278,6 +278,7 @@ class Part:
     share: float | None  # of the step
     resolved: bool  # its interval is clear of 0: it is more than noise
     rank: int | None = None  # that is to blame
+    source: str = ""  # "arms": a difference of arms; "spans": timed collectives; "": not told
 
 
 @dataclass(frozen=True)
@@ -292,6 +293,21 @@ class Bucket:
     handed_seconds: float  # from the start of backward until the last rank hands it over, median
     wire: Figure  # the least over ranks of (reduced - handed over)
     wait: Figure  # the most over ranks of it, less the wire
+    late_rank: int | None  # for which the others wait; None: none stands out of the noise
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What a layer group communicates by one operation in one phase of a step."""
+
+    layers: str  # "blocks.3", or "root" for what no other group has
+    phase: str  # "forward", "backward"
+    operation: str
+    calls: int  # in a step
+    nbytes: int  # of these calls together: of the total buffers
+    exposed: Figure  # how long the compute waits for it, on the rank that waits least
+    hidden: Figure  # while it is on its way and the compute goes on
+    wait: Figure  # the most over ranks of the exposed time, less the least
     late_rank: int | None  # for which the others wait; None: none stands out of the noise
 
 
@@ -359,7 +375,9 @@ class StepSummary:
     speed_up: Figure | None = None  # a factor: the step without any communication
     timers: dict[str, float] = field(default_factory=dict)  # DDP's own: name → seconds, median
     buckets: tuple[Bucket, ...] = ()
-    observer: Part | None = None  # what the timing hook of `buckets` adds to a step
+    observer: Part | None = None  # what timing the buckets or collectives adds to a step
+    collectives: tuple[Collective, ...] = ()  # of a sharded step, in the order of the first calls
+    peak_nbytes: int = 0  # memory at the peak of a step, of the rank that needs most; 0: not known
 
 
 @dataclass(frozen=True)

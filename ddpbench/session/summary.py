@@ -69,7 +69,9 @@ def step_columns(case: str, launch: int, samples: steps.Samples) -> dict[str, An
     """Return the SAMPLE_COLUMNS of a DDP step, with entry and exit in ns.
 
     "CASE/ARM/PHASE" counts from the first step of the round, "CASE/bucket/INDEX" from the begin of
-    backward, "CASE/verify" from the begin of the verification.
+    backward, "CASE/verify" from the begin of the verification. Of the collectives of a sharded
+    step, in the order of the calls, "CASE/collective/INDEX/OPERATION/LAYERS/PHASE" counts from the
+    begin of the step, and "CASE/exposed/INDEX" is how long the compute waited.
     """
     spans: dict[str, npt.NDArray[np.int64]] = {}  # name → [world, repetition, (entry, exit)]
     for arm, stamps in samples.stamps.items():
@@ -79,6 +81,12 @@ def step_columns(case: str, launch: int, samples: steps.Samples) -> dict[str, An
     if samples.bucket_stamps is not None:
         for i in range(samples.bucket_stamps.shape[2]):
             spans[f"{case}/bucket/{i}"] = samples.bucket_stamps[:, :, i]
+    if samples.timed is not None:
+        for i, span in enumerate(samples.timed.spans):
+            begin, exposed, end = (samples.timed.ns[:, :, i, column] for column in range(3))
+            place = f"{span.operation}/{span.layers}/{span.phase}"
+            spans[f"{case}/collective/{i}/{place}"] = np.stack([begin, end], axis=2)
+            spans[f"{case}/exposed/{i}"] = np.stack([np.zeros_like(exposed), exposed], axis=2)
     if samples.verify.size:
         spans[f"{case}/verify"] = np.stack([np.zeros_like(samples.verify), samples.verify], axis=2)
     return span_columns(spans, launch)

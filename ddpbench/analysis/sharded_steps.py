@@ -1,0 +1,164 @@
+"""Figures of a step whose collectives were timed one by one: pure functions of arrays.
+
+The parts of the step come from the arms, as steps.py explains; what of the exposed communication
+belongs to which operation and layer group comes from the spans of the arm "timed".
+
+A rank's time in a collective is the transfer plus its wait for other ranks. The rank that comes
+last waits least, so the least over the ranks of a process group is the transfer. Of several groups
+that work at once, the slowest counts. This needs no common clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ddpbench.analysis import steps
+from ddpbench.analysis.spans import Span
+from ddpbench.analysis.stats import Floats
+from ddpbench.analysis.steps import Samples, difference, figure
+from ddpbench.records.schema import Collective, Part, StepSummary
+
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
+SAVES, WOULD_SAVE = "prefetch saves", "prefetch would save"
+ARMS, SPANS = "arms", "spans"  # where a part comes from
+EXPOSED_OF = {name: f"exposed {name}" for name in OPERATIONS}
+HIDDEN_OF = {name: f"hidden {name}" for name in OPERATIONS}
+
+
+def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSummary:
+    """Return all figures of one case in one launch; arguments as of `steps.summarise`."""
+    summary = steps.summarise(samples, batch_of_all_ranks, warm_up)
+    step = summary.step.value
+    measured = _measure(samples)
+    parts = [replace(part, source=ARMS) for part in summary.budget]
+    last = [part for part in parts if part.name.startswith(steps.WAITING)]
+    parts = [part for part in parts if part not in last]
+    parts += [*_parts(samples, measured, step), *_prefetch(samples, step), *last]
+    return replace(
+        summary,
+        budget=tuple(parts),
+        collectives=tuple(_collectives(samples, measured, step)),
+        peak_nbytes=0 if samples.peak_nbytes is None else int(samples.peak_nbytes.max()),
+    )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A collective: seconds[round]; `blocked` is seconds[world, round]."""
+
+    span: Span
+    groups: tuple[tuple[int, ...], ...]
+    exposed: Floats
+    hidden: Floats
+    wait: Floats
+    blocked: Floats
+
+
+def _measure(samples: Samples) -> list[_Measured]:
+    timed = samples.timed
+    if timed is None or not timed.ns.size:
+        return []
+    seconds: Floats = np.asarray(timed.ns[:, : samples.rounds], np.float64) * 1e-9
+    measured = []
+    for number, (span, groups) in enumerate(zip(timed.spans, timed.groups, strict=True)):
+        begin, blocked, end = np.moveaxis(seconds[:, :, number], 2, 0)
+        least = _slowest_group(blocked, groups)
+        whole = _slowest_group(end - begin, groups)
+        spreads = [np.ptp(blocked[list(ranks)], axis=0) for ranks in groups]
+        wait: Floats = np.asarray(np.max(spreads, axis=0), np.float64)
+        hidden = np.maximum(0.0, whole - least)
+        measured.append(_Measured(span, groups, least, hidden, wait, blocked))
+    return measured
+
+
+def _slowest_group(seconds: Floats, groups: Sequence[Sequence[int]]) -> Floats:
+    """Return the least over the ranks of a group, and of it the most over groups."""
+    of_groups = [seconds[list(ranks)].min(axis=0) for ranks in groups]
+    return np.asarray(np.max(of_groups, axis=0), dtype=np.float64)
+
+
+def _parts(samples: Samples, measured: Sequence[_Measured], step: float) -> Iterator[Part]:
+    """Yield the parts of the exposed communication, then what is hidden.
+
+    exposed all_gather, …   how long the compute waits for them, without waits for other ranks
+    communication overhead  exposed communication, from the arms, less all of these: by this much
+                            arms and spans disagree; ranks out of step, waking threads, bookkeeping
+    hidden all_gather, …    how long they are on their way while the compute goes on
+    """
+    if not measured:
+        return
+    kinds = [name for name in OPERATIONS if any(m.span.operation == name for m in measured)]
+    exposed = {
+        name: _sum([m.exposed for m in measured if m.span.operation == name]) for name in kinds
+    }
+    hidden = {
+        name: _sum([m.hidden for m in measured if m.span.operation == name]) for name in kinds
+    }
+    known: list[tuple[Part | None, str]] = [
+        (difference(EXPOSED_OF[name], step, exposed[name]), SPANS) for name in kinds
+    ]
+    if "noop" in samples.stamps:
+        arms = (steps.arm_seconds(samples, "ddp"), steps.arm_seconds(samples, "noop"))
+        overhead = difference(steps.OVERHEAD, step, *arms, *exposed.values())
+        known.append((overhead, f"{ARMS} less {SPANS}"))
+    known += [(difference(HIDDEN_OF[name], step, hidden[name]), SPANS) for name in kinds]
+    yield from (replace(part, source=source) for part, source in known if part is not None)
+
+
+def _sum(values: Sequence[Floats]) -> Floats:
+    return np.asarray(np.sum(values, axis=0), dtype=np.float64)
+
+
+def _prefetch(samples: Samples, step: float) -> Iterator[Part]:
+    """Yield what gathering the next layers early saves of the step, or would save."""
+    step_seconds = steps.arm_seconds(samples, "ddp")
+    for name, arm, sign in ((SAVES, "no_prefetch", 1), (WOULD_SAVE, "prefetch", -1)):
+        if arm in samples.stamps:
+            other = steps.arm_seconds(samples, arm)
+            pair = (other, step_seconds) if sign > 0 else (step_seconds, other)
+            part = difference(name, step, *pair)
+            if part is not None:
+                yield replace(part, source=ARMS)
+
+
+def _collectives(
+    samples: Samples, measured: Sequence[_Measured], step: float
+) -> Iterator[Collective]:
+    """Yield the figures of each operation of each layer group in each phase."""
+    kinds: dict[tuple[str, str, str], list[_Measured]] = {}
+    for each in measured:
+        key = (each.span.layers, each.span.phase, each.span.operation)
+        kinds.setdefault(key, []).append(each)
+    for (layers, phase, operation), same in kinds.items():
+        exposed, hidden, wait = (
+            figure(_sum([getattr(each, name) for each in same]))
+            for name in ("exposed", "hidden", "wait")
+        )
+        assert exposed is not None
+        assert hidden is not None
+        assert wait is not None
+        confidence = 1 - 0.05 / samples.world / len(kinds)
+        yield Collective(
+            layers=layers,
+            phase=phase,
+            operation=operation,
+            calls=len(same),
+            nbytes=sum(each.span.nbytes for each in same),
+            exposed=exposed,
+            hidden=hidden,
+            wait=wait,
+            late_rank=_late_rank(same, confidence, steps.LATE_SHARE * step),
+        )
+
+
+def _late_rank(same: Sequence[_Measured], confidence: float, least: float) -> int | None:
+    """Return the rank for which the others of its group wait; None unless one stands out."""
+    blocked = _sum([each.blocked for each in same])
+    for ranks in same[0].groups:
+        late = steps.late_rank(blocked[list(ranks)], confidence, least)
+        if late is not None:
+            return ranks[late]
+    return None
