@@ -2,77 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ddpbench.replicas.report import Difference, Mismatch, NonFinite, WithoutGradient
+from ddpbench.records.wording import list_all
+from ddpbench.replicas.facts import Facts
+from ddpbench.replicas.report import Difference
 from ddpbench.replicas.state import is_option
-from ddpbench.replicas.usage import FROZEN, EqualCounts
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The pattern of a verification, the same in every rank."""
-
-    world_size: int
-    differences: tuple[Difference, ...]
-    mismatches: tuple[Mismatch, ...]
-    nonfinite: tuple[NonFinite, ...]
-    without_gradient: tuple[WithoutGradient, ...]
-    parameters: int  # number of parameters
-    gradients: int  # number of compared gradients; 0 if there are none or they were not wanted
-    frozen: frozenset[str]  # parameters with requires_grad=False
-    earlier: bool  # an earlier verification found all parameters equal
-    unsynced: bool  # DDP's last forward ran under no_sync or no_grad in some rank
-    finds_unused: bool  # DDP looks for unused parameters itself
-    rebroadcast: bool  # DDP sends rank 0's buffers before each forward
-    optimizers: bool  # the caller passed an optimizer
-    stepped: bool  # an optimizer has state in some rank
-    stateless: bool  # an optimizer in some rank keeps no state, so its steps leave no trace
-    steps: int  # number of step counts that the optimizers keep
-    equal: EqualCounts
-
-    def select(self, kind: str) -> list[Difference]:
-        """Return the differences of a kind."""
-        return [d for d in self.differences if d.kind == kind]
-
-    @property
-    def options(self) -> list[Difference]:
-        """Options of the optimizer's groups that differ, such as lr."""
-        return [d for d in self.select("optimizer") if is_option(d.name)]
-
-    @property
-    def kinds(self) -> set[str]:
-        """Kinds that differ, without buffers: these differ whenever something else does."""
-        return {d.kind for d in self.differences} - {"buffer"}
-
-    @property
-    def only_difference(self) -> Difference | None:
-        """The only tensor that differs, buffers aside; else the only buffer; None if several."""
-        main = [d for d in self.differences if d.kind != "buffer"] or list(self.differences)
-        return main[0] if len(main) == 1 else None
-
-    @property
-    def all_parameters(self) -> bool:
-        """Whether all parameters differ, except constants, and there are several."""
-        return len(self.select("parameter")) > 1 and not self.equal.parameters
-
-    @property
-    def all_gradients(self) -> bool:
-        """Whether all gradients differ, except zeros, and there are several."""
-        return len(self.select("gradient")) > 1 and not self.equal.gradients
-
-    @property
-    def reduced(self) -> bool:
-        """Whether gradients were compared and are equal in all ranks."""
-        mismatched = any(m.kind == "gradient" for m in self.mismatches)
-        return self.gradients > 0 and not (mismatched or self.select("gradient"))
-
-    @property
-    def redrawn(self) -> bool:
-        """Whether most elements differ in each differing parameter, as after a new random draw."""
-        details = [detail for d in self.select("parameter") for detail in d.details]
-        return bool(details) and all(2 * d.differing > d.elements for d in details)
+from ddpbench.replicas.usage import FROZEN
 
 
 @dataclass(frozen=True)
@@ -136,7 +74,7 @@ def _unused(facts: Facts) -> bool:
     # Under no_sync DDP reduces nothing; with find_unused_parameters no bucket waits.
     excused = facts.unsynced or facts.finds_unused
     local = facts.gradients > 0 and not facts.reduced
-    return bool(facts.without_gradient) and local and not excused
+    return bool(facts.without_gradient) and local and not (excused or facts.mesh)
 
 
 def _structure(facts: Facts) -> bool:
@@ -183,7 +121,7 @@ def _untrained(facts: Facts) -> bool:
 def _bypassed(facts: Facts) -> bool:
     # Adam's first step depends on the signs of the gradients: a parameter can stay equal by luck.
     local = facts.all_gradients and "parameter" in facts.kinds
-    return local and not (facts.earlier or facts.unsynced)
+    return local and not (facts.earlier or facts.unsynced or facts.mesh)
 
 
 def _changed_outside(facts: Facts) -> bool:
@@ -191,13 +129,46 @@ def _changed_outside(facts: Facts) -> bool:
     return facts.kinds == {"parameter"} and facts.all_parameters and same_step
 
 
-# To add a cause, add an entry. The report shows the first entry that applies.
+def _unreduced(facts: Facts, *, spanned: bool) -> bool:
+    """Return whether gradients differ along a dimension that replicates the whole model.
+
+    spanned: whether the mesh of a parameter that differs has this dimension.
+    """
+    dimensions = {name for g in facts.select("gradient") for name in facts.spanned.get(g.name, ())}
+    return bool(
+        facts.select("gradient")
+        and facts.unsharded
+        and spanned == bool(dimensions & set(facts.unsharded))
+    )
+
+
+def _unplanned(facts: Facts) -> bool:
+    """Return whether gradients differ along dimensions that shard other parameters."""
+    return bool(facts.select("gradient") and facts.along and not facts.unsharded)
+
+
+def _rounded(facts: Facts) -> bool:
+    """Return whether most differing gradients differ by a thousandth at most, as far as shown."""
+    details = [detail for g in facts.select("gradient") for detail in g.details]
+    close = [_is_close(detail.value, detail.reference_value) for detail in details]
+    return 2 * sum(close) > len(close)
+
+
+def _is_close(value: str, reference: str) -> bool:
+    try:
+        return math.isclose(float(value), float(reference), rel_tol=1e-3)
+    except ValueError:  # a complex number, or a NaN with its bits
+        return False
+
+
+# To add a cause, add an entry. {along}, {unsharded} and {first} stand for dimensions of the mesh.
+# The report shows the first entry that applies.
 CAUSES = (
     Cause(
         "frozen-in-some",
         _frozen,
         "some ranks freeze parameters that other ranks train",
-        "set requires_grad the same way in every rank, before DDP wraps the module",
+        "set requires_grad the same way in every rank, before the module is wrapped or sharded",
         unlike=("parameter",),
     ),
     Cause(
@@ -284,6 +255,17 @@ CAUSES = (
         "load and update these parameters in every rank",
     ),
     Cause(
+        "replicas-initialised-apart",
+        lambda facts: facts.mesh and _initialised(facts),
+        "the ranks along {along} started from different weights: each initialised them with its "
+        "own random numbers, or some alone loaded a checkpoint. Sharding a module sends no "
+        "weights from one replica to another",
+        "set a seed that is the same along {along} before the weights are initialised (also "
+        "before an init_weights that follows to_empty), or load one checkpoint in every rank; "
+        "until then, copy the first replica's parameters: "
+        '`dist.broadcast(p.to_local(), group=mesh.get_group("{first}"), group_src=0)`',
+    ),
+    Cause(
         "different-initialisation",
         _initialised,
         "the ranks started from different weights: each rank initialised them with its own random "
@@ -291,6 +273,48 @@ CAUSES = (
         "set the same seed in every rank before you build the model, or wrap it in DDP after "
         "the last initialisation and load (without init_sync=False): DDP then sends rank 0's "
         "weights to all",
+    ),
+    Cause(
+        "sharded-without-replicas",
+        lambda facts: _unreduced(facts, spanned=False),
+        "gradients differ along {unsharded}, where nobody reduces them: the mesh of these "
+        "parameters does not have this dimension. fully_shard got the mesh of the shards alone, or "
+        "was not applied to them",
+        'give fully_shard the mesh with both dimensions: `mesh["{first}", …]`, first the one that '
+        "replicates, then the one that shards; then load the same weights in every rank",
+    ),
+    Cause(
+        "reduction-left-off",
+        lambda facts: _unreduced(facts, spanned=True),
+        "gradients differ along {unsharded}: they were not reduced there in the last backward, "
+        "because set_requires_all_reduce(False) or set_requires_gradient_sync(False) was left on, "
+        "or some ranks changed gradients after backward",
+        "call `module.set_requires_all_reduce(True)` and "
+        "`module.set_requires_gradient_sync(True)` before the forward of the last micro-batch; do "
+        "not change .grad by rank after backward",
+    ),
+    Cause(
+        "rounded-apart",
+        lambda facts: _unplanned(facts) and _rounded(facts),
+        "gradients of parameters that are replicated along {along} differ by rounding, and nobody "
+        "reduces them there: each rank along {along} computes them itself and updates a copy of "
+        "its own. An operation that is not deterministic is enough, and the copies drift apart",
+        "average these gradients before each optimizer step: "
+        '`dist.all_reduce(grad, group=mesh.get_group("{first}"))`, then divide by its size; use '
+        "torch.use_deterministic_algorithms(True) to find the operation",
+        lambda facts: facts.select("gradient"),
+    ),
+    Cause(
+        "computed-apart",
+        _unplanned,
+        "gradients of parameters that are replicated along {along} differ, and nobody reduces "
+        "them there, for one of three reasons: the ranks along {along} read different batches; "
+        "their dropout draws different numbers; backward gives each rank only the part of the "
+        "gradient that comes from its own shards",
+        "give the ranks along {along} the same batch and the same seed for dropout (choose both by "
+        "the data-parallel coordinates, not by the rank); if the batches are meant to differ, or "
+        'the gradient is partial, all_reduce it over `mesh.get_group("{first}")` before the step',
+        lambda facts: facts.select("gradient"),
     ),
     Cause(
         "never-synchronised",
@@ -303,9 +327,7 @@ CAUSES = (
     ),
     Cause(
         "not-reduced",
-        lambda facts: bool(
-            facts.select("gradient") or any(m.kind == "gradient" for m in facts.mismatches)
-        ),
+        lambda facts: not facts.mesh and "gradient" in facts.kinds | facts.unlike,
         "gradients differ, for one of three reasons: the last micro-batch ran under no_sync; its "
         "forward bypassed DDP with `ddp.module(...)`; some ranks changed gradients after backward",
         "call the DDP object itself, leave no_sync before the last micro-batch's forward (not "
@@ -325,7 +347,7 @@ CAUSES = (
         "parameters differ, and the gradients of this step are equal, for one of three reasons: "
         "the replicas differed before this step; their learning rates or optimizers differ; some "
         "ranks skipped the step",
-        "create `Verifier(ddp, optimizer)` with every optimizer; check once before the first step "
+        "create a Verifier with the module and every optimizer; check once before the first step "
         "and after every step",
     ),
     Cause(
@@ -354,6 +376,13 @@ CAUSES = (
         "use SyncBatchNorm if the statistics should cover the data of all ranks",
     ),
     Cause(
+        "buffers-of-a-mesh",
+        lambda facts: not facts.kinds and facts.mesh,
+        "only buffers differ along {along}, and nothing sends them from rank to rank: each rank "
+        "will evaluate with its own",
+        "use SyncBatchNorm, or broadcast the buffers before you evaluate and save",
+    ),
+    Cause(
         "buffers",
         lambda facts: not facts.kinds,
         "only buffers differ, and no DDP was found that broadcasts them: each rank will evaluate "
@@ -374,7 +403,7 @@ CAUSES = (
         "some-parameters",
         lambda facts: "parameter" in facts.kinds,
         "some parameters differ and others do not, for one of two reasons: some ranks changed them "
-        "outside DDP and the optimizer; only some ranks train them",
+        "outside the optimizer; only some ranks train them",
         "find what these tensors have in common: a layer that some ranks skip, load or initialise "
         "again",
     ),
@@ -385,4 +414,11 @@ def find_cause(facts: Facts) -> Cause | None:
     """Return the first cause whose pattern applies; None if nothing differs or none applies."""
     if not facts.differences and not facts.mismatches:
         return None
-    return next((cause for cause in CAUSES if cause.applies(facts)), None)
+    cause = next((cause for cause in CAUSES if cause.applies(facts)), None)
+    if cause is None or not facts.mesh:
+        return cause
+    along, unsharded = (list_all(d or ("the mesh",)) for d in (facts.along, facts.unsharded))
+    names = {"along": along, "unsharded": unsharded}
+    names["first"] = next(iter(facts.unsharded or facts.along), "")
+    sentence, next_step = (text.format(**names) for text in (cause.sentence, cause.next_step))
+    return replace(cause, sentence=sentence, next_step=next_step)

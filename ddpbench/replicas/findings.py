@@ -11,8 +11,9 @@ import torch
 
 from ddpbench.records.schema import SEVERITIES, Finding
 from ddpbench.records.wording import counted, list_all
-from ddpbench.replicas.causes import Cause, Facts
+from ddpbench.replicas.causes import Cause
 from ddpbench.replicas.compare import Comparison
+from ddpbench.replicas.facts import Facts
 from ddpbench.replicas.report import (
     Detail,
     Difference,

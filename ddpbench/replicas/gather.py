@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddpbench.replicas import causes, findings
 from ddpbench.replicas.channel import Channel
 from ddpbench.replicas.compare import Comparison, Options, gather_comparison
+from ddpbench.replicas.facts import Facts
 from ddpbench.replicas.flags import read_flags, skipped_rows
 from ddpbench.replicas.origin import Tracer
 from ddpbench.replicas.report import NotCompared, Origin, Report, WithoutGradient
@@ -83,7 +84,7 @@ def gather_report(
 
 def _gather_facts(
     channel: Channel, replica: _Replica, comparison: Comparison, options: Options
-) -> causes.Facts:
+) -> Facts:
     """Gather what the comparison leaves open, and return the pattern for the table of causes."""
     state, usage, least, most = replica.state, replica.usage, replica.least, replica.most
     usages = [usage] * len(channel.ranks)
@@ -96,7 +97,7 @@ def _gather_facts(
     if most["trains"]:
         ddp = wrapper(replica.module)
         without_gradient = gather_without_gradient(channel, state, comparison, usages, ddp)
-    return causes.Facts(
+    return Facts(
         world_size=len(channel.ranks),
         differences=tuple(comparison.differences),
         mismatches=tuple(comparison.mismatches),
@@ -147,7 +148,7 @@ def _gather_origins(
 def _build_report(
     channel: Channel,
     comparison: Comparison,
-    facts: causes.Facts,
+    facts: Facts,
     verification: findings.Verification,
     history: findings.History | None,
     *,

@@ -1,0 +1,275 @@
+"""Real training on a mesh of gloo ranks: a small transformer under DDP, FSDP2, HSDP and tensor
+parallel, for the tests and tables of the proof of replicas.
+
+A rank runs the caller's own file: `python FILE FOLDER RANK SIZE WORDS…` (`run_ranks`).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+WAYS = {  # names of the dimensions of the mesh
+    "ddp": ("dp",),
+    "fsdp": ("dp_shard",),
+    "hsdp": ("dp_replicate", "dp_shard"),
+    "tp": ("tp",),
+    "fsdp+tp": ("dp_shard", "tp"),
+    "hsdp+tp": ("dp_replicate", "dp_shard", "tp"),
+}
+WIDTH, HEADS, VOCABULARY, SEQUENCE = 16, 4, 32, 6
+
+
+class Attention(nn.Module):
+    """Causal attention over the heads that this rank holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.wv, self.wo = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        parts = [w(hidden).unflatten(-1, (-1, WIDTH // HEADS)) for w in (self.wq, self.wk, self.wv)]
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.wo(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward net, each behind a LayerNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden))
+        return hidden + self.down(functional.gelu(self.up(self.norm(hidden))))  # type: ignore[no-any-return]
+
+
+class Language(nn.Module):
+    """A language model; forward returns the loss. An encoder of its inputs has no tensor plan."""
+
+    def __init__(self, layers: int = 2, *, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.encoder = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.register_buffer("scale", torch.full((1,), 1.5))
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.encoder(self.tokens(words)).relu() * self.scale
+        for layer in self.layers:
+            hidden = layer(hidden)
+        scores = self.head(self.norm(hidden))[:, :-1].float()
+        return functional.cross_entropy(scores.flatten(0, 1), words[:, 1:].flatten())
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to train in parallel, and its options."""
+
+    way: str
+    sizes: tuple[int, ...]  # of the mesh
+    optimizer: str = "adamw"  # or "sgd", with momentum
+    lr: float = 0.01
+    layers: int = 2
+    accumulate: int = 1  # micro-batches of a step
+    bf16: bool = False  # parameters
+    reshard: bool = True  # reshard_after_forward
+    offload: bool = False  # CPUOffloadPolicy
+    tied: bool = False
+    frozen: bool = False  # the encoder
+    average: bool = False  # keep an exponential moving average of the model
+    zero: bool = False  # ZeroRedundancyOptimizer
+    seed: int = 0
+
+    def __str__(self) -> str:
+        flags = ("bf16", "offload", "tied", "frozen", "average", "zero")
+        words = [self.way, "x".join(map(str, self.sizes)), self.optimizer]
+        words += [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
+        words += [] if self.reshard else ["no reshard"]
+        return ", ".join([*words, *(flag for flag in flags if getattr(self, flag))])
+
+
+@cache
+def make_mesh(way: str, sizes: tuple[int, ...]) -> DeviceMesh:
+    """Return the mesh of all ranks; each is made once, because its process groups stay."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=WAYS[way])
+
+
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard attention and feed-forward nets; embeddings, norms, encoder and head have no plan."""
+    for layer in model.layers:  # type: ignore[union-attr]
+        plan = {f"attention.w{w}": ColwiseParallel() for w in "qkv"}
+        plan |= {"attention.wo": RowwiseParallel(), "up": ColwiseParallel()}  # type: ignore[dict-item]
+        parallelize_module(layer, mesh, {**plan, "down": RowwiseParallel()})
+
+
+def apply_fully_shard(model: nn.Module, mesh: DeviceMesh, setting: Setting) -> None:
+    """Shard each layer, then the root."""
+    options: Any = {"mesh": mesh, "reshard_after_forward": setting.reshard}
+    if setting.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    for layer in model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+
+
+class Training:
+    """This rank's part of a training run."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        seed: Callable[[DeviceMesh], int] = lambda mesh: 0,
+        shard_over: Sequence[str] = ("dp_replicate", "dp_shard"),
+        edit: Callable[[nn.Module, DeviceMesh], None] = lambda model, mesh: None,
+    ) -> None:
+        """Build the model; a fault plants its own seed, mesh of fully_shard, or edited model."""
+        self.setting, self.shard_over, self.edit = setting, shard_over, edit
+        self.mesh = make_mesh(setting.way, setting.sizes)
+        names = WAYS[setting.way]
+        self.at = {name: self.mesh.get_local_rank(name) for name in names}
+        torch.manual_seed(setting.seed + seed(self.mesh))
+        self.model: Any = self._build()
+        self.average: Any = None
+        if setting.average:
+            torch.manual_seed(setting.seed)
+            self.average = self._build().requires_grad_(False)
+        self.optimizer = self._make_optimizer()
+
+    def _build(self) -> nn.Module:
+        setting, model = self.setting, Language(self.setting.layers, tied=self.setting.tied)
+        if setting.bf16:
+            model.bfloat16()
+        model.encoder.requires_grad_(not setting.frozen)
+        if "tp" in self.at:
+            apply_tensor_parallel(model, self.mesh["tp"])
+        self.edit(model, self.mesh)
+        axes = tuple(name for name in WAYS[setting.way] if name in self.shard_over)
+        if axes:
+            apply_fully_shard(model, self.mesh[axes if len(axes) > 1 else axes[0]], setting)
+        return DistributedDataParallel(model) if setting.way == "ddp" else model
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+            "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+            "adamw": (torch.optim.AdamW, {}),
+        }
+        kind, options = kinds[self.setting.optimizer]
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if self.setting.zero:
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            return ZeroRedundancyOptimizer(parameters, kind, lr=self.setting.lr, **options)
+        return kind(parameters, lr=self.setting.lr, **options)  # type: ignore[no-any-return]
+
+    def words(self, step: int) -> Tensor:
+        """Return a batch, which ranks along "tp" share."""
+        data = [self.at[name] for name in self.at if name != "tp"]
+        place = sum(at * 100**i for i, at in enumerate(data))
+        generator = torch.Generator().manual_seed(
+            1_000_000 * self.setting.seed + 10_000 * step + place
+        )
+        return torch.randint(VOCABULARY, (2, SEQUENCE), generator=generator)
+
+    def backward(self, step: int) -> None:
+        """Accumulate the gradients of the step, reduced with the last micro-batch."""
+        self.optimizer.zero_grad()
+        for micro in range(self.setting.accumulate):
+            last = micro == self.setting.accumulate - 1
+            context: Any = nullcontext()
+            if hasattr(self.model, "set_requires_gradient_sync"):
+                self.model.set_requires_gradient_sync(last)
+            elif not last and hasattr(self.model, "no_sync"):
+                context = self.model.no_sync()
+            with context:
+                self.model(self.words(step * 10 + micro)).backward()
+
+    def step(self, step: int) -> None:
+        """Take a whole step."""
+        self.backward(step)
+        self.update()
+
+    def update(self) -> None:
+        """Step the optimizer and the average."""
+        self.optimizer.step()
+        if self.average is not None:
+            with torch.no_grad():
+                for mean, parameter in zip(
+                    self.average.parameters(), self.model.parameters(), strict=True
+                ):
+                    mean.lerp_(parameter.detach(), 0.1)
+
+
+# --- ranks
+
+
+def start_group(folder: Path, rank: int, size: int, seconds: float = 60) -> None:
+    """Make the default process group of a job's ranks, which meet over a file in `folder`."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), size)
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+
+
+def play_all(folder: Path, rank: int, plays: Mapping[str, Callable[[], Any]]) -> None:
+    """Write the results of all plays, which are JSON, to a file of this rank."""
+    results: dict[str, Any] = {}
+    for name, play in plays.items():
+        try:
+            results[name] = play()
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+            break  # the ranks may no longer be together
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+
+
+def run_ranks(
+    words: Sequence[str], size: int, folder: Path, seconds: float = 150
+) -> list[dict[str, Any]]:
+    """Run `WORDS FOLDER RANK SIZE` in each rank; return what each has written."""
+    from command_lines import clean_environment  # which no rank needs
+
+    ranks = [
+        subprocess.Popen(
+            [*words, str(folder), str(rank), str(size)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=clean_environment(),
+        )
+        for rank in range(size)
+    ]
+    try:
+        errors = "".join(rank.communicate(timeout=seconds)[1] for rank in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+    paths = [folder / f"{rank}.json" for rank in range(size)]
+    assert all(path.exists() for path in paths), errors
+    return [json.loads(path.read_text()) for path in paths]
