@@ -51,6 +51,18 @@ def training() -> Iterator[Training]:
     assert one.errors == []
 
 
+def test_no_secret_is_in_the_name_of_a_value(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name goes into the stored run and into metrics: it is redacted before it is shortened, so
+    that no part of a secret stays."""
+    secret = "hf_abcdefgh1234567890"
+    monkeypatch.setenv("HF_TOKEN", secret)
+    training.values.record(f"{'x' * 50} {secret}", 1.0)
+    training.values.record("accuracy", 0.5)
+    assert training.values.take() == {f"{'x' * 50} ***": (0, 1.0), "accuracy": (0, 0.5)}
+
+
 def test_the_loss_of_one_step_is_kept_until_it_is_taken(training: Training) -> None:
     """After the first step, one loss waits with the number of its step; the next one is that of the
     first step that begins after it was taken."""

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from typing import SupportsFloat
 
+from ddpbench.records import redact
 from ddpbench.records.watched import LOSS, MOST_VALUES
 from ddpbench.watch.observe.losses import Losses
 from ddpbench.watch.observe.marks import Marks
@@ -26,13 +27,17 @@ class ScriptValues:
         """Record a value of now; one that is not finite is left out. For any thread."""
         number = float(value)
         if math.isfinite(number):
-            self._recorded.append((name[:LONGEST_NAME], max(self._marks.step, 0), number))
+            self._recorded.append((name, max(self._marks.step, 0), number))
 
     def take(self) -> Values:
-        """Return the newest value of each name since the last time, and its step."""
+        """Return the newest value of each name since the last time, and its step.
+
+        What ends in files and metrics holds no secret: the names are redacted here.
+        """
         loss = self._losses.take(self._marks.step + 1)
         values = {LOSS: loss} if loss is not None else {}
+        owner = redact.owner() if self._recorded else redact.Owner()
         for _ in range(len(self._recorded)):
             name, step, number = self._recorded.popleft()
-            values[name] = step, number
+            values[redact.text(name, owner)[:LONGEST_NAME]] = step, number
         return dict([*values.items()][: MOST_VALUES + 1])
