@@ -71,9 +71,12 @@ def gpu() -> dict[str, Any]:
     return {"gpu_index": index, "gpu_name": name, "gpu_uuid": uuid}
 
 
-def gpu_state() -> dict[str, object] | None:
-    """Return clocks, throttle reasons, temperature and NVLinks of this rank's GPU, from NVML."""
-    nvml = _open_nvml()
+def gpu_state(uuid: str | None = None) -> dict[str, object] | None:
+    """Return clocks, throttle reasons, temperature and NVLinks of a GPU, from NVML.
+
+    uuid: of the GPU; None: of the one that is current in this thread.
+    """
+    nvml = open_nvml(uuid) if uuid else _open_nvml()
     if nvml is None:
         return None
     sm, memory = (nvml.query("nvmlDeviceGetClockInfo", clock) for clock in (1, 2))  # in MHz

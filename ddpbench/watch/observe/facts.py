@@ -33,6 +33,7 @@ from typing import Any
 import psutil
 
 from ddpbench.runtime import cpu, gpu_facts
+from ddpbench.runtime.cpu import or_none
 
 HARMLESS = {"GpuIdle", "ApplicationsClocksSetting"}  # of NVML's reasons for a lower clock
 
@@ -77,8 +78,7 @@ class Facts:
         self._compiled = len(compiled)
         facts |= {"compile_seconds": sum(new), "compiles": float(len(new))}
         facts["cores"] = float(psutil.cpu_count() or 1)
-        reasons: Any = (gpu_facts.gpu_state() or {}).get("throttle_reasons")
-        return facts | {f"gpu_slowed_by_{name}": 1.0 for name in set(reasons or ()) - HARMLESS}
+        return facts | {f"gpu_slowed_by_{name}": 1.0 for name in _throttle_reasons() - HARMLESS}
 
     def _count_gc(self, phase: str, _info: Mapping[str, int]) -> None:
         now, pauses = time.perf_counter_ns(), self._pauses
@@ -101,6 +101,18 @@ class Facts:
             "host_busy_seconds": use.host_busy_seconds,
         }
         return {name: value for name, value in counters.items() if value is not None}
+
+
+def _throttle_reasons() -> set[str]:
+    """Return why the clocks of the GPU that holds this rank's tensors are lowered.
+
+    The current GPU of this thread says nothing: it is GPU 0 in every rank that names its own GPU in
+    the training thread alone.
+    """
+    gpu = or_none(gpu_facts.most_used)
+    state = gpu_facts.gpu_state(gpu[0]) if gpu else None
+    reasons: Any = (state or {}).get("throttle_reasons")
+    return set(reasons or ())
 
 
 def _worker_seconds() -> float:
