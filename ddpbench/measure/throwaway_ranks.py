@@ -192,8 +192,17 @@ def sentence(error: Exception) -> str:
 # --- in the throwaway processes -------------------------------------------------------------------
 
 
-def run(module: str, folder: Path, request: Request, attempt: Attempt) -> int:
-    """Start the ranks, or make the attempt if this process is one of them."""
+def run(
+    module: str,
+    folder: Path,
+    request: Request,
+    attempt: Attempt,
+    preloaded: Sequence[str] = (),
+) -> int:
+    """Start the ranks, or make the attempt if this process is one of them.
+
+    preloaded: modules that take long to import; ranks that are forked find them imported.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if placement.read_placement() is not None:
         return _rank(request, folder, attempt)
@@ -203,7 +212,9 @@ def run(module: str, folder: Path, request: Request, attempt: Attempt) -> int:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     deadline = Deadline(request.seconds)
     if devices.get(request.device).forks and request.launcher == "torchrun":
-        return forks.run(lambda: _rank(request, folder, attempt), request.ranks, (), deadline)
+        return forks.run(
+            lambda: _rank(request, folder, attempt), request.ranks, preloaded, deadline
+        )
     return starters.STARTERS[request.launcher](["-m", module, str(folder)], request.ranks, deadline)
 
 

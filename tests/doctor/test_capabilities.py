@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -23,13 +24,14 @@ from rank_pool import RankPool
 
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import probe, verdicts
+from ddpbench.doctor.capabilities import parallel, probe, verdicts
 from ddpbench.doctor.capabilities.table import build_tables
 from ddpbench.doctor.capabilities.trials import Trials, trying
 from ddpbench.doctor.capabilities.verdicts import (
     CRASH,
     HANG,
     OK,
+    PARALLEL,
     UNSUPPORTED,
     WRONG,
     Combination,
@@ -55,10 +57,16 @@ BAD = Verdict(WRONG, "rank 1 got 2 at index 3", {"rank": 1, "index": 3})
 
 def test_every_combination_is_tried_once_the_important_ones_first() -> None:
     """All operations in all forms, with all reduce ops where they reduce and all dtypes where they
-    move data: sums first, one-byte floats last; of one rank nothing that needs a partner."""
-    found = probe.combinations(2)
-    assert found[0] == SUM
-    assert len(set(found)) == len(found)
+    move data: sums first, then ways of parallel training, one-byte floats last; of one rank nothing
+    that needs a partner."""
+    everything = probe.combinations(2)
+    assert everything[0] == SUM
+    assert len(set(everything)) == len(everything)
+    ways = parallel.list_combinations(2)
+    first = everything.index(ways[0])
+    assert everything[first : first + len(ways)] == ways
+    assert {each.dtype for each in everything[:first]} == {"float32", None}
+    found = [each for each in everything if each not in ways]
     forms = {(each.operation, each.form) for each in found}
     assert forms == {(name, form) for name, each in OPERATIONS.items() for form in each.forms}
     assert {each.reduce_op for each in found if each.operation == "all_reduce"} == {*REDUCE_OPS}
@@ -142,6 +150,17 @@ def test_the_table_has_a_row_for_reduce_ops_that_are_alike() -> None:
         "CRASH float32 all_gather (list): a rank was aborted",
     ]
     assert build_tables({}, "gloo") == ()
+
+
+def test_ways_of_parallel_training_have_a_table_of_their_own() -> None:
+    """A row for each way, with the reason where it does not work."""
+    lacks = "RuntimeError: Cannot use ReduceOp.AVG with Gloo"
+    ways = [Combination(name, PARALLEL, None, None) for name in ("DDP", "HSDP")]
+    outcomes = [Verdict(OK), Verdict(UNSUPPORTED, lacks)]
+    figures = {"verdicts": verdicts.rows(list(zip(ways, outcomes, strict=True)))}
+    (table,) = build_tables(figures, "gloo")
+    assert table.title == "parallel training on gloo"
+    assert table.rows == (("DDP", "ok", ""), ("HSDP", "–", lacks))
 
 
 # --- one rank's part, in a group of this process alone --------------------------------------------
@@ -375,6 +394,19 @@ def test_the_first_call_on_a_device_may_take_longer(
     assert tried([*sets, Set(1, "oo", ["works 3"])], tmp_path, monkeypatch).verdicts[0] == hang
 
 
+def test_a_way_of_parallel_training_may_take_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is many calls: on the CPU of a busy host, 6 s are no hang, and 31 s are."""
+    slow = ["training 0", "training 0"]
+    sets = [Set(0, "ooo", slow, ages=(6, 6), rounds=2)]
+    assert tried(sets, tmp_path, monkeypatch).verdicts == [Verdict(OK)] * 3
+    (tmp_path / "again").mkdir()
+    sets = [Set(0, "", slow, None, ages=(31, 31)), Set(1, "oo", ["works 3"])]
+    found = tried(sets, tmp_path / "again", monkeypatch).verdicts
+    assert found[0] == Verdict(HANG, "rank 0, 1 did not return within 30 s")
+
+
 def test_a_first_call_that_never_ends_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,11 +471,22 @@ def test_ranks_that_cannot_start_are_given_up(
 
 # --- real trials ----------------------------------------------------------------------------------
 
-# An all_gather that aborts rank 1.
+# An all_gather that aborts rank 1, and a step of DDP that gives rank 1 another number.
 PLANTED = """
 import os
 from dataclasses import replace
 from ddpbench.catalog.operations import OPERATIONS
+from ddpbench.doctor.capabilities import parallel
+
+honest_step = parallel.WAYS["DDP"]
+
+def train(ranks):
+    parameters = honest_step(ranks)
+    if ranks.group.rank() == 1:
+        parameters["1.bias"][3] += 1
+    return parameters
+
+parallel.WAYS["DDP"] = train
 
 honest = OPERATIONS["all_gather"]
 
@@ -457,19 +500,20 @@ OPERATIONS["all_gather"] = replace(honest, bind=bind)
 def test_a_crash_is_found_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In real ranks: what aborts one is told to crash, and what comes after is tried; nothing is
-    printed, no process and no file stays."""
+    """In real ranks: what aborts one is told to crash, and what comes after is tried, as a way of
+    parallel training whose result is wrong; nothing is printed, no process and no file stays."""
     (tmp_path / "planted.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "executable", write_warm_python(tmp_path))
-    wanted = [BARRIER, LIST, SUM]
+    wanted = [BARRIER, LIST, SUM, Combination("DDP", PARALLEL, None, None)]
     trials = Trials(wanted)
     request = probe.request("gloo", "cpu", ("planted",), wanted)
     for _ in trying(request, trials, 90.0):
         pass
     assert trials.given_up is None
-    assert [verdict.outcome for verdict in trials.verdicts] == [OK, CRASH, OK]
+    assert [verdict.outcome for verdict in trials.verdicts] == [OK, CRASH, OK, WRONG]
+    assert re.match("rank 1 has .* at index 3 of 1.bias", trials.verdicts[3].why)
     assert trials.verdicts[1].why.startswith("a rank was aborted (SIGABRT)")
     assert capfd.readouterr() == ("", "")
     assert wait_for_left_processes(tmp_path) == []
@@ -491,9 +535,10 @@ def test_two_ranks_have_their_backend_tried(pool: RankPool, tmp_path: Path) -> N
     done = pool.call(2, tmp_path, "doctor", "--only", "capabilities", "--seconds", "40")
     (folder,) = store.list_runs(tmp_path / "results")
     (found,) = store.read(folder).examinations
-    # In torch 2.7 gloo's reduce_scatter adds up, whatever it is asked for.
+    # In torch 2.7 gloo's reduce_scatter adds up, whatever it is asked for, also for fully_shard.
     bad = {(each.code, each.place["operation"]) for each in found.findings}
-    assert bad <= {("wrong-result", "reduce_scatter")}
+    wrong = {"reduce_scatter", "fully_shard", "sharded checkpoint"}
+    assert bad <= {("wrong-result", name) for name in wrong}
     assert done.returncode == (4 if bad else 0), done.stdout + done.stderr
     assert not bad or torch.__version__ < "2.9"
     assert "what gloo can do" in done.stdout
@@ -502,3 +547,5 @@ def test_two_ranks_have_their_backend_tried(pool: RankPool, tmp_path: Path) -> N
     assert len(rows) == found.figures["wanted"] == len(probe.combinations(2))
     works = {(v["operation"], v["dtype"]) for v in rows if v["outcome"] == OK}
     assert works >= {(name, "float32") for name in ("all_reduce", "broadcast", "all_gather")}
+    assert bad or works >= {(name, None) for name in parallel.WAYS}
+    assert "parallel training on gloo" in done.stdout

@@ -1,6 +1,7 @@
 """Capabilities: try every operation, reduce op and dtype on the backend, and check every result.
 
-Separate processes on the host of rank 0 try them while the ranks wait: trials.py.
+Separate processes on the host of rank 0 try them while the ranks wait: trials.py. They also try the
+ways of parallel training: parallel.py.
 
 figures: {
     "ranks": number of ranks that tried,
@@ -8,13 +9,14 @@ figures: {
     "wanted": number of combinations,
     "verdicts": [{"operation", "form", "reduce_op" (null: none), "dtype" (null: no data),
                   "outcome": "ok", "unsupported", "wrong", "crash" or "hang", "why": ""}, …]
+                 form "parallel": the operation is a way of parallel training
 }
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 from ddpbench.doctor.capabilities import probe
 from ddpbench.doctor.capabilities.probe import Request
@@ -24,8 +26,10 @@ from ddpbench.doctor.capabilities.verdicts import (
     CRASH,
     HANG,
     OK,
+    PARALLEL,
     UNSUPPORTED,
     WRONG,
+    Verdict,
     counts,
     findings,
     rows,
@@ -65,16 +69,29 @@ def _next_step(steps: Generator[None, None, None] | None) -> str | None:
     return None if steps is None else next(steps, "over")
 
 
+def _count_outcomes(verdicts: Sequence[Verdict]) -> str:
+    by_outcome = counts(verdicts)
+    return ", ".join(f"{n} {OUTCOMES[name]}" for name, n in by_outcome.items() if n or name == OK)
+
+
 def _outcome(context: Context, request: Request, trials: Trials) -> Outcome:
-    by_outcome = counts(verdict for _, verdict in trials.tried)
-    outcomes = [f"{n} {OUTCOMES[name]}" for name, n in by_outcome.items() if n or name == OK]
+    calls = [verdict for each, verdict in trials.tried if each.form != PARALLEL]
+    ways = [verdict for each, verdict in trials.tried if each.form == PARALLEL]
     lines = [
-        f"tried {len(trials.tried)} combinations of operation, reduce op and dtype, each with "
+        f"tried {len(calls)} combinations of operation, reduce op and dtype, each with "
         f"{' and '.join(map(str, probe.ELEMENTS))} elements a block, in separate processes "
-        f"({counted(request.ranks, 'rank')}): {', '.join(outcomes)}"
+        f"({counted(request.ranks, 'rank')}): {_count_outcomes(calls)}"
     ]
+    if ways:
+        lines.append(
+            f"tried {counted(len(ways), 'way')} of parallel training with one step each, which "
+            f"must give what one process gets: {_count_outcomes(ways)}"
+        )
     if request.ranks == 1:
-        lines.append("rank 0 sees one GPU, so nothing was sent between ranks")
+        lines.append(
+            "rank 0 sees one GPU, so nothing was sent between ranks, and parallel training was "
+            "not tried"
+        )
     if len(context.world.hosts) > 1:
         hostname = context.launch.ranks[0]["hostname"]
         lines.append(f"tried only on {hostname}, the host of rank 0")

@@ -18,8 +18,15 @@ from typing import TYPE_CHECKING
 from ddpbench.catalog import backends
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import verdicts
-from ddpbench.doctor.capabilities.verdicts import OK, UNSUPPORTED, WRONG, Combination, Verdict
+from ddpbench.doctor.capabilities import parallel, verdicts
+from ddpbench.doctor.capabilities.verdicts import (
+    OK,
+    PARALLEL,
+    UNSUPPORTED,
+    WRONG,
+    Combination,
+    Verdict,
+)
 from ddpbench.measure import memory, start, throwaway_ranks
 from ddpbench.measure.throwaway_ranks import Report
 from ddpbench.records.schema import Case, Plan
@@ -43,6 +50,7 @@ class Request(throwaway_ranks.Request):
     wanted: Sequence[Combination]
     first: int = 0
     known: Combination | None = None  # one that works
+    folder: str = ""  # of their files
 
 
 def request(
@@ -58,7 +66,8 @@ def request(
 def combinations(ranks: int) -> list[Combination]:
     """Return all that so many ranks can try, the most important first.
 
-    Sums come before other reduce ops. One-byte floats, which few backends support, come last.
+    Sums come before other reduce ops, those of the first dtype with the ways of parallel training
+    behind them. One-byte floats, which few backends support, come last.
     """
     combinations = [
         Combination(name, form, reduce_op, dtype)
@@ -76,7 +85,9 @@ def combinations(ranks: int) -> list[Combination]:
         tiny = dtype is not None and dtype.floating and dtype.nbytes == 1
         return tiny, combination.reduce_op not in (None, "sum"), order.get(name, 0)
 
-    return sorted(combinations, key=urgency)
+    combinations.sort(key=urgency)
+    common = sum(urgency(combination) <= (False, False, 0) for combination in combinations)
+    return combinations[:common] + parallel.list_combinations(ranks) + combinations[common:]
 
 
 def main(folder: Path) -> int:
@@ -84,12 +95,14 @@ def main(folder: Path) -> int:
     values = json.loads((folder / "request").read_text())
     known = values["known"] and Combination(**values["known"])
     wanted = [Combination(**combination) for combination in values["wanted"]]
-    request = Request(**{**values, "wanted": wanted, "known": known})
+    request = Request(**{**values, "wanted": wanted, "known": known, "folder": str(folder)})
     verdicts = folder / "verdicts"
+    preloaded = parallel.MODULES if any(c.form == PARALLEL for c in wanted) else ()
 
     def attempt(world: World, report: Report) -> None:
         report("doing", "the set-up of the group")
-        import_module("ddpbench.measure.loop")  # slow: not in the time of a combination
+        for module in ("ddpbench.measure.loop", *preloaded):
+            import_module(module)  # slow: not in the time of a combination
         with (
             throwaway_ranks.tested(request, world) as (tested, device),
             verdicts.open("a", 1) as file,
@@ -106,7 +119,7 @@ def main(folder: Path) -> int:
                 attempted(request, request.known, world, subgroup, device)
             walk(request, world, subgroup, device, report=report, note=note)
 
-    return throwaway_ranks.run(MODULE, folder, request, attempt)
+    return throwaway_ranks.run(MODULE, folder, request, attempt, preloaded)
 
 
 def walk(
@@ -126,8 +139,10 @@ def walk(
     for number in range(request.first, len(request.wanted)):
         combination = request.wanted[number]
         world.watchdog.rearm()
-        # The first call of an operation may connect the ranks once more, and load code.
-        report("doing" if combination.operation in called else "first", str(number))
+        if combination.form == PARALLEL:
+            report("training", str(number))
+        else:  # the first call of an operation may connect the ranks once more, and load code
+            report("doing" if combination.operation in called else "first", str(number))
         called.add(combination.operation)
         own = attempted(request, combination, world, subgroup, device)
         if own.outcome == UNSUPPORTED:
@@ -183,19 +198,33 @@ def attempted(
 
     Raises an error that says that memory is short: that is no refusal of the backend.
     """
+    try:
+        if combination.form == PARALLEL:
+            ranks = parallel.Ranks(world, subgroup.world_group, device, request.folder)
+            return parallel.attempt(combination.operation, ranks)
+        return _call(request, combination, world, subgroup, device)
+    except Exception as error:  # any other error is a backend's way to refuse
+        if memory.OUT_OF_MEMORY.search(str(error)):
+            raise
+        return Verdict(UNSUPPORTED, throwaway_ranks.sentence(error))
+
+
+def _call(
+    request: Request,
+    combination: Combination,
+    world: World,
+    subgroup: Subgroup,
+    device: torch.device,
+) -> Verdict:
+    """Call an operation with all sizes, and check its results."""
     from ddpbench.measure.loop import Bench
 
     verdict = Verdict(OK)
     for elements in ELEMENTS:  # always all of them, so that the ranks stay in step
-        try:
-            case = _case(request, combination, elements, subgroup)
-            bench = Bench(case, PLAN, world, subgroup, device)
-            bench.repeat(1)
-            wrong = bench.wrong(-1) if OPERATIONS[combination.operation].sized else None
-        except Exception as error:  # any other error is a backend's way to refuse
-            if memory.OUT_OF_MEMORY.search(str(error)):
-                raise
-            return Verdict(UNSUPPORTED, throwaway_ranks.sentence(error))
+        case = _case(request, combination, elements, subgroup)
+        bench = Bench(case, PLAN, world, subgroup, device)
+        bench.repeat(1)
+        wrong = bench.wrong(-1) if OPERATIONS[combination.operation].sized else None
         if wrong is not None and verdict.outcome == OK:
             verdict = Verdict(
                 WRONG,

@@ -1,4 +1,6 @@
-"""What a backend supports as a table: operation and reduce op by dtype, the reasons below."""
+"""What a backend supports as tables: operation and reduce op by dtype, the reasons below; ways of
+parallel training.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ddpbench.doctor.capabilities.verdicts import PARALLEL
 from ddpbench.records.table import Table, TableColumn
 
 # outcome → cell
@@ -27,10 +30,25 @@ Verdict = Mapping[str, Any]
 
 
 def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
-    """Return the table with the reasons as its legend; none if nothing was tried."""
-    verdicts: Sequence[Verdict] = figures.get("verdicts", [])
-    if not verdicts:
-        return ()
+    """Return the tables; none of what was not tried. The reasons are the legend of the first."""
+    tried: Sequence[Verdict] = figures.get("verdicts", [])
+    calls = [verdict for verdict in tried if verdict["form"] != PARALLEL]
+    ways = [verdict for verdict in tried if verdict["form"] == PARALLEL]
+    tables = [_tabulate_calls(calls, backend)] if calls else []
+    return (*tables, *([_tabulate_ways(ways, backend)] if ways else []))
+
+
+def _tabulate_ways(verdicts: Sequence[Verdict], backend: str) -> Table:
+    columns = (
+        TableColumn("way", "left"),
+        TableColumn("one step", "left"),
+        TableColumn("reason", "left"),
+    )
+    rows = tuple((v["operation"], CELLS[v["outcome"]], v["why"]) for v in verdicts)
+    return Table(f"parallel training on {backend}", columns, rows)
+
+
+def _tabulate_calls(verdicts: Sequence[Verdict], backend: str) -> Table:
     dtypes = list(dict.fromkeys(each["dtype"] for each in verdicts if each["dtype"]))
     columns = (
         TableColumn("operation", "left"),
@@ -38,7 +56,7 @@ def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
         *(TableColumn(_abbreviated(dtype)) for dtype in dtypes),
     )
     title = f"what {backend} can do"
-    return (Table(title, columns, tuple(_rows(verdicts, dtypes)), tuple(_reasons(verdicts))),)
+    return Table(title, columns, tuple(_rows(verdicts, dtypes)), tuple(_reasons(verdicts)))
 
 
 def _rows(verdicts: Sequence[Verdict], dtypes: Sequence[str]) -> list[tuple[str, ...]]:

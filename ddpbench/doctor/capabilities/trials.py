@@ -21,7 +21,8 @@ from ddpbench.measure.throwaway_ranks import Trial
 from ddpbench.runtime import devices
 
 HANG_SECONDS = 5.0  # for one combination: a few ms of work
-# For the first call of an operation on a device: it may make a communicator, and load code.
+# For the first call of an operation on a device, which may make a communicator and load code, and
+# for a way of parallel training, which is many calls.
 FIRST_SECONDS = 30.0
 POLL_SECONDS = 0.1
 
@@ -91,10 +92,11 @@ def _watched(trial: Trial, until: float, device: str) -> Generator[None, None, f
 
     Returns the seconds that the ranks had for what they do if they hang, else 0.
     """
-    first = FIRST_SECONDS if devices.get(device).clock == "device" else HANG_SECONDS
+    slow = {"training", "first"} if devices.get(device).clock == "device" else {"training"}
     while trial.process.poll() is None and time.monotonic() < until:
         states = [state for state in trial.states() if state.text.isdecimal()]
-        allowed = first if "first" in (state.kind for state in states) else HANG_SECONDS
+        is_slow = any(state.kind in slow for state in states)
+        allowed = FIRST_SECONDS if is_slow else HANG_SECONDS
         # A rank that is through waits for the others, so the last one counts.
         if states and time.time() - max(state.since for state in states) > allowed:
             return allowed
@@ -128,7 +130,7 @@ def _blamed(trial: Trial, number: int, hung: float, code: int) -> Verdict | None
         why = refused[0].text.partition(" ")[2]
         by = [state.rank for state in refused]
         return Verdict(UNSUPPORTED, verdicts.refused_by(by, why))
-    busy = [str(state.rank) for state in here if state.kind in ("first", "doing")]
+    busy = [str(state.rank) for state in here if state.kind in ("first", "doing", "training")]
     return Verdict(HANG, f"rank {', '.join(busy)} did not return within {hung:g} s")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from ddpbench.records.schema import Finding
 
 OK, UNSUPPORTED, WRONG, CRASH, HANG = "ok", "unsupported", "wrong", "crash", "hang"
+PARALLEL = "parallel"  # the form of a combination that is a way of parallel training
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Combination:
     """What one call tries; an operation that moves no data has no dtype."""
 
     operation: str
-    form: str  # "tensor" or "list", as `Case` has it
+    form: str  # "tensor" or "list", as `Case` has it; PARALLEL
     reduce_op: str | None
     dtype: str | None
 
