@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.analysis import steps
+from ddpbench.analysis import sharded_steps, steps
+from ddpbench.analysis.spans import Span, Timed
 from ddpbench.analysis.steps import BucketInfo, Samples
 from ddpbench.records.schema import (
     Epoch,
@@ -153,3 +154,92 @@ def some_epochs(count: int, **last: Any) -> tuple[Epoch, ...]:
         for n in range(1, count + 1)
     ]
     return (*epochs[:-1], replace(epochs[-1], **last))
+
+
+def sharded_samples(
+    world: int = 4, rounds: int = 24, in_a_row: int = 5, *, compute: float = 60.0,
+    blocks: int = 2, gather: tuple[float, float] = (4.0, 1.0), scatter: float = 6.0,
+    reduce: float = 0.0, overhead: float = 1.5, prefetch: float = 0.0,
+    late: tuple[int, float] = (0, 0), noise: float = 0.002, seed: int = 0,
+) -> Samples:  # fmt: skip
+    """Samples of fully_shard, whose blocks gather twice a step, and a root.
+
+    gather: milliseconds of each all_gather that are exposed, and hidden. reduce: of each all_reduce
+    between two groups of half of the ranks. prefetch: how much longer a step is without it; below
+    0: how much shorter with it. late: a rank, and the milliseconds that it computes longer.
+    """
+    draw = np.random.default_rng(seed)
+    rank, delay = late
+    calls = _sharded_calls(blocks, gather, scatter, reduce, world)
+    exposed = sum(blocked for _, blocked, _ in calls)
+
+    def arm(extra: float, waits: bool) -> Ints:
+        shape = (world, rounds, in_a_row)
+        forward, backward, update = (
+            share * compute * MS * draw.normal(1, noise, shape) for share in (0.25, 0.72, 0.03)
+        )
+        forward[rank] += delay * MS
+        backward += extra * MS
+        if waits:
+            backward += forward.max(axis=0) - forward
+        marks = np.stack([0 * forward, forward, backward, update], axis=3)
+        return np.asarray(marks.cumsum(axis=3), dtype=np.int64)
+
+    arms = {"ddp": exposed + overhead, "timed": exposed + overhead + 0.5}
+    if prefetch:
+        arms["no_prefetch" if prefetch > 0 else "prefetch"] = exposed + overhead + prefetch
+    stamps = {"noop": arm(0.0, False), **{name: arm(extra, True) for name, extra in arms.items()}}
+    walls = {
+        name: (each[..., 3] - each[..., 0]).sum(axis=2) + 10_000 for name, each in stamps.items()
+    }
+    waits = np.where(np.arange(world) == rank, 0.0, delay)[:, None]
+    ns = np.empty((world, rounds, len(calls), 3))
+    for number, (_, blocked, hidden) in enumerate(calls):
+        wait = waits if number == 0 else 0 * waits  # the others wait in the first collective
+        took = blocked * draw.normal(1, noise, (world, rounds)) + wait
+        begin = np.full((world, rounds), 10.0 * number)
+        ns[:, :, number] = np.stack([begin, took, begin + took + hidden], axis=2) * MS
+    half = (tuple(range(world // 2)), tuple(range(world // 2, world)))
+    return Samples(
+        stamps=stamps, walls=walls, timers={}, buckets=[], bucket_stamps=None,
+        verify=np.empty((world, 0), np.int64),
+        timed=Timed(
+            [span for span, _, _ in calls],
+            [half if span.operation == "all_reduce" else (tuple(range(world)),)
+             for span, _, _ in calls],
+            ns.astype(np.int64),
+        ),
+        peak_nbytes=np.arange(1, world + 1) * 100_000_000,
+    )  # fmt: skip
+
+
+def _sharded_calls(
+    blocks: int, gather: tuple[float, float], scatter: float, reduce: float, world: int
+) -> list[tuple[Span, float, float]]:
+    """The collectives of a step, each with its exposed and its hidden milliseconds."""
+    ranks, names = tuple(range(world)), ["root", *(f"blocks.{i}" for i in range(blocks))]
+
+    def call(operation: str, layers: str, phase: str) -> Span:
+        nbytes = 8_000 if layers == "root" else 4_000_000
+        return Span(operation, layers, phase, nbytes, 0, 0, 0, ranks)
+
+    calls = [(call("all_gather", name, "forward"), *gather) for name in names]
+    for name in reversed(names):
+        if name != "root":
+            calls.append((call("all_gather", name, "backward"), *gather))
+        calls.append((call("reduce_scatter", name, "backward"), scatter, 0.0))
+        if reduce:
+            calls.append((call("all_reduce", name, "backward"), reduce, 0.0))
+    return calls
+
+
+def a_sharded_case(**other: Any) -> StepCase:
+    """The perceptron under fully_shard between four ranks."""
+    fields = {"parallel": "fsdp", "mesh": (4,), "world_size": 4, "ranks_per_host": (4,)}
+    return a_step_case(**{**fields, "prefetch": True, "reshard_after_forward": True, **other})
+
+
+@functools.cache
+def a_sharded_summary(batch: int = 256, **samples: Any) -> StepSummary:
+    """The summary of `sharded_samples` with these arguments."""
+    return sharded_steps.summarise(sharded_samples(**samples), batch, 16)

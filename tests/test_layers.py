@@ -28,9 +28,13 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "hang": ("version", "records", "launch", "mpi_backend"),
     "runtime": ("version", "records", "launch", "mpi_backend", "mpi", "hang"),
     "catalog": ("version", "records", "launch", "mpi_backend", "runtime"),
-    "render": ("version", "records", "analysis", "verdicts", "catalog.sizes"),
+    "render": (
+        "version", "records", "analysis", "verdicts", "catalog.sizes", "catalog.parallel",
+    ),
     "interchange": ("version", "records", "runtime.environment", "catalog"),
-    "report": ("version", "records", "analysis", "verdicts", "render", "catalog.sizes"),
+    "report": (
+        "version", "records", "analysis", "verdicts", "render", "catalog.sizes", "catalog.parallel",
+    ),
     "measure": ("version", "records", "analysis", "launch", "hang", "runtime", "catalog"),
     "replicas": ("version", "records", "analysis", "hang", "runtime", "catalog"),
     "session": (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ddpbench.analysis import limits, lines, step_lines, steps
+from ddpbench.analysis import limits, lines, sharded_findings, step_lines, steps
 from ddpbench.analysis.flags import BUSY_SHARE, AnyLine
 from ddpbench.analysis.rank_setup import crowded
 from ddpbench.analysis.step_lines import StepLine
@@ -128,7 +128,9 @@ def _late(line: StepLine, rank: int | None, seconds: float, why: str) -> Finding
 def _exposed(run: Run) -> Iterator[Finding]:
     for line in step_lines.lines(run):
         part, case = line.part(steps.EXPOSED), line.case
-        if part is not None and part.resolved and (part.share or 0) > EXPOSED_SHARE:
+        if case.mesh:
+            yield from sharded_findings.find(line)
+        elif part is not None and part.resolved and (part.share or 0) > EXPOSED_SHARE:
             overhead = line.part(steps.OVERHEAD)
             most = part.figure.value / 2
             bytes_count = not (overhead and overhead.resolved and overhead.figure.value >= most)

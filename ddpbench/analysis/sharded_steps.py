@@ -16,16 +16,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddpbench.analysis import steps
-from ddpbench.analysis.spans import Span
+from ddpbench.analysis.spans import EXPOSED_OF, HIDDEN_OF, OPERATIONS, SAVES, WOULD_SAVE, Span
 from ddpbench.analysis.stats import Floats
 from ddpbench.analysis.steps import Samples, difference, figure
 from ddpbench.records.schema import Collective, Part, StepSummary
 
-OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
-SAVES, WOULD_SAVE = "prefetch saves", "prefetch would save"
 ARMS, SPANS = "arms", "spans"  # where a part comes from
-EXPOSED_OF = {name: f"exposed {name}" for name in OPERATIONS}
-HIDDEN_OF = {name: f"hidden {name}" for name in OPERATIONS}
 
 
 def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSummary:

@@ -1,12 +1,19 @@
-"""The collectives of a training step, as they were timed one by one."""
+"""The collectives of a training step, as they were timed one by one, and the parts they make."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
+EXPOSED_OF = {name: f"exposed {name}" for name in OPERATIONS}
+HIDDEN_OF = {name: f"hidden {name}" for name in OPERATIONS}
+SAVES, WOULD_SAVE = "prefetch saves", "prefetch would save"
 
 
 @dataclass(frozen=True)

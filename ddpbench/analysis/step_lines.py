@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddpbench.analysis import sharded_steps, stats, steps
+from ddpbench.analysis import stats, steps
 from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, raised_flags
+from ddpbench.analysis.spans import EXPOSED_OF
 from ddpbench.records.schema import (
     Bucket,
     Collective,
@@ -216,11 +217,11 @@ def _adding_up(budgets: Sequence[tuple[Part, ...]]) -> dict[str, float]:
     if {steps.EXPOSED, steps.TRANSFER} <= common:
         values[steps.OVERHEAD] = values[steps.EXPOSED] - values[steps.TRANSFER]
         values[steps.COMMUNICATION] = values[steps.TRANSFER] + values[steps.HIDDEN]
-    if operations := common.intersection(sharded_steps.EXPOSED_OF.values()):
+    if operations := common.intersection(EXPOSED_OF.values()):
         values |= {name: _median(each[name] for each in launches) for name in operations}
         if steps.EXPOSED in values:
-            spans = sum(map(values.__getitem__, operations))
-            values[steps.OVERHEAD] = values[steps.EXPOSED] - spans
+            of_spans = sum(map(values.__getitem__, operations))
+            values[steps.OVERHEAD] = values[steps.EXPOSED] - of_spans
     return values
 
 

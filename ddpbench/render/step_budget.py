@@ -20,11 +20,15 @@ def budget(group: list[StepLine], run: Run, style: Style) -> str:
     measured = [line for line in group if line.summary and line.summary.budget]
     known = [line for line in measured if any(map(is_known, _parts(line)))]
     cells = [row for line in known for row in with_backend(line, list(_rows(line)))]
-    headings = ["backend", "part of a step", "ms", "95 %", "% of step"]
-    body = [style.table(cells, headings, headings[:2]), *gain(known)] if known else []
+    headings = ["backend", "part of a step", "ms", "95 %", "% of step", "from"]
+    if not any(part.source for line in known for part in _parts(line)):
+        cells, headings = [row[:-1] for row in cells], headings[:-1]
+    left = [name for name in headings if name in ("backend", "part of a step", "from")]
+    body = [style.table(cells, headings, left), *gain(known)] if known else []
     if few := [line.case.backend for line in measured if line not in known]:
         body.append(f"no budget on {', '.join(few)}: it needs six rounds, or six launches")
-    body += [text for line in measured for text in timers(line)]
+    body += [text for line in measured for text in (*disagreement(line), *timers(line))]
+    body += [text for line in group for text in peak_memory(line)]
     return style.block("budget", style.gap.join(body), 1) if body else ""
 
 
@@ -43,10 +47,11 @@ def _rows(line: StepLine) -> Iterator[list[str]]:
         # An unresolved wait accuses no rank.
         unnamed = part.rank is not None and not part.resolved
         name = "waiting for any one rank" if unnamed else part.name
-        yield [name, *bounded(part, line.seconds), uncertain(part, percent(part.share))]
+        share = uncertain(part, percent(part.share))
+        yield [name, *bounded(part, line.seconds), share, part.source]
         total += part.figure.value
         if part.name == steps.EXPOSED and math.isclose(total, line.seconds or 0.0, rel_tol=1e-6):
-            yield ["= step", ms(total, total), span(line.interval, total), "100.0"]
+            yield ["= step", ms(total, total), span(line.interval, total), "100.0", ""]
 
 
 def gain(known: list[StepLine]) -> Iterator[str]:
@@ -67,6 +72,29 @@ def _factor(line: StepLine) -> str | None:
     if low <= 1:
         return f"less than ×{max(high, 1):.2f}"
     return f"×{speed_up.value:.2f} [{low:.2f} … {high:.2f}]"
+
+
+def disagreement(line: StepLine) -> Iterator[str]:
+    """State by how much the exposed communication of the arms differs from that of the spans."""
+    overhead, exposed = line.part(steps.OVERHEAD), line.part(steps.EXPOSED)
+    if overhead and exposed and line.summary and line.summary.collectives:
+        arms = exposed.figure.value
+        spans = ms(arms - overhead.figure.value, line.seconds)
+        yield (
+            f"exposed communication on {line.case.backend}: {ms(arms, line.seconds)} ms from arms, "
+            f"{spans} ms from spans; they differ by {percent(abs(overhead.share or 0.0))} % of "
+            "the step"
+        )
+
+
+def peak_memory(line: StepLine) -> Iterator[str]:
+    """State the memory at the peak of a step."""
+    if line.summary and line.summary.peak_nbytes:
+        what = "resident memory, with Python and its libraries"
+        if line.case.device != "cpu":
+            what = "tensors"
+        size = f"{line.summary.peak_nbytes / 1e6:.0f} MB of {what}"
+        yield f"peak of a step on {line.case.backend}: {size}, in the rank that needs most"
 
 
 def timers(line: StepLine) -> Iterator[str]:
@@ -133,7 +161,8 @@ def shorten(name: str) -> str:
 
 
 def observer_cost(line: StepLine) -> Iterator[str]:
-    part = line.summary.observer if line.summary and line.summary.buckets else None
+    summary = line.summary
+    part = summary.observer if summary and (summary.buckets or summary.collectives) else None
     if part is not None and is_known(part):
         value, interval = bounded(part, line.seconds)
         yield f"{value} ms {interval}"

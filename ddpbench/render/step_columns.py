@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ddpbench.analysis import spans
 from ddpbench.render.column import (
     Column,
     Value,
@@ -121,6 +122,18 @@ def _part(column: str, part_name: str) -> dict[str, Column[StepLine]]:
     }
 
 
+def _operation_parts() -> dict[str, Column[StepLine]]:
+    columns: dict[str, Column[StepLine]] = {}
+    for names in (spans.EXPOSED_OF, spans.HIDDEN_OF):
+        for part in names.values():
+            columns |= _part(part.replace(" ", "_"), part)
+    return columns
+
+
+def _peak(line: StepLine) -> float | None:
+    return (line.summary.peak_nbytes / 1e6 or None) if line.summary else None
+
+
 def _late_rank(line: StepLine) -> int | None:
     part = line.part("waiting for rank")
     return part.rank if part is not None and part.resolved else None
@@ -187,7 +200,7 @@ def _fields(*names: str) -> dict[str, Column[StepLine]]:
 
 
 STEP_COLUMNS: dict[str, Column[StepLine]] = {
-    **_fields("workload", "settings"),
+    **_fields("workload", "settings", "parallel", "mesh", "prefetch", "reshard_after_forward"),
     "backend": text_column("backend", lambda line: line.case.backend),
     **_fields("provider", "device", "world_size", "ranks_per_host", "threads", "parameters"),
     **_fields("parameter_nbytes", "batch", "accumulate", "optimizer", "amp", "comm_hook"),
@@ -215,6 +228,10 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = {
     **_part("overhead", "communication overhead"),
     **_part("hidden", "hidden communication"),
     **_part("communication", "communication"),
+    **_operation_parts(),
+    **_part("prefetch_saves", spans.SAVES),
+    **_part("prefetch_would_save", spans.WOULD_SAVE),
+    "peak_mb": extra_column("peak MB", _peak),
     **_part("waiting", "waiting for rank"),
     "late_rank": extra_column("late rank", _late_rank),
     "speed_up": extra_column("speed-up", _speed_up("value")),

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
+from ddpbench.catalog.parallel import WAYS
 from ddpbench.records.schema import Run, StepCase
-from ddpbench.render import step_budget, step_replicas
+from ddpbench.render import step_budget, step_collectives, step_replicas
 from ddpbench.render.column import (
     choose_columns,
     common_legend,
@@ -21,11 +22,24 @@ from ddpbench.render.style import Style
 TABLES: tuple[Callable[[list[StepLine], Run, Style], str], ...] = (
     step_budget.budget,
     step_budget.buckets,
+    step_collectives.collectives,
     step_replicas.replicas,
     step_replicas.training,
 )
 PARTS = (steps.EXPOSED, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, steps.WAITING)
 BUCKETS = ("ready", "wire", "wait")
+SHARDED = {
+    "arm": "arm: a variant of the step: complete; without communication; with the prefetch "
+    "switched; with timed collectives",
+    steps.EXPOSED: "step = compute and copies + exposed communication; (x): noise, not clearly "
+    "above 0",
+    steps.OVERHEAD: "communication overhead: exposed communication less that of each operation: "
+    "ranks out of step, waking threads, bookkeeping",
+    "from": "from arms: the difference of two variants of the step, round by round; from spans: "
+    "how long the compute waits for each collective, in the rank that waits least",
+    "collectives": "hidden: a collective is on its way and the compute goes on; MB: of the total "
+    "buffers; wait: how much longer the rank that waits most is blocked",
+}
 LEGEND = {
     "arm": "arm: a variant of the step: complete; without communication; also without bucket "
     "copies; with timed buckets",
@@ -87,8 +101,23 @@ def title(case: StepCase) -> str:
         "gradients in buckets" if case.gradient_as_bucket_view else "",
         "static graph" if case.static_graph else "",
         "unused parameters searched" if case.find_unused_parameters else "",
+        parallel(case),
         format_ranks(case),
         case.device,
+    ]
+    return "  ".join(filter(None, parts))
+
+
+def parallel(case: StepCase) -> str:
+    """Name the way of parallel training and its mesh; "" for DDP."""
+    if not case.mesh:
+        return ""
+    names = WAYS[case.parallel].dimensions if case.parallel in WAYS else ()
+    sizes = [f"{name}={size}" for name, size in zip(names, case.mesh, strict=False)]
+    parts = [
+        f"{case.parallel} over {' × '.join(sizes)}",
+        "prefetch off" if case.prefetch is False else "",
+        "no reshard after forward" if case.reshard_after_forward is False else "",
     ]
     return "  ".join(filter(None, parts))
 
@@ -118,6 +147,8 @@ def _left_out(all_lines: list[StepLine]) -> list[str]:
 def _legend(shown: list[StepLine], names: list[str], tables: bool) -> list[str]:
     """Explain the printed columns and tables whose headings do not."""
     summaries = [line.summary for line in shown if line.summary]
+    sharded = any(line.case.mesh for line in shown)
+    timed = tables and any(summary.collectives for summary in summaries)
     needed = {
         "arm": bool(summaries),
         "step": "step_ms" in names and bool(summaries),
@@ -125,4 +156,6 @@ def _legend(shown: list[StepLine], names: list[str], tables: bool) -> list[str]:
         **{part: tables and any(line.part(part) for line in shown) for part in PARTS},
         **dict.fromkeys(BUCKETS, tables and any(summary.buckets for summary in summaries)),
     }
-    return [LEGEND[name] for name, shown in needed.items() if shown]
+    needed |= {"from": timed, "collectives": timed}
+    legend = {**LEGEND, **SHARDED} if sharded else LEGEND
+    return [legend[name] for name, shown in needed.items() if shown]

@@ -160,6 +160,21 @@ class Cpu:
         """Return the device's memory that this process's torch holds, its cache included."""
         return None
 
+    def reset_peak(self, device: torch.device) -> bool:
+        """Let `peak_nbytes` begin anew; return whether it can."""
+        from ddpbench.runtime import host_memory
+
+        return host_memory.reset_peak()
+
+    def peak_nbytes(self, device: torch.device) -> int:
+        """Return the peak of this process's memory since `reset_peak`; 0: not known.
+
+        The CPU's is resident memory, with Python and its libraries; a GPU's is that of tensors.
+        """
+        from ddpbench.runtime import host_memory
+
+        return host_memory.peak_nbytes()
+
     def release_memory(self) -> None:
         """Give back the memory that torch keeps of freed tensors."""
 
@@ -257,6 +272,13 @@ class Accelerator(Cpu):
 
     def held_nbytes(self, device: torch.device) -> int | None:
         return int(self._module.memory_reserved(device))
+
+    def reset_peak(self, device: torch.device) -> bool:
+        self._module.reset_peak_memory_stats(device)
+        return True
+
+    def peak_nbytes(self, device: torch.device) -> int:
+        return int(self._module.max_memory_allocated(device))
 
     def release_memory(self) -> None:
         self._module.empty_cache()

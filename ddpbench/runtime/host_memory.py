@@ -16,6 +16,21 @@ def free_memory_nbytes() -> int | None:
     return min((int(nbytes) for nbytes in free if nbytes is not None), default=None)
 
 
+def reset_peak() -> bool:
+    """Let the kernel's peak of resident memory begin anew; return whether it could."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # see proc_pid_clear_refs(5)
+    except OSError:
+        return False
+    return True
+
+
+def peak_nbytes() -> int:
+    """Return the peak of this process's resident memory since `reset_peak`; 0: not known."""
+    kilobytes = search_line(r"^VmHWM:\s+(\d+)", read(Path("/proc/self/status")))
+    return int(kilobytes or 0) * 1024
+
+
 def cgroup_limits(root: Path = ROOT) -> dict[str, float | None]:
     """The tightest limits of this process's control group and its ancestors, v1 or v2."""
     limits, free = [], []
