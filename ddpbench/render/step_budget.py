@@ -90,9 +90,8 @@ def disagreement(line: StepLine) -> Iterator[str]:
 def peak_memory(line: StepLine) -> Iterator[str]:
     """State the memory at the peak of a step."""
     if line.summary and line.summary.peak_nbytes:
-        what = "resident memory, with Python and its libraries"
-        if line.case.device != "cpu":
-            what = "tensors"
+        on_device = line.case.clock == "device"
+        what = "tensors" if on_device else "resident memory, with Python and its libraries"
         size = f"{line.summary.peak_nbytes / 1e6:.0f} MB of {what}"
         yield f"peak of a step on {line.case.backend}: {size}, in the rank that needs most"
 

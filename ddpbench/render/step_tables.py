@@ -35,10 +35,10 @@ SHARDED = {
     "above 0",
     steps.OVERHEAD: "communication overhead: exposed communication less that of each operation: "
     "ranks out of step, waking threads, bookkeeping",
-    "from": "from arms: the difference of two variants of the step, round by round; from spans: "
-    "how long the compute waits for each collective, in the rank that waits least",
-    "collectives": "hidden: a collective is on its way and the compute goes on; MB: of the total "
-    "buffers; wait: how much longer the rank that waits most is blocked",
+    "from": "from arms: the difference of two variants of the step; from spans: how long the "
+    "compute waits for a collective, in the rank that waits least",
+    "collectives": "hidden: a collective is on its way and the compute goes on; MB: total buffers; "
+    "wait: how much longer the rank that waits most is blocked",
 }
 LEGEND = {
     "arm": "arm: a variant of the step: complete; without communication; also without bucket "
