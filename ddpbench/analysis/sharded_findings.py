@@ -43,7 +43,7 @@ def _advise(line: StepLine, largest: Part | None) -> str:
     if gathers and case.prefetch is False:
         saved = line.part(WOULD_SAVE)
         gain = f", which saves {_milliseconds(saved)}" if saved and saved.resolved else ""
-        ways.append(f"gather the next layers early (--prefetch on){gain}")
+        ways.append(f"gather the next layers early (leave out --no-prefetch){gain}")
     backward = sum(
         each.exposed.value
         for each in (line.summary.collectives if line.summary else ())
@@ -51,7 +51,7 @@ def _advise(line: StepLine, largest: Part | None) -> str:
     )
     if gathers and case.reshard_after_forward and backward > SHARE * (line.seconds or 0.0):
         ways.append(
-            "keep the parameters after forward (--reshard-after-forward off): "
+            "keep the parameters after forward (--reshard-after-forward no): "
             f"{backward * 1e3:.3g} ms less all_gather in backward, for more memory"
         )
     more = "a larger --batch" if case.parallel == "tp" else "--accumulate, a larger --batch"

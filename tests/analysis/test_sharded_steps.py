@@ -140,8 +140,8 @@ def test_prefetch_is_advised_where_it_is_off_and_saves_time() -> None:
     """With what it was measured to save; and not where it is on."""
     summary = a_sharded_summary(gather=(8.0, 0.0), prefetch=-12.0)
     text = advice(summary, prefetch=False)
-    assert "--prefetch on), which saves 12" in text
-    assert "--prefetch" not in advice(summary, prefetch=True)
+    assert "leave out --no-prefetch), which saves 12" in text
+    assert "--no-prefetch" not in advice(summary, prefetch=True)
 
 
 def test_keeping_the_parameters_is_advised_where_backward_gathers_again() -> None:

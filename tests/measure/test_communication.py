@@ -1,0 +1,311 @@
+"""The collectives of a sharded step, switched off or timed, on four ranks over gloo.
+
+The ranks play all ways once and leave what they saw in files. They run this very file:
+`python test_communication.py FOLDER`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from command_lines import clean_environment
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from warm_python import warm_python
+
+from ddpbench.analysis.spans import Span
+from ddpbench.measure.parallel.communication import Communication
+from ddpbench.measure.parallel.prefetch import set_prefetch
+
+WORLD, WIDTH, OUT = 4, 16, 6
+WAYS = {
+    "fsdp": {"dp_shard": 4},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+    "tp": {"tp": 4},
+    "fsdp+tp": {"dp_shard": 2, "tp": 2},
+}
+BLOCKS = ("blocks.0", "blocks.1")
+NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+
+
+class Block(nn.Module):
+    """A block as in a transformer's feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.down(self.up(values).relu())
+
+
+class Net(nn.Module):
+    """Two blocks and a layer whose rows four ranks cannot divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in BLOCKS)
+        self.out = nn.Linear(WIDTH, OUT)
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = block(values)
+        return self.out(values)
+
+
+# --- in the ranks ---------------------------------------------------------------------------------
+
+
+def build(way: str) -> Net:
+    """The net, divided as the way says; the same weights each time."""
+    sizes = WAYS[way]
+    torch.manual_seed(0)
+    net = Net()
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if "tp" in sizes:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in net.blocks:
+            parallelize_module(block, mesh["tp"], plan)
+    names = tuple(name for name in sizes if name != "tp")
+    if names:
+        over = mesh[names] if "tp" in sizes else mesh
+        for module in (*net.blocks, net):
+            fully_shard(module, mesh=over)
+    return net
+
+
+class Trainer:
+    """A net that steps with the communication in some mode."""
+
+    def __init__(self, way: str, prefetch: bool | None = None) -> None:
+        self.net = build(way)
+        self.communication = Communication(self.net, torch.device("cpu"), list(self.net.blocks))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.data = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+        if prefetch is not None:
+            set_prefetch(self.net, prefetch)
+
+    def step(self, mode: str) -> list[Span]:
+        """Take one step; return its spans."""
+        self.communication.mode = mode
+        self.optimizer.zero_grad()
+        with self.communication.around():
+            self.net(self.data).square().mean().backward()
+            self.optimizer.step()
+        return self.communication.spans
+
+    def bits(self) -> list[str]:
+        """The rank's own parameters, exactly."""
+        local = (getattr(each, "_local_tensor", each) for each in self.net.parameters())
+        return [float(number).hex() for each in local for number in each.detach().flatten()]
+
+
+def look_up() -> list[int]:
+    """What the names of torch stand for now."""
+    operators = [getattr(torch.ops._c10d_functional, name) for name in (*NAMES, "wait_tensor")]
+    return [id(each) for each in (*(getattr(dist, name) for name in NAMES), *operators)]
+
+
+def count_calls(trainer: Trainer) -> int:
+    """The collectives of a step, as torch counts them."""
+    with CommDebugMode() as counted:
+        trainer.step("plain")
+    return int(counted.get_total_counts())
+
+
+def play(way: str) -> dict[str, Any]:
+    """All that a way shows."""
+    plain, timed = Trainer(way), Trainer(way)
+    before = look_up()
+    for _ in range(3):
+        plain.step("plain")
+        spans = timed.step("timed")
+    seen: dict[str, Any] = {
+        "spans": [vars(span) for span in spans],
+        "equal": plain.bits() == timed.bits(),
+        "as before": before == look_up(),
+        "calls": count_calls(timed),
+    }
+    if dist.get_rank() == 0:  # the other ranks do not step: a collective would hang
+        shapes = [tuple(each.shape) for each in timed.net.parameters()]
+        timed.step("noop")
+        after = [(tuple(each.shape), torch.isfinite(_local(each)).all()) for each in
+                 timed.net.parameters()]  # fmt: skip
+        seen["noop"] = [shape for shape, finite in after if finite] == shapes
+    return seen
+
+
+def _local(parameter: Tensor) -> Tensor:
+    local: Tensor = getattr(parameter, "_local_tensor", parameter)
+    return local
+
+
+def main(folder: Path) -> None:
+    """Play all ways; leave what this rank saw in a file."""
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    store = f"file://{folder / 'meeting'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
+    seen: dict[str, Any] = {way: play(way) for way in WAYS}
+    for prefetch in (True, False):
+        trainer = Trainer("fsdp", prefetch)
+        trainer.step("plain")
+        spans = [vars(span) for span in trainer.step("timed")]
+        seen[f"prefetch {prefetch}"] = {"spans": spans, "bits": trainer.bits()}
+    (folder / f"{rank}.json").write_text(json.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# --- the tests ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = [
+        subprocess.Popen(
+            [*warm_python(), __file__, str(folder)],
+            env={**clean_environment(), "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(WORLD)
+    ]
+    assert [rank.wait(120) for rank in ranks] == [0] * WORLD
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+def key(span: dict[str, Any]) -> tuple[str, str, str]:
+    """What a span is of."""
+    return span["operation"], span["layers"], span["phase"]
+
+
+Seen = list[dict[str, Any]]
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+@every_way
+def test_timing_changes_no_bit_of_the_result(seen: Seen, way: str) -> None:
+    """After three steps each rank's parameters are those of a model that is not timed."""
+    assert all(rank[way]["equal"] for rank in seen)
+
+
+@every_way
+def test_noop_moves_no_byte(seen: Seen, way: str) -> None:
+    """A rank steps alone, while the others are elsewhere; the parameters keep their shapes."""
+    assert seen[0][way]["noop"]
+
+
+@every_way
+def test_every_collective_has_a_span(seen: Seen, way: str) -> None:
+    """As many as torch's own CommDebugMode counts, in all ranks in the same order."""
+    for rank in seen:
+        assert len(rank[way]["spans"]) == rank[way]["calls"] > 0
+        assert list(map(key, rank[way]["spans"])) == list(map(key, seen[0][way]["spans"]))
+
+
+@every_way
+def test_torch_is_as_before_after_a_step(seen: Seen, way: str) -> None:
+    """The names that were replaced during the step stand for torch's own functions again."""
+    assert all(rank[way]["as before"] for rank in seen)
+
+
+@every_way
+def test_a_span_lies_within_its_step(seen: Seen, way: str) -> None:
+    """Spans begin one after the other, and none is exposed before it begins."""
+    for rank in seen:
+        begins = [span["begin_ns"] for span in rank[way]["spans"]]
+        assert begins == sorted(begins)
+        assert begins[0] >= 0
+        assert all(span["exposed_ns"] > 0 for span in rank[way]["spans"])
+        assert all(span["end_ns"] >= span["begin_ns"] for span in rank[way]["spans"])
+
+
+def full_nbytes(shapes: list[tuple[int, ...]], ranks: int) -> int:
+    """Bytes of the gathered parameters, whose rows are padded to a multiple of the ranks."""
+    rows = [(math.ceil(first / ranks) * ranks, *rest) for first, *rest in shapes]
+    return 4 * sum(map(math.prod, rows))
+
+
+def sizes_of(way: str) -> dict[str, int]:
+    """Bytes of each layer group in one all_gather."""
+    sizes = WAYS[way]
+    ranks, split = sizes["dp_shard"], sizes.get("tp", 1)
+    block = [(2 * WIDTH // split, WIDTH), (2 * WIDTH // split,), (WIDTH, 2 * WIDTH // split),
+             (WIDTH,)]  # fmt: skip
+    out = [(OUT, WIDTH), (OUT,)]
+    return {"root": full_nbytes(out, ranks), **dict.fromkeys(BLOCKS, full_nbytes(block, ranks))}
+
+
+@pytest.mark.parametrize("way", ["fsdp", "hsdp", "fsdp+tp"])
+def test_bytes_are_those_of_the_layers(seen: Seen, way: str) -> None:
+    """An all_gather and a reduce_scatter move the padded parameters of their group, and between
+    replicas an all_reduce moves a shard of them."""
+    sizes = sizes_of(way)
+    for span in seen[0][way]["spans"]:
+        if span["operation"] != "all_reduce":
+            assert span["nbytes"] == sizes[span["layers"]], span
+        elif way == "hsdp":
+            assert span["nbytes"] == sizes[span["layers"]] // 2, span
+    gathers = Counter(s["layers"] for s in seen[0][way]["spans"] if s["operation"] == "all_gather")
+    assert gathers == {"root": 1, "blocks.0": 2, "blocks.1": 2}
+
+
+def test_fully_shard_gathers_in_order_and_reduces_in_reverse(seen: Seen) -> None:
+    """Forward root, blocks.0, blocks.1; backward the other way round, each with its reduce."""
+    keys = [key(span) for span in seen[0]["fsdp"]["spans"]]
+    forward = [layers for _, layers, phase in keys if phase == "forward"]
+    assert forward == ["root", "blocks.0", "blocks.1"]
+    scatters = [layers for operation, layers, _ in keys if operation == "reduce_scatter"]
+    assert sorted(scatters) == ["blocks.0", "blocks.1", "root"]
+    assert scatters.index("blocks.1") < scatters.index("blocks.0")
+    assert {phase for operation, _, phase in keys if operation == "reduce_scatter"} == {"backward"}
+
+
+def test_replicas_reduce_between_groups(seen: Seen) -> None:
+    """HSDP gathers among the ranks of a shard group, and reduces among those of a replica."""
+    for rank, (shards, replicas) in {0: ([0, 1], [0, 2]), 3: ([2, 3], [1, 3])}.items():
+        for span in seen[rank]["hsdp"]["spans"]:
+            expected = replicas if span["operation"] == "all_reduce" else shards
+            assert span["ranks"] == expected
+
+
+def test_tensor_parallel_reduces_in_the_layer_that_needs_it(seen: Seen) -> None:
+    """Each block's output in forward; in backward its input's gradient, but the data's."""
+    keys = [key(span) for span in seen[0]["tp"]["spans"]]
+    assert keys == [
+        ("all_reduce", "blocks.0", "forward"),
+        ("all_reduce", "blocks.1", "forward"),
+        ("all_reduce", "blocks.1", "backward"),
+    ]
+    assert {span["nbytes"] for span in seen[0]["tp"]["spans"]} == {8 * WIDTH * 4}
+
+
+def test_prefetch_gathers_the_next_layers_before_it_reduces(seen: Seen) -> None:
+    """Switched off, blocks.0 is gathered for backward when blocks.1 is done; the result is the
+    same."""
+    gather, scatter = ("all_gather", "blocks.0", "backward"), "reduce_scatter"
+    early, late = (
+        [key(span) for span in seen[0][f"prefetch {on}"]["spans"]] for on in (True, False)
+    )
+    assert early.index(gather) < early.index((scatter, "blocks.1", "backward"))
+    assert late.index(gather) > late.index((scatter, "blocks.1", "backward"))
+    assert Counter(early) == Counter(late)
+    assert seen[0]["prefetch True"]["bits"] == seen[0]["prefetch False"]["bits"]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
