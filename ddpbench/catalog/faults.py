@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ddpbench.catalog import setup_faults, step_faults
+from ddpbench.catalog import mesh_faults, setup_faults, step_faults
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.wording import explain_unknown
 
@@ -159,10 +159,12 @@ _FAULTS = (
     _fault(step_faults.buffer, needs=step_faults.require_buffer),
     _fault(step_faults.learning_rate, before=True, lr=0.05),
     _fault(step_faults.corrupted_result, before=True, bit=20),
-    _fault(step_faults.bypass, before=True, all_ranks=True),
+    _fault(step_faults.bypass, before=True, all_ranks=True, needs=step_faults.require_ddp),
     _fault(step_faults.no_sync, before=True, all_ranks=True),
     _fault(step_faults.slow_rank, before=True, ms=30),
-    _fault(step_faults.slow_link, before=True, all_ranks=True, ms=30),
+    _fault(
+        step_faults.slow_link, before=True, all_ranks=True, needs=step_faults.require_ddp, ms=30
+    ),
     _fault(step_faults.raise_error, name="raise", before=True),
     _fault(step_faults.hang, before=True, seconds=3600),
     _fault(step_faults.stop, before=True),
@@ -172,6 +174,27 @@ _FAULTS = (
     _fault(step_faults.wrong_dtype, before=True, others=step_faults.sum_metric),
     _fault(step_faults.wrong_order, before=True, others=step_faults.sum_then_gather),
     _fault(step_faults.skipped, before=True, others=step_faults.gather_metric),
+    _fault(
+        mesh_faults.other_seed,
+        before=True,
+        others=mesh_faults.other_seed,
+        needs=mesh_faults.require_replicas,
+        step=1,
+        seed=1,
+    ),
+    _fault(
+        mesh_faults.missed_sync,
+        before=True,
+        others=mesh_faults.missed_sync,
+        needs=mesh_faults.require_replicas,
+    ),
+    _fault(
+        mesh_faults.one_rank_update,
+        before=True,
+        others=mesh_faults.skip_update,
+        needs=mesh_faults.require_whole,
+    ),
+    _fault(mesh_faults.flipped_shard, needs=mesh_faults.require_replicas, bit=12),
     _fault(setup_faults.slow_rank, kind=IN_SET_UP, busy=3),
     _fault(setup_faults.wrong_interface, kind=IN_SET_UP),
     _fault(setup_faults.mixed_versions, kind=IN_SET_UP),

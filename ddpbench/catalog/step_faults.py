@@ -20,11 +20,18 @@ ELEMENTS = 1024  # of the metric that the user's step reduces over the ranks
 Settings = Mapping[str, float]
 
 
-def _first(replica: Any) -> Any:
-    return next(iter(replica.module.parameters())).data
+def read_local(tensor: Any) -> Any:
+    """Return the memory of a tensor; of a DTensor, the shard that this rank holds."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
-def _flip(flat: Any, index: int, bit: float) -> None:
+def find_first(replica: Any) -> Any:
+    """Return the memory of the first parameter of which this rank holds a part."""
+    parts = (read_local(parameter.data) for parameter in replica.module.parameters())
+    return next(part for part in parts if part.numel())
+
+
+def flip(flat: Any, index: int, bit: float) -> None:
     """Flip one bit of an element of a flat floating-point tensor."""
     import torch
 
@@ -37,8 +44,8 @@ def _flip(flat: Any, index: int, bit: float) -> None:
 
 def bit_flip(replica: Any, settings: Settings) -> None:
     """Flip one bit of one parameter."""
-    flat = _first(replica).view(-1)
-    _flip(flat, flat.numel() // 2, settings["bit"])
+    flat = find_first(replica).view(-1)
+    flip(flat, flat.numel() // 2, settings["bit"])
 
 
 def corrupted_result(replica: Any, settings: Settings) -> None:
@@ -50,8 +57,9 @@ def corrupted_result(replica: Any, settings: Settings) -> None:
 
     def spoil(*_: Any) -> None:
         hook.remove()
-        flat = next(iter(replica.module.parameters())).grad.view(-1)
-        _flip(flat, int(flat.abs().argmax()), settings["bit"])
+        gradients = (read_local(parameter.grad) for parameter in replica.module.parameters())
+        flat = next(gradient.view(-1) for gradient in gradients if gradient.numel())
+        flip(flat, int(flat.abs().argmax()), settings["bit"])
 
     hook = replica.optimizer.register_step_pre_hook(spoil)
 
@@ -59,6 +67,13 @@ def corrupted_result(replica: Any, settings: Settings) -> None:
 def bypass(replica: Any, settings: Settings) -> None:
     """Let the forward bypass DDP."""
     replica.through = replica.module
+
+
+def require_ddp(replica: Any) -> str | None:
+    """Return why there is no DDP to plant the fault in; None if there is."""
+    if replica.case.parallel == "ddp":
+        return None
+    return "this fault is one of DDP, which divides no model: use --parallel ddp"
 
 
 def no_sync(replica: Any, settings: Settings) -> None:
@@ -74,13 +89,13 @@ def learning_rate(replica: Any, settings: Settings) -> None:
 
 def permute(replica: Any, settings: Settings) -> None:
     """Reverse the elements of one parameter."""
-    tensor = _first(replica)
+    tensor = find_first(replica)
     tensor.copy_(tensor.flatten().flip(0).view_as(tensor))
 
 
 def nan(replica: Any, settings: Settings) -> None:
     """Set one element of one parameter to NaN."""
-    _first(replica).view(-1)[0] = float("nan")
+    find_first(replica).view(-1)[0] = float("nan")
 
 
 def optimizer_state(replica: Any, settings: Settings) -> None:
@@ -90,7 +105,7 @@ def optimizer_state(replica: Any, settings: Settings) -> None:
     for state in replica.optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim():
-                value.view(-1)[0] += 1
+                read_local(value).view(-1)[0] += 1
                 return
 
 
