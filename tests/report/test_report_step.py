@@ -6,7 +6,15 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from stored_steps import a_step_case, a_step_result, a_step_run, a_step_summary, step_samples
+from stored_steps import (
+    a_sharded_case,
+    a_sharded_summary,
+    a_step_case,
+    a_step_result,
+    a_step_run,
+    a_step_summary,
+    step_samples,
+)
 
 from ddpbench.analysis import step_lines, steps
 from ddpbench.records.schema import Run, StepCase
@@ -224,6 +232,54 @@ def test_backends_share_a_budget_and_have_a_timeline_each() -> None:
     assert spec is not None
     assert spec["params"][0]["value"] == ["gloo", "mpi"]
     assert [row[0] for row in made["step-mlp"].table.rows] == ["gloo", "mpi"]
+
+
+def sharded_run(*launches: int, **samples: Any) -> ReportRun:
+    """A run of fully_shard with these launches."""
+    results = [
+        a_step_result(a_sharded_case(), n, a_sharded_summary(seed=n, **samples)) for n in launches
+    ]
+    return ReportRun("a", a_step_run(*results))
+
+
+def test_a_sharded_step_is_divided_by_operation() -> None:
+    """Each operation's exposed part follows the one before up to the end of the step, hidden
+    communication ends where they begin, and what prefetch saves lies behind the step."""
+    chart = charts(sharded_run(0, prefetch=7.0))["step-mlp-budget"]
+    assert chart.spec
+    (rows,) = chart.spec["datasets"].values()
+    bars = pd.DataFrame(rows).set_index("part")
+    names = ["exposed all_gather", "exposed reduce_scatter", steps.OVERHEAD]
+    chain, exposed = bars.loc[names], bars.loc[steps.EXPOSED]
+    assert chain["begin"].iloc[0] == pytest.approx(exposed["begin"])
+    assert list(chain["begin"])[1:] == pytest.approx(list(chain["end"])[:-1])
+    assert chain["end"].iloc[-1] == pytest.approx(bars.loc["= step", "end"])
+    assert bars.loc["hidden all_gather", "end"] == pytest.approx(exposed["begin"])
+    saved = bars.loc["prefetch saves"]
+    assert saved["begin"] == pytest.approx(bars.loc["= step", "end"])
+    assert saved["end"] - saved["begin"] == pytest.approx(7e-3, rel=0.05)
+    sources = {row[1]: row[-1] for row in chart.table.rows}
+    assert sources[steps.EXPOSED] == "arms"
+    assert sources["exposed all_gather"] == "spans"
+    assert any("they differ by" in note for note in chart.table.legend)
+
+
+@pytest.mark.parametrize(("blocks", "rows"), [(2, 8), (8, 5)])
+def test_layer_groups_are_bars_that_merge_where_there_are_many(blocks: int, rows: int) -> None:
+    """Their times add up to the parts of the budget, and the table is the terminal's."""
+    report = sharded_run(0, 1, 2, blocks=blocks)
+    made = charts(report)
+    chart = made["step-mlp-layers"]
+    assert len(chart.table.rows) == rows
+    assert chart.spec
+    (drawn,) = chart.spec["datasets"].values()
+    bars = pd.DataFrame(drawn)
+    gathers = bars[(bars["operation"] == "all_gather") & (bars["what"] == "exposed")]
+    (line,) = step_lines.lines(report.run)
+    part = line.part("exposed all_gather")
+    assert part is not None
+    total = (gathers["end"] - gathers["begin"]).sum()
+    assert total == pytest.approx(part.figure.value, rel=0.01)
 
 
 def test_what_was_not_measured_has_no_chart() -> None:

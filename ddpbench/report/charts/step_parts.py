@@ -9,16 +9,27 @@ import altair as alt
 import pandas as pd
 
 from ddpbench.analysis import steps
+from ddpbench.analysis.spans import EXPOSED_OF, HIDDEN_OF, SAVES, WOULD_SAVE
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Bucket, Interval, Part
 from ddpbench.records.table import Table, TableColumn
-from ddpbench.render.step_budget import is_known, observer_cost, shorten, timers
+from ddpbench.render.step_budget import (
+    disagreement,
+    is_known,
+    observer_cost,
+    peak_memory,
+    shorten,
+    timers,
+)
 from ddpbench.render.step_columns import ms, percent, span, uncertain
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart
 
 STEP, LATE = "= step", "waiting for a rank"
-PARTS = (*steps.CHAINS[0], STEP, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, LATE)
+COMPONENTS = (steps.TRANSFER, *EXPOSED_OF.values(), steps.OVERHEAD)  # of the exposed communication
+BEFORE = (steps.HIDDEN, *HIDDEN_OF.values())  # drawn so that they end where it begins
+PARTS = (*steps.CHAINS[0], STEP, *COMPONENTS, *BEFORE, SAVES, WOULD_SAVE, LATE)
+NOTES = (disagreement, peak_memory, timers)
 BAR, BETWEEN = 15, 9  # pixels: height of a bar, and what is between two parts
 ROOM = 1.35  # of the longest bar, for the text behind it, also on a phone
 UNEQUAL = 1.5  # ratio of sizes of buckets from which their chart tells something
@@ -34,16 +45,18 @@ def budget(lines: Sequence[StepLine], name: str) -> Chart | None:
     if len(launches):
         frame["right"] = _reach(frame, launches)
     of = "launches" if len(launches) else "rounds"
+    transfer = "that of each operation" if known[0].case.mesh else "exposed transfer"
     caption = (
         f"Median over {of}, and share of the step. Each part begins where "
-        "the one before ends; exposed transfer and overhead make up the exposed communication, "
+        f"the one before ends; {transfer} and overhead make up the exposed communication, "
         "hidden communication lies before it. Pale and in parentheses: not clearly above 0."
     )
     if frame["low"].notna().any():
         caption += " Rules: 95 % interval."
     if len(launches):
         caption += " Ticks: the launches."
-    table = _budget_table(frame, [text for line in known for text in timers(line)])
+    notes = [text for line in known for kind in NOTES for text in kind(line)]
+    table = _budget_table(frame, notes)
     return Chart(name, "Budget of a step", caption, _draw_budget(frame, launches), table)
 
 
@@ -59,14 +72,22 @@ def _bars(line: StepLine) -> Iterator[dict[str, Any]]:
         yield _bar(line, STEP, 0.0, seconds, line.interval)
     before = [line.part(name) for name in steps.CHAINS[0] if name != steps.EXPOSED]
     exposed = sum(part.figure.value for part in before if part)
-    yield from _chain(line, (steps.TRANSFER, steps.OVERHEAD), exposed)
-    if hidden := line.part(steps.HIDDEN):
-        bar = _bar(line, steps.HIDDEN, exposed - hidden.figure.value, exposed, None, part=hidden)
-        if bounds := hidden.figure.interval:  # at its begin
-            bar |= {"low": exposed - bounds.high, "high": exposed - bounds.low}
-        yield bar
+    yield from _chain(line, COMPONENTS, exposed)
+    for name in BEFORE:
+        yield from _ending(line, name, exposed)
+    yield from _chain(line, (SAVES,), seconds)
+    yield from _ending(line, WOULD_SAVE, seconds)
     if late := line.part(steps.WAITING):
         yield _bar(line, LATE, 0.0, late.figure.value, late.figure.interval, part=late)
+
+
+def _ending(line: StepLine, name: str, end: float) -> Iterator[dict[str, Any]]:
+    """Yield the bar of a part that ends there, with its interval at its begin."""
+    if part := line.part(name):
+        bar = _bar(line, name, end - part.figure.value, end, None, part=part)
+        if bounds := part.figure.interval:
+            bar |= {"low": end - bounds.high, "high": end - bounds.low}
+        yield bar
 
 
 def _chain(line: StepLine, names: Sequence[str], begin: float) -> Iterator[dict[str, Any]]:
@@ -103,6 +124,7 @@ def _bar(
         "ms": uncertain(part, ms(length, step)) if part else ms(length, step),
         "interval": span(own, step),
         "share": (uncertain(part, f"{share} %") if part else f"{share} %") + rank,
+        "source": part.source if part else "",
     }
 
 
@@ -119,8 +141,8 @@ def _launches(line: StepLine, frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
         for name, seconds in values.items():
             if name not in own.index:
                 continue
-            hidden = name == steps.HIDDEN
-            at = own.at[name, "end"] - seconds if hidden else own.at[name, "begin"] + seconds
+            ending = name in (*BEFORE, WOULD_SAVE)
+            at = own.at[name, "end"] - seconds if ending else own.at[name, "begin"] + seconds
             text = f"{ms(seconds, line.seconds)} ms"
             yield {
                 "part": name,
@@ -176,10 +198,12 @@ def _draw_budget(frame: pd.DataFrame, launches: pd.DataFrame) -> dict[str, Any]:
 
 
 def _budget_table(frame: pd.DataFrame, legend: Sequence[str]) -> Table:
-    names = ("backend", "part", "ms", "interval", "share")
-    headings = ("backend", "part of a step", "ms", "95 %", "of the step")
-    columns = (TableColumn(h, "left" if i < 2 else "right") for i, h in enumerate(headings))
-    rows = frame[list(names)].itertuples(index=False, name=None)
+    names = ["backend", "part", "ms", "interval", "share"]
+    headings = ["backend", "part of a step", "ms", "95 %", "of the step"]
+    if frame["source"].any():
+        names, headings = [*names, "source"], [*headings, "from"]
+    columns = (TableColumn(h, "right" if 2 <= i < 5 else "left") for i, h in enumerate(headings))
+    rows = frame[names].itertuples(index=False, name=None)
     return Table("budget", tuple(columns), tuple(rows), tuple(legend))
 
 

@@ -1,4 +1,4 @@
-"""The time of a DDP step: its timeline by rank, its budget, and its buckets."""
+"""The time of a step: its timeline by rank, its budget, and its buckets or layer groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpbench.render import step_budget, step_tables
 from ddpbench.render.column import common_legend, rows_by_backend
 from ddpbench.render.step_columns import STEP_COLUMNS
 from ddpbench.report.chart import Chart, ReportRun, Section, plain_name, side_by_side
-from ddpbench.report.charts import step_parts
+from ddpbench.report.charts import step_collectives, step_parts
 from ddpbench.report.charts.step_timeline import timeline
 
 NAMES = (
@@ -60,6 +60,8 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
         if chart := step_parts.budget(group, f"{name}-budget"):
             yield chart
         if chart := step_parts.buckets(group, f"{name}-buckets"):
+            yield chart
+        if chart := step_collectives.layer_groups(group, f"{name}-layers"):
             yield chart
 
 
