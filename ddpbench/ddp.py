@@ -1,4 +1,4 @@
-"""Measure DDP steps: the workloads of a run, and one launch of it in one rank."""
+"""Measure training steps: the workloads of a run, and one launch of it in one rank."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ddpbench.session.step_options import Options as Options
 from ddpbench.session.step_options import add_arguments as add_arguments  # used by cli
 
 if TYPE_CHECKING:
+    from ddpbench.measure.parallel.meshes import Meshes
     from ddpbench.session.progress import Progress
     from ddpbench.session.recorder import Recorder
 
@@ -36,6 +37,7 @@ def planned(options: Options, backend: Backend) -> list[StepCase] | None:
             parameter_nbytes=0,
             backend=backend.name,
             provider="",
+            mesh=options.lay_out((options.nproc or 1,)),
             batch=batch,
             threads=0,
             world_size=options.nproc or 1,
@@ -60,9 +62,10 @@ def prepare(context: LaunchContext[Options]) -> Work[str]:
     threads = options.threads or launch_facts.agree_thread_count(context.world)
     torch.set_num_threads(threads)
     _agree_hook(context.world, options, context.backend)
+    meshes = _agree_meshes(context)
 
     def begin(recorder: Recorder, progress: Progress) -> Measure[str]:
-        trial = Trial(context, threads)
+        trial = Trial(context, threads, meshes)
 
         def measure(name: str) -> tuple[Outcome, dict[str, Any] | None]:
             torch.manual_seed(context.plan.seed)  # models draw the same numbers in all ranks
@@ -76,6 +79,33 @@ def prepare(context: LaunchContext[Options]) -> Work[str]:
         begin,
         {"threads": threads},
     )
+
+
+def _agree_meshes(context: LaunchContext[Options]) -> Meshes | None:
+    """Arrange the ranks as the way of parallel training needs; None for DDP.
+
+    Raises Refused in all ranks if they do not fit it, or if the backend cannot.
+    """
+    world, options = context.world, context.options
+    shape = options.lay_out([len(host) for host in world.hosts.values()])
+    if not shape:
+        return None
+    from ddpbench.measure.parallel import meshes
+
+    made = meshes.agree_meshes(
+        world,
+        options.way,
+        shape,
+        torch_name=context.name,
+        whole=context.tested,
+        device=context.device,
+        closing=context.closing,
+    )
+    world.watchdog.begin_phase(f"the trial of --parallel {options.parallel}")
+    refusal = meshes.find_refusal(world, made, context.backend.name)
+    if refusal is not None:
+        raise Refused(refusal)
+    return made
 
 
 def _agree_hook(world: World, options: Options, backend: Backend) -> None:

@@ -65,7 +65,7 @@ def build_residual_net(width: int, depth: int) -> nn.Module:
 class _DecoderBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.before_attention = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.joined = nn.Linear(width, width)
@@ -74,8 +74,9 @@ class _DecoderBlock(nn.Module):
         self.mlp = nn.Sequential(nn.LayerNorm(width), *inner)
 
     def forward(self, x: Tensor) -> Tensor:
-        split = self.qkv(self.before_attention(x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = split.permute(2, 0, 3, 1, 4)  # (batch, heads, sequence, width of a head)
+        # Head by head, so that tensor parallel can divide the rows of the weights by heads.
+        split = self.qkv(self.before_attention(x)).unflatten(-1, (-1, 3, self.head_width))
+        q, k, v = split.permute(3, 0, 2, 1, 4)  # (batch, heads, sequence, width of a head)
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.joined(attended.transpose(1, 2).flatten(2))
         output: Tensor = x + self.mlp(x)

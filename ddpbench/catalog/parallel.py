@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ddpbench.records.wording import list_all
 
@@ -28,12 +28,14 @@ class Way:
 
     dimensions    of the mesh, the slowest first; empty: DDP, which needs no mesh
     default_mesh  ranks per host → ranks along each dimension
+    default_help  the same in words
     """
 
     name: str
     help: str
     dimensions: tuple[str, ...]
     default_mesh: Callable[[Hosts], tuple[int, ...]]
+    default_help: str = "all ranks"
 
     @property
     def shards(self) -> bool:
@@ -101,6 +103,7 @@ WAYS: dict[str, Way] = {
             "replicas",
             (REPLICATE, SHARD),
             _halves,
+            "hosts x ranks of a host; on one host, 2 x half of its ranks",
         ),
         Way(
             "tp",
@@ -113,6 +116,7 @@ WAYS: dict[str, Way] = {
             "ranks that share a batch divide each layer, and fully_shard divides it further",
             (SHARD, TENSOR),
             _pairs,
+            "half of the ranks x 2",
         ),
     )
 }
@@ -145,4 +149,4 @@ class Plan:
 
     layers: Callable[[nn.Module], list[nn.Module]]
     splits: Callable[[nn.Module], Mapping[str, str]]
-    objection: Callable[[Mapping[str, int], int], str | None] = field(default=lambda *_: None)
+    objection: Callable[[Mapping[str, Any], int], str | None]

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor, nn
 
+    from ddpbench.catalog.parallel import Plan
+
     Sample = Callable[[torch.Generator], tuple[Tensor, ...]]
 
 EPOCHS, BATCHES = 2, 4  # epochs made before the first step, batches in each; the steps reuse them
@@ -31,6 +33,7 @@ class RankSetup:
     device: torch.device
     seed: int
     group: dist.ProcessGroup | None  # of all ranks, for a loss that communicates
+    whole: bool = True  # the device holds the whole model; False: it is divided, from the CPU
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Training:
 class Task:
     """A workload built in one rank.
 
-    model  on the device, with the same weights in every rank
+    model  on the device, with the same weights in every rank; on the CPU if it is to be divided
     batch  step, from 0 → this rank's batch for the step, on the device
     loss   (the model, bare or in DDP, batch) → the mean loss, a scalar; must call that very model
     """
@@ -74,6 +77,7 @@ class Workload:
     settings  name → default by kind of device: a whole number, or one of the words that
               workloads.CHOICES lists for the name
     trains    whether its tasks have a `training`
+    plan      how its model is divided among ranks; None: it can only be in DDP
     """
 
     name: str
@@ -84,6 +88,7 @@ class Workload:
     optimizer: str = "sgd"
     learning_rate: float = 0.01
     trains: bool = False
+    plan: Plan | None = None
 
 
 def build_model(make: Callable[[], nn.Module], setup: RankSetup) -> nn.Module:
@@ -92,7 +97,7 @@ def build_model(make: Callable[[], nn.Module], setup: RankSetup) -> nn.Module:
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(setup.seed)
-        return make().to(setup.device)
+        return make().to(setup.device if setup.whole else "cpu")
 
 
 def make_generator(seed: int, number: int) -> torch.Generator:

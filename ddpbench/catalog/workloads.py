@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpbench.catalog import task as tasks
 from ddpbench.catalog import user_workload
+from ddpbench.catalog.parallel import Plan
 from ddpbench.catalog.task import RankSetup, Task, Training, Workload, build_model, generate_batches
 from ddpbench.records.wording import explain_unknown
 
@@ -32,6 +33,31 @@ def _wide(settings: Mapping[str, int], setup: RankSetup) -> Task:
 
     width, depth = settings["width"], settings["depth"]
     return _random_targets(lambda: build_mlp(*[width] * (depth + 1)), width, setup)
+
+
+def _wide_layers(model: Any) -> list[nn.Module]:
+    return [layer for layer in model if next(layer.parameters(), None) is not None]
+
+
+def _wide_splits(model: Any) -> dict[str, str]:
+    """Divide the layers in pairs, so that a rank needs no other rank's part in between."""
+    names = [name for name, layer in model.named_children() if hasattr(layer, "weight")]
+    pairs = zip(names[0::2], names[1::2], strict=False)  # an odd last layer stays whole
+    return {
+        name: style for pair in pairs for name, style in zip(pair, ("column", "row"), strict=True)
+    }
+
+
+def _wide_objection(settings: Mapping[str, int], ranks: int) -> str | None:
+    width, depth = settings["width"], settings["depth"]
+    if depth < 2:
+        return f"mlp has {depth} layer, and tensor parallel divides pairs: choose --depth 2 or more"
+    if width % ranks:
+        return (
+            f"mlp: width {width} does not divide among {ranks} ranks of tensor parallel: choose a "
+            f"multiple of {ranks}"
+        )
+    return None
 
 
 def _random_targets(make: Callable[[], nn.Module], width: int, setup: RankSetup) -> Task:
@@ -64,6 +90,10 @@ def _convnet(settings: Mapping[str, int], setup: RankSetup) -> Task:
     return Task(model, generate_batches(setup, sample), loss)
 
 
+def _heads(settings: Mapping[str, int]) -> int:
+    return max(1, settings["width"] // HEAD)
+
+
 def _transformer(settings: Mapping[str, int], setup: RankSetup) -> Task:
     import torch
     from torch.nn import functional
@@ -71,7 +101,7 @@ def _transformer(settings: Mapping[str, int], setup: RankSetup) -> Task:
     from ddpbench.catalog.models import Decoder
 
     vocabulary, sequence = settings["vocabulary"], settings["sequence"]
-    heads = max(1, settings["width"] // HEAD)
+    heads = _heads(settings)
     if settings["width"] % heads:
         raise ValueError(
             f"transformer: width {settings['width']} does not divide among {heads} heads "
@@ -88,6 +118,28 @@ def _transformer(settings: Mapping[str, int], setup: RankSetup) -> Task:
 
     model = build_model(lambda: Decoder(settings, heads), setup)
     return Task(model, generate_batches(setup, sample), loss)
+
+
+def _blocks(model: Any) -> list[nn.Module]:
+    return list(model.blocks)[:-1]  # without the last norm
+
+
+def _block_splits(model: Any) -> dict[str, str]:
+    """Divide attention by heads and the inner layer by its width; the tables stay whole."""
+    layers = {"qkv": "column", "joined": "row", "mlp.1": "column", "mlp.3": "row"}
+    count = len(_blocks(model))
+    return {f"blocks.{i}.{name}": style for i in range(count) for name, style in layers.items()}
+
+
+def _heads_objection(settings: Mapping[str, int], ranks: int) -> str | None:
+    heads = _heads(settings)
+    if heads % ranks == 0:
+        return None
+    return (
+        f"transformer: width {settings['width']} has {heads} attention head{'s' * (heads > 1)} "
+        f"(width // {HEAD}), which do not divide among {ranks} ranks of tensor parallel: choose "
+        f"--width {HEAD * ranks} or a multiple of it"
+    )
 
 
 def _embedding(settings: Mapping[str, int], setup: RankSetup) -> Task:
@@ -250,6 +302,7 @@ WORKLOADS: dict[str, Workload] = {
             batch={"cpu": 256, "cuda": 512},
             settings={"width": {"cpu": 1024, "cuda": 4096}, "depth": _both(8)},
             build=_wide,
+            plan=Plan(_wide_layers, _wide_splits, _wide_objection),
         ),
         Workload(
             name="convnet",
@@ -269,6 +322,7 @@ WORKLOADS: dict[str, Workload] = {
                 "vocabulary": _both(50257),
             },
             build=_transformer,
+            plan=Plan(_blocks, _block_splits, _heads_objection),
             optimizer="adamw",
             learning_rate=3e-4,
         ),

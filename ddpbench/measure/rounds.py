@@ -1,4 +1,4 @@
-"""Measure the arms of a DDP step in turn: a warm-up, then rounds in which every arm steps.
+"""Measure the arms of a step in turn: a warm-up, then rounds in which every arm steps.
 
 An arm is the step as it is ("ddp"), or a variant without or with timed communication. Rank 0
 decides after each round whether another follows.
@@ -28,13 +28,12 @@ from ddpbench.catalog.faults import Planted
 from ddpbench.measure import clock
 from ddpbench.measure.step import Marks, Replica, phases
 from ddpbench.runtime import control, devices
-from ddpbench.runtime.devices import Cpu, elapsed_ns
+from ddpbench.runtime.devices import Cpu
 from ddpbench.runtime.world import World
 
 WARM_UP = 4  # steps: DDP's buckets are final after one, powersgd compresses after two
 FEWEST, MOST = 10, 1000  # rounds: enough for intervals, also corrected for 16 ranks
 IN_A_ROW, STRETCH_SECONDS = 5, 1.0  # steps in a row, unless they take longer
-ARMS = ("ddp", "noop", "no_sync", "timed")
 INTERRUPTED = -1
 STOPS = ("", "time slice", "rounds", "replicas differ", "interrupted")
 
@@ -67,8 +66,9 @@ Verify = Callable[[int], bool]
 class Rounds:
     """The arms of one case in one rank.
 
-    main is DDP as the case defines it. probe is a second replica with a hook that can be switched,
-    for the arms whose replicas diverge or reduce differently; None: only `main` is measured.
+    main trains as the case defines it. probe is a second replica whose communication can be
+    switched, for the arms whose replicas diverge or communicate differently; None: only `main` is
+    measured.
     """
 
     world: World
@@ -87,7 +87,7 @@ class Rounds:
     _walls: dict[str, list[int]] = field(default_factory=dict)
     _timers: list[dict[str, float]] = field(default_factory=list)
     _steps: Counter[str] = field(default_factory=Counter)  # taken so far in each arm
-    _buckets: list[list[tuple[int, int]]] = field(default_factory=list)
+    _timed: list[Any] = field(default_factory=list)  # what the last timed step of a round recorded
 
     def run(self) -> Measured:
         """Warm up, then run rounds until rank 0 stops."""
@@ -163,14 +163,15 @@ class Rounds:
         """Run one stretch of an arm and keep its stamps."""
         stamps, wall = self._stretch(arm, count)
         if arm == "ddp":
-            own_timers = self.main.own_timers.read()
+            own_timers = self.main.read_timers()
             if self.stopped:  # cut short
                 return
             self._timers.append(own_timers)
         self._walls.setdefault(arm, []).append(wall)
         self._stamps.setdefault(arm, []).append(stamps)
         if arm == "timed":
-            self._buckets.append(self._bucket_stamps())
+            assert self.probe is not None
+            self._timed.append(self.probe.read_timed_step())
 
     def _stretch(self, arm: str, count: int) -> tuple[list[list[int]], int]:
         """Take `count` steps of an arm after a common start. Return their stamps, and total ns.
@@ -185,8 +186,8 @@ class Rounds:
         for number, batches in enumerate(ready, 1):
             self._plant(replica, before=True)
             if arm == "ddp" and number == count:
-                replica.own_timers.start()
-            replica.step(batches, marks.mark, sync=arm != "no_sync")
+                replica.start_timers()
+            replica.step(batches, marks.mark)
             self._steps[arm] += 1
             if number == count or self._pauses(arm, replica):
                 self._synchronise()
@@ -198,11 +199,10 @@ class Rounds:
         return phases(marks.ns(), number), wall
 
     def _choose_replica(self, arm: str) -> Replica:
-        """Return the replica of an arm, with its hook switched."""
+        """Return the replica of an arm, switched to it."""
         replica = self.main if arm == "ddp" else self.probe
         assert replica is not None
-        if replica.hook is not None:
-            replica.hook.mode = arm if arm in ("noop", "timed") else "plain"
+        replica.choose_arm(arm)
         return replica
 
     @property
@@ -248,17 +248,6 @@ class Rounds:
                 fault.act(replica, self.world.rank, self.world.world_size, before)
         replica.steps -= before
 
-    def _bucket_stamps(self) -> list[tuple[int, int]]:
-        """Return ns from backward's begin to hand-over and reduction, in the last timed step."""
-        assert self.probe is not None
-        assert self.probe.hook is not None
-        hook, begin = self.probe.hook, self.probe.backward_mark
-        assert begin is not None
-        return [
-            (elapsed_ns(begin, hook.handed[index]), elapsed_ns(begin, hook.reduced[index]))
-            for index in sorted(hook.handed)
-        ]
-
     def _gather(self) -> Samples | None:
         """Gather all ranks' samples in rank 0. All ranks have the same number of samples."""
         rounds = self._rounds  # other arms may have one stretch more
@@ -272,10 +261,9 @@ class Rounds:
             for name in names
             if all(name in names_of_rank for names_of_rank in all_names)
         }
-        buckets = self._gather_ns(self._buckets[:rounds]) if self._buckets else None
+        timed = (self.probe or self.main).gather_timed_steps(self.world, self._timed[:rounds])
         if self.world.rank:
             return None
-        hook = self.probe.hook if self.probe else None
         return Samples(
             stamps={arm: ns for arm, ns in stamps.items() if ns is not None},
             walls={arm: ns for arm, ns in walls.items() if ns is not None},
@@ -284,9 +272,8 @@ class Rounds:
                 for name, ns in timers.items()
                 if ns is not None
             },
-            buckets=[hook.infos[i] for i in sorted(hook.infos)] if hook else [],
-            bucket_stamps=buckets,
             verify=np.empty((self.world.world_size, 0), np.int64) if verify is None else verify,
+            **timed,
         )
 
     def _gather_ns(self, ns: Any) -> npt.NDArray[np.int64] | None:

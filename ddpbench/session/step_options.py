@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.hooks import HOOKS
 from ddpbench.catalog.optimizers import OPTIMIZERS
+from ddpbench.catalog.parallel import TENSOR, WAYS, Hosts, Way, parse_mesh
 from ddpbench.catalog.task import Workload
 from ddpbench.catalog.workloads import CHOICES, SETTINGS, WORKLOADS
 from ddpbench.launch.placement import Refused
@@ -37,6 +39,10 @@ class Options(RunOptions):
     accumulate: int
     amp: str | None
     threads: int | None
+    parallel: str
+    mesh: tuple[int, ...]
+    no_prefetch: bool
+    reshard_after_forward: str | None
     bucket_cap_mb: float | None
     gradient_as_bucket_view: bool
     static_graph: bool
@@ -101,8 +107,69 @@ class Options(RunOptions):
             "optimizer": self.optimizer or workload.optimizer,
             "amp": self.amp,
             "comm_hook": self.comm_hook,
+            "parallel": self.parallel,
+            "prefetch": not self.no_prefetch if self.way.shards else None,
+            "reshard_after_forward": (
+                self.reshard_after_forward != "no" if self.way.shards else None
+            ),
             **self.ddp_options(),
         }
+
+    @property
+    def way(self) -> Way:
+        """Return the way of parallel training."""
+        return WAYS[self.parallel]
+
+    def lay_out(self, hosts: Hosts) -> tuple[int, ...]:
+        """Return the mesh of these ranks per host; () for DDP.
+
+        Raises Refused, with one sentence, if it does not fit the ranks, the way or the models.
+        """
+        try:
+            mesh = self.way.lay_out(self.mesh, hosts)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        ranks = mesh[self.way.dimensions.index(TENSOR)] if self.way.splits else 1
+        for name in self.subjects if ranks > 1 else ():
+            workload = WORKLOADS[name]
+            assert workload.plan is not None
+            objection = workload.plan.objection(self.settings_of(workload), ranks)
+            if objection is not None:
+                raise Refused(objection)
+        return mesh
+
+    def _check_way(self) -> None:
+        """Raise Refused for options and workloads of other ways of parallel training."""
+        sharding = {
+            "--no-prefetch": self.no_prefetch,
+            "--reshard-after-forward": self.reshard_after_forward is not None,
+        }
+        ddp = {
+            "--bucket-cap-mb": self.bucket_cap_mb is not None,
+            "--gradient-as-bucket-view": self.gradient_as_bucket_view,
+            "--static-graph": self.static_graph,
+            "--find-unused-parameters": self.find_unused_parameters,
+            "--comm-hook": self.comm_hook != "none",
+        }
+        for own, applies, owners in (
+            (sharding, self.way.shards, [way.name for way in WAYS.values() if way.shards]),
+            (ddp, not self.way.dimensions, ["ddp"]),
+        ):
+            for option, is_given in own.items():
+                if is_given and not applies:
+                    raise Refused(
+                        f"{option} does not apply to --parallel {self.parallel}: it belongs to "
+                        f"--parallel {list_choices(owners)}"
+                    )
+        planned = [each.name for each in WORKLOADS.values() if each.plan is not None]
+        for name in self.subjects if self.way.dimensions else ():
+            if name not in planned:
+                raise Refused(
+                    f"--parallel {self.parallel} does not know how to divide the workload {name}: "
+                    f"choose --workload {list_choices(planned)}, or --parallel ddp"
+                )
+        if self.nproc or self.mesh:
+            self.lay_out((self.nproc or math.prod(self.mesh),))
 
     def check(self) -> None:
         """Raise Refused, with one sentence, for options that exclude each other."""
@@ -114,6 +181,7 @@ class Options(RunOptions):
                     f"--{name} does not apply to {', '.join(self.subjects)}: "
                     f"it belongs to --workload {list_choices(owners)}"
                 )
+        self._check_way()
         if self.static_graph and self.accumulate > 1:
             raise Refused(
                 "--static-graph and --accumulate exclude each other: torch's reducer fails under "
@@ -152,6 +220,14 @@ TRAINED = """
 --checkpoint   save regression's training in this file after each epoch (default: not saved)
 --resume       continue the training from --checkpoint
 """
+PARALLEL = """
+--parallel     way of parallel training (default: ddp). {ways}
+--mesh         ranks along each dimension of the mesh, as 2x4 (default: {meshes})
+--no-prefetch  let each layer gather its parameters when it computes, not while the layer before
+               computes
+--reshard-after-forward  free the gathered parameters of each layer after its forward and gather
+               them again for its backward (default: yes)
+"""
 DDP = """
 --bucket-cap-mb  size of every gradient bucket (default: DDP's own: 25, with a first bucket of 1)
 --gradient-as-bucket-view  let gradients share the memory of the buckets
@@ -177,6 +253,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command; imports no torch."""
     _add_workload(parser)
     _add_settings(parser)
+    _add_parallel(parser)
     _add_ddp(parser)
     options.add_where(parser)
     _add_protocol(parser)
@@ -224,6 +301,28 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 def _format_default(by_device: Mapping[str, int | str]) -> str:
     cpu, cuda = by_device["cpu"], by_device["cuda"]
     return f"{cpu}" if cpu == cuda else f"{cpu}, {cuda} on GPUs"
+
+
+def _add_parallel(parser: argparse.ArgumentParser) -> None:
+    ways = "; ".join(f"{way.name}: {way.help}" for way in WAYS.values())
+    meshes = "; ".join(
+        f"{way.name}: {' x '.join(way.dimensions)} = {way.default_help}"
+        for way in WAYS.values()
+        if way.dimensions
+    )
+    texts = PARALLEL.format(ways=ways, meshes=meshes)
+    add = options.add_group(parser, "how the model is divided among ranks", texts)
+    add("--parallel", default="ddp", choices=tuple(WAYS))
+    add("--mesh", kind=_mesh, default=(), metavar="NxM")
+    add("--no-prefetch", action="store_true")
+    add("--reshard-after-forward", choices=("yes", "no"))
+
+
+def _mesh(text: str) -> tuple[int, ...]:
+    try:
+        return parse_mesh(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _add_ddp(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -13,18 +12,19 @@ import torch
 import torch.distributed as dist
 
 from ddpbench.analysis import steps
-from ddpbench.catalog import faults, user_workload
+from ddpbench.catalog import user_workload
 from ddpbench.catalog.optimizers import OPTIMIZERS
-from ddpbench.catalog.task import RankSetup, Task, Workload
-from ddpbench.hang.places import find_error_place
-from ddpbench.measure import rehearsal, step, training
-from ddpbench.measure.rounds import ARMS, Measured, Pace, Rounds
+from ddpbench.catalog.task import Workload
+from ddpbench.measure import rehearsal, training
+from ddpbench.measure.parallel.meshes import Meshes
+from ddpbench.measure.rounds import Measured, Pace, Rounds
 from ddpbench.measure.step import Replica
 from ddpbench.records.schema import Epoch, Figure, Replicas, StepCase, StepResult
 from ddpbench.render import column
 from ddpbench.replicas import Report, Verifier
-from ddpbench.runtime import control, cpu, devices
+from ddpbench.runtime import control, cpu
 from ddpbench.session import launch_facts
+from ddpbench.session.build_replicas import Builder
 from ddpbench.session.progress import Progress
 from ddpbench.session.summary import step_columns
 
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
     from ddpbench.session.step_options import Options
 
 EPOCHS = 20  # default of --epochs
-COPIES = 2  # memory of gradients and buckets, in multiples of the parameters'
 
 
 class Trial:
     """The measurement of workloads in one launch, as one rank sees it."""
 
-    def __init__(self, context: LaunchContext[Options], threads: int) -> None:
-        self.world, self.tested, self.backend = context.world, context.tested, context.backend
+    def __init__(
+        self, context: LaunchContext[Options], threads: int, meshes: Meshes | None
+    ) -> None:
+        self.world, self.tested, self.meshes = context.world, context.tested, meshes
         self.options, self.plan, self.device = context.options, context.plan, context.device
-        self.index, self.threads = context.index, threads
-        self.planted = tuple(faults.parse(text) for text in self.options.inject)
+        self.index, self.builder = context.index, Builder(context, threads, meshes)
 
     def measure(
         self, workload: Workload, progress: Progress
     ) -> tuple[StepResult, dict[str, Any] | None]:
         """Measure one workload. Return its result and, in rank 0, the columns of its samples."""
         began, meter = time.monotonic(), cpu.CpuMeter()
-        case, main, reason = self._build(workload)
+        case, main, reason = self.builder.build(workload)
         if reason is not None or main is None:
             return StepResult(case=case, launch=self.index, reason=reason), None
         epochs = self._train(workload, case)  # first: an impossible checkpoint is refused at once
         arms, notes = self._arms(main)
         probe = None
         if len(arms) > 1:
-            _, probe, reason = self._build(workload, switchable=True)
+            _, probe, reason = self.builder.build(workload, switchable=True)
             if probe is None:
                 arms, notes = ("ddp",), [*notes, f"no budget and no buckets: {reason}"]
         ledger = Ledger(self.options.on_mismatch == "continue")
@@ -65,7 +65,7 @@ class Trial:
         summary, columns = None, None
         cost: tuple[Figure | None, float | None] = None, None
         if measured.samples is not None:
-            total = case.batch * case.accumulate * case.world_size
+            total = case.batch * case.accumulate * case.data_ranks
             summary = steps.summarise(measured.samples, total, measured.warm_up)
             cost = steps.cost(measured.samples, summary.step.value)
             columns = step_columns(case.key, self.index, measured.samples)
@@ -86,126 +86,12 @@ class Trial:
         )
         return replace(result, wall_seconds=time.monotonic() - began), columns
 
-    def _rank_setup(self, batch: int) -> RankSetup:
-        rank, world_size = self.world.rank, self.world.world_size
-        return RankSetup(rank, world_size, batch, self.device, self.plan.seed, self.tested)
-
-    def _build(
-        self, workload: Workload, switchable: bool = False
-    ) -> tuple[StepCase, Replica | None, str | None]:
-        """Return the case and its model in DDP; or, in all ranks, why there is no model.
-
-        switchable: whether a hook of the model can switch off its communication.
-        """
-        case, task, sentence = self._build_task(workload, replicas=1 + switchable)
-        if task is None:
-            return case, None, sentence
-        replica, objection = None, None
-        slow_link = any(planted.fault.name == "slow-link" for planted in self.planted)
-        try:
-            replica = step.build_replica(
-                task,
-                case,
-                self._learning_rate(workload),
-                self.tested,
-                device=self.device,
-                switchable=switchable or slow_link,
-            )
-            objections = [each.objection(replica, case.world_size) for each in self.planted]
-            objection = next((each for each in objections if each is not None), None)
-        except (RuntimeError, ValueError, TypeError) as error:
-            objection = rehearsal.describe_shortage(error, case)
-            objection = objection or f"DDP refuses it: {control.first_line(error, 300)}"
-        sentence = control.agree_objection(self.world, objection)
-        self.world.watchdog.rearm()  # building may take long, and so may the first step
-        return case, replica if sentence is None else None, sentence
-
-    def _build_task(
-        self, workload: Workload, replicas: int
-    ) -> tuple[StepCase, Task | None, str | None]:
-        """Return the case and its task; or, in all ranks, why this number of them cannot be held.
-
-        All replicas but this one are in DDP already, and have not stepped yet.
-        """
-        options, batch = self.options, self.options.batch_of(workload)
-        task, objection = None, None
-        rehearsal.release_memory(self.device)
-        try:
-            task = workload.build(options.settings_of(workload), self._rank_setup(batch))
-            batch = batch or user_workload.count_samples(task.batch(0))
-        except Exception as error:  # whatever a user's function raises
-            objection = rehearsal.describe_shortage(error, self._case(workload, None, batch))
-            objection = objection or _describe_error(error)
-        case = self._case(workload, task, batch)
-        objection = objection or self._too_large(case, replicas)
-        objection = self._gather_difference(task) or objection
-        sentence = control.agree_objection(self.world, objection)
-        if sentence is None and task is not None and devices.of(self.device).refuses:
-            shortage = rehearsal.find_shortage(task, case, self.device, replicas)
-            sentence = control.agree_objection(self.world, shortage)
-        return case, task if sentence is None else None, sentence
-
-    def _case(self, workload: Workload, task: Task | None, batch: int) -> StepCase:
-        parameters = list(task.model.parameters()) if task else []
-        return StepCase(
-            **self.options.case_values(workload),
-            parameters=sum(parameter.numel() for parameter in parameters),
-            parameter_nbytes=sum(parameter.nbytes for parameter in parameters),
-            backend=self.backend.name,
-            provider=self.backend.provider(self.options.device),
-            batch=batch,
-            threads=self.threads,
-            world_size=self.world.world_size,
-            ranks_per_host=tuple(len(host) for host in self.world.hosts.values()),
-            clock=devices.of(self.device).clock,
-        )
-
-    def _learning_rate(self, workload: Workload) -> float:
-        return self.options.learning_rate or workload.learning_rate
-
-    def _gather_difference(self, task: Task | None) -> str | None:
-        """Describe how this rank's model differs from rank 0's, with which DDP would hang."""
-        own = None
-        if task is not None:
-            own = [
-                [name, list(each.shape), str(each.dtype), each.requires_grad]
-                for name, each in task.model.named_parameters()
-            ]
-        models = control.gather_values(self.world, own)
-        if own is None or None in models or own == models[0]:
-            return None
-        pairs = itertools.zip_longest(own, models[0])
-        own_parameter, first = next((a, b) for a, b in pairs if a != b)
-        return f"the model differs from rank 0's: parameter {own_parameter} there is {first}"
-
-    def _too_large(self, case: StepCase, replicas: int) -> str | None:
-        """Return why this rank cannot hold this number of replicas that have not stepped yet."""
-        rehearsal.release_memory(self.device)
-        kind = devices.of(self.device)
-        free = kind.free_nbytes(self.device)
-        sharers = self.world.memory_mates(self.device)
-        copies = COPIES + OPTIMIZERS[case.optimizer].copies
-        needed = replicas * copies * case.parameter_nbytes * len(sharers)
-        if free is None or needed <= 0.9 * free:
-            return None
-        return (
-            f"the {len(sharers)} ranks on this {kind.memory} would need {needed / 1e9:.1f} GB of "
-            f"memory for gradients, buckets and optimizer, but {free / 1e9:.1f} GB is free; "
-            f"{rehearsal.advise(case)}"
-        )
-
     def _arms(self, main: Replica) -> tuple[tuple[str, ...], list[str]]:
         """Return the arms that can be measured; and notes on the others, and on hidden copies."""
         notes = _note_copies(main.task.batch(0), self.device)
         if self.options.no_budget:
             return ("ddp",), notes
-        if main.case.static_graph:
-            return tuple(arm for arm in ARMS if arm != "no_sync"), [
-                *notes,
-                "bucket copying and compute are not told apart: torch's reducer fails under "
-                "no_sync with a static graph",
-            ]
-        return ARMS, notes
+        return main.arms, [*notes, *main.notes]
 
     def _measure_rounds(
         self,
@@ -225,8 +111,10 @@ class Trial:
 
         verify = None
         if options.verify:
-            # Over the control group: the measured backend cannot spoil its own proof.
-            ledger.verifier = Verifier(main.ddp, main.optimizer, dist.group.WORLD)
+            # Over control groups: the measured backend cannot spoil its own proof.
+            mesh = self.meshes.control if self.meshes else None
+            group = None if mesh else dist.group.WORLD
+            ledger.verifier = Verifier(main.wrapped, main.optimizer, group, mesh=mesh)
             verify = ledger.check
         rounds = Rounds(
             world=self.world,
@@ -237,7 +125,7 @@ class Trial:
             seed=self.plan.seed,
             verify=verify,
             every=options.verify,
-            faults=self.planted,
+            faults=self.builder.planted,
             progress=advance,
         )
         measured = _run(rounds, main.case)
@@ -250,7 +138,7 @@ class Trial:
         epochs = EPOCHS if options.epochs is None else options.epochs
         if not (workload.trains and epochs):
             return ()
-        rate = self._learning_rate(workload)
+        rate = self.builder.learning_rate(workload)
 
         def verify(ddp: Any, optimizer: Any) -> Any:
             verifier = Verifier(ddp, optimizer, dist.group.WORLD)
@@ -259,7 +147,7 @@ class Trial:
         return training.train(
             self.world,
             self.tested,
-            workload.build(options.settings_of(workload), self._rank_setup(case.batch)),
+            workload.build(options.settings_of(workload), self.builder.rank_setup(case.batch)),
             lambda model: OPTIMIZERS[case.optimizer].make(model.parameters(), rate),
             epochs,
             checkpoint=Path(options.checkpoint) if options.checkpoint else None,
@@ -348,10 +236,3 @@ def _run(rounds: Rounds, case: StepCase) -> Measured:
     except torch.OutOfMemoryError as error:
         error.args = (rehearsal.describe_shortage(error, case),)
         raise
-
-
-def _describe_error(error: Exception) -> str:
-    """Describe an error in one sentence, with its type and place unless it is a ValueError."""
-    if isinstance(error, (ValueError, MemoryError)):
-        return control.first_line(error, 300)
-    return f"{type(error).__name__}: {control.first_line(error, 300)}, at {find_error_place(error)}"

@@ -28,8 +28,9 @@ from ddpbench.analysis.steps import Samples
 from ddpbench.catalog.task import Task
 from ddpbench.launch import forks, placement
 from ddpbench.launch.placement import Placement
-from ddpbench.measure.rounds import ARMS, Pace, Rounds
-from ddpbench.measure.step import Replica, build_replica
+from ddpbench.measure.ddp_step import ARMS, DdpReplica, build_replica
+from ddpbench.measure.rounds import Pace, Rounds
+from ddpbench.measure.step import Replica
 from ddpbench.runtime import devices
 from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import World, join_world
@@ -53,7 +54,7 @@ def some_task(log: list[str]) -> Task:
     return Task(model, lambda step: data, loss)
 
 
-def some_replica(group: Any, log: list[str], switchable: bool) -> Replica:
+def some_replica(group: Any, log: list[str], switchable: bool) -> DdpReplica:
     """The net in DDP."""
     case = a_step_case(bucket_cap_mb=0.0005)
     return build_replica(some_task(log), case, 0.01, group, device=CPU, switchable=switchable)

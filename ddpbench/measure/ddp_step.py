@@ -1,0 +1,273 @@
+"""A model in DDP, in one rank: its switchable hook, and DDP's own timers."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpbench.analysis.steps import BucketInfo
+from ddpbench.catalog import hooks
+from ddpbench.catalog.optimizers import OPTIMIZERS
+from ddpbench.measure import clock
+from ddpbench.measure.step import Replica, stamp
+from ddpbench.runtime import control, devices
+from ddpbench.runtime.devices import Event, elapsed_ns
+
+if TYPE_CHECKING:
+    from ddpbench.catalog.task import Task
+    from ddpbench.records.schema import StepCase
+    from ddpbench.runtime.world import World
+
+
+ARMS = ("ddp", "noop", "no_sync", "timed")
+
+
+class Hook:
+    """A communication hook for DDP that can be switched.
+
+    mode  "noop": communicate nothing; "timed": reduce as the case does, and stamp each bucket;
+          "plain": reduce only
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup, module: torch.nn.Module) -> None:
+        make = hooks.HOOKS[name].make
+        reduction: Any = make(group) if make else (group, allreduce_hook)
+        self._state, self._reduce = reduction
+        self._names = {tensor: parameter for parameter, tensor in module.named_parameters()}
+        self.mode = "plain"
+        self.least_seconds = (
+            0.0  # from hand-over to reduction of the last bucket: a planted slow link
+        )
+        self.infos: dict[int, BucketInfo] = {}
+        self.handed: dict[int, Event] = {}
+        self.reduced: dict[int, Event] = {}
+
+    # No annotations: DDP reads those of a hook, and here they would be strings, which it rejects.
+    def reduce(self, state, bucket):  # type: ignore[no-untyped-def]
+        """Return the future of a bucket's reduced buffer. DDP calls this with each full bucket."""
+        if self.mode == "noop":
+            return hooks.noop(None, bucket)  # type: ignore[no-untyped-call]
+        if self.mode == "plain":
+            return self._reduced(bucket)
+        index = bucket.index()
+        if index not in self.infos:
+            self.infos[index] = self._info(bucket)
+        device = bucket.buffer().device
+        self.handed[index] = stamp(device)
+
+        def reduced(done: torch.futures.Future[Any]) -> Any:
+            # On a GPU, torch calls this while a stream is current that waits for the reduction.
+            self.reduced[index] = stamp(device)
+            return done.value()
+
+        return self._reduced(bucket).then(reduced)
+
+    def _reduced(self, bucket: Any) -> torch.futures.Future[Any]:
+        """Start the reduction. With a planted slow link, wait here for the last bucket."""
+        began = clock.now_ns()
+        future: torch.futures.Future[Any] = self._reduce(self._state, bucket)
+        if self.least_seconds and bucket.is_last():
+            value = future.wait()
+            device = bucket.buffer().device
+            devices.of(device).synchronize_stream(device)  # on a GPU, wait() waits for nothing
+            time.sleep(max(0.0, self.least_seconds - (clock.now_ns() - began) * 1e-9))
+            future = torch.futures.Future()
+            future.set_result(value)
+        return future
+
+    def _info(self, bucket: Any) -> BucketInfo:
+        names = [self._names[parameter] for parameter in bucket.parameters()]
+        nbytes = bucket.buffer().nbytes
+        return BucketInfo(bucket.index(), nbytes, len(names), names[0], names[-1])
+
+
+class DdpReplica(Replica):
+    """A model in DDP.
+
+    hook  reduces the buckets, and can be switched; None: DDP's built-in reduction
+    """
+
+    ddp: DistributedDataParallel
+
+    def __init__(
+        self,
+        task: Task,
+        case: StepCase,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        device: torch.device,
+        hook: Hook | None,
+    ) -> None:
+        super().__init__(task, case, ddp, optimizer, device=device, group=ddp.process_group)
+        self.ddp, self.hook = ddp, hook
+        self.own_timers = OwnTimers(ddp)
+        self._reduces = True  # the last micro-batch's backward, in the chosen arm
+        self.arms = ARMS
+        if case.static_graph:
+            self.arms = tuple(arm for arm in ARMS if arm != "no_sync")
+            self.notes = (
+                "bucket copying and compute are not told apart: torch's reducer fails under "
+                "no_sync with a static graph",
+            )
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """Return the bare model."""
+        inner: torch.nn.Module = self.ddp.module
+        return inner
+
+    @property
+    def link_seconds(self) -> float:
+        """Return the least time of the last bucket, a planted fault that needs a hook."""
+        return self.hook.least_seconds if self.hook else 0.0
+
+    @link_seconds.setter
+    def link_seconds(self, seconds: float) -> None:
+        if self.hook is not None:
+            self.hook.least_seconds = seconds
+
+    def choose_arm(self, arm: str) -> None:
+        """Switch the hook, and the reduction of the last micro-batch."""
+        self._reduces = arm != "no_sync"
+        if self.hook is not None:
+            self.hook.mode = arm if arm in ("noop", "timed") else "plain"
+
+    def without_sync(self) -> AbstractContextManager[Any]:
+        """Return DDP's no_sync."""
+        return self.ddp.no_sync()
+
+    def communicating(self) -> AbstractContextManager[Any]:
+        """Return DDP's no_sync around the whole step in the arm without any reduction."""
+        return contextlib.nullcontext() if self._reduces else self.ddp.no_sync()
+
+    def start_timers(self) -> None:
+        """Let DDP's own timers record the next step."""
+        self.own_timers.start()
+
+    def read_timers(self) -> dict[str, float]:
+        """Return the seconds of DDP's own timers."""
+        return self.own_timers.read()
+
+    def read_timed_step(self) -> list[tuple[int, int]]:
+        """Return ns from backward's begin to hand-over and reduction of each bucket."""
+        hook, begin = self.hook, self.backward_mark
+        assert hook is not None
+        assert begin is not None
+        return [
+            (elapsed_ns(begin, hook.handed[index]), elapsed_ns(begin, hook.reduced[index]))
+            for index in sorted(hook.handed)
+        ]
+
+    def gather_timed_steps(self, world: World, steps: Sequence[Any]) -> dict[str, Any]:
+        """Return the buckets and their stamps."""
+        stamps = None
+        if steps:
+            stamps = control.gather_to_rank_0(world, np.array(steps, np.int64))
+        infos = self.hook.infos if self.hook else {}
+        return {"buckets": [infos[i] for i in sorted(infos)], "bucket_stamps": stamps}
+
+
+def build_replica(
+    task: Task,
+    case: StepCase,
+    learning_rate: float,
+    group: dist.ProcessGroup,
+    *,
+    device: torch.device,
+    switchable: bool,
+) -> DdpReplica:
+    """Put the task's model into DDP over the group, as the case defines; all ranks together.
+
+    switchable: reduce through a `Hook` that can be switched. Raises what DDP raises.
+    """
+    bucket_cap: dict[str, Any] = (
+        {} if case.bucket_cap_mb is None else {"bucket_cap_mb": case.bucket_cap_mb}
+    )
+    ddp = DistributedDataParallel(
+        task.model,
+        device_ids=devices.of(device).ddp_device_ids(device),
+        process_group=group,
+        gradient_as_bucket_view=case.gradient_as_bucket_view,
+        static_graph=case.static_graph,
+        find_unused_parameters=case.find_unused_parameters,
+        **bucket_cap,
+    )
+    hook = None
+    if switchable:
+        hook = Hook(case.comm_hook, group, task.model)
+        ddp.register_comm_hook(None, hook.reduce)
+    elif case.comm_hook != "none":
+        make = hooks.HOOKS[case.comm_hook].make
+        assert make is not None
+        ddp.register_comm_hook(*make(group))
+    optimizer = OPTIMIZERS[case.optimizer].make(ddp.parameters(), learning_rate)
+    return DdpReplica(task, case, ddp, optimizer, device=device, hook=hook)
+
+
+TIMERS = {
+    "forward_compute_time": "forward",
+    "backward_compute_time": "backward",
+    "backward_comm_time": "communication",
+    "backward_compute_comm_overlap_time": "overlap",
+}
+NEVER = 2**31 - 1  # steps between two that DDP's own timers measure
+
+
+class OwnTimers:
+    """DDP's own timers, of chosen steps. They are undocumented, and a torch may lack them.
+
+    They record five events in a step. Reading them waits for these events. DDP does both in its
+    first ten steps and in one of a hundred later ones, and reads at the begin of the next forward:
+    on a GPU, the host then waits there for the backward before. Instead, `start` has the next step
+    record, and `read` reads when it is called.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        self._logger: Any = ddp.logger
+        ddp.logger = _WithoutReading(self._logger)  # type: ignore[assignment]
+        self._record_every(NEVER)
+
+    def start(self) -> None:
+        """Let the next step record."""
+        self._record_every(1)
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of the step that recorded, if torch has timers; stop recording.
+
+        Communication spans from the first bucket's start to the last bucket's end, with its gaps.
+        """
+        data: dict[str, Any] = {}
+        with contextlib.suppress(AttributeError, RuntimeError):
+            self._logger.set_runtime_stats_and_log()
+            data = self._ddp._get_ddp_logging_data()
+        self._record_every(NEVER)
+        timers = {name: data.get(key, 0) for key, name in TIMERS.items()}
+        return {name: ns * 1e-9 for name, ns in timers.items() if isinstance(ns, int) and ns > 0}
+
+    def _record_every(self, steps: int) -> None:
+        with contextlib.suppress(AttributeError, RuntimeError):
+            self._ddp._set_ddp_runtime_logging_sample_rate(steps)
+
+
+class _WithoutReading:
+    """DDP's logger, except that a forward does not read the timers."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Do nothing. DDP calls this at the begin of each forward whose backward reduces."""

@@ -1,0 +1,149 @@
+"""A model divided over a mesh, in one rank: fully_shard, tensor parallel, or both."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from ddpbench.analysis.spans import Span
+from ddpbench.catalog.optimizers import OPTIMIZERS
+from ddpbench.catalog.parallel import SHARD, TENSOR, WAYS
+from ddpbench.measure.parallel.communication import Communication
+from ddpbench.measure.parallel.gather import gather_timed
+from ddpbench.measure.parallel.prefetch import set_prefetch
+from ddpbench.measure.step import Replica
+
+if TYPE_CHECKING:
+    from ddpbench.catalog.parallel import Plan
+    from ddpbench.catalog.task import Task
+    from ddpbench.records.schema import StepCase
+    from ddpbench.runtime.world import World
+
+STYLES: dict[str, type[ParallelStyle]] = {"column": ColwiseParallel, "row": RowwiseParallel}
+
+
+class ShardedReplica(Replica):
+    """A model divided over a mesh."""
+
+    def __init__(
+        self,
+        task: Task,
+        case: StepCase,
+        optimizer: torch.optim.Optimizer,
+        communication: Communication,
+        *,
+        mesh: DeviceMesh,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(task, case, task.model, optimizer, device=device, group=group)
+        self.mesh, self.communication = mesh, communication
+        self.arms = ("ddp", "noop", "timed")
+        if case.prefetch is not None:
+            self.arms = ("ddp", "noop", "no_prefetch" if case.prefetch else "prefetch", "timed")
+
+    def choose_arm(self, arm: str) -> None:
+        """Switch the communication, and the prefetch of the next layer's parameters."""
+        self.communication.mode = arm if arm in ("noop", "timed") else "plain"
+        if self.case.prefetch is not None:
+            other = arm in ("no_prefetch", "prefetch")
+            set_prefetch(self.wrapped, self.case.prefetch != other)
+
+    def communicating(self) -> AbstractContextManager[Any]:
+        """Return the context that switches off, or times, the collectives of a step."""
+        return self.communication.around()
+
+    @contextlib.contextmanager
+    def without_sync(self) -> Iterator[None]:
+        """Let fully_shard reduce no gradients in here. Tensor parallel has none to reduce."""
+        root = self.wrapped if isinstance(self.wrapped, FSDPModule) else None
+        if root is not None:
+            root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            if root is not None:
+                root.set_requires_gradient_sync(True)
+
+    def read_timed_step(self) -> list[Span]:
+        """Return the spans of the step's collectives."""
+        return self.communication.spans
+
+    def gather_timed_steps(self, world: World, steps: Sequence[Any]) -> dict[str, Any]:
+        """Return the spans of all ranks; a sharded step has no buckets."""
+        timed = gather_timed(world, steps) if steps else None
+        return {"buckets": [], "bucket_stamps": None, "timed": timed}
+
+
+def build_sharded(
+    task: Task,
+    case: StepCase,
+    plan: Plan,
+    learning_rate: float,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> ShardedReplica:
+    """Divide the task's model over the mesh, as the case and the workload's plan define.
+
+    All ranks call it together, with the same weights. The model may still be on the CPU; it is then
+    moved to the device layer by layer. Raises what torch raises.
+    """
+    way, model = WAYS[case.parallel], task.model
+    layers = plan.layers(model)
+    if way.splits:
+        styles = {name: STYLES[style]() for name, style in plan.splits(model).items()}
+        # Without a source, each rank takes its part of its own weights, and nothing is sent.
+        parallelize_module(model, mesh[TENSOR], styles, src_data_rank=None)
+    if way.shards:
+        names = tuple(name for name in way.dimensions if name != TENSOR)
+        over = mesh if names == way.dimensions else mesh[names]
+        for layer in layers:
+            fully_shard(layer, mesh=over, reshard_after_forward=case.reshard_after_forward)
+        fully_shard(model, mesh=over)  # torch's default for the root: it stays gathered
+        set_prefetch(model, bool(case.prefetch))
+    model.to(device)
+    optimizer = OPTIMIZERS[case.optimizer].make(_group_by_mesh(model), learning_rate)
+    communication = Communication(model, device, layers)
+    return ShardedReplica(
+        task, case, optimizer, communication, mesh=mesh, device=device, group=group
+    )
+
+
+def count_own_nbytes(model: nn.Module, plan: Plan, case: StepCase) -> int:
+    """Return the bytes of parameters that one rank will hold of a model that is still whole."""
+    sizes = dict(zip(WAYS[case.parallel].dimensions, case.mesh, strict=True))
+    split = sum(
+        parameter.nbytes
+        for name in plan.splits(model)
+        for parameter in model.get_submodule(name).parameters()
+    )
+    ranks = sizes.get(TENSOR, 1)
+    left = case.parameter_nbytes - split + split // ranks
+    return left // sizes.get(SHARD, 1)
+
+
+def _group_by_mesh(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the parameters in one group per mesh.
+
+    On a GPU, an optimizer handles all tensors of a group at once, and they must be on one mesh.
+    """
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": parameters} for parameters in groups.values()]

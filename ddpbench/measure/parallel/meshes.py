@@ -1,0 +1,127 @@
+"""The meshes of a launch: one of groups on the measured backend, one of control groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ddpbench.catalog.parallel import REPLICATE, SHARD, Way, format_mesh
+from ddpbench.runtime import control
+from ddpbench.runtime.world import World
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """All ranks in the shape of a way's mesh.
+
+    tested   what trains: its groups are on the measured backend
+    control  the same ranks over gloo: the measured backend cannot spoil the proof of its replicas
+    """
+
+    way: Way
+    shape: tuple[int, ...]
+    tested: DeviceMesh
+    control: DeviceMesh
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """The number of ranks that share a batch: neighbours, because tp is the last dimension."""
+        return self.shape[-1] if self.way.splits else 1
+
+
+def agree_meshes(
+    world: World,
+    way: Way,
+    shape: tuple[int, ...],
+    *,
+    torch_name: str,
+    whole: dist.ProcessGroup,
+    device: torch.device,
+    closing: ExitStack,
+) -> Meshes:
+    """Make both meshes; all ranks together.
+
+    torch_name: the measured backend's. whole: all ranks on it. closing: ends the groups.
+    """
+    meshes = []
+    for name, group, where in (
+        (torch_name, whole, device),
+        ("gloo", dist.group.WORLD, torch.device("cpu")),
+    ):
+        assert group is not None
+        groups = [group]
+        if len(shape) > 1:
+            bound = where if where.type != "cpu" else None
+            groups = [
+                _agree_line(world, lines, name, bound, closing)
+                for lines in _divide(world.world_size, shape)
+            ]
+        grid = torch.arange(world.world_size).view(shape)
+        meshes.append(
+            DeviceMesh.from_group(groups, where.type, grid, mesh_dim_names=way.dimensions)
+        )
+    return Meshes(way, shape, *meshes)
+
+
+def _divide(ranks: int, shape: tuple[int, ...]) -> Iterator[list[list[int]]]:
+    """Yield the lines of ranks along each dimension."""
+    grid = torch.arange(ranks).view(shape)
+    for dimension, size in enumerate(shape):
+        yield grid.movedim(dimension, -1).reshape(-1, size).tolist()
+
+
+def _agree_line(
+    world: World,
+    lines: Sequence[Sequence[int]],
+    torch_name: str,
+    device: torch.device | None,
+    closing: ExitStack,
+) -> dist.ProcessGroup:
+    """Make the groups of all lines along a dimension. Return this rank's."""
+    own = None
+    for line in lines:
+        group = closing.enter_context(world.agree_group(torch_name, line, device))
+        own = group if world.rank in line else own
+    assert own is not None
+    return own
+
+
+def find_refusal(world: World, meshes: Meshes, backend: str) -> str | None:
+    """Return one sentence, in all ranks, if the backend cannot average as fully_shard does.
+
+    It tries one small collective of each kind along the dimensions of data parallelism.
+    """
+    objection = None
+    device = torch.device(meshes.tested.device_type)
+    calls = {SHARD: ("reduce_scatter", _scatter), REPLICATE: ("all_reduce", _reduce)}
+    for dimension in meshes.way.dimensions:
+        if dimension not in calls or objection is not None:
+            continue
+        operation, call = calls[dimension]
+        try:
+            call(meshes.tested.get_group(dimension), device)
+        except (RuntimeError, NotImplementedError) as error:
+            objection = (
+                f"--parallel {meshes.way.name} on mesh {format_mesh(meshes.shape)} averages "
+                f"gradients with {operation}, and {backend} of torch {torch.__version__} cannot: "
+                f"{control.first_line(error, 200)}; choose another --parallel or another --backend"
+            )
+    return control.agree_objection(world, objection)
+
+
+def _scatter(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Gather and scatter as fully_shard does, by the names that this torch prefers."""
+    whole, own = torch.ones(group.size(), device=device), torch.ones(1, device=device)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    gather(whole, own, group=group)
+    scatter(own, whole, op=dist.ReduceOp.AVG, group=group)
+
+
+def _reduce(group: dist.ProcessGroup, device: torch.device) -> None:
+    dist.all_reduce(torch.ones(1, device=device), op=dist.ReduceOp.AVG, group=group)
