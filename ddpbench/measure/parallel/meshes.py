@@ -56,9 +56,8 @@ def agree_meshes(
         assert group is not None
         groups = [group]
         if len(shape) > 1:
-            bound = where if where.type != "cpu" else None
             groups = [
-                _agree_line(world, lines, name, bound, closing)
+                _agree_line(world, lines, name, where, closing)
                 for lines in _divide(world.world_size, shape)
             ]
         grid = torch.arange(world.world_size).view(shape)
@@ -79,7 +78,7 @@ def _agree_line(
     world: World,
     lines: Sequence[Sequence[int]],
     torch_name: str,
-    device: torch.device | None,
+    device: torch.device,
     closing: ExitStack,
 ) -> dist.ProcessGroup:
     """Make the groups of all lines along a dimension. Return this rank's."""
