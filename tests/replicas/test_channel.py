@@ -49,7 +49,8 @@ def gpu_group() -> Iterator[None]:
     if not hasattr(dist.Backend, GPU.upper()):
 
         def create(_: Any, rank: int, size: int, __: Any) -> dist.ProcessGroup:
-            return FakeProcessGroup._create_internal(rank, size)
+            make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+            return make(rank, size)
 
         dist.Backend.register_backend(GPU, create, devices=["cuda"])
     dist.init_process_group(GPU, store=FakeStore(), rank=1, world_size=2)
