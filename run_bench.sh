@@ -207,8 +207,9 @@ everywhere() { # everywhere COMMAND BACKENDS GPU-BACKENDS [arguments]: on the CP
 }
 
 tests() {
-  # The whole suite in two processes: much of it is waiting. A file's tests stay together.
-  local argument options=("$checkout/tests" --numprocesses 2 --dist loadfile)
+  # The whole suite in three processes, as much of it is waiting, and in the order of conftest.py. A
+  # file's tests stay together.
+  local argument options=("$checkout/tests" --numprocesses 3 --dist loadfile --no-loadscope-reorder)
   for argument; do # a test file or folder that is named replaces the whole suite
     [[ $(readlink -f -- "${argument%%::*}") != "$checkout"/tests/* ]] || options=()
   done

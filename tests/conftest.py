@@ -15,6 +15,18 @@ from simulated_hosts import Hosts, missing
 if TYPE_CHECKING:
     from simulated_gpu import SimulatedGpu
 
+# The files that take longest, the slowest first: so no process is left alone with one at the end.
+SLOW = (
+    "test_ddp", "test_slurm", "test_scripts", "test_run_bench", "test_ab", "test_mpi", "test_cli",
+    "test_mpi_matrix", "test_collectives", "test_replicas", "test_guard", "test_observer",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move the tests of the slow files to the front."""
+    ranks = {name: rank for rank, name in enumerate(SLOW)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(SLOW)))
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:

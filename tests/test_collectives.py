@@ -109,7 +109,7 @@ def test_torchrun_gives_the_table_from_rank_0_once(tmp_path: Path) -> None:
 def test_mpirun_gives_the_table_from_rank_0_once(tmp_path: Path, backend: str) -> None:
     """Under mpirun both mpi and gloo run; the ranks meet over MPI itself."""
     words = ["-m", "ddpbench.collectives", "--backend", backend, "--op", "all_reduce,barrier"]
-    done = run_command([*mpirun(2), sys.executable, *words, "--sizes", "4,1K", *QUICK], tmp_path)
+    done = run_command([*mpirun(2), *warm_python(), *words, "--sizes", "4,1K", *QUICK], tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(heads(done.stdout)) == 2
     assert sizes_in(done.stdout)[:2] == ["4 B", "1 KiB"]
@@ -429,7 +429,7 @@ def test_two_sweeps_at_once_do_not_meet(tmp_path: Path) -> None:
     words = ["--backend", "gloo", "-n", "2", "--op", "all_reduce", "--sizes", "4,1K", *QUICK]
     both = [
         subprocess.Popen(
-            ddpbench_command("collectives", *words),
+            [*warm_python(), "-m", "ddpbench", "collectives", *words],
             cwd=tmp_path,
             env=clean_environment(),
             stdout=subprocess.PIPE,

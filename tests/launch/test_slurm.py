@@ -13,6 +13,7 @@ import pytest
 from command_lines import ROOT, clean_environment
 from rank_pool import Done, RankPool
 from slurm_cluster import Cluster, explain_missing, start_cluster
+from warm_python import warm_python
 
 from ddpbench import cli
 from ddpbench.commands import slurm as command
@@ -288,7 +289,7 @@ def test_a_job_and_a_direct_srun_leave_complete_runs(cluster: Cluster, tmp_path:
     measured where they were started; the job's output lies beside its run."""
     direct, job = tmp_path / "direct", tmp_path / "job"
     direct.mkdir()
-    words = ("srun", "-N2", "-n4", sys.executable, "-m", "ddpbench.collectives", *TINY)
+    words = ("srun", "-N2", "-n4", *warm_python(), "-m", "ddpbench.collectives", *TINY)
     running = cluster.begin(*words, cwd=direct)
     try:
         bench_sh = (ROOT / "run_bench.sh", "slurm", "-N2", "-n2", "--", "collectives", *TINY)
@@ -341,7 +342,7 @@ def test_slurm_accepts_the_script(options: list[str], cluster: Cluster, tmp_path
 
 def test_a_refusal_under_srun_is_one_rank_s(cluster: Cluster, tmp_path: Path) -> None:
     """Four tasks with a typo: one sentence, exit code 2."""
-    words = ("srun", "-N2", "-n4", sys.executable, "-m", "ddpbench.collectives", "--sise", "4")
+    words = ("srun", "-N2", "-n4", *warm_python(), "-m", "ddpbench.collectives", "--sise", "4")
     done = cluster.call(*words, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("ddpbench: unknown option --sise. Did you mean ") == 1

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from command_lines import clean_environment, needs_mpirun, write_warm_python
 from left_processes import wait_for_left_processes
+from warm_python import warm_python
 
 from ddpbench.catalog import hooks
 from ddpbench.catalog.hooks import HOOKS
@@ -323,7 +324,7 @@ def test_a_rank_of_mpirun_may_ask(tmp_path: Path) -> None:
         [found, "--version"], capture_output=True, text=True, check=True
     ).stdout
     done = subprocess.run(
-        [found, *(root if "Open MPI" in version else []), "-n", "2", sys.executable, "-c", INSIDE,
+        [found, *(root if "Open MPI" in version else []), "-n", "2", *warm_python(), "-c", INSIDE,
          str(outcome)],
         env=clean_environment(), capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip

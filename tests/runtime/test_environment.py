@@ -385,7 +385,9 @@ def test_a_busy_neighbour_shows(program: str) -> None:
     cores = os.cpu_count() or 1
     with busy(program) as used:
         before, meter = used(), cpu.CpuMeter()
-        time.sleep(1.0)
+        until = time.monotonic() + 60
+        while used() < before + 0.5 and time.monotonic() < until:  # on a busy host it gets little
+            time.sleep(0.1)
         use, theirs = meter.stop(), used() - before
     share = cpu.others_share(use.host_busy_seconds, [use.own_seconds], use.wall_seconds, cores)
     without = cpu.others_share(
@@ -394,7 +396,7 @@ def test_a_busy_neighbour_shows(program: str) -> None:
     assert share is not None
     assert without is not None
     expected = theirs / (use.wall_seconds * cores)
-    assert expected > 0.1  # else the host gave the neighbour no time, and nothing is proved
+    assert theirs > 0.4  # else the host gave the neighbour no time, and nothing is proved
     assert share > 0.85 * expected
     assert without < share - 0.8 * expected
 

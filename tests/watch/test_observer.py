@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, Dataset, dataloader
+from warm_python import warm_python
 
 from ddpbench.catalog import backends
 from ddpbench.launch import forks
@@ -734,7 +735,7 @@ def test_marks_beyond_the_bound_drop_the_oldest() -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two ranks over gloo have observed: see `run_rank`."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = run_command([sys.executable, __file__, str(folder)], folder, timeout=120)
+    done = run_command([*warm_python(), __file__, str(folder)], folder, timeout=150)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "rank0.json").read_text())  # type: ignore[no-any-return]
 

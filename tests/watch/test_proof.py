@@ -15,6 +15,7 @@ from command_lines import run_command
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from warm_python import warm_python
 
 from ddpbench.launch import forks
 from ddpbench.watch import proof
@@ -102,7 +103,7 @@ def run_rank(folder: Path) -> int:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found in all jobs."""
     folder = tmp_path_factory.mktemp("proof")
-    done = run_command([sys.executable, __file__, str(folder)], folder, timeout=120)
+    done = run_command([*warm_python(), __file__, str(folder)], folder, timeout=150)
     assert done.returncode == 0, done.stderr
     results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     assert [one["errors"]["errors"] for one in results] == [[], []]

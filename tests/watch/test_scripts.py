@@ -25,6 +25,7 @@ from command_lines import (
     torchrun,
 )
 from slurm_cluster import Cluster, explain_missing, start_cluster
+from warm_python import warm_python
 
 from ddpbench.launch.placement import free_port
 
@@ -83,12 +84,12 @@ def list_words(text: str) -> list[str]:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
     """Each script without ddpbench, in two ranks that are started by hand."""
     folder = tmp_path_factory.mktemp("plain")
-    done = {}
+    started = {}
     for script in (GPT, TUTORIAL):
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-        ranks = [
+        started[script] = [
             subprocess.Popen(
-                [sys.executable, script],
+                [*warm_python(), script],
                 cwd=folder,
                 env=clean_environment(RANK=str(rank), LOCAL_RANK=str(rank), **variables),
                 stdout=subprocess.PIPE,
@@ -96,6 +97,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.Comp
             )
             for rank in range(2)
         ]
+    done = {}
+    for script, ranks in started.items():
         text = "".join(rank.communicate(timeout=LONG)[0] for rank in ranks)
         code = max(rank.returncode for rank in ranks)
         done[script] = subprocess.CompletedProcess(script, code, text, "")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from command_lines import run_command
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from warm_python import warm_python
 
 import ddpbench
 from ddpbench.launch import forks
@@ -109,7 +110,7 @@ def run_rank(folder: Path) -> int:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks saw."""
     folder = tmp_path_factory.mktemp("watcher")
-    done = run_command([sys.executable, __file__, str(folder)], folder, timeout=120)
+    done = run_command([*warm_python(), __file__, str(folder)], folder, timeout=150)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
