@@ -87,6 +87,8 @@ class Rounds:
     _walls: dict[str, list[int]] = field(default_factory=dict)
     _timers: list[dict[str, float]] = field(default_factory=list)
     _steps: Counter[str] = field(default_factory=Counter)  # taken so far in each arm
+    _watches_peak: bool = False
+    _peak_nbytes: int = 0  # of the last step of the warm-up; 0: not known
     _timed: list[Any] = field(default_factory=list)  # what the last timed step of a round recorded
 
     def run(self) -> Measured:
@@ -115,6 +117,7 @@ class Rounds:
         measured.cold_seconds = wall * 1e-9
         for _ in range(WARM_UP - 1):
             if not self.stopped:
+                self._watches_peak = self._kind.reset_peak(self.main.device)
                 _, wall = self._stretch("ddp", 1)
         measured.warm_up = self.main.steps
         for arm in self.arms[1:]:
@@ -192,6 +195,9 @@ class Rounds:
             if number == count or self._pauses(arm, replica):
                 self._synchronise()
                 wall += clock.now_ns() - began
+                if self._watches_peak:  # before a verification, which needs memory of its own
+                    self._peak_nbytes = self._kind.peak_nbytes(self.main.device)
+                    self._watches_peak = False
                 self._pause(arm, replica)
                 if self.stopped or number == count:
                     break
@@ -261,6 +267,7 @@ class Rounds:
             for name in names
             if all(name in names_of_rank for names_of_rank in all_names)
         }
+        peak = self._gather_ns([self._peak_nbytes])
         timed = (self.probe or self.main).gather_timed_steps(self.world, self._timed[:rounds])
         if self.world.rank:
             return None
@@ -273,6 +280,7 @@ class Rounds:
                 if ns is not None
             },
             verify=np.empty((self.world.world_size, 0), np.int64) if verify is None else verify,
+            peak_nbytes=None if peak is None else peak[:, 0],
             **timed,
         )
 

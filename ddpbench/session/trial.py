@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ddpbench.analysis import steps
+from ddpbench.analysis import sharded_steps, steps
 from ddpbench.catalog import user_workload
 from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.task import Workload
@@ -66,7 +66,8 @@ class Trial:
         cost: tuple[Figure | None, float | None] = None, None
         if measured.samples is not None:
             total = case.batch * case.accumulate * case.data_ranks
-            summary = steps.summarise(measured.samples, total, measured.warm_up)
+            summarise = sharded_steps.summarise if case.mesh else steps.summarise
+            summary = summarise(measured.samples, total, measured.warm_up)
             cost = steps.cost(measured.samples, summary.step.value)
             columns = step_columns(case.key, self.index, measured.samples)
         assert main.loss is not None
