@@ -1,0 +1,214 @@
+"""Steps of models divided over a mesh: they learn what one process learns on the joined batch.
+
+Four ranks over gloo take the steps of all cases and leave their losses in files. They run this very
+file: `python test_parallel_steps.py FOLDER`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_lines import clean_environment
+from stored_steps import a_step_case
+from torch import Tensor
+from warm_python import warm_python
+
+from ddpbench.catalog.parallel import WAYS
+from ddpbench.catalog.task import RankSetup, Task
+from ddpbench.catalog.workloads import WORKLOADS
+from ddpbench.launch import forks, placement
+from ddpbench.launch.placement import Placement
+from ddpbench.measure.parallel.build import ShardedReplica, build_sharded, count_own_nbytes
+from ddpbench.measure.parallel.meshes import Meshes, agree_meshes
+from ddpbench.measure.step import Marks
+from ddpbench.records.schema import StepCase
+from ddpbench.runtime.meeting import Rendezvous
+from ddpbench.runtime.world import World, join_world
+
+CPU = torch.device("cpu")
+RANKS, STEPS, RATE = 4, 3, 0.1
+SETTINGS = {
+    "transformer": {"layers": 2, "width": 128, "sequence": 8, "vocabulary": 32},
+    "mlp": {"width": 16, "depth": 5},
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One case: a workload in a way of parallel training."""
+
+    way: str
+    mesh: tuple[int, ...]
+    workload: str = "transformer"
+    accumulate: int = 1
+    prefetch: bool = True
+    reshard: bool = True
+
+    @property
+    def case(self) -> StepCase:
+        """The case of a step."""
+        shards = WAYS[self.way].shards
+        return a_step_case(
+            workload=self.workload,
+            parallel=self.way,
+            mesh=self.mesh,
+            accumulate=self.accumulate,
+            world_size=RANKS,
+            prefetch=self.prefetch if shards else None,
+            reshard_after_forward=self.reshard if shards else None,
+        )
+
+
+JOBS = {
+    "fsdp": Job("fsdp", (4,)),
+    "fsdp, mlp": Job("fsdp", (4,), "mlp"),
+    "fsdp, two micro-batches": Job("fsdp", (4,), accumulate=2),
+    "fsdp, no prefetch, no reshard": Job("fsdp", (4,), prefetch=False, reshard=False),
+    "hsdp": Job("hsdp", (2, 2)),
+    "hsdp, one replica": Job("hsdp", (1, 4), "mlp"),
+    "hsdp, two micro-batches": Job("hsdp", (2, 2), "mlp", accumulate=2),
+    "tp": Job("tp", (4,), "mlp"),
+    "tp, two micro-batches": Job("tp", (4,), "mlp", accumulate=2),
+    "fsdp+tp": Job("fsdp+tp", (2, 2)),
+    "fsdp+tp, mlp": Job("fsdp+tp", (1, 4), "mlp", accumulate=2),
+}
+
+
+def make_task(job: Job, rank: int, ranks: int, whole: bool) -> Task:
+    """The workload in one rank of those with batches of their own."""
+    setup = RankSetup(rank, ranks, 2, CPU, seed=3, group=None, whole=whole)
+    return WORKLOADS[job.workload].build(SETTINGS[job.workload], setup)
+
+
+# --- in the ranks ---------------------------------------------------------------------------------
+
+
+def make_replica(world: World, group: Any, job: Job, meshes: Meshes) -> ShardedReplica:
+    """The workload divided over the mesh."""
+    sharing = meshes.ranks_per_batch
+    task = make_task(job, world.rank // sharing, RANKS // sharing, whole=False)
+    plan = WORKLOADS[job.workload].plan
+    assert plan is not None
+    return build_sharded(task, job.case, plan, RATE, mesh=meshes.tested, device=CPU, group=group)
+
+
+def train(world: World, group: Any, job: Job) -> dict[str, Any]:
+    """Take the steps. Return the losses, what this rank holds, and what its arms communicate."""
+    with contextlib.ExitStack() as closing:
+        meshes = agree_meshes(
+            world, WAYS[job.way], job.mesh,
+            torch_name="gloo", whole=group, device=CPU, closing=closing,
+        )  # fmt: skip
+        replica = make_replica(world, group, job, meshes)
+        losses = []
+        for _ in range(STEPS):
+            replica.choose_arm("ddp")
+            replica.step(replica.batches(), Marks(CPU).mark)
+            assert replica.loss is not None
+            losses.append(float(replica.loss))
+        held = sum(
+            getattr(parameter, "_local_tensor", parameter).nbytes
+            for parameter in replica.module.parameters()
+        )
+        spans = {}
+        for arm in replica.arms[1:]:
+            replica.choose_arm(arm)
+            replica.step(replica.batches(), Marks(CPU).mark)
+            if arm == "timed":
+                spans = {span.operation: span.layers for span in replica.read_timed_step()}
+        return {"losses": losses, "held": held, "spans": spans, "arms": replica.arms}
+
+
+def play(folder: Path) -> int:
+    """Take the steps of all cases in this rank."""
+    place = placement.read_placement()
+    assert isinstance(place, Placement)
+    torch.set_num_threads(1)
+    with join_world(place, Rendezvous()) as world, world.agree_group("gloo") as group:
+        seen = {name: train(world, group, job) for name, job in JOBS.items()}
+    (folder / f"rank-{place.rank}").write_text(json.dumps(seen))
+    return 0
+
+
+# --- the tests ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each rank left."""
+    folder = tmp_path_factory.mktemp("parallel")
+    done = subprocess.run(
+        [*warm_python(), __file__, str(folder)],
+        env=clean_environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"rank-{rank}").read_text()) for rank in range(RANKS)]
+
+
+def train_alone(job: Job) -> list[float]:
+    """Return the loss of each step of one process on the joined batches of all ranks."""
+    ranks = job.case.data_ranks
+    tasks = [make_task(job, rank, ranks, whole=True) for rank in range(ranks)]
+    model, losses = tasks[0].model, []
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(job.accumulate):
+            parts = [task.batch(step * job.accumulate + micro) for task in tasks]
+            batch = tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+            loss: Tensor = tasks[0].loss(model, batch)
+            (loss / job.accumulate).backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_ranks_learn_what_one_process_learns_on_the_joined_batch(
+    seen: list[Any], name: str
+) -> None:
+    """The mean loss of the ranks is that of one process in each of three steps, so that weights,
+    batches, gradients and accumulation are right; ranks along tp have one loss."""
+    job = JOBS[name]
+    losses = torch.tensor([rank[name]["losses"] for rank in seen], dtype=torch.float64)
+    assert losses.mean(0).tolist() == pytest.approx(train_alone(job), rel=2e-5)
+    first, second = losses[0], losses[-1]
+    assert torch.equal(first, second) == (job.case.data_ranks == 1)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_rank_holds_its_share_of_the_parameters(seen: list[Any], name: str) -> None:
+    """What the check of the memory expects is what a rank holds, but for biases and padding."""
+    job = JOBS[name]
+    model, plan = make_task(job, 0, 1, whole=True).model, WORKLOADS[job.workload].plan
+    assert plan is not None
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    case = a_step_case(parallel=job.way, mesh=job.mesh, parameter_nbytes=whole)
+    expected = count_own_nbytes(model, plan, case)
+    assert [rank[name]["held"] for rank in seen] == pytest.approx([expected] * RANKS, rel=0.1)
+    assert expected < whole
+
+
+def test_arms_are_those_that_the_way_has(seen: list[Any]) -> None:
+    """Where parameters are gathered, one arm has the prefetch switched; the arm "timed" sees the
+    operations that the way needs."""
+    arms = {name: seen[0][name]["arms"] for name in JOBS}
+    assert arms["fsdp"] == ["ddp", "noop", "no_prefetch", "timed"]
+    assert arms["fsdp, no prefetch, no reshard"] == ["ddp", "noop", "prefetch", "timed"]
+    assert arms["tp"] == ["ddp", "noop", "timed"]
+    operations = {name: set(seen[0][name]["spans"]) for name in JOBS}
+    assert operations["fsdp"] == {"all_gather", "reduce_scatter"}
+    assert operations["hsdp"] == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert operations["tp"] == {"all_reduce"}
+
+
+if __name__ == "__main__":
+    sys.exit(forks.run(lambda: play(Path(sys.argv[1])), RANKS))
