@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ddpbench.replicas.sharding import Target
 
 Int64 = npt.NDArray[np.int64]
 
@@ -33,20 +36,23 @@ def choose_device(kinds: Sequence[str], tensors: Iterable[torch.Tensor]) -> torc
 
 
 class Channel:
-    """A process group and the device of its messages; without a group, this process alone."""
+    """The ranks of a group or a mesh, and the device of their messages.
 
-    def __init__(self, group: dist.ProcessGroup | None, module: torch.nn.Module) -> None:
-        self.group = group
+    Without a process group, this process alone.
+    """
+
+    def __init__(self, target: Target, module: torch.nn.Module) -> None:
         self.ranks, self.rank = [0], 0  # global ranks, in the group's order; this one's place
         self.device = torch.device("cpu")
         self.alone = not (dist.is_available() and dist.is_initialized())
+        # A mesh that no group covers has one group per dimension: calls go along one after another.
+        self._lines: list[dist.ProcessGroup | None] = []
         if self.alone:
             return
-        self.rank = dist.get_rank(group)
-        if self.rank < 0:
-            raise ValueError("this rank is not in the group: call it in the ranks of the group")
-        self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        kinds = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
+        self._lines = list_groups(target)
+        self.ranks, self.rank = _find_place(target, self._lines)
+        config = dist.get_backend_config(self._lines[0])
+        kinds = [part.split(":")[0] for part in config.split(",")]
         self.device = choose_device(kinds, chain(module.parameters(), module.buffers()))
 
     def gather_extremes(self, vector: Int64) -> tuple[Int64, Int64]:
@@ -56,19 +62,32 @@ class Channel:
         """
         if self.alone or vector.size == 0:
             return vector, vector
-        both = torch.from_numpy(np.concatenate([vector, ~vector])).to(self.device)
-        dist.all_reduce(both, dist.ReduceOp.MIN, self.group)
-        least, most = both.cpu().numpy().reshape(2, -1)
+        both = np.concatenate([vector, ~vector])
+        least, most = self._all_reduce(both, dist.ReduceOp.MIN).reshape(2, -1)
         return least, ~most
+
+    def gather_sums(self, vector: Int64) -> Int64:
+        """The sums over the ranks of each of int64[n], n the same in all."""
+        if self.alone or vector.size == 0:
+            return vector
+        return self._all_reduce(vector, dist.ReduceOp.SUM)
+
+    def _all_reduce(self, vector: Int64, operation: dist.ReduceOp.RedOpType) -> Int64:
+        tensor = torch.from_numpy(vector).to(self.device, copy=True)
+        for group in self._lines:
+            dist.all_reduce(tensor, operation, group)
+        return cast(Int64, tensor.cpu().numpy())
 
     def gather_rows(self, vector: Int64) -> Int64:
         """int64[ranks, n]: every rank's int64[n], n the same in all."""
         if self.alone:
             return vector[None]
-        own = torch.from_numpy(np.ascontiguousarray(vector)).to(self.device)
-        parts = [torch.empty_like(own) for _ in self.ranks]
-        dist.all_gather(parts, own, self.group)
-        return torch.stack(parts).cpu().numpy()
+        rows = torch.from_numpy(np.ascontiguousarray(vector))[None].to(self.device)
+        for group in reversed(self._lines):  # the last dimension first: rows in the mesh's order
+            parts = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, rows, group)
+            rows = torch.cat(parts)
+        return rows.cpu().numpy()
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value as JSON keeps it."""
@@ -85,5 +104,34 @@ class Channel:
             return content
         # The caller's memory may be the replica's own: it is sent from, never written to.
         tensor = torch.from_numpy(content.copy()).to(self.device)
-        dist.broadcast(tensor, self.ranks[source], self.group)
+        # Along each dimension, the rank that shares this coordinate with the source sends.
+        places = np.unravel_index(source, [dist.get_world_size(group) for group in self._lines])
+        for group, place in zip(self._lines, places, strict=True):
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            dist.broadcast(tensor, ranks[int(place)], group)
         return tensor.cpu().numpy()
+
+
+def list_groups(target: Target) -> list[dist.ProcessGroup | None]:
+    """Return the group of all ranks of a target, else one group per dimension of the mesh."""
+    if not isinstance(target, DeviceMesh):
+        return [target]
+    ranks = sorted(target.mesh.flatten().tolist())
+    if ranks == sorted(dist.get_process_group_ranks(dist.group.WORLD)):
+        return [None]
+    if target.get_coordinate() is None:
+        raise ValueError("this rank is not in the mesh: call it in the ranks of the mesh")
+    shape = target.mesh.shape
+    sized = [d for d in range(len(shape)) if shape[d] > 1] or [0]
+    return [target.get_group(d) for d in sized]
+
+
+def _find_place(target: Target, lines: Sequence[dist.ProcessGroup | None]) -> tuple[list[int], int]:
+    """Return the global ranks of a target, and the place of this rank among them."""
+    if isinstance(target, DeviceMesh) and len(lines) > 1:
+        ranks = target.mesh.flatten().tolist()
+        return ranks, ranks.index(dist.get_rank())
+    place = dist.get_rank(lines[0])
+    if place < 0:
+        raise ValueError("this rank is not in the group: call it in the ranks of the group")
+    return dist.get_process_group_ranks(lines[0] or dist.group.WORLD), place

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ddpbench.replicas import locate
 from ddpbench.replicas.channel import Channel, Int64
 from ddpbench.replicas.digest import Counts, Digests, of_bytes, read
 from ddpbench.replicas.report import Difference, Mismatch, NonFinite
+from ddpbench.replicas.scopes import Base
 from ddpbench.replicas.state import Entry, State, row, structure
+
+_MESHED = 1 << 62  # a bit of the first count: this rank has tensors on a mesh
 
 
 @dataclass(frozen=True)
@@ -26,33 +30,67 @@ class Options:
     equal_until: int | None = None  # the step of the last verification that found all equal
     known: Container[tuple[str, str]] = ()  # (kind, name) of differences located before
     traced: bool = False  # whether each rank watches where a NaN comes from
+    # Dimensions of a mesh along which ranks hold other layers, by what the ranks hold.
+    stages: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass
 class Comparison:
     """The result of comparing some kinds."""
 
+    base: Base
+    meshed: bool  # whether some rank has tensors on a mesh
     differences: list[Difference] = field(default_factory=list)
     mismatches: list[Mismatch] = field(default_factory=list)
     nonfinite: list[NonFinite] = field(default_factory=list)
     compared: dict[str, int] = field(default_factory=dict)
     nbytes: int = 0
+    held_once: dict[str, int] = field(default_factory=dict)
 
 
-def gather_comparison(
+@dataclass(frozen=True)
+class Contents:
+    """This rank's entries of a kind, and what was read of each."""
+
+    kind: str
+    entries: list[Entry]
+    digests: Digests  # uint64[n], salted by the structure
+    counts: Counts  # int64[n] of elements that are not finite
+    structure: int  # digest of names, dtypes, shapes, devices and placements
+
+    def row(self, meshed: bool) -> list[int]:
+        """Return count, structure, contents and elements that are not finite, as four numbers.
+
+        Contents on a mesh are not equal in all ranks, so they are left out.
+        """
+        whole = 0 if meshed else int(np.uint64(of_bytes(self.digests.tobytes())).astype(np.int64))
+        return [len(self.entries), self.structure, whole, int(self.counts.sum())]
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """The least and the greatest of each rank's numbers of some kinds."""
+
+    same: npt.NDArray[np.bool_]  # bool[kinds, 4], as in Contents.row
+    nonfinite: list[bool]  # of each kind, whether some rank has elements that are not finite
+    meshed: bool  # whether some rank has tensors on a mesh
+    extras: list[tuple[int, int]]
+
+
+def gather_contents(
     channel: Channel,
-    state: State,
-    kinds: Sequence[str],
+    contents: Sequence[Contents],
     options: Options,
-    comparison: Comparison,
     *,
-    extras: Sequence[int] = (),
-) -> list[tuple[int, int]]:
-    """Add differences to `comparison`; return the least and the greatest of each extra."""
+    extras: Sequence[int],
+    meshed: bool,
+) -> Extremes:
+    """Compare structure, contents and extras with one all_reduce of fixed size."""
     settings: list[object] = [options.gradients, options.finite, options.locate, options.step]
-    settings += [options.equal_until, options.traced, list(kinds)]
-    contents = [_read_contents(state, kind, options.finite) for kind in kinds]
-    head = [of_bytes(repr(settings).encode()) >> 1, *(n for _, _, row in contents for n in row)]
+    settings += [options.equal_until, options.traced, [each.kind for each in contents]]
+    numbers = [n for each in contents for n in each.row(meshed)]
+    numbers[0] |= _MESHED if meshed else 0
+    head = [of_bytes(repr(settings).encode()) >> 1, *numbers]
     least, most = channel.gather_extremes(np.array([*head, *extras], np.int64))
     if least[0] != most[0]:
         raise ValueError(
@@ -60,71 +98,105 @@ def gather_comparison(
             f"the same in all; here gradients={options.gradients}, finite={options.finite}, "
             f"locate={options.locate}, step={options.step}"
         )
-    same = (least == most)[1 : 1 + 4 * len(kinds)].reshape(-1, 4)
-    some_nonfinite = most[1 : 1 + 4 * len(kinds)].reshape(-1, 4)[:, 3] > 0
-    for i, kind in enumerate(kinds):
-        entries, (digests, counts, _) = state.entries[kind], contents[i]
-        if not same[i, :2].all():
-            chosen = _gather_common(channel, kind, entries, comparison)
+    tail = 1 + 4 * len(contents)
+    return Extremes(
+        (least == most)[1:tail].reshape(-1, 4),
+        (most[1:tail].reshape(-1, 4)[:, 3] > 0).tolist(),
+        bool(most[1] & _MESHED),
+        list(zip(least[tail:].tolist(), most[tail:].tolist(), strict=True)),
+    )
+
+
+def gather_wrong(
+    channel: Channel,
+    contents: Sequence[Contents],
+    extremes: Extremes,
+    options: Options,
+    comparison: Comparison,
+) -> None:
+    """Add to `comparison` what differs, of kinds that all ranks must hold alike."""
+    for i, each in enumerate(contents):
+        kind, entries, digests, counts = each.kind, each.entries, each.digests, each.counts
+        same = extremes.same[i]
+        if not same[:2].all():
+            common = gather_common(channel, each, comparison)
+            chosen = [place for _, place in common if place is not None]
             entries = [entries[place] for place in chosen]
             digests, counts = digests[chosen], counts[chosen]
         comparison.compared[kind] = len(entries)
-        comparison.nbytes += sum(
-            e.value.nbytes if isinstance(e.value, torch.Tensor) else 8 for e in entries
-        )
-        if not same[i, :3].all():
+        comparison.nbytes += sum(map(count_nbytes, entries))
+        if not same[:3].all():
             comparison.differences += _gather_differences(channel, kind, entries, digests, options)
-        if some_nonfinite[i]:
+        if extremes.nonfinite[i]:
             comparison.nonfinite += _gather_nonfinite(channel, kind, entries, counts)
-    tail = 1 + 4 * len(kinds)
-    return list(zip(least[tail:].tolist(), most[tail:].tolist(), strict=True))
 
 
-def _read_contents(state: State, kind: str, finite: bool) -> tuple[Digests, Counts, list[int]]:
-    """Return digests and non-finite counts of a kind's entries, and four numbers for all."""
-    form = structure(kind, state.entries[kind])
-    digests, counts = read([entry.value for entry in state.entries[kind]], finite)
+def read_contents(state: State, kind: str, finite: bool) -> Contents:
+    """Return the entries of a kind with their digests and counts."""
+    entries = state.entries[kind]
+    form = structure(kind, entries)
+    digests, counts = read([entry.value for entry in entries], finite)
     digests += form.salts  # modulo 2^64
-    whole = int(np.uint64(of_bytes(digests.tobytes())).astype(np.int64))
-    return digests, counts, [len(digests), form.digest, whole, int(counts.sum())]
+    return Contents(kind, entries, digests, counts, form.digest)
 
 
-def _gather_common(
-    channel: Channel, kind: str, entries: list[Entry], comparison: Comparison
-) -> list[int]:
-    """Return the places of the entries that all ranks have alike, in the same order in all ranks.
+def count_nbytes(entry: Entry) -> int:
+    """Return the size of this rank's part of an entry; 8 for a number."""
+    return entry.value.nbytes if isinstance(entry.value, torch.Tensor) else 8
 
-    Add the other entries to `comparison` as mismatches.
+
+def gather_common(
+    channel: Channel,
+    contents: Contents,
+    comparison: Comparison,
+    stages: Sequence[Hashable] | None = None,
+) -> list[tuple[str, int | None]]:
+    """Return the names that all ranks have alike, and this rank's places, in the same order.
+
+    Add the other entries to `comparison` as mismatches. Only ranks of the same stage must have the
+    same entries; of those of other stages, the place is None.
     """
+    kind, entries = contents.kind, contents.entries
     everyone = channel.gather_objects([[entry.name, row(entry)] for entry in entries])
-    tables = [dict(rows) for rows in everyone]
+    tables: list[dict[str, str]] = [dict(rows) for rows in everyone]
+    stages = stages or [0] * len(tables)
     places = {entry.name: place for place, entry in enumerate(entries)}
-    common = []
+    common: list[tuple[str, int | None]] = []
     for name in dict.fromkeys(name for table in tables for name in table):
+        holders = {stage for stage, table in zip(stages, tables, strict=True) if name in table}
         forms: dict[str, list[int]] = {}
-        for rank, table in zip(channel.ranks, tables, strict=True):
-            forms.setdefault(table.get(name, "absent"), []).append(rank)
+        for rank, stage, table in zip(channel.ranks, stages, tables, strict=True):
+            if stage in holders:
+                forms.setdefault(table.get(name, "absent"), []).append(rank)
         if len(forms) == 1:
-            common.append(places[name])
+            common.append((name, places.get(name)))
         else:
-            rows = tuple((form, tuple(ranks)) for form, ranks in forms.items())
-            comparison.mismatches.append(Mismatch(kind, name, rows))
-    orders = {tuple(name for name in table) for table in tables}
-    if len(orders) > 1 and len(common) == len(entries) and not comparison.mismatches:
-        comparison.mismatches.append(_order(channel, kind, tables))
+            comparison.mismatches.append(_mismatch(kind, name, forms))
+    if not comparison.mismatches:
+        comparison.mismatches += _order(channel, kind, tables, stages)
     return common
 
 
-def _order(channel: Channel, kind: str, tables: list[dict[str, str]]) -> Mismatch:
-    """Return the first place at which the order of the names differs."""
-    names = [list(table) for table in tables]
-    first = next(i for i, row in enumerate(zip(*names, strict=True)) if len(set(row)) > 1)
-    forms: dict[str, list[int]] = {}
-    for rank, order in zip(channel.ranks, names, strict=True):
-        forms.setdefault(order[first], []).append(rank)
-    return Mismatch(
-        kind, f"number {first}", tuple((form, tuple(ranks)) for form, ranks in forms.items())
-    )
+def _order(
+    channel: Channel, kind: str, tables: list[dict[str, str]], stages: Sequence[Hashable]
+) -> list[Mismatch]:
+    """Return the first place of each stage at which the order of the names differs."""
+    mismatches = []
+    for stage in dict.fromkeys(stages):
+        members = [place for place, each in enumerate(stages) if each == stage]
+        names = [list(tables[place]) for place in members]
+        for number, order in enumerate(zip(*names, strict=True)):
+            if len(set(order)) > 1:
+                forms: dict[str, list[int]] = {}
+                for place, name in zip(members, order, strict=True):
+                    forms.setdefault(name, []).append(channel.ranks[place])
+                mismatches.append(_mismatch(kind, f"number {number}", forms))
+                break
+    return mismatches
+
+
+def _mismatch(kind: str, name: str, forms: dict[str, list[int]]) -> Mismatch:
+    return Mismatch(kind, name, tuple((form, tuple(ranks)) for form, ranks in forms.items()))
 
 
 def _gather_differences(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
-
-import torch
 
 from ddpbench.records.schema import SEVERITIES, Finding
 from ddpbench.records.wording import counted, list_all
 from ddpbench.replicas.causes import Cause
 from ddpbench.replicas.compare import Comparison
+from ddpbench.replicas.describe import describe_fold
 from ddpbench.replicas.facts import Facts
+from ddpbench.replicas.places import Places
 from ddpbench.replicas.report import (
-    Detail,
     Difference,
     Mismatch,
     NonFinite,
@@ -52,6 +52,14 @@ class Verification:
     rng_equal: bool
     step: int | None
     compared: dict[str, int]
+    coordinates: tuple[tuple[int, str], ...] = ()  # of each rank, if tensors lie on a mesh
+    stages: tuple[str, ...] = ()  # dimensions of the mesh along which ranks hold other layers
+    held_once: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def places(self) -> Places:
+        """The names of the ranks."""
+        return Places(self.coordinates)
 
 
 def keys(facts: Facts | Comparison | Report) -> set[Key]:
@@ -108,7 +116,7 @@ def _fresh(facts: Facts, history: History) -> Facts:
 def _wrong(facts: Facts, cause: Cause | None, verification: Verification) -> Iterator[Finding]:
     """Yield findings of differences, mismatches and values that are not finite, cause first."""
     shown = cause.choose_example(facts) if cause else None
-    folds = [*_differences(facts, shown, verification), *_mismatches(facts, verification.step)]
+    folds = [*_differences(facts, shown, verification), *_mismatches(facts, verification)]
     if cause is not None and folds:
         unlike = [
             fold
@@ -130,8 +138,9 @@ def _wrong(facts: Facts, cause: Cause | None, verification: Verification) -> Ite
 
 def _beside(facts: Facts, verification: Verification) -> Iterator[Finding]:
     """Yield findings that are no difference: missing gradients, skipped tensors, and notes."""
-    yield from _without_gradient(facts, verification.step)
+    yield from _without_gradient(facts, verification)
     yield from _not_compared(verification.not_compared)
+    yield from _not_shared(verification)
     if any(d.kind != "buffer" and not d.minority for d in facts.differences):
         yield Finding(
             "note",
@@ -150,6 +159,13 @@ def _beside(facts: Facts, verification: Verification) -> Iterator[Finding]:
 def _place(step: int | None, **rest: object) -> dict[str, object]:
     """Return the place of a finding, with the step if it is known."""
     return {**rest, **({} if step is None else {"step": step})}
+
+
+def _on_mesh(shard: str, ranks: Sequence[int], places: Places) -> dict[str, object]:
+    """Return the shard and the coordinates of the ranks, as far as they are known."""
+    coordinates = places.list_coordinates(ranks)
+    where: dict[str, object] = {"coordinates": coordinates} if coordinates else {}
+    return {**where, **({"shard": shard} if shard else {})}
 
 
 def _severity(facts: Facts, kind: str) -> str:
@@ -175,86 +191,29 @@ def _differences(
         yield Finding(
             min((_severity(facts, d.kind) for d in fold), key=SEVERITIES.index),
             "replicas-differ",
-            _describe_fold(fold, example, verification, same_sides=fold is not rest),
+            describe_fold(
+                fold,
+                example,
+                verification.compared,
+                places=verification.places,
+                step=verification.step,
+                same_sides=fold is not rest,
+            ),
             "",
             _place(
                 verification.step,
                 kind=example.kind,
                 tensor=example.name,
-                tensors=names,
+                tensors=list(dict.fromkeys(names)),
                 ranks=ranks,
+                **_on_mesh(example.shard, ranks, verification.places),
             ),
         )
 
 
-def _describe_fold(
-    fold: list[Difference], example: Difference, verification: Verification, same_sides: bool
-) -> str:
-    """Describe tensors that differ between the same ranks; else `same_sides` is False."""
-    details = ". ".join(_describe_detail(example, d) for d in example.details[:_SHOWN])
-    if len(fold) == 1:
-        text = f"{describe_tensor(example)} {_describe_sides(example)}"
-        return text + (f". {details}" if details else "")
-    counts = Counter(difference.kind for difference in fold)
-    parts = [
-        f"{n} of {count_kind(kind, verification.compared[kind])}" for kind, n in counts.items()
-    ]
-    sides = _describe_sides(example, "differ") if same_sides else "differ between other ranks"
-    if same_sides and example.minority:
-        sides = f"differ in {ranks_text(example.minority)}"
-    # Buffers that DDP sends again differ after each step, and are reported each time.
-    dated = verification.step is not None and example.kind != "buffer"
-    when = f", first seen in step {verification.step}" if dated else ""
-    text = f"{list_all(parts)} {sides}{when}: {example.name} and {len(fold) - 1} more"
-    return text + (f". For example {describe_tensor(example)}: {details}" if details else "")
-
-
-def describe_tensor(difference: Difference) -> str:
-    """Return kind, name, dtype and shape: "parameter fc.weight (float32 3x2)"."""
-    shape = "x".join(map(str, difference.shape))
-    form = f"{difference.dtype}{' ' if shape else ''}{shape}"
-    return f"{difference.kind} {difference.name} ({form})"
-
-
-def _describe_sides(difference: Difference, verb: str = "differs") -> str:
-    if difference.minority and difference.details:
-        return verb  # the details name the ranks
-    sides = [ranks_text(ranks) for ranks in difference.values]
-    *others, last = sides if len(sides) <= _SHOWN else [*sides[:_SHOWN], "others"]
-    return f"{verb} between {', '.join(others)} and {last}"
-
-
-def _describe_detail(difference: Difference, detail: Detail) -> str:
-    where = f" at [{', '.join(map(str, detail.index))}]" if detail.index else ""
-    text = ranks_text(detail.ranks)
-    text = text[0].upper() + text[1:]
-    if difference.shape:
-        text += f": {detail.differing} of {detail.elements} elements"
-    if detail.differing > 1:
-        text += ", first"
-    text += f"{where}: {detail.value} against {detail.reference_value} in rank {detail.reference}"
-    if detail.bit is not None:
-        text += f", bit {detail.bit}{_part(difference.dtype, detail.bit)} alone"
-    if detail.permuted:
-        text += ", the same elements in another order"
-    if detail.max_delta is not None:
-        text += f", max |Δ| {detail.max_delta:.3g}"
-    return text
-
-
-def _part(dtype: str, bit: int) -> str:
-    """Return the part of a floating-point number that a bit belongs to; "" for other dtypes."""
-    if "float" not in dtype and "complex" not in dtype:
-        return ""
-    form = torch.finfo(getattr(torch, dtype))
-    bit %= form.bits  # of a complex number's real or imaginary part
-    if bit == form.bits - 1:
-        return " (the sign)"
-    return " (of the fraction)" if 2.0**bit * form.eps < 1 else " (of the exponent)"
-
-
-def _mismatches(facts: Facts, step: int | None) -> Iterator[Finding]:
+def _mismatches(facts: Facts, verification: Verification) -> Iterator[Finding]:
     """Yield one finding per kind and set of ranks in which the structure differs."""
+    name_ranks = verification.places.name
     sides: dict[tuple[object, ...], list[Mismatch]] = {}
     for mismatch in facts.mismatches:
         key = mismatch.kind, *((form == "absent", ranks) for form, ranks in mismatch.forms)
@@ -262,16 +221,22 @@ def _mismatches(facts: Facts, step: int | None) -> Iterator[Finding]:
     for fold in _limit_folds(sides):
         first, names = fold[0], few([mismatch.name for mismatch in fold])
         absent = {r for m in fold for form, ranks in m.forms if form == "absent" for r in ranks}
-        forms = ", ".join(f"{form} in {ranks_text(ranks)}" for form, ranks in first.forms)
+        forms = ", ".join(f"{form} in {name_ranks(ranks)}" for form, ranks in first.forms)
         sentence = f"{first.kind} {first.name}: {forms}"
         if first.kind == "gradient" and absent:
             verb = "has" if len(fold) == 1 else "have"
             sentence = f"{counted(len(fold), 'parameter')} {verb} no gradient in "
-            sentence += f"{ranks_text(tuple(absent))} and one in other ranks: {names}"
+            sentence += f"{name_ranks(sorted(absent))} and one in other ranks: {names}"
         elif len(fold) > 1:
             tensors = count_kind(first.kind, len(fold))
             sentence = f"{tensors} do not match between ranks: {names}. For example {sentence}"
-        place = _place(step, kind=first.kind, tensor=first.name, tensors=[m.name for m in fold])
+        place = _place(
+            verification.step,
+            kind=first.kind,
+            tensor=first.name,
+            tensors=[m.name for m in fold],
+            **_on_mesh("", sorted({r for m in fold for r in m.minority}), verification.places),
+        )
         yield Finding("error", "structure-differs", sentence, "", place)
 
 
@@ -288,7 +253,7 @@ def _limit_folds(sides: dict[Any, list[T]]) -> Iterator[list[T]]:
     yield from rest.values()
 
 
-def _without_gradient(facts: Facts, step: int | None) -> Iterator[Finding]:
+def _without_gradient(facts: Facts, verification: Verification) -> Iterator[Finding]:
     """Yield one finding per set of ranks in which parameters have no gradient."""
     sides: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
     mismatched = {mismatch.name for mismatch in facts.mismatches if mismatch.kind == "gradient"}
@@ -299,10 +264,17 @@ def _without_gradient(facts: Facts, step: int | None) -> Iterator[Finding]:
         everywhere = len(ranks) == facts.world_size
         verb = "has" if len(names) == 1 else "have"
         gradient = "a gradient of zeros" if zeros else "no gradient"
-        where = "any rank" if everywhere else ranks_text(ranks)
+        where = "any rank" if everywhere else verification.places.name(ranks)
         sentence = f"{counted(len(names), 'parameter')} {verb} {gradient} in {where}: {few(names)}"
         next_step = "" if everywhere else f"find out why the loss of {where} does not use them"
-        place = _place(step, kind="parameter", tensor=names[0], tensors=names, ranks=list(ranks))
+        place = _place(
+            verification.step,
+            kind="parameter",
+            tensor=names[0],
+            tensors=names,
+            ranks=list(ranks),
+            **_on_mesh("", () if everywhere else ranks, verification.places),
+        )
         severity = "note" if everywhere else "warning"
         yield Finding(severity, "without-gradient", sentence, next_step, place)
 
@@ -323,8 +295,10 @@ def _nonfinite(facts: Facts, verification: Verification) -> Iterator[Finding]:
         ranks = tuple(sorted({rank for tensor in fold for rank, _ in tensor.counts}))
         counts = sorted({count for tensor in fold for _, count in tensor.counts})
         span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        elements, where = f"{span} element{'' if span == '1' else 's'}", ranks_text(ranks)
-        sentence = f"{kind} {names[0]}: {elements} NaN or infinite in {where}"
+        elements = f"{span} element{'' if span == '1' else 's'}"
+        where, shard = verification.places.name(ranks), fold[0].shard
+        part = f", {shard}" if shard else ""
+        sentence = f"{kind} {names[0]}{part}: {elements} NaN or infinite in {where}"
         if len(fold) > 1:
             sentence = f"{count_kind(kind, len(fold))} have NaN or infinite elements in {where}: "
             sentence += f"{few(names)}; {elements} each"
@@ -333,7 +307,12 @@ def _nonfinite(facts: Facts, verification: Verification) -> Iterator[Finding]:
             sentence, next_step = _explain_origin(sentence, verification)
             explained = True
         place = _place(
-            verification.step, kind=kind, tensor=names[0], tensors=names, ranks=list(ranks)
+            verification.step,
+            kind=kind,
+            tensor=names[0],
+            tensors=names,
+            ranks=list(ranks),
+            **_on_mesh(shard, ranks, verification.places),
         )
         yield Finding(severity, "non-finite", sentence, next_step, place)
 
@@ -378,4 +357,23 @@ def _not_compared(skipped: Sequence[NotCompared]) -> Iterator[Finding]:
             "do not count these tensors as equal. Stop a loop on `report.failed`, which ignores "
             "them",
             {"tensors": names},
+        )
+
+
+def _not_shared(verification: Verification) -> Iterator[Finding]:
+    """Yield notes on what no two ranks hold."""
+    if verification.held_once.get("parameter") and not verification.compared["parameter"]:
+        yield Finding(
+            "note",
+            "nothing-to-compare",
+            "no parameter is compared: each element of each parameter is in one rank only, as "
+            "fully_shard intends. This is neither a proof nor a failure",
+            "stop a loop on `report.failed`, which ignores this",
+        )
+    if verification.stages:
+        names = list_all(verification.stages)
+        yield Finding(
+            "note",
+            "pipeline-stages",
+            f"ranks along {names} hold other layers, so they are not compared along {names}",
         )

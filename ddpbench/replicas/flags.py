@@ -33,7 +33,7 @@ def read_flags(
         "rebroadcast": _rebroadcasts_buffers(module),
         "stateless": _is_stateless(optimizers),
         "stepped": int(any(not is_option(entry.name) for entry in state.entries["optimizer"])),
-        "trains": int(any(parameter.grad is not None for parameter in module.parameters())),
+        "trains": int(any(held.parameter.grad is not None for held in state.parameters)),
     }
 
 

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 
+import numpy as np
 import torch
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from ddpbench.replicas import causes, findings
 from ddpbench.replicas.channel import Channel
-from ddpbench.replicas.compare import Comparison, Options, gather_comparison
+from ddpbench.replicas.compare import (
+    Comparison,
+    Options,
+    gather_contents,
+    gather_wrong,
+    read_contents,
+)
+from ddpbench.replicas.compare_shards import gather_wrong_on_mesh, keep_shared
 from ddpbench.replicas.facts import Facts
 from ddpbench.replicas.flags import read_flags, skipped_rows
 from ddpbench.replicas.origin import Tracer
 from ddpbench.replicas.report import NotCompared, Origin, Report, WithoutGradient
+from ddpbench.replicas.scopes import name_stages
+from ddpbench.replicas.sharding import Target, choose_target, make_base
 from ddpbench.replicas.state import KINDS, State, collect, wrapper
 from ddpbench.replicas.usage import (
     FROZEN,
     EqualCounts,
     Usage,
     count_equal,
+    fill_stages,
     find_frozen_in_some,
     gather_without_gradient,
     read_usage,
@@ -43,25 +52,25 @@ class _Replica:
 def gather_report(
     module: torch.nn.Module,
     optimizers: tuple[torch.optim.Optimizer, ...],
-    group: ProcessGroup | DeviceMesh | None,
+    target: Target,
     options: Options,
     *,
     tracer: Tracer | None = None,
     history: findings.History | None = None,
 ) -> Report:
-    """Verify the replicas of a group: every rank calls it. `history` holds earlier reports."""
-    ddp = wrapper(module)
-    if group is None and ddp is not None:
-        group = ddp.process_group
-    if isinstance(group, DeviceMesh):
-        group = group.get_group()
-    channel = Channel(group, module)
+    """Verify the replicas of a group or a mesh: every rank calls it.
+
+    history: earlier reports.
+    """
     state = collect(module, optimizers, options.gradients is not False)
-    usage = read_usage(module, state, options.gradients is not False)
+    target, root = choose_target(target, wrapper(module), state.meshes)
+    channel = Channel(target, module)
+    base = make_base(channel.ranks, channel.rank, target, root)
+    usage = read_usage(state, options.gradients is not False)
     flags = read_flags(module, optimizers, state, usage)
     kinds = [kind for kind in KINDS if kind != "gradient" or options.gradients]
-    comparison = Comparison()
-    extremes = gather_comparison(
+    comparison = Comparison(base, root is not None, held_once=dict(state.held_once))
+    extremes = _gather_comparison(
         channel, state, kinds, options, comparison, extras=[*flags.values()]
     )
     least, most = (dict(zip(flags, values, strict=True)) for values in zip(*extremes, strict=True))
@@ -70,7 +79,7 @@ def gather_report(
     if history is not None and not findings.keys(comparison) & history.known:
         history = None  # what was wrong is right again
     if history is None:  # else no cause is looked for
-        facts = replace(facts, equal=count_equal(state, comparison, usage))
+        facts = _gather_pattern(channel, replica, comparison, facts)
     verification = findings.Verification(
         not_compared=_gather_not_compared(channel, replica, comparison),
         origins=_gather_origins(channel, comparison, tracer),
@@ -78,8 +87,31 @@ def gather_report(
         rng_equal=least["rng"] == most["rng"],
         step=options.step,
         compared=comparison.compared,
+        held_once=comparison.held_once,
+        coordinates=_list_coordinates(channel, comparison),
+        stages=tuple(comparison.base.grid.names[d] for d in comparison.base.stages),
     )
     return _build_report(channel, comparison, facts, verification, history, options=options)
+
+
+def _gather_comparison(
+    channel: Channel,
+    state: State,
+    kinds: Sequence[str],
+    options: Options,
+    comparison: Comparison,
+    *,
+    extras: Sequence[int] = (),
+) -> list[tuple[int, int]]:
+    """Add what differs to `comparison`; return the least and the greatest of each extra."""
+    contents = [read_contents(state, kind, options.finite) for kind in kinds]
+    extremes = gather_contents(channel, contents, options, extras=extras, meshed=comparison.meshed)
+    comparison.meshed = extremes.meshed
+    if extremes.meshed:
+        gather_wrong_on_mesh(channel, contents, extremes, options, comparison)
+    else:
+        gather_wrong(channel, contents, extremes, options, comparison)
+    return extremes.extras
 
 
 def _gather_facts(
@@ -90,9 +122,10 @@ def _gather_facts(
     usages = [usage] * len(channel.ranks)
     if least["usage"] != most["usage"]:
         usages = channel.gather_objects(usage)
+        fill_stages(usages, name_stages(channel.ranks, comparison.base))
     comparison.mismatches += find_frozen_in_some(channel, usages, comparison)
     if options.gradients is None and any(d.kind == "parameter" for d in comparison.differences):
-        gather_comparison(channel, state, ["gradient"], options, comparison)
+        _gather_comparison(channel, state, ["gradient"], options, comparison)
     without_gradient: tuple[WithoutGradient, ...] = ()
     if most["trains"]:
         ddp = wrapper(replica.module)
@@ -105,7 +138,7 @@ def _gather_facts(
         without_gradient=without_gradient,
         parameters=comparison.compared["parameter"],
         gradients=comparison.compared.get("gradient", 0),
-        frozen=frozenset(name for name in usage if usage[name] == FROZEN),
+        frozen=frozenset(name for each in usages for name in each if each[name] == FROZEN),
         earlier=options.equal_until is not None,
         unsynced=bool(most["unsynced"]),
         finds_unused=bool(most["finds_unused"]),
@@ -116,6 +149,48 @@ def _gather_facts(
         equal=EqualCounts(),
         steps=sum(e.name.endswith(".step") for e in state.entries["optimizer"]),
     )
+
+
+def _gather_pattern(
+    channel: Channel, replica: _Replica, comparison: Comparison, facts: Facts
+) -> Facts:
+    """Return the facts with what only a difference needs, the same in all ranks."""
+    state = replica.state
+    if not comparison.meshed or not comparison.differences:
+        return replace(facts, equal=count_equal(state, comparison, replica.usage))
+    equal = count_equal(keep_shared(state, comparison.base), comparison, replica.usage)
+    counts = np.array([*astuple(equal), facts.steps], np.int64)
+    *most, steps = channel.gather_extremes(counts)[1].tolist()
+    sharded, spanned = _name_dimensions(state)
+    if comparison.base.stages:
+        tables = channel.gather_objects([sharded, spanned])
+        sharded, spanned = ({k: v for t in tables for k, v in t[i].items()} for i in range(2))
+    return replace(
+        facts,
+        equal=EqualCounts(*most),
+        steps=steps,
+        coordinates=_list_coordinates(channel, comparison),
+        sharded={name: frozenset(names) for name, names in sharded.items()},
+        spanned={name: frozenset(names) for name, names in spanned.items()},
+    )
+
+
+def _name_dimensions(state: State) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return the dimensions that shard each parameter, and the others of its own mesh."""
+    sharded, spanned = {}, {}
+    for entry in state.entries["parameter"]:
+        if entry.layout is not None:
+            pairs = list(zip(entry.layout.grid.names, entry.layout.splits, strict=True))
+            sharded[entry.name] = [name for name, split in pairs if split is not None]
+            spanned[entry.name] = [name for name, split in pairs if split is None]
+    return sharded, spanned
+
+
+def _list_coordinates(channel: Channel, comparison: Comparison) -> tuple[tuple[int, str], ...]:
+    """Return the coordinates of each rank, if tensors lie on a mesh."""
+    if not comparison.meshed:
+        return ()
+    return tuple((rank, comparison.base.grid.describe(rank)) for rank in channel.ranks)
 
 
 def _gather_not_compared(
@@ -168,6 +243,8 @@ def _build_report(
         origins=verification.origins,
         not_compared=verification.not_compared,
         rng_equal=verification.rng_equal,
+        held_once={kind: n for kind, n in comparison.held_once.items() if n},
+        coordinates=verification.coordinates,
         findings=findings.findings(facts, causes.find_cause(facts), history, verification),
         equal_until=options.equal_until,
         since=since if wrong else None,

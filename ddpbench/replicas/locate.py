@@ -6,7 +6,9 @@ numbers. So no rank holds more than a piece, and each rank contributes one row o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -23,6 +25,15 @@ PIECE_NBYTES = 4 << 20
 Bytes = npt.NDArray[np.uint8]
 
 
+@dataclass(frozen=True)
+class Form:
+    """What a rank holds of a tensor: all of it or a shard."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the shard
+    offsets: tuple[int, ...] | None  # of the shard in the tensor; None: it does not lie together
+
+
 def by_value(digests: Int64) -> list[list[int]]:
     """Group the places of equal digests of int64[ranks]: largest first, then by lowest place."""
     places: dict[int, list[int]] = {}
@@ -35,14 +46,11 @@ def gather_difference(
     channel: Channel, kind: str, entry: Entry, values: list[list[int]], located: bool
 ) -> Difference:
     """Return the difference of an entry; with `located`, compare its elements, too."""
-    reference = values[0][0]
     details: tuple[Detail, ...] = ()
     if located:
-        row = _broadcast_and_compare(channel, as_tensor(entry.value), reference)
-        rows = channel.gather_rows(row)
-        details = tuple(
-            _detail(channel, entry, places, reference, rows[places[0]]) for places in values[1:]
-        )
+        tensor = as_tensor(entry.value)
+        form = Form(tensor.dtype, tuple(tensor.shape), (0,) * tensor.dim())
+        details = gather_details(channel, tensor, form, values)
     return Difference(
         kind=kind,
         name=entry.name,
@@ -50,6 +58,20 @@ def gather_difference(
         shape=tuple(entry.shape),
         values=tuple(tuple(channel.ranks[place] for place in places) for places in values),
         details=details,
+    )
+
+
+def gather_details(
+    channel: Channel, tensor: Tensor, form: Form, values: list[list[int]]
+) -> tuple[Detail, ...]:
+    """Compare the elements with those of the first rank of `values`.
+
+    Every rank of the channel calls it with a tensor of the same size, in `values` or not.
+    """
+    reference = values[0][0]
+    rows = channel.gather_rows(_broadcast_and_compare(channel, tensor, reference))
+    return tuple(
+        _detail(channel, form, places, reference, rows[places[0]]) for places in values[1:]
     )
 
 
@@ -125,27 +147,26 @@ def _max_delta(elements: Sequence[Bytes], dtype: torch.dtype) -> float:
     return float(deltas.max()) if deltas.numel() else -1.0
 
 
-def _detail(
-    channel: Channel, entry: Entry, places: list[int], reference: int, row: Int64
-) -> Detail:
+def _detail(channel: Channel, form: Form, places: list[int], reference: int, row: Int64) -> Detail:
     """Build a detail from the row of the first of the ranks at `places`."""
-    tensor = as_tensor(entry.value)
     fields = dict(zip(_FIELDS, row.tolist(), strict=True))
-    size, dtype = tensor.itemsize, tensor.dtype
+    size, dtype = form.dtype.itemsize, form.dtype
     own, other = row[4:6].tobytes()[:size], row[6:8].tobytes()[:size]
     changed = int.from_bytes(own, "little") ^ int.from_bytes(other, "little")
     one = fields["differing"] == 1 and changed.bit_count() == 1
     texts = text(own, dtype), text(other, dtype)
     if texts[0] == texts[1] or "nan" in texts[0] + texts[1]:
         texts = f"{texts[0]} ({_hex(own)})", f"{texts[1]} ({_hex(other)})"
-    index = np.unravel_index(max(0, fields["first"]), tuple(tensor.shape)) if tensor.dim() else ()
+    index: tuple[Any, ...] = ()
+    if form.shape and form.offsets is not None:
+        index = np.unravel_index(max(0, fields["first"]), form.shape)
     delta = float(row[2:3].view(np.float64)[0])
     return Detail(
         ranks=tuple(channel.ranks[place] for place in places),
         reference=channel.ranks[reference],
-        elements=tensor.numel(),
+        elements=math.prod(form.shape),
         differing=fields["differing"],
-        index=tuple(int(i) for i in index),
+        index=tuple(int(i) + start for i, start in zip(index, form.offsets or (), strict=True)),
         value=texts[0],
         reference_value=texts[1],
         max_delta=None if delta < 0 else delta,

@@ -160,7 +160,7 @@ class Report:
     @property
     def faults(self) -> tuple[str, ...]:
         """ "kind name" of every tensor that makes the replicas different."""
-        return tuple(f"{tensor.kind} {tensor.name}" for tensor in self._faulty)
+        return tuple(dict.fromkeys(f"{tensor.kind} {tensor.name}" for tensor in self._faulty))
 
     @property
     def minority(self) -> tuple[int, ...]:
@@ -216,7 +216,7 @@ class Report:
 
     def _differing_counts(self) -> list[str]:
         """Return "2 of 4 parameters" for each kind with differences."""
-        counts = Counter(difference.kind for difference in self.differences)
+        counts = Counter(kind for kind, _ in {(d.kind, d.name): None for d in self.differences})
         return [f"{n} of {count_kind(kind, self.compared[kind])}" for kind, n in counts.items()]
 
     def _list_others(self) -> str:

@@ -5,23 +5,34 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.replicas.digest import Digests, number_type, of_bytes
 from ddpbench.replicas.report import NotCompared
+from ddpbench.replicas.scopes import Layout
+from ddpbench.replicas.sharding import (
+    WAITING,
+    Held,
+    describe_partial,
+    is_dtensor,
+    list_parameters,
+    read_layout,
+    read_local,
+)
 
 KINDS = ("parameter", "gradient", "optimizer", "buffer")
 IGNORED = "DDP is set to ignore it"
 SHARDED = "sharded: each rank holds its own part"
-DTENSOR = "a DTensor: its placements define which ranks hold which part"
 
 
 class Entry(NamedTuple):
@@ -32,6 +43,7 @@ class Entry(NamedTuple):
     dtype: Any
     shape: tuple[int, ...]
     device: str  # "cpu", "cuda", …; "" for a number
+    layout: Layout | None = None  # of a DTensor: `shape` is that of the whole, `value` this shard
 
 
 @dataclass
@@ -40,6 +52,9 @@ class State:
 
     entries: dict[str, list[Entry]]
     not_compared: list[NotCompared]
+    parameters: list[Held] = field(default_factory=list)
+    meshes: list[DeviceMesh] = field(default_factory=list)  # of DTensors; the same one many times
+    held_once: Counter[str] = field(default_factory=Counter)  # by kind, outside the entries
 
 
 @dataclass(frozen=True)
@@ -82,12 +97,13 @@ def collect(
     ignored: set[str] = getattr(outer, "parameters_to_ignore", set())
     sharded = _sharded(inner)
     names: dict[Tensor, str] = {}
-    for name, parameter in inner.named_parameters():
+    state.parameters += list_parameters(inner)
+    for name, parameter, waiting in state.parameters:
         names[parameter] = name
         reason = IGNORED if name in ignored else SHARDED if parameter in sharded else ""
         _add(state, "parameter", name, parameter, reason)
-        if gradients and parameter.grad is not None:
-            _add(state, "gradient", name, parameter.grad, reason)
+        if gradients and (waiting or parameter.grad is not None):
+            _add(state, "gradient", name, parameter.grad, WAITING if waiting else reason)
     for name, buffer in inner.named_buffers():
         _add(state, "buffer", name, buffer, IGNORED if name in ignored else "")
     for number, optimizer in enumerate(optimizers):
@@ -95,7 +111,7 @@ def collect(
         for name, value in _options(optimizer):
             _add(state, "optimizer", prefix + name, value)
         if shards_state(optimizer):
-            state.not_compared.append(NotCompared("optimizer", f"{prefix}state", SHARDED))
+            state.held_once["optimizer"] += sum(len(g["params"]) for g in optimizer.param_groups)
             continue
         for owner, name, value in _states(optimizer, names):
             _add(state, "optimizer", prefix + name, value, SHARDED if owner in sharded else "")
@@ -172,13 +188,19 @@ _NUMBERS = (bool, int, float, complex)
 def _add(state: State, kind: str, name: str, value: Any, reason: str = "") -> None:
     """Add an entry; with a reason, or if it cannot be read, as not compared."""
     if isinstance(value, Tensor):
+        whole: Any = value
+        layout = None
+        if not reason and is_dtensor(value):
+            layout, value = read_layout(value), read_local(value)
+            reason = describe_partial(layout)
+            state.meshes.append(whole.device_mesh)
         reason = reason or _unreadable(value)
     elif not (value is None or isinstance(value, (str, *_NUMBERS))):
         reason = reason or f"a {type(value).__name__} is neither a tensor nor a number"
     if reason:
         state.not_compared.append(NotCompared(kind, name, reason))
     elif isinstance(value, Tensor):
-        entry = Entry(name, value, value.dtype, value.shape, value.device.type)
+        entry = Entry(name, value, value.dtype, whole.shape, value.device.type, layout)
         state.entries[kind].append(entry)
     elif isinstance(value, _NUMBERS):
         state.entries[kind].append(Entry(name, value, number_type(value), (), ""))
@@ -189,8 +211,6 @@ def _add(state: State, kind: str, name: str, value: Any, reason: str = "") -> No
 def _unreadable(tensor: Tensor) -> str:
     """Return why a tensor's elements cannot be compared; "" if they can."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
-        if hasattr(tensor, "to_local"):
-            return DTENSOR
         if torch.nn.parameter.is_lazy(tensor):
             return "not initialised yet"
         if hasattr(type(tensor), "__tensor_flatten__"):
@@ -207,19 +227,27 @@ def row(entry: Entry) -> str:
     if entry.value is None:
         return str(entry.dtype)
     parts = [str(entry.dtype).removeprefix("torch."), str(tuple(entry.shape)), entry.device]
+    parts.append(entry.layout.text if entry.layout else "")
     return " ".join(filter(None, parts))
 
 
 def structure(kind: str, entries: Sequence[Entry]) -> Structure:
     """Return the structure of the entries of a kind."""
-    return _structure(kind, tuple((e.name, e.dtype, e.shape, e.device) for e in entries))
+    return _structure(
+        kind,
+        tuple(
+            (e.name, e.dtype, e.shape, e.device, e.layout.text if e.layout else "") for e in entries
+        ),
+    )
 
 
 @lru_cache(maxsize=32)  # it is the same in every step, and a lookup is ten times cheaper
-def _structure(kind: str, rows: tuple[tuple[str, Any, tuple[int, ...], str], ...]) -> Structure:
+def _structure(
+    kind: str, rows: tuple[tuple[str, Any, tuple[int, ...], str, str], ...]
+) -> Structure:
     texts = [
-        json.dumps([kind, name, str(dtype), list(shape), device])
-        for name, dtype, shape, device in rows
+        json.dumps([kind, name, str(dtype), list(shape), device, *filter(None, [layout])])
+        for name, dtype, shape, device, layout in rows
     ]
     salts = np.array([of_bytes(text.encode()) for text in texts], np.uint64)
     whole = of_bytes("\n".join(texts).encode())

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from ddpbench.replicas.channel import Channel
 from ddpbench.replicas.compare import Comparison
 from ddpbench.replicas.digest import constant
 from ddpbench.replicas.report import Mismatch, WithoutGradient
-from ddpbench.replicas.state import State, unwrap
+from ddpbench.replicas.state import State
 
 FROZEN, NO_GRADIENT, ZERO = "requires_grad=False", "no gradient", "a gradient of zeros"
 Usage = dict[str, str]  # name of a parameter that is not trained → FROZEN or NO_GRADIENT
@@ -27,21 +26,31 @@ class EqualCounts:
     trained: int = 0  # parameters with a gradient that is not all zeros
 
 
-def read_usage(module: torch.nn.Module, state: State, gradients: bool) -> Usage:
+def read_usage(state: State, gradients: bool) -> Usage:
     """Return the compared parameters that this rank does not train now, as FROZEN or NO_GRADIENT.
 
     NO_GRADIENT is reported only with `gradients`.
     """
     status = {}
     skipped = {entry.name for entry in state.not_compared if entry.kind == "parameter"}
-    for name, parameter in unwrap(module).named_parameters():
+    for name, parameter, waiting in state.parameters:
         if name in skipped:
             continue
         if not parameter.requires_grad:
             status[name] = FROZEN
-        elif gradients and parameter.grad is None:
+        elif gradients and not waiting and parameter.grad is None:
             status[name] = NO_GRADIENT
     return status
+
+
+def fill_stages(tables: list[Usage], stages: Sequence[Hashable]) -> None:
+    """Give the ranks of other pipeline stages the status of the ranks that hold a parameter."""
+    for table in list(map(dict, tables)):
+        for name, status in table.items():
+            holders = {stage for stage, each in zip(stages, tables, strict=True) if name in each}
+            for stage, each in zip(stages, tables, strict=True):
+                if stage not in holders:
+                    each[name] = status
 
 
 def _ranks_by_name(

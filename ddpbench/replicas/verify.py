@@ -97,6 +97,7 @@ class Verifier:
         self._tracer = Tracer(module, optimizers) if trace_nonfinite else None
         self._differing: set[tuple[str, str]] = set()  # kind and name, at the last check
         self._history: findings.History | None = None
+        self._stages: dict[bytes, tuple[int, ...]] = {}
         self._checks, self._failures = 0, 0
         self._steps = (0, 0)  # the first and the last step checked
         self._uncompared: Counter[str] = Counter()  # by kind, at the last check
@@ -113,6 +114,7 @@ class Verifier:
             equal_until=self.equal_until,
             known=self._differing,
             traced=self._tracer is not None,
+            stages=self._stages,
         )
         report = gather_report(*self._target, options, tracer=self._tracer, history=self._history)
         self._differing = {(d.kind, d.name) for d in report.differences}

@@ -485,19 +485,6 @@ HEALTHY = ["language", "fused", "foreach", "experts", "adapter", "normed", "comp
 # --- what is not compared
 
 
-def tensor_parallel() -> Any:
-    """A replicated bias that differs is not compared, and nothing says that it is equal."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = init_device_mesh("cpu", (SIZE,))
-    local = torch.full((4,), float(dist.get_rank()))
-    model = nn.Linear(4, 4, bias=False)
-    nn.init.ones_(model.weight)
-    model.bias = nn.Parameter(DTensor.from_local(local, mesh, [Replicate()], run_check=False))
-    return ddpbench.verify_replicas(model)
-
-
 def fully_sharded(original: bool) -> Any:
     """A loop that goes on until something `failed`."""
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -535,10 +522,10 @@ def sharded_state() -> Any:
     return ddpbench.verify_replicas(ddp, optimizer)
 
 
-NOT_COMPARED = [tensor_parallel, sharded_flat, sharded_as_they_were, sharded_state]
+NOT_COMPARED = [sharded_flat, sharded_as_they_were]
 OTHERS = [nan_of_a_loss, nan_of_an_output, nan_untraced]
 PLAYS: dict[str, Callable[[], Any]] = {
-    **{play.__name__: play for play in (*FAULTS, *OTHERS, *NOT_COMPARED)},
+    **{play.__name__: play for play in (*FAULTS, *OTHERS, *NOT_COMPARED, sharded_state)},
     **{name: lambda name=name: healthy(name) for name in HEALTHY},  # type: ignore[misc]
 }
 
@@ -660,17 +647,26 @@ def test_a_healthy_model_passes(reports: Callable[[str], Any], name: str) -> Non
 def test_what_is_not_compared_is_neither_ok_nor_failed(
     reports: Callable[[str], Any], play: Any
 ) -> None:
-    """DTensors, both forms of FullyShardedDataParallel, an optimizer of sharded state: the tensors
-    are in the report, with the reason, and in its text."""
+    """Both forms of FullyShardedDataParallel: the tensors are in the report, with the reason, and
+    in its text."""
     report = reports(play.__name__)
     assert (report["ok"], report["failed"], report["equal"]) == (False, False, False)
     assert report["not_compared"]
-    reason = state.DTENSOR if play is tensor_parallel else state.SHARDED
-    assert {each["reason"] for each in report["not_compared"]} == {reason}
+    assert {each["reason"] for each in report["not_compared"]} == {state.SHARDED}
     assert report["without_gradient"] == []
     assert "COMPARED in ranks 0, 1; compared: " in report["headline"]
     assert "; not compared: " in report["headline"]
     assert "warning: not compared: " in report["text"]
+
+
+def test_state_that_one_rank_alone_holds_needs_no_proof(reports: Callable[[str], Any]) -> None:
+    """The parameters and options beside a ZeroRedundancyOptimizer's state are compared."""
+    report = reports("sharded_state")
+    assert report["ok"]
+    assert (report["compared"]["parameter"], report["held_once"]) == (27, {"optimizer": 27})
+    assert report["headline"].endswith(
+        "; held once: 27 values of the optimizer's options and state"
+    )
 
 
 if __name__ == "__main__":
