@@ -85,13 +85,17 @@ def choose_target(
 ) -> tuple[Target, DeviceMesh | None]:
     """Return the ranks to compare, and the mesh that names them, if there is one.
 
-    The user's group or mesh comes first, then the largest root mesh of the DTensors if it contains
-    DDP's ranks, then DDP's group.
+    The user's group or mesh comes first, then the largest mesh of the DTensors if it contains DDP's
+    ranks, then DDP's group. Of meshes of the same size, the one with the most dimensions tells most
+    about scopes: the root of a mesh may be the flat mesh of all ranks.
     """
-    roots = {id(root): root for root in map(find_root, meshes)}
-    root = max(roots.values(), key=lambda mesh: mesh.mesh.numel(), default=None)
+    known = list({id(mesh): mesh for mesh in meshes}.values())
+    if isinstance(target, DeviceMesh):
+        known.append(target)
+    known += map(find_root, tuple(known))
+    root = max(known, key=lambda mesh: (mesh.mesh.numel(), mesh.mesh.dim()), default=None)
     if target is not None:
-        return target, root or (target if isinstance(target, DeviceMesh) else None)
+        return target, root
     if ddp is None:
         return root, root
     ranks = dist.get_process_group_ranks(ddp.process_group)
@@ -101,7 +105,7 @@ def choose_target(
 
 
 def make_base(ranks: Sequence[int], place: int, target: Target, root: DeviceMesh | None) -> Base:
-    """Return the base of these ranks, on the first mesh that covers them all."""
+    """Return the base of these ranks, on a mesh that covers them all."""
     meshes = [mesh for mesh in (root, target) if isinstance(mesh, DeviceMesh)]
     grids = [read_grid(mesh) for mesh in meshes]
     grid = next((grid for grid in grids if {*ranks} <= {*grid.ranks}), make_line(ranks))

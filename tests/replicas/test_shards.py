@@ -1,0 +1,371 @@
+"""Edge cases of replicas on meshes, played by 4 real ranks and one outside the meshes.
+
+A rank runs this very file: `python test_shards.py FOLDER RANK SIZE`. Whole trainings are in
+test_mesh_scenarios.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import mesh_training
+import pytest
+import torch
+import torch.distributed as dist
+from replica_reports import report_as_json
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from warm_python import warm_python
+
+import ddpbench
+from ddpbench.replicas.scopes import find_offsets
+from ddpbench.replicas.sharding import WAITING, read_layout
+
+SIZE = 5  # the last rank is in no mesh: each call is made in 4 of 5 ranks
+Play = Callable[[DeviceMesh], Any]
+
+
+def module_of(*tensors: torch.Tensor) -> nn.Module:
+    """A module with these parameters, called p0, p1, …"""
+    module = nn.Module()
+    for number, tensor in enumerate(tensors):
+        module.register_parameter(f"p{number}", nn.Parameter(tensor))
+    return module
+
+
+def on_mesh(mesh: DeviceMesh, placements: Any, *shape: int) -> Any:
+    """A tensor whose elements count from 0, distributed without communication."""
+    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's memory of a DTensor."""
+    return tensor._local_tensor.detach()  # type: ignore[no-any-return]
+
+
+def verify(module: nn.Module, *rest: Any, **options: Any) -> ddpbench.Report:
+    return ddpbench.verify_replicas(module, *rest, **options)
+
+
+# --- arithmetic against torch
+
+
+def offsets(mesh: DeviceMesh) -> Any:
+    """Elements that count from 0 stand where the offsets of their shard say."""
+    choices = [Replicate(), Shard(0), Shard(1)]
+    for placements, shape in product(product(choices, choices), [(8, 6), (7, 5), (1, 3), (0, 2)]):
+        check_offsets(on_mesh(mesh, placements, *shape))
+
+
+def offsets_under_fully_shard(mesh: DeviceMesh) -> Any:
+    """Also where fully_shard cuts what tensor parallelism has cut, evenly or not."""
+    for rows in (8, 12, 10, 6):
+        net = nn.Sequential(nn.Linear(4, rows), nn.Linear(rows, 3))
+        for parameter in net.parameters():
+            parameter.data = torch.arange(float(parameter.numel())).view(parameter.shape)
+        parallelize_module(net, mesh["b"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(net, mesh=mesh["a"])
+        for parameter in net.parameters():
+            check_offsets(parameter)
+
+
+def check_offsets(tensor: Any) -> None:
+    found = find_offsets(read_layout(tensor), dist.get_rank(), tensor.shape)
+    assert found is not None
+    shape, starts = found
+    part = local(tensor)
+    assert tuple(part.shape) == shape, (tensor, shape)
+    if part.numel():
+        whole = torch.arange(float(tensor.numel())).view(tensor.shape)
+        cut = tuple(slice(start, start + n) for start, n in zip(starts, shape, strict=True))
+        assert torch.equal(part, whole[cut]), (tensor, starts)
+
+
+# --- what travels
+
+
+def traffic(mesh: DeviceMesh) -> Any:
+    """Two calls along each dimension of the mesh, of sizes that the model does not change."""
+    seen = []
+    for layers in (1, 60):
+        net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+        for parameter in net.parameters():
+            nn.init.ones_(parameter)
+        fully_shard(net, mesh=mesh)
+        optimizer = torch.optim.AdamW(net.parameters())
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as spy:
+            assert verify(net, optimizer, gradients=True).ok
+        seen.append([call.args[0].nbytes for call in spy.call_args_list])
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 4
+    assert max(seen[0]) < 1000
+
+
+# --- what is equal
+
+
+def two_meshes(mesh: DeviceMesh) -> Any:
+    """DTensors on the mesh, its parts, and another mesh of the same ranks."""
+    line = DeviceMesh("cpu", torch.arange(4))
+    module = module_of(
+        on_mesh(mesh, [Replicate(), Shard(0)], 4, 2),
+        on_mesh(mesh["b"], [Shard(1)], 4, 6),
+        on_mesh(line, [Replicate()], 3),
+        on_mesh(line, [Shard(0)], 8),
+        torch.ones(2),
+    )
+    report = verify(module)
+    assert report.ok, str(report)
+    assert (report.compared["parameter"], report.held_once) == (4, {"parameter": 1})
+    local(module.p2)[1] += dist.get_rank() == 2
+    report = verify(module)
+    assert report.faults == ("parameter p2",)
+    assert report.minority == (2,)
+    return report_as_json(report)
+
+
+def part_of_a_mesh(mesh: DeviceMesh) -> Any:
+    """The user names the ranks: a dimension of the mesh, or a group."""
+    module = module_of(on_mesh(mesh, [Replicate(), Shard(0)], 4, 2))
+    local(module.p0)[0] += mesh.get_local_rank("a")
+    assert verify(module).failed
+    report = verify(module, mesh=mesh["b"])
+    assert report.nothing_to_compare
+    assert len(report.ranks) == 2
+    report = verify(module, mesh=mesh["a"])
+    assert report.differences[0].values == tuple((rank,) for rank in report.ranks)
+    assert verify(module, None, mesh["a"].get_group()).differences == report.differences
+    with pytest.raises(ValueError, match="pass one of them"):
+        verify(module, None, mesh["a"].get_group(), mesh=mesh)
+
+
+def plain_module_on_a_mesh(mesh: DeviceMesh) -> Any:
+    """Without DTensors, a mesh names the ranks in the report."""
+    module = module_of(torch.ones(2))
+    assert verify(module, mesh=mesh).ok
+    module.p0.data += mesh.get_local_rank("a")
+    report = verify(module, mesh=mesh)
+    assert "a=1 (ranks 2, 3): parameter p0 (float32 2) differs from a=0. " in str(report)
+    return report_as_json(report)
+
+
+def empty_shards(mesh: DeviceMesh) -> Any:
+    """A tensor of one row leaves nothing for the second shard."""
+    net = nn.Linear(3, 1)
+    for parameter in net.parameters():
+        nn.init.ones_(parameter)
+    fully_shard(net, mesh=mesh)
+    assert local(net.weight).numel() == (3 if mesh.get_local_rank("b") == 0 else 0)
+    assert verify(net).ok
+    if dist.get_rank() == 2:
+        local(net.weight)[0, 2] = 5
+    report = verify(net)
+    (difference,) = report.differences
+    assert difference.values == ((0,), (2,))
+    assert difference.details[0].index == (0, 2)
+    return report_as_json(report)
+
+
+def gathered_copies(mesh: DeviceMesh) -> Any:
+    """After a forward without resharding, shards are compared, not the gathered copies."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(net, mesh=mesh, reshard_after_forward=False)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    before = verify(net, optimizer)
+    net(torch.ones(1, 4))
+    assert not hasattr(net[0].weight, "device_mesh")
+    report = verify(net, optimizer)
+    assert report.ok, str(report)
+    assert (report.compared, report.nbytes) == (before.compared, before.nbytes)
+    net(torch.ones(1, 4)).sum().backward()
+    return report_as_json(report)
+
+
+def unsynchronised_gradients(mesh: DeviceMesh) -> Any:
+    """Gradients that fully_shard still keeps are neither compared nor missed; later they are."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+    fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    rank = float(dist.get_rank())
+    switches: list[tuple[str, Any]] = [
+        ("set_requires_gradient_sync", net.set_requires_gradient_sync),  # type: ignore[operator]
+        ("set_requires_all_reduce", net.set_requires_all_reduce),  # type: ignore[operator]
+    ]
+    for name, switch in switches:
+        optimizer.zero_grad()
+        switch(False)
+        net(torch.full((1, 4), rank)).sum().backward()
+        report = verify(net, optimizer, gradients=True)
+        assert not report.failed, (name, str(report))
+        reasons = {(each.kind, each.reason) for each in report.not_compared}
+        assert reasons == {("gradient", WAITING)}, (name, reasons)
+        assert not report.without_gradient
+        switch(True)
+        net(torch.full((1, 4), rank)).sum().backward()
+        report = verify(net, optimizer, gradients=True)
+        assert report.ok, (name, str(report))
+        assert report.compared["gradient"] == 2
+
+
+# --- what is not
+
+
+def nan_in_a_shard(mesh: DeviceMesh) -> Any:
+    """An element that one rank alone holds must be finite, too."""
+    net = nn.Linear(4, 8)
+    fully_shard(net, mesh=DeviceMesh("cpu", torch.arange(4)))
+    if dist.get_rank() == 2:
+        local(net.weight)[1, 1] = float("nan")
+    report = verify(net)
+    assert report.failed
+    (found,) = report.nonfinite
+    assert (found.counts, found.shard) == (((2, 1),), "shard 3 of 4")
+    assert "weight, shard 3 of 4: 1 element NaN or infinite in dim 0=2 (rank 2)" in str(report)
+    return report_as_json(report)
+
+
+def other_placements(mesh: DeviceMesh) -> Any:
+    """A rank that shards what others replicate is a difference of structure, and nothing hangs."""
+    other = dist.get_rank() == 3
+    placements = [Replicate(), Replicate() if other else Shard(0)]
+    report = verify(module_of(on_mesh(mesh, placements, 4), on_mesh(mesh, [Replicate()] * 2, 2)))
+    assert report.cause is not None
+    assert report.cause.code == "different-structure"
+    (mismatch,) = report.mismatches
+    assert mismatch.forms[0][0] == "float32 (4,) cpu Replicate() on a=2, Shard(dim=0) on b=2"
+    assert mismatch.minority == (3,)
+    assert report.compared["parameter"] == 1
+    return report_as_json(report)
+
+
+def rank_without_dtensors(mesh: DeviceMesh) -> Any:
+    """One rank forgot to shard: the others find it, on the mesh that all agree on."""
+    tensor = on_mesh(mesh, [Shard(0), Shard(0)], 8)
+    shards = dist.get_rank() != 1
+    report = verify(module_of(tensor if shards else local(tensor), torch.ones(3)), mesh=mesh)
+    (mismatch,) = report.mismatches
+    assert (mismatch.name, mismatch.minority) == ("p0", (1,))
+    assert dict(report.coordinates)[3] == "a=1, b=1"
+    return report_as_json(report)
+
+
+def partial_sums(mesh: DeviceMesh) -> Any:
+    """A tensor that is not reduced has no value yet: it is named, and is no failure."""
+    part = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()], run_check=False)
+    report = verify(module_of(part, on_mesh(mesh, [Replicate()] * 2, 2)))
+    assert (report.ok, report.failed) == (False, False)
+    (skipped,) = report.not_compared
+    assert skipped.reason == "not reduced: its placement is Partial along a"
+    return report_as_json(report)
+
+
+def many_shards(mesh: DeviceMesh) -> Any:
+    """Two shards that differ alike are one difference; apart, they are two."""
+    module = module_of(on_mesh(mesh, [Replicate(), Shard(0)], 4, 2))
+    local(module.p0)[1, 1] += mesh.get_local_rank("a")
+    (difference,) = verify(module).differences
+    assert (difference.shard, difference.values) == ("all 2 shards", ((0, 1), (2, 3)))
+    assert difference.shape == (4, 2)
+    three = DeviceMesh("cpu", torch.arange(4))
+    module = module_of(on_mesh(three, [Replicate()], 4, 2), on_mesh(mesh["b"], [Shard(0)], 4))
+    local(module.p1)[1] += {1: 1.0, 2: 2.0}.get(dist.get_rank(), 0.0)
+    report = verify(module, mesh=mesh)
+    assert [d.shard for d in report.differences] == ["all 2 shards"]
+    assert [d.details[0].index for d in report.differences] == [(1,)]
+    return report_as_json(report)
+
+
+def steps_of_a_verifier(mesh: DeviceMesh) -> Any:
+    """The first bad step of a shard is kept, and the next report does not explain it again."""
+    module = module_of(*(on_mesh(mesh, [Replicate(), Shard(0)], 4) for _ in range(2)))
+    verifier = ddpbench.Verifier(module)
+    assert verifier.check(1).ok
+    local(module.p0)[0] += dist.get_rank() == 3
+    report = verifier.check(2)
+    assert report.headline.startswith("step 2: replicas DIFFERENT in ranks 0-3 (equal after step 1")
+    assert report.findings[0].place["shard"] == "shard 2 of 2"
+    local(module.p1)[0] += dist.get_rank() == 0
+    assert not verifier.check(3).repeated
+    assert verifier.check(4).repeated
+    assert verifier.first_bad == {("parameter", "p0"): 2, ("parameter", "p1"): 3}
+
+
+def pipeline(mesh: DeviceMesh) -> Any:
+    """Ranks along "a" hold other layers: only those along "b" are compared, and a note says so."""
+    stage = mesh.get_local_rank("a")
+    layers = nn.Module()
+    for name in (f"layer{stage}", f"layer{stage + 2}"):
+        tensor = on_mesh(mesh["b"], [Replicate()], 3 + stage)
+        layers.register_parameter(name, nn.Parameter(tensor))
+    layers.register_parameter(f"norm{stage}", nn.Parameter(torch.ones(2)))
+    optimizer = torch.optim.SGD(layers.parameters(), 0.1 + stage)
+    layers.get_parameter(f"norm{stage}").requires_grad_(stage == 1)
+    verifier = ddpbench.Verifier(layers, optimizer)
+    report = verifier.check(1)
+    assert report.ok, str(report)
+    assert report.compared["parameter"] == 6
+    assert "other layers, so they are not compared along a" in str(report)
+    if dist.get_rank() == 3:
+        local(layers.get_parameter("layer3"))[2] += 1
+    report = verifier.check(2)
+    (difference,) = report.differences
+    assert (difference.name, difference.values) == ("layer3", ((2,), (3,)))
+    assert difference.details[0].index == (2,)
+    return report_as_json(report)
+
+
+PLAYS: dict[str, Play] = {
+    play.__name__: play
+    for play in (
+        offsets, offsets_under_fully_shard, traffic, two_meshes, part_of_a_mesh,
+        plain_module_on_a_mesh, empty_shards, gathered_copies, unsynchronised_gradients,
+        nan_in_a_shard, other_placements, rank_without_dtensors, partial_sums, many_shards,
+        steps_of_a_verifier, pipeline,
+    )
+}  # fmt: skip
+
+
+def job(folder: Path, rank: int, size: int) -> None:
+    """Play everything; the last rank takes part in making meshes alone."""
+    mesh_training.start_group(folder, rank, size)
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("a", "b"))
+
+    def run(play: Play) -> Any:
+        return play(mesh) if rank < 4 else None
+
+    plays = {name: lambda play=play: run(play) for name, play in PLAYS.items()}
+    mesh_training.play_all(folder, rank, plays)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank of the meshes has written."""
+    folder = tmp_path_factory.mktemp("shards")
+    return mesh_training.run_ranks([*warm_python(), __file__], SIZE, folder)[:4]
+
+
+@pytest.mark.parametrize("name", PLAYS)
+def test_replicas_on_meshes(outcomes: list[dict[str, Any]], name: str) -> None:
+    """Each play's facts hold in each rank, and all ranks have the same report."""
+    alike = [each.get(name, {"error": "did not run"}) for each in outcomes]
+    for result in alike:
+        assert not (result and "error" in result), result["error"]
+    assert all(result == alike[0] for result in alike)
+
+
+if __name__ == "__main__":
+    job(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
