@@ -21,11 +21,12 @@ import pytest
 
 from ddpbench.runtime import cpu, environment, host_memory
 
-SPIN = "while True: pass"
+SPIN = "print(flush=True)\nwhile True: pass"
 PING_PONG = """
 import os
 (a, b), (c, d) = os.pipe(), os.pipe()
 if os.fork():
+    print(flush=True)
     while os.write(b, b"x"): os.read(c, 1)
 else:
     while os.read(a, 1): os.write(d, b"x")
@@ -35,8 +36,9 @@ else:
 @contextmanager
 def busy(program: str) -> Iterator[Callable[[], float]]:
     """Run the program; the value tells the CPU seconds it and its children have used so far."""
-    process = psutil.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
-    time.sleep(0.2)
+    words = [sys.executable, "-c", program]
+    process = psutil.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process.stdout.readline()  # it is busy from here on
     family = [process, *process.children()]
 
     def used() -> float:
@@ -403,10 +405,9 @@ def test_a_busy_neighbour_shows(program: str) -> None:
 
 def test_own_time_counts_every_thread() -> None:
     """Own time is the process's, other threads' included, and belongs to the host's busy time."""
-    until = time.perf_counter() + 0.5
 
     def spin() -> None:
-        while time.perf_counter() < until:
+        while time.thread_time() < 0.2:  # however long a busy host takes to give it this
             pass
 
     before, meter = time.process_time(), cpu.CpuMeter()
