@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddpbench.replicas.sharding import Target
+from ddpbench.replicas.sharding import Target, read_grid
 
 Int64 = npt.NDArray[np.int64]
 
@@ -116,12 +116,12 @@ def list_groups(target: Target) -> list[dist.ProcessGroup | None]:
     """Return the group of all ranks of a target, else one group per dimension of the mesh."""
     if not isinstance(target, DeviceMesh):
         return [target]
-    ranks = sorted(target.mesh.flatten().tolist())
-    if ranks == sorted(dist.get_process_group_ranks(dist.group.WORLD)):
+    grid = read_grid(target)
+    if sorted(grid.ranks) == sorted(dist.get_process_group_ranks(dist.group.WORLD)):
         return [None]
-    if target.get_coordinate() is None:
+    if dist.get_rank() not in grid.coordinates:
         raise ValueError("this rank is not in the mesh: call it in the ranks of the mesh")
-    shape = target.mesh.shape
+    shape = grid.shape
     sized = [d for d in range(len(shape)) if shape[d] > 1] or [0]
     return [target.get_group(d) for d in sized]
 
@@ -129,7 +129,7 @@ def list_groups(target: Target) -> list[dist.ProcessGroup | None]:
 def _find_place(target: Target, lines: Sequence[dist.ProcessGroup | None]) -> tuple[list[int], int]:
     """Return the global ranks of a target, and the place of this rank among them."""
     if isinstance(target, DeviceMesh) and len(lines) > 1:
-        ranks = target.mesh.flatten().tolist()
+        ranks = list(read_grid(target).ranks)
         return ranks, ranks.index(dist.get_rank())
     place = dist.get_rank(lines[0])
     if place < 0:

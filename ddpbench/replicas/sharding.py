@@ -93,7 +93,7 @@ def choose_target(
     if isinstance(target, DeviceMesh):
         known.append(target)
     known += map(find_root, tuple(known))
-    root = max(known, key=lambda mesh: (mesh.mesh.numel(), mesh.mesh.dim()), default=None)
+    root = max(known, key=_measure, default=None)
     if target is not None:
         return target, root
     if ddp is None:
@@ -102,6 +102,11 @@ def choose_target(
     if root is None or not {*ranks} <= {*read_grid(root).ranks}:
         return ddp.process_group, root
     return root, root
+
+
+def _measure(mesh: DeviceMesh) -> tuple[int, int]:
+    grid = read_grid(mesh)  # kept: torch calculates `mesh.mesh` anew in each call
+    return len(grid.ranks), len(grid.shape)
 
 
 def make_base(ranks: Sequence[int], place: int, target: Target, root: DeviceMesh | None) -> Base:

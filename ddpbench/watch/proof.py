@@ -92,7 +92,8 @@ class Proof:
             self._add(*(replace(f, sentence=f"step {number}: {f.sentence}") for f in errors))
         else:
             self._equal_until[name] = number
-        if report.not_compared and name not in self._uncompared:
+        unproved = report.not_compared or report.nothing_to_compare
+        if unproved and name not in self._uncompared:
             self._uncompared.add(name)
             self._add(_describe_uncompared(report))
 
@@ -206,6 +207,10 @@ def _describe(module: nn.Module) -> str:
 
 
 def _describe_uncompared(report: Report) -> Finding:
+    if not report.not_compared:
+        once = listed_kinds({"parameter": report.held_once["parameter"]})
+        sentence = f"nothing to compare: each element of {once} is in one rank only"
+        return Finding("note", "nothing-to-compare", sentence, "")
     reasons = sorted({skipped.reason for skipped in report.not_compared})
     names = [skipped.name for skipped in report.not_compared]
     kinds = listed_kinds(Counter(skipped.kind for skipped in report.not_compared))
