@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ddpbench.analysis.spans import Span
+from ddpbench.measure.parallel import local
 from ddpbench.runtime import devices
 from ddpbench.runtime.devices import Event, elapsed_ns
 
@@ -74,9 +75,12 @@ class Communication:
     for what DTensor communicates; those of fully_shard need not be named.
 
     Covered are all_gather, reduce_scatter and all_reduce; any other collective is carried out in
-    every mode, and has no span. On a GPU, stamps are events on the stream that is current at the
-    call. That this gives the exposed time of collectives on fully_shard's own streams was never
-    tried on a GPU.
+    every mode, and has no span. The end of a collective of DTensor is the end of its wait, so its
+    hidden time is an upper bound.
+
+    On a GPU, stamps are events on the stream that is current. A collective on a stream of
+    fully_shard's own is exposed for as long as the stream of the step waits for an event that was
+    recorded there after it. This was tried with stand-ins for streams, never on a GPU.
     """
 
     def __init__(
@@ -98,6 +102,12 @@ class Communication:
         self._pending: dict[int, _Record] = {}  # by the memory of the result of an operator
         self._within = False  # an operator may call itself, for autograd
         self._ranks: dict[dist.ProcessGroup, tuple[int, ...]] = {}
+        self._streams: Any = None  # torch's module with the streams of the device
+        if devices.of(device).clock == "device":
+            self._streams = torch.get_device_module(device)
+        self._own: Any = None  # the stream of the step; None: the device has no streams
+        self._elsewhere: dict[Any, _Record] = {}  # the latest collective on each other stream
+        self._events: dict[int, tuple[Any, _Record]] = {}  # recorded behind a collective, by id
         self._origin = self._last = self._stamp()
 
     @property
@@ -125,6 +135,9 @@ class Communication:
     def _begin_step(self, stack: contextlib.ExitStack) -> None:
         for each in (self._records, self._pending, self._open, self._made):
             each.clear()
+        self._elsewhere.clear()
+        self._events.clear()
+        self._own = self._current_stream()
         for name, module in self._layers.items():
             enter, leave = self._module_hooks(name)
             for handle in (
@@ -145,7 +158,7 @@ class Communication:
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         gather, scatter, reduce = (
-            (_leave_gather, _leave_scatter, _leave_reduce)
+            (local.leave_gather, local.leave_scatter, local.leave_reduce)
             if self.mode == "noop"
             else (self._time_gather, self._time_scatter, self._time_reduce)
         )
@@ -157,6 +170,10 @@ class Communication:
                 real = getattr(dist, name)
                 yield dist, name, make if self.mode == "noop" else make(real)
         yield from self._operator_replacements()
+        if self.mode == "timed" and self._streams is not None:
+            stream = self._streams.Stream
+            yield stream, "record_event", self._note_event(stream.record_event)
+            yield stream, "wait_event", self._time_event(stream.wait_event)
         if self.mode == "timed":
             for group, name in self._param_groups:
                 for method in ("unshard", "post_backward"):
@@ -164,7 +181,7 @@ class Communication:
 
     def _operator_replacements(self) -> Iterator[tuple[Any, str, Any]]:
         space = torch.ops._c10d_functional
-        for name, leave in _LEFT.items():
+        for name, leave in local.LEFT.items():
             packet = getattr(space, name)
             call = leave if self.mode == "noop" else self._time_operator(name, packet)
             yield space, name, _Operator(packet, call)
@@ -215,19 +232,46 @@ class Communication:
         record = self._begin(operation, nbytes, group)
         work = call()
         returned = self._stamp()
-        record.waits.append((record.begin, returned))
+        if (stream := self._current_stream()) == self._own:
+            record.waits.append((record.begin, returned))
+        else:
+            self._elsewhere[stream] = record
         if not isinstance(work, dist.Work):
             record.end = returned
             return work
         return _TimedWork(work, record, self._stamp)
 
+    def _current_stream(self) -> Any:
+        return None if self._streams is None else self._streams.current_stream()
+
+    def _note_event(self, real: Any) -> Any:
+        def record_event(stream: Any, event: Any = None) -> Any:
+            event = real(stream, event)
+            if stream in self._elsewhere:
+                self._events[id(event)] = event, self._elsewhere[stream]
+            return event
+
+        return record_event
+
+    def _time_event(self, real: Any) -> Any:
+        def wait_event(stream: Any, event: Any) -> None:
+            _, record = self._events.get(id(event), (None, None))
+            if record is None or stream != self._own:
+                real(stream, event)
+                return
+            began = self._stamp()
+            real(stream, event)
+            record.waits.append((began, self._stamp()))
+
+        return wait_event
+
     def _time_operator(self, name: str, packet: Any) -> Any:
-        operation = OPERATORS[name]
+        operation = local.OPERATORS[name]
 
         def call(tensor: Tensor, *args: Any) -> Any:
             if self._within:
                 return packet(tensor, *args)
-            group = _resolve(args[-1])
+            group = local.resolve_group(args[-1])
             slots = group.size() if operation == "all_gather" else 1
             record = self._begin(operation, tensor.nbytes * slots, group)
             self._within = True
@@ -363,76 +407,3 @@ def _param_groups(module: FSDPModule) -> list[Any]:
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return list(groups)
-
-
-def _resolve(group: Any) -> Any:
-    """Return the process group of an operator's argument: its name, or the group itself."""
-    resolve: Any = dist.distributed_c10d._resolve_process_group
-    return resolve(group) if isinstance(group, str) else group
-
-
-# --- nothing moves --------------------------------------------------------------------------------
-
-
-class _Done(dist.Work):
-    """A collective that has ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-def _leave_gather(
-    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-) -> Any:
-    own = dist.get_rank(group)
-    flat = input_tensor.reshape(-1)
-    for rank, slot in enumerate(output_tensor.view(-1).split(flat.numel())):
-        if rank != own or slot.data_ptr() != flat.data_ptr():  # the input may be its own slot
-            slot.copy_(flat)
-    return _Done() if async_op else None
-
-
-def _leave_scatter(
-    output: Tensor,
-    input: Tensor,  # noqa: A002
-    op: Any = None,
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    output.view(-1).copy_(input.view(-1).split(output.numel())[dist.get_rank(group)])
-    return _Done() if async_op else None
-
-
-def _leave_reduce(tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
-    return _Done() if async_op else None
-
-
-def _leave_reduce_operator(tensor: Tensor, op: str, group: Any) -> Tensor:
-    return tensor.clone()
-
-
-def _leave_gather_operator(tensor: Tensor, size: int, group: Any) -> Tensor:
-    return torch.cat([tensor] * size)
-
-
-def _leave_scatter_operator(tensor: Tensor, op: str, size: int, group: Any) -> Tensor:
-    own: Tensor = tensor.chunk(size)[_resolve(group).rank()]
-    return own.clone()
-
-
-_LEFT: dict[str, Any] = {
-    "all_reduce": _leave_reduce_operator,
-    "all_gather_into_tensor": _leave_gather_operator,
-    "reduce_scatter_tensor": _leave_scatter_operator,
-}
-OPERATORS = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-}

@@ -1,0 +1,63 @@
+"""Collectives on a stream of fully_shard's own, as on a GPU, with stand-ins for streams."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ddpbench.measure.parallel.communication import Communication
+
+
+class Stream:
+    """A stream on which waiting takes time, which it counts."""
+
+    seconds, waited_ns = 0.3, 0
+
+    def record_event(self, event: object = None) -> object:
+        return event or object()
+
+    def wait_event(self, event: object) -> None:
+        began = time.perf_counter_ns()
+        time.sleep(self.seconds)
+        self.waited_ns += time.perf_counter_ns() - began
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A default group of two ranks that sends nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_exposed_is_what_the_stream_of_the_step_waits() -> None:
+    """Not how long the collective takes on its own stream, nor a wait for anything else."""
+    step, side = Stream(), Stream()
+    streams = SimpleNamespace(Stream=Stream, now=step)
+    streams.current_stream = lambda: streams.now
+    communication = Communication(nn.Linear(2, 2), torch.device("cpu"))
+    communication._streams = streams
+    communication.mode = "timed"
+    with communication.around():
+        streams.now = side
+        dist.all_reduce(torch.ones(4))
+        reduced = side.record_event()
+        streams.now = step
+        step.wait_event(object())
+        before, Stream.seconds = step.waited_ns, 0.002
+        step.wait_event(reduced)
+        side.wait_event(reduced)
+        waited = step.waited_ns - before
+        dist.all_reduce(torch.ones(2))
+    hidden, own = communication.spans
+    assert waited <= hidden.exposed_ns < waited + before
+    assert 0 < own.exposed_ns <= own.end_ns - own.begin_ns + 1
+    assert Stream.wait_event.__qualname__ == "Stream.wait_event"
