@@ -62,7 +62,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "commands": (
         "version", "records", "analysis", "verdicts", "launch", "catalog", "render", "report",
         "interchange",
-        "session", "selftest", "doctor", "watch", "measuring", "nested_runs", "guide",
+        "session", "selftest", "doctor", "watch", "measuring", "nested_runs", "guide", "replicas",
     ),
     # The commands are imported by name, when they are called: see the test of cycles.
     "cli": ("version", "records", "session", "commands"),

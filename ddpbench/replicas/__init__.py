@@ -1,5 +1,6 @@
 """The proof that replicas are equal, for any training loop: `ddpbench.verify_replicas`."""
 
+from ddpbench.replicas.gather_digest import digest_state
 from ddpbench.replicas.report import (
     Detail,
     Difference,
@@ -10,6 +11,7 @@ from ddpbench.replicas.report import (
     Report,
     WithoutGradient,
 )
+from ddpbench.replicas.state_digest import StateDigest, TensorDigest
 from ddpbench.replicas.verify import Verifier, verify_replicas
 
 __all__ = [
@@ -20,7 +22,10 @@ __all__ = [
     "NotCompared",
     "Origin",
     "Report",
+    "StateDigest",
+    "TensorDigest",
     "Verifier",
     "WithoutGradient",
+    "digest_state",
     "verify_replicas",
 ]
