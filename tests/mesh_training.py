@@ -204,7 +204,7 @@ class Training:
         for micro in range(self.setting.accumulate):
             last = micro == self.setting.accumulate - 1
             context: Any = nullcontext()
-            if hasattr(self.model, "set_requires_gradient_sync"):
+            if self.setting.accumulate > 1 and hasattr(self.model, "set_requires_gradient_sync"):
                 self.model.set_requires_gradient_sync(last)
             elif not last and hasattr(self.model, "no_sync"):
                 context = self.model.no_sync()

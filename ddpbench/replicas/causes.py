@@ -281,17 +281,19 @@ CAUSES = (
         "parameters does not have this dimension. fully_shard got the mesh of the shards alone, or "
         "was not applied to them",
         'give fully_shard the mesh with both dimensions: `mesh["{first}", …]`, first the one that '
-        "replicates, then the one that shards; then load the same weights in every rank",
+        "replicates, then the one that shards. If you reduce these gradients yourself, do it "
+        "before every step. Then load the same weights in every rank",
     ),
     Cause(
-        "reduction-left-off",
+        "gradients-changed-apart",
         lambda facts: _unreduced(facts, spanned=True),
-        "gradients differ along {unsharded}: they were not reduced there in the last backward, "
-        "because set_requires_all_reduce(False) or set_requires_gradient_sync(False) was left on, "
-        "or some ranks changed gradients after backward",
-        "call `module.set_requires_all_reduce(True)` and "
-        "`module.set_requires_gradient_sync(True)` before the forward of the last micro-batch; do "
-        "not change .grad by rank after backward",
+        "gradients differ along {unsharded}, although fully_shard reduces them there: some ranks "
+        "changed them after backward, or these parameters are DTensors that fully_shard does not "
+        "manage",
+        "do not change .grad by rank after backward (clip with torch.nn.utils.clip_grad_norm_, "
+        "whose norm is that of all shards, and scale by what all ranks share); let fully_shard "
+        "manage every parameter",
+        lambda facts: facts.select("gradient"),
     ),
     Cause(
         "rounded-apart",

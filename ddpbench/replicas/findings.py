@@ -16,6 +16,7 @@ from ddpbench.replicas.describe import describe_fold
 from ddpbench.replicas.facts import Facts
 from ddpbench.replicas.places import Places
 from ddpbench.replicas.report import (
+    NOT_REDUCED,
     Difference,
     Mismatch,
     NonFinite,
@@ -350,12 +351,16 @@ def _not_compared(skipped: Sequence[NotCompared]) -> Iterator[Finding]:
         counts = Counter(tensor.kind for tensor in fold)
         tensors = ", ".join(count_kind(kind, count) for kind, count in counts.items())
         names = [tensor.name for tensor in fold]
+        next_step = "do not count these tensors as equal. Stop a loop on `report.failed`, which "
+        next_step += "ignores them"
+        if reason.startswith(NOT_REDUCED):
+            next_step = "sum the parts before you use them as a parameter: `tensor.redistribute("
+            next_step += "placements=[...])` with Replicate() or Shard() in place of Partial()"
         yield Finding(
             "warning",
             "not-compared",
             f"not compared: {tensors} ({reason}): {few(list(dict.fromkeys(names)))}",
-            "do not count these tensors as equal. Stop a loop on `report.failed`, which ignores "
-            "them",
+            next_step,
             {"tensors": names},
         )
 

@@ -68,6 +68,9 @@ class NonFinite:
     shard: str = ""  # as in Difference
 
 
+NOT_REDUCED = "not reduced"  # the reason of a tensor with a Partial placement begins so
+
+
 @dataclass(frozen=True)
 class NotCompared:
     """A tensor or value that could not be compared."""

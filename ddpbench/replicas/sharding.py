@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
+from ddpbench.replicas.report import NOT_REDUCED
 from ddpbench.replicas.scopes import Base, Grid, Layout, make_line
 
 Target = dist.ProcessGroup | DeviceMesh | None  # the ranks to compare; None: the default
@@ -62,7 +63,7 @@ def _layout(mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
 def describe_partial(layout: Layout) -> str:
     """Return why a tensor with a Partial placement cannot be compared; "" if it has none."""
     along = " and ".join(layout.partial)
-    return f"not reduced: its placement is Partial along {along}" if along else ""
+    return f"{NOT_REDUCED}: its placement is Partial along {along}" if along else ""
 
 
 @lru_cache(maxsize=64)

@@ -95,7 +95,7 @@ class Verifier:
         if trace_nonfinite and not optimizers:
             raise ValueError("trace_nonfinite=True needs the optimizer: its steps are counted")
         self._tracer = Tracer(module, optimizers) if trace_nonfinite else None
-        self._differing: set[tuple[str, str]] = set()  # kind and name, at the last check
+        self._differing: dict[tuple[str, str], None] = {}  # kind and name, at the last check
         self._history: findings.History | None = None
         self._stages: dict[bytes, tuple[int, ...]] = {}
         self._checks, self._failures = 0, 0
@@ -117,7 +117,7 @@ class Verifier:
             stages=self._stages,
         )
         report = gather_report(*self._target, options, tracer=self._tracer, history=self._history)
-        self._differing = {(d.kind, d.name) for d in report.differences}
+        self._differing = dict.fromkeys((d.kind, d.name) for d in report.differences)
         for key in [*self._differing, *((m.kind, m.name) for m in report.mismatches)]:
             self.first_bad.setdefault(key, step)
         if not report.differs:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def watch(
     after: Edit = nothing,
     first: int = 0,
     every: int = 1,
+    last: int = LAST,
 ) -> Any:
     """Train until a report has failed. From step FAULTY on, plant faults in each step.
 
@@ -53,7 +55,7 @@ def watch(
     """
     verifier = ddpbench.Verifier(training.model, training.optimizer)
     report = None
-    for number in range(LAST + 1):
+    for number in range(last + 1):
         faults = (before, between, after) if number >= FAULTY else (nothing,) * 3
         faults[0](training)
         if number:
@@ -66,7 +68,7 @@ def watch(
             if report.failed:
                 break
     assert report is not None
-    return {**report_as_json(report), "summary": verifier.summary()}
+    return report_as_json(report)
 
 
 def local(tensor: Any) -> Tensor:
@@ -91,13 +93,22 @@ def submesh_of_hsdp(sizes: tuple[int, ...]) -> Any:
     return watch(Training(Setting("hsdp", sizes), shard_over=("dp_shard",)))
 
 
-def all_reduce_left_off(sizes: tuple[int, ...]) -> Any:
-    """From a step on, nobody switches the all_reduce of HSDP on again after accumulation."""
+def forgotten_all_reduce(sizes: tuple[int, ...]) -> Any:
+    """A loop averages over dp_replicate itself, and from a step on it forgets to."""
+    training = Training(Setting("hsdp", sizes), shard_over=("dp_shard",))
+    group, forgets = training.mesh.get_group("dp_replicate"), False
 
-    def switch_off(training: Training) -> None:
-        training.model.set_requires_all_reduce(False)
+    def forget(training: Training) -> None:
+        nonlocal forgets
+        forgets = True
 
-    return watch(Training(Setting("hsdp", sizes)), before=switch_off)
+    def average(optimizer: Any, *_: Any) -> None:
+        for parameter in training.model.parameters() if not forgets else ():
+            dist.all_reduce(local(parameter.grad), group=group)
+            local(parameter.grad).div_(sizes[0])
+
+    training.optimizer.register_step_pre_hook(average)
+    return watch(training, before=forget)
 
 
 def rounding_over_tp(sizes: tuple[int, ...], every: int = 1) -> Any:
@@ -159,6 +170,38 @@ def bias_of_its_own() -> Any:
     return watch(Training(Setting("tp", (4,)), edit=fill))
 
 
+def clipped_by_replica() -> Any:
+    """One replica of HSDP scales its gradients by a norm of its own."""
+
+    def clip(training: Training) -> None:
+        for parameter in training.model.parameters():
+            if training.at["dp_replicate"] == 1:
+                local(parameter.grad).mul_(0.7)
+
+    return watch(Training(Setting("hsdp", (2, 2))), between=clip)
+
+
+def batch_over_tp() -> Any:
+    """Ranks along tp, which must share their batch, read different ones from a step on."""
+    training = Training(Setting("tp", (4,)))
+    share = training.words
+
+    def read(training: Training) -> None:
+        training.words = lambda step: share(step + 1000 * training.at["tp"])  # type: ignore[method-assign]
+
+    return watch(training, before=read)
+
+
+def buffer_of_a_rank() -> Any:
+    """A buffer is edited in one rank, and nothing sends buffers."""
+
+    def edit(training: Training) -> None:
+        if dist.get_rank() == 3:
+            training.model.scale.add_(1)
+
+    return watch(Training(Setting("hsdp", (2, 2))), after=edit, last=FAULTY)
+
+
 def learning_rate_in_a_row() -> Any:
     """One replica of HSDP has another learning rate from a step on."""
 
@@ -176,7 +219,7 @@ def partial_parameter() -> Any:
         part = DTensor.from_local(torch.ones(4), mesh["tp"], [Partial()], run_check=False)
         model.register_parameter("offset", nn.Parameter(part))
 
-    return watch(Training(Setting("tp", (4,)), edit=register))
+    return watch(Training(Setting("tp", (4,)), edit=register), last=1)
 
 
 # --- answers
@@ -184,41 +227,173 @@ def partial_parameter() -> Any:
 
 def fsdp_alone() -> Any:
     """Under fully_shard each element is in one rank only."""
-    return watch(Training(Setting("fsdp", (4,))))
+    return watch(Training(Setting("fsdp", (4,))), last=2)
 
 
 def healthy(way: str, sizes: tuple[int, ...]) -> Any:
-    """Training to the end."""
-    return watch(Training(Setting(way, sizes)))
+    """Training without a fault."""
+    return watch(Training(Setting(way, sizes)), last=2)
 
 
 Plays = Mapping[str, Callable[[], Any]]
 PLAYS: dict[int, Plays] = {
     4: {
         "seeds_of_hsdp": partial(seeds_of_hsdp, (2, 2)),
-        "seeds_of_hsdp, seen after a step": partial(seeds_of_hsdp, (2, 2), first=1),
+        "seeds_of_hsdp, seen late": partial(seeds_of_hsdp, (2, 2), first=1),
         "submesh_of_hsdp": partial(submesh_of_hsdp, (2, 2)),
-        "all_reduce_left_off": partial(all_reduce_left_off, (2, 2)),
+        "forgotten_all_reduce": partial(forgotten_all_reduce, (2, 2)),
         "rounding_over_tp": partial(rounding_over_tp, (2, 2)),
         "rounding_over_tp, seen late": partial(rounding_over_tp, (2, 2), every=4),
         "tensor_parallel_bias": tensor_parallel_bias,
         "bit_of_a_shard": partial(bit_of_a_shard, "hsdp", (2, 2), rank=3),
         "plain_bias_over_tp": plain_bias_over_tp,
         "bias_of_its_own": bias_of_its_own,
+        "clipped_by_replica": clipped_by_replica,
+        "batch_over_tp": batch_over_tp,
         "learning_rate_in_a_row": learning_rate_in_a_row,
+        "buffer_of_a_rank": buffer_of_a_rank,
         "partial_parameter": partial_parameter,
         "fsdp_alone": fsdp_alone,
-        "healthy hsdp": partial(healthy, "hsdp", (2, 2)),
-        "healthy fsdp+tp": partial(healthy, "fsdp+tp", (2, 2)),
+        "healthy_hsdp": partial(healthy, "hsdp", (2, 2)),
+        "healthy_fsdp+tp": partial(healthy, "fsdp+tp", (2, 2)),
     },
     8: {
         "seeds_of_hsdp": partial(seeds_of_hsdp, (4, 2)),
         "submesh_of_hsdp": partial(submesh_of_hsdp, (2, 4)),
-        "all_reduce_left_off": partial(all_reduce_left_off, (2, 4)),
         "rounding_over_tp": partial(rounding_over_tp, (2, 4)),
         "bit_of_a_shard": partial(bit_of_a_shard, "hsdp+tp", (2, 2, 2), rank=5),
     },
 }
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a fault must be found as: the example of the first finding, and its cause."""
+
+    cause: str
+    step: int
+    where: str  # coordinates of the first rank that is not like the reference
+    tensor: str  # kind and name
+    shard: str
+    index: list[int]  # of the first differing element, in the whole tensor
+    words: str  # in the finding
+    help: str = ""  # in the next step
+
+
+TOKENS, ROUND = "parameter tokens.weight", "differ by rounding"
+ROW, BIT = "dp_replicate=1, dp_shard=0", "one bit of one element differs"
+DIFFERS = "differ from dp_replicate=0"
+SEEDS = "the ranks along dp_replicate started from different weights"
+BROADCAST = 'group=mesh.get_group("dp_replicate"), group_src=0'
+EXPECTED: dict[int, dict[str, Expected]] = {
+    4: {
+        "seeds_of_hsdp": Expected(
+            "replicas-initialised-apart", 0, ROW, TOKENS, "all 2 shards", [0, 0], SEEDS, BROADCAST
+        ),
+        "seeds_of_hsdp, seen late": Expected(
+            "replicas-initialised-apart", 1, ROW, TOKENS, "all 2 shards", [0, 0], SEEDS, BROADCAST
+        ),
+        "submesh_of_hsdp": Expected(
+            "sharded-without-replicas", 1, ROW, TOKENS, "all 2 shards", [0, 0], DIFFERS,
+            'mesh["dp_replicate", …]',
+        ),
+        "forgotten_all_reduce": Expected(
+            "sharded-without-replicas", FAULTY, ROW, TOKENS, "all 2 shards", [0, 0], DIFFERS,
+            'mesh["dp_replicate", …]',
+        ),
+        "rounding_over_tp": Expected(
+            "rounded-apart", FAULTY, "dp_shard=0, tp=1", "gradient tokens.weight", "all 2 shards",
+            [0, 0], ROUND, 'mesh.get_group("tp")',
+        ),
+        "rounding_over_tp, seen late": Expected(
+            "rounded-apart", 5, "dp_shard=0, tp=1", "gradient tokens.weight", "all 2 shards",
+            [2, 0], ROUND, 'mesh.get_group("tp")',
+        ),
+        "tensor_parallel_bias": Expected(
+            "one-tensor", FAULTY, "tp=2", "parameter layers.1.attention.wo.bias", "", [0],
+            "differs from tp=0-1, 3",
+        ),
+        "bit_of_a_shard": Expected(
+            "bit-flip", FAULTY, "dp_replicate=1, dp_shard=1",
+            "parameter layers.1.attention.wq.weight", "shard 2 of 2", [9, 5], BIT, "nvidia-smi",
+        ),
+        "plain_bias_over_tp": Expected(
+            "one-tensor", FAULTY, "tp=1", "parameter encoder.bias", "", [7], "differs from tp=0, 2"
+        ),
+        "bias_of_its_own": Expected(
+            "replicas-initialised-apart", 0, "tp=1", "parameter layers.0.down.bias", "", [0],
+            "the ranks along tp started from different weights", 'mesh.get_group("tp")',
+        ),
+        "clipped_by_replica": Expected(
+            "gradients-changed-apart", FAULTY, ROW, "gradient tokens.weight", "all 2 shards",
+            [0, 0], "gradients differ along dp_replicate, although", "clip",
+        ),
+        "batch_over_tp": Expected(
+            "computed-apart", FAULTY, "tp=1", "gradient tokens.weight", "", [1, 0],
+            "the ranks along tp read different batches", "the same batch",
+        ),
+        "learning_rate_in_a_row": Expected(
+            "different-options", FAULTY, ROW, "optimizer param_groups[0].lr", "", [], DIFFERS,
+            "scheduler",
+        ),
+        "buffer_of_a_rank": Expected(
+            "buffers-of-a-mesh", FAULTY, "dp_replicate=1, dp_shard=1", "buffer scale", "", [0],
+            "only buffers differ along dp_replicate and dp_shard", "broadcast the buffers",
+        ),
+    },
+    8: {
+        "seeds_of_hsdp": Expected(
+            "replicas-initialised-apart", 0, ROW, TOKENS, "all 2 shards", [0, 0], SEEDS, BROADCAST
+        ),
+        "submesh_of_hsdp": Expected(
+            "sharded-without-replicas", 1, ROW, TOKENS, "all 4 shards", [0, 0], DIFFERS,
+            'mesh["dp_replicate", …]',
+        ),
+        "rounding_over_tp": Expected(
+            "rounded-apart", FAULTY, "dp_shard=0, tp=1", "gradient tokens.weight", "all 2 shards",
+            [0, 0], ROUND, 'mesh.get_group("tp")',
+        ),
+        "bit_of_a_shard": Expected(
+            "bit-flip", FAULTY, "dp_replicate=1, dp_shard=0, tp=1",
+            "parameter layers.1.attention.wq.weight", "shard 2 of 4", [9, 5], BIT, "nvidia-smi",
+        ),
+    },
+}  # fmt: skip
+
+
+def describe(report: Any) -> list[str]:
+    """Return step, coordinates, tensor, shard, element and cause of the first finding."""
+    if not report.get("findings"):
+        return [""] * 6
+    place = report["findings"][0]["place"]
+    kind, name = place.get("kind", ""), place.get("tensor", "")
+    same = (d for d in report["differences"] if (d["kind"], d["name"]) == (kind, name))
+    difference = next(same, {"details": [], "shard": ""})
+    where, index = "", ""
+    if difference["details"]:
+        detail = difference["details"][0]
+        where = dict(report["coordinates"]).get(detail["ranks"][0], "")
+        index = str(list(detail["index"]))
+    shard, cause = difference["shard"], str(place.get("cause"))
+    return [str(report["step"]), where, f"{kind} {name}", shard, index, cause]
+
+
+def find_mistakes(report: Any, expected: Expected) -> str:
+    """Return what a report says otherwise than expected; "" if nothing."""
+    wanted = [str(expected.step), expected.where, expected.tensor, expected.shard]
+    wanted += [str(expected.index), expected.cause]
+    mistakes = [
+        f"{got!r} instead of {want!r}"
+        for got, want in zip(describe(report), wanted, strict=True)
+        if got != want
+    ]
+    sentence, next_step = "", ""
+    if report["findings"]:
+        sentence, next_step = (report["findings"][0][key] for key in ("sentence", "next_step"))
+    for text, part in ((sentence, expected.words), (next_step, expected.help)):
+        mistakes += [f"no {part!r} in {text!r}"] if part not in text else []
+    mistakes += ["DDP is named"] if "DDP" in report["text"] else []
+    return "; ".join(mistakes)
 
 
 def job(folder: Path, rank: int, size: int) -> None:
@@ -245,6 +420,45 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], An
         return alike[0]
 
     return find
+
+
+CASES = [(size, name) for size in EXPECTED for name in EXPECTED[size]]
+Reports = Callable[[int, str], Any]
+
+
+@pytest.mark.parametrize(("size", "name"), CASES)
+def test_a_fault_on_a_mesh(reports: Reports, size: int, name: str) -> None:
+    """It is found at the first look after it, with coordinates, tensor, shard, global index, cause
+    and a next step; nothing talks of DDP, which is not there."""
+    report, expected = reports(size, name), EXPECTED[size][name]
+    assert find_mistakes(report, expected) == "", report["text"]
+    assert report["failed"] is (expected.cause != "buffers-of-a-mesh")
+    if expected.step == FAULTY and report["failed"]:
+        assert report["equal_until"] == FAULTY - 1
+
+
+def test_a_parameter_that_is_not_summed(reports: Reports) -> None:
+    """A Partial is neither compared nor right: the report names it, and what to do."""
+    report = reports(4, "partial_parameter")
+    assert not report["ok"]
+    assert "its placement is Partial along tp): offset" in report["text"]
+    assert "redistribute" in report["text"]
+
+
+def test_parameters_that_are_held_once(reports: Reports) -> None:
+    """Under fully_shard alone there is nothing to compare: neither a proof nor a failure."""
+    report = reports(4, "fsdp_alone")
+    assert (report["ok"], report["failed"]) == (False, False)
+    assert report["headline"].startswith("step 2: NOTHING TO COMPARE: ")
+    assert report["held_once"]["parameter"] == 38
+
+
+@pytest.mark.parametrize("name", ["healthy_hsdp", "healthy_fsdp+tp"])
+def test_healthy_training_on_a_mesh(reports: Reports, name: str) -> None:
+    """It is proved equal, and nothing is found."""
+    report = reports(4, name)
+    assert report["ok"]
+    assert report["findings"] == []
 
 
 if __name__ == "__main__":
