@@ -12,7 +12,7 @@ from ddpbench.catalog import task as tasks
 from ddpbench.catalog import user_workload
 from ddpbench.catalog.parallel import Plan
 from ddpbench.catalog.task import RankSetup, Task, Training, Workload, build_model, generate_batches
-from ddpbench.records.wording import explain_unknown
+from ddpbench.records.wording import counted, explain_unknown
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -136,8 +136,8 @@ def _heads_objection(settings: Mapping[str, int], ranks: int) -> str | None:
     if heads % ranks == 0:
         return None
     return (
-        f"transformer: width {settings['width']} has {heads} attention head{'s' * (heads > 1)} "
-        f"(width // {HEAD}), which do not divide among {ranks} ranks of tensor parallel: choose "
+        f"transformer: width {settings['width']} has {counted(heads, 'attention head')} "
+        f"(width // {HEAD}), which must divide evenly among {ranks} ranks of tensor parallel: use "
         f"--width {HEAD * ranks} or a multiple of it"
     )
 

@@ -113,7 +113,9 @@ class Trial:
         verify = None
         if options.verify:
             # Over control groups: the measured backend cannot spoil its own proof.
-            ledger.verifier = Verifier(main.wrapped, main.optimizer, dist.group.WORLD)
+            mesh = self.meshes.control if self.meshes else None
+            group = None if mesh else dist.group.WORLD
+            ledger.verifier = Verifier(main.wrapped, main.optimizer, group, mesh=mesh)
             verify = ledger.check
         rounds = Rounds(
             world=self.world,
