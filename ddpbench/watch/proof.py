@@ -19,12 +19,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ddpbench.launch import placement
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
-from ddpbench.replicas import Report, Verifier
+from ddpbench.replicas import Report, Verifier, sharding
 from ddpbench.replicas.channel import Channel
 from ddpbench.replicas.report import few, listed_kinds
 from ddpbench.replicas.state import unwrap, wrapper
@@ -92,10 +93,10 @@ class Proof:
             self._add(*(replace(f, sentence=f"step {number}: {f.sentence}") for f in errors))
         else:
             self._equal_until[name] = number
-        unproved = report.not_compared or report.nothing_to_compare
-        if unproved and name not in self._uncompared:
+        is_partial = report.not_compared or report.nothing_to_compare
+        if is_partial and name not in self._uncompared:
             self._uncompared.add(name)
-            self._add(_describe_uncompared(report))
+            self._add(_describe_uncompared(module, report))
 
     def _add(self, *findings: Finding) -> None:
         self.findings += tuple(
@@ -192,25 +193,42 @@ def _default_store() -> dist.Store:
     return store
 
 
+def _list_meshes(module: nn.Module) -> list[Any]:
+    """Return the meshes that a module's parameters are divided over; [] without any."""
+    held: list[Any] = [each.parameter for each in sharding.list_parameters(unwrap(module))]
+    return [parameter.device_mesh for parameter in held if sharding.is_dtensor(parameter)]
+
+
 def _list_ranks(module: nn.Module) -> list[int]:
-    """Return the ranks that have a replica of this module."""
-    ddp = wrapper(module)
-    return dist.get_process_group_ranks(ddp.process_group if ddp else dist.group.WORLD)
+    """Return the ranks that a verification of this module compares."""
+    target, _ = sharding.choose_target(None, wrapper(module), _list_meshes(module))
+    if isinstance(target, DeviceMesh):
+        return sorted(sharding.read_grid(target).ranks)
+    return dist.get_process_group_ranks(target or dist.group.WORLD)
 
 
 def _describe(module: nn.Module) -> str:
-    """Return the class of a module, and a digest of its parameters' names, shapes and ranks."""
+    """Return the class of a module, and a digest of its ranks and of its parameters.
+
+    On a mesh the parameters are left out: the stages of a pipeline hold other layers of one model,
+    and the verification knows them.
+    """
     inner = unwrap(module)
-    shapes = [(name, tuple(p.shape)) for name, p in inner.named_parameters()]
-    digest = hashlib.sha256(repr((shapes, _list_ranks(module))).encode()).hexdigest()
+    form: object = "mesh"
+    if not _list_meshes(module):
+        form = [(name, tuple(p.shape)) for name, p in inner.named_parameters()]
+    digest = hashlib.sha256(repr((form, _list_ranks(module))).encode()).hexdigest()
     return f"{type(inner).__name__} {digest[:8]}"
 
 
-def _describe_uncompared(report: Report) -> Finding:
+def _describe_uncompared(module: nn.Module, report: Report) -> Finding:
     if not report.not_compared:
-        once = listed_kinds({"parameter": report.held_once["parameter"]})
-        sentence = f"nothing to compare: each element of {once} is in one rank only"
-        return Finding("note", "nothing-to-compare", sentence, "")
+        sentence = (
+            f"nothing to compare in {type(unwrap(module)).__name__}: each element of each "
+            "parameter is in one rank only, so no other rank can show whether it is right. "
+            f"Held once: {listed_kinds(report.held_once)}"
+        )
+        return Finding("note", "nothing-to-compare", sentence, "", {"held_once": report.held_once})
     reasons = sorted({skipped.reason for skipped in report.not_compared})
     names = [skipped.name for skipped in report.not_compared]
     kinds = listed_kinds(Counter(skipped.kind for skipped in report.not_compared))

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from command_lines import run_command
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from warm_python import warm_python
 
@@ -78,6 +80,19 @@ def run_rank(folder: Path) -> int:
         "flipped": train(rank, 30, flip(rank, 12), 10, ddp()),
         "sharded": train(rank, 4, leave_alone, 2, fully_shard(make_model())),
     }
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    mesh = DeviceMesh.from_group(alone, "cpu", mesh_dim_names=("dp_shard",))
+    results["apart"] = train(rank, 4, leave_alone, 2, fully_shard(make_model(), mesh=mesh))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+
+    def flip_bias(step: int, model: nn.Module) -> None:
+        if (rank, step) == (1, 2):
+            model.get_parameter("1.bias").to_local().detach().view(torch.int32)[3] ^= 1 << 20
+
+    results["tensor parallel"] = train(
+        0, 4, flip_bias, 2, parallelize_module(make_model(), mesh, plan)
+    )
     keys: list[int] = []
 
     def count_keys(step: int, model: nn.Module) -> None:
@@ -135,12 +150,30 @@ def test_the_store_does_not_grow_with_the_comparisons(results: list[dict[str, An
         assert set(later) == {first + 4}
 
 
-def test_what_is_sharded_is_said_not_to_be_compared(results: list[dict[str, Any]]) -> None:
-    """Parameters that fully_shard divides are one note: each element is in one rank only."""
+def test_what_each_rank_holds_alone_is_a_note(results: list[dict[str, Any]]) -> None:
+    """Parameters that fully_shard divides are one note, once, with how many they are."""
     for one in results:
         (finding,) = one["sharded"]["findings"]
-        assert finding["severity"] == "note"
-        assert finding["sentence"].startswith("nothing to compare: each element of 4 parameters")
+        assert (finding["severity"], finding["code"]) == ("note", "nothing-to-compare")
+        assert "Held once: 4 parameters" in finding["sentence"]
+
+
+def test_a_mesh_of_some_ranks_is_proved_in_those_ranks(results: list[dict[str, Any]]) -> None:
+    """Each rank trains a model of its own on a mesh of its own: no rank waits for the other, and
+    there is no alarm."""
+    for one in results:
+        assert {finding["severity"] for finding in one["apart"]["findings"]} <= {"note"}
+
+
+def test_a_bias_that_tensor_parallelism_leaves_whole_is_proved(
+    results: list[dict[str, Any]],
+) -> None:
+    """A bit of it that flips in rank 1 is an error with the coordinate of a rank."""
+    for one in results:
+        (finding,) = one["tensor parallel"]["findings"]
+        assert finding["severity"] == "error"
+        assert finding["place"]["tensor"] == "1.bias"
+        assert "tp=1" in finding["sentence"]
 
 
 def test_an_uneven_number_of_steps_ends_the_comparison_and_not_the_job(

@@ -1,0 +1,101 @@
+"""A training script over a mesh, watched in four real ranks: its replicas and its collectives."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from command_lines import clean_environment
+from warm_python import warm_python
+
+from ddpbench.launch.placement import free_port
+from ddpbench.records import store
+from ddpbench.records.schema import Run
+
+SCRIPT = Path(__file__).parent / "scripts" / "sharded.py"
+RANKS = 4
+needs_average = pytest.mark.skipif(
+    torch.__version__ < "2.9", reason="gloo of this torch cannot average, which HSDP needs"
+)
+
+
+def watch(folder: Path, *words: str) -> Run:
+    """Watch the script in four ranks with --verify 2; return the stored run."""
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    python = [*warm_python(), "-m", "ddpbench.watch", "--verify", "2", str(SCRIPT), *words]
+    ranks = [
+        subprocess.Popen(
+            python,
+            cwd=folder,
+            env=clean_environment(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), **variables
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    texts = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * RANKS, texts
+    errors = "".join(err for _, err in texts)
+    assert "watch of rank" not in errors, errors  # a failure of the watch itself
+    (path,) = store.list_runs(folder / "results")
+    return store.read(path)
+
+
+def test_fully_shard_leaves_nothing_to_compare(tmp_path: Path) -> None:
+    """That is one note, neither a warning nor an error, although activation checkpoints, a saved
+    state and an evaluation come between the verifications; the phases, the loss and the collectives
+    of forward and backward are seen."""
+    run = watch(tmp_path, "fsdp")
+    codes = [(each.severity, each.code) for each in run.findings if "compare" in each.code]
+    assert codes == [("note", "nothing-to-compare")]
+    assert not [each for each in run.findings if each.severity == "error"]
+    (finding,) = (each for each in run.findings if each.code == "nothing-to-compare")
+    assert "14 parameters" in finding.sentence
+    assert finding.place["held_once"]["parameter"] == 14
+    watched = run.steps[0].watched
+    assert watched is not None
+    seconds = {phase.name: phase.seconds for phase in watched.phases}
+    assert all(seconds[name] > 0 for name in ("forward", "backward", "optimizer", "blocked"))
+    calls = Counter[str]()
+    for each in watched.collectives:
+        calls[each.operation] += each.calls  # type: ignore[assignment]
+    # Two blocks are gathered in forward and again in backward, the rest of the model once; and
+    # the gradients of all three are reduced. gloo's reduce_scatter is an all_reduce inside.
+    assert calls["all_gather"] >= 5
+    assert calls["all_reduce"] >= 3
+    assert any(moment.loss is not None for moment in watched.moments)
+
+
+@needs_average
+def test_a_bit_of_one_shard_of_one_replica_is_found(tmp_path: Path) -> None:
+    """A bit that flips after step 3 is an error after step 5: with its tensor, its shard, the
+    coordinates of the rank, the place of the element in the whole tensor, and a cause."""
+    run = watch(tmp_path, "hsdp", "--flip", "3")
+    (finding,) = (each for each in run.findings if each.severity == "error")
+    assert finding.sentence.startswith("step 5: dp_replicate=1, dp_shard=1 (rank 3): ")
+    for words in (
+        "parameter blocks.1.widen.weight",
+        "shard 2 of 2, differs from dp_replicate=0",
+        "at [66, 3]",  # row 2 of the second half of 128 rows
+        "Likely cause: only one tensor differs",
+    ):
+        assert words in finding.sentence
+    assert finding.place["tensor"] == "blocks.1.widen.weight"
+    assert finding.place["shard"] == "shard 2 of 2"
+    assert not [each for each in run.findings if "compare" in each.code]
+
+
+def test_a_bias_that_one_tensor_parallel_rank_changes_is_found(tmp_path: Path) -> None:
+    """Tensor parallelism leaves the bias of a layer divided by rows whole: the rank that changes it
+    after step 4 is named after step 5. What only one rank holds is no finding."""
+    run = watch(tmp_path, "tp", "--drift", "4")
+    (finding,) = (each for each in run.findings if each.severity == "error")
+    assert finding.sentence.startswith("step 5: tp=1 (rank 1): parameter blocks.1.narrow.bias")
+    assert finding.place["tensor"] == "blocks.1.narrow.bias"
+    assert not [each for each in run.findings if "compare" in each.code]
