@@ -205,7 +205,7 @@ def _sum(replica: Any, elements: int, dtype: str) -> None:
     import torch.distributed as dist
 
     metric = torch.zeros(elements, dtype=getattr(torch, dtype), device=replica.device)
-    dist.all_reduce(metric, group=replica.ddp.process_group)
+    dist.all_reduce(metric, group=replica.group)
 
 
 def gather_metric(replica: Any, settings: Settings) -> None:
@@ -213,7 +213,7 @@ def gather_metric(replica: Any, settings: Settings) -> None:
     import torch
     import torch.distributed as dist
 
-    group = replica.ddp.process_group
+    group = replica.group
     metric = torch.zeros(ELEMENTS, device=replica.device)
     dist.all_gather([metric.clone() for _ in range(group.size())], metric, group=group)
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 
 from ddpbench.analysis.selftest import Expected
 from ddpbench.selftest import hosts
@@ -50,6 +51,11 @@ def _step(fault: str, *options: str, ranks: int = 3) -> tuple[str, ...]:
     return (*command.split(), *rounds, "--inject", fault)
 
 
+def _sharded(fault: str, way: str) -> tuple[str, ...]:
+    """Return a command for steps of a model that four ranks divide in this way, with a fault."""
+    return _step(fault, "--rounds", "4", "--no-budget", "--parallel", way, ranks=4)
+
+
 def _doctor(examination: str, *options: str) -> tuple[str, ...]:
     """Return a command for one examination, whose exit code is 1 after a warning."""
     command = f"doctor --backend gloo --device cpu --only {examination} --fail-on warning"
@@ -84,6 +90,15 @@ def no_hosts() -> str | None:
 
 
 @functools.cache
+def no_hsdp() -> str | None:
+    """Return why gloo of this torch cannot train HSDP; None if it can."""
+    version = metadata.version("torch")
+    if tuple(map(int, version.split(".")[:2])) >= (2, 9):
+        return None
+    return f"gloo of torch {version} cannot average, which HSDP needs: install torch 2.9 or newer"
+
+
+@functools.cache
 def no_mount() -> str | None:
     """Return why a disk of a known size cannot be mounted here; None if it can."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
@@ -104,6 +119,7 @@ def on_tiny_disk(folder: str, command: list[str]) -> list[str]:
 
 
 WEIGHT = r"parameter 0\.weight .* differs\. Rank 1: "
+SECOND = r"dp_replicate=1 \(ranks 2, 3\)"
 SUM, GATHER = r"all_reduce float32\[1024\]", r"all_gather float32\[1024\]"
 TRIALS = (
     Trial(
@@ -200,6 +216,40 @@ TRIALS = (
         "an element of rank 1's replica becomes NaN",
         _step("nan:rank=1,step=6"),
         _replica(r"non-finite", r"parameter 0\.weight: 1 element NaN or infinite in rank 1\b"),
+    ),
+    Trial(
+        "other-seed",
+        "the HSDP replica of ranks 2, 3 has another seed",
+        _sharded("other-seed:rank=2", "hsdp"),
+        Expected(
+            (4,),
+            r"replicas-initialised-apart: ",
+            rf"after step 1: {SECOND}: .* differ from dp_replicate=0,",
+        ),
+        no_hsdp,
+    ),
+    Trial(
+        "missed-sync",
+        "ranks 1, 3 skip an all_reduce of HSDP",
+        _sharded("missed-sync:rank=3,step=6", "hsdp"),
+        _replica(r"reduction-left-off: ", r"dp_replicate=1, dp_shard=1 \(rank 3\): .*gradients"),
+        no_hsdp,
+    ),
+    Trial(
+        "one-rank-update",
+        "rank 1 alone updates a tensor-parallel bias",
+        _sharded("one-rank-update:rank=1,step=6", "tp"),
+        _replica(r"one-tensor: ", r"tp=1 \(rank 1\): parameter 2\.bias .* differs from tp=0, 2-3"),
+    ),
+    Trial(
+        "flipped-shard",
+        "one bit of rank 3's shard flips under HSDP",
+        _sharded("flipped-shard:rank=3,step=6", "hsdp"),
+        _replica(
+            r"bit-flip: ",
+            r"dp_replicate=1, dp_shard=1 .*: parameter 0\.weight .*, shard 2 of 2, .* bit 12 ",
+        ),
+        no_hsdp,
     ),
     Trial(
         "wrong-interface",

@@ -11,11 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 from command_lines import clean_environment
+from rank_pool import RankPool
 from stored_runs import a_run
 from warm_python import warm_python
 
 from ddpbench import cli
 from ddpbench.analysis.selftest import Expected, Tried, collect_messages, judge_fault, judge_healthy
+from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.render.selftest import FORMATS, verdict
 from ddpbench.selftest import command, trials
@@ -75,6 +77,7 @@ WANTED = {
     "slow-rank", "stop", "kill", "slow-link", "slow-host", "wrong-shape", "wrong-dtype",
     "wrong-order", "skipped", "corrupted-result", "bit-flip", "learning-rate", "nan",
     "wrong-interface", "mixed-versions", "oversubscribed", "full-disk", "out-of-memory",
+    "other-seed", "missed-sync", "one-rank-update", "flipped-shard",
 }  # fmt: skip
 # Fault → what tells it rightly; the first trial of a fault is meant.
 SAID = {
@@ -216,6 +219,28 @@ def test_real_faults_are_planted_found_and_named(tmp_path: Path) -> None:
     assert [row.fault for row in rows] == ["wrong-interface", "full-disk", "full-disk"]
     assert all(row.right or (row.right is None and "root" in row.said) for row in rows), rows
     assert not [*tmp_path.glob("ddpbench-*"), *tmp_path.glob("results")]
+
+
+@pytest.mark.parametrize("fault", ["other-seed", "missed-sync", "one-rank-update", "flipped-shard"])
+def test_a_fault_of_a_mesh_is_found_and_named(fault: str, pool: RankPool, tmp_path: Path) -> None:
+    """The command of its trial, in four real ranks, ends with exit code 4; the finding has the
+    cause, the first bad step, the coordinates, the tensor and the shard, and the table says why."""
+    trial = next(trial for trial in TRIALS if trial.fault == fault)
+    if (obstacle := trial.find_obstacle()) is not None:
+        pytest.skip(obstacle)
+    name, _, ranks, *words = trial.arguments
+    done = pool.call(int(ranks), tmp_path, name, *words)
+    (folder,) = store.list_runs(tmp_path / "results")
+    row = judge_fault(
+        fault,
+        trial.planted,
+        trial.expected,
+        code=done.returncode,
+        lines=collect_messages(store.read(folder), done.stderr),
+        seconds=1.0,
+    )
+    assert row.right, row.said
+    assert "NOT EQUAL after step" in done.stdout
 
 
 def test_a_command_that_hangs_is_ended() -> None:
