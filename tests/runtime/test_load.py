@@ -26,12 +26,19 @@ def compute(seconds: float) -> None:
 
 def test_it_reads_the_cpu_time_since_the_last_reading_and_the_resident_memory() -> None:
     """A reading covers what this process computed since the one before, in any thread."""
+    stamps = [(time.perf_counter(), time.process_time())]
     meter = LoadMeter()
-    begin, cpu = time.perf_counter(), time.process_time()
+    stamps.append((time.perf_counter(), time.process_time()))
     compute(0.1)
+    stamps.append((time.perf_counter(), time.process_time()))
     busy = meter.read()
-    wall, used = time.perf_counter() - begin, time.process_time() - cpu
-    assert busy.cpu_cores == pytest.approx(used / wall, rel=0.05)
+    stamps.append((time.perf_counter(), time.process_time()))
+    # It read its clocks somewhere between two stamps, however far apart a busy host made them.
+    (least_wall, least_cpu), (most_wall, most_cpu) = (
+        (end[0] - begin[0], end[1] - begin[1])
+        for begin, end in (stamps[1:3], (stamps[0], stamps[3]))
+    )
+    assert 0.98 * least_cpu / most_wall < busy.cpu_cores < 1.02 * most_cpu / least_wall
     rss = psutil.Process().memory_info().rss
     assert busy.memory_nbytes == pytest.approx(rss, rel=0.05)
     readings: list[Load] = []
