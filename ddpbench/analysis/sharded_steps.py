@@ -21,6 +21,7 @@ from ddpbench.analysis.stats import Floats
 from ddpbench.analysis.steps import Samples, difference, figure
 from ddpbench.records.schema import Collective, Part, StepSummary
 
+LEAST_SECONDS = 1e-6  # hidden time below this is the rounding of stamps
 ARMS, SPANS = "arms", "spans"  # where a part comes from
 
 
@@ -65,7 +66,7 @@ def _measure(samples: Samples) -> list[_Measured]:
         whole = _slowest_group(end - begin, groups)
         spreads = [np.ptp(blocked[list(ranks)], axis=0) for ranks in groups]
         wait: Floats = np.asarray(np.max(spreads, axis=0), np.float64)
-        hidden = np.maximum(0.0, whole - least)
+        hidden = np.where(whole - least < LEAST_SECONDS, 0.0, whole - least)
         measured.append(_Measured(span, groups, least, hidden, wait, blocked))
     return measured
 

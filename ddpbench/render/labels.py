@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ddpbench.analysis.stats import half_width
+from ddpbench.catalog.parallel import format_mesh
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Interval, StepCase
 from ddpbench.render.column import digits, format_subgroups
@@ -27,7 +28,8 @@ def label_parts(case: AnyCase) -> list[str]:
     if isinstance(case, StepCase):
         batch = f"batch {case.batch}" if case.batch else ""
         model = [case.workload, " ".join(case.settings), batch, case.optimizer]
-        return [*model, case.backend, device, ranks]
+        way = f"{case.parallel} {format_mesh(case.mesh)}" if case.mesh else ""
+        return [*model, way, case.backend, device, ranks]
     return [
         case.operation,
         readable(case.nbytes) if case.nbytes else "",

@@ -44,6 +44,17 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class PartRow:
+    """A part of a sharded step on both sides: medians over launches, in seconds."""
+
+    name: str
+    base_seconds: float
+    new_seconds: float
+    verdict: str
+    shift: Shift | None
+
+
+@dataclass(frozen=True)
 class Row:
     """One case; `shift` exists only if the two sides are comparable."""
 
@@ -57,6 +68,7 @@ class Row:
     why: str = ""
     drift: float = 0.0  # no smaller change is claimed: the sides are apart in time
     drifts: bool = False  # INCONCLUSIVE for that reason alone
+    parts: tuple[PartRow, ...] = ()  # of a sharded step; they do not count for the exit code
 
 
 @dataclass(frozen=True)
@@ -153,7 +165,28 @@ def _judged(rows: list[Row], rule: Rule) -> list[Row]:
             drift=pair.drift,
             drifts=judgement.drifts,
         )
+    rows = [replace(row, parts=tuple(_judge_parts(row, rule))) for row in rows]
     return [_without_moved_cores(row) for row in rows] if rule.drift is not None else rows
+
+
+def _judge_parts(row: Row, rule: Rule) -> Iterator[PartRow]:
+    """Yield a verdict on each part that both sides measured, by the margins of the step."""
+    if row.shift is None or row.base is None or row.new is None:
+        return
+    names = [name for name in row.base.parts if name in row.new.parts]
+    sides = [
+        _launches(
+            replace(row.base, times=row.base.parts[name]),
+            replace(row.new, times=row.new.parts[name]),
+            rule,
+        )
+        for name in names
+    ]
+    pairs = [Pair(np.array(base), np.array(new), row.margin, row.drift) for base, new in sides]
+    judgements = many_pairs.judge_pairs(pairs, rule.paired, rule.confidence) if pairs else []
+    for name, pair, judgement in zip(names, pairs, judgements, strict=True):
+        base, new = float(np.median(pair.base)), float(np.median(pair.new))
+        yield PartRow(name, base, new, judgement.verdict, judgement.shift)
 
 
 def _without_moved_cores(row: Row) -> Row:
@@ -176,15 +209,21 @@ def _pair(row: Row, rule: Rule) -> Pair | None:
     """Return the times to judge, if any; pairs contain the launches that both sides have."""
     if row.verdict or row.base is None or row.new is None:
         return None
-    base, new = row.base.times, row.new.times
-    if rule.paired:
-        sides = [dict(zip(s.launches, s.times, strict=True)) for s in (row.base, row.new)]
-        both = sorted(sides[0].keys() & sides[1].keys())
-        base, new = (tuple(side[n] for n in both) for side in sides)
+    base, new = _launches(row.base, row.new, rule)
     noise = 0.0
     if rule.noise is not None:
         noise = rule.noise.margin(row.case, min(len(base), len(new)), row.base.statistic)
     return Pair(np.array(base), np.array(new), max(rule.margin, noise))
+
+
+def _launches(base: Side, new: Side, rule: Rule) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the times of both sides; of pairs, those of the launches that both sides have."""
+    if not rule.paired:
+        return base.times, new.times
+    sides = [dict(zip(side.launches, side.times, strict=True)) for side in (base, new)]
+    both = sorted(sides[0].keys() & sides[1].keys())
+    first, second = (tuple(side[n] for n in both) for side in sides)
+    return first, second
 
 
 def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[str]:

@@ -24,6 +24,8 @@ from stored_runs import (
     with_facts,
 )
 from stored_steps import (
+    a_sharded_case,
+    a_sharded_summary,
     a_step_case,
     a_step_result,
     a_step_run,
@@ -788,3 +790,28 @@ def test_runs_are_compared_without_torch(tmp_path: Path) -> None:
     assert output.endswith("\n0\n")
     heavy = ("torch", "numpy", "pandas", "scipy", "pyarrow", "mpi4py")
     assert "--margin" in run_without_torch(RUN_DDPBENCH, "compare", "--help", forbidden=heavy)
+
+
+def test_parts_of_a_sharded_step_have_verdicts(tmp_path: Path) -> None:
+    """A slower all_gather is named; the reduce_scatter, which did not change, is SAME."""
+    for name, gather in (("base", 4.0), ("new", 6.0)):
+        results = [
+            a_step_result(a_sharded_case(), i, a_sharded_summary(seed=i, gather=(gather, 1.0)))
+            for i in range(6)
+        ]
+        folder = tmp_path / name
+        folder.mkdir()
+        store.write(folder, a_step_run(*results, id=name))
+    done = comparison.compare(
+        *(Source(name, (store.read(tmp_path / name),)) for name in ("base", "new")),
+        comparison.Rule(),
+    )
+    (row,) = done.rows
+    verdicts = {part.name: part.verdict for part in row.parts}
+    assert row.verdict == "SLOWER"
+    assert verdicts["exposed all_gather"] == "SLOWER"
+    assert verdicts["exposed reduce_scatter"] == verdicts["compute and copies"] == "SAME"
+    (line,) = [text for text in render.table(done).splitlines() if "exposed all_gather" in text]
+    assert re.search(r"\+50\.\d % .* SLOWER$", line.rstrip())
+    document = json.loads(render.as_json(done))
+    assert document["rows"][0]["parts"][0]["name"] == "compute and copies"
