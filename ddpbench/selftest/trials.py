@@ -53,7 +53,8 @@ def _step(fault: str, *options: str, ranks: int = 3) -> tuple[str, ...]:
 
 def _sharded(fault: str, way: str) -> tuple[str, ...]:
     """Return a command for steps of a model that four ranks divide in this way, with a fault."""
-    return _step(fault, "--rounds", "4", "--no-budget", "--parallel", way, ranks=4)
+    options = ("--rounds", "4", "--no-budget", "--parallel", way, "--timeout", "60")
+    return _step(fault, *options, ranks=4)
 
 
 def _doctor(examination: str, *options: str) -> tuple[str, ...]:
@@ -232,7 +233,9 @@ TRIALS = (
         "missed-sync",
         "ranks 1, 3 skip an all_reduce of HSDP",
         _sharded("missed-sync:rank=3,step=6", "hsdp"),
-        _replica(r"reduction-left-off: ", r"dp_replicate=1, dp_shard=1 \(rank 3\): .*gradients"),
+        _replica(
+            r"gradients-changed-apart: ", r"dp_replicate=1, dp_shard=1 \(rank 3\): .*gradients"
+        ),
         no_hsdp,
     ),
     Trial(
