@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 # The files that take longest, the slowest first: so no process is left alone with one at the end.
 SLOW = (
     "test_collectives", "test_ddp", "test_slurm", "test_scripts", "test_run_bench",
-    "test_mpi_matrix", "test_mpi", "test_mesh_scenarios", "test_guard", "test_ab",
-    "test_links", "test_rendezvous", "test_nodes", "test_hooks", "test_cli", "test_report_browser", "test_replicas",
-    "test_terminal_text", "test_watched_hosts", "test_observer", "test_stragglers",
-    "test_training", "test_layers",
+    "test_mpi_matrix", "test_mpi", "test_mesh_scenarios", "test_guard", "test_ab", "test_links",
+    "test_rendezvous", "test_nodes", "test_hooks", "test_cli", "test_report_browser",
+    "test_replicas", "test_terminal_text", "test_watched_hosts", "test_observer",
+    "test_stragglers", "test_training", "test_layers",
 )  # fmt: skip
 
 
