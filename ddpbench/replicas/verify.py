@@ -4,6 +4,11 @@ A healthy verification costs one pass over the replica's memory and one all_redu
 bytes, however many ranks and tensors there are. The all_reduce carries digests of the count, the
 structure and the contents of each kind of tensor. Only where these differ, the ranks compare more:
 structures by name, contents by one digest per tensor, then the differing tensors (locate.py).
+
+Tensors on a DeviceMesh (fully_shard, HSDP, tensor parallelism) are compared in the ranks that must
+hold the same shard (scopes.py). That takes a second all_reduce of a few hundred bytes, along the
+mesh if no process group covers it (compare_shards.py). With pipeline stages, 16 bytes of each rank
+travel as well, and the names of parameters that have no gradient or are frozen.
 """
 
 from __future__ import annotations
@@ -35,22 +40,30 @@ def verify_replicas(
     step: int | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Report:
-    """Compare the replicas of all ranks of a group, bit for bit. Call it in every rank.
+    """Compare the replicas of all ranks of a group or a mesh, bit for bit. Call it in every rank.
 
     Call it after `optimizer.step()` and before `zero_grad()`. It changes nothing.
 
-    module: the module, wrapped in DistributedDataParallel or bare. Its parameters and buffers are
-        compared.
-    optimizer: also compare its options and state; give a list for several optimizers. Sharded
-        tensors (DTensor, FSDP, ZeroRedundancyOptimizer) are not compared; the report names them.
-    group: the process group (default: DDP's own, else the default group). Its timeout bounds every
-        wait. Without a process group the report covers this process alone.
+    module: the module, bare, divided by fully_shard or tensor parallelism, or wrapped in
+        DistributedDataParallel. Its parameters and buffers are compared. A DTensor must be equal in
+        the ranks that hold the same shard, also along dimensions of the root mesh that its own mesh
+        does not have; a plain tensor in all ranks. What one rank alone holds is counted in
+        `report.held_once`, and only searched for NaN. FullyShardedDataParallel and tensors with a
+        Partial placement are not compared; the report names them.
+    optimizer: also compare its options and state; give a list for several optimizers. The state of
+        ZeroRedundancyOptimizer is held once.
+    group: the process group (default: the ranks of the mesh of the DTensors, else DDP's own group,
+        else the default group). Its timeout bounds every wait. Without a process group the report
+        covers this process alone.
     gradients: True compares gradients each time, False never, None only if parameters differ, to
-        find the cause. With gradient accumulation, gradients differ until they are reduced.
+        find the cause. With gradient accumulation, gradients differ until they are reduced; those
+        that fully_shard has not synchronised yet are not compared.
     finite: also look for NaN and infinite elements (a second, faster pass over cached memory).
     locate: how many differing tensors of a kind are compared element by element.
     step: number of the step, for the report.
-    mesh: the ranks to compare, instead of `group` (default: the mesh of the module's DTensors).
+    mesh: the DeviceMesh of the ranks to compare, instead of `group`. Without DTensors, it names the
+        ranks in the report. A dimension along which the ranks hold other parameters (pipeline
+        stages) is not compared.
 
     The report is the same in all ranks. A difference never raises; see `Report` for its answers
     `ok` and `failed`. Raises ValueError if the ranks call with different arguments or if this rank
@@ -101,6 +114,7 @@ class Verifier:
         self._checks, self._failures = 0, 0
         self._steps = (0, 0)  # the first and the last step checked
         self._uncompared: Counter[str] = Counter()  # by kind, at the last check
+        self._nothing = False  # whether there was nothing to compare, at the last check
         self.equal_until: int | None = None  # the last step after which they were equal
         self.first_bad: dict[tuple[str, str], int] = {}  # (kind, name): step, buffers too
         self.first_report: Report | None = None  # the first that has `failed`
@@ -124,6 +138,7 @@ class Verifier:
             self.equal_until = step
         self._checks += 1
         self._uncompared = Counter(skipped.kind for skipped in report.not_compared)
+        self._nothing = report.nothing_to_compare
         self._steps = (self._steps[0] if self._checks > 1 else step, step)
         self._remember(report, step)
         return report
@@ -147,6 +162,8 @@ class Verifier:
             checks += f", of steps {self._steps[0]} to {self._steps[1]}"
         if self._uncompared:
             checks += f" (not compared: {listed_kinds(self._uncompared)})"
+        if self._nothing:
+            checks += " (nothing to compare: each element of each parameter is in one rank only)"
         if self.first_report is None:
             return f"{checks}: all compared tensors were equal and finite"
         steps: dict[int, list[str]] = {}

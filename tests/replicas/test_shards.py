@@ -227,6 +227,9 @@ def nan_in_a_shard(mesh: DeviceMesh) -> Any:
     """An element that one rank alone holds must be finite, too."""
     net = nn.Linear(4, 8)
     fully_shard(net, mesh=DeviceMesh("cpu", torch.arange(4)))
+    verifier = ddpbench.Verifier(net)
+    assert verifier.check(1).nothing_to_compare
+    assert "1 verification, of steps 1 to 1 (nothing to compare: each " in verifier.summary()
     if dist.get_rank() == 2:
         local(net.weight)[1, 1] = float("nan")
     report = verify(net)
