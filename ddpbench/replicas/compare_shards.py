@@ -75,7 +75,8 @@ def gather_wrong_on_mesh(
             held = [place for _, place in items if place is not None]
             sums[i] = channel.gather_sums(np.array(_sum_up(base, each, held), np.int64))
         compared, once, nbytes = sums[i, 4:].tolist()
-        comparison.compared[each.kind], comparison.held_once[each.kind] = compared, once
+        comparison.compared[each.kind] = compared
+        comparison.held_once[each.kind] = once + comparison.held_once.get(each.kind, 0)
         comparison.nbytes += nbytes // len(channel.ranks)
         if not (alike and equal):
             comparison.differences += _gather_differences(channel, base, each, items, options)

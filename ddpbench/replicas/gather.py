@@ -58,10 +58,7 @@ def gather_report(
     tracer: Tracer | None = None,
     history: findings.History | None = None,
 ) -> Report:
-    """Verify the replicas of a group or a mesh: every rank calls it.
-
-    history: earlier reports.
-    """
+    """Verify the replicas of a target: every rank calls it. `history` holds earlier reports."""
     state = collect(module, optimizers, options.gradients is not False)
     target, root = choose_target(target, wrapper(module), state.meshes)
     channel = Channel(target, module)
