@@ -33,7 +33,7 @@ from pathlib import Path
 from links import measured
 from tabulate import tabulate
 
-from ddpbench.analysis import sharded_steps, step_lines
+from ddpbench.analysis import spans, step_lines
 from ddpbench.records.schema import Collective, Run
 
 from simulated_hosts import Hosts, missing, payload  # isort: skip  (links has put their folder on the path)
@@ -141,7 +141,7 @@ def compare(
     """Print the table; return how many rows are off, and the bytes that a step sends."""
     rows, wrong, all_sent = [], 0, 0.0
     without, with_prefetch = exposed_ms(off), exposed_ms(on)
-    for operation in sharded_steps.OPERATIONS:
+    for operation in spans.OPERATIONS:
         same = [each for each in off if each.operation == operation]
         if not same:
             continue
