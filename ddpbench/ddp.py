@@ -90,7 +90,8 @@ def _agree_meshes(context: LaunchContext[Options]) -> Meshes | None:
     shape = options.lay_out([len(host) for host in world.hosts.values()])
     if not shape:
         return None
-    from ddpbench.measure.parallel import meshes
+    world.watchdog.begin_phase("the import of torch's parallel training")
+    from ddpbench.measure.parallel import build, meshes  # noqa: F401  # slow, so before the groups
 
     made = meshes.agree_meshes(
         world,

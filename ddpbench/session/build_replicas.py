@@ -10,13 +10,12 @@ from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.task import RankSetup, Task, Workload
 from ddpbench.hang.places import find_error_place
 from ddpbench.measure import ddp_step, rehearsal
-from ddpbench.measure.parallel import build
-from ddpbench.measure.parallel.meshes import Meshes
 from ddpbench.measure.step import Replica
 from ddpbench.records.schema import StepCase
 from ddpbench.runtime import control, devices
 
 if TYPE_CHECKING:
+    from ddpbench.measure.parallel.meshes import Meshes
     from ddpbench.session.launch_loop import LaunchContext
     from ddpbench.session.step_options import Options
 
@@ -77,6 +76,8 @@ class Builder:
         """Put the task's model into DDP, or divide it over the mesh."""
         rate = self.learning_rate(workload)
         if self.meshes is not None:
+            from ddpbench.measure.parallel import build
+
             assert workload.plan is not None
             mesh = self.meshes.tested
             return build.build_sharded(
@@ -159,6 +160,8 @@ class Builder:
         copies = COPIES + OPTIMIZERS[case.optimizer].copies
         own = case.parameter_nbytes
         if self.meshes is not None and task is not None and workload.plan is not None:
+            from ddpbench.measure.parallel import build
+
             own = build.count_own_nbytes(task.model, workload.plan, case)
         needed = replicas * copies * own * len(sharers)
         if free is None or needed <= 0.9 * free:

@@ -16,7 +16,6 @@ from ddpbench.catalog import user_workload
 from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.task import Workload
 from ddpbench.measure import rehearsal, training
-from ddpbench.measure.parallel.meshes import Meshes
 from ddpbench.measure.rounds import Measured, Pace, Rounds
 from ddpbench.measure.step import Replica
 from ddpbench.records.schema import Epoch, Figure, Replicas, StepCase, StepResult
@@ -29,6 +28,7 @@ from ddpbench.session.progress import Progress
 from ddpbench.session.summary import step_columns
 
 if TYPE_CHECKING:
+    from ddpbench.measure.parallel.meshes import Meshes
     from ddpbench.session.launch_loop import LaunchContext
     from ddpbench.session.step_options import Options
 
