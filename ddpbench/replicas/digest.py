@@ -52,6 +52,8 @@ IN_NUMPY = {
 _without_subclass: Any = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
 _xxh3 = xxhash.xxh3_64_intdigest
 _STEP = 0x9E3779B97F4A7C15 | 1  # odd, so multiplying by it loses no bits
+_LOWER = (1 << 32) - 1
+_LOWER = (1 << 32) - 1
 
 
 def of_bytes(content: Any) -> int:
@@ -139,6 +141,11 @@ def _as_words(pieces: Pieces) -> Tensor:
     return _join([part.view(torch.int32) for part in parts])
 
 
+def fold(words: Tensor) -> None:
+    """Fold the upper half of each int64 into its lower half, in place. No two words become one."""
+    words.bitwise_xor_((words >> 32).bitwise_and_(_LOWER))  # >> copies the sign of int64
+
+
 def _weigh(pieces: Pieces) -> Tensor:
     """Return int64[len(pieces)]: the sums of the weighted words up to the end of each piece."""
     sizes = [-(-part.numel() // 4) for _, part in pieces]
@@ -148,7 +155,7 @@ def _weigh(pieces: Pieces) -> Tensor:
     weights = _join([table.narrow(0, 0, size) for size in sizes])
     terms = words * weights  # modulo 2^64
     del words, weights
-    terms.bitwise_xor_(terms >> 32)
+    terms.bitwise_xor_((terms >> 32).bitwise_and_(_LOWER))  # >> copies the sign of int64
     if len(sizes) == 1:
         return terms.sum().reshape(1)
     sums = terms.cumsum(0)

@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ddpbench.replicas.digest import WORDS, plain
+from ddpbench.replicas.digest import WORDS, fold, plain
 
 # Elements whose words lie in memory at once, 24 bytes each. On a CPU they fit into its cache.
 BLOCK_CPU, BLOCK_DEVICE = 1 << 17, 1 << 22
-_LOWER = (1 << 32) - 1
 
 
 def _signed(number: int) -> int:
@@ -84,7 +83,7 @@ def _mix(block: Tensor, position: int, strides: Sequence[int]) -> Tensor:
 
 def _scramble(words: Tensor, factor: int) -> None:
     words.mul_(factor)
-    words.bitwise_xor_((words >> 32).bitwise_and_(_LOWER))  # >> copies the sign of int64
+    fold(words)
 
 
 def _join(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:

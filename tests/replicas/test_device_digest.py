@@ -158,6 +158,14 @@ def test_a_permutation_within_and_between_tensors_is_seen() -> None:
     assert len(set(digests)) == len(digests)
 
 
+def test_the_fold_gives_different_words_different_values() -> None:
+    """Also a word and its inverse, which a shift that copies the sign would give the same value."""
+    words = torch.tensor([0, 1, 5, 1 << 31, 1 << 32, (1 << 62) + 7])
+    folded = torch.cat([words, ~words])
+    digest.fold(folded)
+    assert len(set(folded.tolist())) == 12
+
+
 def test_tensors_with_elements_that_are_not_finite_are_suspected() -> None:
     """Also joined with healthy ones; integers and an empty tensor never are."""
     kinds = [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
