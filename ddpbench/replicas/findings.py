@@ -189,6 +189,7 @@ def _differences(
         assert example is not None
         names = [example.name, *(d.name for d in fold if d is not example)]
         ranks = sorted({rank for d in fold for rank in d.minority})
+        sides_of_tie = [rank for side in example.values for rank in side]
         yield Finding(
             min((_severity(facts, d.kind) for d in fold), key=SEVERITIES.index),
             "replicas-differ",
@@ -207,7 +208,7 @@ def _differences(
                 tensor=example.name,
                 tensors=list(dict.fromkeys(names)),
                 ranks=ranks,
-                **_on_mesh(example.shard, ranks, verification.places),
+                **_on_mesh(example.shard, ranks or sides_of_tie, verification.places),
             ),
         )
 
@@ -221,8 +222,8 @@ def _mismatches(facts: Facts, verification: Verification) -> Iterator[Finding]:
         sides.setdefault(key, []).append(mismatch)
     for fold in _limit_folds(sides):
         first, names = fold[0], few([mismatch.name for mismatch in fold])
-        absent = {r for m in fold for form, ranks in m.forms if form == "absent" for r in ranks}
-        forms = ", ".join(f"{form} in {name_ranks(ranks)}" for form, ranks in first.forms)
+        absent = {r for m in fold for form, side in m.forms if form == "absent" for r in side}
+        forms = ", ".join(f"{form} in {name_ranks(side)}" for form, side in first.forms)
         sentence = f"{first.kind} {first.name}: {forms}"
         if first.kind == "gradient" and absent:
             verb = "has" if len(fold) == 1 else "have"
@@ -231,12 +232,14 @@ def _mismatches(facts: Facts, verification: Verification) -> Iterator[Finding]:
         elif len(fold) > 1:
             tensors = count_kind(first.kind, len(fold))
             sentence = f"{tensors} do not match between ranks: {names}. For example {sentence}"
+        ranks = sorted({rank for m in fold for rank in m.minority})
+        sides_of_tie = [rank for _, side in first.forms for rank in side]
         place = _place(
             verification.step,
             kind=first.kind,
             tensor=first.name,
             tensors=[m.name for m in fold],
-            **_on_mesh("", sorted({r for m in fold for r in m.minority}), verification.places),
+            **_on_mesh("", ranks or sides_of_tie, verification.places),
         )
         yield Finding("error", "structure-differs", sentence, "", place)
 

@@ -279,8 +279,11 @@ def many_shards(mesh: DeviceMesh) -> Any:
     """Two shards that differ alike are one difference; apart, they are two."""
     module = module_of(on_mesh(mesh, [Replicate(), Shard(0)], 4, 2))
     local(module.p0)[1, 1] += mesh.get_local_rank("a")
-    (difference,) = verify(module).differences
+    report = verify(module)
+    (difference,) = report.differences
     assert (difference.shard, difference.values) == ("all 2 shards", ((0, 1), (2, 3)))
+    corners = ["a=0, b=0", "a=0, b=1", "a=1, b=0", "a=1, b=1"]
+    assert report.findings[0].place["coordinates"] == corners  # of both sides, as none is right
     assert difference.shape == (4, 2)
     three = DeviceMesh("cpu", torch.arange(4))
     module = module_of(on_mesh(three, [Replicate()], 4, 2), on_mesh(mesh["b"], [Shard(0)], 4))
