@@ -25,13 +25,16 @@ from torch.optim import Optimizer
 from ddpbench.launch import placement
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
-from ddpbench.replicas import Report, Verifier, sharding
+from ddpbench.replicas import Report, sharding
 from ddpbench.replicas.channel import Channel
+from ddpbench.replicas.compare import Options
+from ddpbench.replicas.gather import gather_report
 from ddpbench.replicas.report import few, listed_kinds
 from ddpbench.replicas.state import unwrap, wrapper
 from ddpbench.watch.observe.observer import Observer
 
 MEET_SECONDS = 60.0  # for all ranks to reach the same step
+LOCATED = 16  # differing tensors of a kind that are compared element by element
 EQUAL, UNEQUAL, LATE = "equal", "unequal", "late"  # what the ranks have agreed on
 
 _times = itertools.count()  # how often a proof began in this process, equal in all ranks
@@ -48,6 +51,7 @@ class Proof:
         self.findings: tuple[Finding, ...] = ()
         self._every, self._observer = every, observer
         self._equal_until: dict[str, int] = {}
+        self._stages: dict[bytes, tuple[int, ...]] = {}  # as in Options
         self._ended: set[str] = set()  # replicas that differ
         self._uncompared: set[str] = set()  # replicas of which that is reported
         self._last: tuple[int, str] | None = None  # step and digest of the last comparison
@@ -84,9 +88,15 @@ class Proof:
     def _compare(
         self, number: int, name: str, module: nn.Module, optimizers: list[Optimizer]
     ) -> None:
-        verifier = Verifier(module, optimizers)
-        verifier.equal_until = self._equal_until.get(name)
-        report = verifier.check(number)
+        options = Options(
+            gradients=None,
+            finite=True,
+            locate=LOCATED,
+            step=number,
+            equal_until=self._equal_until.get(name),
+            stages=self._stages,
+        )
+        report = gather_report(module, tuple(optimizers), None, options)
         if report.failed:
             self._ended.add(name)
             errors = [f for f in report.findings if f.severity == "error"]
