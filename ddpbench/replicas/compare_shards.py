@@ -32,7 +32,7 @@ from ddpbench.replicas.scopes import (
     Grid,
     find_offsets,
     find_scope,
-    list_stage,
+    find_stage,
     name_stages,
 )
 from ddpbench.replicas.state import Entry, State
@@ -89,7 +89,7 @@ def gather_wrong_on_mesh(
 
 def _sum_up(base: Base, contents: Contents, places: Sequence[int]) -> list[int]:
     """Return this rank's numbers of a kind, to be added up over all ranks."""
-    stage = list_stage(base)
+    stage = find_stage(base)
     layouts: dict[int, list[int]] = {}  # entries with the same layout share one object
     for place in places:
         layouts.setdefault(id(contents.entries[place].layout), []).append(place)

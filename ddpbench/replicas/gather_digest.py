@@ -124,19 +124,28 @@ def digest_state(
     channel = Channel(target, module)
     base = make_base(channel.ranks, channel.rank, target, root)
     forms, holders = _gather_forms(channel, state)
+    values = {name: form for name, form in forms.items() if isinstance(form, str)}
     whole = {name: form for name, form in forms.items() if not isinstance(form, str)}
     sums = _gather_sums(channel, state, list(whole), base, holders)
+    return StateDigest(_digest_tensors(whole, sums), values)
+
+
+def _digest_tensors(
+    forms: dict[str, list[Any]], sums: Sequence[Sequence[int]]
+) -> dict[str, TensorDigest]:
+    """Return the digests of whole tensors. Raises ValueError if the ranks do not hold all of one.
+
+    sums: of each tensor, both sums and how many elements they are of.
+    """
     tensors = {}
-    for (name, (dtype, shape)), (*both, elements) in zip(whole.items(), sums, strict=True):
+    for (name, (dtype, shape)), (*both, elements) in zip(forms.items(), sums, strict=True):
         if elements != prod(shape):
             raise ValueError(
                 f"the ranks hold {elements} of the {prod(shape)} elements of {name}: "
                 "call digest_state in all ranks of its mesh"
             )
         tensors[name] = TensorDigest(dtype, tuple(shape), format_sums(both))
-    return StateDigest(
-        tensors, {name: form for name, form in forms.items() if isinstance(form, str)}
-    )
+    return tensors
 
 
 def _collect(

@@ -117,7 +117,7 @@ def name_stages(ranks: Sequence[int], base: Base) -> list[tuple[int, ...]]:
     return [tuple(where[rank][d] for d in base.stages) for rank in ranks]
 
 
-def list_stage(base: Base) -> Scope:
+def find_stage(base: Base) -> Scope:
     """Return the ranks that hold the same layers as this one: all, without pipeline stages."""
     return find_scope(base, None)
 

@@ -70,9 +70,6 @@ class Trial:
             summary = summarise(measured.samples, total, measured.warm_up)
             cost = steps.cost(measured.samples, summary.step.value)
             columns = step_columns(case.key, self.index, measured.samples)
-        assert main.loss is not None
-        loss = float(main.loss)
-        losses = control.gather_values(self.world, loss if abs(loss) < float("inf") else None)
         result = StepResult(
             case=case,
             launch=self.index,
@@ -80,12 +77,19 @@ class Trial:
             stop_reason=measured.stop_reason,
             summary=summary,
             replicas=ledger.summarise(*cost) if self.options.verify else None,
-            losses=tuple(losses) if None not in losses else (),
+            losses=self._gather_losses(main),
             epochs=epochs,
             notes=tuple(notes),
             others_share=launch_facts.gather_others_share(self.world, meter),
         )
         return replace(result, wall_seconds=time.monotonic() - began), columns
+
+    def _gather_losses(self, main: Replica) -> tuple[float, ...]:
+        """Return the last loss of each rank; () if one is not finite."""
+        assert main.loss is not None
+        loss = float(main.loss)
+        losses = control.gather_values(self.world, loss if abs(loss) < float("inf") else None)
+        return tuple(losses) if None not in losses else ()
 
     def _arms(self, main: Replica) -> tuple[tuple[str, ...], list[str]]:
         """Return the arms that can be measured; and notes on the others, and on hidden copies."""

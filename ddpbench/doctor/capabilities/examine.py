@@ -74,7 +74,8 @@ def _count_outcomes(verdicts: Sequence[Verdict]) -> str:
     return ", ".join(f"{n} {OUTCOMES[name]}" for name, n in by_outcome.items() if n or name == OK)
 
 
-def _outcome(context: Context, request: Request, trials: Trials) -> Outcome:
+def _describe_tries(context: Context, request: Request, trials: Trials) -> list[str]:
+    """Return lines on what was tried, and where."""
     calls = [verdict for each, verdict in trials.tried if each.form != PARALLEL]
     ways = [verdict for each, verdict in trials.tried if each.form == PARALLEL]
     lines = [
@@ -95,6 +96,10 @@ def _outcome(context: Context, request: Request, trials: Trials) -> Outcome:
     if len(context.world.hosts) > 1:
         hostname = context.launch.ranks[0]["hostname"]
         lines.append(f"tried only on {hostname}, the host of rank 0")
+    return lines
+
+
+def _outcome(context: Context, request: Request, trials: Trials) -> Outcome:
     unchecked = []
     untried = len(request.wanted) - len(trials.tried)
     if untried:
@@ -109,7 +114,7 @@ def _outcome(context: Context, request: Request, trials: Trials) -> Outcome:
         "verdicts": rows(trials.tried),
     }
     return Outcome(
-        lines=tuple(lines),
+        lines=tuple(_describe_tries(context, request, trials)),
         unchecked=tuple(unchecked),
         findings=findings(context.backend.name, trials.tried),
         figures=figures,

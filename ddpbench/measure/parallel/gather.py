@@ -18,7 +18,7 @@ def gather_timed(world: World, rounds: Sequence[Sequence[Span]]) -> Timed | None
 
     None on other ranks, and if the steps or the ranks differ in what they communicate.
     """
-    first = rounds[0] if rounds else ()
+    first = rounds[0]
     kinds = [_kind(span) for span in first]
     own: list[tuple[Kind, tuple[int, ...]]] = [(_kind(span), span.ranks) for span in first]
     if any([_kind(span) for span in spans] != kinds for spans in rounds):

@@ -18,9 +18,6 @@ def resolve_group(group: Any) -> Any:
 class _Done(dist.Work):
     """A collective that has ended."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def wait(self, timeout: Any = None) -> bool:
         return True
 
