@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from command_lines import clean_environment
 from stored_steps import a_step_case
 from torch import Tensor
@@ -27,7 +28,8 @@ from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.launch import forks, placement
 from ddpbench.launch.placement import Placement
 from ddpbench.measure.parallel.build import ShardedReplica, build_sharded, count_own_nbytes
-from ddpbench.measure.parallel.meshes import Meshes, agree_meshes
+from ddpbench.measure.parallel.communication import SCATTERS
+from ddpbench.measure.parallel.meshes import Meshes, agree_meshes, find_refusal
 from ddpbench.measure.step import Marks
 from ddpbench.records.schema import StepCase
 from ddpbench.runtime.meeting import Rendezvous
@@ -127,13 +129,38 @@ def train(world: World, group: Any, job: Job) -> dict[str, Any]:
         return {"losses": losses, "held": held, "spans": spans, "arms": replica.arms}
 
 
+def try_averages(world: World, group: Any) -> dict[str, str | None]:
+    """What is said of ways on gloo; and if its reduce_scatter sums, as torch 2.7's does."""
+    seen = {}
+    with contextlib.ExitStack() as closing:
+        for name, sums in (("fsdp", False), ("hsdp", False), ("fsdp+tp", True), ("tp", True)):
+            meshes = agree_meshes(
+                world, WAYS[name], (4,) if len(WAYS[name].dimensions) == 1 else (2, 2),
+                torch_name="gloo", whole=group, device=CPU, closing=closing,
+            )  # fmt: skip
+            with pytest.MonkeyPatch.context() as patch:
+                for call in SCATTERS if sums else ():
+                    if hasattr(dist, call):
+                        patch.setattr(dist, call, _make_sum(getattr(dist, call)))
+                seen[name] = find_refusal(world, meshes, "gloo")
+    return seen
+
+
+def _make_sum(real: Any) -> Any:
+    def reduce_scatter(output: Tensor, whole: Tensor, op: Any, group: Any) -> None:
+        real(output, whole, op=dist.ReduceOp.SUM, group=group)
+
+    return reduce_scatter
+
+
 def play(folder: Path) -> int:
     """Take the steps of all cases in this rank."""
     place = placement.read_placement()
     assert isinstance(place, Placement)
     torch.set_num_threads(1)
     with join_world(place, Rendezvous()) as world, world.agree_group("gloo") as group:
-        seen = {name: train(world, group, job) for name, job in JOBS.items()}
+        seen: dict[str, Any] = {name: train(world, group, job) for name, job in JOBS.items()}
+        seen["averages"] = try_averages(world, group)
     (folder / f"rank-{place.rank}").write_text(json.dumps(seen))
     return 0
 
@@ -208,6 +235,16 @@ def test_arms_are_those_that_the_way_has(seen: list[Any]) -> None:
     assert operations["fsdp"] == {"all_gather", "reduce_scatter"}
     assert operations["hsdp"] == {"all_gather", "reduce_scatter", "all_reduce"}
     assert operations["tp"] == {"all_reduce"}
+
+
+def test_a_backend_that_sums_in_place_of_averaging_is_refused(seen: list[Any]) -> None:
+    """The trial looks at the result: reduce_scatter of torch 2.7's gloo does not raise. All ranks
+    say the same; where no gradient is averaged, nothing is tried."""
+    said = seen[0]["averages"]
+    assert said["fsdp"] is said["hsdp"] is said["tp"] is None
+    assert "averages gradients with reduce_scatter, and gloo of torch" in said["fsdp+tp"]
+    assert "returns 3 where 1.5 is right; choose --parallel ddp or tp" in said["fsdp+tp"]
+    assert [rank["averages"] for rank in seen] == [said] * RANKS
 
 
 if __name__ == "__main__":

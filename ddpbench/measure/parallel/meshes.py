@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ def _agree_line(
 def find_refusal(world: World, meshes: Meshes, backend: str) -> str | None:
     """Return one sentence, in all ranks, if the backend cannot average as fully_shard does.
 
-    It tries one small collective of each kind along the dimensions of data parallelism.
+    It tries one small collective of each kind along the dimensions of data parallelism. Its result
+    counts, too: gloo of torch 2.7 sums in reduce_scatter, whatever it is asked for.
     """
     objection = None
     device = torch.device(meshes.tested.device_type)
@@ -102,25 +104,38 @@ def find_refusal(world: World, meshes: Meshes, backend: str) -> str | None:
         if dimension not in calls or objection is not None:
             continue
         operation, call = calls[dimension]
+        group = meshes.tested.get_group(dimension)
+        expected = (group.size() + 1) / 2
         try:
-            call(meshes.tested.get_group(dimension), device)
+            got = call(group, torch.tensor([group.rank() + 1.0], device=device))
+            right = math.isclose(got, expected, rel_tol=1e-3)  # 1 / size is rounded
+            failure = None if right else f"returns {got:g} where {expected:g} is right"
         except (RuntimeError, NotImplementedError) as error:
+            failure = f"cannot: {control.first_line(error, 200)}"
+        if failure is not None:
             objection = (
                 f"--parallel {meshes.way.name} on mesh {format_mesh(meshes.shape)} averages "
-                f"gradients with {operation}, and {backend} of torch {torch.__version__} cannot: "
-                f"{control.first_line(error, 200)}; choose another --parallel or another --backend"
+                f"gradients with {operation}, and {backend} of torch {torch.__version__} "
+                f"{failure}; choose --parallel ddp or tp, or another --backend"
             )
     return control.agree_objection(world, objection)
 
 
-def _scatter(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Gather and scatter as fully_shard does, by the names that this torch prefers."""
-    whole, own = torch.ones(group.size(), device=device), torch.ones(1, device=device)
+def _scatter(group: dist.ProcessGroup, own: torch.Tensor) -> float:
+    """Gather and scatter as fully_shard does, by the names that this torch prefers.
+
+    Each rank contributes its own number to all; return their average.
+    """
+    whole = own.new_empty(group.size())
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     gather(whole, own, group=group)
-    scatter(own, whole, op=dist.ReduceOp.AVG, group=group)
+    average = torch.empty_like(own)
+    scatter(average, own.repeat(group.size()), op=dist.ReduceOp.AVG, group=group)
+    return average.item()
 
 
-def _reduce(group: dist.ProcessGroup, device: torch.device) -> None:
-    dist.all_reduce(torch.ones(1, device=device), op=dist.ReduceOp.AVG, group=group)
+def _reduce(group: dist.ProcessGroup, own: torch.Tensor) -> float:
+    """Return the average of all ranks' numbers."""
+    dist.all_reduce(own, op=dist.ReduceOp.AVG, group=group)
+    return own.item()
