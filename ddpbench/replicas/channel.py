@@ -82,12 +82,16 @@ class Channel:
         """int64[ranks, n]: every rank's int64[n], n the same in all."""
         if self.alone:
             return vector[None]
-        rows = torch.from_numpy(np.ascontiguousarray(vector))[None].to(self.device)
+        # torch sorts the ranks of each group, so a mesh of ranks in another order needs a column.
+        shuffled = len(self._lines) > 1 and self.ranks != sorted(self.ranks)
+        own = np.array([self.rank] if shuffled else [], np.int64)
+        rows = torch.from_numpy(np.concatenate([own, vector]))[None].to(self.device)
         for group in reversed(self._lines):  # the last dimension first: rows in the mesh's order
             parts = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
             dist.all_gather(parts, rows, group)
             rows = torch.cat(parts)
-        return rows.cpu().numpy()
+        table = rows.cpu().numpy()
+        return table[table[:, 0].argsort()][:, 1:] if shuffled else table
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value as JSON keeps it."""
@@ -107,7 +111,8 @@ class Channel:
         # Along each dimension, the rank that shares this coordinate with the source sends.
         places = np.unravel_index(source, [dist.get_world_size(group) for group in self._lines])
         for group, place in zip(self._lines, places, strict=True):
-            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            members = {*dist.get_process_group_ranks(group or dist.group.WORLD)}
+            ranks = [rank for rank in self.ranks if rank in members]  # in the mesh's order
             dist.broadcast(tensor, ranks[int(place)], group)
         return tensor.cpu().numpy()
 

@@ -294,6 +294,20 @@ def many_shards(mesh: DeviceMesh) -> Any:
     return report_as_json(report)
 
 
+def ranks_in_another_order(mesh: DeviceMesh) -> Any:
+    """The ranks of a mesh need not ascend: the report names the rank that is wrong."""
+    turned = DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]]), mesh_dim_names=("a", "b"))
+    module = module_of(on_mesh(turned, [Replicate(), Replicate()], 4))
+    local(module.p0)[1] += dist.get_rank() == 3
+    report = verify(module)
+    (difference,) = report.differences
+    assert difference.values == ((0, 1, 2), (3,))
+    (detail,) = difference.details
+    assert (detail.ranks, detail.reference, detail.index, detail.value) == ((3,), 2, (1,), "2.0")
+    assert report.findings[0].place["coordinates"] == ["a=0, b=1"]
+    return report_as_json(report)
+
+
 def steps_of_a_verifier(mesh: DeviceMesh) -> Any:
     """The first bad step of a shard is kept, and the next report does not explain it again."""
     module = module_of(*(on_mesh(mesh, [Replicate(), Shard(0)], 4) for _ in range(2)))
@@ -339,7 +353,7 @@ PLAYS: dict[str, Play] = {
         offsets, offsets_under_fully_shard, traffic, two_meshes, part_of_a_mesh,
         plain_module_on_a_mesh, empty_shards, gathered_copies, unsynchronised_gradients,
         nan_in_a_shard, other_placements, rank_without_dtensors, partial_sums, many_shards,
-        steps_of_a_verifier, pipeline,
+        ranks_in_another_order, steps_of_a_verifier, pipeline,
     )
 }  # fmt: skip
 
