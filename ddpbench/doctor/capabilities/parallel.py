@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ddpbench.doctor.capabilities.verdicts import OK, PARALLEL, WRONG, Combination, Verdict
@@ -79,12 +78,6 @@ class Ranks:
 def list_combinations(ranks: int) -> list[Combination]:
     """Return a combination for each way; none for one rank, which sends nothing."""
     return [Combination(name, PARALLEL, None, None) for name in WAYS] if ranks > 1 else []
-
-
-def import_modules() -> None:
-    """Import what the ways need."""
-    for name in MODULES:
-        import_module(name)
 
 
 def attempt(name: str, ranks: Ranks) -> Verdict:
