@@ -63,6 +63,7 @@ def prepare(context: LaunchContext[Options]) -> Work[str]:
     torch.set_num_threads(threads)
     _agree_hook(context.world, options, context.backend)
     meshes = _agree_meshes(context)
+    step = "DDP step" if meshes is None else f"{options.parallel} step"
 
     def begin(recorder: Recorder, progress: Progress) -> Measure[str]:
         trial = Trial(context, threads, meshes)
@@ -75,7 +76,7 @@ def prepare(context: LaunchContext[Options]) -> Work[str]:
 
     return Work(
         options.subjects,
-        lambda name: f"the DDP step of {name} on {context.backend.name}",
+        lambda name: f"the {step} of {name} on {context.backend.name}",
         begin,
         {"threads": threads},
     )

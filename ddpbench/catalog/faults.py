@@ -160,7 +160,7 @@ _FAULTS = (
     _fault(step_faults.learning_rate, before=True, lr=0.05),
     _fault(step_faults.corrupted_result, before=True, bit=20),
     _fault(step_faults.bypass, before=True, all_ranks=True, needs=step_faults.require_ddp),
-    _fault(step_faults.no_sync, before=True, all_ranks=True),
+    _fault(step_faults.no_sync, before=True, all_ranks=True, needs=step_faults.require_ddp),
     _fault(step_faults.slow_rank, before=True, ms=30),
     _fault(
         step_faults.slow_link, before=True, all_ranks=True, needs=step_faults.require_ddp, ms=30

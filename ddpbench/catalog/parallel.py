@@ -103,7 +103,8 @@ WAYS: dict[str, Way] = {
             "replicas",
             (REPLICATE, SHARD),
             _halves,
-            "hosts x ranks of a host; on one host, 2 x half of its ranks",
+            "hosts x ranks of a host; on one host, 2 x half of its ranks, or 1 x all if their "
+            "number is odd",
         ),
         Way(
             "tp",
@@ -116,7 +117,7 @@ WAYS: dict[str, Way] = {
             "ranks that share a batch divide each layer, and fully_shard divides it further",
             (SHARD, TENSOR),
             _pairs,
-            "half of the ranks x 2",
+            "half of the ranks x 2, or 1 x all if their number is odd",
         ),
     )
 }

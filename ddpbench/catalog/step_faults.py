@@ -73,7 +73,7 @@ def require_ddp(replica: Any) -> str | None:
     """Return why there is no DDP to plant the fault in; None if there is."""
     if replica.case.parallel == "ddp":
         return None
-    return "this fault is one of DDP, which divides no model: use --parallel ddp"
+    return "the faults bypass, no-sync and slow-link change what DDP does: use --parallel ddp"
 
 
 def no_sync(replica: Any, settings: Settings) -> None:

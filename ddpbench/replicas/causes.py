@@ -287,11 +287,12 @@ CAUSES = (
     Cause(
         "gradients-changed-apart",
         lambda facts: _unreduced(facts, spanned=True),
-        "gradients differ along {unsharded}, although fully_shard reduces them there: some ranks "
-        "changed them after backward, or these parameters are DTensors that fully_shard does not "
-        "manage",
-        "do not change .grad by rank after backward (clip with torch.nn.utils.clip_grad_norm_, "
-        "whose norm is that of all shards, and scale by what all ranks share); let fully_shard "
+        "gradients differ along {unsharded}, although fully_shard reduces them there: this "
+        "all_reduce was skipped, some ranks changed gradients after backward, or these parameters "
+        "are DTensors that fully_shard does not manage",
+        "call set_requires_all_reduce(True) before the backward of the last micro-batch; do "
+        "not change .grad by rank after backward (clip with torch.nn.utils.clip_grad_norm_, whose "
+        "norm is that of all shards, and scale by what all ranks share); let fully_shard "
         "manage every parameter",
         lambda facts: facts.select("gradient"),
     ),

@@ -48,6 +48,10 @@ class Parser(argparse.ArgumentParser):
             word = (unknown[1].split() or ["''"])[0]
             known = [option for action in self._actions for option in action.option_strings]
             message = f"unknown option {word}" + did_you_mean(word.split("=")[0], known)
+        choice = re.fullmatch(r"(argument \S+: )invalid choice: (.+) \(choose from (.*)\)", message)
+        if choice:
+            table = [word.strip("'") for word in choice[3].split(", ")]
+            message = choice[1] + explain_unknown("choice", choice[2].strip("'"), table)
         message = re.sub(r"^argument (\S+?)(/\S+)*: ", r"\1: ", message)
         refuse(f"{message} (see {self.prog} --help)")
 

@@ -156,10 +156,12 @@ def test_a_fault_that_the_mesh_has_no_place_for_is_refused(
     assert words in objection
 
 
-def test_a_fault_of_ddp_is_refused_on_a_mesh() -> None:
-    """There is no DDP that a forward could bypass."""
-    replica = SimpleNamespace(case=SimpleNamespace(parallel="hsdp"))
-    assert "use --parallel ddp" in (faults.parse("bypass").objection(replica, 4) or "")
+@pytest.mark.parametrize("name", ["bypass", "no-sync", "slow-link"])
+@pytest.mark.parametrize("parallel", ["fsdp", "hsdp", "tp", "fsdp+tp"])
+def test_a_fault_of_ddp_is_refused_on_a_mesh(name: str, parallel: str) -> None:
+    """There is no DDP that a forward could bypass, and no no_sync."""
+    replica = SimpleNamespace(case=SimpleNamespace(parallel=parallel))
+    assert "use --parallel ddp" in (faults.parse(name).objection(replica, 4) or "")
 
 
 if __name__ == "__main__":

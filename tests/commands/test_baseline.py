@@ -313,7 +313,7 @@ def test_a_measurement_that_fails_ends_the_check(
     ("words", "sentence"),
     [
         ((), "the following arguments are required: save|list|check"),
-        (("chek",), "invalid choice: 'chek'"),
+        (("chek",), "unknown choice 'chek'"),
         (
             ("check", "mien"),
             "choose foreign, hosts or mine. Did you mean mine?",

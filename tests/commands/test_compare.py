@@ -698,7 +698,7 @@ def test_words_that_all_cases_share_are_said_once() -> None:
         (("before",), 2, "the following arguments are required: NEW"),
         (("before", "after", "--margin", "0"), 2, "--margin: '0' is not a number above 0"),
         (("before", "after", "--margin", "nan"), 2, "--margin: 'nan' is not a number above 0"),
-        (("before", "after", "--format", "html"), 2, "invalid choice: 'html'"),
+        (("before", "after", "--format", "html"), 2, "unknown choice 'html'"),
         (("before", "after", "--only", "a,,b"), 2, "has an empty name"),
         (("before", "after", "--strikt"), 2, "unknown option --strikt. Did you mean --strict?"),
         (("before", "after", "--only", "nccl"), 2,

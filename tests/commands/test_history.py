@@ -213,7 +213,7 @@ def test_another_folder_of_runs(call: Call) -> None:
         (("all_redcue",), "no measured case in results has the words all_redcue in its name, as in "
          "'all_reduce 4 KiB float32 sum in place gloo 2 ranks'. Did you mean all_reduce?"),
         (("all_reduce", "--folder", "nowhere"), "nowhere holds no run with results"),
-        (("all_reduce", "--format", "html"), "invalid choice: 'html'"),
+        (("all_reduce", "--format", "html"), "unknown choice 'html'"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_sentence(call: Call, words: tuple[str, ...], sentence: str) -> None:

@@ -88,7 +88,7 @@ def test_words_stay_what_they_are(capsys: pytest.CaptureFixture[str], kind: str)
     ("words", "sentence"),
     [
         (["--nodes", "0"], "--nodes: '0' is not a whole number from 1 on"),
-        (["--kind", "job"], "--kind: invalid choice: 'job'"),
+        (["--kind", "job"], "--kind: unknown choice 'job'"),
         (["--", "show"], "unknown command 'show' after --: choose collectives, ddp or doctor"),
         (["--", "ddp", "--batches", "3"], "unknown option --batches"),
     ],
