@@ -109,6 +109,19 @@ def test_every_workload_runs_on_gloo_and_mpi(tmp_path: Path) -> None:
 
 
 @needs_mpirun
+def test_a_divided_model_steps_on_mpi(tmp_path: Path) -> None:
+    """HSDP over two groups of MPI is measured, and its replicas are equal after each step."""
+    words = ("ddp", "-n", "2", "--backend", "mpi", "--parallel", "hsdp", "--mesh", "2x1")
+    done = run_ddpbench(tmp_path, *words, *SMALL, *FEW, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = one(tmp_path)
+    assert result.case.mesh == (2, 1)
+    assert result.summary is not None
+    assert result.replicas is not None
+    assert result.replicas.ok
+
+
+@needs_mpirun
 def test_mpirun_starts_ranks_too(tmp_path: Path) -> None:
     """Three ranks under mpirun itself."""
     words = [*mpirun(3), *warm_python(), "-m", "ddpbench.ddp", "--backend", "mpi", *SMALL, *FEW]

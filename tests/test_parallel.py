@@ -35,7 +35,6 @@ SMALL = (
         ("--reshard-after-forward no", "it belongs to --parallel fsdp, hsdp or fsdp+tp"),
         ("--parallel tp -n 4 --workload transformer --width 64", "use --width 256"),
         ("--parallel tp -n 3 --width 64", "width 64 does not divide among 3 ranks"),
-        ("--parallel fsdp --backend mpi", "choose --backend gloo or nccl"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_any_rank_starts(

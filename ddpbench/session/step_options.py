@@ -168,11 +168,6 @@ class Options(RunOptions):
                     f"--parallel {self.parallel} does not know how to divide the workload {name}: "
                     f"choose --workload {list_choices(planned)}, or --parallel ddp"
                 )
-        if self.way.dimensions and "mpi" in self.backend:
-            raise Refused(
-                f"--parallel {self.parallel} does not run on ddpbench's mpi, where its collectives "
-                "hang: choose --backend gloo or nccl"
-            )
         if self.nproc or self.mesh:
             self.lay_out((self.nproc or math.prod(self.mesh),))
 
