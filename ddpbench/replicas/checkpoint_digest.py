@@ -32,6 +32,8 @@ def digest_checkpoint(folder: Path) -> StateDigest:
     and what is no tensor: read only checkpoints that you trust. Raises ValueError with one sentence
     if the folder holds no checkpoint, or a damaged one.
     """
+    if not folder.exists():
+        raise ValueError(f"{folder} does not exist: name a folder with a checkpoint")
     if not (folder / ".metadata").is_file():
         raise ValueError(
             f"{folder} holds no checkpoint of torch.distributed.checkpoint: .metadata is missing"

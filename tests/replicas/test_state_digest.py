@@ -596,6 +596,14 @@ def save(names: dict[str, Any], folder: Path) -> None:
         dcp.save(names, checkpoint_id=folder)
 
 
+def test_a_missing_checkpoint_is_named_as_missing(tmp_path: Path) -> None:
+    """A mistyped name is not taken for a folder without metadata."""
+    from ddpbench.replicas.checkpoint_digest import digest_checkpoint
+
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        digest_checkpoint(tmp_path / "nowhere")
+
+
 def test_the_command_refuses_what_it_cannot_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
