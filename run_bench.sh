@@ -23,7 +23,7 @@ usage: run_bench.sh COMMAND [arguments passed on]
   python   run the environment's Python: run_bench.sh python script.py
 
 The other commands of ddpbench work too, as in `run_bench.sh doctor -n 4`:
-  collectives launch manifest watch doctor compare ab calibrate baseline history report show list guide
+  collectives launch manifest watch doctor compare ab calibrate baseline checkpoint history report show list guide
 
 cpu, mpi, gpu, all and ddp give options to ddpbench. Yours follow, so yours win:
 run_bench.sh cpu -n 4 --op all_reduce --report
@@ -246,7 +246,7 @@ case $command in
   history) uses=(history) ;;
   watch) uses=(mpi watch) ;;
   report) uses=(report) ;;
-  python | manifest | compare | show | list | guide) ;;
+  python | manifest | checkpoint | compare | show | list | guide) ;;
   *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, slurm, regress, test, python, and no command of ddpbench (run_bench.sh --help)" ;;
 esac
 for word; do

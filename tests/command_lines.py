@@ -126,8 +126,8 @@ def read_stored_run(cwd: Path) -> tuple[Path, Run]:
 
 
 def wait_for_result(cwd: Path) -> None:
-    """Wait until a run in results/ of `cwd` holds a measured case; fail after 40 s."""
-    until = time.monotonic() + 40
+    """Wait until a run in results/ of `cwd` holds a measured case; fail after 100 s."""
+    until = time.monotonic() + 100
     while time.monotonic() < until:
         folders = store.list_runs(cwd / "results")
         if folders and any(outcome.summary for outcome in store.read(folders[0]).outcomes):

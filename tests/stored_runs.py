@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.records.schema import Case, Interval, Launch, Plan, Result, Run, Summary
+from ddpbench.records.launched import Launch
+from ddpbench.records.schema import Case, Interval, Plan, Result, Run, Summary
 
 
 def a_case(**other: Any) -> Case:

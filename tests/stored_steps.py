@@ -12,16 +12,8 @@ import numpy.typing as npt
 from ddpbench.analysis import sharded_steps, steps
 from ddpbench.analysis.spans import Span, Timed
 from ddpbench.analysis.steps import BucketInfo, Samples
-from ddpbench.records.schema import (
-    Epoch,
-    Launch,
-    Plan,
-    Replicas,
-    Run,
-    StepCase,
-    StepResult,
-    StepSummary,
-)
+from ddpbench.records.launched import Launch
+from ddpbench.records.schema import Epoch, Plan, Replicas, Run, StepCase, StepResult, StepSummary
 
 Ints = npt.NDArray[np.int64]
 MS = 1_000_000  # ns

@@ -63,7 +63,6 @@ def test_what_does_not_fit_is_refused_before_any_rank_starts(
         ("hsdp", (8,), (2, 4)),
         ("hsdp", (4, 4, 4), (3, 4)),
         ("hsdp", (2, 4), (2, 3)),
-        ("hsdp", (3,), (1, 3)),
         ("fsdp+tp", (8,), (4, 2)),
         ("tp", (4,), (4,)),
     ],
@@ -73,6 +72,13 @@ def test_the_default_mesh_has_all_ranks(
 ) -> None:
     """HSDP replicates over hosts of one size; on one host, or with other hosts, over two halves."""
     assert WAYS[way].lay_out((), hosts) == mesh
+
+
+def test_hsdp_without_a_second_replica_must_be_meant() -> None:
+    """An odd number of ranks makes no two replicas: only a mesh of one replica by name does."""
+    with pytest.raises(ValueError, match=r"on 3 ranks has one replica only: .*--mesh 1x3"):
+        WAYS["hsdp"].lay_out((), (3,))
+    assert WAYS["hsdp"].lay_out((1, 3), (3,)) == (1, 3)
 
 
 @pytest.mark.parametrize("text", ["", "x", "2x", "0x2", "-1", "2x2.0", "²"])

@@ -58,6 +58,11 @@ class Way:
                 raise ValueError("--mesh does not apply to --parallel ddp: leave it out")
             return ()
         mesh = given or self.default_mesh(hosts)
+        if REPLICATE in self.dimensions and mesh[0] == 1 < ranks and not given:
+            raise ValueError(
+                f"--parallel {self.name} on {ranks} ranks has one replica only: "
+                f"choose an even number of ranks, or type --mesh {format_mesh(mesh)} if you mean it"
+            )
         if len(mesh) != len(self.dimensions):
             names = list_all(self.dimensions)
             count = len(self.dimensions)
@@ -103,8 +108,7 @@ WAYS: dict[str, Way] = {
             "replicas",
             (REPLICATE, SHARD),
             _halves,
-            "hosts x ranks of a host; on one host, 2 x half of its ranks, or 1 x all if their "
-            "number is odd",
+            "hosts x ranks of a host; on one host, 2 x half of its ranks",
         ),
         Way(
             "tp",

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.catalog.backends import Backend
-from ddpbench.records.schema import Finding, Launch
+from ddpbench.records.launched import Launch
+from ddpbench.records.schema import Finding
 from ddpbench.records.table import Table
 from ddpbench.runtime.world import World
 

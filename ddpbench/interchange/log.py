@@ -12,17 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.records.schema import (
-    LEFT_OUT,
-    Case,
-    Finding,
-    Launch,
-    Plan,
-    Result,
-    Run,
-    Summary,
-    Wrong,
-)
+from ddpbench.records.launched import Launch
+from ddpbench.records.schema import LEFT_OUT, Case, Finding, Plan, Result, Run, Summary, Wrong
 
 INSTANT = "the log says 0: less than it can print"
 

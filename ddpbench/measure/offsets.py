@@ -19,7 +19,7 @@ from ddpbench.analysis import clocks
 from ddpbench.analysis.clocks import Ahead
 from ddpbench.launch import sockets
 from ddpbench.measure import clock
-from ddpbench.records.schema import Offset
+from ddpbench.records.launched import Offset
 from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 

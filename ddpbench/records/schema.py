@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddpbench.records.launched import Launch
 from ddpbench.records.load import Load
 from ddpbench.records.table import Table
 from ddpbench.records.watched import Watched
@@ -412,37 +413,6 @@ class Examination:
     findings: tuple[Finding, ...] = ()
     figures: dict[str, Any] = field(default_factory=dict)  # JSON; documented in doctor/NAME/
     tables: tuple[Table, ...] = ()  # none in runs stored before there was this field
-
-
-@dataclass(frozen=True)
-class Offset:
-    """What a clock that is not rank 0's was ahead of it in this launch, within ± the bound."""
-
-    host: str
-    ranks: tuple[int, ...]  # that read it
-    seconds: float
-    bound_seconds: float
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One set of fresh processes on one backend."""
-
-    index: int
-    backend: str
-    provider: str
-    library: str
-    launcher: str
-    world_size: int
-    facts: dict[str, Any] = field(default_factory=dict)
-    ranks: tuple[dict[str, Any], ...] = ()
-    clock: dict[str, float] = field(default_factory=dict)
-    offsets: tuple[Offset, ...] = ()  # one a clock; empty: one clock, or not compared
-    started: str = ""
-    ended: str | None = None
-    cases: int = 0  # that it was to measure
-    sweep_seconds: float | None = None  # from the first case to the last
-    measuring_seconds: float | None = None  # of these, in warm-up and timed repetitions
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ddpbench.analysis import stats
-from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, Finding, Launch, Run
+from ddpbench.records.launched import Launch
+from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, Finding, Run
 from ddpbench.render.column import digits
 
 TENSORS = 2  # differing tensors of a case that are listed above the tables

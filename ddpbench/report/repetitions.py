@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from ddpbench.analysis.stats import Floats
 from ddpbench.records import store
-from ddpbench.records.schema import Launch, Run
+from ddpbench.records.launched import Launch
+from ddpbench.records.schema import Run
 
 if TYPE_CHECKING:
     import pandas as pd

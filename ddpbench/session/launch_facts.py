@@ -11,7 +11,7 @@ import psutil
 
 from ddpbench.catalog.backends import Backend
 from ddpbench.records import store
-from ddpbench.records.schema import Launch
+from ddpbench.records.launched import Launch
 from ddpbench.runtime import control, cpu, environment, gpu_facts
 from ddpbench.runtime.world import World
 

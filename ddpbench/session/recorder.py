@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.records import redact, store
-from ddpbench.records.schema import Examination, Launch, Result, StepResult
+from ddpbench.records.launched import Launch
+from ddpbench.records.schema import Examination, Result, StepResult
 
 if TYPE_CHECKING:
     from ddpbench.measure.offsets import Clocks

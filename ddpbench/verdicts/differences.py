@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ddpbench.analysis.rank_setup import merge_settings
-from ddpbench.records.schema import Launch, Plan, Run
+from ddpbench.records.launched import Launch
+from ddpbench.records.schema import Plan, Run
 
 # Facts of launches and ranks. Load and free memory are left out: they change every minute.
 FACTS = (

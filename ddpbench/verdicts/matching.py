@@ -218,10 +218,14 @@ def fields_differing(base: AnyCase, new: AnyCase) -> list[str]:
 def differing(base: AnyCase, new: AnyCase) -> str:
     """Format the fields in which two cases differ, with both values."""
     return ", ".join(
-        f"{name} {_format_value(getattr(base, name))} → {_format_value(getattr(new, name))}"
+        f"{name} {_format_value(name, base)} → {_format_value(name, new)}"
         for name in fields_differing(base, new)
     )
 
 
-def _format_value(value: object) -> str:
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def _format_value(name: str, case: AnyCase) -> str:
+    """Return the value of a field: "2x4" of a mesh, "4+4" of other tuples."""
+    value = getattr(case, name)
+    if not isinstance(value, tuple):
+        return str(value)
+    return ("x" if name == "mesh" else "+").join(map(str, value)) or "none"

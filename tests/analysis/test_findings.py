@@ -18,7 +18,8 @@ from stored_steps import (
 
 from ddpbench.analysis import findings, step_lines
 from ddpbench.records import codec
-from ddpbench.records.schema import Finding, Launch, Limit, Replicas, Result, Run, Wrong
+from ddpbench.records.launched import Launch
+from ddpbench.records.schema import Finding, Limit, Replicas, Result, Run, Wrong
 from ddpbench.render import step_replicas
 from ddpbench.render.step_columns import STEP_COLUMNS
 from ddpbench.render.style import TERMINAL

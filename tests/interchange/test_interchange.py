@@ -19,7 +19,8 @@ from ddpbench.analysis import lines
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
 from ddpbench.records import codec, redact, store
-from ddpbench.records.schema import Launch, Result, Run, Wrong
+from ddpbench.records.launched import Launch
+from ddpbench.records.schema import Result, Run, Wrong
 from ddpbench.records.store import InvalidRun
 from ddpbench.render import formats, prometheus
 

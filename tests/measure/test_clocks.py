@@ -23,7 +23,8 @@ from ddpbench.analysis.clocks import Ahead
 from ddpbench.measure import offsets
 from ddpbench.measure.pace import Samples
 from ddpbench.records import store
-from ddpbench.records.schema import Offset, Result
+from ddpbench.records.launched import Offset
+from ddpbench.records.schema import Result
 from ddpbench.render import formats
 from ddpbench.runtime import control
 

@@ -24,8 +24,9 @@ from tabulate import tabulate
 
 from ddpbench.analysis import stats
 from ddpbench.records import store
+from ddpbench.records.launched import Launch
 from ddpbench.records.samples import operation_columns
-from ddpbench.records.schema import Case, Launch, Plan, Result, Run
+from ddpbench.records.schema import Case, Plan, Result, Run
 
 RANKS, HOSTS, CALLS, WARM_UPS, LATE_RANK = 64, 8, 100, 20, 13
 OPERATIONS = (

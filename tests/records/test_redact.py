@@ -16,8 +16,9 @@ from warm_python import warm_python
 from ddpbench.commands import slurm
 from ddpbench.nested_runs import turns
 from ddpbench.records import redact, store
+from ddpbench.records.launched import Launch
 from ddpbench.records.redact import Owner
-from ddpbench.records.schema import Launch, Plan, Run
+from ddpbench.records.schema import Plan, Run
 from ddpbench.session import options
 
 ALICE = Owner.of(

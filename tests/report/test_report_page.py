@@ -17,7 +17,8 @@ import pytest
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary, with_facts
 from stored_steps import a_step_case, a_step_result, a_step_run
 
-from ddpbench.records.schema import Finding, Offset, Run
+from ddpbench.records.launched import Offset
+from ddpbench.records.schema import Finding, Run
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.report.chart import Chart, Choice, ReportRun
 from ddpbench.report.output import embedding

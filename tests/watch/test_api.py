@@ -79,7 +79,7 @@ def test_one_line_in_the_script_is_enough(tmp_path: Path, when: str) -> None:
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
-            [*warm_python(), "train.py"],
+            [sys.executable, "train.py"],
             cwd=tmp_path,
             env=clean_environment(WHEN=when, RANK=str(rank), LOCAL_RANK=str(rank), **variables),
             stdout=subprocess.PIPE,

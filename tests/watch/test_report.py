@@ -17,8 +17,9 @@ import pytest
 from stored_steps import a_step_case, a_step_result, a_step_run
 
 from ddpbench.records import redact, store
+from ddpbench.records.launched import Launch
 from ddpbench.records.load import Load
-from ddpbench.records.schema import Finding, Launch, Run
+from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import COLUMNS
 from ddpbench.render.formats import FORMATS
 from ddpbench.session.run_end import End, interrupted

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from ddpbench.catalog.sizes import readable
-from ddpbench.records.schema import Launch
+from ddpbench.records.launched import Launch
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import spans
 from ddpbench.render.column import scaled

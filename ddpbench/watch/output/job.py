@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddpbench.records import redact, store
-from ddpbench.records.schema import Launch, StepCase
+from ddpbench.records.launched import Launch
+from ddpbench.records.schema import StepCase
 
 TIME = "from the end of an optimizer step to the end of the next"  # other than that of `ddp`
 
