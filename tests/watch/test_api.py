@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from command_lines import clean_environment, run_command
-from warm_python import warm_python
 
 import ddpbench
 from ddpbench.launch.placement import free_port
