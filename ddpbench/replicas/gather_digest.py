@@ -110,7 +110,7 @@ def digest_state(
 
     Ranks exchange two numbers, and then three per tensor, in one all_reduce each. Beyond that the
     memory needed is 3 MiB on a CPU and 96 MiB on another device, and a copy of the shard if it is
-    not contiguous. One core of a CPU digests about 500 MB/s of float32.
+    not contiguous.
 
     Raises TypeError for a wrong argument. Raises ValueError with one sentence, in all ranks, for a
     state that cannot be digested.
