@@ -232,14 +232,19 @@ def _buckets(launches: Sequence[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
     return tuple(_merged(same) for same in zip(*launches, strict=True))
 
 
+def _common_rank(ranks: Iterable[int | None]) -> int | None:
+    """Return the rank that all launches name; None if they name several, or none."""
+    distinct = {*ranks}
+    return distinct.pop() if len(distinct) == 1 else None
+
+
 def _merged(same: Sequence[Bucket]) -> Bucket:
-    late = {bucket.late_rank for bucket in same}
     return replace(
         same[0],
         handed_seconds=_median(bucket.handed_seconds for bucket in same),
         wire=_middle(bucket.wire for bucket in same),
         wait=_middle(bucket.wait for bucket in same),
-        late_rank=late.pop() if len(late) == 1 else None,
+        late_rank=_common_rank(bucket.late_rank for bucket in same),
     )
 
 
@@ -253,11 +258,10 @@ def _collectives(launches: Sequence[tuple[Collective, ...]]) -> tuple[Collective
 
 
 def _joined(same: Sequence[Collective]) -> Collective:
-    late = {each.late_rank for each in same}
     return replace(
         same[0],
         exposed=_middle(each.exposed for each in same),
         hidden=_middle(each.hidden for each in same),
         wait=_middle(each.wait for each in same),
-        late_rank=late.pop() if len(late) == 1 else None,
+        late_rank=_common_rank(each.late_rank for each in same),
     )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddpbench.catalog.parallel import REPLICATE, SHARD, Way, format_mesh
+from ddpbench.measure.parallel.communication import GATHERS, SCATTERS
 from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 
@@ -127,8 +128,10 @@ def _scatter(group: dist.ProcessGroup, own: torch.Tensor) -> float:
     Each rank contributes its own number to all; return their average.
     """
     whole = own.new_empty(group.size())
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    gather, scatter = (
+        next(getattr(dist, name) for name in names if hasattr(dist, name))
+        for names in (GATHERS, SCATTERS)
+    )
     gather(whole, own, group=group)
     average = torch.empty_like(own)
     scatter(average, own.repeat(group.size()), op=dist.ReduceOp.AVG, group=group)
