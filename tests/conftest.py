@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from frozen import COLLECTED, Frozen
 from rank_pool import RankPool
 from simulated_hosts import Hosts, missing
 
@@ -17,16 +18,29 @@ if TYPE_CHECKING:
 
 # The files that take longest, the slowest first: so no process is left alone with one at the end.
 SLOW = (
-    "test_collectives", "test_ddp", "test_slurm", "test_scripts", "test_run_bench",
-    "test_mpi_matrix", "test_mpi", "test_mesh_scenarios", "test_guard", "test_ab", "test_links",
-    "test_rendezvous", "test_nodes", "test_hooks", "test_cli", "test_report_browser",
+    "test_collectives", "test_ddp", "test_slurm", "test_planted_faults", "test_scripts",
+    "test_run_bench", "test_mpi_matrix", "test_mpi", "test_mesh_scenarios", "test_guard", "test_ab",
+    "test_links", "test_rendezvous", "test_hosts", "test_hooks", "test_cli", "test_report_browser",
     "test_replicas", "test_terminal_text", "test_watched_hosts", "test_observer",
     "test_stragglers", "test_training", "test_layers",
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the tests of the slow files to the front."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that writes frozen texts again; facts have none."""
+    parser.addoption("--rewrite-text", action="store_true", help="rewrite tests/golden/text")
+
+
+@pytest.fixture
+def frozen(request: pytest.FixtureRequest) -> Frozen:
+    """What is frozen of this test."""
+    rewrite = request.config.getoption("--rewrite-text")
+    return Frozen(request.node.path.stem, request.node.name, rewrite)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Note all tests, before some are deselected; move those of the slow files to the front."""
+    config.stash[COLLECTED] = {(item.path.stem, item.name) for item in items}
     ranks = {name: rank for rank, name in enumerate(SLOW)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(SLOW)))
 
