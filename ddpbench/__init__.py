@@ -6,22 +6,14 @@ from ddpbench.version import VERSION
 
 if TYPE_CHECKING:
     from ddpbench.hang.guard import watchdog
-    from ddpbench.replicas import (
-        Report,
-        StateDigest,
-        Verifier,
-        digest_state,
-        verify_replicas,
-    )
+    from ddpbench.replicas import Report, Verifier, verify_replicas
     from ddpbench.watch.api import watch
 
 __version__ = VERSION
 __all__ = [
     "Report",
-    "StateDigest",
     "Verifier",
     "__version__",
-    "digest_state",
     "verify_replicas",
     "watch",
     "watchdog",

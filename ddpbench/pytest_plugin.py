@@ -33,7 +33,6 @@ import pytest
 
 if TYPE_CHECKING:
     from ddpbench.records.schema import Run
-    from ddpbench.verdicts.matching import AnyCase
     from ddpbench.verdicts.regression import Measured, Row
 
 KEY = "ddpbench"  # in a benchmark's extra_info, and at the top level of a saved file
@@ -256,7 +255,7 @@ def _benchmark(request: pytest.FixtureRequest, settings: dict[str, Any]) -> Run:
         raise pytest.fail.Exception(str(problem), pytrace=False) from None
     if found.side is None:
         pytest.skip(found.reason)
-    stored = one_case.to_json(run, found, _margin(run, found.case), folder)
+    stored = one_case.to_json(run, found, folder)
     benchmark.extra_info[KEY] = stored
     if not benchmark.disabled:
         suite = request.config.stash[SUITE]
@@ -293,14 +292,6 @@ def _folder(request: pytest.FixtureRequest) -> Path:
         return factory.mktemp(KEY) / name
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
     return Path(kept).absolute() / f"{stamp}-{name}"
-
-
-def _margin(run: Run, case: AnyCase) -> float | None:
-    """Return this machine's margin for the case (`calibrate`), a fraction; None without one."""
-    from ddpbench.commands import compare
-
-    known = compare.calibrated([run])
-    return (known.margin(case, len(run.launches)) or None) if known else None
 
 
 def _feed(benchmark: Any, clock: LaunchClock, medians: Sequence[float]) -> None:

@@ -11,9 +11,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from frozen import finding_facts, verdict_facts
 from warm_python import warm_python
 
 from ddpbench.launch import placement
@@ -125,6 +127,15 @@ def read_stored_run(cwd: Path) -> tuple[Path, Run]:
     return folder, store.read(folder)
 
 
+def end_facts(run: Run) -> dict[str, Any]:
+    """Return how a run ended: state, exit code, the rank its reason names first, its errors."""
+    return {
+        "end": [run.state, run.exit_code],
+        "blamed": verdict_facts(run.state_reason or "")["blamed"],
+        "errors": [finding_facts(each) for each in run.findings if each.severity == "error"],
+    }
+
+
 def wait_for_result(cwd: Path) -> None:
     """Wait until a run in results/ of `cwd` holds a measured case; fail after 100 s."""
     until = time.monotonic() + 100
@@ -137,7 +148,9 @@ def wait_for_result(cwd: Path) -> None:
     raise AssertionError(f"nothing was measured: {ends}")
 
 
-def assert_refused(done: subprocess.CompletedProcess[str], sentence: str, code: int = 2) -> None:
+def assert_refused(
+    done: subprocess.CompletedProcess[str], sentence: str = "", code: int = 2
+) -> None:
     """Assert that a command ended with this exit code, one sentence on stderr, and no output."""
     assert done.returncode == code, done.stderr
     assert ONE_SENTENCE.fullmatch(done.stderr), done.stderr

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -35,6 +35,9 @@ class Outcome(NamedTuple):
     code: int | None
     out: str
     err: str
+
+
+Call = Callable[..., Outcome]  # the words of a command → its outcome
 
 
 def _refuse_start(*args: Any, **settings: Any) -> Any:

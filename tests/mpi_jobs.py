@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -101,3 +102,8 @@ def run_job(
         process.communicate(timeout=30)
         raise
     return subprocess.CompletedProcess(words, process.returncode, *output)
+
+
+def read_abort(output: str) -> str:
+    """Return the sentence with which a rank has aborted its job."""
+    return re.findall(r"mpi4py: (.*)", output)[0]  # type: ignore[no-any-return]

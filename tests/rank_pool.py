@@ -21,10 +21,16 @@ from command_lines import clean_environment
 from warm_python import warm_python
 
 from ddpbench import cli
-from ddpbench.selftest.ranks import Done
 from ddpbench.session import errors
 
-__all__ = ["Done", "RankPool", "start_rank"]
+
+@dataclass(frozen=True)
+class Done:
+    """Outcome of a command line: the highest exit code and the output."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
 def start_rank(prefix: Sequence[str] = ()) -> subprocess.Popen[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 
@@ -21,3 +22,20 @@ def report_as_json(report: Any) -> dict[str, Any]:
         "headline": report.headline,
         "text": str(report),
     }
+
+
+def facts_of(report: dict[str, Any], *drop: str) -> list[Any]:
+    """Return severity, code and place of each finding, without these parts of a place."""
+    return [
+        [
+            found["severity"],
+            found["code"],
+            {k: v for k, v in found["place"].items() if k not in drop},
+        ]
+        for found in report["findings"]
+    ]
+
+
+def without_figures(text: str) -> str:
+    """Return a text with N for each number: values of a training differ between processors."""
+    return re.sub(r"\d+(?:\.\d+)?(?:e-\d+)?", "N", text)

@@ -25,33 +25,19 @@ from pathlib import Path
 import psutil
 from command_lines import clean_environment
 
-from ddpbench.launch import placement
-
 TIMEOUT_SECONDS, BEYOND_SECONDS = 6, 10
 MARK = "DDPBENCH_STRIKE"  # an environment variable of all processes that a trial starts
+NAMED = re.compile(r"ddpbench: (side [ab]: )?rank \d+ .*(killed|stopped|died)")
 CACHE = f"torchinductor_{getpass.getuser()}"
-SWEEP = (
-    "collectives",
-    "--op",
-    "all_reduce",
-    "--sizes",
-    "4,1K",
-    "--slice",
-    "0.3",
-    "--launches",
-    "2",
-)
+SWEEP = ("collectives", "--op", "all_reduce", "--sizes", "4,1K", "--slice", "0.3")
 STEPS = ("ddp", "--workload", "mlp", "--width", "16", "--depth", "2", "--rounds", "3")
 DOCTOR = ("doctor", "--only", "preflight,stragglers", "--seconds", "3")
 COMMANDS = {
-    "collectives": SWEEP,
+    "collectives": (*SWEEP, "--launches", "2"),
     "ddp": (*STEPS, "--no-budget"),
     "doctor": DOCTOR,
     "ab": ("ab", "--a", "X=1", "--b", "X=2", *SWEEP),
-    "calibrate": ("calibrate", "--launches", "6", *SWEEP),
-    "launch": ("launch", "--node-rank", "0", "--ranks-per-node", "2", "--master-addr", "127.0.0.1",
-               "--master-port", "{port}", "--", *SWEEP),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +62,7 @@ class Strike:
 def choose_strike(rng: random.Random, commands: list[str]) -> Strike:
     """Choose a strike; its moment is log-uniform from 1 ms to 8 s."""
     command = rng.choice(commands)
-    backend = "gloo" if command == "launch" else rng.choice(["gloo", "mpi"])
+    backend = rng.choice(["gloo", "mpi"])
     blow = rng.choice([signal.SIGSTOP, signal.SIGKILL])
     victim = "rank" if rng.random() < 0.8 else "mpirun" if backend == "mpi" else "parent"
     if victim == "parent":
@@ -89,11 +75,8 @@ def try_strike(strike: Strike, rng: random.Random) -> tuple[float, list[str]] | 
     with tempfile.TemporaryDirectory(prefix="strike-") as name:
         folder, token = Path(name), uuid.uuid4().hex
         (folder / "tmp").mkdir()
-        words = [word.format(port=placement.free_port()) for word in COMMANDS[strike.command]]
-        words += ["--backend", strike.backend, "--device", "cpu"]
-        words += ["--timeout", str(TIMEOUT_SECONDS)]
-        if strike.command != "launch":
-            words += ["-n", "2"]
+        words = [*COMMANDS[strike.command], "--backend", strike.backend, "--device", "cpu"]
+        words += ["--timeout", str(TIMEOUT_SECONDS), "-n", "2"]
         with (folder / "err").open("w+") as err:
             process = subprocess.Popen(
                 [sys.executable, "-m", "ddpbench", *words], cwd=folder, start_new_session=True,
@@ -118,7 +101,7 @@ def try_strike(strike: Strike, rng: random.Random) -> tuple[float, list[str]] | 
             if process.returncode != 5:
                 faults.append(f"exit code {process.returncode}")
             named = re.search(rf"\bpid {pid}\b", text, re.IGNORECASE)
-            if named is None and not re.search(r"ddpbench: rank \d+ .*(killed|stopped|died)", text):
+            if named is None and not re.search(NAMED, text):
                 faults.append("nobody is named")
             elif named is None:
                 faults.append(f"pid {pid} is not named")

@@ -31,7 +31,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "render": (
         "version", "records", "analysis", "verdicts", "catalog.sizes", "catalog.parallel",
     ),
-    "interchange": ("version", "records", "runtime.environment", "catalog"),
+    "interchange": ("version", "records", "catalog"),
     "report": (
         "version", "records", "analysis", "verdicts", "render", "catalog.sizes", "catalog.parallel",
     ),
@@ -41,14 +41,13 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "version", "records", "analysis", "launch", "hang", "runtime", "catalog", "render",
         "interchange", "report", "measure", "replicas",
     ),
-    "selftest": ("version", "records", "analysis", "launch", "catalog", "render", "session"),
     "watch": (
         "version", "records", "analysis", "verdicts", "mpi_backend", "launch", "hang", "runtime",
         "catalog", "render", "measure", "replicas", "session",
     ),
     "doctor": (
         "version", "records", "analysis", "launch", "runtime", "catalog", "render", "measure",
-        "session", "selftest",
+        "session",
     ),
     "measuring": (
         "version", "records", "analysis", "launch", "runtime", "catalog", "render", "measure",
@@ -62,7 +61,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "commands": (
         "version", "records", "analysis", "verdicts", "launch", "catalog", "render", "report",
         "interchange",
-        "session", "selftest", "doctor", "watch", "measuring", "nested_runs", "guide", "replicas",
+        "session", "doctor", "watch", "measuring", "nested_runs", "guide",
     ),
     # The commands are imported by name, when they are called: see the test of cycles.
     "cli": ("version", "records", "session", "commands"),
@@ -292,11 +291,11 @@ def test_a_module_that_is_run_may_call_the_front_door(tmp_path: Path) -> None:
 # --- without torch --------------------------------------------------------------------------------
 
 
-TORCH_FREE = ("analysis", "records", "render", "catalog", "interchange", "selftest", "doctor")
+TORCH_FREE = ("analysis", "records", "render", "catalog", "interchange", "doctor")
 
 
 def test_without_torch_all_its_free_floors_can_be_imported() -> None:
-    """analysis, records, render, catalog, interchange, selftest, doctor, options and cli import
+    """analysis, records, render, catalog, interchange, doctor, options and cli import
     where importing torch fails; the hook that makes it fail does so."""
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -306,7 +305,6 @@ def test_without_torch_all_its_free_floors_can_be_imported() -> None:
             "render",
             "catalog",
             "interchange",
-            "selftest",
             "doctor",
         )
         for path in (ROOT / "ddpbench" / folder).rglob("*.py")
@@ -320,7 +318,6 @@ def test_without_torch_all_its_free_floors_can_be_imported() -> None:
             "collectives",
             "compare",
             "baseline",
-            "history",
             "report",
             "ddp",
         )

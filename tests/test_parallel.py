@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import read_stored_run
+from frozen import Frozen
 from rank_pool import RankPool
 from stored_steps import a_step_case
 
@@ -21,24 +22,24 @@ SMALL = (
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    "words",
     [
-        ("--parallel hsdp --mesh 2x3 -n 4", "--mesh 2x3 has 6 ranks, but there are 4"),
-        ("--parallel fsdp --mesh 2x2 -n 4", "--mesh 2x2 does not fit --parallel fsdp"),
-        ("--parallel hsdp --mesh 2y2", "'2y2' is not a mesh"),
-        ("--mesh 4", "--mesh does not apply to --parallel ddp"),
-        ("--parallel fsdp --workload convnet", "choose --workload mlp or transformer"),
-        ("--parallel fsdp --bucket-cap-mb 3", "it belongs to --parallel ddp"),
-        ("--parallel hsdp --comm-hook fp16", "it belongs to --parallel ddp"),
-        ("--parallel tp --static-graph", "it belongs to --parallel ddp"),
-        ("--parallel tp --no-prefetch", "it belongs to --parallel fsdp, hsdp or fsdp+tp"),
-        ("--reshard-after-forward no", "it belongs to --parallel fsdp, hsdp or fsdp+tp"),
-        ("--parallel tp -n 4 --workload transformer --width 64", "use --width 256"),
-        ("--parallel tp -n 3 --width 64", "width 64 does not divide among 3 ranks"),
+        "--parallel hsdp --mesh 2x3 -n 4",
+        "--parallel fsdp --mesh 2x2 -n 4",
+        "--parallel hsdp --mesh 2y2",
+        "--mesh 4",
+        "--parallel fsdp --workload convnet",
+        "--parallel fsdp --bucket-cap-mb 3",
+        "--parallel hsdp --comm-hook fp16",
+        "--parallel tp --static-graph",
+        "--parallel tp --no-prefetch",
+        "--reshard-after-forward no",
+        "--parallel tp -n 4 --workload transformer --width 64",
+        "--parallel tp -n 3 --width 64",
     ],
 )
 def test_what_does_not_fit_is_refused_before_any_rank_starts(
-    words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    words: str, frozen: Frozen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """One sentence, exit code 2, and no run is stored."""
@@ -51,7 +52,7 @@ def test_what_does_not_fit_is_refused_before_any_rank_starts(
     except SystemExit as end:
         code = int(end.code or 0)
     assert code == 2
-    assert sentence in capsys.readouterr().err
+    frozen.text(capsys.readouterr().err)
     assert not (tmp_path / "results").exists()
 
 
@@ -74,10 +75,11 @@ def test_the_default_mesh_has_all_ranks(
     assert WAYS[way].lay_out((), hosts) == mesh
 
 
-def test_hsdp_without_a_second_replica_must_be_meant() -> None:
+def test_hsdp_without_a_second_replica_must_be_meant(frozen: Frozen) -> None:
     """An odd number of ranks makes no two replicas: only a mesh of one replica by name does."""
-    with pytest.raises(ValueError, match=r"on 3 ranks has one replica only: .*--mesh 1x3"):
+    with pytest.raises(ValueError, match="--mesh 1x3") as caught:
         WAYS["hsdp"].lay_out((), (3,))
+    frozen.text(str(caught.value))
     assert WAYS["hsdp"].lay_out((1, 3), (3,)) == (1, 3)
 
 
@@ -126,17 +128,3 @@ def test_a_step_is_measured_on_a_mesh(pool: RankPool, tmp_path: Path) -> None:
     assert {"exposed communication", "exposed all_gather", "exposed all_reduce"} <= names
     assert result.losses[0] == result.losses[1]
     assert result.losses[0] != result.losses[2]
-
-
-def test_a_shard_with_a_flipped_bit_ends_the_run(pool: RankPool, tmp_path: Path) -> None:
-    """HSDP holds each shard twice: exit code 4, the step, the coordinates and the shard."""
-    done = pool.call(
-        4, tmp_path, *SMALL, "--backend", "gloo", "--parallel", "hsdp", "--no-budget",
-        "--rounds", "6", "--inject", "flipped-shard:step=3",
-    )  # fmt: skip
-    assert done.returncode == 4, done.stderr
-    (result,) = read_stored_run(tmp_path)[1].steps
-    assert result.replicas is not None
-    assert result.replicas.first_bad == 3
-    assert "dp_replicate=1, dp_shard=1" in result.replicas.text
-    assert "shard 2 of 2" in result.replicas.text

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from frozen import Frozen
 
 from ddpbench import cli
 
@@ -155,7 +156,7 @@ def test_help_lists_the_commands(checkout: Path) -> None:
     assert len(rows) == len(own) + 1
 
 
-@pytest.mark.parametrize("command", sorted({*cli.list_names()} - {"ddp", "slurm"}))
+@pytest.mark.parametrize("command", sorted({*cli.list_names()} - {"ddp"}))
 def test_each_command_of_ddpbench_is_passed_on(
     checkout: Path, tmp_path: Path, command: str
 ) -> None:
@@ -165,6 +166,56 @@ def test_each_command_of_ddpbench_is_passed_on(
     result = run_bench(checkout, command, "a b", "--c", env=env)
     assert [call["argv"] for call in said(result)] == [[command, "a b", "--c"]]
     assert result.returncode == 3
+
+
+SBATCH = """\
+#!/bin/sh
+echo "$@"
+exec bash
+"""
+
+
+def test_slurm_submits_a_script_that_keeps_words_whole(checkout: Path, tmp_path: Path) -> None:
+    """The words before -- are sbatch's; the others run under srun in this Python, quoted as given,
+    with the CPUs of a task. The exit code is sbatch's."""
+    for name, text in (("sbatch", SBATCH), ("srun", '#!/bin/sh\necho "$1" "$2"; shift 2; "$@"\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    active = make_environment(tmp_path / "active", checkout)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    env = environment(VIRTUAL_ENV=str(active), PATH=path, STUB_EXIT="4", SLURM_CPUS_PER_TASK="3")
+    given = ["ddp", "--output", "a b", "--op", "$HOME", ""]
+    for words, command in (([], ["collectives"]), (["--", *given], given)):
+        result = run_bench(checkout, "slurm", "-N2", "--comment", "x", *words, env=env)
+        options, cpus, call = result.stdout.splitlines()
+        assert options.endswith("--output results/slurm-%j.out --signal USR1@30 -N2 --comment x")
+        assert cpus == "-c 3"
+        assert json.loads(call)["argv"] == command
+        assert json.loads(call)["python"] == str(active / "bin" / "python")
+        assert result.returncode == 4
+    assert (tmp_path / "results").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "program", "sentence"),
+    [
+        (["-N2"], "python", "there is no sbatch in PATH: "),
+        (["-N2", "--", "dpd"], "sbatch", "'dpd' cannot run in a Slurm job: choose collectives, "),
+        (["--", "--op", "all_reduce"], "sbatch", "'--op' cannot run in a Slurm job: "),
+    ],
+)
+def test_a_job_that_cannot_be_submitted_is_one_sentence(
+    checkout: Path, tmp_path: Path, words: list[str], program: str, sentence: str
+) -> None:
+    """It is refused before anything is set up, submitted or written."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("bash", "dirname", "readlink"):
+        (folder / name).symlink_to(str(shutil.which(name)))
+    (folder / program).symlink_to("bash")
+    assert sentence in refused(run_bench(checkout, "slurm", *words, env={"PATH": str(folder)}))
+    assert not (tmp_path / "results").exists()
+    assert not (checkout / ".venv").exists()
 
 
 @pytest.mark.parametrize(
@@ -179,14 +230,15 @@ def test_each_command_of_ddpbench_is_passed_on(
     ],
 )
 def test_gpu_without_a_gpu_is_refused_before_any_set_up(
-    checkout: Path, tmp_path: Path, file: str, text: str, found: bool
+    checkout: Path, tmp_path: Path, frozen: Frozen, file: str, text: str, found: bool
 ) -> None:
     """No Python is asked for and no .venv made where there is no GPU to measure, as on a login node
     with a driver. A driver that lists a GPU is believed."""
     install_gpu(tmp_path / "machine", file, text)
     result = run_bench(checkout, "gpu", env=environment(PYTHON="/nowhere/python"))
-    sentence = "/nowhere/python is no Python" if found else "there is no GPU on this machine"
-    assert sentence in refused(result)
+    sentence = refused(result)
+    assert ("/nowhere/python" in sentence) == found
+    frozen.text(sentence)
     assert not (checkout / ".venv").exists()
 
 
@@ -207,8 +259,7 @@ def test_gpus_that_torch_cannot_use_are_skipped(
         result = run_bench(checkout, command, env=env)
         devices = [call["argv"][2] for call in said(result)]  # type: ignore[index]
         assert (devices, result.returncode) == (["cpu", "cuda"][:calls], 4)
-        skipped = f"run_bench: skipping the GPUs, which torch cannot use: RuntimeError: {error}\n"
-        assert (skipped in result.stderr) == (calls == 1)
+        assert (f"RuntimeError: {error}\n" in result.stderr) == (calls == 1)
 
 
 # A Python without torch, in which pip only prints what it is to install.
@@ -222,15 +273,15 @@ case "$*" in
   *find_spec*torch) exit 1 ;;
 esac
 """
-# Where the driver's version stands → part of the message, and the torch that is installed.
+# Where the driver's version stands → what the message names, and the torch that is installed.
 DRIVERS = {
-    ("module/version", "535.104.05\n"): ("newer versions need the NVIDIA driver 580", "2.10.0"),
+    ("module/version", "535.104.05\n"): ("driver 580", "2.10.0"),
     (
         "driver/version",
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n",
-    ): ("newer, and this host has 570.86.15", "2.10.0"),
+    ): ("570.86.15", "2.10.0"),
     ("module/version", "580.65.06\n"): ("", "2.13.0"),
-    ("nvidia-smi", "470.57.02\n470.57.02"): ("470.57.02 is too old for the GPUs", "2.13.0"),
+    ("nvidia-smi", "470.57.02\n470.57.02"): ("470.57.02", "2.13.0"),
     ("nvidia-smi", ""): ("", "2.13.0"),
 }
 
@@ -241,14 +292,14 @@ def test_the_torch_that_is_installed_fits_the_driver(
 ) -> None:
     """A torch for CUDA 13 sees no GPU with a driver for CUDA 12. Without a driver, and with a new
     one, the tested torch is installed."""
-    sentence, version = DRIVERS[file, text]
+    named, version = DRIVERS[file, text]
     install_gpu(tmp_path / "machine", file, text)
     (tmp_path / "python").write_text(BARE_PYTHON)
     (tmp_path / "python").chmod(0o755)
     output = run_bench(checkout, "cpu", env=environment(PYTHON=str(tmp_path / "python"))).stderr
     assert f"pip was asked for torch=={version} mpi4py==" in output
-    assert sentence in output
-    assert ("driver" in output) == bool(sentence)
+    assert named in output
+    assert ("driver" in output) == bool(named)
     assert "syntax error" not in output
 
 
@@ -261,7 +312,7 @@ def test_no_torch_for_cuda_is_installed_for_gpus_of_amd(checkout: Path, tmp_path
     env = environment(PYTHON=str(tmp_path / "python"))
     result = run_bench(checkout, "gpu", env=env)
     assert result.returncode == 2
-    assert "AMD's GPUs need a torch for ROCm (pytorch.org): install one, and" in result.stderr
+    assert "torch for ROCm" in result.stderr
     assert "pip was asked" not in result.stderr
     assert "pip was asked for torch==2.13.0" in run_bench(checkout, "cpu", env=env).stderr
 
@@ -277,7 +328,6 @@ def test_the_active_environment_is_used_as_it_is(checkout: Path, tmp_path: Path)
         (call,) = said(result)
         assert call["python"] == str(active / "bin" / "python")
         assert call["module"] == str(installed / "ddpbench" / "__main__.py")
-        assert "the active environment, which has ddpbench" in result.stderr
 
 
 def test_an_active_environment_without_ddpbench_is_passed_over(
@@ -321,7 +371,6 @@ def test_a_checkout_that_cannot_be_written(checkout: Path) -> None:
     (checkout / ".venv").touch()  # so that not even root can make the folder
     result = run_bench(checkout, "cpu")
     assert said(result)[0]["python"] == sys.executable
-    assert "(at hand, with its own torch)" in result.stderr
     add_dependency(checkout, "ddpbench_probe>=1")
     assert "cannot write" in refused(run_bench(checkout, "cpu"))
 
@@ -347,7 +396,7 @@ def test_arguments_and_exit_code_pass_through(
     given = ["--op", "all reduce", "-n", "3"]
     assert [call["argv"] for call in said(result)] == [["collectives", *o, *given] for o in options]
     assert result.returncode == 4
-    assert f"running: python -m ddpbench collectives {' '.join(options[0])}" in result.stderr
+    assert f"python -m ddpbench collectives {' '.join(options[0])}" in result.stderr
 
 
 def test_what_is_missing_is_installed_beside_the_torch_at_hand(
@@ -362,7 +411,7 @@ def test_what_is_missing_is_installed_beside_the_torch_at_hand(
     assert (failed.returncode, failed.stdout) == (2, "")
     *_, from_pip, sentence = failed.stderr.splitlines()
     assert from_pip.startswith("ERROR: No matching distribution found for ddpbench_probe>=1")
-    assert sentence.startswith("run_bench: could not install ddpbench_probe>=1 into ")
+    assert "install ddpbench_probe>=1" in sentence
     assert (checkout / ".venv").exists()
 
     make_wheel(tmp_path / "wheels", "ddpbench_probe")
@@ -379,7 +428,6 @@ def test_what_is_missing_is_installed_beside_the_torch_at_hand(
 
     again = run_bench(checkout, "python", "-c", code)
     assert (again.returncode, again.stdout) == (0, f"{probe}\n")
-    assert "(made for this checkout)" in again.stderr
     assert "setting up" not in again.stderr
 
 
@@ -394,9 +442,9 @@ def test_an_extra_that_cannot_be_had_stops_nothing(checkout: Path) -> None:
     for _ in range(2):
         result = run_bench(checkout, "mpi")
         assert said(result)[0]["python"] == sys.executable
-        assert "with its own torch, but without ddpbench_probe>=1" in result.stderr
+        assert "without ddpbench_probe>=1" in result.stderr
         shutil.rmtree(foreign)  # the second call sets up its own
-    assert "could not install ddpbench_probe>=1 into" in result.stderr
+    assert "install ddpbench_probe>=1" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -410,7 +458,7 @@ def test_an_extra_that_cannot_be_had_stops_nothing(checkout: Path) -> None:
 def test_the_extra_for_pages_is_wanted_where_it_is_asked_for(
     checkout: Path, words: tuple[str, ...], wanted: bool
 ) -> None:
-    """A command that makes a page, or plots, tries to have the extra `report`; others do not."""
+    """A command that makes a page tries to have the extra `report`; others do not."""
     project = checkout / "pyproject.toml"
     project.write_text(project.read_text().replace("report = [", 'report = ["ddpbench_probe>=1", '))
     result = run_bench(checkout, *words)
@@ -418,22 +466,23 @@ def test_the_extra_for_pages_is_wanted_where_it_is_asked_for(
     assert ("without ddpbench_probe>=1" in result.stderr) == wanted
 
 
-def test_a_foreign_venv_is_left_alone(checkout: Path) -> None:
+def test_a_foreign_venv_is_left_alone(checkout: Path, frozen: Frozen) -> None:
     """A .venv that run_bench.sh did not make is neither used nor removed."""
     add_dependency(checkout, "ddpbench_probe>=1")
     made = make_environment(checkout / ".venv")
-    assert "was not made by run_bench.sh" in refused(run_bench(checkout, "cpu"))
+    frozen.text(refused(run_bench(checkout, "cpu")).replace(str(checkout), "CHECKOUT"))
     assert (made / "bin" / "python").exists()
 
 
-def test_an_unusable_python_is_one_sentence(checkout: Path, tmp_path: Path) -> None:
+def test_an_unusable_python_is_one_sentence(checkout: Path, tmp_path: Path, frozen: Frozen) -> None:
     """No Python, or one that fails the version check, is named, with what to do."""
     old = tmp_path / "python"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
     for python in ("/nowhere/python", str(old)):
         line = refused(run_bench(checkout, "cpu", env=environment(PYTHON=python)))
-        assert f"{python} is no Python 3.10 or newer" in line
+        assert python in line
+        frozen.text(line.replace(python, "PYTHON"))
 
 
 def test_the_suite_runs_from_anywhere_and_takes_pytest_arguments(

@@ -47,7 +47,6 @@ VARIED = (
     "bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters",
     "comm_hook", "amp", "threads", "prefetch", "reshard_after_forward",
 )  # fmt: skip
-USUAL = ("collectives",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "long they take (default: 900)",
     )
     compare.add_judging(parser)
-    turns.add_measured(parser, "results/", USUAL[0])
+    turns.add_measured(parser)
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
@@ -73,7 +72,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     If a side fails, what was measured is printed all the same. Raises Refused and InvalidRun.
     """
     variants = [turns.parse_variant(name, getattr(namespace, name)) for name in ("a", "b")]
-    folder = turns.prepare(namespace, variants, Path("results"), "ab", USUAL)
+    folder = turns.prepare(namespace, variants)
     began, confidence = time.monotonic(), LOOKS[0][1]
 
     def measure_blocks(measure_block: Callable[[], None]) -> None:
@@ -128,11 +127,5 @@ def _compare(
         )
         for variant, other in zip(variants, reversed(variants), strict=True)
     )
-    rule = Rule(
-        namespace.margin / 100,
-        compare.calibrated(new.runs),
-        paired=True,
-        confidence=confidence,
-        varied=VARIED,
-    )
+    rule = Rule(namespace.margin / 100, paired=True, confidence=confidence, varied=VARIED)
     return compare.compared(base, new, rule, namespace.only)

@@ -228,7 +228,8 @@ def _check(namespace: argparse.Namespace) -> int:
             return code
         name = str(target)
     new = compare.read_side(name, store.find_runs(name))
-    notes = tuple(_other_machine(namespace.name, base.runs, new.runs))
+    with store.refuse_impossible_values(f"{namespace.name} or {name}"):
+        notes = tuple(_other_machine(namespace.name, base.runs, new.runs))
     if namespace.format == "csv":  # which has no place for them
         for note in notes:
             tell(note)
@@ -276,7 +277,7 @@ def _again(runs: Sequence[Run], launches: int) -> list[str]:
         if option in RESET:
             if not equals:
                 next(rest, None)  # its value
-        elif not re.fullmatch(r"-n\d+|--report|--plot", word):
+        elif not re.fullmatch(r"-n\d+|--report", word):
             kept.append(word)
     return [*kept, "-n", str(run.launches[0].world_size), "--launches", str(launches)]
 

@@ -5,8 +5,8 @@ python -m ddpbench compare before last --margin 5 --only all_reduce,gloo --stric
 python -m ddpbench compare runs/base runs/new --format markdown    folders OF runs: all are pooled
 python -m ddpbench compare old.log new.log                         logs of nccl-tests or OSU
 
-Measure both with --launches 6 or more. The verdicts compare medians of launches; with fewer than 5
-launches a side there is no verdict.
+Measure both with --launches 6 or more. The verdicts compare the lower quartile of each launch (of
+DDP steps and of logs, the median); with fewer than 5 launches a side there is no verdict.
 
 Exit codes, the first that applies: 2 the request is wrong; 3 a run cannot be read, or holds
 nothing; 1 a case is SLOWER, whatever the others are; 3 a case is INVALID (a wrong result, a broken
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from ddpbench.verdicts.comparison import Comparison, Rule
     from ddpbench.verdicts.drift import Drift
     from ddpbench.verdicts.matching import Source
-    from ddpbench.verdicts.noise import Noise
 
 GROUP = "compare"
 HELP = "compare two stored runs: faster, slower or the same"
@@ -66,8 +65,7 @@ def add_judging(parser: argparse.ArgumentParser) -> None:
         type=options.positive,
         default=MARGIN_PERCENT,
         metavar="PERCENT",
-        help="smallest change to report (default: "
-        f"{MARGIN_PERCENT:g}, or this machine's noise if `calibrate` has measured a larger one)",
+        help=f"smallest change to report (default: {MARGIN_PERCENT:g})",
     )
     add(
         "--strict",
@@ -119,7 +117,7 @@ def compare_sides(
         raise Refused(f"BASE and NEW have the run {common[0]} in common: name different runs")
     from ddpbench.verdicts.comparison import Rule
 
-    rule = Rule(margin_percent / 100, calibrated(new.runs), drifted(base, new))
+    rule = Rule(margin_percent / 100, drifted(base, new))
     return compared(base, new, rule, only)
 
 
@@ -179,17 +177,6 @@ def _write_page(result: Comparison, output: Path) -> None:
     ]
     page_file.write(output, runs, [verdicts])
     tell(f"page written to {output}")
-
-
-def calibrated(runs: Sequence[Run]) -> Noise | None:
-    """Return the noise of this machine from the newest calibration that serves these runs."""
-    from ddpbench.verdicts import noise
-
-    for folder in reversed(store.list_calibrations()):
-        sides = [store.read(folder / side) for side in ("a", "b")]
-        if all(noise.serves(side, run) for side in sides for run in runs):
-            return noise.pool_launches(folder.name, sides)
-    return None
 
 
 def drifted(base: Source, new: Source) -> Drift | None:

@@ -1,10 +1,9 @@
 """Find what is wrong with this set-up: which rank, host or link, and what to do.
 
 python -m ddpbench doctor -n 4                               starts the ranks itself
-torchrun --nnodes 2 --nproc-per-node 8 -m ddpbench.doctor
+torchrun --nproc-per-node 8 -m ddpbench.doctor
 mpirun -n 4 python -m ddpbench.doctor --backend mpi
 srun -n 4 python -m ddpbench.doctor --only preflight,links
-python -m ddpbench doctor --selftest                         injects faults and checks the findings
 
 Exit codes: 0 no finding as bad as --fail-on (default error; slow ranks and links are warnings),
 1 such a finding, 2 the ranks cannot meet, 4 a wrong result, 5 a rank died, hung or missed a
@@ -17,8 +16,6 @@ import argparse
 from collections.abc import Sequence
 
 from ddpbench.doctor import command as doctor
-from ddpbench.launch.placement import Refused
-from ddpbench.selftest import command as selftest
 from ddpbench.session import start_ranks
 
 GROUP = "diagnose"
@@ -28,9 +25,5 @@ add_arguments = doctor.add_arguments
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    """Examine, or start the ranks that do, or try the doctor itself; return the exit code."""
-    if namespace.selftest is not None:
-        return selftest.run(namespace, words)
-    if namespace.healthy is not None:
-        raise Refused("--healthy belongs to --selftest: python -m ddpbench doctor --selftest")
+    """Examine, or start the ranks that do; return the exit code."""
     return start_ranks.run_or_start(doctor.Options, doctor.run, namespace, words)

@@ -2,21 +2,30 @@
 
 python -m ddpbench list
 python -m ddpbench list nightly/results
+python -m ddpbench list --case all_reduce,1M,gloo      one case over all runs that measured it
+
+--case takes words of a case's name, in any order. All of them must be in the name. To see such
+names, type `list --case all_reduce`.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ddpbench.launch.placement import Refused
 from ddpbench.records import store
+from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
-from ddpbench.records.terminal_text import escape, tell
+from ddpbench.records.terminal_text import escape, escape_record, tell
 
 GROUP = "results"
 HELP = "list the stored runs"
+CASE_HEADS = ("run", "case", "backend", "median", "95 %", "flags", "state")
+UNIT = re.compile(r"(\d)\s*([kmg]|b|rank)(?:i?b|s)?(?![^\s,])")  # after a number; any spelling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,19 +37,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder of runs (default: results)",
     )
+    parser.add_argument(
+        "--case",
+        metavar="WORD,…",
+        help="list the times of the cases that have all these words in their name, such as "
+        "all_reduce,1M (default: list the runs)",
+    )
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    """Print one line per run; return the exit code."""
+    """Print one line per run, or per case of a run; return the exit code. Raises Refused."""
     from tabulate import tabulate
 
+    if namespace.case is not None:
+        return _list_cases(Path(namespace.folder), namespace.case)
     rows = []
-    for folder in store.list_runs(Path(namespace.folder)):
-        try:
-            run = store.read(folder)
-        except InvalidRun as error:
-            tell(str(error))
-            continue
+    for folder, run in _read_runs(Path(namespace.folder)):
         backends = ",".join(dict.fromkeys(launch.backend for launch in run.launches))
         world_size = run.launches[0].world_size if run.launches else None
         measured = len({each.case for each in run.outcomes if each.summary is not None})
@@ -53,3 +65,55 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     heads = ["run", "command", "of", "backends", "ranks", "cases", "state", "exit"]
     sys.stdout.write(tabulate(rows, heads) + "\n")
     return 0
+
+
+def split_words(text: str) -> set[str]:
+    """Return the words of a case's name: "1M", "1MiB" and "1 MiB" are one word."""
+    return set(re.findall(r"[^\s,]+", UNIT.sub(r"\1\2", text.lower())))
+
+
+def _read_runs(results: Path) -> Iterator[tuple[Path, Run]]:
+    """Yield the runs that can be read, oldest first; report the others."""
+    for folder in store.list_runs(results):
+        try:
+            yield folder, store.read(folder)
+        except InvalidRun as error:
+            tell(str(error))
+
+
+def _list_cases(results: Path, text: str) -> int:
+    """Print one line per measured case with these words; return the exit code. Raises Refused."""
+    wanted = split_words(text)
+    if not wanted:
+        raise Refused(f"--case {text!r} has no word: write words of a name, such as all_reduce,1M")
+    from ddpbench.render.style import TERMINAL
+
+    rows = []
+    for folder, run in _read_runs(results):
+        try:
+            with store.refuse_impossible_values(str(folder)):
+                cases = list(_describe_cases(escape_record(run), wanted))
+        except InvalidRun as error:
+            tell(str(error))
+            continue
+        rows += [[escape(folder.name), *cells, escape(run.state)] for cells in cases]
+    if not rows:
+        tell(f"no run in {results}/ has measured a case with the words {text} in its name")
+        return 0
+    left = {"run", "case", "backend", "flags", "state"}
+    sys.stdout.write(TERMINAL.table(rows, CASE_HEADS, left) + "\n")
+    return 0
+
+
+def _describe_cases(run: Run, wanted: set[str]) -> Iterator[list[str]]:
+    """Yield name, backend, time, interval and flags of each measured case with these words."""
+    from ddpbench.analysis import lines, step_lines
+    from ddpbench.render.column import format_half_width
+    from ddpbench.render.labels import format_time, label, label_parts
+
+    for line in (*lines.lines(run), *step_lines.lines(run)):
+        case = line.case
+        if line.seconds is not None and wanted <= split_words(label(case)):
+            name = " ".join(part for part in label_parts(case) if part not in ("", case.backend))
+            time = format_time(case, line.seconds)
+            yield [name, case.backend, time, format_half_width(line), " ".join(line.flags)]

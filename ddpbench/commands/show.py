@@ -2,8 +2,6 @@
 
 python -m ddpbench show last
 python -m ddpbench show results/before --format markdown --columns op,size,time,busbw
-python -m ddpbench show last --guidelines
-python -m ddpbench show last --plot
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from ddpbench.records import store
 from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.render.column import UnknownColumn
 from ddpbench.render.doctor import FINDING_COLUMNS
-from ddpbench.render.formats import FORMATS, STYLES, guidelines
+from ddpbench.render.formats import FORMATS
 from ddpbench.render.step_columns import STEP_COLUMNS
 from ddpbench.session import options
 
@@ -38,31 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add_logs(parser)
     options.add_shown(parser, [*COLUMNS, *STEP_COLUMNS, *FINDING_COLUMNS])
-    parser.add_argument(
-        "--guidelines",
-        action="store_true",
-        help="also test whether an operation is slower than others that do its work, such as "
-        "all_reduce than reduce and then broadcast (default: not tested)",
-    )
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """Print the run; return the exit code. Raises Refused and InvalidRun."""
-    options.require_columns(namespace.format, namespace.columns)
-    if namespace.guidelines and namespace.format not in STYLES:
-        raise Refused(f"--guidelines is for people: use --format {' or '.join(STYLES)}")
-    options.require_plot(namespace.plot, namespace.format)
     run = sources.read(sources.find(namespace.run), Hints(namespace.op, namespace.ranks))
     try:
         with store.refuse_impossible_values(namespace.run):
             run = stored.add_tables(run)
             text = FORMATS[namespace.format](run, namespace.columns, namespace.quiet)
-            if namespace.guidelines:
-                text += f"\n{guidelines(run, namespace.format)}"
-            if namespace.plot:
-                from ddpbench.report.terminal.plots import make_plots
-
-                text += f"\n{make_plots(run, sys.stdout)}"
     except UnknownColumn as error:
         raise Refused(str(error)) from None
     sys.stdout.write(text)

@@ -14,7 +14,6 @@ from ddpbench.doctor.examinations import EXAMINATIONS
 from ddpbench.launch.placement import Placement
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
 from ddpbench.render.doctor import FINDING_COLUMNS
-from ddpbench.selftest import trials
 from ddpbench.session import launch_facts, launch_loop, options
 from ddpbench.session.launch_loop import LaunchContext, Measure, Work
 from ddpbench.session.run_options import RunOptions
@@ -71,16 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--by", choices=("rank", "host"), default="rank")
     add("--max-pairs", kind=options.whole(1), default=120, metavar="N")
     add("--fail-on", choices=SEVERITIES, default="error")
-    _add_faults(parser.add_argument_group("faults, to check that the doctor finds them"))
-    options.add_where(parser)
-    options.add_repeats(parser, "all random orders")
-    options.add_shown(parser, FINDING_COLUMNS)
-    options.add_stored(parser)
-
-
-def _add_faults(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
+    faulty = parser.add_argument_group("faults, to check that the doctor finds them")
+    faulty.add_argument(
         "--inject",
         type=options.fault(faults.IN_SET_UP),
         action="append",
@@ -89,22 +80,10 @@ def _add_faults(group: argparse._ArgumentGroup) -> None:
         help="inject a fault before the ranks meet, in the last rank or in the one that :rank=N "
         f"names (default: none). {faults.listed(faults.IN_SET_UP)}",
     )
-    add(
-        "--selftest",
-        type=options.names("fault", trials.NAMES),
-        nargs="?",
-        const=trials.NAMES,
-        metavar="FAULT,…",
-        help="test the doctor instead of this set-up: start ranks on this host, inject one fault "
-        "after the other, and show whether each was found and named correctly (default: all "
-        f"faults). {', '.join(trials.NAMES)}",
-    )
-    add(
-        "--healthy",
-        type=options.whole(0),
-        metavar="N",
-        help="number of healthy runs in the self-test, in which nothing may be found (default: 1)",
-    )
+    options.add_where(parser)
+    options.add_repeats(parser, "all random orders")
+    options.add_shown(parser, FINDING_COLUMNS)
+    options.add_stored(parser)
 
 
 def run(options: Options, placement: Placement) -> int:

@@ -7,51 +7,37 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
-from ddpbench.interchange import log, nccl_json, nccl_text, osu, rccl_json
-from ddpbench.interchange.clean import clean, decode
-from ddpbench.interchange.log import NO_HINTS, Hints
-from ddpbench.interchange.nccl_tests import PROGRAMS
+from ddpbench.interchange import log, tools
+from ddpbench.interchange.log import NO_HINTS, Hints, Part, Test
 from ddpbench.records import redact, store
-from ddpbench.records.schema import Run
+from ddpbench.records.schema import Result, Run
 from ddpbench.records.store import InvalidRun
 
 SUFFIXES = (".log", ".txt", ".out", ".json")  # of logs in a folder; a file that is named may be any
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A kind of log.
-
-    recognizes  cleaned lines → whether they are of this kind
-    read        (path, cleaned lines, hints) → the tool's name and one section for each of its
-                starts, at least one; raises ValueError with words that follow the file's name:
-                "ends within …"
-    marks       an expression that finds the tool's lines, wherever they start
-    """
-
-    help: str
-    recognizes: Callable[[Sequence[str]], bool]
-    read: Callable[[Path, Sequence[str], Hints], tuple[str, list[log.Section]]]
-    marks: str = ""
-
-
-READERS: dict[str, Reader] = {
-    "nccl-json": Reader("JSON of nccl-tests (-J)", nccl_json.recognizes, nccl_json.read),
-    "rccl-json": Reader("JSON of rccl-tests (-x)", rccl_json.recognizes, rccl_json.read),
-    "nccl-tests": Reader(
-        "text of nccl-tests or rccl-tests", nccl_text.recognizes, nccl_text.read, nccl_text.MARKS
-    ),
-    "osu": Reader("text of the OSU Micro-Benchmarks", osu.recognizes, osu.read, osu.MARKS),
-}
-# Two tools may give a group the same name.
-MARKS = re.compile(re.sub(r"\?P<\w+>", "", "|".join(r.marks for r in READERS.values() if r.marks)))
-OPERATIONS = tuple(
-    dict.fromkeys([*PROGRAMS.values(), *(test.operation for test in osu.TESTS.values())])
+ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+# Text that launchers put before each line: `0: ` of srun, `[1,0]<stdout>: ` of mpirun, and
+# `[pod/name/container] `, `pod-name container ` or a time of kubectl and stern.
+PREFIX = re.compile(
+    r"^(?:[ \t]*\d+: |\[(?:\S+@)?\d+,\d+\]<std(?:out|err)>: ?|\[pod/\S+\] "
+    r"|[a-z][a-z0-9.]*-[a-z0-9.-]+ (?:[a-z][a-z0-9-]* )?|\d{4}-\d\d-\d\dT\S+ (?:stdout F )?)+",
+    re.MULTILINE,
 )
+# NCCL writes lines of its own, even between the words of a row.
+BROKEN_ROW = re.compile(
+    r"^([ \t]*\d.*?)((?:[A-Za-z][\w.-]{0,254}:\d+:\d+ \[-?\d+\] .*\n)+)(.*)", re.MULTILINE
+)
+
+# Kind of log → an expression that finds each start of the tool; reads what one start printed.
+READERS: dict[str, tuple[re.Pattern[str], Callable[[Part], tuple[Test, list[Result]]]]] = {
+    "JSON of nccl-tests (-J)": (tools.NCCL_JSON, tools.read_nccl_json),
+    "JSON of rccl-tests (-x)": (tools.RCCL_JSON, tools.read_rccl_json),
+    "text of nccl-tests or rccl-tests since 2.13": (tools.NCCL_TEXT, tools.read_nccl_text),
+    "text of the OSU Micro-Benchmarks since 5.9": (tools.OSU, tools.read_osu),
+}
+OPERATIONS = tuple(name for name in log.NAMES.values() if name != "barrier")
 
 
 def find(name: str) -> Path:
@@ -65,10 +51,7 @@ def _is_file(path: Path) -> bool:
 
 
 def find_all(name: str) -> list[Path]:
-    """Find the run or log of this name, or all runs (else all logs) in the folder of this name.
-
-    Raises InvalidRun.
-    """
+    """Find this run or log, or all runs (else all logs) in this folder. Raises InvalidRun."""
     if _is_file(Path(name)):
         return [find(name)]
     try:
@@ -85,19 +68,39 @@ def read(path: Path, hints: Hints = NO_HINTS) -> Run:
     if path.is_dir():
         return store.read(path)
     try:
-        text = decode(store.read_file(path))
+        text = _clean(store.read_file(path))
     except OSError as error:
         raise InvalidRun(f"{path} cannot be read: {error.strerror}") from None
-    if not text.strip():
-        raise InvalidRun(f"{path} is empty")
-    lines = clean(text, MARKS)
-    readers = [reader for reader in READERS.values() if reader.recognizes(lines)]
-    if not readers:
-        known = ", ".join(reader.help for reader in READERS.values())
-        raise InvalidRun(f"{path} is no log that ddpbench reads ({known}), and no folder of a run")
-    try:
-        tool, sections = readers[0].read(path, lines, hints)
-        left_out = [f"{other.help} is left out: give it a file" for other in readers[1:]]
-        return log.build_run(redact.text(str(path)), tool, sections, left_out)
-    except ValueError as error:
-        raise InvalidRun(f"{path} {error}") from None
+    readers = [reader for reader in READERS.values() if reader[0].search(text)]
+    if len(readers) != 1:
+        problem = "has logs of several tools" if readers else "is neither a run nor a log"
+        raise InvalidRun(f"{path} {problem}: ddpbench reads {', '.join(READERS)}")
+    tests: list[tuple[Test, list[Result]]] = []
+    left_out: list[tuple[int, str]] = []
+    start, read_part = readers[0]
+    starts = [match.start() for match in start.finditer(text)]
+    line = 1 + text.count("\n", 0, starts[0])
+    for i, j in zip(starts, [*starts[1:], len(text)], strict=True):
+        try:
+            test, results = read_part(Part(text[i:j], line, hints, left_out))
+            if not results or len({result.case for result in results}) < len(results):
+                raise ValueError("the test has no row of results, or repeats a size (-N)")
+            tests.append((test, results))
+        except ValueError as error:
+            left_out.append((line, str(error)))
+        except (AttributeError, LookupError, TypeError) as error:  # of JSON
+            left_out.append((line, f"a value is missing or wrong: {type(error).__name__}, {error}"))
+        line += text.count("\n", i, j)
+    if not tests:
+        line, reason = left_out[0]
+        raise InvalidRun(f"{path} cannot be read: line {line}: {reason}")
+    return log.build_run(redact.text(str(path)), tests, left_out)
+
+
+def _clean(data: bytes) -> str:
+    """Return the lines as the tool printed them, without what others added or indentation."""
+    text = ESCAPE.sub("", data.decode("utf-8-sig", errors="replace").replace("\r", ""))
+    text = BROKEN_ROW.sub(
+        lambda row: f"{row[1]} {row[3]}" + "\n" * row[2].count("\n"), PREFIX.sub("", text)
+    )
+    return "\n".join(line.strip() for line in text.split("\n"))

@@ -2,58 +2,103 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from ddpbench.launch import processes, rendezvous
-from ddpbench.launch.nodes import Nodes
+from ddpbench.launch import rendezvous
+from ddpbench.launch.processes import ORDERLY, forward_signals
+
+ADDRESS = "127.0.0.1"
+POLL_SECONDS = 0.1
+# After one has failed: for the others to end by themselves, then after SIGTERM.
+GRACE_SECONDS = 10.0
 
 
 def run_on_host(line: Sequence[str], nproc: int) -> int:
-    """Run a command line in nproc ranks of this host; return their exit code, as `run`."""
-    with rendezvous.listen("127.0.0.1", 0) as server:
+    """Run a command line in nproc ranks of this host; return their exit code, as `await_all`."""
+    with rendezvous.listen(ADDRESS, 0) as server:
         port = int(server.getsockname()[1])
-        ranks = start(line, Nodes((nproc,)), 0, "127.0.0.1", port)
+        ranks = [start_rank(line, rank, nproc, port) for rank in range(nproc)]
         # The ranks import torch, too; their connections wait in the socket meanwhile.
-        store = rendezvous.serve_on(server, "127.0.0.1", timedelta(minutes=5))
+        store = rendezvous.serve_on(server, ADDRESS, timedelta(minutes=5))
         code = await_all(ranks)
         del store  # not before the ranks have ended
     return code
 
 
-def start(
-    line: Sequence[str], nodes: Nodes, index: int, address: str, port: int
-) -> list[processes.Child]:
-    """Start a command line in each rank of one node.
+def start_rank(line: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.Popen[bytes]:
+    """Start a rank in a session of its own: Ctrl-C reaches it once, from here.
 
     The environment is that of torchrun, by which scripts and libraries find out where they are.
     """
-    same = {
-        "TORCHELASTIC_RUN_ID": f"ddpbench-{address}-{port}",
+    environ = {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(nproc)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": ADDRESS,
+        "MASTER_PORT": str(port),
+        # The store listens already, in this process: it outlives any rank.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": f"ddpbench-{ADDRESS}-{port}",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "ROLE_NAME": "default",
-        "ROLE_WORLD_SIZE": str(nodes.world_size),
     }
-    if nodes.ranks[index] > 1:
-        same["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    return [
-        processes.start_child(line, {**environ, **same, "ROLE_RANK": environ["RANK"]})
-        for environ in nodes.environ(index, address, port)
-    ]
+    if nproc > 1:
+        environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    return subprocess.Popen(
+        line, stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **environ}
+    )
 
 
-def await_all(
-    ranks: Sequence[processes.Child], has_failed: Callable[[], bool] = lambda: False
-) -> int:
+def await_all(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait for all ranks; return the highest exit code of those that ended by themselves.
 
-    If each other rank was ended by a signal: 130 if by Ctrl-C, else 5.
+    Once one has failed, the rest must end in time. If each that failed was ended by a signal: 130
+    if by Ctrl-C, else 5.
     """
-    processes.await_all(ranks, has_failed)
-    codes = [rank.process.returncode for rank in ranks]
+
+    def forward(received: int) -> None:
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                rank.send_signal(received)
+
+    with forward_signals(forward):
+        try:
+            _wait(ranks)
+        finally:
+            for rank in ranks:  # an error here leaves none behind either
+                if rank.poll() is None:
+                    _kill(rank)
+    codes = [rank.returncode for rank in ranks]
     if max(codes) > 0 or min(codes) == 0:
         return max(codes)
     return 130 if -signal.SIGINT in codes else 5
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    steps: list[Callable[[subprocess.Popen[bytes]], None]] = [subprocess.Popen.terminate, _kill]
+    deadline = None  # by which the rest must have ended
+    while living := [rank for rank in ranks if rank.poll() is None]:
+        now = time.monotonic()
+        if deadline is None and any(rank.poll() not in (None, *ORDERLY) for rank in ranks):
+            deadline = now + GRACE_SECONDS
+        elif deadline is not None and now >= deadline:
+            end = steps.pop(0)
+            for rank in living:
+                end(rank)
+            deadline = now + GRACE_SECONDS
+        time.sleep(POLL_SECONDS)
+
+
+def _kill(rank: subprocess.Popen[bytes]) -> None:
+    """Kill a rank and what it has started."""
+    with contextlib.suppress(OSError):
+        os.killpg(rank.pid, signal.SIGKILL)
+    rank.wait()

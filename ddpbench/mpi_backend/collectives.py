@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,9 +18,8 @@ from ddpbench.mpi_backend.tensors import (
     require,
     room_for,
     rooms_for,
-    with_idle_stream,
 )
-from ddpbench.mpi_backend.types import block, memory, pieces, unit
+from ddpbench.mpi_backend.types import memory
 from ddpbench.mpi_backend.work import failure
 
 TensorList = list[Tensor]
@@ -57,10 +53,10 @@ class Collectives(GroupBase):
         opts = opts or dist.AllreduceOptions()
         flat = flatten(name, tensor)
         kind, op, mean = self._reduction(name, flat, opts)
+        self._require_countable(name, flat.numel(), "elements")
 
         def run() -> None:
-            for piece in pieces(flat):
-                self._comm.Allreduce(self._in_place, (piece, kind), op)
+            self._comm.Allreduce(self._in_place, (memory(flat), kind), op)
 
         return self._issue(name, opts, run, tensor, outputs=tensors, flats=(flat,), mean=mean)
 
@@ -69,19 +65,18 @@ class Collectives(GroupBase):
         name, opts, tensor = "reduce", opts or dist.ReduceOptions(), self._single("reduce", tensors)
         flat, root = flatten(name, tensor), opts.rootRank
         kind, op, mean = self._reduction(name, flat, opts)
+        self._require_countable(name, flat.numel(), "elements")
         at_root = root == self._rank
-        run = partial(self._reduce, flat, flat if at_root else None, kind, op, root)
         flats = (flat,) if at_root else ()
+
+        def run() -> None:
+            message = memory(flat), kind
+            sides = (self._in_place, message) if at_root else (message, None)
+            self._comm.Reduce(*sides, op, root)
+
         return self._issue(
             name, opts, run, tensor, outputs=tensors, flats=flats, mean=mean and at_root
         )
-
-    def _reduce(self, source: Tensor, target: Tensor | None, kind: Any, op: Any, root: int) -> None:
-        """MPI's Reduce, in pieces; only the root has a target, which may be its source."""
-        targets = [] if target is None else list(pieces(target))
-        for i, piece in enumerate(pieces(source)):
-            message = self._in_place if target is source else (piece, kind)
-            self._comm.Reduce(message, (targets[i], kind) if targets else None, op, root)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
         """output of rank r becomes part r of the reduction of all ranks' sources (size × it)."""
@@ -107,13 +102,9 @@ class Collectives(GroupBase):
     ) -> Any:
         name = "reduce_scatter"
         kind, op, mean = self._reduction(name, target, opts)
+        self._require_countable(name, whole.numel(), "elements")
 
         def run() -> None:
-            if whole.numel() > mpi_types.most:
-                parts = torch.split(whole.detach().view(-1), counts)
-                for root, part in enumerate(parts):
-                    self._reduce(part, target if root == self._rank else None, kind, op, root)
-                return
             sides = (memory(whole), kind), (memory(target), kind)
             if len(set(counts)) > 1:
                 self._comm.Reduce_scatter(*sides, counts, op)
@@ -143,12 +134,13 @@ class Collectives(GroupBase):
         opts = opts or dist.BroadcastOptions()
         root = opts.rootRank
         flat = (flatten if root == self._rank else room_for)(name, tensor)
-        run = partial(self._bcast, flat, root)
+        self._require_countable(name, flat.nbytes)
         flats = () if root == self._rank else (flat,)
-        return self._issue(name, opts, run, tensor, outputs=tensors, flats=flats)
 
-    def _bcast(self, flat: Tensor, root: int) -> None:
-        self._comm.Bcast((memory(flat), unit(flat.nbytes)), root)
+        def run() -> None:
+            self._comm.Bcast((memory(flat), self._byte), root)
+
+        return self._issue(name, opts, run, tensor, outputs=tensors, flats=flats)
 
     def scatter(self, outputs: TensorList, inputs: TensorLists, opts: Any = None) -> Any:
         """outputs[0] of rank r becomes the root's inputs[0][r]; the others give no inputs."""
@@ -158,11 +150,11 @@ class Collectives(GroupBase):
         if root == self._rank:
             self._counts(name, inputs[0], output, even=True)
             whole = keep_apart(join(name, inputs[0]), target)
-        kind = unit(target.nbytes)
+        self._require_countable(name, target.nbytes)
 
         def run() -> None:
-            message = None if whole is None else (memory(whole), kind)
-            self._comm.Scatter(message, (memory(target), kind), root)
+            message = None if whole is None else (memory(whole), self._byte)
+            self._comm.Scatter(message, (memory(target), self._byte), root)
 
         return self._issue(name, opts, run, output, outputs=outputs, flats=(target,))
 
@@ -171,7 +163,7 @@ class Collectives(GroupBase):
         name, opts = "gather", opts or dist.GatherOptions()
         tensor = self._single(name, inputs)
         source, root, whole = flatten(name, tensor), opts.rootRank, None
-        kind = unit(source.nbytes)
+        self._require_countable(name, source.nbytes)
         targets: Sequence[Tensor] = ()
         parts: Sequence[Tensor] = ()
         if root == self._rank:
@@ -181,8 +173,8 @@ class Collectives(GroupBase):
             source = keep_apart(source, whole)
 
         def run() -> None:
-            message = None if whole is None else (memory(whole), kind)
-            self._comm.Gather((memory(source), kind), message, root)
+            message = None if whole is None else (memory(whole), self._byte)
+            self._comm.Gather((memory(source), self._byte), message, root)
 
         return self._issue(name, opts, run, tensor, outputs=targets, flats=parts)
 
@@ -235,23 +227,17 @@ class Collectives(GroupBase):
         name, flat = "all_gather", flatten("all_gather", source)
         in_place = flat.data_ptr() == whole.data_ptr() + sum(counts[: self._rank]) * flat.itemsize
         flat = flat if in_place else keep_apart(flat, whole)
+        even = len(set(counts)) == 1
+        self._require_countable(name, (flat if even else whole).nbytes)
 
         def run() -> None:
             # MPI wants either all ranks in place or none; each library here reads only its own.
-            message = self._in_place if in_place else (memory(flat), unit(flat.nbytes))
-            if len(set(counts)) == 1:
-                target = memory(whole), unit(flat.nbytes)
-                self._comm.Allgather(message, target)
-            elif whole.nbytes <= mpi_types.most:
+            message = self._in_place if in_place else (memory(flat), self._byte)
+            if even:
+                self._comm.Allgather(message, (memory(whole), self._byte))
+            else:
                 nbytes = [count * flat.itemsize for count in counts]
                 self._comm.Allgatherv(message, (memory(whole), nbytes, self._byte))
-            else:
-                rows = torch.split(whole.detach().view(-1), counts)
-                if not in_place:
-                    own = rows[self._rank]
-                    with_idle_stream(lambda: own.copy_(flat.view(-1)), whole)
-                for root, row in enumerate(rows):
-                    self._bcast(row, root)
 
         return self._issue(
             name, opts, run, source, outputs=outputs, flats=parts or (whole,), noted=whole
@@ -300,22 +286,18 @@ class Collectives(GroupBase):
     ) -> Any:
         """Exchange parts. deals: elements per rank, out and in; `even` is the same on all ranks."""
         name, tensors = "all_to_all", (source, target)
-        sides: list[Any] = []
-        for flat, deal in zip(tensors, deals, strict=True):
-            nbytes, item = [count * flat.itemsize for count in deal], 1
-            if flat.nbytes > mpi_types.most:  # a rank alone may be that large: one way for all
-                item = math.gcd(*nbytes)
-                rule = f"parts of {flat.nbytes} bytes need a common divisor that MPI can count by"
-                require(name, flat.nbytes // item <= mpi_types.most, rule)
-            kind = self._byte if item == 1 else block(item)
-            sides.append((memory(flat), [count // item for count in nbytes], kind))
+        most = source.nbytes // self._size if even else max(source.nbytes, target.nbytes)
+        self._require_countable(name, most)
 
         def run() -> None:
             if even:
-                kind = unit(source.nbytes // self._size)
-                self._comm.Alltoall(*[(memory(flat), kind) for flat in tensors])
-            else:
-                self._comm.Alltoallv(*sides)
+                self._comm.Alltoall(*[(memory(flat), self._byte) for flat in tensors])
+                return
+            sides = [
+                (memory(flat), [count * flat.itemsize for count in deal], self._byte)
+                for flat, deal in zip(tensors, deals, strict=True)
+            ]
+            self._comm.Alltoallv(*sides)
 
         return self._issue(name, opts, run, outputs[0], outputs=outputs, flats=flats)
 

@@ -26,7 +26,7 @@ from ddpbench.mpi_backend.tensors import (
     room_for,
     with_idle_stream,
 )
-from ddpbench.mpi_backend.types import memory, unit
+from ddpbench.mpi_backend.types import memory
 from ddpbench.mpi_backend.work import JoinedWork, Lane, Request, Work, failure
 
 
@@ -51,16 +51,17 @@ class ProcessGroupMPI4PY(Collectives):
     def _post(self, name: str, tensors: TensorList, start: Any, peer: int, tag: int) -> Request:
         tensor = self._single(name, tensors)
         flat = (room_for if name == "recv" else flatten)(name, tensor)
+        self._require_countable(name, flat.nbytes)
         self._lane.posted += 1
         try:
-            message = memory(flat), unit(flat.nbytes)
+            message = memory(flat), self._byte
             request = with_idle_stream(lambda: start(message, peer, tag), tensor)
         except Exception as error:
             raise failure(name, self._rank, error) from error
 
         def finish_receive(status: Any) -> None:
             if name == "recv":
-                received = status.Get_elements(mpi().BYTE)  # Get_count ends at an int
+                received = status.Get_count(mpi().BYTE)
                 if received != flat.nbytes:
                     raise ValueError(f"{received} bytes came, the tensor holds {flat.nbytes}")
                 with_idle_stream(lambda: finish((tensor,), (flat,), 0), tensor)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ddpbench.mpi_backend.library import mpi
 
-# The largest count of MPI before version 4: an int in C. Beyond it, moves (in bytes, whatever the
-# dtype) use larger units, and reductions go in pieces.
+# The largest count of MPI before version 4: an int in C. Moves count bytes, whatever the dtype, and
+# reductions count elements.
 most = 2**31 - 1
 
 Reduction = tuple[Any, Any, bool]  # MPI's datatype, MPI's op, whether to divide afterwards
@@ -79,27 +79,3 @@ def mean(flat: Tensor, size: int) -> None:
 def memory(flat: Tensor) -> Any:
     """A contiguous tensor's memory for mpi4py; the tensor must outlive the call."""
     return mpi().buffer.fromaddress(flat.data_ptr(), flat.nbytes)
-
-
-def pieces(flat: Tensor) -> list[Any]:
-    """A contiguous tensor's memory in pieces that MPI can count; at least one, if empty."""
-    start, step = flat.data_ptr(), most * flat.itemsize
-    end = start + flat.nbytes
-    take = mpi().buffer.fromaddress
-    return [take(at, min(step, end - at)) for at in range(start, max(end, start + 1), step)]
-
-
-def unit(nbytes: int) -> Any:
-    """The MPI datatype in which to move so many bytes: bytes or, beyond `most`, one block."""
-    return mpi().BYTE if nbytes <= most else block(nbytes)
-
-
-@cache
-def block(nbytes: int) -> Any:
-    """An MPI datatype of this size, which may be more than MPI can count."""
-    large = max(1, most // 2)
-    many, rest = divmod(nbytes, large)
-    group, byte = mpi().BYTE.Create_contiguous(large), mpi().BYTE
-    kind = mpi().Datatype.Create_struct([many, rest], [0, many * large], [group, byte])
-    group.Free()
-    return kind.Commit()

@@ -108,11 +108,8 @@ def only_case(run: Run) -> SideCase:
     return found[0]
 
 
-def to_json(run: Run, found: SideCase, margin: float | None, folder: Path) -> dict[str, Any]:
-    """What a reader must know of the figures of a run's only case; base units.
-
-    margin: this machine's, where it is known; a fraction.
-    """
+def to_json(run: Run, found: SideCase, folder: Path) -> dict[str, Any]:
+    """What a reader must know of the figures of a run's only case; base units."""
     side, case, launch = found.side, found.case, run.launches[0]
     assert side is not None
     stored = {
@@ -120,7 +117,6 @@ def to_json(run: Run, found: SideCase, margin: float | None, folder: Path) -> di
         "launch_medians_seconds": list(side.times),
         "launch_lower_quartiles_seconds": list(side.quartiles),
         "interval_seconds": [side.interval.low, side.interval.high] if side.interval else None,
-        "margin": margin,
         "versions": {name: launch.facts.get(name) for name in ("ddpbench", "torch", "python")},
         "library": launch.library,
         "warnings": [each.sentence for each in run.findings if each.severity == "warning"],
@@ -149,6 +145,6 @@ def from_json(stored: Mapping[str, Any], source: str = "") -> Measured:
         quartiles = tuple(map(float, stored.get("launch_lower_quartiles_seconds", ())))
         side = matching.Side(*stats.over_launches(np.array(medians)), medians, launches, quartiles)
         case, warnings = codec.decode(kind, stored["case"]), tuple(stored["warnings"])
-        return Measured(case, side, stored["margin"], warnings, source)
+        return Measured(case, side, warnings, source)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{source} holds no figures of ddpbench: {error!r}") from None

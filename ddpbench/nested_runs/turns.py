@@ -29,6 +29,7 @@ from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import list_choices
 from ddpbench.session import options, run_folder
 
+USUAL = "collectives"  # the command to measure if none is given
 SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
 PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
 CHECK_SECONDS = 120.0  # until another Python has imported torch and ddpbench
@@ -76,13 +77,13 @@ class End:
     sentence: str = ""
 
 
-def add_measured(parser: argparse.ArgumentParser, results: str, usual: str) -> None:
-    """Add the command that is measured, with its usual words, the seed and the output folder."""
+def add_measured(parser: argparse.ArgumentParser) -> None:
+    """Add the command that is measured, the seed and the output folder."""
     parser.add_argument(
         "words",
         nargs=argparse.REMAINDER,
         metavar="COMMAND …",
-        help=f"command to measure: {list_choices(MEASURING)}, with its options (default: {usual})",
+        help=f"command to measure: {list_choices(MEASURING)}, with its options (default: {USUAL})",
     )
     parser.add_argument(
         "--seed", type=options.whole(0), metavar="N", help="seed of all orders (default: random)"
@@ -90,35 +91,28 @@ def add_measured(parser: argparse.ArgumentParser, results: str, usual: str) -> N
     parser.add_argument(
         "--output",
         metavar="FOLDER",
-        help=f"folder for the two runs (default: a new one in {results})",
+        help="folder for the two runs (default: a new one in results/)",
     )
 
 
-def prepare(
-    namespace: argparse.Namespace,
-    variants: Sequence[Variant],
-    results: Path,
-    label: str,
-    usual: Sequence[str],
-) -> Path:
+def prepare(namespace: argparse.Namespace, variants: Sequence[Variant]) -> Path:
     """Validate the request, choose a seed, and create the output folder.
 
-    usual: the command to measure if namespace.words has none. Raises Refused, or SystemExit with a
-    sentence.
+    Raises Refused, or SystemExit with a sentence.
     """
     words = list(namespace.words)
-    namespace.words = words[words[:1] == ["--"] :] or list(usual)
+    namespace.words = words[words[:1] == ["--"] :] or [USUAL]
     for variant in variants:
         _check([*namespace.words, *variant.words])
     for variant in variants:
         _check_python(variant)
-    if getattr(namespace, "only", None):  # calibrate has none
+    if namespace.only:
         _check_only(namespace, variants)
     if namespace.seed is None:
         namespace.seed = random.SystemRandom().randrange(2**31)
     try:
         if namespace.output is None:
-            return store.new_folder(label, results)
+            return store.new_folder("ab")
         folder = Path(namespace.output)
         folder.mkdir(parents=True, exist_ok=False)
     except OSError as error:

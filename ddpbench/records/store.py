@@ -251,11 +251,6 @@ def list_runs(results: Path = Path("results")) -> list[Path]:
     return sorted(folders, key=lambda folder: (_started(folder), folder.name))
 
 
-def list_calibrations(results: Path = Path("results")) -> list[Path]:
-    """List the folders that `calibrate` has made, oldest first; each holds two runs, a and b."""
-    return sorted(path.parents[1] for path in results.glob("calibrations/*/b/run.json"))
-
-
 def _started(folder: Path) -> str:
     """Read when a run began; the user may have chosen the folder's name. "" if it is damaged."""
     try:

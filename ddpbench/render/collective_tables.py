@@ -42,7 +42,7 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
         names = [name for name in names if any(map(COLUMNS[name].applies, shown))]
     fitted = not quiet and run.state in ("complete", "interrupted")
     texts, all_rows, all_fits = [], [], []
-    for title, group in group_by_title(shown).items():
+    for title, group in _group_by_title(shown).items():
         rows = _rows(group, names)
         all_rows += rows
         cells = [list(row.values()) for row in rows]
@@ -59,7 +59,7 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
     return texts + [style.gap.join(notes) for notes in (_skipped(all_lines), legend) if notes]
 
 
-def group_by_title(shown: list[Line]) -> dict[str, list[Line]]:
+def _group_by_title(shown: list[Line]) -> dict[str, list[Line]]:
     """Group lines under the title of their table, which states what its rows have in common."""
     groups: dict[str, list[Line]] = {}
     for line in shown:

@@ -37,7 +37,7 @@ def table(comparison: Comparison) -> str:
         [_table(comparison, compared_rows(comparison), TERMINAL)],
         [_parts(comparison, TERMINAL)],
         list_unmatched(comparison),
-        [summarize(comparison), *_advice(comparison), _noise(comparison)],
+        [summarize(comparison), *_advice(comparison)],
     ]
     return "\n\n".join(text for block in blocks if (text := "\n".join(block))) + "\n"
 
@@ -72,7 +72,6 @@ def as_json(comparison: Comparison) -> str:
         "base": {"name": base.name, "runs": [run.id for run in base.runs]},
         "new": {"name": new.name, "runs": [run.id for run in new.runs]},
         "margin": rule.margin,
-        "calibration": rule.noise.name if rule.noise else None,
         "exit_code": exit_code(comparison, strict=False),
         "exit_code_strict": exit_code(comparison, strict=True),
         "counts": comparison.counts,
@@ -157,7 +156,7 @@ def summarize(comparison: Comparison) -> str:
 
 def explain(comparison: Comparison) -> list[str]:
     """List what would settle INCONCLUSIVE rows, notes, and what all cases have in common."""
-    lines = [*_advice(comparison), *comparison.notes, _noise(comparison)]
+    lines = [*_advice(comparison), *comparison.notes]
     return [*lines, *_common(comparison), *_times(comparison)]
 
 
@@ -187,7 +186,7 @@ def _parts(comparison: Comparison, style: Style) -> str:
 
 def columns(comparison: Comparison) -> list[Column[Row]]:
     """Return the columns of a row, its name first; a table leaves out those that stay empty."""
-    margin, shared = comparison.rule.margin, _shared_parts(comparison)
+    shared = _shared_parts(comparison)
     return [
         text_column("case", lambda row: _label(row, shared)),
         Column("base", lambda row: side_time(row.case, row.base)),
@@ -196,15 +195,10 @@ def columns(comparison: Comparison) -> list[Column[Row]]:
         Column("95 %", lambda row: side_interval(row.new)),
         Column("change", lambda row: shift_estimate(row.shift)),
         Column("range of change", lambda row: shift_interval(row.shift)),
-        Column("margin", lambda row: _plus_minus(row.margin) if row.margin > margin else ""),
-        Column("drift", lambda row: _plus_minus(row.drift) if row.drift else ""),
+        Column("drift", lambda row: f"±{row.drift * 100:.1f} %" if row.drift else ""),
         text_column("verdict", lambda row: row.verdict),
         text_column("why", lambda row: row.why),
     ]
-
-
-def _plus_minus(fraction: float) -> str:
-    return f"±{fraction * 100:.1f} %"
 
 
 def _counts(comparison: Comparison) -> str:
@@ -214,14 +208,6 @@ def _counts(comparison: Comparison) -> str:
 
 def _margin(comparison: Comparison) -> str:
     return f"margin ±{comparison.rule.margin * 100:g} %"
-
-
-def _noise(comparison: Comparison) -> str:
-    """State whether the margins cover the machine's noise; rows show a margin that it widened."""
-    noise = comparison.rule.noise
-    if noise is None:
-        return "the noise of this machine is unknown: python -m ddpbench calibrate measures it"
-    return f"margins are widened to the noise of this machine where it is larger: {noise.name}"
 
 
 def _advice(comparison: Comparison) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from ddpbench.analysis import selftest
 from ddpbench.records.schema import Examination, Finding, Run
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import counted
@@ -80,8 +79,6 @@ def format_cell(value: Any, column: TableColumn) -> str:
 
 def verdict(run: Run) -> str:
     """Return one line: what was found, or that nothing was found and what remains open."""
-    if run.command == selftest.COMMAND:
-        return "; ".join(line for one in run.examinations for line in one.told)
     counts = Counter(finding.severity for finding in run.findings)
     seconds = sum(examination.seconds for examination in run.examinations)
     where = f"{counted(len(run.examinations), 'examination')} in {seconds:.0f} s"

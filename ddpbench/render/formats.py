@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.terminal_text import escaped
-from ddpbench.render import prometheus, pyperf
 from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.render.column import Column, choose_columns
 from ddpbench.render.doctor import FINDING_COLUMNS
@@ -56,19 +55,7 @@ FORMATS: dict[str, Callable[[Run, Columns, bool], str]] = {
     "csv": escaped(csv),
     "json": json,
     "markdown": escaped(markdown),
-    "pyperf": pyperf.suite,
-    "prometheus": escaped(prometheus.exposition),
 }
-STYLES = {"table": TERMINAL, "markdown": MARKDOWN}  # formats for people
-WITHOUT_COLUMNS = ("pyperf", "prometheus")
-
-
-@escaped
-def guidelines(run: Run, form: str) -> str:
-    """Format which guidelines of self-consistent performance a run violates; form: of STYLES."""
-    from ddpbench.render import guideline_tables
-
-    return "\n\n".join(guideline_tables.blocks(run, STYLES[form])) + "\n"
 
 
 def _values(run: Run, columns: Columns) -> tuple[list[str], list[list[Any]]]:

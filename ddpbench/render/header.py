@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ddpbench.analysis import stats
@@ -63,13 +63,11 @@ def _launches(run: Run) -> str:
 def _of_another_tool(run: Run, tool: str) -> list[str]:
     """Return the lines for a log of another tool, which states less."""
     launch, case = run.launches[0], run.results[0].case
-    gpu = next((r.get("gpu_name") for r in launch.ranks), None)
     over = case.rank_reduction + ("" if case.rank_reduction == "rank 0" else " over ranks")
     depth = f", {case.depth or 'unknown'} in flight" if case.issue == "pipelined" else ""
     return [
         f"{tool}   {run.id}",
-        f"where     {_ranks(launch)}; {gpu or 'the log does not describe the machine'}",
-        f"{launch.backend:<9} {launch.library}",
+        f"where     {_ranks(launch)}",
         f"how       {case.issue}{depth}, start {case.start}; {case.statistic} over calls, "
         f"{over}, of {case.time_definition} ({case.clock} clock); "
         f"checks {'on' if run.plan.check else 'off'}",
@@ -237,19 +235,18 @@ def finding_lines(run: Run) -> list[str]:
     Of the differing tensors of a case only the first are listed: the table of replicas has them
     all.
     """
-    return list(format_findings(run.findings))
-
-
-def format_findings(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield the lines of these findings."""
-    cases = [_case_of_tensor(finding) for finding in findings]
-    for i, (finding, case) in enumerate(zip(findings, cases, strict=True)):
+    cases = [_case_of_tensor(finding) for finding in run.findings]
+    lines = []
+    for i, (finding, case) in enumerate(zip(run.findings, cases, strict=True)):
         before, total = cases[:i].count(case), cases.count(case)
         if case is None or before < TENSORS:
             next_step = f". Next: {finding.next_step}" if finding.next_step else ""
-            yield f"{finding.severity.upper()} ({finding.code}): {finding.sentence}{next_step}"
+            lines.append(
+                f"{finding.severity.upper()} ({finding.code}): {finding.sentence}{next_step}"
+            )
         elif before + 1 == total:
-            yield f"  and {total - TENSORS} more of {case}: see replicas below"
+            lines.append(f"  and {total - TENSORS} more of {case}: see replicas below")
+    return lines
 
 
 def _case_of_tensor(finding: Finding) -> str | None:

@@ -1,4 +1,4 @@
-"""Texts shared by comparisons, histories and calibrations: labels of cases, times, changes."""
+"""Texts shared by comparisons and lists: labels of cases, times, changes."""
 
 from __future__ import annotations
 

@@ -53,7 +53,6 @@ _without_subclass: Any = getattr(torch._C, "DisableTorchFunctionSubclass", nullc
 _xxh3 = xxhash.xxh3_64_intdigest
 _STEP = 0x9E3779B97F4A7C15 | 1  # odd, so multiplying by it loses no bits
 _LOWER = (1 << 32) - 1
-_LOWER = (1 << 32) - 1
 
 
 def of_bytes(content: Any) -> int:
@@ -155,7 +154,7 @@ def _weigh(pieces: Pieces) -> Tensor:
     weights = _join([table.narrow(0, 0, size) for size in sizes])
     terms = words * weights  # modulo 2^64
     del words, weights
-    terms.bitwise_xor_((terms >> 32).bitwise_and_(_LOWER))  # >> copies the sign of int64
+    fold(terms)
     if len(sizes) == 1:
         return terms.sum().reshape(1)
     sums = terms.cumsum(0)

@@ -121,7 +121,7 @@ def collect(
 def _sharded(module: torch.nn.Module) -> set[Tensor]:
     """Return the parameters that FullyShardedDataParallel shards as plain tensors.
 
-    The parameters of fully_shard are DTensors; `explain_unreadable` recognises those.
+    The parameters of fully_shard are DTensors; `_explain_unreadable` recognises those.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # if not imported, no module uses it
     if fsdp is None:
@@ -194,7 +194,7 @@ def _add(state: State, kind: str, name: str, value: Any, reason: str = "") -> No
             layout, value = read_layout(value), read_local(value)
             reason = describe_partial(layout)
             state.meshes.append(whole.device_mesh)
-        reason = reason or explain_unreadable(value)
+        reason = reason or _explain_unreadable(value)
     elif not (value is None or isinstance(value, (str, *_NUMBERS))):
         reason = reason or f"a {type(value).__name__} is neither a tensor nor a number"
     if reason:
@@ -208,7 +208,7 @@ def _add(state: State, kind: str, name: str, value: Any, reason: str = "") -> No
         state.entries[kind].append(Entry(name, None, repr(value), (), ""))
 
 
-def explain_unreadable(tensor: Tensor) -> str:
+def _explain_unreadable(tensor: Tensor) -> str:
     """Return why a tensor's elements cannot be compared; "" if they can."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         if torch.nn.parameter.is_lazy(tensor):

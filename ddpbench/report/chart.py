@@ -139,11 +139,11 @@ def side_by_side(runs: Sequence[ReportRun], make: Callable[[ReportRun], Iterable
     columns = [list(make(run)) for run in runs]
     if len(runs) > 1:
         labelled = enumerate(zip(columns, runs, strict=True), 1)
-        columns = [name_run(charts, n, run.label) for n, (charts, run) in labelled]
+        columns = [_name_run(charts, n, run.label) for n, (charts, run) in labelled]
     return tuple(tuple(filter(None, row)) for row in zip_longest(*columns))
 
 
-def name_run(charts: Iterable[Chart], number: int, label: str) -> list[Chart]:
+def _name_run(charts: Iterable[Chart], number: int, label: str) -> list[Chart]:
     """Return the charts of one run of several, with its number in names, its label in titles."""
     return [replace(c, name=f"{c.name}-{number}", title=f"{c.title}: {label}") for c in charts]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import groupby
 
-from ddpbench.analysis import flags, selftest, step_lines, steps
+from ddpbench.analysis import flags, step_lines, steps
 from ddpbench.analysis.lines import Line
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.sizes import readable
@@ -31,8 +31,6 @@ def summarise(reported: ReportRun) -> str:
     run = reported.run
     if not run.everything:
         return "Nothing was measured."
-    if run.command == selftest.COMMAND:
-        return f"Self-test: {doctor.verdict(run)}."
     sentences = [INCOMPLETE[run.state]] if run.state in INCOMPLETE else []
     sentences += [_what(reported), *_collectives(reported.lines), *_steps(run)]
     if header.of_doctor(run):

@@ -15,9 +15,8 @@ from ddpbench.catalog import backends, faults, sizes
 from ddpbench.interchange import sources
 from ddpbench.launch import placement
 from ddpbench.records.wording import did_you_mean, explain_unknown
-from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
+from ddpbench.render.formats import FORMATS
 from ddpbench.report.output import page_file
-from ddpbench.report.terminal import drawing
 from ddpbench.runtime import devices
 from ddpbench.session.errors import refuse
 
@@ -270,7 +269,6 @@ SHOWN = """
 --format       output format on stdout
 --columns      columns to show: {columns}{note} (default: those that fit the results)
 --quiet        show only the tables: no header, no legend, no progress
---plot         also plot the results in the terminal: time over message size, parts of a step
 """
 
 
@@ -281,15 +279,12 @@ def add_shown(parser: argparse.ArgumentParser, columns: Iterable[str], note: str
     add("--format", default="table", choices=tuple(FORMATS))
     add("--columns", kind=names("column", columns), metavar="COLUMN,…")
     add("--quiet", action="store_true")
-    add("--plot", action="store_true")
 
 
 REPORT = "also write report.html, a page with charts, into the folder of the run (default: no page)"
 LOGS = """
---op           operation of tests that the log does not name: {operations} (default: from the
-               command above the test, the file's name or busbw / algbw)
---ranks        number of ranks of tests that do not print it (default: from the
-               command above the test or the file's name)
+--op           operation, if the log does not print it: {operations} (default: from the log)
+--ranks        number of ranks, if the log does not print it; OSU never does (default: from the log)
 """
 
 
@@ -299,20 +294,6 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
     add = add_group(parser, "logs of other tools", texts)
     add("--op", choices=sources.OPERATIONS, metavar="NAME")
     add("--ranks", kind=whole(1, 2**20), metavar="N")
-
-
-def require_columns(form: str, columns: Iterable[str] | None) -> None:
-    """Raise Refused if columns are chosen for a format that has none."""
-    if columns is not None and form in WITHOUT_COLUMNS:
-        raise placement.Refused(f"--format {form} has no columns: leave out --columns")
-
-
-def require_plot(plot: bool, form: str) -> None:
-    """Raise Refused if plots are requested, but cannot be drawn or would break the format."""
-    if plot and form != "table":
-        raise placement.Refused(f"--plot draws below tables: leave out --format {form}")
-    if plot and (sentence := drawing.explain_missing("--plot")):
-        raise placement.Refused(sentence)
 
 
 def add_stored(parser: argparse.ArgumentParser) -> None:

@@ -72,10 +72,6 @@ def finish(folder: Path, options: RunOptions, end: End | None = None) -> int:
     stored, quiet = _store(folder, run), options.quiet
     try:
         sys.stdout.write(FORMATS[options.format](run, options.columns, quiet))
-        if options.plot:
-            from ddpbench.report.terminal.plots import make_plots
-
-            sys.stdout.write(f"\n{make_plots(run, sys.stdout)}")
         sys.stdout.flush()
     except OSError as error:  # the exit code still reports the result
         silence_stdout()

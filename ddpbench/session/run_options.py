@@ -36,7 +36,6 @@ class RunOptions:
     format: str
     columns: tuple[str, ...] | None
     quiet: bool
-    plot: bool
     output: str | None
     report: bool
     join: str | None

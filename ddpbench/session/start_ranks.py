@@ -27,7 +27,6 @@ from ddpbench.launch.supervise import Deadline
 from ddpbench.records import store
 from ddpbench.records.terminal_text import tell
 from ddpbench.runtime import devices
-from ddpbench.session import options as shared_options
 from ddpbench.session import page, run_folder
 from ddpbench.session.errors import WAIT_FOR_SPEAKER_SECONDS, report_errors
 from ddpbench.session.run_options import RunOptions
@@ -44,8 +43,6 @@ def run_or_start(
     kind: the command's options. namespace: these, parsed. words: these, as typed. Raises Refused.
     """
     options = kind.of(namespace)
-    shared_options.require_columns(options.format, options.columns)
-    shared_options.require_plot(options.plot, options.format)
     placement = read_placement()
     require_world_size(options.nproc, placement)
     require_limits(placement.world_size if placement else options.nproc or 2, placement)

@@ -15,7 +15,6 @@ from ddpbench.verdicts.differences import Difference, differences
 from ddpbench.verdicts.drift import Drift
 from ddpbench.verdicts.many_pairs import Pair
 from ddpbench.verdicts.matching import AnyCase, Side, SideCase, Source
-from ddpbench.verdicts.noise import Noise
 from ddpbench.verdicts.verdict import (
     FASTER,
     INCOMPARABLE,
@@ -36,7 +35,6 @@ class Rule:
     """How verdicts are reached."""
 
     margin: float = verdict.MARGIN  # the smallest change that counts
-    noise: Noise | None = None  # of this machine: no smaller change is claimed
     drift: Drift | None = None  # between two sides that are apart in time
     paired: bool = False  # launches of the same number are neighbours in time, judged in pairs
     confidence: float = verdict.CONFIDENCE  # of paired intervals
@@ -210,10 +208,7 @@ def _pair(row: Row, rule: Rule) -> Pair | None:
     if row.verdict or row.base is None or row.new is None:
         return None
     base, new = _launches(row.base, row.new, rule)
-    noise = 0.0
-    if rule.noise is not None:
-        noise = rule.noise.margin(row.case, min(len(base), len(new)), row.base.statistic)
-    return Pair(np.array(base), np.array(new), max(rule.margin, noise))
+    return Pair(np.array(base), np.array(new), rule.margin)
 
 
 def _launches(base: Side, new: Side, rule: Rule) -> tuple[tuple[float, ...], tuple[float, ...]]:

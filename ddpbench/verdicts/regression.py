@@ -22,7 +22,6 @@ class Measured:
 
     case: AnyCase
     side: Side
-    margin: float | None = None  # of this machine's noise, a fraction; None: unknown
     warnings: tuple[str, ...] = ()  # that affect the figures, such as a busy host
     source: str = ""  # the saved file that holds it
 
@@ -87,6 +86,5 @@ def _row(name: str, base: Measured | None, new: Measured, margin: float) -> Row:
     """Return the row of a test, without verdict if it can be judged."""
     if base is None:
         return Row(name, ONLY_NEW, None, new, margin, why="not saved before")
-    margin = max(margin, base.margin or 0.0, new.margin or 0.0)
     why = matching.differing(base.case, new.case)
     return Row(name, INCOMPARABLE if why else "", base, new, margin, why=why)

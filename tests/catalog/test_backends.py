@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from frozen import Frozen
 
 from ddpbench.catalog import backends
 from ddpbench.launch.placement import Refused
 from ddpbench.runtime import devices
 
-# What torch.cuda.init raises, from c10/cuda/CUDAFunctions.cpp → how it is quoted.
+# What torch.cuda.init raises, from c10/cuda/CUDAFunctions.cpp, and a part that is quoted.
 TOO_OLD = (
     "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU "
     "driver by downloading and installing a new version from the URL: http://www.nvidia.com/"
@@ -23,10 +24,10 @@ UNEXPECTED = (
 NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"
 NO_GPU = "No CUDA GPUs are available"
 BROKEN = {
-    TOO_OLD: '"The NVIDIA driver on your system is too old (found version 12020)"',
-    UNEXPECTED: '"Error 802: system not yet initialized" (does nvidia-fabricmanager run?)',
+    TOO_OLD: "(found version 12020)",
+    UNEXPECTED: "Error 802",
     "CUDA unknown error - this may be due to, e.g. a variable. Setting the available devices": (
-        '"CUDA unknown error - this may be due to, e.g. a variable"'
+        "CUDA unknown error"
     ),
 }
 
@@ -74,16 +75,14 @@ def test_auto_takes_gpus_that_work(machine: Machine) -> None:
     assert choose() == ("cuda", [])
 
 
-@pytest.mark.parametrize("error", BROKEN)
-def test_auto_refuses_gpus_that_are_broken(machine: Machine, error: str) -> None:
+@pytest.mark.parametrize("error", BROKEN, ids=["old driver", "not initialised", "unknown"])
+def test_auto_refuses_gpus_that_are_broken(machine: Machine, error: str, frozen: Frozen) -> None:
     """Who has a GPU does not want figures of the CPU: CUDA's error is quoted, in one line."""
     machine.error = error
     with pytest.raises(Refused) as refused:
         choose()
-    assert str(refused.value) == (
-        f"the GPUs cannot be used: CUDA 13.2 reports {BROKEN[error]}: fix this error, or measure "
-        "with --device cpu"
-    )
+    assert BROKEN[error] in str(refused.value)
+    frozen.text(str(refused.value))
 
 
 @pytest.mark.parametrize("error", [NO_DRIVER, NO_GPU])
@@ -94,7 +93,7 @@ def test_auto_takes_the_cpu_where_there_is_no_gpu(machine: Machine, error: str) 
 
 
 def test_auto_warns_about_gpus_that_the_process_does_not_see(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
 ) -> None:
     """A job that has been given no GPU, and a CPU build of torch, are common mistakes. GPUs that
     the user hides are none."""
@@ -102,14 +101,13 @@ def test_auto_warns_about_gpus_that_the_process_does_not_see(
     machine.error = NO_GPU
     device, warnings = choose()
     assert (device, len(warnings)) == ("cpu", 1)
-    sentence = f'this host has 2 GPUs, but CUDA 13.2 reports "{NO_GPU}"; add --device cpu to'
-    assert warnings[0].startswith(f"measuring on the CPU: {sentence}")
+    frozen.text(warnings[0])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert choose() == ("cpu", [])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
-    assert "this host has 2 GPUs, but this torch is a CPU build;" in choose()[1][0]
+    frozen.text(choose()[1][0])
 
 
 def test_the_cpu_is_measured_without_asking_cuda(machine: Machine) -> None:
@@ -123,20 +121,17 @@ def test_the_cpu_is_measured_without_asking_cuda(machine: Machine) -> None:
 
 @pytest.mark.parametrize("name", ["gloo", "mpi"])
 def test_a_refusal_quotes_cuda_and_names_what_hides_the_gpus(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, frozen: Frozen
 ) -> None:
     """An old driver must not look like a missing GPU; a variable may be why none is there."""
     machine.error = TOO_OLD
-    assert backends.unavailable(name, "cuda", "mpirun") == (
-        f"{name} with CUDA tensors needs a GPU, but CUDA 13.2 reports {BROKEN[TOO_OLD]}: fix "
-        "this error, or use --device cpu --backend gloo"
-    )
+    old = backends.unavailable(name, "cuda", "mpirun") or ""
+    assert BROKEN[TOO_OLD] in old
     machine.error = NO_GPU
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert backends.unavailable(name, "cuda", "mpirun") == (
-        f'{name} with CUDA tensors needs a GPU, but CUDA 13.2 reports "{NO_GPU}" with '
-        "CUDA_VISIBLE_DEVICES=7: run where torch finds a GPU, or use --device cpu --backend gloo"
-    )
+    hidden = backends.unavailable(name, "cuda", "mpirun") or ""
+    assert "CUDA_VISIBLE_DEVICES=7" in hidden
+    frozen.text(f"{old}\n{hidden}")
     machine.error = None
     assert backends.unavailable(name, "cuda", "mpirun") is None
 

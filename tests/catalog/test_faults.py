@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from command_lines import clean_environment
-from rank_pool import RankPool
+from frozen import Frozen
 
 from ddpbench.catalog import faults, setup_faults, step_faults
 from ddpbench.catalog.faults import IN_SET_UP, IN_STEP
@@ -31,18 +31,19 @@ def test_a_fault_is_known_by_its_name_and_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "told"),
+    ("text", "kind"),
     [
-        ("wrong-interface", IN_STEP, "use doctor --inject wrong-interface"),
-        ("bit-flip", IN_SET_UP, "use ddp --inject bit-flip"),
-        ("mixed-version", IN_SET_UP, "Did you mean mixed-versions"),
-        ("full-disk:rank=1", IN_SET_UP, "its settings and their defaults are nbytes=4096"),
+        ("wrong-interface", IN_STEP),
+        ("bit-flip", IN_SET_UP),
+        ("mixed-version", IN_SET_UP),
+        ("full-disk:rank=1", IN_SET_UP),
     ],
 )
-def test_what_cannot_be_planted_is_told_with_what_can(text: str, kind: str, told: str) -> None:
+def test_what_cannot_be_planted_is_told_with_what_can(text: str, kind: str, frozen: Frozen) -> None:
     """The fault of another command, a typo, a setting that a fault has not."""
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=text.partition(":")[0]) as caught:
         faults.parse(text, kind)
+    frozen.text(str(caught.value))
 
 
 def place(rank: int, world_size: int = 2) -> Placement:
@@ -50,7 +51,7 @@ def place(rank: int, world_size: int = 2) -> Placement:
     return Placement("fork", rank, world_size, rank, world_size)
 
 
-def test_a_fault_of_a_set_up_is_in_its_rank_and_ends_with_it() -> None:
+def test_a_fault_of_a_set_up_is_in_its_rank_and_ends_with_it(frozen: Frozen) -> None:
     """The last rank by default, all ranks where it has none; afterwards all is as before. A rank
     that is not there is refused."""
     interface = faults.parse("wrong-interface", IN_SET_UP)
@@ -64,8 +65,9 @@ def test_a_fault_of_a_set_up_is_in_its_rank_and_ends_with_it() -> None:
     with faults.parse("mixed-versions:rank=0", IN_SET_UP).around(place(0)):
         assert rank_facts()["torch"] == "1.0.0"
     assert rank_facts()["torch"] == str(torch.__version__)
-    with pytest.raises(Refused, match="wrong-interface is for rank 2, but there are 2 ranks"):
+    with pytest.raises(Refused) as caught:
         faults.parse("wrong-interface:rank=2", IN_SET_UP).around(place(1))
+    frozen.text(str(caught.value))
 
 
 def test_no_file_may_grow_on_a_full_disk(tmp_path: Path) -> None:
@@ -119,23 +121,3 @@ def test_an_allocation_really_fails() -> None:
         step_faults.out_of_memory(replica, {"mb": 1024.0})
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     assert torch.empty(2**20).numel() == 2**20
-
-
-@pytest.mark.parametrize(
-    ("fault", "code", "told"),
-    [
-        ("wrong-interface:rank=1", 2, r"(rank 1) has GLOO_SOCKET_IFNAME=nonesuch0, and there is"),
-        ("mixed-versions:rank=0", 1, "rank 1 runs torch "),
-        ("oversubscribed:per_core=3", 1, "compute threads in all share"),
-    ],
-)
-def test_the_doctor_finds_what_is_planted_in_a_set_up(
-    pool: RankPool, tmp_path: Path, fault: str, code: int, told: str
-) -> None:
-    """With the rank and the variable; and in the same ranks without the fault no longer."""
-    words = ("doctor", "--only", "preflight", "--seconds", "1", "--fail-on", "warning")
-    done = pool.call(2, tmp_path, *words, "--backend", "gloo", "--inject", fault)
-    assert done.returncode == code, done
-    assert told in done.stdout + done.stderr
-    healthy = pool.call(2, tmp_path, *words, "--backend", "gloo")
-    assert told not in healthy.stdout + healthy.stderr

@@ -4,6 +4,7 @@ import itertools
 import re
 
 import pytest
+from frozen import Frozen
 
 from ddpbench.catalog import sizes
 
@@ -34,34 +35,18 @@ def test_what_is_written_is_what_is_meant(text: str, meant: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    "text",
     [
-        ("", "'' in '' is not a size: write bytes as 4, 64K, 1M or 2G"),
-        ("4,,8", "'' in '4,,8' is not a size: "),
-        ("-4", "'-4' in '-4' is not a size: "),
-        ("1.5K", "'1.5K' in '1.5K' is not a size: "),
-        ("1T", "'1T' in '1T' is not a size: "),
-        ("4 K", "'4 K' in '4 K' is not a size: "),
-        ("0", "size '0' in '0': the smallest size is 1 byte"),
-        ("0:4:x2", "size '0' in '0:4:x2': the smallest size is 1 byte"),
-        ("4:8", "'4:8' is not a list of sizes: write 4:64M:x4 (by factor), 4:1K:+256 (by step) or"),
-        ("4:8:x2:x2", "'4:8:x2:x2' is not a list of sizes: "),
-        ("8:4:x2", "'8:4:x2' goes from 8 down to 4: write the smaller size first"),
-        ("4:8:2", "unknown step '2' in '4:8:2': write x2 to multiply by 2, or +256 to add 256"),
-        ("4:8:x1", "unknown step 'x1' in '4:8:x1': "),
-        ("4:8:x0", "unknown step 'x0' in '4:8:x0': "),
-        ("4:8:x", "unknown step 'x' in '4:8:x': "),
-        ("4:8:+0", "size '0' in '4:8:+0': the smallest size is 1 byte"),
-        ("4:8:+x", "'x' in '4:8:+x' is not a size: "),
-        ("1:10001:+1", "'1:10001:+1' lists more than 10000 sizes: choose a larger step"),
-        ("1:1G:+1", "'1:1G:+1' lists more than 10000 sizes: choose a larger step"),
+        "", "4,,8", "-4", "1.5K", "1T", "4 K", "0", "0:4:x2", "4:8", "4:8:x2:x2", "8:4:x2", "4:8:2",
+        "4:8:x1", "4:8:x0", "4:8:x", "4:8:+0", "4:8:+x", "1:10001:+1", "1:1G:+1",
     ],
-)
-def test_what_cannot_be_meant_is_refused_in_one_sentence(text: str, sentence: str) -> None:
+)  # fmt: skip
+def test_what_cannot_be_meant_is_refused_in_one_sentence(text: str, frozen: Frozen) -> None:
     """A ValueError says what was given and what is allowed, in one line."""
-    with pytest.raises(ValueError, match="^" + re.escape(sentence)) as caught:
+    with pytest.raises(ValueError, match=re.escape(repr(text))) as caught:
         sizes.parse(text)
     assert "\n" not in str(caught.value)
+    frozen.text(str(caught.value))
 
 
 @pytest.mark.parametrize(

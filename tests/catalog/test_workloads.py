@@ -11,7 +11,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import mpi_jobs
 import pytest
 import torch
 import torch.distributed as dist
+from frozen import Frozen
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -145,12 +145,13 @@ def test_the_transformer_sees_no_later_token() -> None:
     assert float(task.loss(task.model, task.batch(0)).detach()) == pytest.approx(math.log(50), 0.1)
 
 
-def test_heads_must_divide_the_width() -> None:
+def test_heads_must_divide_the_width(frozen: Frozen) -> None:
     """A narrow model has one head; a width between multiples is refused in a sentence."""
     settings = {**SMALL["transformer"], "width": 24}
     assert WORKLOADS["transformer"].build(settings, alone())
-    with pytest.raises(ValueError, match=r"width 200 does not divide among 3 heads"):
+    with pytest.raises(ValueError, match="width 200") as caught:
         WORKLOADS["transformer"].build({**settings, "width": 200}, alone())
+    frozen.text(str(caught.value))
 
 
 def test_most_rows_of_the_table_get_no_gradient() -> None:
@@ -185,14 +186,12 @@ def test_validation_counts_each_sample_once(ranks: int) -> None:
 # --- names
 
 
-def test_an_unknown_name_is_one_sentence() -> None:
+@pytest.mark.parametrize("name", ["transfromer", ""])
+def test_an_unknown_name_is_one_sentence(name: str, frozen: Frozen) -> None:
     """What is known, and what was probably meant."""
-    with pytest.raises(
-        ValueError, match=r"unknown workload 'transfromer': choose .*Did you mean transf"
-    ):
-        get("transfromer")
-    with pytest.raises(ValueError, match=r"choose linear, .* or package\.module:function"):
-        get("")
+    with pytest.raises(ValueError, match="unknown workload") as caught:
+        get(name)
+    frozen.text(str(caught.value))
 
 
 OWN = """
@@ -252,23 +251,22 @@ def test_a_tensor_elsewhere_is_found_in_a_batch() -> None:
 
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
-    ("name", "told"),
+    "name",
     [
-        ("nowhere.at:all", "(ModuleNotFoundError: No module named 'nowhere')"),
-        ("workload_broken:build", "(ZeroDivisionError: division by zero)"),
-        ("workload_of_mine:nothing", "AttributeError: module 'workload_of_mine' has no attribute"),
-        ("workload_of_mine:number", "is a int, not a function(rank, world_size, device)"),
-        (":build", "(ValueError: Empty module name)"),
-        ("workload_of_mine:pair", "(model, batch, loss): a torch.nn.Module, batch(step)"),
-        ("workload_of_mine:pair", "it returned (Linear, function)"),
-        ("workload_of_mine:swapped", "it returned (function, Linear, NoneType)"),
+        "nowhere.at:all",
+        "workload_broken:build",
+        "workload_of_mine:nothing",
+        "workload_of_mine:number",
+        ":build",
+        "workload_of_mine:pair",
+        "workload_of_mine:swapped",
     ],
 )
-def test_a_wrong_function_is_one_sentence(name: str, told: str) -> None:
+def test_a_wrong_function_is_one_sentence(name: str, frozen: Frozen) -> None:
     """What was given and what is wanted, whatever is wrong with it."""
-    with pytest.raises(ValueError, match=re.escape(told)) as raised:
+    with pytest.raises(ValueError, match=name) as raised:
         get(name).build({}, alone())
-    assert name in str(raised.value)
+    frozen.text(str(raised.value))
     assert "\n" not in str(raised.value)
 
 

@@ -1,4 +1,4 @@
-"""`ab` and `calibrate`: variants in turns, when they stop, what they refuse."""
+"""`ab`: variants in turns, when they stop, what they refuse."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_lines import clean_environment
+from command_lines import ONE_SENTENCE, clean_environment
+from frozen import Frozen
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench import cli
@@ -158,15 +160,16 @@ def test_what_cannot_be_compared_is_seen_after_one_block(
 
 
 def test_how_the_same_thing_is_done_may_be_varied(
-    sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str], frozen: Frozen
 ) -> None:
     """gloo against mpi is a question that has an answer here; what differs stands in the row.
     `compare`, which was not told to vary it, refuses the same two runs."""
     sides.case = {"b": {"backend": "mpi", "provider": "mpi4py"}}
-    assert called("ab", "--a", "", "--b", "--backend mpi", "--output", "out") == 0
-    said = capsys.readouterr().out
-    assert "backend gloo → mpi, provider native → mpi4py" in said
-    assert "SAME" in said
+    words = ("--b", "--backend mpi", "--output", "out", "--format", "json")
+    assert called("ab", "--a", "", *words) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["verdict"] == "SAME"
+    frozen.text(row["why"])
     assert called("compare", "out/a", "out/b") == 3
 
 
@@ -200,16 +203,16 @@ ONE = (
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "sentence"),
+    ("words", "side", "token"),
     [
-        (("ab", "--a", "", "--b", "KILLED=1"), 5, r"side b: rank 1 .* has died, .*"),
-        (("ab", "--a", "PYTHONHOME=/nowhere", "--b", ""), 5, r"side a: .*Error: .*encodings"),
+        (("--a", "", "--b", "KILLED=1"), "side b", "rank 1"),
+        (("--a", "PYTHONHOME=/nowhere", "--b", ""), "side a", "encodings"),
     ],
-    ids=lambda each: " ".join(each) if isinstance(each, tuple) else "",
+    ids=("killed", "not started"),
 )
 def test_a_side_that_fails_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    words: tuple[str, ...], code: int, sentence: str,
+    words: tuple[str, ...], side: str, token: str,
 ) -> None:  # fmt: skip
     """Real ranks, of which one is killed on one side, or a side that does not even start: its own
     sentence, the side, its command, and exit code 5."""
@@ -218,35 +221,32 @@ def test_a_side_that_fails_says_why(
     for name, value in clean_environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
-    assert called(*words, "--output", "out", "--", *ONE) == code
-    said = capsys.readouterr().err.splitlines()
-    assert re.search(sentence, said[0]), said
+    assert called("ab", *words, "--output", "out", "--", *ONE) == 5
+    sentence, _ = capsys.readouterr().err.splitlines()
+    assert side in sentence
+    assert token in sentence
     variables = r"(KILLED=\w+ |PYTHONHOME=\S+ )?"
-    assert re.search(rf"\. Its command: {variables}\S+ -m ddpbench {' '.join(ONE)}$", said[0])
-    assert said[1:] == ["ddpbench: stored in out"]
+    assert re.search(rf"command: {variables}\S+ -m ddpbench {' '.join(ONE)}$", sentence)
 
 
-@pytest.mark.parametrize("command", [("ab", "--a", "", "--b", "X=1"), ("calibrate",)])
 @pytest.mark.parametrize(("code", "own"), [(2, 2), (4, 4), (130, 130), (1, 5), (5, 5), (-9, 5)])
 def test_a_failure_keeps_its_exit_code_and_what_was_measured(
-    sides: type[FakeSide], capsys: pytest.CaptureFixture[str], command: tuple[str, ...], code: int,
-    own: int,
-) -> None:  # fmt: skip
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str], code: int, own: int
+) -> None:
     """2, 4 and 130 are passed on, all else means that the side died. What was measured before is
     shown and stays."""
     sides.codes = [0, 0, 0, 0, 0, code]
-    assert called(*command, "--output", "out") == own
+    assert called("ab", "--a", "", "--b", "X=1", "--output", "out") == own
     out, err = capsys.readouterr()
-    assert re.search(r"^ddpbench: side [ab]: rank 1 has died\. Its command: python", err, re.M)
+    assert re.search(r"side [ab]: rank 1 ", err)
     assert "all_reduce" in out
     assert len(store.read(Path("out/a")).results) == len(store.read(Path("out/b")).results) == 3
 
 
-@pytest.mark.parametrize("command", [("ab", "--a", "", "--b", "X=1"), ("calibrate",)])
 def test_a_side_whose_results_are_wrong_is_named(
-    sides: type[FakeSide], capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its launches end as they should, and its run with 4: so do ab and calibrate."""
+    """Its launches end as they should, and its run with 4: so does ab."""
     finding = Finding("error", "wrong-result", "rank 1 got 4, expected 3")
 
     def close(self: FakeSide) -> None:
@@ -254,28 +254,24 @@ def test_a_side_whose_results_are_wrong_is_named(
             store.write(self.folder, replace(self.run(), exit_code=4, findings=(finding,)))
 
     sides.close = close  # type: ignore[method-assign]
-    assert called(*command) == 4
-    assert "ddpbench: side b: rank 1 got 4, expected 3. Its" in capsys.readouterr().err
+    assert called("ab", "--a", "", "--b", "X=1") == 4
+    assert f"side b: {finding.sentence}. " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("only", ["all_gather", "nonsense,8 KiB"])
 def test_cases_that_will_not_be_measured_are_refused_before_anything_is(
-    sides: type[FakeSide], capsys: pytest.CaptureFixture[str], only: str
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str], only: str, frozen: Frozen
 ) -> None:
     """--only is looked for in the names of the cases that the command line asks for."""
     words = ("collectives", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4K")
     assert called("ab", "--a", "", "--b", "", "--only", only, *words) == 2
-    err = capsys.readouterr().err
-    assert err == (
-        f"ddpbench: --only {only}: no case that would be measured has that in its name, as in "
-        "'all_reduce 4 KiB float32 sum in place gloo 2 ranks'\n"
-    )
+    frozen.text(capsys.readouterr().err)
     assert sides.turns == []
     assert not Path("results").exists()
     assert called("ab", "--a", "", "--b", "", "--only", "nonsense,4 KIB", "--", *words) == 0
     step = ("ddp", "--backend", "gloo", "--workload", "mlp", "-n", "3")
     assert called("ab", "--a", "", "--b", "--width 64", "--only", "width=128", *step) == 2
-    assert "mlp width=1024 depth=8 batch 256 sgd gloo 3 ranks" in capsys.readouterr().err
+    frozen.text(capsys.readouterr().err.splitlines()[-1])
 
 
 @pytest.mark.parametrize("python", ["/bin/true", "without_torch"])
@@ -296,33 +292,31 @@ def test_another_python_is_tried_before_anything_is_measured(
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    "words",
     [
-        (["--a", ""], "the following arguments are required: --b"),
-        (["--a", "", "--b", "'"], '--b "\'" cannot be split into words'),
-        (["--a", "", "--b", "--python /none"], "--python needs the path of a Python"),
-        (["--a", "", "--b", "--python /bin"], "--python needs the path of a Python"),
-        (["--a", "", "--b", "", "--", "collectives", "--oops"], "unknown option --oops"),
-        (["--a", "", "--b", "--oops 3"], "unknown option --oops"),
-        (["--a", "", "--b", "", "colectives"], "'colectives' is not a command to measure"),
-        (["--a", "", "--b", "", "collectives", "--sizes", "4Q"], "4Q"),
-        (["--a", "", "--b", "--launches 3"], "leave out --launches: ddpbench sets it"),
-        (
-            ["--a", "", "--b", "", "ddp", "--workload", "linear", "--width", "3"],
-            "--width does not apply to linear",
-        ),
-        (["--a", "", "--b", "", "--output", "taken"], "taken"),
+        ["--a", ""],
+        ["--a", "", "--b", "'"],
+        ["--a", "", "--b", "--python /none"],
+        ["--a", "", "--b", "--python /bin"],
+        ["--a", "", "--b", "", "--", "collectives", "--oops"],
+        ["--a", "", "--b", "--oops 3"],
+        ["--a", "", "--b", "", "colectives"],
+        ["--a", "", "--b", "", "collectives", "--sizes", "4Q"],
+        ["--a", "", "--b", "--launches 3"],
+        ["--a", "", "--b", "", "ddp", "--workload", "linear", "--width", "3"],
+        ["--a", "", "--b", "", "--output", "taken"],
     ],
+    ids=shlex.join,
 )
 def test_what_is_wrong_is_refused_before_anything_starts(
-    sides: type[FakeSide], capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str], words: list[str], frozen: Frozen
 ) -> None:
     """One sentence, exit code 2, and no folder."""
     Path("taken").mkdir()
     assert called("ab", *words) == 2
     err = capsys.readouterr().err
-    assert sentence in err
-    assert err.count("\n") == 1
+    assert ONE_SENTENCE.fullmatch(err)
+    frozen.text(err)
     assert sides.turns == []
     assert not Path("results").exists()
 
@@ -334,39 +328,6 @@ def test_a_variant_is_environment_python_and_options() -> None:
     assert str(found) == "X=1 Y='a b' --op all_reduce"
     with pytest.raises(Refused, match="needs the path"):
         parse_variant("b", "--python")
-
-
-def test_calibrate_measures_identical_sides_and_compare_uses_it(
-    sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Six launches a side that vary by 30 %: a margin far above 3 %, under which `compare` then
-    finds a change of 10 % to be none; without the calibration it is SLOWER."""
-    noise = np.random.default_rng(1).normal(0, 0.3, 100)
-    sides.times = {"a": lambda n: float(1e-3 * np.exp(noise[n])),
-                   "b": lambda n: float(1e-3 * np.exp(noise[n + 50]))}  # fmt: skip
-    for name, factor in (("base", 1.0), ("new", 1.1)):
-        each = (a_result(launch=n, summary=a_summary(1e-3 * factor + 1e-7 * n)) for n in range(6))
-        store.create(Path("results") / name, a_run(*each), "x")
-    assert called("compare", "base", "new") == 1
-    assert "calibrate measures it" in capsys.readouterr().out
-    assert called("calibrate", "--launches", "6", "--format", "json") == 0
-    (case,) = json.loads(capsys.readouterr().out)["cases"]
-    assert case["launches"] == 12
-    assert 0.15 < case["spread"] < 0.6
-    assert case["margin_6"] > case["margin_12"] > 0.12
-    assert called("compare", "base", "new") == 0
-    out = capsys.readouterr().out
-    assert "-calibration-" in out
-    assert "SAME" in out
-
-
-def test_calibrate_as_a_table(sides: type[FakeSide], capsys: pytest.CaptureFixture[str]) -> None:
-    """Case, time, spread, margins, launches for the wanted margin; the timer."""
-    assert called("calibrate", "--launches", "6", "--margin", "1") == 0
-    out = capsys.readouterr().out
-    assert "launches for 1 %" in out
-    assert "all_reduce 4 KiB float32 sum in place gloo 2 ranks" in out
-    assert called("calibrate", "--launches", "5") == 2
 
 
 SLOWED = """

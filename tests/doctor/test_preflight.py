@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from frozen import Frozen
 from rank_pool import RankPool
 from rank_setups import GIB, a_host, a_rank, a_setup
 from stored_runs import a_launch, a_run
@@ -51,155 +52,83 @@ def test_a_healthy_set_up_is_left_in_peace() -> None:
     assert checks.findings(a_setup(*gpus, backend="nccl", device="cuda")) == ()
 
 
-# What is wrong → (ranks, backend, severity, code, what the sentence has, what the place has)
-WRONG: dict[str, tuple[list[dict[str, Any]], str, str, str, str, dict[str, Any]]] = {
-    "library": (
-        [a_rank(library="NCCL 2.27.3"), a_rank(), a_rank()], "nccl", "warning", "mixed-versions",
-        "NCCL 2.27.3 on rank 0 (a), gloo of torch 2.13.0 on ranks 1-2 (a)", {"rank": 0},
-    ),
+# What is wrong → (ranks, backend)
+WRONG: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "library": ([a_rank(library="NCCL 2.27.3"), a_rank(), a_rank()], "nccl"),
     "driver": (
         [a_rank(h, host=a_host(driver=d)) for h, d in (("a", "550"), ("b", "550"), ("c", "535"))],
-        "nccl", "warning", "mixed-versions", "550 on ranks 0-1 (a, b), 535 on rank 2 (c)",
-        {"host": "c"},
+        "nccl",
     ),
-    "kernel": (
-        [a_rank("a"), a_rank("b", host=a_host(kernel="5.4"))], "gloo", "note", "mixed-systems",
-        "Linux 6.1.0 on rank 0 (a), 5.4 on rank 1 (b)", {"host": "b"},
-    ),
-    "smt": (
-        [a_rank("a", host=a_host(smt=True)), a_rank("b", host=a_host(smt=False))], "gloo", "note",
-        "mixed-hardware", "on on rank 0 (a), off on rank 1 (b)", {"host": "b"},
-    ),
-    "variable": (
-        [a_rank(), a_rank(), a_rank(variables={"OMP_NUM_THREADS": "4"})], "gloo", "warning",
-        "variable-differs", "OMP_NUM_THREADS is not set on ranks 0-1 (a), 4 on rank 2 (a)",
-        {"rank": 2, "variable": "OMP_NUM_THREADS"},
-    ),
+    "kernel": ([a_rank("a"), a_rank("b", host=a_host(kernel="5.4"))], "gloo"),
+    "smt": ([a_rank("a", host=a_host(smt=True)), a_rank("b", host=a_host(smt=False))], "gloo"),
+    "variable": ([a_rank(), a_rank(), a_rank(variables={"OMP_NUM_THREADS": "4"})], "gloo"),
     "algorithm": (
-        [a_rank(variables={"NCCL_ALGO": each}) for each in ("Ring", "Ring", "Tree")], "nccl",
-        "error", "variable-differs", "Ring on ranks 0-1 (a), Tree on rank 2 (a)", {"rank": 2},
+        [a_rank(variables={"NCCL_ALGO": each}) for each in ("Ring", "Ring", "Tree")],
+        "nccl",
     ),
-    "debugging": (
-        [a_rank(variables={"PYTHONDEVMODE": "1"})] * 2, "gloo", "note", "debug-setting",
-        "PYTHONDEVMODE=1 is set on ranks 0-1 (a)", {"variable": "PYTHONDEVMODE"},
-    ),
-    "debug build": (
-        [a_rank(), a_rank(debug_builds=["torch"])], "gloo", "warning", "debug-build",
-        "torch on rank 1 (a)", {"rank": 1},
-    ),
-    "same core": (
-        [a_rank(cpuset="2"), a_rank(cpuset="2"), a_rank(cpuset="3")], "gloo", "warning",
-        "shared-cores", "ranks 0-1 (a), with 2 compute threads in all, are bound to the same core "
-        "2, while cores 0, 1, 4, 5, 6, 7 of a", {"ranks": [0, 1]},
-    ),
-    "narrow": (
-        [a_rank(cpuset="0-3"), a_rank(cpuset="4", threads=2)], "gloo", "warning",
-        "narrow-affinity", "rank 1 (a) may use core 4 only, for 2 compute threads", {"rank": 1},
-    ),
-    "far GPU": (
-        [a_rank(), a_rank(gpu_numa_node=1, gpu_index=5)], "gloo", "warning", "far-gpu",
-        "rank 1 (a) is bound to cores of NUMA node 0, its GPU 5 is at node 1", {"rank": 1},
-    ),
+    "debugging": ([a_rank(variables={"PYTHONDEVMODE": "1"})] * 2, "gloo"),
+    "debug build": ([a_rank(), a_rank(debug_builds=["torch"])], "gloo"),
+    "same core": ([a_rank(cpuset="2"), a_rank(cpuset="2"), a_rank(cpuset="3")], "gloo"),
+    "narrow": ([a_rank(cpuset="0-3"), a_rank(cpuset="4", threads=2)], "gloo"),
+    "far GPU": ([a_rank(), a_rank(gpu_numa_node=1, gpu_index=5)], "gloo"),
     "narrow slot": (
         [a_rank(), a_rank(gpu_pcie={"width": 8.0, "width_allowed": 16.0}, gpu_bus="0000:65:00.0")],
-        "nccl", "warning", "narrow-pcie", "the GPU of rank 1 (a) runs at x8 of x16", {"rank": 1},
+        "nccl",
     ),
-    "lost data": (
-        [a_rank(gpu_memory_errors=0), a_rank(gpu_memory_errors=2)], "nccl", "warning",
-        "gpu-memory-errors", "rank 1 (a) has had 2 errors that ECC could not correct", {"rank": 1},
-    ),
-    "NVLink down": (
-        [a_rank(gpu_nvlinks_active=n) for n in (18, 18, 17)], "nccl", "warning", "mixed-links",
-        "the number of active NVLinks is 18 on ranks 0-1 (a), 17 on rank 2 (a)", {"rank": 2},
-    ),
-    "ECC": (
-        [a_rank(gpu_ecc=on) for on in (True, True, False)], "nccl", "note", "mixed-hardware",
-        "ECC of the GPU is on on ranks 0-1 (a), off on rank 2 (a)", {"rank": 2},
-    ),
+    "lost data": ([a_rank(gpu_memory_errors=0), a_rank(gpu_memory_errors=2)], "nccl"),
+    "NVLink down": ([a_rank(gpu_nvlinks_active=n) for n in (18, 18, 17)], "nccl"),
+    "ECC": ([a_rank(gpu_ecc=on) for on in (True, True, False)], "nccl"),
     "plug-in": (
-        [a_rank("a", nccl_plugins="libnccl-net.so"), a_rank("b", nccl_plugins="none")], "nccl",
-        "warning", "mixed-versions", "libnccl-net.so on rank 0 (a), none on rank 1 (b)",
-        {"host": "b"},
+        [a_rank("a", nccl_plugins="libnccl-net.so"), a_rank("b", nccl_plugins="none")],
+        "nccl",
     ),
-    "TF32": (
-        [a_rank(), a_rank(), a_rank(variables={"NVIDIA_TF32_OVERRIDE": "0"})], "nccl", "warning",
-        "variable-differs", "NVIDIA_TF32_OVERRIDE is not set on ranks 0-1 (a), 0 on rank 2 (a)",
-        {"rank": 2},
-    ),
+    "TF32": ([a_rank(), a_rank(), a_rank(variables={"NVIDIA_TF32_OVERRIDE": "0"})], "nccl"),
     "file of a host": (
-        [a_rank("a", nccl_conf={"/etc/nccl.conf": {"NCCL_ALGO": "Ring"}}), a_rank("b")], "nccl",
-        "error", "variable-differs", "NCCL_ALGO is Ring on rank 0 (a), not set on rank 1 (b)",
-        {"variable": "NCCL_ALGO"},
+        [a_rank("a", nccl_conf={"/etc/nccl.conf": {"NCCL_ALGO": "Ring"}}), a_rank("b")],
+        "nccl",
     ),
-    "used GPU": (
-        [a_rank(gpu_uuid="x", gpu_nbytes=80 * GIB, gpu_free_nbytes=20 * GIB)], "nccl", "warning",
-        "gpu-in-use", "60.0 of 80.0 GiB of the GPU of rank 0 (a)", {"rank": 0},
-    ),
+    "used GPU": ([a_rank(gpu_uuid="x", gpu_nbytes=80 * GIB, gpu_free_nbytes=20 * GIB)], "nccl"),
     "shared GPU": (
-        [a_rank(gpu_uuid="x", gpu_nbytes=80 * GIB, gpu_free_nbytes=20 * GIB)] * 2, "nccl", "note",
-        "shared-gpu", "ranks 0-1 (a) share one GPU", {"ranks": [0, 1]},
+        [a_rank(gpu_uuid="x", gpu_nbytes=80 * GIB, gpu_free_nbytes=20 * GIB)] * 2,
+        "nccl",
     ),
-    "locked memory": (
-        [a_rank(), a_rank(rdma_devices=["mlx5_0"])], "nccl", "warning", "memlock",
-        "rank 1 (a) may lock 64 KiB", {"rank": 1},
-    ),
-    "files": (
-        [a_rank(ulimit_open_files=-1), a_rank(ulimit_open_files=64)], "gloo", "warning",
-        "open-files", "rank 1 (a) may open 64 files", {"rank": 1},
-    ),
-    "shm": (
-        [a_rank(shm_free_nbytes=64 * 2**20)], "gloo", "note", "small-shm", "64 MiB free", {},
-    ),
-    "memory": (
-        [a_rank("a"), a_rank("b", free_memory_nbytes=2**27)], "gloo", "warning", "low-memory",
-        "b has 0.1 GiB of memory free", {"host": "b"},
-    ),
+    "locked memory": ([a_rank(), a_rank(rdma_devices=["mlx5_0"])], "nccl"),
+    "files": ([a_rank(ulimit_open_files=-1), a_rank(ulimit_open_files=64)], "gloo"),
+    "shm": ([a_rank(shm_free_nbytes=64 * 2**20)], "gloo"),
+    "memory": ([a_rank("a"), a_rank("b", free_memory_nbytes=2**27)], "gloo"),
     "less memory": (
         [a_rank(host, free_memory_nbytes=n * GIB) for host, n in (("a", 60), ("b", 64), ("c", 9))],
-        "gloo", "note", "low-memory", "c has 9.0 GiB of memory free for 1 ranks", {"host": "c"},
+        "gloo",
     ),
     "MTU": (
         [a_rank("a", **net(mtu=9000)), a_rank("b", **net(mtu=9000)), a_rank("c", **net())],
-        "gloo", "warning", "interface-differs",
-        "the MTU is 9000 bytes on a (eth0), b (eth0), 1500 bytes on c (eth0)", {"host": "c"},
+        "gloo",
     ),
-    "speed": (
-        [a_rank("a", **net(1.25e9)), a_rank("b", **net(1.25e8))], "gloo", "warning",
-        "interface-differs", "10 Gbit/s on a (eth0), 1 Gbit/s on b (eth0)", {"host": "b"},
-    ),
-    "own name": (
-        [a_rank("a"), a_rank("b", resolved="127.0.1.1")], "gloo", "note", "own-name",
-        "b resolves its own name to 127.0.1.1", {"host": "b"},
-    ),
-    "clock": (
-        [a_rank("a"), a_rank("b", clock_ahead_seconds=-3600.0)], "gloo", "warning",
-        "clocks-apart", "compared with a: b -3600.0 s", {"host": "b"},
-    ),
-}  # fmt: skip
+    "speed": ([a_rank("a", **net(1.25e9)), a_rank("b", **net(1.25e8))], "gloo"),
+    "own name": ([a_rank("a"), a_rank("b", resolved="127.0.1.1")], "gloo"),
+    "clock": ([a_rank("a"), a_rank("b", clock_ahead_seconds=-3600.0)], "gloo"),
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_found_and_named(name: str) -> None:
+def test_what_is_wrong_is_found_and_named(name: str, frozen: Frozen) -> None:
     """One finding of this severity and code, that says where, and what to do."""
-    ranks, backend, severity, code, words, place = WRONG[name]
+    ranks, backend = WRONG[name]
     (found,) = checks.findings(a_setup(*map(dict, ranks), backend=backend))
-    assert (found.severity, found.code) == (severity, code)
-    assert words in found.sentence
-    assert found.place | place == found.place
     assert found.next_step
+    frozen.findings([found])
 
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_what_nvml_does_not_tell_is_not_checked(
-    installed: bool, monkeypatch: pytest.MonkeyPatch
+    installed: bool, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
 ) -> None:
     """Where NVML does not know a GPU, as those of AMD, the doctor says what it has not checked."""
     monkeypatch.setattr(examine, "find_spec", lambda name: object() if installed else None)
-    reason = "NVML does not know these GPUs" if installed else "pip install nvidia-ml-py"
     silent = {"gpu_uuid": "GPU-1", "gpu_before": None}
     setup = a_setup(a_rank(), a_rank())
-    unchecked = list(examine._unchecked(setup, [silent, silent], None))
-    assert unchecked == [f"clocks, NVLinks and memory errors of GPUs: {reason}"]
+    (unchecked,) = examine._unchecked(setup, [silent, silent], None)
+    frozen.text(unchecked)
     known = {"gpu_uuid": "GPU-1", "gpu_before": {"nvlinks_active": None}}
     assert list(examine._unchecked(setup, [known, {"gpu_uuid": None}], None)) == []
 
@@ -213,12 +142,12 @@ def test_a_variable_wins_over_a_file_of_nccl() -> None:
     assert "nccl.conf   mine: NCCL_ALGO=Tree NCCL_PROTO=LL; /etc: NCCL_PROTO=Simple\n" in text
 
 
-def test_links_and_plug_ins_are_shown() -> None:
+def test_links_and_plug_ins_are_shown(frozen: Frozen) -> None:
     """The block has the lanes of a GPU's slot, its NVLinks, and what NCCL has loaded."""
     slot = {"width": 16.0, "width_allowed": 16.0, "transfers_per_second": 32e9}
-    text = the_block(a_rank(gpu_pcie=slot, gpu_nvlinks_active=18, nccl_plugins="libnccl-net.so"))
-    assert "links       PCIe x16 at 32 GT/s, 18 NVLinks\n" in text
-    assert "plug-ins    libnccl-net.so\n" in text
+    frozen.text(
+        the_block(a_rank(gpu_pcie=slot, gpu_nvlinks_active=18, nccl_plugins="libnccl-net.so"))
+    )
 
 
 @pytest.mark.parametrize("value", ["1", "ON", "true"])
@@ -231,7 +160,7 @@ def test_leftover_settings_cost_where_they_act(value: str) -> None:
     assert checks.findings(a_setup(off, device="cuda")) == ()
 
 
-def test_nothing_is_told_twice() -> None:
+def test_nothing_is_told_twice(frozen: Frozen) -> None:
     """Of mixed versions of torch the library follows; a host with more threads than cores is told
     by the check of all runs, and where cores are free instead, not as crowded as well."""
     mixed = a_setup(a_rank(), a_rank(torch="2.7.0", library="gloo of torch 2.7.0"))
@@ -242,12 +171,8 @@ def test_nothing_is_told_twice() -> None:
     each = Examination("preflight", 0, "gloo", 1.0, findings=checks.findings(a_setup(*bound)))
     launch = a_launch(ranks=tuple(bound))
     run = replace(a_run(), command="doctor", launches=(launch,), examinations=(each,))
-    assert [f.code for f in findings.findings(run)] == ["shared-cores"]
-    (finding,) = findings.findings(replace(run, examinations=()))
-    assert finding.code == "oversubscribed"
-    assert finding.next_step == (
-        "use -n 2 or fewer; or bind the ranks to more cores: 6 others are allowed here"
-    )
+    frozen.findings(findings.findings(run))
+    frozen.findings(findings.findings(replace(run, examinations=())))
     same = a_setup(*[a_rank(cpuset="0-1", threads=2) for _ in range(2)])
     assert checks.findings(same) == ()  # all as one: crowded, which may be meant
 
@@ -284,21 +209,15 @@ def the_block(*ranks: dict[str, Any]) -> str:
     return text
 
 
-def test_the_block_folds_what_is_the_same() -> None:
+def test_the_block_folds_what_is_the_same(frozen: Frozen) -> None:
     """What all ranks share stands there once, what differs with its ranks; it is fenced; what a
     host told of itself holds for all its ranks, and Slurm's many variables are left out."""
     one = {"NCCL_ALGO": "Ring", "SLURM_JOB_ID": "7"}
     text = the_block(
         a_rank(variables=one), a_rank(variables=one), a_rank("b", cpuset="0-3", variables=one)
     )
-    assert text.splitlines()[1] == "```" == text.splitlines()[-1]
-    assert "ranks       3 on 2 hosts, gloo, cpu, started by torchrun" in text
-    assert "host        a (ranks 0-1); b (rank 2)" in text
-    assert "versions    ddpbench 0.1.0, torch 2.13.0, python 3.11.9\n" in text
-    assert "threads 1, on cores 0-7 of NUMA node 0 (ranks 0-1); " in text
-    assert "cpu         CPU X, 8 cores\n" in text
-    assert "variables   NCCL_ALGO=Ring\n" in text
     assert "SLURM" not in text
+    frozen.text(text)
     assert build_tables({}, "gloo") == ()
 
 
@@ -334,7 +253,7 @@ def test_ranks_are_named_in_spans() -> None:
 # --- real ranks -----------------------------------------------------------------------------------
 
 
-def test_real_ranks_are_compared(pool: RankPool, tmp_path: Path) -> None:
+def test_real_ranks_are_compared(pool: RankPool, tmp_path: Path, frozen: Frozen) -> None:
     """Two ranks here: a planted difference is named with its rank; nothing else is above a note;
     the block holds this machine, and no rank's secret."""
     planted = [{"UCX_TLS": "tcp", "NCCL_API_KEY": "hunter2"}, {"UCX_TLS": "shm"}]
@@ -350,14 +269,14 @@ def test_real_ranks_are_compared(pool: RankPool, tmp_path: Path) -> None:
     assert done.returncode == 0, done
     run = store.read(tmp_path / "run")
     (found,) = [f for f in run.findings if f.severity != "note"]
-    assert "UCX_TLS is tcp on rank 0" in found.sentence
+    frozen.facts([found.severity, found.code, found.place["rank"], found.place["variable"]])
     assert f"cores {environment.compact(os.sched_getaffinity(0))}" in done.stdout
     assert "```" in done.stdout
     assert "UCX_TLS=tcp (rank 0); shm (rank 1)" in done.stdout
     assert "hunter2" not in done.stdout + (tmp_path / "run/run.json").read_text()
 
 
-def test_a_time_of_day_that_is_off_is_found(pool: RankPool, tmp_path: Path) -> None:
+def test_a_time_of_day_that_is_off_is_found(pool: RankPool, tmp_path: Path, frozen: Frozen) -> None:
     """Rank 1 reads a clock of its own, which started a day before, and a time of day that is 90 s
     ahead: the 90 s are found."""
     environs = [
@@ -375,5 +294,4 @@ def test_a_time_of_day_that_is_off_is_found(pool: RankPool, tmp_path: Path) -> N
         pool.ask(Path.cwd(), [{"AHEAD_NS": "", "DAY_AHEAD_NS": ""}] * 2, "--version")
     assert done.returncode == 0, done
     (examined,) = store.read(tmp_path / "run").examinations
-    ahead = [its["clock_ahead_seconds"] for its in examined.figures["ranks"]]
-    assert ahead == [0.0, pytest.approx(90.0, abs=0.5)]
+    frozen.facts([round(its["clock_ahead_seconds"]) for its in examined.figures["ranks"]])

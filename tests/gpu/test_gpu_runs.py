@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import ONE_SENTENCE, ROOT, needs_mpirun, read_stored_run, run_command
+from frozen import Frozen, finding_facts
 from gpu_machine import Machine
 
 from ddpbench.records import store
@@ -53,13 +54,17 @@ def test_gloo_with_tensors_of_a_shared_gpu(machine: Machine, tmp_path: Path) -> 
     assert_measured(tmp_path, *operations)
 
 
-def test_a_flipped_bit_is_found_on_a_shared_gpu(machine: Machine, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_on_a_shared_gpu(
+    machine: Machine, tmp_path: Path, frozen: Frozen
+) -> None:
     """A DDP step over gloo has equal replicas; one flipped bit is found and named: exit code 4."""
     words = ("ddp", "--backend", "gloo", "--workload", "mlp", "--width", "64", "--rounds", "3")
     done = machine.run(tmp_path, *words, *TWO)
     assert done.returncode == 0
-    done = machine.run(tmp_path, *words, *TWO, "--inject", "bit-flip")
-    assert done.returncode == 4
+    done = machine.run(tmp_path, *words, *TWO, "--inject", "bit-flip", "--output", "flipped")
+    (result,) = store.read(tmp_path / "flipped").steps
+    assert result.replicas is not None
+    frozen.facts([done.returncode, finding_facts(result.replicas.findings[0])])
     assert re.search(r"bit \d+", done.stdout)
     assert "rank 1" in done.stdout
 

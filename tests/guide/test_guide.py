@@ -35,6 +35,7 @@ from command_lines import (
     ddpbench_command,
     run_ddpbench,
 )
+from frozen import Frozen
 from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench import cli
@@ -326,14 +327,12 @@ def test_a_pipe_needs_nothing_heavy() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("word", "end"),
-    [("contribuiting", r"\. Did you mean contributing\?"), ("contributing.md", r".*"), ("", "")],
-)
-def test_an_unknown_chapter_is_one_sentence(tmp_path: Path, word: str, end: str) -> None:
+@pytest.mark.parametrize("word", ["contribuiting", "contributing.md", ""])
+def test_an_unknown_chapter_is_one_sentence(tmp_path: Path, frozen: Frozen, word: str) -> None:
     """It names the chapters and the nearest; exit code 2."""
-    sentence = rf"unknown chapter '{word}': choose .*or contributing{end}$"
-    assert_refused(run_ddpbench(tmp_path, "guide", word), sentence)
+    done = run_ddpbench(tmp_path, "guide", word)
+    assert_refused(done)
+    frozen.text(done.stderr)
 
 
 # What would change how a terminal is used.

@@ -42,11 +42,11 @@ def load_batch(how: str) -> None:
     if how == "sleep":
         time.sleep(4.0)
         return
+    if how == "pause":
+        subprocess.Popen(["sh", "-c", f"sleep 4.2; kill -CONT {os.getpid()}"])
     time.sleep(1.2)
     if how == "raise":
         raise ValueError("bad batch")
-    if how == "pause":
-        subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -97,8 +97,8 @@ def play_inside(rank: int) -> None:
 
 def play_store(rank: int) -> None:
     """Rank 0, in which the store lives, stops."""
+    step()  # first: on a busy host, the ranks may take longer than the time-out to connect
     ddpbench.watchdog(timeout=2.0)
-    step()
     if rank == 0:
         load_batch("stop")
     step()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import clean_environment
+from frozen import Frozen, verdict_facts
 
 from ddpbench.launch import family, placement, starters
 from ddpbench.launch.placement import Placement, Refused
@@ -79,25 +80,26 @@ def test_the_nearer_launcher_wins(environ: dict[str, str], place: Placement) -> 
 
 
 @pytest.mark.parametrize(
-    ("environ", "sentence"),
+    "environ",
     [
-        ({**TORCHRUN, "RANK": "8"}, "RANK=8 does not fit WORLD_SIZE=8: ranks go from 0 to 7; "),
-        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 does not fit WORLD_SIZE=8: "),
-        ({**SRUN, "SLURM_PROCID": "4"}, "SLURM_PROCID=4 does not fit SLURM_NTASKS=4: "),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK=5 does not fit OMPI_"),
-        ({**TORCHRUN, "RANK": "one"}, "RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: "),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": ""}, "RANK, WORLD_SIZE and LOCAL_RANK must be whole"),
-        ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 does not fit LOCAL_WORLD_SIZE=2: "),
-        ({**TORCHRUN, "LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 does not fit LOCAL_WORLD_SIZE=2: "),
-        ({**SRUN, "SLURM_LOCALID": "4"}, "SLURM_LOCALID=4 does not fit SLURM_NTASKS=4: "),
+        {**TORCHRUN, "RANK": "8"},
+        {**TORCHRUN, "RANK": "-1"},
+        {**SRUN, "SLURM_PROCID": "4"},
+        {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "2"},
+        {**TORCHRUN, "RANK": "one"},
+        {**TORCHRUN, "LOCAL_WORLD_SIZE": ""},
+        {**TORCHRUN, "LOCAL_RANK": "2"},
+        {**TORCHRUN, "LOCAL_RANK": "-1"},
+        {**SRUN, "SLURM_LOCALID": "4"},
     ],
 )
-def test_contradictions_are_refused(environ: dict[str, str], sentence: str) -> None:
+def test_contradictions_are_refused(environ: dict[str, str], frozen: Frozen) -> None:
     """A rank outside its world, a local rank outside its host, and what is no number are told with
     the very variables, in one line."""
-    with pytest.raises(Refused, match="^" + re.escape(sentence)) as caught:
+    with pytest.raises(Refused) as caught:
         placement.read_placement(environ)
     assert "\n" not in str(caught.value)
+    frozen.text(str(caught.value))
 
 
 def test_every_rank_of_every_world_is_accepted() -> None:
@@ -171,7 +173,7 @@ def test_a_free_port_can_be_bound_and_a_taken_one_is_refused() -> None:
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("", port))
     placement.require_free(port)
-    refused = pytest.raises(Refused, match=f"--master-port {port} cannot be used")
+    refused = pytest.raises(Refused, match=f"--master-port {port} ")
     with socket.create_server(("", port)), refused:
         placement.require_free(port)
 
@@ -204,7 +206,7 @@ def test_mpirun_is_taken_from_this_environment_first(
     monkeypatch.setattr(placement, "files", lambda name: [])
     assert placement.find_mpirun() == str(theirs / "mpirun")
     monkeypatch.setenv("PATH", str(empty))
-    with pytest.raises(Refused, match=r"there is no mpirun .*pip install 'ddpbench\[mpi\]'"):
+    with pytest.raises(Refused, match=r"pip install 'ddpbench\[mpi\]'"):
         starters.mpirun([], 1)
 
 
@@ -234,8 +236,6 @@ blow = lambda: place.rank == 1 and os.kill(os.getpid(), signal.{blow})
 {first}
 with join_world(place, Rendezvous(timeout_seconds=4.0)): pass
 """
-LONGER = r"is stopped \(SIGSTOP\) at its end, for longer than 4 s \(--timeout\)\. Next: "
-WAITED = r"is stopped \(SIGSTOP\): rank 0 has waited for it longer than 4 s \(--timeout\)\. Next: "
 MPIRUN = pytest.mark.skipif(placement.find_mpirun() is None, reason="there is no mpirun here")
 
 
@@ -247,15 +247,16 @@ def lost(blow: str, seconds: int = 4, at_the_end: bool = False) -> str:
 
 @MPIRUN
 @pytest.mark.parametrize(
-    ("program", "sentence"),
+    ("program", "how"),
     [
-        (lost("SIGSTOP"), r"is stopped \(SIGSTOP\)"),
-        (lost("SIGSTOP", at_the_end=True), LONGER),
-        (lost("SIGKILL"), r"was killed by SIGKILL \(9\) before it had joined the others\. Next: "),
+        (lost("SIGSTOP"), r"\(SIGSTOP\)"),
+        (lost("SIGSTOP", at_the_end=True), r"\(SIGSTOP\) at its end"),
+        (lost("SIGKILL"), r"by SIGKILL \(9\)"),
     ],
+    ids=["stopped", "stopped at its end", "killed"],
 )
 def test_an_mpi_rank_that_is_lost_is_named_and_nothing_is_left(
-    program: str, sentence: str, tmp_path: Path,
+    program: str, how: str, tmp_path: Path, frozen: Frozen,
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Stopped before MPI starts, where the others cannot leave MPI_Init, or after MPI's end, or
@@ -265,17 +266,18 @@ def test_an_mpi_rank_that_is_lost_is_named_and_nothing_is_left(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(Path(placement.__file__).parents[2]))
     began = time.monotonic()
-    assert starters.mpirun(["-c", program], 2, Deadline(4.0)) == 5
+    code = starters.mpirun(["-c", program], 2, Deadline(4.0))
     assert time.monotonic() - began < 25  # imports on a busy host among them
     err = capfd.readouterr().err
-    found = re.findall(rf"^ddpbench: rank 1 \(\S+, pid \d+\) {sentence}", err, re.MULTILINE)
-    assert len(found) == 1, err
+    told = re.findall(rf"^ddpbench: rank \d \(\S+, pid \d+\) .*{how}.*", err, re.MULTILINE)
+    assert len(told) == 1, err
+    frozen.facts([code, verdict_facts(told[0])["blamed"]])
     assert list(tmp_path.iterdir()) == []
     shared.rmdir()  # which only an empty folder lets one do
 
 
 @MPIRUN
-def test_under_a_user_s_own_mpirun_the_ranks_name_it(tmp_path: Path) -> None:
+def test_under_a_user_s_own_mpirun_the_ranks_name_it(tmp_path: Path, frozen: Frozen) -> None:
     """Nobody watches from outside then: a rank that waits in MPI_Init does, and ends the job."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     words = [
@@ -292,4 +294,6 @@ def test_under_a_user_s_own_mpirun_the_ranks_name_it(tmp_path: Path) -> None:
         text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 5, done.stderr
-    assert re.search(r"^ddpbench: rank 1 \(\S+, pid \d+\) " + WAITED, done.stderr, re.M)
+    pattern = r"^ddpbench: rank \d \(\S+, pid \d+\) .*\(SIGSTOP\): .*"
+    (told,) = re.findall(pattern, done.stderr, re.MULTILINE)
+    frozen.facts(verdict_facts(told))

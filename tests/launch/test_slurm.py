@@ -1,8 +1,7 @@
-"""Slurm: what a step's ranks are told, the batch script, and a real Slurm of two nodes."""
+"""Slurm: what a step's ranks are told, and a real Slurm of two nodes."""
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -15,8 +14,6 @@ from rank_pool import Done, RankPool
 from slurm_cluster import Cluster, explain_missing, start_cluster
 from warm_python import warm_python
 
-from ddpbench import cli
-from ddpbench.commands import slurm as command
 from ddpbench.launch import placement
 from ddpbench.launch import slurm_nodes as nodes
 from ddpbench.launch.placement import Placement, Refused
@@ -82,8 +79,10 @@ def test_an_unknown_node_is_one_sentence_of_each_host(
     for line in (None, "exit 1", f"echo NodeAddr={NOWHERE}"):
         if line is not None:
             program(tmp_path, "scontrol", line)
-        with pytest.raises(Refused, match=rf"{NOWHERE}, the first .* --master-addr$") as caught:
+        with pytest.raises(Refused) as caught:
             nodes.node_address(NOWHERE, Placement("srun", 5, 8, local_rank, None))
+        assert NOWHERE in str(caught.value)
+        assert "--master-addr" in str(caught.value)
         assert caught.value.speaker == speaker
 
 
@@ -111,10 +110,10 @@ def test_sigusr1_ends_a_run_with_what_was_measured(tmp_path: Path, pool: RankPoo
     words = ("--device", "cpu", "--op", "all_reduce", "--sizes", "4:4K:+32", "--slice", "0.1")
     done: Done = pool.call(2, tmp_path, "collectives", *words, "--import", "warned")
     assert done.returncode == 130, done.stderr
-    assert "PARTIAL (interrupted): interrupted by SIGUSR1 (rank 1); gloo " in done.stdout
+    assert "PARTIAL (interrupted)" in done.stdout
     run = store.read(store.find(str(next((tmp_path / "results").iterdir()))))
     assert (run.state, run.exit_code) == ("interrupted", 130)
-    assert run.state_reason == "interrupted by SIGUSR1 (rank 1)"
+    assert "SIGUSR1 (rank 1)" in str(run.state_reason)
     assert run.outcomes
 
 
@@ -140,121 +139,6 @@ def test_sigusr1_is_passed_on_to_the_ranks_that_ddpbench_starts(tmp_path: Path) 
     assert done.returncode == 130
 
 
-# --- the batch script -----------------------------------------------------------------------------
-
-
-def made(*words: str) -> str:
-    """The script for these words."""
-    given, asked = command.split(words)
-    return command.script(words, given, command.read_commands(asked))
-
-
-@pytest.mark.parametrize(
-    ("words", "tasks", "device"),
-    [
-        ("", "--ntasks-per-node=2", "cpu"),
-        ("-N2 --time=5", "--ntasks-per-node=2", "cpu"),
-        ("-N2 -n4", None, "cpu"),
-        ("--ntasks-per-node 4", None, "cpu"),
-        ("--gres=ssd:1", "--ntasks-per-node=2", "cpu"),
-        ("-N2 --gres=gpu:h100:8", "--ntasks-per-gpu=1", "cuda"),
-        ("--gres gpu:2", "--ntasks-per-gpu=1", "cuda"),
-        ("-G4", "--ntasks-per-gpu=1", "cuda"),
-        ("--gpus-per-node=4", "--ntasks-per-gpu=1", "cuda"),
-        ("--gpus-per-node=4 -n8", None, "cuda"),
-        ("-n8 --gpus-per-task=1", None, "cuda"),
-        ("-n8 --tres-per-task=cpu:4,gres/gpu:1", None, "cuda"),
-        ("-N2 --tres-per-task=cpu:4", None, "cpu"),
-    ],
-)
-def test_tasks_and_device_follow_the_options(words: str, tasks: str | None, device: str) -> None:
-    """Without a number of tasks it is two a node, or one a GPU; GPUs among the options mean CUDA,
-    with every rank seeing all of its node's."""
-    text = made(*words.split())
-    assert re.findall(r"^#SBATCH (--ntasks.*)", text, re.M) == ([] if tasks is None else [tasks])
-    assert re.findall(r"^measure .*", text, re.M) == [
-        f"measure collectives --device {device}", f"measure ddp --device {device}",
-    ]  # fmt: skip
-    assert ("--gpu-bind=none" in text) == (device == "cuda")
-
-
-def test_the_script_is_bash_and_keeps_words_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Run with a srun that prints its words: this Python, each command with its options, quoted as
-    given. An exit code is kept, the higher of two; after an interruption nothing more is begun."""
-    program(tmp_path, "srun", 'printf \'<%s>\' "$@"; echo " $PYTHONPATH"; exit ${STUB:-0}')
-    monkeypatch.setenv("PYTHONPATH", "/a b")
-    text = made("-N2", "--comment", "a b", "--", "--backend", "gloo")
-    assert "\nexit 9" not in made("--comment", "a\nexit 9")
-    lines = {}
-    for code in (0, 4, 130):
-        environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "STUB": str(code)}
-        done = subprocess.run(
-            ["bash", "-c", text], env=environ, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == code, done.stderr
-        lines[code] = done.stdout.splitlines()
-    first, second = lines[0]
-    start = f"<--export=ALL><{sys.executable}><-m>"
-    rest = "<--device><cpu><--backend><gloo> /a b"
-    assert first == f"{start}<ddpbench.collectives>{rest}"
-    assert second == f"{start}<ddpbench.ddp>{rest}"
-    assert lines[4] == [first, second]
-    assert lines[130] == [first]
-    assert f"sbatch {shlex.join(['-N2', '--comment', 'a b'])} results/" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["-N2", "ddp"], "write ddp and its options after --, and sbatch's options before it: "),
-        (["--", "dpd"], "unknown command 'dpd': choose collectives, ddp or doctor"),
-        (["--", "ddp", "--sice", "1"], "unknown option --sice. Did you mean "),
-        (["--", "collectives", "--sizes", "4;8"], "--sizes: "),
-        (["--", "--slice", "1"], "unknown option --slice"),
-        (["--", "--output", "here"], "--output is the folder of one run: "),
-        (["-N2"], "sbatch is not in PATH: "),
-    ],
-)
-def test_what_cannot_be_submitted_is_one_sentence(
-    words: list[str], sentence: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """Exit code 2 before anything is submitted or written: a job may wait for days to say so."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    try:
-        code = cli.main(["slurm", *words])
-    except SystemExit as end:
-        code = int(str(end.code))
-    captured = capsys.readouterr()
-    assert (code, captured.out) == (2, "")
-    assert captured.err.startswith(f"ddpbench: {sentence}")
-    assert captured.err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_job_is_told_with_its_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What sbatch gets is kept under the job's number, which is printed with how to follow the job
-    and how to end it; sbatch's exit code is passed on, 2 where it took no job."""
-    program(tmp_path, "sbatch", 'echo "$@" >words', "cat >got", "echo '42;north'", "exit 3")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert cli.main(["slurm", "--wait", "-N2"]) == 3  # with --wait: the job's
-    assert (tmp_path / "words").read_text() == "--parsable --wait -N2\n"
-    assert (tmp_path / "got").read_text() == (tmp_path / "results" / "slurm-42.sh").read_text()
-    told = capsys.readouterr().out
-    assert told.startswith("job 42: collectives, then ddp\n")
-    assert "tail -F results/slurm-42.out\n" in told
-    assert "scancel 42 " in told
-    program(tmp_path, "sbatch", "cat >got", "exit 255")
-    assert cli.main(["slurm", "-N99"]) == 2
-    assert capsys.readouterr().out == ""
-
-
 # --- a real Slurm ---------------------------------------------------------------------------------
 
 
@@ -275,12 +159,13 @@ def measured(folder: Path) -> bool:
     return any(store.read(each.parent).results for each in folder.glob("results/*/run.json"))
 
 
-def submitted(cluster: Cluster, folder: Path, *words: str | Path) -> str:
-    """The number of the job that this command line submits in a new folder."""
+def submitted(cluster: Cluster, folder: Path, *words: str) -> str:
+    """The number of the job that run_bench.sh submits in a new folder, with two ranks."""
     folder.mkdir()
-    done = cluster.call(*words, cwd=folder)
+    line = (ROOT / "run_bench.sh", "slurm", "-N2", "-n2", "--cpus-per-task=2", "--", *words)
+    done = cluster.call(*line, cwd=folder)
     assert done.returncode == 0, done.stderr
-    return re.match(r"job (\d+): ", done.stdout)[1]  # type: ignore[index]
+    return re.fullmatch(r"Submitted batch job (\d+)\n", done.stdout)[1]  # type: ignore[index]
 
 
 def test_a_job_and_a_direct_srun_leave_complete_runs(cluster: Cluster, tmp_path: Path) -> None:
@@ -292,8 +177,7 @@ def test_a_job_and_a_direct_srun_leave_complete_runs(cluster: Cluster, tmp_path:
     words = ("srun", "-N2", "-n4", *warm_python(), "-m", "ddpbench.collectives", *TINY)
     running = cluster.begin(*words, cwd=direct)
     try:
-        bench_sh = (ROOT / "run_bench.sh", "slurm", "-N2", "-n2", "--", "collectives", *TINY)
-        number = submitted(cluster, job, *bench_sh)
+        number = submitted(cluster, job, "collectives", *TINY)
         out, err = running.communicate(timeout=150)
     finally:
         running.kill()
@@ -318,26 +202,17 @@ def test_scancel_leaves_a_marked_partial_run(
     """Cancelled or warned in the middle, a job's run is marked with the signal, keeps its cases,
     and the table of what was measured still reaches the job's output."""
     words = ("--op", "all_reduce", "--sizes", "4:4K:+32", "--slice", "0.1")
-    call = (sys.executable, "-m", "ddpbench", "slurm", "-N2", "-n2", "--", "collectives", *words)
-    job, folder = "", tmp_path / "job"
-    job = submitted(cluster, folder, *call)
+    folder = tmp_path / "job"
+    job = submitted(cluster, folder, "collectives", *words)
     assert cluster.until(lambda: measured(folder))
     assert cluster.call("scancel", *how, job, cwd=folder).returncode == 0
     output = folder / "results" / f"slurm-{job}.out"
     assert cluster.until(lambda: "stored in " in output.read_text(), 30), output.read_text()
-    assert f"PARTIAL (interrupted): interrupted by {name}" in output.read_text()
+    assert "PARTIAL (interrupted)" in output.read_text()
     run = store.read(store.find(str(next(folder.glob("results/*/run.json")).parent)))
     assert (run.state, run.exit_code) == ("interrupted", 130)
+    assert name in str(run.state_reason)
     assert run.outcomes
-
-
-@pytest.mark.parametrize("options", [[], ["-N2", "--gres=gpu:2"], ["-N2", "-G", "4"]])
-def test_slurm_accepts_the_script(options: list[str], cluster: Cluster, tmp_path: Path) -> None:
-    """sbatch finds that the CPU job and the GPU job could be run, with the tasks that they ask."""
-    words = (sys.executable, "-m", "ddpbench", "slurm", "--test-only", *options)
-    done = cluster.call(*words, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert f"using {4 if '-N2' in options else 2} processors" in done.stderr
 
 
 def test_a_refusal_under_srun_is_one_rank_s(cluster: Cluster, tmp_path: Path) -> None:
@@ -345,4 +220,4 @@ def test_a_refusal_under_srun_is_one_rank_s(cluster: Cluster, tmp_path: Path) ->
     words = ("srun", "-N2", "-n4", *warm_python(), "-m", "ddpbench.collectives", "--sise", "4")
     done = cluster.call(*words, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.count("ddpbench: unknown option --sise. Did you mean ") == 1
+    assert done.stderr.count("ddpbench: ") == done.stderr.count("--sise") == 1

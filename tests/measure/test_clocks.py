@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from frozen import Frozen
 from random_stamps import kept_in_bursts, stamps_on_one_clock
 from rank_pool import RankPool
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
@@ -127,20 +128,14 @@ def test_there_is_no_skew_where_the_bound_is_too_wide(off: float | None, shown: 
     assert [value is not None for value in bracket] == [shown, shown]
 
 
-def test_the_header_tells_the_clocks() -> None:
+def test_the_header_tells_the_clocks(frozen: Frozen) -> None:
     """Each clock with its bound, an offset of boots in seconds; why there is none where they could
     not be compared; and the legend says what a dash for skew means."""
     ahead = (Offset("node2", (1,), 12.3e-6, 41e-6), Offset("node3", (2,), -86400.5, 7e-6))
     dash = a_result(summary=a_summary(skew_seconds=None), clock_off_seconds=41e-6)
-    text = formats.table(a_run(dash, launches=(a_launch(offsets=ahead),)))
-    told = (
-        "clocks    ahead of rank 0's: node2 +12.3 µs ± 41.00 µs, node3 -86400.500000 s ± 7.000 µs"
-    )
-    assert told in text.splitlines()
-    assert "skew -: the hosts' clocks may differ by more than 5 % of the time" in text
+    frozen.text(formats.table(a_run(dash, launches=(a_launch(offsets=ahead),))))
     why = a_launch(facts={"clocks": "10.0.0.1 cannot be connected to"})
-    text = formats.table(a_run(a_result(), launches=(why,)))
-    assert "clocks    the hosts' clocks are not compared, so there is no skew: 10.0.0.1" in text
+    frozen.text(formats.table(a_run(a_result(), launches=(why,))))
     assert "clocks" not in formats.table(a_run(a_result()))
 
 
@@ -167,15 +162,14 @@ def test_clocks_that_cannot_be_compared_are_left_apart(monkeypatch: pytest.Monke
         assert its.compare_again([[0], [1]]) == 0.0  # inside each host
 
 
-def test_a_rank_that_is_lost_meanwhile_is_named() -> None:
+def test_a_rank_that_is_lost_meanwhile_is_named(frozen: Frozen) -> None:
     """The other end closes: an error that names the rank and its host, at once."""
     here, there = socket.socketpair()
     there.close()
-    with (
-        here,
-        pytest.raises(RuntimeError, match=r"lost rank 1 \(node2\) while comparing the clocks"),
-    ):
+    with here, pytest.raises(RuntimeError) as caught:
         offsets._gather_ahead(a_group(0), [[0], [1]], {1: here})
+    assert "rank 1 (node2)" in str(caught.value)
+    frozen.text(str(caught.value))
 
 
 def test_of_one_clock_nothing_is_asked() -> None:
@@ -219,7 +213,7 @@ def test_planted_offsets_are_found_and_corrected(far: RankPool, tmp_path: Path) 
     assert [its.ranks for its in found] == [(1,), (2,)]
     for its, truth in zip(found, planted[1:], strict=True):
         assert abs(its.seconds - truth * 1e-9) <= its.bound_seconds + 1e-9
-    assert re.search(r"clocks    ahead of rank 0's: .* \+86\d{3}\.\d{6} s ± ", done.stdout)
+    assert re.search(r"\+86\d{3}\.\d{6} s ± ", done.stdout)
     stamps = store.read_samples(tmp_path / "run")
     for result in run.results:
         assert_one_clock(result)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from command_lines import clean_environment, needs_mpirun, write_warm_python
+from frozen import Frozen
 from left_processes import wait_for_left_processes
 from warm_python import warm_python
 
@@ -145,7 +146,9 @@ def test_powersgd_acts_after_two_steps(alone: Any) -> None:
     assert make(alone)[0] is not state
 
 
-def test_a_gradient_that_is_not_finite_is_told(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_is_not_finite_is_told(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
+) -> None:
     """A hook that makes one NaN is refused with the step."""
 
     def spoil(state, bucket):  # type: ignore[no-untyped-def]
@@ -153,10 +156,11 @@ def test_a_gradient_that_is_not_finite_is_told(alone: Any, monkeypatch: pytest.M
         return hooks.noop(state, bucket)
 
     monkeypatch.setitem(HOOKS, "spoil", hooks.Hook("spoil", "", lambda group: (None, spoil)))
-    with pytest.raises(Refused, match="a gradient is not finite after step 1 of 5"):
+    with pytest.raises(Refused) as caught:
         hook_probe._train(
             a_request("spoil"), alone, torch.device("cpu"), 0, lambda kind, text: None
         )
+    frozen.text(str(caught.value))
 
 
 # --- what is made of a trial ----------------------------------------------------------------------
@@ -167,32 +171,31 @@ Fatal Python error: Aborted
 
 Current thread 0x00007f (most recent call first):
 """
+CRASHED = "Fatal Python error: Segmentation fault\n"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "output", "code", "late", "reason"),
+    ("ranks", "output", "code", "late", "told"),
     [
         (("works", "works"), "", 0, None, None),
-        (("works",), "", 0, None, "its trial ended with exit code 0"),
-        (("works", "doing step 2 of 5"), "", 5, None,
-         "its trial ended with exit code 5, rank 1 in step 2 of 5"),
-        (("works",) * 2, "---\na\n\nb\n", 5, None, "its trial ended with exit code 5: a: b"),
+        (("works",), "", 0, None, "exit code 0"),
+        (("works", "doing step 2 of 5"), "", 5, None, "exit code 5, rank 1"),
+        (("works",) * 2, "---\na\n\nb\n", 5, None, "exit code 5: a: b"),
         (("doing step 3 of 5", "failed TypeError: no"), "x", 5, None, "TypeError: no"),
         (("failed first", "failed second"), "", 1, "it hung", "first"),
         (("doing step 3 of 5",) * 2, "x", -9, "it hung", "it hung"),
         (("", "doing"), "", -9, "it hung", "it hung"),
-        (
-            ("doing step 3 of 5", "failed Connection closed by peer"), ABORTED, 5, None,
-            "the process was aborted (SIGABRT): terminate called after throwing an instance of "
-            "'gloo::EnforceNotMet': what():  [enforce fail at pair.cc:456] op.preamble.length <= "
-            "op.nbytes. 96 vs 88.",
-        ),
-        ((), "Fatal Python error: Segmentation fault\n", 5, None, "the process crashed (SIGSEGV)"),
+        (("doing step 3 of 5", "failed Connection closed"), ABORTED, 5, None, "SIGABRT"),
+        ((), CRASHED, 5, None, "SIGSEGV"),
+    ],
+    ids=[
+        "all work", "one rank", "in a step", "output", "error", "first", "late", "silent",
+        "aborted", "crashed",
     ],
 )  # fmt: skip
 def test_the_first_cause_is_told(
     tmp_path: Path, ranks: tuple[str, ...], output: str, code: int, late: str | None,
-    reason: str | None,
+    told: str | None, frozen: Frozen,
 ) -> None:  # fmt: skip
     """A death comes before the errors that it causes in others, the earliest error before later
     ones, any of them before a deadline; an end without a word gives the code and the last lines."""
@@ -201,7 +204,11 @@ def test_the_first_cause_is_told(
         path = tmp_path / f"rank-{rank}"
         path.write_text(f"doing its start\n{text}\n" if text else "")
         os.utime(path, (rank, rank))
-    assert hook_probe._reason(tmp_path, 2, code, late) == reason
+    reason = hook_probe._reason(tmp_path, 2, code, late)
+    assert (reason is None) == (told is None)
+    assert (told or "") in (reason or "")
+    if reason:
+        frozen.text(reason)
 
 
 def test_an_error_that_came_through_futures_is_told_without_them() -> None:
@@ -252,12 +259,9 @@ def test_hooks_on_gloo(
     if hook == "fp16":
         assert said is None
     elif hook == "bf16":
-        assert said is None or said.startswith("bf16 on gloo: TypeError: BF16 all reduce")
+        assert said is None or said.startswith("bf16 on gloo: TypeError: ")
     else:
-        assert said is None or re.match(
-            r"powersgd on gloo: (it hung: rank \d was in step|the process was aborted|\w+Error: )",
-            said,
-        )
+        assert said is None or re.match(r"powersgd on gloo: .*(rank \d|SIGABRT|\w+Error: )", said)
     assert said is None or "\n" not in said
     assert capfd.readouterr() == ("", "")
     assert wait_for_left_processes(tmp_path) == []
@@ -269,17 +273,10 @@ def test_powersgd_works_on_gloo_with_one_bucket(planted: tuple[str, ...]) -> Non
     assert hook_probe.find_refusal("powersgd", "gloo", "cpu", 60, {}, buckets=1) is None
 
 
-@pytest.mark.parametrize(
-    ("hook", "reason"),
-    [
-        ("hang", r"it hung: rank 1 was in step 3 of 5 for over 2 s"),
-        ("abort", r"the process was aborted \(SIGABRT\)"),
-        ("differ", r"the replicas' parameters differ after 5 steps"),
-    ],
-)
+@pytest.mark.parametrize("hook", ["hang", "abort", "differ"])
 def test_a_faulty_hook_of_a_module(
-    hook: str, reason: str, planted: tuple[str, ...], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    hook: str, planted: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    frozen: Frozen,
 ) -> None:  # fmt: skip
     """A hook that a user's module brings is tried too. One that never ends and hears no signal is
     cut, one that aborts is told so, one that reduces nothing is found out; nothing is left."""
@@ -287,7 +284,8 @@ def test_a_faulty_hook_of_a_module(
         monkeypatch.setattr(hook_probe, "STEP_SECONDS", 2.0)
     said = hook_probe.find_refusal(hook, "gloo", "cpu", 60, {}, modules=planted)
     assert said is not None
-    assert re.fullmatch(f"{hook} on gloo: {reason}", said)
+    assert said.startswith(f"{hook} on gloo: ")
+    frozen.verdict(said)
     assert wait_for_left_processes(tmp_path) == []
 
 
@@ -295,7 +293,7 @@ def test_the_deadline_holds_from_the_start(planted: tuple[str, ...], tmp_path: P
     """Too short a time is told as such, and ends what is just starting."""
     said = hook_probe.find_refusal("fp16", "gloo", "cpu", 0.05, {})
     assert said is not None
-    assert re.match(r"fp16 on gloo: it(s trial)? did not end within 0.05 s", said)
+    assert re.match(r"fp16 on gloo: .* 0\.05 s", said)
     assert wait_for_left_processes(tmp_path) == []
 
 

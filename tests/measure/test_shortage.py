@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from command_lines import read_stored_run, run_ddpbench
+from frozen import Frozen
 
 from ddpbench.measure import memory
 from ddpbench.records.schema import Run
 
 WORDS = ("-n", "2", "--op", "all_reduce", "--sizes", "8,4K,64K,256K")
-SHORT = (
-    "the host has too little memory (CUDA out of memory. Tried to allocate 2.00 GiB.): "
-    "choose smaller --sizes, or end other programs that use its memory"
-)
+SHORT = "(CUDA out of memory. Tried to allocate 2.00 GiB.)"  # the words of the error
 # Rank 1 cannot allocate the buffer of 4 KiB.
 IN_RANK_1 = """
 import os
@@ -42,14 +40,18 @@ def reasons(run: Run) -> dict[int, str | None]:
     return {result.case.nbytes: result.reason for result in run.results}
 
 
-def test_a_case_without_memory_is_skipped_in_all_ranks(tmp_path: Path) -> None:
+def test_a_case_without_memory_is_skipped_in_all_ranks(tmp_path: Path, frozen: Frozen) -> None:
     """In the buffers of one rank: the row names the rank, the cause and what to change. In the
     first call of all ranks, in which a backend may allocate its own buffers: no rank has joined, so
     the group is as before. The sweep goes on after both."""
     (tmp_path / "in_rank_1.py").write_text(IN_RANK_1)
     code, error, run = sweep(tmp_path, "oom:-1:65536", "--import", "in_rank_1")
     assert code == 0, error
-    assert reasons(run) == {8: None, 4096: f"{SHORT} (rank 1)", 65536: SHORT, 262144: None}
+    found = reasons(run)
+    frozen.facts(sorted(nbytes for nbytes, reason in found.items() if reason))
+    assert "(rank 1)" in str(found[4096])
+    assert str(found[4096]) == f"{found[65536]} (rank 1)"
+    frozen.text(str(found[4096]))
 
 
 def test_a_first_call_without_memory_in_one_rank_ends_the_run_with_the_cause(
@@ -59,7 +61,9 @@ def test_a_first_call_without_memory_in_one_rank_ends_the_run_with_the_cause(
     the deadline, names the rank, the cause and what to change, and does not accuse the other."""
     code, error, run = sweep(tmp_path, "oom:1:65536")
     assert code == 5
-    assert f"ddpbench: rank 1: OutOfMemoryError: {SHORT}, at allreduce (faulty_" in error
+    assert "ddpbench: rank 1: OutOfMemoryError: " in error
+    assert SHORT in error
+    assert "allreduce (faulty_" in error
     assert "deadline" not in error
     assert run.state == "failed"
     assert 65536 not in reasons(run)
@@ -68,19 +72,22 @@ def test_a_first_call_without_memory_in_one_rank_ends_the_run_with_the_cause(
 @pytest.mark.parametrize(
     ("error", "detail"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "CUDA out of memory. Tried"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory"), "alloc_cpu"),
         (RuntimeError("NCCL error\nCuda failure 2 'out of memory'"), "Cuda failure 2"),
         (OSError(12, "Cannot allocate memory"), "Cannot allocate memory"),
-        (MemoryError(), "too little memory: choose smaller --sizes"),
+        (MemoryError(), ""),
     ],
+    ids=["torch on a GPU", "torch", "NCCL", "kernel", "Python"],
 )
-def test_every_way_to_lack_memory_is_recognised(error: Exception, detail: str) -> None:
+def test_every_way_to_lack_memory_is_recognised(
+    error: Exception, detail: str, frozen: Frozen
+) -> None:
     """torch on a GPU and on the CPU, NCCL in its second line, the kernel, Python."""
     sentence = memory.describe_shortage(error, torch.device("cuda" if "CUDA" in detail else "cpu"))
     assert sentence is not None
     assert detail in sentence
-    assert ("the GPU has too little memory" in sentence) == ("CUDA" in detail)
+    frozen.text(sentence)
     assert ("NCCL_BUFFSIZE" in sentence) == ("Cuda" in detail)
 
 

@@ -30,6 +30,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from frozen import Frozen
 from mpi_jobs import (
     ENVIRONMENT,
     FLOATS,
@@ -40,6 +41,7 @@ from mpi_jobs import (
     Group,
     all_gather_single,
     mpirun_command,
+    read_abort,
     reduce_scatter_single,
     run_job,
     start_group,
@@ -360,7 +362,7 @@ def check_point_to_point_sizes(group: Group, rank: int, size: int) -> None:
     if rank == 1:
         dist.send(torch.zeros(1), group=group, group_dst=0)
         dist.send(torch.zeros(3), group=group, group_dst=0)
-    for text in ("4 bytes came, the tensor holds 8", truncated) if rank == 0 else ():
+    for text in ("4 bytes", truncated) if rank == 0 else ():
         refused(lambda: dist.recv(got, group=group, group_src=1), text, dist.DistBackendError)
     dist.barrier(group)
 
@@ -387,14 +389,14 @@ def check_refusals(group: Group, rank: int, size: int) -> None:
     """What cannot be done is one ValueError in the caller, and nothing has been sent."""
     f8, flag = torch.zeros(2, dtype=torch.float8_e5m2), torch.zeros(2, dtype=torch.bool)
     ones, many = torch.ones(2), [torch.ones(2)] * size
-    refused(lambda: dist.all_reduce(ones, OP.BAND, group), "BAND cannot reduce torch.float32")
+    refused(lambda: dist.all_reduce(ones, OP.BAND, group), "torch.float32")
     scaled = dist._make_nccl_premul_sum(2.0)
-    refused(lambda: dist.all_reduce(ones, scaled, group), "PREMUL_SUM cannot reduce")
-    refused(lambda: dist.all_reduce(flag, OP.AVG, group), "AVG cannot reduce torch.bool")
-    refused(lambda: dist.all_reduce(f8, group=group), "SUM cannot reduce torch.float8_e5m2")
-    refused(lambda: dist.reduce(f8, 0, group=group, async_op=True), "SUM cannot reduce")
+    refused(lambda: dist.all_reduce(ones, scaled, group), "PREMUL_SUM")
+    refused(lambda: dist.all_reduce(flag, OP.AVG, group), "torch.bool")
+    refused(lambda: dist.all_reduce(f8, group=group), "torch.float8_e5m2")
+    refused(lambda: dist.reduce(f8, 0, group=group, async_op=True), "SUM")
     refused(lambda: dist.all_reduce(ones.to_sparse(), group=group), "must be dense")
-    refused(lambda: dist.broadcast(torch.ones(2, device="meta"), 0, group), "on the CPU or a GPU")
+    refused(lambda: dist.broadcast(torch.ones(2, device="meta"), 0, group), "meta")
     refused(lambda: dist.all_gather(many[1:], ones, group), f"must hold {size}")
     refused(lambda: all_gather_single(torch.ones(3), ones, group), f"must be {size} x 2")
     refused(lambda: reduce_scatter_single(ones, ones.double(), group=group), f"must be {size} x 2")
@@ -422,7 +424,7 @@ def check_errors(group: Group, rank: int, size: int) -> None:
             work = group.broadcast([torch.zeros(1)], opts)
             work.wait()
 
-        refused(call, f"broadcast failed on rank {rank}: {words}", dist.DistBackendError)
+        refused(call, f"rank {rank}: {words}", dist.DistBackendError)
     work = group.broadcast([torch.zeros(1)], opts)
     refused(work.get_future().wait, words, RuntimeError)
     assert isinstance(work.exception(), dist.DistBackendError)
@@ -778,7 +780,7 @@ def job_late_to_futures(folder: Path) -> None:
     if late(folder) == 0:
         first = dist.all_reduce(torch.ones(1), async_op=True)
         second = dist.broadcast(torch.ones(1), 0, async_op=True)
-        words = "all_reduce on rank 0 has not ended within 0:00:01"
+        words = "all_reduce on rank 0"
         for work in (first, second):  # the second waits behind the first
             refused(work.get_future().wait, words, RuntimeError)
             assert work.is_completed()
@@ -796,7 +798,7 @@ def job_late_to_backward(folder: Path) -> None:
     replica = ddp(dist.group.WORLD, torch.nn.Linear(2, 2))
     if dist.get_rank() == 0:
         loss = replica(torch.ones(1, 2)).sum()
-        refused(loss.backward, "all_reduce on rank 0 has not ended", Exception)
+        refused(loss.backward, "all_reduce on rank 0", Exception)
         (folder / "said").touch()
     else:
         while not (folder / "said").exists():
@@ -806,7 +808,7 @@ def job_late_to_backward(folder: Path) -> None:
 def job_late_to_receive(folder: Path) -> None:
     if late(folder) == 0:
         work = dist.irecv(torch.ones(1), 1)
-        refused(work.wait, "recv on rank 0 has not ended within 0:00:01", dist.DistBackendError)
+        refused(work.wait, "recv on rank 0", dist.DistBackendError)
         (folder / "done").touch()
         time.sleep(0.1)
         work.wait()
@@ -817,7 +819,7 @@ def job_late_to_receive(folder: Path) -> None:
 
 def job_absent(folder: Path) -> None:
     if mpi_library.world()[0] == 0:
-        words = "these of its 2 ranks did not come: 1"
+        words = "not come: 1"
         store = dist.FileStore(str(folder / "store"), 2)
         store.set_timeout(timedelta(seconds=1))
         refused(
@@ -986,7 +988,7 @@ def job_alone(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     refused(
         lambda: dist.init_process_group(mpi.NAME, store=store, rank=rank, world_size=2),
-        "MPI's ranks [0, 0]: start them with MPI's own launcher: mpirun -n 2 python test_mpi.py",
+        "mpirun -n 2 python test_mpi.py",
     )
 
 
@@ -1050,21 +1052,21 @@ def test_exception_ends_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("job", [job_late_to_futures, job_late_to_backward, job_hang])
-def test_a_late_rank_is_an_error(tmp_path: Path, job: Callable[..., None]) -> None:
+def test_a_late_rank_is_an_error(tmp_path: Path, job: Callable[..., None], frozen: Frozen) -> None:
     """What waits for a rank that does not come ends with the group's time-out, with the operation
     in the error, and so does all that is queued behind it; MPI cannot go on, and the job ends."""
     process = run_job(job, 2, tmp_path)
     assert process.returncode == 5, process.stderr
-    assert "on rank 0 has not ended: aborting the job" in process.stderr
+    frozen.verdict(read_abort(process.stderr))
     assert (tmp_path / "said").exists() or job is job_hang
 
 
-def test_a_late_rank_ends_a_synchronous_call(tmp_path: Path) -> None:
+def test_a_late_rank_ends_a_synchronous_call(tmp_path: Path, frozen: Frozen) -> None:
     """A thread that is inside MPI beyond the time-out has its job aborted, with one sentence."""
     process = run_job(job_late_to_synchronous, 2, tmp_path)
     assert process.returncode == 5, process.stderr
-    words = "mpi4py: all_reduce on rank 0 has not ended within 0:00:01: aborting the job"
-    assert words in process.stderr
+    assert "all_reduce" in read_abort(process.stderr)
+    frozen.verdict(read_abort(process.stderr))
 
 
 @pytest.mark.parametrize("job", [job_late_to_receive, job_absent, job_memory])
@@ -1154,7 +1156,7 @@ def test_without_mpirun(tmp_path: Path) -> None:
 def test_the_old_import_works_and_warns() -> None:
     """ddpbench.runtime.mpi is ddpbench.mpi, with a DeprecationWarning that says so."""
     sys.modules.pop("ddpbench.runtime.mpi", None)
-    with pytest.warns(DeprecationWarning, match="write `import ddpbench.mpi`"):
+    with pytest.warns(DeprecationWarning, match="`import ddpbench.mpi`"):
         old = import_module("ddpbench.runtime.mpi")
     assert (old.NAME, old.register) == (mpi.NAME, mpi.register)
 

@@ -7,6 +7,7 @@ gloo can do it does too: both must give these bits, and leave all other bytes al
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import subprocess
@@ -21,11 +22,13 @@ from functools import cache, partial, reduce
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import mpi_jobs
 import pytest
 import torch
 import torch.distributed as dist
+from frozen import Frozen
 from mpi_jobs import FLOATS, FOLDS, OP, SIGNED, Group
 from mpi_jobs import all_gather_single as gather_single
 from mpi_jobs import reduce_scatter_single as scatter_single
@@ -599,16 +602,32 @@ def check_interleaved(group: Group, rank: int, size: int) -> None:
     none(found)
 
 
+def patched_counts(version: tuple[int, int]) -> contextlib.ExitStack:
+    """Let an int hold no more than 50, in an MPI of this version."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(mpi_types, "most", 50))
+    stack.enter_context(mock.patch.object(mpi_library.mpi(), "Get_version", return_value=version))
+    return stack
+
+
 def check_large_counts(group: Group, rank: int, size: int) -> None:
-    """What is beyond MPI's counts comes out the same, in pieces and in larger units."""
-    most, mpi_types.most = mpi_types.most, 50
-    mpi_types.block.cache_clear()
-    try:
+    """What an int cannot count comes out the same where MPI has larger counts."""
+    with patched_counts((4, 0)):
         none(survey_all(group, [torch.float32], ((30, 2),)))
         none(survey_all(group, [torch.bfloat16], ((7, 3),)))
-    finally:
-        mpi_types.most = most
-        mpi_types.block.cache_clear()
+
+
+def check_refused_counts(group: Group, rank: int, size: int) -> None:
+    """Where MPI has no larger counts, every rank refuses the call, and nothing has been sent."""
+    at = At(rank, size, shape=(30, 2))
+    words = rf" on rank {rank}: \d+ (bytes|elements) .+ only 50\b"
+    names = [n for n in ROWS if not n.startswith(("barrier", "coalescing"))]
+    names = [n for n in names if size > 1 or "uneven" not in n]  # empty with one rank
+    with patched_counts((3, 1)):
+        for name, later in product(names, (False, True)):
+            with pytest.raises(ValueError, match=words):
+                ROWS[name].make(at, Memory("apart"))(group=group, async_op=later)
+    none(survey_all(group, [torch.float32]))
 
 
 def check_threads(group: Group, rank: int, size: int) -> None:
@@ -737,11 +756,12 @@ def test_matrix(outcomes: Callable[[int], list[Any]], size: int, name: str) -> N
         assert found.get(name, f"did not run: {words}") == "passed"
 
 
-def test_coalesced_deadline(tmp_path: Path) -> None:
+def test_coalesced_deadline(tmp_path: Path, frozen: Frozen) -> None:
     """A synchronous coalesced call that never ends is cut at the group's time-out, by name."""
     process = mpi_jobs.run_job(job_hang, 2, tmp_path)
     assert process.returncode == 5, process.stderr
-    assert "all_reduce on rank 0 has not ended" in process.stderr
+    assert "all_reduce" in mpi_jobs.read_abort(process.stderr)
+    frozen.verdict(mpi_jobs.read_abort(process.stderr))
 
 
 if __name__ == "__main__":

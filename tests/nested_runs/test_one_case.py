@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from frozen import Frozen
 from stored_runs import a_case, a_result, a_run, a_summary
 from stored_steps import a_step_result, a_step_run
 
@@ -66,24 +67,23 @@ ERROR = Finding("error", "wrong-result", "rank 1 got 4, expected 3", "do not tra
 
 
 @pytest.mark.parametrize(
-    ("run", "code", "stderr", "sentence"),
+    ("run", "code", "stderr"),
     [
-        (None, 2, "noise\nddpbench: --op: unknown operation 'x'\n", "--op: unknown operation 'x'"),
-        (None, 1, "Traceback\nOSError: no\n", "OSError: no"),
-        (None, 5, "", "ddpbench ended without a message"),
-        (replace(a_run(), state="failed"), 5, DEAD, "rank 1 (vm, pid 7) has died, while rank 0 "
-         "waited"),
-        (a_run(a_result(), findings=(ERROR,)), 4, "", "rank 1 got 4, expected 3. Next: do not "
-         "train"),
+        (None, 2, "noise\nddpbench: --op: unknown operation 'x'\n"),
+        (None, 1, "Traceback\nOSError: no\n"),
+        (None, 5, ""),
+        (replace(a_run(), state="failed"), 5, DEAD),
+        (a_run(a_result(), findings=(ERROR,)), 4, ""),
     ],
-)  # fmt: skip
+    ids=["refused", "crashed", "silent", "dead rank", "wrong result"],
+)
 def test_what_went_wrong_is_one_sentence(
-    stub: Path, run: Run | None, code: int, stderr: str, sentence: str
+    stub: Path, frozen: Frozen, run: Run | None, code: int, stderr: str
 ) -> None:
     """A refusal, a crash, silence, a dead rank, a wrong result: each in ddpbench's own words."""
     with pytest.raises(one_case.Unmeasured) as caught:
         ended(stub, run, code, stderr)
-    assert str(caught.value) == sentence
+    frozen.text(str(caught.value))
 
 
 def test_a_case_that_the_backend_does_not_have_is_a_run(stub: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_case_that_the_backend_does_not_have_is_a_run(stub: Path) -> None:
 def test_when_time_is_up_all_its_processes_end(stub: Path) -> None:
     """A command that hangs, with a child of its own, is ended as a whole and named."""
     for seconds in (0.5, 5, 50):  # until it has come so far as to have a child
-        with pytest.raises(one_case.Unmeasured, match=r"`ddpbench collectives \S+` was not done"):
+        with pytest.raises(one_case.Unmeasured, match=r"`ddpbench collectives "):
             ended(stub, None, 0, sleep=seconds)
         if (stub / "child").exists():
             break
@@ -124,31 +124,31 @@ def test_keywords_are_options() -> None:
     assert one_case.words({"options": "--async"}) == ["--async"]
 
 
-def test_only_one_valid_case_is_taken() -> None:
+def test_only_one_valid_case_is_taken(frozen: Frozen) -> None:
     """Several cases, or a wrong one, are refused with what they are."""
     two = a_run(a_result(), a_result(a_case(nbytes=8, count=2)))
-    with pytest.raises(one_case.Unmeasured, match="one case is measured at a time, not 2"):
-        one_case.only_case(two)
     wrong = a_run(a_result(wrong=(Wrong(1, 0, 0, "3", "4"),)))
-    with pytest.raises(one_case.Unmeasured, match="rank 1 got a wrong result"):
-        one_case.only_case(wrong)
+    for run in (two, wrong):
+        with pytest.raises(one_case.Unmeasured) as caught:
+            one_case.only_case(run)
+        frozen.text(str(caught.value))
 
 
 def test_json_gives_the_same_again(tmp_path: Path) -> None:
-    """Case, medians and margin survive JSON, of a collective and of a DDP step; rates are those of
+    """Case and medians survive JSON, of a collective and of a DDP step; rates are those of
     the median; what is no such record is told from which file it is."""
     results = [a_result(a_case(), i, a_summary(1e-3 * (i + 1))) for i in range(6)]
     for run, key in ((a_run(*results), "busbw_bytes_per_second"),
                      (a_step_run(a_step_result()), "steps_verified")):  # fmt: skip
         store.create(tmp_path / key, run, "x")
         found = one_case.only_case(run)
-        stored = json.loads(json.dumps(one_case.to_json(run, found, 0.04, tmp_path)))
+        stored = json.loads(json.dumps(one_case.to_json(run, found, tmp_path)))
         again = one_case.from_json(stored, "0001")
         assert (again.case, again.side) == (found.case, found.side)
-        assert (again.margin, again.source) == (0.04, "0001")
+        assert again.source == "0001"
         assert key in stored
-    stored = one_case.to_json(a_run(*results), one_case.only_case(a_run(*results)), None, tmp_path)
+    stored = one_case.to_json(a_run(*results), one_case.only_case(a_run(*results)), tmp_path)
     assert stored["algbw_bytes_per_second"] == pytest.approx(4096 / 3.5e-3)
     assert stored["interval_seconds"] == pytest.approx([1e-3, 6e-3])
-    with pytest.raises(ValueError, match="0001 holds no figures of ddpbench"):
+    with pytest.raises(ValueError, match="0001"):
         one_case.from_json({"case": {}}, "0001")

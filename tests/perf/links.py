@@ -2,8 +2,8 @@
 
     sudo ./run_bench.sh python tests/perf/links.py [SECONDS a case]
 
-Hosts (tests/hosts.py) with links of 100 Mbit/s, 1 and 2.5 Gbit/s, a rank each, under torchrun; then
-four hosts, alike, with a slow one, with a slow pair. `carries` is the truth: the share of the
+Hosts (simulated_hosts.py) with links of 100 Mbit/s, 1 and 2.5 Gbit/s, a rank each, under torchrun;
+then four hosts, alike, with a slow one, with a slow pair. `carries` is the truth: the share of the
 nominal rate that is left to TCP in full Ethernet frames; `true` is that less the time of the
 operation at 4 KiB, which is no link's. `limit` is what the same launch measured with plain sockets.
 OFF marks what is off the true one by more than 2 %, and exits with 1: broadcast is one stream and

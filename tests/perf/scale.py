@@ -157,9 +157,7 @@ def measured(size: int, folder: Path) -> dict[str, float]:
     with timed("end s"), contextlib.redirect_stderr(io.StringIO()):
         record.close(1.0, launch_facts.gather_usage(world, whole))
         with contextlib.redirect_stdout(io.StringIO()):
-            shown = SimpleNamespace(
-                format="table", columns=None, quiet=False, plot=False, report=False
-            )
+            shown = SimpleNamespace(format="table", columns=None, quiet=False, report=False)
             run_end.finish(folder, shown)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rows = len(store.read_samples(folder))

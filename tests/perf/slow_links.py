@@ -2,9 +2,9 @@
 
     sudo ./run_bench.sh python tests/perf/slow_links.py [TIMES]
 
-Four hosts (tests/hosts.py), a rank each, under torchrun. OFF marks a rate that is off the planted
-one by more than 5 %, WRONG what was found and is not there, or the other way round; both exit with
-1. All hosts share the cores of this machine: what else runs on it makes links slower.
+Four hosts (simulated_hosts.py), a rank each, under torchrun. OFF marks a rate that is off the
+planted one by more than 5 %, WRONG what was found and is not there, or the other way round; both
+exit with 1. All hosts share the cores of this machine: what else runs on it makes links slower.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     sudo ./run_bench.sh python tests/perf/step_links.py [ROUNDS]
 
-Two hosts (tests/hosts.py), a rank each, under torchrun, with links of 1 Gbit/s, 300 and 100 Mbit/s;
-the step is that of an mlp with 4.2 MB of gradients, which DDP reduces in two buckets, the last
-layer's 1.05 MB first. `wire` is what these bytes take on the link; `at once` what
+Two hosts (simulated_hosts.py), a rank each, under torchrun, with links of 1 Gbit/s, 300 and 100
+Mbit/s; the step is that of an mlp with 4.2 MB of gradients, which DDP reduces in two buckets, the
+last layer's 1.05 MB first. `wire` is what these bytes take on the link; `at once` what
 `ddpbench.collectives` reads for an all_reduce of them all, `buckets` for one bucket after the
 other. Exposed communication must be the buckets' all_reduces less what backward hides of them:
 `exposed + hidden` over `buckets`. OFF marks what is off by more than 10 %, or an exposed time that

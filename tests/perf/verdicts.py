@@ -10,10 +10,11 @@ does: with what is known of drift before anything is stored, and with what the o
 it. stored: the same of the runs in a folder. Counted are comparisons, by exit code: 1 must come of
 at most 5 %.
 
-turns: this machine is calibrated; then TRIALS (100) times identical code is measured against
-itself, six launches a side by turns, and judged as `ab` does (pairs) and as `compare` does. Then
-PLANTED (20) times a delay in each call of 1.5 × the calibrated margin of six launches is looked for
-by `ab` until the verdict is settled, and one of 0.3 × for 25 seconds, in 6 to 12 launches a side.
+turns: TRIALS (100) times identical code is measured against itself, six launches a side by turns,
+and judged as `ab` does (pairs) and as `compare` does. The noise is the change that 95 % of these
+comparisons stay within. Then PLANTED (20) times a delay in each call of 1.5 × the noise is looked
+for by `ab` until the verdict is settled, and one of 0.3 × for 25 seconds, in 6 to 12 launches a
+side.
 Exits with 1 where more than 5 % of comparisons of identical code end with exit code 1, less than
 90 % of the delays of 1.5 × are SLOWER, or one of 0.3 × is.
 """
@@ -31,14 +32,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ddpbench import cli
-from ddpbench.commands import compare
 from ddpbench.records import store
-from ddpbench.verdicts import comparison, drift, noise
+from ddpbench.verdicts import comparison, drift
 from ddpbench.verdicts.comparison import Rule
 from ddpbench.verdicts.matching import Source
 from ddpbench.verdicts.verdict import SLOWER
@@ -49,6 +49,13 @@ MEASURED = (
 )  # fmt: skip
 SIZES = "4K,1M"
 ALONE = "launches alone, without drift"  # not what `compare` does
+
+
+class Noise(NamedTuple):
+    """The usual time of a size, and the change that 95 % of its comparisons stay within."""
+
+    seconds: float
+    change: float
 
 
 def said(*words: str) -> Any:
@@ -63,11 +70,10 @@ def exit_codes(folder: Path) -> dict[str, int]:
     """What the comparison of the two sides in a folder ends with, judged in several ways."""
     left, right = (Source(name, (store.read(folder / name),)) for name in ("a", "b"))
     out = {}
-    for margin, known in (("3 %", None), ("calibrated", compare.calibrated(right.runs))):
-        pairs = Rule(noise=known, paired=True, confidence=0.968)
-        for words, rule in (("ab, six pairs", pairs), ("compare, six a side", Rule(noise=known))):
-            found = comparison.compare(left, right, rule)
-            out[f"{words}, margin {margin}"] = comparison.exit_code(found, strict=False)
+    pairs = Rule(paired=True, confidence=0.968)
+    for words, rule in (("ab, six pairs", pairs), ("compare, six a side", Rule())):
+        found = comparison.compare(left, right, rule)
+        out[words] = comparison.exit_code(found, strict=False)
     return out
 
 
@@ -81,15 +87,27 @@ def told(title: str, counts: Mapping[str, Counter[int]]) -> bool:
     return all(count[1] <= 0.05 * sum(count.values()) for count in judged)
 
 
-def identical(trials: int) -> bool:
-    """Identical code against itself by turns; whether it is told so."""
+def identical(trials: int) -> tuple[bool, dict[str, Noise]]:
+    """Identical code against itself by turns; whether it is told so, and the noise of each size."""
     counts: dict[str, Counter[int]] = {}
+    rows: dict[str, list[dict[str, Any]]] = {}
     for number in range(trials):
-        said("ab", "--a", "", "--b", "", "--budget", "0.1", "--format", "json",
-             "--output", f"identical-{number}", *MEASURED, "--sizes", SIZES)  # fmt: skip
+        found = said("ab", "--a", "", "--b", "", "--budget", "0.1", "--format", "json",
+                     "--output", f"identical-{number}", *MEASURED, "--sizes", SIZES)  # fmt: skip
+        for row in found["rows"]:
+            rows.setdefault(str(row["identity"]["nbytes"]), []).append(row)
         for words, code in exit_codes(Path(f"identical-{number}")).items():
             counts.setdefault(words, Counter())[code] += 1
-    return told(f"identical code by turns, {trials} comparisons of {SIZES}:", counts)
+    noise = {
+        size: Noise(
+            float(np.median([row["base_seconds"] for row in every])),
+            float(np.percentile([abs(row["change"]) for row in every], 95)),
+        )
+        for size, every in rows.items()
+    }
+    for size, known in noise.items():
+        print(f"{size} B: {known.seconds * 1e6:.0f} µs, 95 % of changes within {known.change:.1%}")
+    return told(f"identical code by turns, {trials} comparisons of {SIZES}:", counts), noise
 
 
 def stored(results: Path) -> bool:
@@ -131,13 +149,9 @@ def apart(count: int, pause: float) -> bool:
     return stored(Path("results"))
 
 
-def planted(trials: int, size: str, share: float, budget: float) -> Counter[str]:
-    """A delay of so many calibrated margins in each call of b, looked for by ab."""
-    (folder,) = store.list_calibrations()
-    known = noise.pool_launches(folder.name, [store.read(folder / side) for side in ("a", "b")])
-    case = next(case for case in known.used if case.key.split("/")[-2] == size)
-    margin, usual = noise.margin(known.used[case], 6), sorted(known.used[case])
-    delay = share * margin * usual[len(usual) // 2]
+def planted(trials: int, size: str, noise: Noise, share: float, budget: float) -> Counter[str]:
+    """A delay of this share of the noise in each call of b, looked for by ab."""
+    delay = share * noise.change * noise.seconds
     count, launches = Counter[str](), []
     for number in range(trials):
         (row,) = said(
@@ -148,7 +162,7 @@ def planted(trials: int, size: str, share: float, budget: float) -> Counter[str]
         count[row["verdict"]] += 1
         launches.append(row["base_launches"])
     print(
-        f"delay of {share} × the margin of {margin:.1%} = {delay * 1e6:.1f} µs, {size} B: "
+        f"delay of {share} × the noise of {noise.change:.1%} = {delay * 1e6:.1f} µs, {size} B: "
         f"{count[SLOWER]} of {trials} SLOWER; {dict(count)}; launches a side: "
         f"{dict(sorted(Counter(launches).items()))}",
         flush=True,
@@ -158,18 +172,10 @@ def planted(trials: int, size: str, share: float, budget: float) -> Counter[str]
 
 def turns(trials: int = 100, plants: int = 20, sizes: str = "4096,1048576") -> bool:
     """Identical code and planted delays by turns; whether they are told so."""
-    found = said("calibrate", "--launches", "12", "--format", "json", *MEASURED,
-                 "--sizes", SIZES)  # fmt: skip
-    for case in found["cases"]:
-        print(
-            f"{case['case']}: {case['seconds'] * 1e6:.0f} µs, launches vary by "
-            f"{case['spread']:.1%}, margin of 6 launches {case['margin_6']:.1%}",
-            flush=True,
-        )
-    good = not trials or identical(trials)
+    good, noise = identical(trials)
     for size in sizes.split(","):
-        good &= planted(plants, size, 1.5, 1e6)[SLOWER] >= 0.9 * plants
-        good &= planted(plants, size, 0.3, 25)[SLOWER] == 0
+        good &= planted(plants, size, noise[size], 1.5, 1e6)[SLOWER] >= 0.9 * plants
+        good &= planted(plants, size, noise[size], 0.3, 25)[SLOWER] == 0
     return good
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from command_lines import clean_environment
+from frozen import Frozen
 from warm_python import warm_python
 
-from ddpbench.commands import slurm
 from ddpbench.nested_runs import turns
 from ddpbench.records import redact, store
 from ddpbench.records.launched import Launch
@@ -72,7 +72,7 @@ def test_secrets_names_and_homes_are_hidden(text: str, shown: str) -> None:
         "9b2c3f0e1d9b2c3f0e1d9b2c3f0e1d9b2c3f0e1d", "GPU-3f0e1d9b-2c3f-4e1d-9b2c-3f0e1d9b2c3f",
         "1048576 bytes, disabled", "task-1-disk-22-x", "/homework/x /var/home", "malicewonderX",
         "tcp://10.0.0.1:29500 file:///tmp/meet", "all_reduce/tensor/gloo/cpu/float32/sum/4096/out",
-        "ssh must work without a password: give another user", "0-3,8 10.77.0.1/24 signal=9",
+        "a rank must start without a password: ask another user", "0-3,8 10.77.0.1/24 signal=9",
         "results/20261122T050750Z-collectives-gloo-w2-host1",
     ],
 )  # fmt: skip
@@ -124,24 +124,15 @@ def test_a_record_nested_too_deeply_is_damaged(tmp_path: Path) -> None:
     """As any other damage: one sentence."""
     deep = "[" * 600 + "]" * 600
     (tmp_path / "run.json").write_text(f'{{"schema": 1, "launches": {deep}}}')
-    with pytest.raises(store.InvalidRun, match="is damaged: its values are nested too deeply"):
+    with pytest.raises(store.InvalidRun, match="nested"):
         store.read(tmp_path)
 
 
-def test_the_sides_of_an_ab_are_told_apart_without_their_secrets() -> None:
+def test_the_sides_of_an_ab_are_told_apart_without_their_secrets(frozen: Frozen) -> None:
     """What is hidden says whether the other side has the same."""
     one = turns.parse_variant("a", "HF_TOKEN=abc1 OMP_NUM_THREADS=1 --api-key x1")
     two = turns.parse_variant("b", "HF_TOKEN=abc2 OMP_NUM_THREADS=2")
-    assert one.describe(two) == "HF_TOKEN=(hidden, differs) OMP_NUM_THREADS=1 --api-key '***'"
-    assert str(one).startswith("HF_TOKEN=(hidden) OMP_NUM_THREADS=1")
-
-
-def test_a_batch_script_tells_no_secret_of_its_making() -> None:
-    """What was typed stands in its comments, without the values of secret variables."""
-    given = ["-N2", "--export=ALL,HF_TOKEN=hunter2"]
-    text = slurm.script([*given, "--", "ddp"], given, [["ddp"]])
-    assert "hunter2" not in text
-    assert "--export=ALL,HF_TOKEN=" in text
+    frozen.text(f"{one.describe(two)}\n{one}")
 
 
 @pytest.mark.parametrize(
@@ -205,11 +196,10 @@ def test_nothing_that_was_planted_is_found_again(tmp_path: Path) -> None:
     own = f"file://{home}/meeting"
     ddpbench("collectives", *small, "--output", f"{home}/one", "--init-method", own)
     ddpbench("doctor", "preflight", "-n", "2", "--backend", "gloo", code=None)
-    for form in ("table", "json", "csv", "prometheus", "pyperf"):
+    for form in ("table", "json", "csv"):
         ddpbench("show", f"{home}/one", "--format", form, code=None)
     ddpbench("list", str(home), code=None)
     ddpbench("compare", f"{home}/one", f"{home}/none", code=3)
-    ddpbench("manifest", "--", "collectives", "--import", PLANTED["key"], code=2)
     ddpbench("collectives", f"--api-key={PLANTED['token']}", code=2)
     files = sorted(path for path in home.rglob("*") if path.is_file())
     printed += [path.read_bytes().decode(errors="replace") for path in files]

@@ -12,6 +12,8 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from command_lines import ONE_SENTENCE
+from frozen import Frozen
 from in_process import call_in_process
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary, sample_columns
 from stored_steps import a_step_case, a_step_result, a_step_run
@@ -54,50 +56,23 @@ def test_what_is_encoded_is_decoded_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "sentence"),
+    ("path", "value"),
     [
-        (
-            ("results", 0, "case", "nbytes"),
-            "big",
-            "Expected `int`, got `str` - at `$.results[0].case.nbytes`",
-        ),
-        (
-            ("results", 0, "case", "nbytes"),
-            True,
-            "Expected `int`, got `bool` - at `$.results[0].case.nbytes`",
-        ),
-        (
-            ("results", 0, "case", "nbytes"),
-            1.5,
-            "Expected `int`, got `float` - at `$.results[0].case.nbytes`",
-        ),
-        (
-            ("results", 0, "case", "in_place"),
-            1,
-            "Expected `bool`, got `int` - at `$.results[0].case.in_place`",
-        ),
-        (
-            ("results", 0, "bus_factor"),
-            None,
-            "Expected `float`, got `null` - at `$.results[0].bus_factor`",
-        ),
-        (
-            ("results", 0, "bus_factor"),
-            True,
-            "Expected `float`, got `bool` - at `$.results[0].bus_factor`",
-        ),
-        (
-            ("results", 0, "summary", "percentiles_seconds", "p90"),
-            "x",
-            "Expected `float`, got `str` - at `$.results[0].summary.percentiles_seconds[...]`",
-        ),
-        (("plan",), [], "Expected `object`, got `array` - at `$.plan`"),
-        (("launches",), {}, "Expected `array`, got `object` - at `$.launches`"),
-        (("command_line", 1), 3, "Expected `str`, got `int` - at `$.command_line[1]`"),
+        (("results", 0, "case", "nbytes"), "big"),
+        (("results", 0, "case", "nbytes"), True),
+        (("results", 0, "case", "nbytes"), 1.5),
+        (("results", 0, "case", "in_place"), 1),
+        (("results", 0, "bus_factor"), None),
+        (("results", 0, "bus_factor"), True),
+        (("results", 0, "summary", "percentiles_seconds", "p90"), "x"),
+        (("plan",), []),
+        (("launches",), {}),
+        (("command_line", 1), 3),
     ],
+    ids=str,
 )
 def test_a_wrong_type_is_named_with_its_place(
-    path: tuple[Any, ...], value: Any, sentence: str
+    path: tuple[Any, ...], value: Any, frozen: Frozen
 ) -> None:
     """A value of a wrong type is refused with its path, its type and the type it should have."""
     raw = json.loads(codec.encode(full_run()))
@@ -105,18 +80,18 @@ def test_a_wrong_type_is_named_with_its_place(
     for step in path[:-1]:
         inner = inner[step]
     inner[path[-1]] = value
-    with pytest.raises(ValueError, match=re.escape(sentence) + "$"):
+    with pytest.raises(ValueError, match=r"at `\$") as caught:
         codec.decode(Run, raw)
+    frozen.text(str(caught.value))
 
 
-def test_a_missing_field_without_default_is_named() -> None:
+def test_a_missing_field_without_default_is_named(frozen: Frozen) -> None:
     """A run that lacks a field without a default is refused; the sentence names the first one."""
     raw = json.loads(codec.encode(full_run()))
     del raw["results"][1]["case"]["dtype"], raw["results"][1]["case"]["root"]
-    with pytest.raises(
-        ValueError, match=r"missing required field `dtype` - at `\$\.results\[1\]\.case`$"
-    ):
+    with pytest.raises(ValueError, match=r"at `\$") as caught:
         codec.decode(Run, raw)
+    frozen.text(str(caught.value))
 
 
 def test_unknown_fields_are_left_out_and_absent_ones_get_their_default() -> None:
@@ -156,7 +131,7 @@ def test_a_run_that_was_written_is_read_again(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["run.json"]
 
 
-def test_a_run_grows_by_lines(tmp_path: Path) -> None:
+def test_a_run_grows_by_lines(tmp_path: Path, frozen: Frozen) -> None:
     """Appended launches and outcomes are read in order after those in run.json. A line that is not
     complete yet is ignored, and nothing is read twice."""
 
@@ -173,10 +148,9 @@ def test_a_run_grows_by_lines(tmp_path: Path) -> None:
     store.write(tmp_path, run)  # as a rank does that marks it, while the rest goes on
     assert store.read(tmp_path) == run
     (tmp_path / store.GROWING).write_bytes(b'{"number": 2}\n')
-    with pytest.raises(
-        store.InvalidRun, match=r"run\.jsonl is damaged: a line holds no launch or outcome"
-    ):
+    with pytest.raises(store.InvalidRun) as caught:
         store.read(tmp_path)
+    frozen.text(str(caught.value).replace(str(tmp_path), "FOLDER"))
 
 
 def test_two_runs_in_one_second_get_two_folders(
@@ -208,7 +182,7 @@ def test_a_folder_that_holds_a_run_is_not_used_again(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     store.create(tmp_path, a_run(), "label")
     before = (tmp_path / "run.json").read_bytes()
-    with pytest.raises(FileExistsError, match="already holds a run; name another --output"):
+    with pytest.raises(FileExistsError):
         store.create(tmp_path, a_run(started="later"), "label")
     assert (tmp_path / "run.json").read_bytes() == before
 
@@ -255,23 +229,19 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("data", "sentence"),
-    [
-        (b"", r"run\.json is damaged: "),
-        (b'{"schema": 1, "id"', r"run\.json is damaged: "),
-        (b"\xff\xfe{}", r"run\.json is damaged: "),
-        (b"[1, 2]", r"run\.json is not a ddpbench run: it has no schema number$"),
-        (b'{"schema": "1"}', r"run\.json is not a ddpbench run: it has no schema number$"),
-        (b'{"schema": 1}', r"run\.json is damaged: Object missing required field `id`$"),
-    ],
+    "data",
+    [b"", b'{"schema": 1, "id"', b"\xff\xfe{}", b"[1, 2]", b'{"schema": "1"}', b'{"schema": 1}'],
 )
-def test_a_damaged_file_is_told_in_one_sentence(tmp_path: Path, data: bytes, sentence: str) -> None:
+def test_a_damaged_file_is_told_in_one_sentence(
+    tmp_path: Path, data: bytes, frozen: Frozen
+) -> None:
     """Reading a damaged run.json raises InvalidRun with one line that names the file."""
     (tmp_path / "run.json").write_bytes(data)
-    with pytest.raises(store.InvalidRun, match=sentence) as error:
+    with pytest.raises(store.InvalidRun) as error:
         store.read(tmp_path)
     assert str(tmp_path) in str(error.value)
     assert "\n" not in str(error.value)
+    frozen.text(str(error.value).replace(str(tmp_path), "FOLDER"))
 
 
 def test_every_truncation_of_a_run_is_refused(tmp_path: Path) -> None:
@@ -283,21 +253,21 @@ def test_every_truncation_of_a_run_is_refused(tmp_path: Path) -> None:
             store.read(tmp_path)
 
 
-def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_told(tmp_path: Path, frozen: Frozen) -> None:
     """A folder that is missing or empty is refused: it holds no run."""
     for folder in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(store.InvalidRun, match=r"holds no run: No such file .*\(run\.json\)"):
+        with pytest.raises(store.InvalidRun) as caught:
             store.read(folder)
+        frozen.text(str(caught.value).replace(str(tmp_path), "FOLDER"))
 
 
-def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+def test_a_newer_schema_is_refused(tmp_path: Path, frozen: Frozen) -> None:
     """A run of a newer schema is refused with both schema numbers."""
     raw = json.loads(codec.encode(a_run()))
     (tmp_path / "run.json").write_text(json.dumps({**raw, "schema": SCHEMA + 1}))
-    with pytest.raises(
-        store.InvalidRun, match=f"has schema {SCHEMA + 1}, this ddpbench reads up to {SCHEMA}: "
-    ):
+    with pytest.raises(store.InvalidRun) as caught:
         store.read(tmp_path)
+    frozen.text(str(caught.value).replace(str(tmp_path), "FOLDER"))
 
 
 def test_only_the_first_end_of_a_run_is_kept(tmp_path: Path) -> None:
@@ -352,52 +322,51 @@ def test_last_is_the_run_that_began_last_whatever_its_name(
 
 
 def test_an_unknown_run_names_what_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
 ) -> None:
     """An unknown run is refused with the names of the last three runs, or that there is none."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(store.InvalidRun, match=r"no run 'last'.*there is none in results/ yet"):
+    with pytest.raises(store.InvalidRun) as caught:
         store.find("last")
+    frozen.text(str(caught.value))
     for day in range(1, 6):
         create_run(f"r{day}", f"2026-01-0{day}T00:00:00Z")
-    with pytest.raises(store.InvalidRun, match=r"no run 'r6': .*\(r3, r4, r5\)$"):
+    with pytest.raises(store.InvalidRun) as caught:
         store.find("r6")
+    frozen.text(str(caught.value))
 
 
 # --- damage ---------------------------------------------------------------------------------------
 
 DAMAGE = {
-    "infinite": ('"exit_code": 5', '"exit_code": 1e400', "1e400 is no number that can have been"),
-    "beyond 64 bits": ('"exit_code": 5', '"exit_code": 99999999999999999999999', "is no number"),
-    "5000 digits": ('"exit_code": 5', f'"exit_code": {"9" * 5000}', "a number of 5000 characters"),
-    "NaN": ('"exit_code": 5', '"exit_code": NaN', "NaN is no number"),
-    "wrong type": (
-        '"exit_code": 5',
-        '"exit_code": "5"',
-        r"Expected `int \| null`, got `str` - at `\$\.exit_code`",
-    ),
-    "a bool as the schema": ('"schema": 1', '"schema": true', "it has no schema number"),
-    "half a character": ("rank 1 died", r"rank \ud800", "state_reason holds half a character"),
-    "half a character in facts": ('"cpuset": "0-3"', r'"cpuset": "\udc00"', "facts.* half a char"),
-    "nested": ('"place": {', f'"place": {{"x": {"[" * 500 + "]" * 500}, ', "nested too deeply"),
-    "nested beyond the stack": ('"place": {', f'"place": {{"x": {"[" * 10**5}', "nested too"),
-    "not UTF-8": ("rank 1 died", "rank \udcff", "can't decode byte 0xff"),
-    "cut": ('"exit_code"', "", "damaged"),
+    "infinite": ('"exit_code": 5', '"exit_code": 1e400'),
+    "beyond 64 bits": ('"exit_code": 5', '"exit_code": 99999999999999999999999'),
+    "5000 digits": ('"exit_code": 5', f'"exit_code": {"9" * 5000}'),
+    "NaN": ('"exit_code": 5', '"exit_code": NaN'),
+    "wrong type": ('"exit_code": 5', '"exit_code": "5"'),
+    "a bool as the schema": ('"schema": 1', '"schema": true'),
+    "half a character": ("rank 1 died", r"rank \ud800"),
+    "half a character in facts": ('"cpuset": "0-3"', r'"cpuset": "\udc00"'),
+    "nested": ('"place": {', f'"place": {{"x": {"[" * 500 + "]" * 500}, '),
+    "nested beyond the stack": ('"place": {', f'"place": {{"x": {"[" * 10**5}'),
+    "not UTF-8": ("rank 1 died", "rank \udcff"),
+    "cut": ('"exit_code"', ""),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_run_is_one_sentence(tmp_path: Path, name: str) -> None:
+def test_a_damaged_run_is_one_sentence(tmp_path: Path, name: str, frozen: Frozen) -> None:
     """Impossible numbers, half characters and deep nesting are refused in one sentence, with the
     path of the value if it has one."""
-    old, new, sentence = DAMAGE[name]
+    old, new = DAMAGE[name]
     text = codec.encode(full_run()).decode()
     text = text.partition(old)[0] if name == "cut" else text.replace(old, new)
     assert text != codec.encode(full_run()).decode()
     (tmp_path / "run.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(store.InvalidRun, match=sentence) as raised:
+    with pytest.raises(store.InvalidRun) as raised:
         store.read(tmp_path)
     assert "\n" not in str(raised.value)
+    frozen.text(str(raised.value).replace(str(tmp_path), "FOLDER"))
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,10 +403,9 @@ def test_figures_that_cannot_be_shown_are_told(tmp_path: Path) -> None:
         (tmp_path / "run.json").write_text(json.dumps({**run, "examinations": [examination]}))
         ended = call_in_process(["show", str(tmp_path)])
         assert ended.code == 3
-        assert re.fullmatch(
-            r"ddpbench: .* holds values that cannot be shown \(\w+: .*, at \w+\.py:\d+\): .*\n",
-            ended.err,
-        )
+        assert ONE_SENTENCE.fullmatch(ended.err)
+        assert str(tmp_path) in ended.err
+        assert re.search(r"\w+\.py:\d+", ended.err)
 
 
 @pytest.mark.parametrize("size", [0, 3, 100])
@@ -447,7 +415,7 @@ def test_damaged_samples_are_an_invalid_run(tmp_path: Path, size: int) -> None:
     store.join_samples(tmp_path)
     path = tmp_path / "samples.parquet"
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(store.InvalidRun, match=r"^the samples in .* cannot be read: "):
+    with pytest.raises(store.InvalidRun, match=re.escape(str(tmp_path))):
         store.read_samples(tmp_path)
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from frozen import Frozen
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 from text_tables import read_table
 
 from ddpbench import collectives
 from ddpbench.analysis import lines
 from ddpbench.records import codec
-from ddpbench.records.schema import Finding, Limit, Plan, Run, Wrong
+from ddpbench.records.schema import Finding, Limit, Run
 from ddpbench.render import formats
 from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.render.column import Column, digits, format_ranks
@@ -38,23 +39,7 @@ def two_backends(**other: Any) -> Run:
 # --- the text table -------------------------------------------------------------------------------
 
 
-def test_the_table_says_what_was_measured_where_and_with_what() -> None:
-    """Command, run, ranks and hosts, versions, each backend's library and provider, protocol,
-    seed and launches stand above the tables."""
-    run = two_backends(plan=Plan(seed=99))
-    mpi = replace(run.launches[1], provider="mpi4py", launcher="mpirun")
-    head = formats.table(replace(run, launches=(run.launches[0], mpi))).split("\n\n")[0]
-    assert head.splitlines()[0] == "ddpbench collectives   a-run"
-    for part in (
-        "2 ranks: 2 on node; CPU X, 4 cores", "ddpbench 0.1.0, torch 2.13.0, Python 3.11.7",
-        "gloo      libgloo 1.2, torchrun", "mpi       libmpi 1.2 (provider mpi4py), mpirun",
-        "isolated calls, start barrier", "median of t_max", "checks on", "seed 99",
-        "launches  1 launch per backend; the interval covers this launch only",
-    ):  # fmt: skip
-        assert part in head
-
-
-def test_the_interfaces_that_were_used_stand_above() -> None:
+def test_the_interfaces_that_were_used_stand_above(frozen: Frozen) -> None:
     """The header has a line per kind of interface with its hosts, if anything left a host."""
     eth = {"name": "eth0", "mtu_nbytes": 1500, "nominal_bytes_per_second": 125e6}
     ib = {**eth, "name": "ib0", "nominal_bytes_per_second": None}
@@ -66,29 +51,18 @@ def test_the_interfaces_that_were_used_stand_above() -> None:
     ranks = tuple(dict(zip(names, each, strict=True)) for each in used)
     run = two_backends()
     text = formats.table(replace(run, launches=(replace(run.launches[0], ranks=ranks),)))
-    assert [line for line in text.splitlines() if line.startswith("net ")] == [
-        "net       eth0, mtu 1500, 1 Gbit/s nominal: a 10.0.0.1, b 10.0.0.2",
-        "net       ib0, mtu 1500, speed unknown: c 10.1.0.3, 10.0.0.3",
-    ]
+    frozen.text("\n".join(line for line in text.splitlines() if line.startswith("net ")))
     assert "\nnet " not in formats.table(run)
 
 
-@pytest.mark.parametrize(
-    ("count", "said"),
-    [
-        (1, "launches  1 launch per backend; the interval covers this launch only"),
-        (
-            2,
-            "launches  2 launches per backend; an interval over launches needs at least 6",
-        ),
-        (6, "launches  6 launches per backend; the interval covers all launches"),
-    ],
-)
-def test_launches_are_counted_for_each_backend(count: int, said: str) -> None:
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_launches_are_counted_for_each_backend(count: int, frozen: Frozen) -> None:
     """Launches are counted per backend: two backends with one launch each have one per backend."""
     launches = [a_launch(2 * n + i, b) for n in range(count) for i, b in enumerate(("gloo", "mpi"))]
     text = formats.table(two_backends(launches=tuple(launches)))
-    assert said in text.splitlines()
+    (line,) = [line for line in text.splitlines() if line.startswith("launches ")]
+    assert f" {count} launch" in line
+    frozen.text(line)
 
 
 def test_a_row_shows_what_its_heads_say() -> None:
@@ -120,17 +94,6 @@ def test_what_is_not_known_is_a_dash() -> None:
     assert dashed == {"95 %", "p99 µs", "skew µs", "% limit", "check"}
 
 
-def test_a_wrong_result_stands_in_its_row_and_above() -> None:
-    """A wrong result has WRONG in its row, and its finding with the next step above the tables."""
-    wrong = a_result(wrong=(Wrong(1, 2, 3, "4", "5"),))
-    run = a_run(wrong, findings=(Finding("error", "wrong-result", "It is wrong", "do this"),))
-    text = formats.table(run)
-    (row,) = read_table(text, "all_reduce")
-    assert (row["check"], row["flags"]) == ("WRONG", "WRONG")
-    assert "ERROR (wrong-result): It is wrong. Next: do this" in text.splitlines()
-    assert "WRONG: a result was wrong: do not use the row" in text.splitlines()
-
-
 def test_the_faster_backend_has_a_star_and_sizes_stand_once() -> None:
     """Under one size the backends stand in order; the one whose interval lies below the other's
     has a star; size and count are not repeated; overlapping intervals have no star."""
@@ -143,16 +106,16 @@ def test_the_faster_backend_has_a_star_and_sizes_stand_once() -> None:
     assert "*" not in formats.table(replace(run, results=tuple(same)))
 
 
-def test_a_skipped_case_has_no_row_and_a_reason() -> None:
+def test_a_skipped_case_has_no_row_and_a_reason(frozen: Frozen) -> None:
     """Sizes skipped for the same reason share a line, from the smallest to the largest."""
     run = two_backends()
     more = replace(run.results[-1].case, nbytes=2**31, count=2**29)
     text = formats.table(replace(run, results=(*run.results, replace(run.results[-1], case=more))))
-    assert "skipped all_reduce float32 sum on mpi, 1 GiB … 2 GiB: no memory" in text.splitlines()
+    frozen.text("\n".join(line for line in text.splitlines() if line.startswith("skipped")))
     assert len(read_table(text, "all_reduce")) == 4
 
 
-def test_what_is_not_the_same_stands_in_tables_of_its_own() -> None:
+def test_what_is_not_the_same_stands_in_tables_of_its_own(frozen: Frozen) -> None:
     """Cases that differ in operation, form, dtype, reduce op, root, place or async get tables of
     their own, with these in the title."""
     plain = a_case()
@@ -163,34 +126,24 @@ def test_what_is_not_the_same_stands_in_tables_of_its_own() -> None:
         replace(plain, operation="barrier", nbytes=0, reduce_op=None, world_size=1),
     ]  # fmt: skip
     text = formats.table(a_run(*(a_result(case) for case in cases)))
-    for title in (
-        "all_reduce  float32  sum  in place  2 ranks  cpu",
-        "all_reduce  (list of tensors)  float32  sum  in place  2 ranks  cpu",
-        "all_reduce  int8  sum  in place  2 ranks  cpu",
-        "all_reduce  float32  max  in place  2 ranks  cpu",
-        "all_reduce  float32  sum  out of place  2 ranks  cpu",
-        "all_reduce  float32  sum  in place  async  2 ranks  cpu",
-        "reduce  float32  sum  root 1  in place  2 ranks  cpu",
-        "barrier  1 rank  cpu",
-    ):
-        assert text.splitlines().count(title) == 1
-        assert len(read_table(text, title)) == 1
+    titles = [line for line in text.splitlines() if line.endswith("  cpu")]
+    assert len(set(titles)) == len(titles) == len(cases)
+    assert [len(read_table(text, title)) for title in titles] == [1] * len(cases)
+    frozen.text("\n".join(titles))
 
 
 @pytest.mark.parametrize("state", ["running", "interrupted", "failed", "complete"])
 @pytest.mark.parametrize("form", ["table", "markdown"])
-def test_a_partial_run_is_marked(form: str, state: str) -> None:
+def test_a_partial_run_is_marked(form: str, state: str, frozen: Frozen) -> None:
     """A run that did not complete is marked PARTIAL with the reason, and its results are shown."""
     text = FORMATS[form](two_backends(state=state, state_reason="rank 1 died"), None, False)
     marks = [line for line in text.splitlines() if line.startswith("PARTIAL")]
-    assert marks == {
-        "complete": [],
-        "running": ["PARTIAL: the run is still going on, or it ended without a report"],
-    }.get(state, [f"PARTIAL ({state}): rank 1 died"])
+    assert len(marks) == (state != "complete")
+    frozen.text("\n".join(marks))
     assert "mpi *" in text
 
 
-def test_a_partial_run_says_what_is_missing() -> None:
+def test_a_partial_run_says_what_is_missing(frozen: Frozen) -> None:
     """A partial run states for each backend how many cases it has, or that it was not started."""
     run = a_run(
         a_result(),
@@ -199,10 +152,7 @@ def test_a_partial_run_says_what_is_missing() -> None:
         backends=("gloo", "mpi"),
         launches=(a_launch(0, "gloo", cases=39),),
     )
-    assert (
-        "PARTIAL (interrupted): interrupted by a signal; gloo 1 of 39 cases, mpi not started"
-        in (formats.table(run).splitlines())
-    )
+    frozen.text("\n".join(x for x in formats.table(run).splitlines() if x.startswith("PARTIAL")))
 
 
 def test_quiet_leaves_the_tables_only() -> None:
@@ -210,15 +160,15 @@ def test_quiet_leaves_the_tables_only() -> None:
     run = two_backends(findings=(Finding("note", "x", "A note"),))
     blocks = formats.table(run, quiet=True).rstrip("\n").split("\n\n")
     assert len(blocks) == 1
-    assert blocks[0].startswith("all_reduce  float32  sum")
+    assert blocks[0].startswith("all_reduce ")
     assert blocks[0] in formats.table(run)
 
 
-def test_a_run_without_results_says_so() -> None:
+def test_a_run_without_results_says_so(frozen: Frozen) -> None:
     """A run without results is shown as such in every format, without an error."""
     run = a_run()
-    assert "nothing was measured" in formats.table(run)
-    assert "nothing was measured" in formats.markdown(run)
+    frozen.text(formats.table(run))
+    frozen.text(formats.markdown(run))
     assert pd.read_csv(io.StringIO(formats.csv(run))).shape == (0, len(COLUMNS))
     assert codec.decode(Run, json.loads(formats.json(run))) == run
 
@@ -229,7 +179,9 @@ def test_legends_explain_the_flags_that_were_raised_and_no_others() -> None:
     said = formats.table(run).splitlines()
     explained = [name for name in lines.FLAGS if any(line.startswith(f"{name}: ") for line in said)]
     assert explained == ["rounded"]
-    assert "% limit on gloo of all_reduce: busbw as a share of 2.500 GB/s, memcpy" in said
+    (limit,) = [line for line in said if line.startswith("% limit ")]
+    assert "2.500 GB/s" in limit
+    assert "memcpy" in limit
 
 
 # --- columns --------------------------------------------------------------------------------------
@@ -360,7 +312,7 @@ def test_a_format_and_a_column_that_are_added_can_be_asked_for(
     collectives.add_arguments(parser)
     shown = " ".join(parser.format_help().split())
     assert f"{{{','.join(FORMATS)}}}" in shown
-    assert "prometheus,mine}" in shown
+    assert "markdown,mine}" in shown
     assert ", reason, double" in shown
     namespace = parser.parse_args(["--format", "mine", "--columns", "double"])
     run = two_backends()
@@ -372,21 +324,16 @@ def test_a_format_and_a_column_that_are_added_can_be_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("hosts", "told"),
-    [
-        ((1,), "1 rank"),
-        ((4,), "4 ranks"),
-        ((2, 1, 1), "4 ranks on 3 hosts (2+1+1)"),
-        ((8, 8), "16 ranks on 2 hosts (8 each)"),
-        ((8,) * 40 + (4,), "324 ranks on 41 hosts (4 to 8 each)"),
-    ],
+    "hosts",
+    [(1,), (4,), (2, 1, 1), (8, 8), (8,) * 40 + (4,)],
+    ids=lambda hosts: f"{sum(hosts)} on {len(hosts)}",
 )
-def test_the_title_tells_where_the_ranks_are(hosts: tuple[int, ...], told: str) -> None:
+def test_the_title_tells_where_the_ranks_are(hosts: tuple[int, ...], frozen: Frozen) -> None:
     """How many on each host, where there are several; the same count on other hosts is another
     table."""
     case = a_case(world_size=sum(hosts), ranks_per_host=hosts)
-    assert format_ranks(case) == told
+    frozen.text(format_ranks(case))
     other = a_case(world_size=sum(hosts), ranks_per_host=(*hosts, 0))
     text = formats.table(a_run(a_result(case), a_result(other)))
-    assert f"in place  {told}  cpu" in text
+    assert f"  {format_ranks(case)}  cpu" in text
     assert len(re.findall(r"^all_reduce  float32", text, re.MULTILINE)) == 2

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from frozen import Frozen
 from stored_steps import (
     a_step_case,
     a_step_result,
@@ -25,7 +26,7 @@ from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Plan, Run, StepResult
 from ddpbench.render import formats
 from ddpbench.render.column import Column, UnknownColumn
-from ddpbench.render.formats import FORMATS, WITHOUT_COLUMNS
+from ddpbench.render.formats import FORMATS
 from ddpbench.render.step_columns import STEP_COLUMNS, ms
 
 TITLE = (
@@ -66,41 +67,29 @@ DIFFER = some_replicas(
 # --- header and title -----------------------------------------------------------------------------
 
 
-def test_the_header_says_how_steps_were_measured() -> None:
+def test_the_header_says_how_steps_were_measured(frozen: Frozen) -> None:
     """The header has rounds, steps in a row, threads, verification and seed in one line."""
-    lines = formats.table(two_backends()).splitlines()
-    assert lines[0] == "ddpbench ddp   a-run"
-    assert (
-        "how       24 rounds of 5 steps per arm, median of slowest rank; 1 thread per rank; "
-        "replicas verified each step; seed 7" in lines
-    )
-    off = formats.table(two_backends(plan=Plan(verify=0)))
-    assert "replicas not verified; seed 0" in off
-    assert "replicas verified every 10 steps" in formats.table(two_backends(plan=Plan(verify=10)))
+    runs = (two_backends(), *(two_backends(plan=Plan(verify=every)) for every in (0, 10)))
+    shown = [line for run in runs for line in formats.table(run).splitlines()]
+    frozen.text("\n".join(line for line in shown if line.startswith("how ")))
 
 
-def test_the_title_names_what_is_not_default() -> None:
+def test_the_title_names_what_is_not_default(frozen: Frozen) -> None:
     """The title has workload, settings, size, batch, device, and options that are not DDP's own."""
-    assert TITLE in formats.table(two_backends()).splitlines()
     case = a_step_case(
         accumulate=4, amp="bf16", comm_hook="fp16", bucket_cap_mb=2.5, static_graph=True,
         gradient_as_bucket_view=True, find_unused_parameters=True, world_size=1, settings=(),
     )  # fmt: skip
-    assert (
-        "mlp  8.397 M parameters (33.59 MB)  batch 64 per rank × 4  sgd  autocast bf16  hook fp16  "
-        "buckets of 2.5 MB  gradients in buckets  static graph  unused parameters searched  1 rank"
-        "  cpu" in show(a_step_result(case)).splitlines()
-    )
+    for text in (formats.table(two_backends()), show(a_step_result(case))):
+        frozen.text("\n".join(line for line in text.splitlines() if line.startswith("mlp ")))
 
 
-def test_a_partial_run_counts_steps() -> None:
+def test_a_partial_run_counts_steps(frozen: Frozen) -> None:
     """A partial run states for each backend how many of its workloads it has."""
     run = two_backends(state="interrupted", state_reason="interrupted by a signal")
     launches = tuple(replace(launch, cases=3) for launch in run.launches)
-    assert (
-        "PARTIAL (interrupted): interrupted by a signal; gloo 1 of 3 cases, mpi 1 of 3 cases"
-        in formats.table(replace(run, launches=launches)).splitlines()
-    )
+    text = formats.table(replace(run, launches=launches))
+    frozen.text("\n".join(line for line in text.splitlines() if line.startswith("PARTIAL")))
 
 
 def test_no_line_of_the_tables_is_wider_than_a_terminal() -> None:
@@ -152,13 +141,10 @@ def test_the_budget_shows_parts_and_never_noise_as_a_number() -> None:
     rank is accused. The step stands below the rows that make it."""
     run = two_backends()
     rows = read_rows(formats.table(run), "budget")
-    parts = [
-        "compute", "bucket copies", "exposed communication", "= step", "exposed transfer",
-        "communication overhead", "hidden communication", "communication",
-    ]  # fmt: skip
-    assert [row["part of a step"] for row in rows] == [
-        *parts, "waiting for rank 1", *parts, "waiting for any one rank"
-    ]  # fmt: skip
+    parts = [row["part of a step"] for row in rows]
+    assert parts[:8] == parts[9:17]
+    assert "rank 1" in parts[8]
+    assert "rank 1" not in parts[17]
     assert [row["backend"] for row in rows] == ["gloo", *[""] * 8, "mpi", *[""] * 8]
     assert float(rows[2]["ms"]) == pytest.approx(19.5, abs=0.5)
     assert re.fullmatch(r"\[\d+\.\d\d … \d+\.\d\d\]", rows[2]["95 %"])
@@ -171,7 +157,7 @@ def test_the_budget_shows_parts_and_never_noise_as_a_number() -> None:
 
 def test_the_shown_budget_adds_up() -> None:
     """The rows as they are printed make the step, exposed communication and communication, but for
-    the last digit; the legend says so."""
+    the last digit."""
     text = formats.table(two_backends())
     for first in (0, 9):
         rows = read_rows(text, "budget")[first : first + 8]
@@ -180,9 +166,6 @@ def test_the_shown_budget_adds_up() -> None:
         assert ms[2] == pytest.approx(ms[4] + ms[5], abs=0.021)
         assert ms[7] == pytest.approx(ms[4] + ms[6], abs=0.021)
         assert rows[3]["% of step"] == "100.0"
-    legend = text.split("\n\n")[-1]
-    for sum_of in ("step = compute", "exposed communication = exp", "; communication = exp"):
-        assert sum_of in legend
 
 
 def test_a_budget_of_an_older_run_is_shown_without_negative_hiding() -> None:
@@ -204,29 +187,20 @@ def test_a_budget_of_an_older_run_is_shown_without_negative_hiding() -> None:
 
 def test_what_could_be_gained_at_most_is_told() -> None:
     """Each backend has its speed-up without communication, or a bound if that is not resolved."""
-    text = formats.table(two_backends())
-    factor = r"×\d\.\d\d \[\d\.\d\d … \d\.\d\d\] faster on"
-    expected = rf"without communication and bucket copies, at most: {factor} gloo, {factor} mpi"
-    assert re.search(expected, text)
+    factor = r"×\d\.\d\d \[\d\.\d\d … \d\.\d\d\]"
+    assert len(re.findall(factor, formats.table(two_backends()))) == 2
     nothing = a_step_summary(exposed=0, copies=0, noise=0.02, in_a_row=1)
-    assert re.search(r"at most: less than ×1\.\d\d faster", show(a_step_result(summary=nothing)))
+    text = show(a_step_result(summary=nothing))
+    assert not re.findall(factor, text)
+    assert re.search(r"than ×1\.\d\d ", text)
 
 
-def test_ddps_own_timers_and_the_hooks_cost_are_shown() -> None:
-    """Each backend has a line for DDP's timers and one for the cost of the timing hook."""
-    text = formats.table(two_backends())
-    expected = (
-        r"\nDDP's own timers, slowest rank's ms on gloo: forward 15\.\d\d, backward 6\d\.\d\d, "
-    )
-    assert re.search(expected, text)
-    assert re.search(r"\ntiming the buckets lengthens a step by .*on gloo, .* on mpi\n", text)
-
-
-def test_too_few_rounds_give_no_budget() -> None:
+def test_too_few_rounds_give_no_budget(frozen: Frozen) -> None:
     """Without any interval, one line states the reason instead of a table of dashes."""
     text = show(a_step_result(summary=a_step_summary(rounds=3)))
-    assert "budget\nno budget on gloo: it needs six rounds, or six launches\n" in text
-    assert "exposed communication" not in text.split("\n\narm:")[0]
+    (block,) = [block for block in text.split("\n\n") if block.startswith("budget\n")]
+    assert "---" not in block
+    frozen.text(block)
 
 
 # --- buckets --------------------------------------------------------------------------------------
@@ -252,7 +226,7 @@ def test_of_many_buckets_both_ends_and_the_rest_are_shown(count: int, rows: int)
     if count > 12:
         assert (found[5]["#"], found[5]["n"]) == ("…", str(2 * (count - 10)))
         assert found[5]["MB"] == f"{4 * (count - 10)}.00"
-        assert found[5]["parameters"] == f"{count - 10} buckets: sums, largest ms"
+        assert found[5]["parameters"].startswith(f"{count - 10} ")
         assert found[-1]["#"] == str(count - 1)
 
 
@@ -273,45 +247,35 @@ def test_long_names_keep_their_end() -> None:
 # --- replicas and training ------------------------------------------------------------------------
 
 
-def test_equal_replicas_are_one_verdict_with_its_cost() -> None:
+def replicas_block(text: str) -> str:
+    """Return what a text table says about replicas."""
+    return text.split("\n\nreplicas\n")[1].split("\n\n")[0]
+
+
+def test_equal_replicas_are_one_verdict_with_its_cost(frozen: Frozen) -> None:
     """How many steps were verified, what was compared, what it cost, and that the ranks' data
     differed."""
-    block = formats.table(two_backends()).split("\n\nreplicas\n")[1].split("\n\n")[0]
-    assert block.splitlines() == [
-        line
-        for backend in ("gloo", "mpi ")
-        for line in (
-            f"{backend}  replicas equal after each of 136 steps, bit for bit: 16 parameters, 16 "
-            "optimizer options and states (33.6 MB)",
-            "      one verification takes 4.50 ms = 5.6 % of a step; loss of each rank's last "
-            "batch: 1.021  0.9835",
-        )
-    ]
-    every = show(a_step_result(), plan=Plan(verify=10))
-    assert "replicas equal after 136 steps, one in every 10, bit for bit: " in every
-    twice = show(a_step_result(), a_step_result(launch=1))
-    assert "after each of 272 steps in 2 launches, bit for bit: " in twice
-    assert "gloo  not verified\n" in show(a_step_result(replicas=None))
+    for text in (
+        formats.table(two_backends()),
+        show(a_step_result(), plan=Plan(verify=10)),
+        show(a_step_result(), a_step_result(launch=1)),
+        show(a_step_result(replicas=None)),
+    ):
+        frozen.text(replicas_block(text))
 
 
-def test_a_difference_is_shown_with_its_whole_report() -> None:
+def test_a_difference_is_shown_with_its_whole_report(frozen: Frozen) -> None:
     """The step, until when they were equal, and the report, indented; the row says NO; of several
     launches the bad one is shown."""
     for text in (
         show(a_step_result(replicas=DIFFER)),
         show(a_step_result(), a_step_result(launch=1, replicas=DIFFER)),
     ):
-        below = text.split("\n\nreplicas\n")[1].splitlines()
-        assert below[:4] == [
-            "gloo  NOT EQUAL after step 7; equal until step 6",
-            "        step 7: replicas DIFFERENT",
-            "        error: it differs",
-            "            next: do this",
-        ]
+        frozen.text(replicas_block(text))
         (row,) = read_rows(text, TITLE)
         assert (row["equal"], row["flags"].split()[0]) == ("NO", "DIFFER")
     infinite = show(a_step_result(replicas=replace(DIFFER, equal=True)))
-    assert "gloo  equal, but NOT FINITE after step 7" in infinite
+    frozen.text(replicas_block(infinite))
     assert read_rows(infinite, TITLE)[0]["equal"] == "NaN"
 
 
@@ -320,11 +284,11 @@ def test_a_case_that_stopped_before_any_round_is_shown() -> None:
     text = show(replace(a_step_result(replicas=DIFFER), summary=None))
     (row,) = read_rows(text, TITLE)
     assert (row["step ms"], row["slowest rank"], row["equal"]) == ("-", "-", "NO")
-    assert "NOT EQUAL after step 7" in text
+    assert "NOT EQUAL" in replicas_block(text)
     assert "budget" not in text
 
 
-def test_of_many_tensors_that_differ_two_stand_above_the_tables() -> None:
+def test_of_many_tensors_that_differ_two_stand_above_the_tables(frozen: Frozen) -> None:
     """Above the tables stand the cause, two tensors and the number of the others."""
     tensors = [
         Finding("error", "replicas-differ", f"parameter {i} differs", "",
@@ -333,26 +297,17 @@ def test_of_many_tensors_that_differ_two_stand_above_the_tables() -> None:
     cause = Finding("error", "bit-flip", "likely cause: a bit", "replace it", {"cause": "bit-flip"})
     bad = a_step_result(replicas=replace(DIFFER, findings=(cause, *tensors)))
     run = a_step_run(bad)
-    told = formats.table(replace(run, findings=findings.findings(run))).split("\n\n")[1]
-    assert told.splitlines()[:4] == [
-        "ERROR (bit-flip): mlp on gloo: likely cause: a bit. Next: replace it",
-        "ERROR (replicas-differ): mlp on gloo: parameter 0 differs",
-        "ERROR (replicas-differ): mlp on gloo: parameter 1 differs",
-        "  and 3 more of mlp on gloo: see replicas below",
-    ]
+    frozen.text(formats.table(replace(run, findings=findings.findings(run))).split("\n\n")[1])
 
 
-def test_a_training_shows_the_load_of_a_rank() -> None:
+def test_a_training_shows_the_load_of_a_rank(frozen: Frozen) -> None:
     """The medians over the epochs, and the most memory; GPUs only where there are some."""
     loads = [Load(0.5, 0.6, 10**9), Load(0.7, 0.9, 2 * 10**9), Load(0.9, 1.0, 10**9)]
     epochs = [replace(e, load=load) for e, load in zip(some_epochs(3), loads, strict=True)]
-    shown = show(a_step_result(epochs=tuple(epochs)))
-    assert "load of a rank on gloo: 0.7000 cores, 2000 MB of memory\n" in shown
     on_gpu = replace(loads[0], gpu_share=0.82, gpu_memory_nbytes=3 * 10**9)
-    epochs[0] = replace(epochs[0], load=on_gpu)
-    shown = show(a_step_result(epochs=tuple(epochs)))
-    assert "2000 MB of memory, GPU busy for 82.0 %, 3000 MB of GPU memory\n" in shown
-    assert "load of a rank" not in show(a_step_result(epochs=some_epochs(3)))
+    for each in (epochs, [replace(epochs[0], load=on_gpu), *epochs[1:]], some_epochs(3)):
+        text = show(a_step_result(epochs=tuple(each)))
+        frozen.text("\n".join(line for line in text.splitlines() if line.startswith("load ")))
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 1), (18, 18), (19, 16), (500, 16)])
@@ -378,21 +333,19 @@ def test_of_a_long_training_some_epochs_are_shown(count: int, rows: int) -> None
 # --- below the tables -----------------------------------------------------------------------------
 
 
-def test_skipped_cases_and_notes_have_their_reason() -> None:
+def test_skipped_cases_and_notes_have_their_reason(frozen: Frozen) -> None:
     """Backends skipped for the same reason share a line; a skipped workload has no table."""
     both = [a_step_case(workload="big", backend=name) for name in ("gloo", "mpi")]
     skipped = [StepResult(case, i, reason="no memory") for i, case in enumerate(both)]
     text = show(a_step_result(notes=("no_sync is forbidden",)), *skipped)
-    assert "skipped big on gloo, mpi: no memory" in text.splitlines()
-    assert "note: mlp on gloo: no_sync is forbidden" in text.splitlines()
+    notes = [line for line in text.splitlines() if line.startswith(("skipped", "note"))]
+    frozen.text("\n".join(notes))
     assert not any(line.startswith("big ") for line in text.splitlines())
 
 
-def test_legends_explain_what_is_shown_and_no_more() -> None:
+def test_legends_explain_what_is_shown_and_no_more(frozen: Frozen) -> None:
     """Legends explain raised flags, the star and the tables shown, and nothing else."""
-    text = formats.table(two_backends()).split("\n\n")[-1]
-    assert "*: the fastest backend" in text
-    assert "waiting: " in text
+    frozen.text(formats.table(two_backends()).split("\n\n")[-1])
     alone = replace(a_step_summary(rounds=3), budget=(), buckets=(), observer=None)
     few = show(a_step_result(a_step_case(world_size=1), summary=alone)).split("\n\n")[-1]
     assert [line.split(":")[0] for line in few.splitlines()] == ["arm", "step ms", "imprecise"]
@@ -405,11 +358,11 @@ def test_quiet_leaves_the_tables_only() -> None:
     assert heads == [TITLE, "budget", "buckets", "replicas"]
 
 
-def test_a_run_without_steps_says_so() -> None:
+def test_a_run_without_steps_says_so(frozen: Frozen) -> None:
     """A run without steps is shown as such in every format, without an error."""
     run = a_step_run()
-    assert "nothing was measured" in formats.table(run)
-    assert "nothing was measured" in formats.markdown(run)
+    frozen.text(formats.table(run))
+    frozen.text(formats.markdown(run))
     assert pd.read_csv(io.StringIO(formats.csv(run))).shape == (0, len(STEP_COLUMNS))
     assert codec.decode(Run, json.loads(formats.json(run))) == run
 
@@ -464,7 +417,7 @@ def test_the_columns_of_parts_know_their_names() -> None:
     assert steps.COPIES == "bucket copies"
 
 
-@pytest.mark.parametrize("form", [form for form in FORMATS if form not in WITHOUT_COLUMNS])
+@pytest.mark.parametrize("form", FORMATS)
 def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
     """--columns gives these columns in every format, and no other table; what is noise stays a
     bound in text."""
@@ -478,13 +431,12 @@ def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
         assert re.search(r"\(0\.\d\d\).*mpi", text)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMATS if form not in WITHOUT_COLUMNS])
+@pytest.mark.parametrize("form", FORMATS)
 def test_an_unknown_column_is_one_sentence(form: str) -> None:
     """A column of collectives is refused for steps, with the columns that steps have."""
-    with pytest.raises(
-        UnknownColumn, match=r"^this run has no column 'p99': choose workload, .*reason$"
-    ):
+    with pytest.raises(UnknownColumn, match="'p99'") as caught:
         FORMATS[form](two_backends(), ("p99",), False)
+    assert ", ".join(STEP_COLUMNS) in str(caught.value)
 
 
 def test_json_is_the_whole_run() -> None:

@@ -6,6 +6,7 @@ from itertools import product
 from math import prod
 
 import pytest
+from frozen import Frozen
 
 from ddpbench.replicas.places import Places
 from ddpbench.replicas.scopes import (
@@ -158,20 +159,20 @@ def test_a_strided_shard_without_its_cuts_has_no_place() -> None:
     assert find_offsets(Layout(grid, ((0, 2),), (), ""), 1, (8,)) is None
 
 
-def test_ranks_are_named_by_their_coordinates() -> None:
+def test_ranks_are_named_by_their_coordinates(frozen: Frozen) -> None:
     """A whole slice of the mesh by the dimensions that narrow it; other sets by their numbers."""
-    names = [(rank, CUBE.describe(rank)) for rank in CUBE.ranks]
-    places = Places(names)
-    assert names[5] == (5, "dp_replicate=1, dp_shard=0, tp=1")
-    assert places.name([5]) == "dp_replicate=1, dp_shard=0, tp=1 (rank 5)"
-    assert places.name([4, 5, 6, 7]) == "dp_replicate=1 (ranks 4-7)"
-    assert places.name([1, 3]) == "dp_replicate=0, tp=1 (ranks 1, 3)"
-    assert places.name([0, 7]) == "ranks 0, 7"
-    assert places.name(range(8)) == "ranks 0-7"
-    assert places.contrast([1], [5]) == "dp_replicate=0"
-    assert places.contrast([0, 7], [1, 2]) == "ranks 0, 7"
-    assert Places(()).name([1, 2]) == "ranks 1, 2"
-    assert Places([(0, "dim 0=0"), (1, "dim 0=1")]).name([1]) == "dim 0=1 (rank 1)"
+    places = Places([(rank, CUBE.describe(rank)) for rank in CUBE.ranks])
+    sets = ([5], [4, 5, 6, 7], [1, 3], [0, 7], range(8))
+    frozen.facts(
+        [
+            CUBE.describe(5),
+            *(places.name(ranks) for ranks in sets),
+            places.contrast([1], [5]),
+            places.contrast([0, 7], [1, 2]),
+            Places(()).name([1, 2]),
+            Places([(0, "dim 0=0"), (1, "dim 0=1")]).name([1]),
+        ]
+    )
 
 
 def test_coordinates_are_in_row_major_order() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from frozen import Frozen, finding_facts
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench.records import store
@@ -184,7 +185,7 @@ def test_without_samples_there_is_no_section(tmp_path: Path) -> None:
     assert cases.section([ReportRun("a", run, tmp_path)]) is None
 
 
-def test_the_summary_names_damaged_samples(tmp_path: Path) -> None:
+def test_the_summary_names_damaged_samples(tmp_path: Path, frozen: Frozen) -> None:
     """A page without repetitions says why, if the file of samples is damaged; else it says
     nothing about it."""
     run = a_run(a_result())
@@ -194,7 +195,5 @@ def test_the_summary_names_damaged_samples(tmp_path: Path) -> None:
     assert whole is not None
     assert damaged is not None
     assert whole.findings == ()
-    (missing,) = damaged.findings
-    assert missing.severity == "warning"
-    assert missing.sentence.startswith(f"DAMAGED: the samples in {tmp_path} cannot be read: ")
-    assert missing.sentence.endswith(". Repetitions and skew are missing.")
+    frozen.facts([finding_facts(finding) for finding in damaged.findings])
+    assert str(tmp_path) in damaged.findings[0].sentence

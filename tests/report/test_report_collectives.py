@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from frozen import Frozen
 from stored_runs import a_case, a_result, a_run, a_summary
 
 from ddpbench.interchange import sources
@@ -63,7 +64,7 @@ def scales(chart: Chart, channel: str) -> list[dict[str, Any]]:
     return [channel["scale"] for channel in channels if channel.get("scale")]
 
 
-def test_an_operation_has_time_and_bandwidth_side_by_side() -> None:
+def test_an_operation_has_time_and_bandwidth_side_by_side(frozen: Frozen) -> None:
     """Both charts hold a point per size and backend, with its interval in seconds or bytes/s."""
     _, (time, bandwidth) = a_section(a_run(*a_sweep())).rows
     assert [chart.name for chart in (time, bandwidth)] == [
@@ -75,7 +76,7 @@ def test_an_operation_has_time_and_bandwidth_side_by_side() -> None:
     rate = next(p for p in values(bandwidth) if (p["backend"], p["nbytes"]) == ("mpi", 4096))
     assert rate["rate"] == pytest.approx(4096 / 4e-4)
     assert rate["rate_low"] == pytest.approx(4096 / 4.04e-4)
-    assert "float32, sum, in place, 2 ranks, cpu" in time.caption
+    frozen.text(time.caption)
 
 
 def test_tables_show_the_cells_of_the_terminal() -> None:
@@ -142,14 +143,12 @@ def test_a_time_of_zero_is_in_the_table_only() -> None:
     assert time.table.rows[0][:4] == ("4 KiB", "1024", "gloo", "0")
 
 
-def test_titles_name_what_differs() -> None:
+def test_titles_name_what_differs(frozen: Frozen) -> None:
     """Two dtypes of an operation have a row each, whose titles and names differ."""
     section = a_section(a_run(*a_sweep(), *a_sweep(dtype="bfloat16")))
-    assert [chart.title for chart in charts(section)] == [
-        "all_reduce bfloat16: time", "all_reduce bfloat16: bandwidth",
-        "all_reduce float32: time", "all_reduce float32: bandwidth",
-    ]  # fmt: skip
+    assert len({chart.title for chart in charts(section)}) == 4
     assert len({chart.name for chart in charts(section)}) == 4
+    frozen.text("\n".join(chart.title for chart in charts(section)))
 
 
 def test_several_runs_lie_in_one_chart() -> None:
@@ -170,7 +169,7 @@ def test_one_size_is_a_row_of_points() -> None:
     assert set(positions) == {"of"}
 
 
-def test_a_log_of_another_tool_has_charts(tmp_path: Path) -> None:
+def test_a_log_of_another_tool_has_charts(tmp_path: Path, frozen: Frozen) -> None:
     """A log without intervals shows its times, and the caption names its statistic."""
     log = tmp_path / "osu.log"
     log.write_text(
@@ -179,8 +178,7 @@ def test_a_log_of_another_tool_has_charts(tmp_path: Path) -> None:
     )
     run = sources.read(log, Hints("all_reduce", 2))
     time, _ = charts(a_section(run))
-    assert "mean over calls" in time.caption
-    assert "interval" not in time.caption
+    frozen.text(time.caption)
     assert [p["seconds"] for p in values(time)] == pytest.approx([1.5e-6, 1.75e-6])
 
 

@@ -3,6 +3,7 @@ and what is said if there can be no page."""
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import ROOT, clean_environment
+from frozen import Frozen
 from in_process import Outcome, call_in_process, forbid_processes
 from stored_runs import (
     a_case,
@@ -96,7 +98,7 @@ def test_a_change_is_drawn_with_its_interval_and_margin() -> None:
     assert chart.table.rows == (tuple(filter(None, texts)),)
 
 
-def test_of_many_cases_the_clear_ones_are_drawn() -> None:
+def test_of_many_cases_the_clear_ones_are_drawn(frozen: Frozen) -> None:
     """Of 200 cases, the chart has 60 rows of 20 pixels, SLOWER ones first; the table has all."""
     (chart,) = judged(many_cases(200, 1), many_cases(200, 1.5)).rows[0]
     assert chart.spec is not None
@@ -104,7 +106,7 @@ def test_of_many_cases_the_clear_ones_are_drawn() -> None:
     assert [row["verdict"] for row in rows] == ["SLOWER"] * 20 + ["SAME"] * 40
     assert chart.spec["height"] == 1200
     assert len(chart.table.rows) == 200
-    assert "The chart has 60 of 200 cases" in chart.caption
+    frozen.text(chart.caption)
 
 
 def test_other_differences_are_a_table() -> None:
@@ -140,8 +142,15 @@ def test_the_first_run_is_the_base_of_all_others() -> None:
     page = Path("results/base/report.html").read_text()
     for name, text in (("verdicts", "1 SLOWER"), ("verdicts-2", "1 SAME")):
         (part,) = page.split(f'<section id="{name}"')[1:]
-        assert f"1 case compared: {text}; margin ±3" in part.split("</section>")[0]
+        assert text in part.split("</section>")[0]
     assert all(name in page for name in ("base", "slow", "same"))
+
+
+def verdict_lines(page: str) -> str:
+    """Return the title of a page and its sentences on verdicts."""
+    (title,) = re.findall("<h1>(.*?)</h1>", page)
+    section = page.split('<section id="verdicts"')[1].split("</section>")[0]
+    return "\n".join((title, *re.findall(r"<(?:p|li)\b[^>]*>(.*?)</(?:p|li)>", section, re.DOTALL)))
 
 
 def doctor_run() -> Run:
@@ -154,21 +163,25 @@ OTHER = a_run(*launch_results(1e-3, a_case(operation="broadcast", reduce_op=None
 
 
 @pytest.mark.parametrize(
-    ("new", "sentence"),
+    ("new", "verdicts"),
     [
-        (doctor_run(), "No verdicts on new compared with base: new is a run of the doctor"),
-        (OTHER, "0 cases compared: 1 ONLY BASE, 1 ONLY NEW"),
-        (base_and_new(1.5, launches=2)[1], "INCONCLUSIVE: needs about 6 launches per side"),
+        (doctor_run(), []),
+        (OTHER, ["1 ONLY BASE", "1 ONLY NEW"]),
+        (base_and_new(1.5, launches=2)[1], ["1 INCONCLUSIVE"]),
     ],
+    ids=["doctor", "other case", "few launches"],
 )
-def test_what_cannot_be_compared_stands_side_by_side(new: Run, sentence: str) -> None:
+def test_what_cannot_be_compared_stands_side_by_side(
+    new: Run, verdicts: list[str], frozen: Frozen
+) -> None:
     """Runs without verdicts get a page with one sentence on the reason, and all their sections."""
     put("base", base_and_new(1)[0])
     put("new", new)
     assert call_in_process(["report", "base", "new", "--output", "page.html"]).code == 0
     page = Path("page.html").read_text()
-    assert sentence in page
+    assert all(verdict in page for verdict in verdicts)
     assert "<h1>base and new</h1>" in page
+    frozen.text(verdict_lines(page))
 
 
 def test_two_runs_of_one_name_have_names_of_their_own() -> None:
@@ -205,7 +218,7 @@ def test_a_page_goes_to_stdout() -> None:
 # --- compare --report -----------------------------------------------------------------------------
 
 
-def test_compare_writes_a_page_besides_its_output() -> None:
+def test_compare_writes_a_page_besides_its_output(frozen: Frozen) -> None:
     """`compare --report` prints the same table with the same exit code, and the verdicts and both
     runs are on the page."""
     base, new = base_and_new(1.2)
@@ -215,13 +228,13 @@ def test_compare_writes_a_page_besides_its_output() -> None:
     done = call_in_process(["compare", "base", "new", "--report", "pages/page.html"])
     assert (done.code, done.out) == (alone.code, alone.out)
     assert alone.code == 1
-    assert done.err == "ddpbench: page written to pages/page.html\n"
     page = Path("pages/page.html").read_text()
-    assert "1 case compared: 1 SLOWER; margin ±3" in page
-    assert "<h1>BASE base and NEW new</h1>" in page
+    assert "1 SLOWER" in page
+    frozen.text(done.err)
+    frozen.text(verdict_lines(page))
 
 
-def test_of_pooled_runs_the_newest_is_shown() -> None:
+def test_of_pooled_runs_the_newest_is_shown(frozen: Frozen) -> None:
     """The verdicts are on all runs of a folder; the page shows the newest of each side and says
     which."""
     for name, factor in (("base", 1.0), ("new", 1.3)):
@@ -234,7 +247,8 @@ def test_of_pooled_runs_the_newest_is_shown() -> None:
     assert call_in_process(["compare", "base", "new", "--report", "page.html"]).code == 1
     page = Path("page.html").read_text()
     assert "1 SLOWER" in page
-    assert "show the newest run of each side: BASE base-5 and NEW new-5." in page
+    assert all(name in page for name in ("BASE base-5", "NEW new-5"))
+    frozen.text(verdict_lines(page))
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
@@ -283,9 +297,7 @@ for words in (["--help"], ["show", "base"], ["compare", "base", "new"], ["report
     try: main(words)
     except SystemExit: pass
 """
-    out = run_without_torch(
-        program, forbidden=("altair", "jinja2", "vl_convert", "plotext", "torch")
-    )
+    out = run_without_torch(program, forbidden=("altair", "jinja2", "vl_convert", "torch"))
     assert "1 SLOWER" in out
     assert "--markdown" in out
 
@@ -302,28 +314,24 @@ def small_files(nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "command", [("report", "mine", "--output"), ("compare", "mine", "other", "--report")]
+    "command",
+    [("report", "mine", "--output"), ("compare", "mine", "other", "--report")],
+    ids=["report", "compare"],
 )
-def test_a_page_that_cannot_be_written_is_one_sentence(command: tuple[str, ...]) -> None:
+def test_a_page_that_cannot_be_written_is_one_sentence(
+    command: tuple[str, ...], frozen: Frozen
+) -> None:
     """A folder, a device, a file in the place of a folder, and a full disk: exit code 2, one
     sentence with the name, and no file is left."""
     put("mine", base_and_new(1)[0])
     put("other", base_and_new(1)[1])
     Path("plain").touch()
-    for output, reason in {
-        "results": "results is a folder: name a file for the page, such as results/report.html",
-        "/dev/null": "/dev/null is not a regular file: choose another file for the page",
-        "plain/page.html": "plain is not a folder: choose another file for the page",
-    }.items():
-        done = call_in_process([*command, output])
-        assert done.code == 2
-        assert reason in done.err
-        assert done.err.count("\n") == 1
+    outputs = ("results", "/dev/null", "plain/page.html")
+    refused = [call_in_process([*command, output]) for output in outputs]
     with small_files(100_000):
-        done = call_in_process([*command, "page.html"])
-    assert (done.code, done.err) == (
-        2, "ddpbench: page.html cannot be read or written: File too large\n",
-    )  # fmt: skip
+        refused.append(call_in_process([*command, "page.html"]))
+    assert [(done.code, done.err.count("\n")) for done in refused] == [(2, 1)] * 4
+    frozen.text("".join(done.err for done in refused))
     assert sorted(path.name for path in Path().iterdir()) == ["plain", "results"]
 
 
@@ -355,8 +363,8 @@ def test_a_measured_run_has_its_page_at_the_end() -> None:
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr
     *_, stored, written = done.stderr.splitlines()
-    assert stored == "ddpbench: stored in mine"
-    assert written == "ddpbench: page written to mine/report.html"
+    assert stored.endswith(" mine")
+    assert written.endswith(" mine/report.html")
     page = Path("mine/report.html").read_text()
     assert "all_reduce" in page
     assert "<h1>mine</h1>" in page
@@ -377,32 +385,30 @@ def finish(capfd: pytest.CaptureFixture[str], end: run_end.End | None, *words: s
 END = run_end.End("failed", "rank 1 ended with SIGKILL", 5)
 
 
-@pytest.mark.parametrize("end", [None, END, run_end.interrupted("SIGINT")])
-def test_every_end_has_a_page(capfd: pytest.CaptureFixture[str], end: run_end.End | None) -> None:
+@pytest.mark.parametrize(
+    "end", [None, END, run_end.interrupted("SIGINT")], ids=["complete", "failed", "interrupted"]
+)
+def test_every_end_has_a_page(
+    capfd: pytest.CaptureFixture[str], end: run_end.End | None, frozen: Frozen
+) -> None:
     """A run that is complete, failed or interrupted gets its page, after all else is stored."""
     put("mine", replace(a_run(a_result()), state="running", exit_code=None))
     done = finish(capfd, end)
     assert done.code == (end.code if end else 0)
-    *_, stored, written = done.err.splitlines()
-    assert (stored, written) == (
-        "ddpbench: stored in results/mine",
-        "ddpbench: page written to results/mine/report.html",
-    )
+    frozen.text(done.err)
     if end is not None:
         assert end.state in Path("results/mine/report.html").read_text()
 
 
-def test_a_page_never_makes_a_run_fail(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_page_never_makes_a_run_fail(capfd: pytest.CaptureFixture[str], frozen: Frozen) -> None:
     """If the page cannot be written, one line says so; the exit code is that of the run, and
     --quiet keeps the line."""
     put("mine", replace(a_run(a_result()), state="running", exit_code=None))
     Path("results/mine/report.html").mkdir()
     done = finish(capfd, None, "--quiet")
     assert done.code == 0
-    assert done.err == (
-        "ddpbench: no page was written: [Errno 21] Is a directory: 'results/mine/report.html'. The "
-        "exit code is that of the run. Next: ddpbench report results/mine\n"
-    )
+    assert done.err.count("\n") == 1
+    frozen.text(done.err)
 
 
 def test_a_run_without_results_has_no_page(capfd: pytest.CaptureFixture[str]) -> None:

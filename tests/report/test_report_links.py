@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from frozen import Frozen
 from stored_runs import a_run
 
 from ddpbench.doctor import stored
@@ -66,7 +67,7 @@ def test_bandwidth_and_latency_stand_beside_each_other() -> None:
         (a, b) for a in "012" for b in "012" if a != b
     }
     first = cells(bandwidth)[0]
-    assert first["all pairs at once"] == f"{first['value'] / 2:.3g} MB/s"
+    assert f"{first['value'] / 2:.3g} MB/s" in first.values()
     assert bandwidth.table.rows[0][:3] == ("0", None, first["value"])
     assert {c["value"] for c in cells(latency)} == {50.0}
 
@@ -118,13 +119,13 @@ def test_rates_of_different_magnitude_have_logarithmic_colours() -> None:
     assert linear["layer"][0]["encoding"]["color"]["scale"]["domain"][0] == 0
 
 
-def test_pairs_across_a_cut_only() -> None:
+def test_pairs_across_a_cut_only(frozen: Frozen) -> None:
     """Ranks in halves are measured at once only: these rates are shown, and said so."""
     halves = figures(4, halved=True)
     halves["cells"] = [[a, b, None, 2e9, 5e-5] for a in (0, 1) for b in (2, 3)]
     bandwidth, _ = charts(halves)
     assert {cell["value"] for cell in cells(bandwidth)} == {2.0}
-    assert "all pairs at once" in bandwidth.caption
+    frozen.text(bandwidth.caption)
 
 
 def test_launches_have_names_of_their_own() -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from frozen import Frozen
 from stored_steps import a_step_case, a_step_result, a_step_run, some_replicas
 
 from ddpbench.records.schema import Replicas, Run
@@ -37,12 +38,12 @@ BAD = some_replicas(
 )  # fmt: skip
 
 
-def test_equal_replicas_are_a_sentence_and_a_row() -> None:
+def test_equal_replicas_are_a_sentence_and_a_row(frozen: Frozen) -> None:
     """Nothing is drawn if all was equal: a bar of one colour tells no more than the sentence."""
     section = the_section(some_replicas())
     assert section is not None
     (line,) = section.lines
-    assert line.startswith("mlp on gloo: replicas equal after each of 136 steps, bit for bit")
+    frozen.text(line)
     chart = the_chart(some_replicas())
     assert chart.spec is None
     assert chart.table.rows == (
@@ -50,7 +51,7 @@ def test_equal_replicas_are_a_sentence_and_a_row() -> None:
     )
 
 
-def test_a_fault_is_drawn_since_when() -> None:
+def test_a_fault_is_drawn_since_when(frozen: Frozen) -> None:
     """Equal until step 16, then three steps that were not verified, then different from 20 on."""
     chart = the_chart(BAD)
     assert bars(chart) == [
@@ -58,7 +59,7 @@ def test_a_fault_is_drawn_since_when() -> None:
         ("mlp on gloo", "not known", 16, 19),
         ("mlp on gloo", "NOT EQUAL", 19, 54),
     ]
-    assert "Not known: " in chart.caption
+    frozen.text(chart.caption)
     (row,) = chart.table.rows
     assert row[3:9] == (
         "NOT EQUAL", 54, 16, 20, "1", "parameter 0.weight, optimizer 0.momentum",
@@ -86,11 +87,13 @@ def test_a_fault_in_the_first_step_leaves_no_equal_steps(found: Replicas, state:
     assert chart.table.rows[0][3] == state
 
 
-def test_many_tensors_are_counted() -> None:
+def test_many_tensors_are_counted(frozen: Frozen) -> None:
     """A cell names six tensors, and how many there are beside them."""
     names = tuple(f"parameter {n}.weight" for n in range(100))
     found = some_replicas(equal=False, ok=False, first_bad=2, equal_until=1, tensors=names)
-    assert the_chart(found).table.rows[0][8].endswith("parameter 5.weight and 94 more")
+    cell = the_chart(found).table.rows[0][8]
+    assert cell.count("parameter ") == 6
+    frozen.text(cell)
 
 
 def test_runs_that_verified_nothing_have_no_such_section() -> None:

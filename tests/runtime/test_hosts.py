@@ -3,6 +3,7 @@ hang."""
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import clean_environment
+from frozen import Frozen
 from rank_pool import Done, RankPool
 from simulated_hosts import PORT, Hosts
 
@@ -87,7 +89,7 @@ def test_each_host_has_its_name_and_knows_the_others(bench: Hosts) -> None:
 
 def test_a_late_command_is_ended_and_told(bench: Hosts) -> None:
     """A command that misses its deadline raises with what it had printed, and does not live on."""
-    with pytest.raises(TimeoutError, match=r"not done in 0\.3 s.*at work"):
+    with pytest.raises(TimeoutError, match="at work"):
         bench.run({1: ["sh", "-c", "echo at work; sleep 99"]}, seconds=0.3)
     assert bench.pids(1) == []
 
@@ -116,22 +118,54 @@ def test_nothing_stays_of_a_bench(hosts: Callable[..., Hosts]) -> None:
 
 
 def test_ranks_of_two_hosts_measure_and_tell_their_addresses(
-    bench: Hosts, ranks: RankPool, tmp_path: Path
+    frozen: Frozen, bench: Hosts, ranks: RankPool, tmp_path: Path
 ) -> None:
     """2 ranks on one host and 1 on the other, without any variable: the header and the record have
     the hosts, and the addresses that the backend's sockets have."""
     done = measure(bench, ranks, tmp_path)
     assert done.returncode == 0, done
-    assert "3 ranks: 2 on host1, 1 on host2;" in done.stdout
     assert "host1 10.77.0.1, host2 10.77.0.2\n" in done.stdout
-    assert "net       eth0, mtu 1500, " in done.stdout
+    assert "eth0, mtu 1500" in done.stdout
     run = only_run(tmp_path)
     assert [rank["addresses"] for rank in run.launches[0].ranks] == [
         ["10.77.0.1"], ["10.77.0.1"], ["10.77.0.2"],
     ]  # fmt: skip
     assert run.results[0].case.ranks_per_host == (2, 1)
     assert run.results[0].limit is not None
-    assert run.results[0].limit.source == "bidirectional TCP streams across hosts"
+    frozen.text(run.results[0].limit.source)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--node-rank={host}", "--master-addr=10.77.0.1", f"--master-port={PORT}"),
+        ("--rdzv-backend=c10d", f"--rdzv-endpoint=10.77.0.1:{PORT}", "--rdzv-id=1"),
+    ],
+    ids=["static", "c10d"],
+)
+def test_torchrun_starts_different_numbers_of_ranks(
+    bench: Hosts, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """1 rank on one host and 3 on the other are one world, with both kinds of rendezvous."""
+    sweep = ("--op", "all_reduce", "--sizes", "4K", "--slice", "0.1", "--output", "run")
+    lines = {
+        host: [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
+            *(option.format(host=host) for option in options),
+            *(f"--nproc-per-node={count}", "-m", "ddpbench.collectives", *sweep),
+        ]
+        for host, count in enumerate((1, 3))
+    }
+    done = bench.run(lines, tmp_path, seconds=120)
+    assert [each.returncode for each in done] == [0, 0], done
+    run = store.read(tmp_path / "run")
+    (launch,) = run.launches
+    assert (run.exit_code, launch.launcher, launch.world_size) == (0, "torchrun", 4)
+    assert [rank["hostname"] for rank in launch.ranks] == ["host1", *["host2"] * 3]
+    (result,) = run.results
+    assert result.case.ranks_per_host == (1, 3)
+    assert result.checks > 0
+    assert not result.wrong
 
 
 def listened_on(pid: int) -> set[str]:
@@ -171,7 +205,7 @@ def test_between_hosts_sockets_listen_on_the_address_in_use(
 
 
 def test_the_groups_of_two_hosts_measure_and_check(
-    bench: Hosts, ranks: RankPool, tmp_path: Path
+    frozen: Frozen, bench: Hosts, ranks: RankPool, tmp_path: Path
 ) -> None:
     """Inside each host, between them and over all, with a root and with pairs: measured and right
     in both groups at once. A backend whose results are wrong in rank 3, where that is the second of
@@ -182,7 +216,6 @@ def test_the_groups_of_two_hosts_measure_and_check(
         "--root", "1", "--groups", "host,cross,world", "--slice", "0.01", "--limit", "1000",
         "--import", "faulty_backend", "--backend", "gloo,faulty",
     )  # fmt: skip
-    assert done.returncode == 4, done
     run = only_run(tmp_path)
     gloo = [each for each in run.results if each.case.backend == "gloo"]
     assert sorted((r.case.operation, r.case.group, bool(r.checks)) for r in gloo) == [
@@ -192,17 +225,17 @@ def test_the_groups_of_two_hosts_measure_and_check(
     ]
     sizes = {r.case.group: (r.case.world_size, r.case.ranks_per_host, r.case.groups) for r in gloo}
     assert sizes == {"host": (2, (2,), 2), "cross": (2, (1, 1), 2), "world": (4, (2, 2), 1)}
-    wrong = {(r.case.backend, r.case.called): w.rank for r in run.results for w in r.wrong}
-    assert wrong == {
-        ("faulty", "all_reduce (host groups)"): 3,
-        ("faulty", "all_reduce (cross groups)"): 3,
+    wrong = {
+        (r.case.backend, r.case.operation, r.case.group, w.rank)
+        for r in run.results
+        for w in r.wrong
     }
-    assert "all_reduce (host groups) on faulty, 4096 bytes of float32: rank 3 got" in done.stdout
-    assert "2 ranks  inside each host, 2 groups at once" in done.stdout
+    frozen.facts({"exit": done.returncode, "wrong": sorted(wrong)})
+    assert "rank 3 got" in done.stdout
 
 
 def test_a_rank_in_no_group_waits_and_does_not_count(
-    bench: Hosts, ranks: RankPool, tmp_path: Path
+    frozen: Frozen, bench: Hosts, ranks: RankPool, tmp_path: Path
 ) -> None:
     """Of hosts with 2 and 1 ranks, the first of each work between hosts, and the samples are
     theirs; groups inside hosts would be unequal, so these are skipped, with the reason."""
@@ -211,29 +244,27 @@ def test_a_rank_in_no_group_waits_and_does_not_count(
         "--slice", "0.01", "--backend", "gloo", "--start", "p2p_barrier",
     )  # fmt: skip
     assert done.returncode == 0, done
-    assert (
-        "skipped all_reduce (host groups) float32 sum on gloo, 4 KiB: the hosts have 1 to 2 ran"
-        in done.stdout
-    )
     run = only_run(tmp_path)
+    (skipped,) = (each for each in run.results if each.reason)
+    assert (skipped.case.group, skipped.case.operation) == ("host", "all_reduce")
+    frozen.text(skipped.reason or "")
     (cross,) = (each for each in run.results if each.summary)
     assert (cross.case.world_size, cross.case.groups) == (2, 1)
     assert cross.limit is not None
-    assert cross.limit.source == "bidirectional TCP streams across hosts"
+    frozen.text(cross.limit.source)
     samples = store.read_samples(next(path for path in tmp_path.iterdir() if path.is_dir()))
     assert set(samples["rank"]) == {0, 2}
 
 
-def test_loopback_between_hosts_is_refused(bench: Hosts, ranks: RankPool, tmp_path: Path) -> None:
+def test_loopback_between_hosts_is_refused(
+    frozen: Frozen, bench: Hosts, ranks: RankPool, tmp_path: Path
+) -> None:
     """GLOO_SOCKET_IFNAME=lo on one host: exit code 2, one sentence with what to set."""
-    assert refused(measure(bench, ranks, tmp_path, "eth0", "lo")) == (
-        "host2 (rank 2) has GLOO_SOCKET_IFNAME=lo, so gloo would listen on 127.0.0.1, which host1 "
-        "cannot reach: on host2 export GLOO_SOCKET_IFNAME=eth0"
-    )
+    frozen.text(refused(measure(bench, ranks, tmp_path, "eth0", "lo")))
 
 
 def test_a_name_that_stands_for_loopback_is_refused(
-    bench: Hosts, ranks: RankPool, tmp_path: Path
+    frozen: Frozen, bench: Hosts, ranks: RankPool, tmp_path: Path
 ) -> None:
     """As Debian writes /etc/hosts: the host's own name is 127.0.1.1 there."""
     names = bench[1].etc / "hosts"
@@ -243,33 +274,25 @@ def test_a_name_that_stands_for_loopback_is_refused(
         sentence = refused(measure(bench, ranks, tmp_path))
     finally:
         names.write_text(before)
-    assert sentence.startswith("host2 (rank 2) resolves its own name to 127.0.1.1, so gloo would")
-    assert sentence.endswith("on host2 export GLOO_SOCKET_IFNAME=eth0")
+    frozen.text(sentence)
 
 
 def test_an_interface_that_is_not_there_is_refused(
-    bench: Hosts, ranks: RankPool, tmp_path: Path
+    frozen: Frozen, bench: Hosts, ranks: RankPool, tmp_path: Path
 ) -> None:
     """The sentence names the variable, the host, and what it has instead."""
-    sentence = refused(measure(bench, ranks, tmp_path, "eth0", "eth9"))
-    assert "host2 (rank 2) has GLOO_SOCKET_IFNAME=eth9, and there is no interface eth9" in sentence
-    assert "eth0 10.77.0.2/24" in sentence
+    frozen.text(refused(measure(bench, ranks, tmp_path, "eth0", "eth9")))
 
 
 def test_hosts_on_different_subnets_are_refused(
-    bench: Hosts, ranks: RankPool, tmp_path: Path
+    frozen: Frozen, bench: Hosts, ranks: RankPool, tmp_path: Path
 ) -> None:
     """Interfaces of which one host cannot reach the other's; the sentence names those that can."""
     for host, address in enumerate(("10.88.1.1/24", "10.88.2.2/24")):
         bench.inside(host, "ip", "link", "add", "eth1", "type", "bridge")
         bench.inside(host, "ip", "addr", "add", address, "dev", "eth1")
         bench.inside(host, "ip", "link", "set", "eth1", "up")
-    sentence = refused(measure(bench, ranks, tmp_path, "eth1", "eth1"))
-    assert sentence.startswith("host2 (rank 2) cannot connect to host1 (rank 0) at 10.88.1.1, ")
-    assert "has GLOO_SOCKET_IFNAME=eth1 (Network is unreachable; host2 has" in sentence
-    assert sentence.endswith(
-        "on host1 export GLOO_SOCKET_IFNAME=eth0, on host2 export GLOO_SOCKET_IFNAME=eth0"
-    )
+    frozen.text(refused(measure(bench, ranks, tmp_path, "eth1", "eth1")))
 
 
 def test_a_master_that_nobody_knows_is_refused(
@@ -279,9 +302,7 @@ def test_a_master_that_nobody_knows_is_refused(
     done = measure(bench, ranks, tmp_path, master="nowhere")
     told = [line for line in done.stderr.splitlines() if "nowhere" in line]
     assert done.returncode == 2
-    assert [line.split(",")[0] for line in told] == [
-        f"ddpbench: {host} cannot resolve nowhere" for host in ("host1", "host2")
-    ]
+    assert re.findall(r"host\d", " ".join(told)) == ["host1", "host2"]
 
 
 def test_the_bound_of_the_clocks_holds_between_hosts(
@@ -305,7 +326,6 @@ def test_the_bound_of_the_clocks_holds_between_hosts(
     assert (found.host, found.ranks) == ("host2", (2,))
     assert abs(found.seconds) <= found.bound_seconds
     assert run.results[0].clock_off_seconds
-    assert "clocks    ahead of rank 0's: host2 " in done.stdout
 
 
 def _namespaces() -> str:

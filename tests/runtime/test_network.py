@@ -4,6 +4,7 @@ import socket
 from dataclasses import replace
 
 import pytest
+from frozen import Frozen
 
 from ddpbench.launch import sockets
 from ddpbench.runtime import network
@@ -24,46 +25,37 @@ def test_places_that_reach_each_other_raise_no_objection() -> None:
     assert find_objection([replace(LO, rank=0), LO]) is None
 
 
-def test_loopback_between_hosts_is_refused_with_what_to_set() -> None:
+def test_loopback_between_hosts_is_refused_with_what_to_set(frozen: Frozen) -> None:
     """The sentence names host, rank, why gloo would listen there, who cannot reach it, and the
     interface on the subnet of both; docker0, the same address on both, is none."""
-    assert find_objection([ONE, LO]) == (
-        "b (rank 1) resolves its own name to 127.0.1.1, so gloo would listen on 127.0.1.1, which a "
-        "cannot reach: on b export GLOO_SOCKET_IFNAME=ens3"
-    )
+    frozen.text(find_objection([ONE, LO]) or "")
 
 
-def test_an_absent_interface_is_refused_even_on_one_host() -> None:
+def test_an_absent_interface_is_refused_even_on_one_host(frozen: Frozen) -> None:
     """The sentence names the variable as it was set, and what there is."""
     lost = replace(ONE, reason="has GLOO_SOCKET_IFNAME=eth9", listening={}, missing="eth9")
-    assert find_objection([lost]) == (
-        "a (rank 0) has GLOO_SOCKET_IFNAME=eth9, and there is no interface eth9 with an address: "
-        "it has lo 127.0.0.1/8, eth0 10.0.0.1/24, docker0 172.17.0.1/16; correct "
-        "GLOO_SOCKET_IFNAME there"
-    )
+    frozen.text(find_objection([lost]) or "")
 
 
-def test_one_address_on_two_hosts_is_refused() -> None:
+def test_one_address_on_two_hosts_is_refused(frozen: Frozen) -> None:
     """Each would connect to itself, as on the bridges that Docker makes everywhere alike."""
     docker = {"172.17.0.1": 1}
     sentence = find_objection([replace(ONE, listening=docker), replace(TWO, listening=docker)])
-    assert sentence == (
-        "a (rank 0) and b (rank 1) have the same address 172.17.0.1 for gloo: "
-        "on a export GLOO_SOCKET_IFNAME=eth0, on b export GLOO_SOCKET_IFNAME=ens3"
-    )
+    frozen.text(sentence or "")
 
 
-def test_without_a_common_subnet_all_interfaces_are_offered() -> None:
+def test_without_a_common_subnet_all_interfaces_are_offered(frozen: Frozen) -> None:
     """Hosts on routed subnets: none is nearer; and a host without any needs an address first."""
     far = replace(
         ONE, interfaces={"lo": "127.0.0.1/8", "eth0": "10.9.0.1/24", "ib0": "10.8.0.1/24"}
     )
-    assert (find_objection([far, LO]) or "").endswith("export GLOO_SOCKET_IFNAME=docker0 or ens3")
+    frozen.text(find_objection([far, LO]) or "")
     bare = replace(LO, interfaces={"lo": "127.0.0.1/8"})
-    assert (find_objection([far, bare]) or "").endswith("give b an address first")
+    frozen.text(find_objection([far, bare]) or "")
 
 
 def test_only_the_higher_address_connects_and_one_rank_for_its_host(
+    frozen: Frozen,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As gloo does: so a way that is closed in the other direction raises no false alarm. What
@@ -77,37 +69,36 @@ def test_only_the_higher_address_connects_and_one_rank_for_its_host(
     monkeypatch.setattr(sockets, "try_connections", all_fail)
     places = [ONE, TWO, replace(TWO, rank=2)]
     assert [find_unreachable(rank, places, 1.0) for rank in (0, 2)] == [None, None]
-    assert find_unreachable(1, places, 1.0) == (
-        "b (rank 1) cannot connect to a (rank 0) at 10.0.0.1, where gloo would listen, because it "
-        "has GLOO_SOCKET_IFNAME=eth0 (No route to host; b has lo 127.0.0.1/8, docker0 "
-        "172.17.0.1/16, ens3 10.0.0.2/24): on a export GLOO_SOCKET_IFNAME=eth0, on b export "
-        "GLOO_SOCKET_IFNAME=ens3"
-    )
+    frozen.text(find_unreachable(1, places, 1.0) or "")
     assert tried == [[], [("10.0.0.1", 1)]]
 
 
-def test_a_rank_listens_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_listens_where_it_says(frozen: Frozen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told an interface, its address; told none, that of the host's own name, or loopback with the
     reason where the name has no address here. While the context lasts others can connect."""
     with network.open_endpoint(0, "net", "lo") as endpoint:
-        assert (endpoint.reason, endpoint.missing) == ("has GLOO_SOCKET_IFNAME=lo", None)
+        assert endpoint.missing is None
+        frozen.text(endpoint.reason)
         assert sockets.try_connections(list(endpoint.listening.items()), 5.0) == {}
     assert list(endpoint.listening) == ["127.0.0.1"]
     closed = ("127.0.0.1", endpoint.listening["127.0.0.1"])
     assert sockets.try_connections([closed], 5.0) == {closed: "Connection refused"}
     with network.open_endpoint(0, "net", "lo,none7") as endpoint:
         assert endpoint.missing == "none7"
-    for named, why in {
-        "127.0.1.1": ("127.0.1.1", "resolves its own name to 127.0.1.1"),
-        "192.0.2.1": ("127.0.0.1", "resolves its own name to 192.0.2.1, which is not its own"),
-        "no.name.invalid": ("127.0.0.1", "cannot resolve its own name"),
+    for named, address in {
+        "127.0.1.1": "127.0.1.1",
+        "192.0.2.1": "127.0.0.1",
+        "no.name.invalid": "127.0.0.1",
     }.items():
         monkeypatch.setattr(socket, "gethostname", lambda named=named: named)
         with network.open_endpoint(0, "net", None) as endpoint:
-            assert (next(iter(endpoint.listening)), endpoint.reason) == why
+            assert next(iter(endpoint.listening)) == address
+            frozen.text(endpoint.reason)
 
 
-def test_nccl_s_variable_is_read_as_nccl_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_s_variable_is_read_as_nccl_reads_it(
+    frozen: Frozen, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beginnings of names, whole names after =, exclusions after ^; loopback alone does not do
     between hosts; and the sentence says what there is."""
     monkeypatch.setattr(sockets, "list_interfaces", lambda: HAS)
@@ -124,12 +115,8 @@ def test_nccl_s_variable_is_read_as_nccl_reads_it(monkeypatch: pytest.MonkeyPatc
     assert not any(map(fits, ("ib", "=eth", "lo", "^eth,docker")))
     assert fits("lo", several_hosts=False)
     monkeypatch.setattr(socket, "gethostname", lambda: "a")
-    assert network.check_nccl_interface(
-        "NCCL_SOCKET_IFNAME", True, {"NCCL_SOCKET_IFNAME": "ib"}
-    ) == (
-        "NCCL_SOCKET_IFNAME=ib fits no interface that other hosts can reach on a, which has "
-        "lo 127.0.0.1/8, eth0 10.0.0.1/24, docker0 172.17.0.1/16"
-    )
+    variables = {"NCCL_SOCKET_IFNAME": "ib"}
+    frozen.text(network.check_nccl_interface("NCCL_SOCKET_IFNAME", True, variables) or "")
 
 
 def test_connections_are_read_from_this_process() -> None:
@@ -147,4 +134,4 @@ def test_connections_are_read_from_this_process() -> None:
 def test_a_name_that_resolves_is_known() -> None:
     """localhost is; a name of the reserved domain is not, and the sentence names it."""
     assert network.check_name("localhost") is None
-    assert "cannot resolve no.name.invalid, where" in (network.check_name("no.name.invalid") or "")
+    assert "no.name.invalid" in (network.check_name("no.name.invalid") or "")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from frozen import Frozen
 from warm_python import warm_python
 
 import ddpbench
@@ -99,75 +100,69 @@ def test_what_is_typed_is_what_is_asked(words: str, name: str, value: Any) -> No
     assert getattr(parse(*words.split()), name) == value
 
 
-def test_cuda_tensors_are_not_asked_into_the_hosts_huge_pages() -> None:
+def test_cuda_tensors_are_not_asked_into_the_hosts_huge_pages(frozen: Frozen) -> None:
     """--buffers huge on CUDA is refused with what to type; CPU, or other buffers, are accepted."""
     arguments = collectives.Options.of(parse("--buffers", "huge", "--device", "cpu"))
     arguments.check()
     replace(arguments, device="cuda", buffers="torch").check()
-    with pytest.raises(Refused, match="leave it out, or add --device cpu"):
+    with pytest.raises(Refused) as caught:
         replace(arguments, device="cuda").check()
+    frozen.text(str(caught.value))
 
 
-def test_an_option_that_an_operation_lacks_is_named() -> None:
+def test_an_option_that_an_operation_lacks_is_named(frozen: Frozen) -> None:
     """A note names the operations that lack --form, --place, --dtype or --reduce-op; if all lack
     it, it is refused."""
     arguments = collectives.Options.of(parse("--op", "gather,barrier", "--form", "list"))
     arguments.check()
-    assert arguments.notes() == ["--form list does not apply to barrier: measured with tensor"]
+    words = ("--op", "reduce,broadcast,barrier", "--dtype", "int8", "--reduce-op", "max")
+    frozen.text("\n".join([*arguments.notes(), *collectives.Options.of(parse(*words)).notes()]))
     both = parse("--op", "all", "--form", "tensor,list", "--place", "in,out")
     for namespace in (parse("--op", "all"), both):
         assert collectives.Options.of(namespace).notes() == []
-    with pytest.raises(Refused, match="--place out applies to none of all_reduce, broadcast: use "):
-        collectives.Options.of(parse("--op", "all_reduce,broadcast", "--place", "out")).check()
-    words = ("--op", "reduce,broadcast,barrier", "--dtype", "int8", "--reduce-op", "max")
-    assert collectives.Options.of(parse(*words)).notes() == [
-        "--dtype int8 does not apply to barrier: measured without it",
-        "--reduce-op max does not apply to broadcast, barrier: measured without it",
-    ]
-    with pytest.raises(Refused, match="--dtype int8 applies to none of barrier: leave it out"):
-        collectives.Options.of(parse("--op", "barrier", "--dtype", "int8")).check()
+    for line in ("--op all_reduce,broadcast --place out", "--op barrier --dtype int8"):
+        with pytest.raises(Refused) as caught:
+            collectives.Options.of(parse(*line.split())).check()
+        frozen.text(str(caught.value))
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    "words",
     [
-        ("--opp all", "unknown option --opp. Did you mean --op?"),
-        ("--size=4", "unknown option --size=4. Did you mean --sizes?"),
-        ("--launch-es 2", "unknown option --launch-es. Did you mean --launches?"),
-        ("--warp", "unknown option --warp"),
-        ("4K", "unknown option 4K"),
-        ("--op all_redcue",
-         "--op: unknown operation 'all_redcue': choose all_reduce, "),
-        ("--op zzz", "--op: unknown operation 'zzz': choose all_reduce, all_gather, "),
-        ("--dtype float31", "--dtype: unknown dtype 'float31': choose "),
-        ("--reduce-op plus", "--reduce-op: unknown reduce op 'plus'"),
-        ("--columns tim", "--columns: unknown column 'tim'. Did you mean time?"),
-        ("--op all_reduce,,reduce", "--op: 'all_reduce,,reduce' has an empty name: write a,b,c"),
-        ("--sizes 8:4:x2", "--sizes: '8:4:x2' goes from 8 down to 4: write the smaller size first"),
-        ("-n 0", "-n: '0' is not a whole number from 1 on"),
-        ("-n two", "-n: 'two' is not a whole number from 1 on"),
-        ("-n 1.0", "-n: '1.0' is not a whole number from 1 on"),
-        ("--master-port 0", "--master-port: '0' is not a whole number from 1 to 65535"),
-        ("--master-port 65536", "--master-port: '65536' is not a whole number from 1 to 65535"),
-        ("--depth 1", "--depth: '1' is not a whole number from 2 on"),
-        ("--seed -1", "--seed: '-1' is not a whole number from 0 on"),
-        ("--timeout 0", "--timeout: '0' is not a number above 0"),
-        ("--timeout nan", "--timeout: 'nan' is not a number above 0"),
-        ("--slice inf", "--slice: 'inf' is not a number above 0"),
-        ("--precision -1", "--precision: '-1' is not a number above 0"),
-        ("--init-method tcp://host", "--init-method: 'tcp://host' is not an init method: "),
-        ("--init-method file:/x", "--init-method: 'file:/x' is not an init method: "),
-        ("--device tpu", "--device: unknown device 'tpu': choose auto, cpu or cuda"),
-        ("--device cdua", "--device: unknown device 'cdua': choose auto, cpu or cuda. Did you"),
-        ("--op", "--op: expected one argument"),
+        "--opp all",
+        "--size=4",
+        "--launch-es 2",
+        "--warp",
+        "4K",
+        "--op zzz",
+        "--dtype float31",
+        "--reduce-op plus",
+        "--columns tim",
+        "--op all_reduce,,reduce",
+        "--sizes 8:4:x2",
+        "-n two",
+        "-n 1.0",
+        "--master-port 0",
+        "--master-port 65536",
+        "--depth 1",
+        "--seed -1",
+        "--timeout 0",
+        "--timeout nan",
+        "--slice inf",
+        "--precision -1",
+        "--init-method tcp://host",
+        "--init-method file:/x",
+        "--device tpu",
+        "--device cdua",
+        "--op",
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_meant_is_refused_in_one_line(
-    capsys: pytest.CaptureFixture[str], words: str, sentence: str
+    capsys: pytest.CaptureFixture[str], words: str, frozen: Frozen
 ) -> None:
     """Abbreviations, typos, empty names and numbers out of bounds end with exit code 2 and one
     line: the option, the value given, and the values allowed."""
-    assert read_refusal(capsys, *words.split()).startswith(sentence)
+    frozen.text(read_refusal(capsys, *words.split()))
 
 
 def test_an_empty_word_is_refused_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,11 +228,9 @@ def test_under_a_launcher_rank_0_alone_speaks(launcher: str) -> None:
     processes = start_ranks(words, [LAUNCHERS[launcher](rank) for rank in (0, 1)])
     outputs = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
-    assert outputs == [
-        ("", "ddpbench: --sizes: '8:4:x2' goes from 8 down to 4: write the smaller size first "
-         "(see ddpbench collectives --help)\n"),
-        ("", ""),
-    ]  # fmt: skip
+    assert [out for out, _ in outputs] == ["", ""]
+    assert [err.count("\n") for _, err in outputs] == [1, 0]
+    assert outputs[0][1].startswith("ddpbench: --sizes: ")
 
 
 def test_an_unknown_command_is_refused_by_rank_0_alone_or_without_a_launcher() -> None:
@@ -250,9 +243,8 @@ def test_an_unknown_command_is_refused_by_rank_0_alone_or_without_a_launcher() -
     outputs = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [2] * 4
     assert [out for out, _ in outputs] == [""] * 4
-    sentence = "ddpbench: unknown command 'colectives': choose ab, baseline, "
-    assert [err.startswith(sentence) for _, err in outputs] == [True, True, False, True]
     assert [err.count("\n") for _, err in outputs] == [1, 1, 0, 1]
+    assert ["colectives" in err for _, err in outputs] == [True, True, False, True]
 
 
 @pytest.mark.parametrize("action", ["tell", "report"])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from frozen import Frozen
 from stored_runs import a_case, launch_medians
 
 from ddpbench.analysis import stats
@@ -14,12 +15,10 @@ from ddpbench.verdicts.matching import AnyCase, Side
 from ddpbench.verdicts.regression import Measured
 
 
-def measured(
-    times: Sequence[float], case: AnyCase | None = None, margin: float | None = None
-) -> Measured:
+def measured(times: Sequence[float], case: AnyCase | None = None) -> Measured:
     """A test that measured launches of these medians."""
     side = Side(*stats.over_launches(np.array(times)), tuple(times), tuple(range(len(times))))
-    return Measured(case or a_case(), side, margin, ("the host was busy",), "0007")
+    return Measured(case or a_case(), side, ("the host was busy",), "0007")
 
 
 def times(factor: float = 1.0, launches: int = 6, seed: int = 0) -> list[float]:
@@ -45,19 +44,15 @@ def test_each_verdict(factor: float, launches: int, name: str) -> None:
     assert ("needs 6 per side" in row.why) == (launches == 4)
 
 
-@pytest.mark.parametrize("side", ["base", "new"])
-def test_the_margin_is_the_tests_own_where_it_is_larger(side: str) -> None:
-    """10 % is no change where this machine's noise is 20 %, whichever side knows that; a calibrated
-    margin below the asked one does not count."""
-    for own, name in ((0.2, "SAME"), (0.001, "SLOWER"), (None, "SLOWER")):
-        margins = {"base": None, "new": None, side: own}
-        base = {"t": steady(measured(times(), margin=margins["base"]))}
-        new = {"t": measured(times(1.1, seed=1), margin=margins["new"])}
-        (row,) = regression.judge_tests(base, new, 0.03)
-        assert (row.verdict, row.margin) == (name, max(0.03, own or 0.0))
+def test_a_change_within_the_margin_is_none() -> None:
+    """10 % is no change where the margin is 20 %."""
+    base, new = {"t": steady(measured(times()))}, {"t": measured(times(1.1, seed=1))}
+    for margin, name in ((0.2, "SAME"), (0.03, "SLOWER")):
+        (row,) = regression.judge_tests(base, new, margin)
+        assert (row.verdict, row.margin) == (name, margin)
 
 
-def test_one_slow_test_among_many_must_pass_the_corrected_test() -> None:
+def test_one_slow_test_among_many_must_pass_the_corrected_test(frozen: Frozen) -> None:
     """Six launches a side cannot tell one slower test of sixty from chance; of two they can; the
     verdicts are those that `compare` gives."""
     for tests, name in ((2, "SLOWER"), (60, "INCONCLUSIVE")):
@@ -65,28 +60,30 @@ def test_one_slow_test_among_many_must_pass_the_corrected_test() -> None:
         new = {f"t{i}": measured(times(1.1 if i == 1 else 1.0, seed=99 + i)) for i in range(tests)}
         rows = {row.test: row for row in regression.judge_tests(base, new, 0.03)}
         assert rows["t1"].verdict == name
-        assert ("chance among so many" in rows["t1"].why) == (name == "INCONCLUSIVE")
+    frozen.text(rows["t1"].why)
 
 
-def test_what_sessions_drift_by_is_no_change() -> None:
+def test_what_sessions_drift_by_is_no_change(frozen: Frozen) -> None:
     """10 % is not claimed where nothing, or too little, is saved to learn from, nor where sessions
     differed as much; 10 % is where they were steady, and 50 % in any case."""
     base = measured(times())
     swaying = [
         measured(times(f, seed=n)) for n, f in enumerate((0.93, 1.08, 0.95, 1.06, 0.92, 1.07))
     ]
+    reasons = []
     for saved, name in (
         ([base], "INCONCLUSIVE"), ([*steady(base)[-4:]], "INCONCLUSIVE"),
         ([*swaying, base], "INCONCLUSIVE"), (steady(base), "SLOWER"),
     ):  # fmt: skip
         (row,) = regression.judge_tests({"t": saved}, {"t": measured(times(1.1, seed=1))}, 0.03)
         assert row.verdict == name
-        assert ("two runs of identical code may differ" in row.why) == (name == "INCONCLUSIVE")
+        reasons.append(row.why)
         (row,) = regression.judge_tests({"t": saved}, {"t": measured(times(1.5, seed=1))}, 0.03)
         assert row.verdict == "SLOWER"
+    frozen.text("\n".join(reasons))
 
 
-def test_another_identity_is_incomparable_and_named() -> None:
+def test_another_identity_is_incomparable_and_named(frozen: Frozen) -> None:
     """Twice the bytes in the test of the same name: no ratio, but both values; what was not saved
     before has no verdict either. What matters first stands first."""
     other = a_case(nbytes=8192, count=2048)
@@ -104,9 +101,8 @@ def test_another_identity_is_incomparable_and_named() -> None:
     assert rows[1].shift is None
     assert rows[1].why == "nbytes 4096 → 8192, count 1024 → 2048"
     text = render.table(rows)
-    assert "nbytes 4096 → 8192" in text
-    assert "no saved run to compare with: c" in text
-    assert text.endswith("4 tests measured: 1 SLOWER, 1 INCOMPARABLE, 1 SAME, 1 ONLY NEW")
+    assert rows[1].why in text
+    frozen.text("\n".join(text.splitlines()[-2:]))
 
 
 def test_the_table_has_both_medians_the_change_and_the_margin() -> None:
@@ -114,7 +110,7 @@ def test_the_table_has_both_medians_the_change_and_the_margin() -> None:
     on either side."""
     rows = regression.judge_tests({"t": [measured([1e-3] * 6)]}, {"t": measured([2e-3] * 6)}, 0.03)
     lines = render.table(rows).splitlines()
-    assert lines[:2] == ["NOTE: base, t: the host was busy", "NOTE: new, t: the host was busy"]
+    assert [line.endswith("the host was busy") for line in lines[:3]] == [True, True, False]
     row = next(line for line in lines if line.startswith("t "))
     assert row.split() == [
         "t", "0007", "1000", "µs", "±0.0", "%", "2000", "µs", "±0.0", "%", "+100.0", "%",

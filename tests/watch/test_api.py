@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from command_lines import clean_environment, run_command
+from frozen import Frozen
 
 import ddpbench
 from ddpbench.launch.placement import free_port
@@ -54,19 +55,21 @@ def test_the_package_can_be_called() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    "arguments",
     [
-        ({"verify": -1}, "verify is -1: give a number of steps, or 0"),
-        ({"timeout": float("nan")}, "timeout is nan: give seconds, or 0"),
-        ({"every": 0}, "every is 0: give seconds above 0"),
-        ({"format": "tabel"}, "unknown format 'tabel'.*Did you mean table"),
-        ({"prometheus": 70000}, "70000 is no port for Prometheus: give 1 to 65535, or a file"),
+        {"verify": -1},
+        {"timeout": float("nan")},
+        {"every": 0},
+        {"format": "tabel"},
+        {"prometheus": 70000},
     ],
+    ids=lambda arguments: next(iter(arguments)),
 )
-def test_a_wrong_argument_is_refused_at_once(arguments: dict[str, Any], sentence: str) -> None:
+def test_a_wrong_argument_is_refused_at_once(frozen: Frozen, arguments: dict[str, Any]) -> None:
     """A ValueError says what was given and what is allowed, and nothing is watched."""
-    with pytest.raises(ValueError, match=f"ddpbench.watch: {sentence}"):
+    with pytest.raises(ValueError, match=r"^ddpbench\.watch: ") as caught:
         ddpbench.watch(**arguments)
+    frozen.text(str(caught.value))
     assert api._on is None
 
 
@@ -102,4 +105,4 @@ def test_a_watch_that_cannot_start_is_one_line(tmp_path: Path) -> None:
     done = run_command([sys.executable, "train.py"], tmp_path)
     assert done.returncode == 3
     assert done.stderr.count("\n") == 1
-    assert "watch could not start, the job continues: ImportError: no msgspec" in done.stderr
+    assert "ImportError: no msgspec" in done.stderr

@@ -195,7 +195,7 @@ def test_backward_that_fails_passes_on_its_error(observed: Observed) -> None:
     model = Net()
     optimizer = start(model)
     observed.take()
-    with pytest.raises(RuntimeError, match="does not require grad"):
+    with pytest.raises(RuntimeError, match="require grad"):
         torch.ones(()).backward()
     assert observed.take() == "bB"
 

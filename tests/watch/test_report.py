@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from frozen import Frozen
 from stored_steps import a_step_case, a_step_result, a_step_run
 
 from ddpbench.records import redact, store
@@ -109,7 +110,7 @@ def test_a_run_is_stored_after_every_round(tmp_path: Path) -> None:
     assert (run.state, run.state_reason, run.exit_code) == (
         "failed", "rank 0 ended with KeyError", 1,
     )  # fmt: skip
-    assert "PARTIAL (failed): rank 0 ended with KeyError\n" in FORMATS["table"](run, None, False)
+    assert f"PARTIAL (failed): {run.state_reason}\n" in FORMATS["table"](run, None, False)
     assert sorted(path.name for path in (tmp_path / run.id).iterdir()) == ["run.json", "table.txt"]
 
 
@@ -172,7 +173,7 @@ def test_every_format_shows_a_watched_job(tmp_path: Path, form: str) -> None:
         results = tmp_path / str(len(history.job))
         Outputs(Settings(output=results), a_job()).finish(history, [SLOW], COMPLETE)
         text = FORMATS[form](the_run(results), None, False)
-        assert "train.py" in text or form == "pyperf"
+        assert "train.py" in text
 
 
 def test_chosen_columns_of_a_watched_job(tmp_path: Path) -> None:
@@ -212,7 +213,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFi
     outputs.finish(a_history(), [], COMPLETE)
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.count("storing the run failed, the job continues: ") == 1
+    assert err.count(str(tmp_path / "file")) == 1
     assert "part of a step" in err
     assert "stored in" not in err
 
@@ -246,7 +247,7 @@ def test_a_job_without_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert the_run(tmp_path / str(number)).state == "complete"
 
 
-def test_the_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_on_a_terminal(frozen: Frozen, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal, each line has the newest steps, where they went, and the worst finding; none
     comes before its time."""
     ours, theirs = pty.openpty()
@@ -263,7 +264,7 @@ def test_the_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
             text += os.read(ours, 10_000)
     os.close(ours)
     none, line = text.decode().splitlines()
-    assert none == "ddpbench: no optimizer step was seen on all ranks yet"
+    frozen.text(none)
     assert line.startswith("ddpbench: step 59: ")
     assert ", backward 50." in line
     assert line.endswith(f"; warning: {SLOW.sentence}")
@@ -305,9 +306,7 @@ def test_an_error_of_the_callback_ends_the_callback_alone(
     outputs.finish(a_history(), [], COMPLETE)
     assert len(calls) == 1
     err = capfd.readouterr().err
-    assert (
-        err.count("ddpbench: watch: on_report failed, the job continues: KeyError: 'loss'\n") == 1
-    )
+    assert err.count("KeyError: 'loss'\n") == 1
     assert the_run(tmp_path).state == "complete"
     assert "part of a step" in err
 
@@ -355,18 +354,16 @@ def test_metrics_on_a_port(capfd: pytest.CaptureFixture[str]) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         assert metrics(answer.read().decode())["ddpbench_watch_ranks"] == [({}, 4)]
     Outputs(settings, a_job()).update(a_history(), [])
-    assert "metrics for Prometheus failed, the job continues: " in capfd.readouterr().err
+    assert capfd.readouterr().err.count("Prometheus") == 1
     outputs.finish(a_history(), [], COMPLETE)
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics")
 
 
 def test_without_prometheus_client(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    frozen: Frozen, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One sentence says what to install."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     Outputs(Settings(output=None, prometheus="9400"), a_job()).update(a_history(), [])
-    assert "prometheus_client is not installed: pip install 'ddpbench[watch]'" in (
-        capfd.readouterr().err
-    )
+    frozen.text(capfd.readouterr().err)

@@ -43,6 +43,12 @@ BY_HAND = (
     '$SLURM_LOCALID} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=%d exec "$0" "$@"'
 )
 
+# What `ddpbench watch -n 2` does, without the watch.
+UNWATCHED = (
+    "import sys; from ddpbench.launch import scripts; "
+    "sys.exit(scripts.run_on_host([sys.executable, *sys.argv[1:]], 2))"
+)
+
 
 def by_hand(words: list[str]) -> list[str]:
     """Return a command line for one rank, as one writes it for mpirun and srun."""
@@ -57,9 +63,7 @@ def command(launcher: str, watch: bool, *script: str) -> list[str]:
     if launcher == "ddpbench":
         if watch:
             return ddpbench_command("watch", "-n", "2", *script)
-        options = ("--ranks-per-node", "2", "--node-rank", "0", "--master-addr", "127.0.0.1")
-        port = ("--master-port", str(free_port()))
-        return ddpbench_command("launch", *options, *port, "--", *script)
+        return [sys.executable, "-c", UNWATCHED, *script]
     line = python if watch else by_hand(python)
     if launcher == "mpirun":
         return [*mpirun(2), *line]
@@ -214,20 +218,20 @@ def test_two_jobs_on_one_host(
 
 @needs_all
 def test_nodes_with_unequal_numbers_of_ranks(tmp_path: Path) -> None:
-    """`launch --ranks-per-node 2,1 -- watch train.py` is the same as `… -- train.py`."""
+    """torchrun with 2 + 1 ranks: `-m ddpbench.watch train.py` is the same as `train.py`."""
     digests = []
-    for program in (["watch", TUTORIAL], [TUTORIAL]):
-        same = ["--ranks-per-node", "2,1", "--master-addr", "127.0.0.1"]
-        same += ["--master-port", str(free_port())]
+    for program in ([*WATCH, TUTORIAL], [TUTORIAL]):
+        line = [*warm_python(), "-m", "torch.distributed.run", "--nnodes", "2"]
+        line += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
         with contextlib.ExitStack() as stack:
             nodes = [
                 stack.enter_context(
                     running_command(
-                        ddpbench_command("launch", "--node-rank", str(n), *same, "--", *program),
+                        [*line, f"--node-rank={n}", f"--nproc-per-node={count}", *program],
                         tmp_path,
                     )
                 )
-                for n in range(2)
+                for n, count in enumerate((2, 1))
             ]
             texts = [node.communicate(timeout=LONG) for node in nodes]
             assert [node.returncode for node in nodes] == [0, 0], texts

@@ -26,7 +26,6 @@ from ddpbench.measure.parallel import local
 from ddpbench.runtime import devices
 from ddpbench.runtime.devices import Event, elapsed_ns
 
-MODES = ("plain", "noop", "timed")
 ROOT = "root"
 # The names by which torch calls the operations; those from torch 2.13 on, and those before.
 GATHERS = ("all_gather_single", "all_gather_into_tensor")

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ddpbench.analysis.selftest import COMMAND
 from ddpbench.records.table import Table
 from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
 from ddpbench.report.examination_results import describe, find_examinations
 
-DRAWN = ("stragglers", "links", "capabilities", COMMAND)  # in sections of their own
+DRAWN = ("stragglers", "links", "capabilities")  # in sections of their own
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:

@@ -1,1 +1,0 @@
-"""Plots of a run in a terminal."""

@@ -1,1 +1,0 @@
-"""Faults planted on purpose in real ranks, to see that they are found. No torch."""
