@@ -173,6 +173,13 @@ class Board:
         """Leave a text under a key."""
         self.client.request(ANSWER_SECONDS, lambda store: store.set(self.key(*parts), text))
 
+    def claim(self, *parts: object) -> bool:
+        """Return whether this rank is the first to ask; also where the store does not answer."""
+        key = self.key(*parts)
+        return (
+            self.client.request(ANSWER_SECONDS, lambda store: store.add(key, 1) == 1) is not False
+        )
+
     def await_keys(self, keys: list[str], seconds: float) -> bytes | None:
         """Return the value of the first key once all are there, None after this time."""
         until = time.monotonic() + seconds

@@ -163,7 +163,8 @@ class Watchdog:
         unheard = any(r.state == ALIVE and r.rank < self._rank for r in judgement.silent)
         prints = min(judgement.heard) == self._rank and (judgement.store_answers or not unheard)
         key = self._board.key(topic, "told")
-        if not prints or (judgement.store_answers and self._board.await_keys([key], 0.0)):
+        # A rank that answers after the others' grace sees more than they did, but comes too late.
+        if not prints or (judgement.store_answers and not self._board.claim(topic, "speaker")):
             if ending:
                 self._board.await_keys([key], GRACE_SECONDS)
             return code

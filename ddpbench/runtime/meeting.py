@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -147,10 +148,7 @@ def gather_introductions(
             answers = _gather_over_store(store, placement, seconds, "reached", reason)
             objection = next((answer for answer in answers if answer is not None), None)
     if objection is not None:
-        store.set(f"ddpbench/refused/{rank}", "1")
-        if rank == 0:  # the store lives here: stay until all ranks know
-            with contextlib.suppress(Refused):
-                _await_all(store, placement, 5.0, "refused")
+        _leave_together(store, rank, range(placement.world_size))
         raise Refused(objection)
     return members, endpoints
 
@@ -171,7 +169,7 @@ def _await_all(store: dist.Store, placement: Placement, seconds: float, topic: s
     absent = list(range(placement.world_size))
     try:
         while absent := [r for r in absent if not store.check([f"ddpbench/{topic}/{r}"])]:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or store.check(["ddpbench/given up"]):
                 break
             time.sleep(0.01)
     except RuntimeError:
@@ -181,10 +179,22 @@ def _await_all(store: dist.Store, placement: Placement, seconds: float, topic: s
         raise Refused("rank 0, where the ranks meet, has left", speaker) from None
     if absent:
         siblings.end_if_stopped(placement.rank, seconds)
-        if placement.rank == 0:
-            time.sleep(1.0)  # the others' store lives here: let them come to their own end
+        present = [r for r in range(placement.world_size) if r not in absent]
+        store.set("ddpbench/given up", "1")
+        _leave_together(store, placement.rank, present)
         raise Refused(
             f"{len(absent)} of {placement.world_size} ranks did not join within {seconds:g} s "
             f"(--timeout): {', '.join(map(str, absent))}; check why they did not start",
-            speaker=next(r for r in range(placement.world_size) if r not in absent),
+            speaker=present[0],
         )
+
+
+def _leave_together(store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
+    """Rank 0, where the store lives, stays for at most 5 s until all these ranks leave too."""
+    store.set(f"ddpbench/refused/{rank}", "1")
+    deadline = time.monotonic() + 5.0
+    with contextlib.suppress(RuntimeError):
+        while rank == 0 and time.monotonic() < deadline:
+            if store.check([f"ddpbench/refused/{r}" for r in ranks]):
+                return
+            time.sleep(0.01)
