@@ -55,7 +55,7 @@ class Contents:
     kind: str
     entries: list[Entry]
     digests: Digests  # uint64[n], salted by the structure
-    counts: Counts  # int64[n] of elements that are not finite
+    counts: Counts  # int64[n] of elements that are not finite, 0 where this rank has not looked
     structure: int  # digest of names, dtypes, shapes, devices and placements
 
     def row(self, meshed: bool) -> list[int]:
@@ -74,6 +74,7 @@ class Extremes:
     same: npt.NDArray[np.bool_]  # bool[kinds, 4], as in Contents.row
     nonfinite: list[bool]  # of each kind, whether some rank has elements that are not finite
     meshed: bool  # whether some rank has tensors on a mesh
+    plain: bool  # whether some rank has none
     extras: list[tuple[int, int]]
 
 
@@ -103,6 +104,7 @@ def gather_contents(
         (least == most)[1:tail].reshape(-1, 4),
         (most[1:tail].reshape(-1, 4)[:, 3] > 0).tolist(),
         bool(most[1] & _MESHED),
+        not least[1] & _MESHED,
         list(zip(least[tail:].tolist(), most[tail:].tolist(), strict=True)),
     )
 
@@ -131,11 +133,11 @@ def gather_wrong(
             comparison.nonfinite += _gather_nonfinite(channel, kind, entries, counts)
 
 
-def read_contents(state: State, kind: str, finite: bool) -> Contents:
-    """Return the entries of a kind with their digests and counts."""
+def read_contents(state: State, kind: str, share: tuple[int, int] | None) -> Contents:
+    """Return the entries of a kind with their digests, and counts in a share of them (`read`)."""
     entries = state.entries[kind]
     form = structure(kind, entries)
-    digests, counts = read([entry.value for entry in entries], finite)
+    digests, counts = read([entry.value for entry in entries], share)
     digests += form.salts  # modulo 2^64
     return Contents(kind, entries, digests, counts, form.digest)
 

@@ -101,8 +101,14 @@ def _gather_comparison(
     extras: Sequence[int] = (),
 ) -> list[tuple[int, int]]:
     """Add what differs to `comparison`; return the least and the greatest of each extra."""
-    contents = [read_contents(state, kind, options.finite) for kind in kinds]
+    # Where the ranks hold the same bits, one of them looks for NaN; on a mesh they hold others.
+    share = (0, 1) if comparison.meshed else (channel.rank, len(channel.ranks))
+    contents = [read_contents(state, kind, share if options.finite else None) for kind in kinds]
     extremes = gather_contents(channel, contents, options, extras=extras, meshed=comparison.meshed)
+    if options.finite and extremes.plain:
+        for i, kind in enumerate(kinds):
+            if extremes.nonfinite[i] or extremes.meshed or not extremes.same[i, :3].all():
+                contents[i], extremes.nonfinite[i] = read_contents(state, kind, (0, 1)), True
     comparison.meshed = extremes.meshed
     if extremes.meshed:
         gather_wrong_on_mesh(channel, contents, extremes, options, comparison)

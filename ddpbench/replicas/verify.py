@@ -58,7 +58,7 @@ def verify_replicas(
     gradients: True compares gradients each time, False never, None only if parameters differ, to
         find the cause. With gradient accumulation, gradients differ until they are reduced; those
         that fully_shard has not synchronised yet are not compared.
-    finite: also look for NaN and infinite elements (a second, faster pass over cached memory).
+    finite: also look for NaN and infinite elements. Of equal tensors, each rank looks at its share.
     locate: how many differing tensors of a kind are compared element by element.
     step: number of the step, for the report.
     mesh: the DeviceMesh of the ranks to compare, instead of `group`. Without DTensors, it names the

@@ -95,12 +95,12 @@ def check_digest(device: torch.device) -> None:
         far = digest.weighted([tensor.to(device) for tensor in tensors])
         assert near == far, (dtype, near, far)
         assert len(set(far)) == 4, (dtype, far)
-        again = digest.read([content.to(device), content.to(device)], False)[0]
+        again = digest.read([content.to(device), content.to(device)])[0]
         assert again[0] == again[1], dtype
         if content.is_floating_point() or content.is_complex():
             bad = content.clone()
             bad[7] = float("nan")
-            counts = digest.read([content.to(device), bad.to(device)], True)[1].tolist()
+            counts = digest.read([content.to(device), bad.to(device)], (0, 1))[1].tolist()
             assert counts == [0, 1], (dtype, counts)
     print(f"{len(EXACT)} dtypes")
 
@@ -213,7 +213,7 @@ def check_digest_rate(device: torch.device) -> None:
     nbytes = sum(tensor.nbytes for tensor in tensors)
     for name, call in {
         "digest": lambda: digest.weighted(tensors),
-        "digest and finite": lambda: digest.read(tensors, True),
+        "digest and finite": lambda: digest.read(tensors, (0, 1)),
         "copy (read and write)": lambda: [tensor.clone() for tensor in tensors],
     }.items():
         seconds = []

@@ -151,12 +151,22 @@ def test_the_device_formula_over_many_blocks(monkeypatch: pytest.MonkeyPatch) ->
 def test_nonfinite_elements_are_counted(dtype: torch.dtype) -> None:
     """Of every dtype that has them; a sum that overflows is no false alarm."""
     tensor = values(dtype)
-    assert digest.read([tensor], True)[1].tolist() == [0]
+    assert digest.read([tensor], (0, 1))[1].tolist() == [0]
     tensor[3] = math.nan
-    assert digest.read([tensor], True)[1].tolist() == [1]
-    assert digest.read([tensor], False)[1].tolist() == [0]
+    assert digest.read([tensor], (0, 1))[1].tolist() == [1]
     huge = torch.full((9,), torch.finfo(torch.float32).max)
-    assert digest.read([huge], True)[1].tolist() == [0]
+    assert digest.read([huge], (0, 1))[1].tolist() == [0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_each_tensor_is_searched_by_exactly_one_of_equal_ranks(ranks: int) -> None:
+    """However the bytes are spread: the shares are whole tensors, and equal tensors equal loads."""
+    for sizes in ([0], [1], [5, 0, 7, 0], [1 << 16, 1, 1, 1], [8] * 48):
+        tensors = [torch.full((size,), math.inf) for size in sizes]
+        counts = [digest.read([*tensors, 3.0], (rank, ranks))[1] for rank in range(ranks)]
+        assert (sum(counts) == [*sizes, 0]).all()
+        assert all(sum(each > 0 for each in column) <= 1 for column in zip(*counts, strict=True))
+    assert [int((each > 0).sum()) for each in counts] == [48 // ranks] * ranks
 
 
 def test_sets_of_equal_ranks() -> None:

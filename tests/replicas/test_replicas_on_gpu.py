@@ -34,7 +34,7 @@ def test_a_gpus_digest_is_of_bits(simulated_gpu: SimulatedGpu, dtype: torch.dtyp
     wide = torch.stack([content, content], 1).to("cuda")
     tensors = [content, flip_bit(content, 4321), swapped]
     far = [*(t.to("cuda") for t in tensors), content.to("cuda"), wide[:, 0]]
-    digests = digest.read(far, False)[0].tolist()
+    digests = digest.read(far)[0].tolist()
     assert digests[0] == digests[3] == digests[4]
     assert len({*digests[:3]}) == 3
 
@@ -45,10 +45,10 @@ def test_digests_of_many_tensors_wait_once(simulated_gpu: SimulatedGpu, sizes: l
     learn that all are finite; a digest does not depend on the tensors beside it."""
     tensors = [torch.full((size,), 1.0 + i).to("cuda") for i, size in enumerate(sizes)]
     simulated_gpu.called.clear()
-    digests, counts = digest.read(tensors, True)
+    digests, counts = digest.read(tensors, (0, 1))
     assert len(simulated_gpu.reads) <= 2
     assert not counts.any()
-    alone = [int(digest.read([tensor], False)[0][0]) for tensor in tensors]
+    alone = [int(digest.read([tensor])[0][0]) for tensor in tensors]
     assert digests.tolist() == alone
 
 
@@ -59,7 +59,7 @@ def test_nonfinite_elements_on_a_gpu_are_counted(
     """Each NaN and infinity of a tensor on a GPU counts; a finite one beside it counts none."""
     bad = make_values(dtype)
     bad[3] = bad[4000] = math.nan
-    counts = digest.read([make_values(dtype).to("cuda"), bad.to("cuda")], True)[1]
+    counts = digest.read([make_values(dtype).to("cuda"), bad.to("cuda")], (0, 1))[1]
     assert counts.tolist() == [0, 2]
 
 
@@ -67,7 +67,7 @@ def test_tensors_of_cpu_and_gpu_beside_each_other(simulated_gpu: SimulatedGpu) -
     """Options and CPU tensors of an optimizer's state stand beside its GPU tensors."""
     near = torch.tensor(3.0)
     parameter = nn.Parameter(torch.ones(4, device="cuda"))
-    digests, counts = digest.read([near, parameter, 0.1, parameter.detach()], True)
+    digests, counts = digest.read([near, parameter, 0.1, parameter.detach()], (0, 1))
     assert digests[1] == digests[3]
     assert digests[0] == digest.of_cpu(near)
     assert counts.tolist() == [0, 0, 0, 0]
