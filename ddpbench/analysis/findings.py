@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ddpbench.analysis import limits, lines, sharded_findings, step_lines, steps
+from ddpbench.analysis import limits, lines, step_lines, steps
 from ddpbench.analysis.flags import BUSY_SHARE, AnyLine
 from ddpbench.analysis.rank_setup import crowded
+from ddpbench.analysis.spans import EXPOSED_OF, WOULD_SAVE
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.records.schema import SEVERITIES, Finding, Run, StepCase, StepResult
+from ddpbench.records.schema import SEVERITIES, Finding, Part, Run, StepCase, StepResult
 
 EXPOSED_SHARE = 0.10  # of the step: exposed communication above it is reported
 FIRST_BUCKET = 2**20  # bytes of DDP's first bucket, at most, by default
@@ -128,9 +129,11 @@ def _late(line: StepLine, rank: int | None, seconds: float, why: str) -> Finding
 def _exposed(run: Run) -> Iterator[Finding]:
     for line in step_lines.lines(run):
         part, case = line.part(steps.EXPOSED), line.case
+        if part is None or not part.resolved or (part.share or 0) <= EXPOSED_SHARE:
+            continue
         if case.mesh:
-            yield from sharded_findings.find(line)
-        elif part is not None and part.resolved and (part.share or 0) > EXPOSED_SHARE:
+            yield _exposed_on_mesh(line, part)
+        else:
             overhead = line.part(steps.OVERHEAD)
             most = part.figure.value / 2
             bytes_count = not (overhead and overhead.resolved and overhead.figure.value >= most)
@@ -173,6 +176,49 @@ def _less_often(case: StepCase) -> str:
     batch = "a larger batch in its own code" if ":" in case.workload else "a larger --batch"
     more = "a larger --accumulate" if case.accumulate > 1 else "--accumulate"
     return f"communicate less often ({batch if case.static_graph else f'{more}, {batch}'})"
+
+
+def _exposed_on_mesh(line: StepLine, whole: Part) -> Finding:
+    parts = [line.part(name) for name in EXPOSED_OF.values()]
+    known = [part for part in parts if part is not None and part.resolved]
+    largest = max(known, key=lambda part: part.figure.value, default=None)
+    most = f", most of it {largest.name.removeprefix('exposed ')}" if largest else ""
+    case = line.case
+    return Finding(
+        "note",
+        "exposed-communication",
+        f"{case.workload} on {case.backend}, {case.parallel}: {_milliseconds(whole)} of each step "
+        f"is exposed communication{most}",
+        _shorten(line, largest),
+        {"workload": case.workload, "backend": case.backend},
+    )
+
+
+def _milliseconds(part: Part) -> str:
+    return f"{part.figure.value * 1e3:.3g} ms ({(part.share or 0) * 100:.0f} %)"
+
+
+def _shorten(line: StepLine, largest: Part | None) -> str:
+    """Suggest what shortens the largest exposed operation."""
+    case, ways = line.case, []
+    gathers = largest is not None and largest.name == EXPOSED_OF["all_gather"]
+    if gathers and case.prefetch is False:
+        saved = line.part(WOULD_SAVE)
+        gain = f", which saves {_milliseconds(saved)}" if saved and saved.resolved else ""
+        ways.append(f"gather the next layers early (leave out --no-prefetch){gain}")
+    backward = sum(
+        each.exposed.value
+        for each in (line.summary.collectives if line.summary else ())
+        if each.operation == "all_gather" and each.phase == "backward"
+    )
+    if gathers and case.reshard_after_forward and backward > EXPOSED_SHARE * (line.seconds or 0.0):
+        ways.append(
+            "keep the parameters after forward (--reshard-after-forward no): "
+            f"{backward * 1e3:.3g} ms less all_gather in backward, for more memory"
+        )
+    more = "a larger --batch" if case.parallel == "tp" else "--accumulate, a larger --batch"
+    ways.append(f"communicate less often ({more})")
+    return ", or ".join(ways)
 
 
 def _one_rank(run: Run) -> Iterator[Finding]:

@@ -13,20 +13,37 @@ travel as well, and the names of parameters that have no gradient or are frozen.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddpbench.replicas import findings
-from ddpbench.replicas.arguments import Optimizers, as_step_number, as_tuple, check_types
 from ddpbench.replicas.compare import Options
 from ddpbench.replicas.gather import gather_report
 from ddpbench.replicas.origin import Tracer
 from ddpbench.replicas.report import Report, few, listed_kinds
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+_NONE = type(None)
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "module": ((torch.nn.Module,), "a torch.nn.Module"),
+    "optimizer": (
+        (torch.optim.Optimizer, _NONE),
+        "a torch.optim.Optimizer, a list of them or None",
+    ),
+    "group": ((ProcessGroup, _NONE), "a process group or None"),
+    "mesh": ((DeviceMesh, _NONE), "a DeviceMesh or None"),
+    "gradients": ((bool, _NONE), "True, False or None"),
+    "finite": ((bool,), "True or False"),
+    "locate": ((int,), "a whole number"),
+    "trace_nonfinite": ((bool,), "True or False"),
+}
 
 
 def verify_replicas(
@@ -71,9 +88,9 @@ def verify_replicas(
     sent, if an argument has a wrong type.
     """
     settings: Any = {"gradients": gradients, "finite": finite, "locate": locate}
-    check_types(module=module, optimizer=optimizer, group=group, mesh=mesh, **settings)
-    options = Options(**settings, step=None if step is None else as_step_number(step))
-    return gather_report(module, as_tuple(optimizer), mesh or group, options)
+    _check_types(module=module, optimizer=optimizer, group=group, mesh=mesh, **settings)
+    options = Options(**settings, step=None if step is None else _as_step_number(step))
+    return gather_report(module, _as_tuple(optimizer), mesh or group, options)
 
 
 class Verifier:
@@ -101,9 +118,9 @@ class Verifier:
         mesh: DeviceMesh | None = None,
     ) -> None:
         self._settings: Any = {"gradients": gradients, "finite": finite, "locate": locate}
-        check_types(module=module, optimizer=optimizer, group=group, mesh=mesh, **self._settings)
-        check_types(trace_nonfinite=trace_nonfinite)
-        optimizers = as_tuple(optimizer)
+        _check_types(module=module, optimizer=optimizer, group=group, mesh=mesh, **self._settings)
+        _check_types(trace_nonfinite=trace_nonfinite)
+        optimizers = _as_tuple(optimizer)
         self._target = module, optimizers, mesh or group
         if trace_nonfinite and not optimizers:
             raise ValueError("trace_nonfinite=True needs the optimizer: its steps are counted")
@@ -121,7 +138,7 @@ class Verifier:
 
     def check(self, step: int) -> Report:
         """Verify the replicas after this step; its number must be the same in all ranks."""
-        step = as_step_number(step)
+        step = _as_step_number(step)
         options = Options(
             **self._settings,
             step=step,
@@ -178,3 +195,34 @@ class Verifier:
         if self._tracer is not None:
             self._tracer.close()
             self._tracer = None
+
+
+def _check_types(**arguments: object) -> None:
+    """Raise TypeError for the first argument of a wrong type, ValueError for a group and a mesh."""
+    for name, value in arguments.items():
+        types, allowed = _TYPES[name]
+        if name == "group" and value is GroupMember.NON_GROUP_MEMBER:
+            continue  # Channel refuses it: this rank is not in the group
+        if name == "optimizer" and isinstance(value, (list, tuple)):
+            wrong = [type(item) for item in value if not isinstance(item, torch.optim.Optimizer)]
+            if wrong:
+                raise TypeError(f"{name} must be {allowed}, not a list with a {wrong[0].__name__}")
+        elif not isinstance(value, types):
+            raise TypeError(f"{name} must be {allowed}, not of type {type(value).__name__}")
+    if arguments.get("group") is not None and arguments.get("mesh") is not None:
+        raise ValueError("group and mesh both name the ranks to compare: pass one of them")
+
+
+def _as_step_number(step: Any) -> int:
+    """Convert a step to int; numpy's integers and integer tensors are allowed, too."""
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise TypeError(f"step must be a whole number, not {step!r}") from None
+
+
+def _as_tuple(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers of one, several or none."""
+    if optimizer is None:
+        return ()
+    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)

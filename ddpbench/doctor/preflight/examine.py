@@ -13,21 +13,42 @@ runtime/environment.py, without secrets in the variables, and
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from ddpbench.analysis.rank_setup import Setup
 from ddpbench.doctor.context import Context, Outcome
-from ddpbench.doctor.preflight import checks
+from ddpbench.doctor.preflight import dangers, differences
 from ddpbench.doctor.preflight.table import build_tables
 from ddpbench.measure import clock
 from ddpbench.records import redact
+from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
 from ddpbench.runtime import control, environment
 
 # Facts in the record of a launch that serve another purpose.
 LEFT_OUT = ("gpu_before", "boot_id", "time_namespace", "pid", "load_average")
+# One entry adds a check. analysis/findings.py checks what every command needs, such as versions.
+CHECKS: tuple[Callable[[Setup], Iterator[Finding]], ...] = (
+    differences.same_facts,
+    differences.same_variables,
+    differences.interfaces,
+    differences.own_name,
+    differences.clocks,
+    dangers.costly_settings,
+    dangers.debug_builds,
+    dangers.bound_cores,
+    dangers.narrow_affinity,
+    dangers.far_gpu,
+    dangers.narrow_slot,
+    dangers.memory_errors,
+    dangers.gpu_in_use,
+    dangers.locked_memory,
+    dangers.open_files,
+    dangers.shared_memory,
+    dangers.free_memory,
+)
 
 
 def examine(context: Context) -> Outcome:
@@ -54,10 +75,15 @@ def examine(context: Context) -> Outcome:
     return Outcome(
         lines=(_summary(len(ranks), len(hosts)),),
         unchecked=tuple(_unchecked(setup, context.launch.ranks, objection)),
-        findings=checks.findings(setup),
+        findings=find_all(setup),
         figures=figures,
         tables=build_tables(figures, setup.backend),
     )
+
+
+def find_all(setup: Setup) -> tuple[Finding, ...]:
+    """Return a finding for everything that is odd or dangerous."""
+    return tuple(finding for check in CHECKS for finding in check(setup))
 
 
 def _own_facts(context: Context) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,13 +21,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ddpbench.analysis.spans import Span
+from ddpbench.analysis.spans import Span, Timed
 from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.parallel import SHARD, TENSOR, WAYS
 from ddpbench.measure.parallel.communication import Communication
-from ddpbench.measure.parallel.gather import gather_timed
-from ddpbench.measure.parallel.prefetch import set_prefetch
 from ddpbench.measure.step import Replica
+from ddpbench.runtime import control
 
 if TYPE_CHECKING:
     from ddpbench.catalog.parallel import Plan
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ddpbench.records.schema import StepCase
     from ddpbench.runtime.world import World
 
+Kind = tuple[str, str, str, int]  # of a span: operation, layers, phase, bytes
 STYLES: dict[str, type[ParallelStyle]] = {"column": ColwiseParallel, "row": RowwiseParallel}
 
 
@@ -147,3 +149,56 @@ def _group_by_mesh(model: nn.Module) -> list[dict[str, Any]]:
     for parameter in model.parameters():
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     return [{"params": parameters} for parameters in groups.values()]
+
+
+def set_prefetch(model: nn.Module, on: bool) -> None:
+    """Let each layer group start the all_gather of the next one, or none; before the first step.
+
+    on: the next in forward and the one before in backward, by fully_shard's explicit prefetch, and
+    with asynchronous calls. Without these, an all_gather on the CPU blocks in the call, and
+    prefetch hides nothing.
+    off: a layer group's all_gather starts when its compute needs it. An empty list would leave
+    fully_shard's own prefetch in backward on; a module that prefetches itself, when it is gathered
+    already, switches it off. Asynchronous calls then keep the all_gather on the stream of the
+    compute, as fully_shard's own streams would start it early on a GPU.
+
+    The reduce_scatter of fully_shard is synchronous in both cases: on the CPU it is always exposed.
+    The modules run in the order in which they are registered. Does nothing without fully_shard.
+    """
+    forward: list[Any] = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    root = forward[: isinstance(model, FSDPModule)]
+    backward = [*root, *reversed(forward[len(root) :])]
+    following = dict(itertools.pairwise(backward)) if on else {}
+    for number, module in enumerate(forward, 1):
+        module._set_unshard_async_op(True)
+        module.set_modules_to_forward_prefetch(forward[number : number + 1] if on else [])
+        module.set_modules_to_backward_prefetch([following.get(module, module)])
+
+
+def gather_timed(world: World, rounds: Sequence[Sequence[Span]]) -> Timed | None:
+    """Gather the spans of the steps that were timed, one step per round, in rank 0.
+
+    None on other ranks, and if the steps or the ranks differ in what they communicate.
+    """
+    first = rounds[0]
+    kinds = [_kind(span) for span in first]
+    own: list[tuple[Kind, tuple[int, ...]]] = [(_kind(span), span.ranks) for span in first]
+    if any([_kind(span) for span in spans] != kinds for spans in rounds):
+        own = []
+    every = control.gather_values(world, own)
+    same = [[tuple(kind) for kind, _ in each] for each in every]
+    if not own or any(each != same[0] for each in same):
+        return None
+    times = [[(s.begin_ns, s.exposed_ns, s.end_ns) for s in spans] for spans in rounds]
+    ns = control.gather_to_rank_0(world, np.array(times, np.int64))
+    if ns is None:
+        return None
+    groups = [
+        tuple(dict.fromkeys(tuple(each[number][1]) for each in every))
+        for number in range(len(first))
+    ]
+    return Timed(tuple(first), groups, ns)
+
+
+def _kind(span: Span) -> Kind:
+    return span.operation, span.layers, span.phase, span.nbytes
