@@ -138,7 +138,8 @@ def test_load_loss_and_recorded_values_are_stored(results: list[dict[str, Any]])
     assert losses
     if len(losses) == 1:  # in later rounds, which a busy host has, ranks may keep different steps
         assert np.isclose(computed.mean(axis=0), losses[0], rtol=1e-4).any()
-    assert all(computed.min() <= loss <= computed.max() for loss in losses)
+    lowest, highest = computed.min() * (1 - 1e-4), computed.max() * (1 + 1e-4)  # stored rounded
+    assert all(lowest <= loss <= highest for loss in losses), (losses, lowest, highest)
     values = [moment.values for moment in watched.moments if moment.values]
     assert values
     assert all(one == {"validation loss": 1.0} for one in values)
