@@ -188,7 +188,19 @@ choose_python() { # sets python, and why it was chosen
   python=$at_hand why="at hand, with its own torch${missing:+, but without ${missing//$'\n'/ }}"
 }
 
+can_store() { [[ -w $1/results || (! -e $1/results && -w $1) ]]; } # can_store FOLDER
+
+choose_folder() { # choose_folder [arguments]: sets folder, if results/ cannot be written here
+  local word
+  for word; do [[ $word != --output* ]] || return 0; done
+  ! can_store . || return 0
+  can_store "$checkout" || fail "cannot write results/ here: change to a writable folder, or name one with --output"
+  folder=$checkout/results
+  say "cannot write results/ here: the results go to $folder"
+}
+
 bench() {
+  [[ ! $folder ]] || set -- "$@" --output "$folder/$(date -u +%Y%m%dT%H%M%SZ)-$1-$BASHPID"
   say "running: python -m ddpbench $*"
   exec "$python" -m ddpbench "$@"
 }
@@ -243,6 +255,7 @@ command=${1:-}
 shift $(($# > 0))
 needs=(dependencies) uses=() # the groups that the command must have, and those that it can use
 modules=()                   # that an active environment must have besides
+folder=""                    # of runs, if not results/
 case $command in
   -h | --help) usage && exit 0 ;;
   cpu | mpi) uses=(mpi) ;;
@@ -271,6 +284,7 @@ esac
 for word; do
   case $word in --report | --report=* | --ddpbench-report*) uses+=(report) ;; esac
 done
+case $command in cpu | mpi | gpu | all | ddp | collectives | doctor) choose_folder "$@" ;; esac
 choose_python
 say "python: $python ($why)"
 case $command in

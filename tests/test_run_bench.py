@@ -520,3 +520,33 @@ def test_regress_runs_the_suite_of_what_must_not_become_slower(
         "--ddpbench-compare", "--benchmark-autosave",
         f"--benchmark-storage={checkout}/results/benchmarks", "-k", "two",
     ]  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
+def test_results_go_to_the_checkout_if_the_folder_cannot_be_written(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """A user who may not write here gets results/ of the checkout, and --output still wins. Where
+    the checkout cannot be written either, the refusal comes before the set-up."""
+    here = tmp_path / "read-only"
+    here.mkdir(mode=0o555)
+    active = make_environment(tmp_path / "active", checkout)
+    # A root without this capability has the rights of a normal user in its own folders.
+    bounded = ("setpriv", "--bounding-set", "-dac_override") if os.geteuid() == 0 else ()
+
+    def run(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        line = [*bounded, str(checkout / "run_bench.sh"), *words]
+        env = environment(**changes)
+        return subprocess.run(
+            line, cwd=here, env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    (call,) = said(run("cpu", VIRTUAL_ENV=str(active)))
+    *_, option, folder = call["argv"]  # type: ignore[misc]
+    assert option == "--output"
+    assert Path(folder).parent == checkout / "results"
+    (call,) = said(run("cpu", "--output", "mine", VIRTUAL_ENV=str(active)))
+    assert call["argv"][-2:] == ["--output", "mine"]  # type: ignore[index]
+    checkout.chmod(0o555)
+    assert "--output" in refused(run("cpu"))
+    assert not (checkout / ".venv").exists()
