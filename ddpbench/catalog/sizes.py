@@ -26,10 +26,13 @@ def parse(text: str) -> tuple[int, ...]:
 
 
 def _size(word: str, text: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", word.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+)(?:([KMG])(?:iB)?|B?)", word.strip(), re.IGNORECASE)
     if not match:
-        raise ValueError(f"{word!r} in {text!r} is not a size: write bytes as 4, 64K, 1M or 2G")
-    size = int(match[1]) * UNITS[match[2].upper()]
+        raise ValueError(
+            f"{word!r} in {text!r} is not a size: write 4, 64K, 1M or 2G (K, M, G = 1024, 1024², "
+            "1024³ bytes, as in nccl-tests), or a number of bytes"
+        )
+    size = int(match[1]) * UNITS[(match[2] or "").upper()]
     if size < 1:
         raise ValueError(f"size {word!r} in {text!r}: the smallest size is 1 byte")
     return size
