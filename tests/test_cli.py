@@ -146,6 +146,21 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.parametrize("launcher", [(), (*torchrun(2), "-m")], ids=["alone", "torchrun"])
+def test_a_root_that_is_no_rank_is_refused_before_anything_is_stored(
+    tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
+    """One process says so, also under torchrun, and no run is left behind."""
+    words = ("--backend", "gloo", "--op", "broadcast", "--root", "5")
+    if launcher:
+        done = run_command([*launcher, "ddpbench.collectives", *words], tmp_path)
+    else:
+        done = run_ddpbench(tmp_path, "collectives", "-n", "2", *words)
+        assert done.returncode == 2
+    assert len(re.findall(r"^ddpbench: .*--root 5", done.stderr, re.MULTILINE)) == 1
+    assert not (tmp_path / "results").exists()
+
+
 def test_a_launcher_that_is_missing_is_named_with_its_remedy(tmp_path: Path) -> None:
     """Without mpirun, mpi is refused with the pip line."""
     block = (

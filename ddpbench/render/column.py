@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from ddpbench.analysis import flags
 from ddpbench.records.schema import Case, StepCase
+from ddpbench.records.wording import explain_unknown
 
 RowT = TypeVar("RowT")
 LineT = TypeVar("LineT", bound=flags.AnyLine)
@@ -56,9 +57,11 @@ def choose_columns(
     Raises UnknownColumn for a name that is not in `columns`.
     """
     chosen = list(names or (name for name in columns if every or columns[name].default))
+    if "all" in chosen:
+        return list(columns)
     for name in chosen:
         if name not in columns:
-            raise UnknownColumn(f"this run has no column {name!r}: choose {', '.join(columns)}")
+            raise UnknownColumn(explain_unknown("column", name, [*columns, "all"]))
     return chosen
 
 

@@ -272,12 +272,17 @@ SHOWN = """
 """
 
 
-def add_shown(parser: argparse.ArgumentParser, columns: Iterable[str], note: str = "") -> None:
-    """Add the options on format and columns. `note` follows the names of the columns."""
+def add_shown(
+    parser: argparse.ArgumentParser, columns: Iterable[str], note: str = "", *, check: bool = True
+) -> None:
+    """Add the options on format and columns. `note` follows the names of the columns.
+
+    check: whether every column of `columns` suits every run of this command.
+    """
     texts = SHOWN.format(columns=", ".join(columns), note=note)
     add = add_group(parser, "what is shown", texts)
     add("--format", default="table", choices=tuple(FORMATS))
-    add("--columns", kind=names("column", columns), metavar="COLUMN,…")
+    add("--columns", kind=names("column", columns) if check else listed, metavar="COLUMN,…")
     add("--quiet", action="store_true")
 
 

@@ -61,6 +61,9 @@ class RunOptions:
     def check(self) -> None:
         """Raise Refused, with one sentence, for options that exclude each other."""
 
+    def check_world(self, world_size: int) -> None:
+        """Raise Refused, with one sentence, for options that do not fit the number of ranks."""
+
     @property
     def shows_progress(self) -> bool:
         """Return whether a terminal shows progress: here, or where ddpbench started the ranks."""

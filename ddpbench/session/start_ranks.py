@@ -49,10 +49,13 @@ def run_or_start(
     options = resolve(options, placement)
     options.check()
     if placement is not None:
+        options.check_world(placement.world_size)
         return run_rank(options, placement)
+    options = replace(options, nproc=count_ranks(options))
+    options.check_world(options.nproc or 1)
     if options.report:
         page.require()
-    return _start(replace(options, nproc=count_ranks(options)), run_rank, words)
+    return _start(options, run_rank, words)
 
 
 def resolve(options: T, placement: Placement | None) -> T:

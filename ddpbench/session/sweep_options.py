@@ -13,6 +13,7 @@ from ddpbench.launch.placement import Refused
 from ddpbench.measure import memory
 from ddpbench.measure.start import STARTS
 from ddpbench.records.schema import Plan
+from ddpbench.records.wording import counted
 from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.runtime import devices
 from ddpbench.runtime.subgroups import GROUPS
@@ -75,6 +76,14 @@ class Options(RunOptions):
                     f"--{option} {chosen} applies to none of {', '.join(self.op)}: "
                     f"{advice}leave it out"
                 )
+
+    def check_world(self, world_size: int) -> None:
+        """Raise Refused for a root that no group of ranks has."""
+        if self.root >= world_size:
+            raise Refused(
+                f"--root {self.root} is not a rank: with {counted(world_size, 'rank')}, choose a "
+                f"number from 0 to {world_size - 1}"
+            )
 
     def notes(self) -> list[str]:
         """Return one line for each given option that some of the operations do not support."""
