@@ -113,7 +113,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ddpbench-report",
         metavar="FILE.html",
         help="write a page with the launches of each test, and its verdict with "
-        "--ddpbench-compare; needs pip install 'ddpbench[report]' (default: no page)",
+        "--ddpbench-compare; needs the extra `report` (default: no page)",
     )
     add(
         "--ddpbench-margin",

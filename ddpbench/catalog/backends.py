@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddpbench.launch.placement import NO_MPIRUN, Refused, find_mpirun
-from ddpbench.records.wording import counted, explain_unknown
+from ddpbench.records.wording import counted, explain_unknown, install_extra
 from ddpbench.runtime import devices, nccl_library
 
 
@@ -103,7 +103,7 @@ def _mpi_unavailable(device: str) -> str | None:
     if not _mpi_native() and find_spec("mpi4py") is None:
         return (
             "torch was built without MPI and mpi4py is not installed: "
-            "pip install 'ddpbench[mpi]' brings mpi4py and Open MPI, without system packages"
+            f"{install_extra('mpi')} brings mpi4py and Open MPI, without system packages"
         )
     return None
 

@@ -6,7 +6,7 @@ python -m ddpbench report last --svg pictures --markdown report.md
 python -m ddpbench report old.log new.log                      logs of nccl-tests or OSU
 
 Of several runs, the first is the base: the report has the verdicts of `compare` on each of the
-others. The command needs pip install 'ddpbench[report]', and prints the path of each file.
+others. The command needs the extra `report`, and prints the path of each file.
 """
 
 from __future__ import annotations

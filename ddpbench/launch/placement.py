@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
+from ddpbench.records.wording import install_extra
+
 
 class Refused(Exception):
     """The request cannot be met: one sentence for the user, exit code 2, nothing measured.
@@ -210,5 +212,5 @@ def find_mpirun() -> str | None:
 
 NO_MPIRUN = (
     "there is no mpirun beside this Python or in PATH: install one, without system packages, with "
-    "pip install 'ddpbench[mpi]'"
+    + install_extra("mpi")
 )

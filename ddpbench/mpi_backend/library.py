@@ -23,6 +23,7 @@ from typing import Any
 from ddpbench.launch import siblings
 from ddpbench.launch.placement import free_port, read_placement
 from ddpbench.records.terminal_text import tell
+from ddpbench.records.wording import install_extra
 
 # Called before MPI is finalised. A sentence that one returns says why that would only hang.
 BEFORE_END: list[Callable[[], str | None]] = []
@@ -53,7 +54,7 @@ def mpi() -> Any:
             mpi4py.rc.initialize, mpi4py.rc.finalize = False, mpi4py.rc.finalize is not False
         from mpi4py import MPI
     except ImportError as error:  # the package, or a library for it
-        text = f"mpi4py cannot start MPI ({error}): pip install 'ddpbench[mpi]' brings both"
+        text = f"mpi4py cannot start MPI ({error}): {install_extra('mpi')} brings both"
         raise ImportError(text) from error
 
     if ours and not MPI.Is_initialized():

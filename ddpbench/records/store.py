@@ -148,7 +148,10 @@ def read(folder: Path) -> Run:
         if (folder / GROWING).exists():
             path = folder / GROWING
             _grow(raw, read_file(path))
-        return _name_gather(codec.decode(Run, raw))
+        run = codec.decode(Run, raw)
+        # Launches run in random order. Their index is in the order of the backends requested.
+        launches = sorted(run.launches, key=lambda launch: launch.index)
+        return _name_gather(replace(run, launches=tuple(launches)))
     except InvalidRun:
         raise
     except OSError as error:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-MOST_LISTED = 40  # names in one sentence; of more, the help has the list
-
 
 def explain_unknown(kind: str, word: str, known: Iterable[str]) -> str:
     """Return "unknown KIND 'WORD': choose a, b or c. Did you mean b?"."""
     table = list(known)
-    choices = f": choose {list_choices(table)}" if len(table) <= MOST_LISTED else ""
-    return f"unknown {kind} {word!r}{choices}{did_you_mean(word, table)}"
+    return f"unknown {kind} {word!r}: choose {list_choices(table)}{did_you_mean(word, table)}"
+
+
+def install_extra(name: str) -> str:
+    """Return how to install an extra of pyproject.toml. ddpbench is on no package index."""
+    return f"pip install '.[{name}]' in a checkout of ddpbench"
 
 
 def list_choices(known: Iterable[str]) -> str:

@@ -22,6 +22,7 @@ from ddpbench.launch.placement import (
     slurm_address,
 )
 from ddpbench.launch.rendezvous import serve
+from ddpbench.records.wording import install_extra
 from ddpbench.runtime import control, network
 from ddpbench.runtime.network import Endpoint
 
@@ -111,7 +112,7 @@ def _broadcast_address_over_mpi(
     if find_spec("mpi4py") is None:
         raise Refused(
             "under mpirun the ranks meet over mpi4py, which is not installed: "
-            "pip install 'ddpbench[mpi]', or give --master-addr and --master-port"
+            f"{install_extra('mpi')}, or give --master-addr and --master-port"
         )
     from ddpbench.mpi_backend import library as mpi_library
 

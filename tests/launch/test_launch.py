@@ -206,7 +206,7 @@ def test_mpirun_is_taken_from_this_environment_first(
     monkeypatch.setattr(placement, "files", lambda name: [])
     assert placement.find_mpirun() == str(theirs / "mpirun")
     monkeypatch.setenv("PATH", str(empty))
-    with pytest.raises(Refused, match=r"pip install 'ddpbench\[mpi\]'"):
+    with pytest.raises(Refused, match=r"pip install '\.\[mpi\]'"):
         starters.mpirun([], 1)
 
 

@@ -14,6 +14,7 @@ from stored_runs import a_case, a_result, a_run, a_summary, with_facts
 
 from ddpbench.interchange import sources
 from ddpbench.records.schema import Finding
+from ddpbench.records.wording import install_extra
 from ddpbench.report.chart import ReportRun
 from ddpbench.report.output import page_file
 
@@ -32,7 +33,7 @@ FILLS = "() => [...document.querySelectorAll('figure svg text')].map((e) => e.ge
 def missing() -> str | None:
     """Return what these tests lack; None if nothing."""
     if find_spec("playwright") is None or find_spec("axe_playwright_python") is None:
-        return "no playwright: pip install 'ddpbench[test]'"
+        return f"no playwright: {install_extra('test')}"
     return None if CHROMIUM else "no chromium: apt-get install chromium"
 
 

@@ -31,6 +31,7 @@ from without_torch import run_without_torch
 
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Run
+from ddpbench.records.wording import install_extra
 from ddpbench.render import comparison as render
 from ddpbench.report.chart import Section
 from ddpbench.report.charts.changes import choose_ticks
@@ -40,7 +41,7 @@ from ddpbench.session import run_end
 from ddpbench.verdicts import comparison
 from ddpbench.verdicts.matching import Source
 
-EXTRA = "pip install 'ddpbench[report]'"
+EXTRA = install_extra("report")
 
 
 @pytest.fixture(autouse=True)

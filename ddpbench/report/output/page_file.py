@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpbench.records import store
+from ddpbench.records.wording import install_extra
 
 if TYPE_CHECKING:
     from ddpbench.report.chart import ReportRun, Section
@@ -22,7 +23,7 @@ def explain_missing(wanted: str) -> str | None:
     wanted: what needs the package, such as "--report".
     """
     missing = next((name for name in PACKAGES if find_spec(name) is None), None)
-    return missing and f"{wanted} needs {missing}: type pip install 'ddpbench[report]'"
+    return missing and f"{wanted} needs {missing}: {install_extra('report')}"
 
 
 def explain_unusable(output: Path, what: str = "page", name: str = NAME) -> str | None:

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.records.watched import COLUMNS
+from ddpbench.records.wording import install_extra
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
 
-MISSING = "prometheus_client is not installed: pip install 'ddpbench[watch]'"
+MISSING = f"prometheus_client is not installed: {install_extra('watch')}"
 GAUGES = {  # metric → its help, and its key in the seconds of a report
     "ddpbench_watch_step_seconds": ("Time of one step, median of the newest.", "step"),
     "ddpbench_watch_exposed_communication_seconds": (
