@@ -10,21 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ddpbench.analysis.lines import share_gpu
 from ddpbench.catalog import sizes
 from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.dtypes import DTYPES
 from ddpbench.catalog.operations import OPERATIONS, Operation
 from ddpbench.launch.placement import Placement
 from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, Case, Limit, Plan, Result
-from ddpbench.records.terminal_text import tell
 from ddpbench.runtime import control, cpu, devices
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts, launch_loop
 from ddpbench.session.launch_loop import LaunchContext, Work
-from ddpbench.session.sweep_options import DEFAULT_SIZES
 from ddpbench.session.sweep_options import Options as Options
 from ddpbench.session.sweep_options import add_arguments as add_arguments  # used by cli
+from ddpbench.session.sweep_options import default_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -48,9 +48,6 @@ def prepare(context: LaunchContext[Options]) -> Work[Numbered]:
     from ddpbench.measure import calibrate, loop
 
     world, options, plan = context.world, context.options, context.plan
-    if world.rank == 0 and context.index == 0 and not options.quiet:
-        for note in options.notes():
-            tell(note)
     subgroups = context.closing.enter_context(
         world.agree_subgroups(context.name, context.tested, options.groups, context.device)
     )
@@ -103,7 +100,7 @@ class Sweep:
         self.rates = rates
         # What the links of the GPUs carry in each partition, for each operation.
         self.links: Links = {}
-        if context.backend.transport == "links":
+        if context.backend.transport == "links" and not share_gpu(recorder.launch.ranks):
             self.links = {
                 (name, op): derive_limit(ranks, hosts, subgroup.partition, OPERATIONS[op])
                 for name, subgroup in subgroups.items()
@@ -200,7 +197,7 @@ def list_cases(
     options: Options, backend: Backend, plan: Plan, partitions: Sequence[Partition]
 ) -> list[tuple[Case, int]]:
     """List the cases of a sweep on one backend, each once, with the size that was requested."""
-    requested = options.sizes or sizes.parse(DEFAULT_SIZES[devices.get(options.device).defaults])
+    requested = options.sizes or default_sizes(backend.name, options.device)
     cases: dict[Case, int] = {}
     for name in options.op:
         operation = OPERATIONS[name]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +31,7 @@ class Line(AnyLine):
     algbw: float | None = None
     busbw: float | None = None
     fraction: float | None = None  # of the limit
+    shares_gpu: bool = False  # whether two ranks used one GPU
 
     @property
     def medians(self) -> list[float]:
@@ -65,10 +68,17 @@ def lines(run: Run) -> list[Line]:
             *(case.nbytes, backends.index(case.backend)),
         )
 
-    return [_line(case, by_case[case], run.plan) for case in sorted(by_case, key=order)]
+    sharing = {launch.index for launch in run.launches if share_gpu(launch.ranks)}
+    return [_line(case, by_case[case], run.plan, sharing) for case in sorted(by_case, key=order)]
 
 
-def _line(case: Case, results: list[Result], plan: Plan) -> Line:
+def share_gpu(ranks: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether two of these ranks used one GPU."""
+    used = [rank["gpu_uuid"] for rank in ranks if rank.get("gpu_uuid")]
+    return len(set(used)) < len(used)
+
+
+def _line(case: Case, results: list[Result], plan: Plan, sharing: set[int]) -> Line:
     measured = [r for r in results if r.summary is not None]
     if not measured:
         return Line(case=case, results=(), reason=results[0].reason)
@@ -96,6 +106,7 @@ def _line(case: Case, results: list[Result], plan: Plan) -> Line:
         algbw=bandwidth.algbw(case.nbytes, seconds) if known else None,
         busbw=bandwidth.busbw(case.nbytes, seconds, factor) if known else None,
         fraction=float(np.median(fractions)) if fractions else None,
+        shares_gpu=any(r.launch in sharing for r in measured),
     )
     return replace(line, flags=raised_flags(line, plan, FLAGS))
 
@@ -183,6 +194,11 @@ FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
         f"the launch of more than {UNHIDDEN_SHARE * 100:g} % of the calls was not hidden: their "
         "time includes a part of it; keep other processes off the cores of the ranks",
         lambda line, plan: any((r.unhidden_share or 0) > UNHIDDEN_SHARE for r in line.results),
+    ),
+    "shared-gpu": Flag(
+        "two ranks share a GPU (--share-gpu): their times contain waiting, and NCCL takes each "
+        "rank for a host of its own and connects them by sockets, without NVLink or PCIe",
+        lambda line, plan: line.shares_gpu,
     ),
     "busy": BUSY,
     "small-pages": Flag(

@@ -5,7 +5,6 @@ Other names that torch knows work too. Importing this module imports no torch; `
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +28,6 @@ class Backend:
                  is given by the current stream: then its launch can be hidden
     interfaces   environment variable that names its network interfaces, in NCCL's syntax; gloo's
                  is checked with the control group
-    instead_of_sharing  () → None if several ranks can use one GPU, else what to do instead
     """
 
     name: str
@@ -43,7 +41,6 @@ class Backend:
     transport: str = ""
     in_stream: bool = False
     interfaces: str = ""
-    instead_of_sharing: Callable[[], str | None] = lambda: None
 
 
 def _torch() -> str:
@@ -79,14 +76,6 @@ def _no_device(backend: str, device: str) -> str | None:
         f"{backend} with {device.upper()} tensors needs a GPU, but {why}: "
         f"{advice}, or use --device cpu --backend gloo"
     )
-
-
-def _nccl_instead_of_sharing() -> str | None:
-    if (nccl_library.version() or ()) < (2, 30):
-        return f"use --backend gloo, because {nccl_library.describe()} allows one rank per GPU"
-    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-        return f"set NCCL_MULTI_RANK_GPU_ENABLE=1, with which {nccl_library.describe()} shares GPUs"
-    return None
 
 
 def _mpi_native() -> bool:
@@ -161,7 +150,6 @@ BACKENDS: dict[str, Backend] = {
             transport="links",
             in_stream=True,
             interfaces="NCCL_SOCKET_IFNAME",
-            instead_of_sharing=_nccl_instead_of_sharing,
         ),
         Backend(
             name="mpi",

@@ -67,7 +67,7 @@ def find_refusal(
         seconds=timeout_seconds,
         modules=list(modules),
         launcher=backends.get(backend).launcher,
-        ranks=throwaway_ranks.ranks_for(backend, device),
+        ranks=throwaway_ranks.RANKS,
         hook=hook,
         options=dict(options),
         buckets=min(buckets, 8),

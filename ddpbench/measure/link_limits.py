@@ -127,7 +127,7 @@ def _sum_nvlinks(links: Sequence[Any]) -> Limit | None:
     count = sum(link["count"] for link in links)
     total = sum(link["count"] * link["bytes_per_second"] for link in links)
     source = f"{count} NVLink{'s' if count > 1 else ''} of {total / count / 1e9:.1f} GB/s"
-    return Limit(total, f"{source}, as NVML reports")
+    return Limit(total, f"{source}, NVML's raw rate, about 6 % above the usable one")
 
 
 def _through_slots(local: Sequence[Facts]) -> Limit | None:

@@ -49,6 +49,7 @@ DEATHS = {
     "Floating-point exception": "crashed (SIGFPE)",
 }
 
+RANKS = 2  # of a trial; two may share a GPU
 Report = Callable[..., None]  # (kind, text): report what this rank is doing
 Attempt = Callable[[World, Report], None]  # one rank's part
 
@@ -63,13 +64,6 @@ class Request:
     modules: Sequence[str]  # imported first
     launcher: str  # of starters.STARTERS
     ranks: int
-
-
-def ranks_for(backend: str, device: str) -> int:
-    """Return the number of ranks of a trial: two, unless the backend needs a device for each."""
-    if backends.get(backend).instead_of_sharing() is None:
-        return 2
-    return max(1, min(2, devices.get(device).count()))
 
 
 class State(NamedTuple):
@@ -254,6 +248,6 @@ def tested(request: Request, world: World) -> Iterator[tuple[dist.ProcessGroup, 
     """Yield a group of all ranks on the requested backend, and this rank's device."""
     backend = backends.get(request.backend)
     name = backend.register() if backend.register else backend.name
-    device = world.agree_device(request.device, backend.instead_of_sharing())
+    device = world.agree_device(request.device)
     with world.agree_group(name, device=device) as group:
         yield group, device

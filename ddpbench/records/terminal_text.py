@@ -135,6 +135,18 @@ def prepare_streams() -> None:
             stream.reconfigure(errors=FALLBACK)
 
 
+def divert_libraries() -> None:
+    """Send to stderr what libraries print to stdout, as NCCL_DEBUG does. stdout is for results.
+
+    NCCL_DEBUG_FILE=/dev/stderr is not enough: NCCL empties a stderr that is a file when it opens
+    it, and writes its version to stdout all the same.
+    """
+    if sys.stdout is not None and sys.stdout is sys.__stdout__:
+        sys.stdout.flush()
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=FALLBACK)
+        os.dup2(2, 1)
+
+
 def silence_stdout() -> None:
     """Discard further output if stdout accepts no more: its reader has gone or its disk is full."""
     with contextlib.suppress(OSError, ValueError):

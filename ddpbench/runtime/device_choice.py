@@ -25,10 +25,14 @@ def choose_indices(visible: Sequence[Sequence[str]]) -> list[int]:
     return chosen
 
 
-def explain_sharing(used: Sequence[str], remedy: str) -> str | None:
-    """Return a sentence if several ranks use one device; `used`: identities, by rank."""
-    users = Counter(used)
-    shared = [rank for rank, device in enumerate(used) if users[device] > 1]
+def explain_sharing(used: Sequence[str], allowed: bool) -> str | None:
+    """Return a sentence if too many ranks use one device.
+
+    used: identities, by rank. allowed: whether two ranks may share one.
+    """
+    users, most = Counter(used), 2 if allowed else 1
+    shared = [rank for rank, device in enumerate(used) if users[device] > most]
     if not shared:
         return None
-    return f"{name_ranks(shared, 3)} would share GPUs: start at most one rank per GPU, or {remedy}"
+    advice = "two ranks per GPU" if allowed else "one rank per GPU, or add --share-gpu for two"
+    return f"{name_ranks(shared, 3)} would share GPUs: start at most {advice}"

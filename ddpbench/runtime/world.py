@@ -113,25 +113,24 @@ class World:
         connections = sockets.list_connections() - self.control_connections
         return sockets.local_addresses(connections, frozenset().union(*remote))
 
-    def agree_device(self, name: str, instead_of_sharing: str | None = None) -> torch.device:
+    def agree_device(self, name: str) -> torch.device:
         """This rank's device: one of its own, in order of the ranks that see the same devices.
 
-        instead_of_sharing: what to do where the backend refuses several ranks on one device; None
-        if it allows them. Raises Refused, naming the ranks, if several would share one then, or if
-        neither --share-gpu nor NCCL's variable for this says that they shall.
+        With --share-gpu, two ranks may share one. Raises Refused, naming the ranks, if more would.
         """
         kind = devices.get(name)
         visible = [kind.identity(index) for index in range(kind.count())]
         if None in visible:  # all ranks may share it
             return kind.select(0)
-        allowed = self.share_gpu or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        rows = control.gather_values(self, [visible, instead_of_sharing, allowed])
-        chosen = choose_indices([row[0] for row in rows])
-        used = [row[0][index] for row, index in zip(rows, chosen, strict=True)]
-        refusals = [row[1] for row in rows if row[1] is not None]
-        sentence = explain_sharing(used, next(iter(refusals), "add --share-gpu"))
-        if sentence is not None and (refusals or not all(row[2] for row in rows)):
+        rows = control.gather_values(self, visible)
+        chosen = choose_indices(rows)
+        used = [row[index] for row, index in zip(rows, chosen, strict=True)]
+        if (sentence := explain_sharing(used, self.share_gpu)) is not None:
             raise Refused(sentence)
+        if len(set(used)) < len(used) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+            # NCCL refuses two ranks of one host on one GPU. It takes these for hosts of their own.
+            os.environ.setdefault("NCCL_HOSTID", f"ddpbench-rank-{self.rank}")
+            os.environ.setdefault("NCCL_NET", "Socket")
         self.gpu_mates[:] = [rank for rank, device in enumerate(used) if device == used[self.rank]]
         return kind.select(chosen[self.rank])
 

@@ -149,7 +149,7 @@ def _measure(
     from ddpbench.session.progress import Bar, Progress
     from ddpbench.session.recorder import FileRecorder, Recorder
 
-    device = world.agree_device(options.device, backend.instead_of_sharing())
+    device = world.agree_device(options.device)
     with ExitStack() as closing:
         name = agree_torch_name(world, backend)
         tested = closing.enter_context(world.agree_group(name, device=device))

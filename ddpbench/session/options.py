@@ -215,7 +215,7 @@ WHERE = """
                one per GPU)
 --import       module to import first, such as a plug-in that registers a backend; can be repeated
                (default: none)
---share-gpu    allow several ranks to use the same GPU, for tests
+--share-gpu    allow two ranks to use the same GPU, for tests
 --init-method  how the ranks meet: env://, tcp://HOST:PORT or file:///PATH (default: as the launcher
                defines it)
 --master-addr  host name or address of rank 0 (default: as the launcher defines it)

@@ -64,6 +64,10 @@ class RunOptions:
     def check_world(self, world_size: int) -> None:
         """Raise Refused, with one sentence, for options that do not fit the number of ranks."""
 
+    def notes(self) -> list[str]:
+        """Return one line for each option that does not apply to all that is measured."""
+        return []
+
     @property
     def shows_progress(self) -> bool:
         """Return whether a terminal shows progress: here, or where ddpbench started the ranks."""

@@ -25,7 +25,7 @@ from ddpbench.launch.placement import (
 )
 from ddpbench.launch.supervise import Deadline
 from ddpbench.records import store
-from ddpbench.records.terminal_text import tell
+from ddpbench.records.terminal_text import divert_libraries, tell
 from ddpbench.runtime import devices
 from ddpbench.session import page, run_folder
 from ddpbench.session.errors import WAIT_FOR_SPEAKER_SECONDS, report_errors
@@ -48,11 +48,14 @@ def run_or_start(
     require_limits(placement.world_size if placement else options.nproc or 2, placement)
     options = resolve(options, placement)
     options.check()
+    options.check_world(placement.world_size if placement else count_ranks(options))
+    if options.join is None and not options.quiet and (placement is None or placement.rank == 0):
+        for note in options.notes():
+            tell(note)
     if placement is not None:
-        options.check_world(placement.world_size)
+        divert_libraries()
         return run_rank(options, placement)
     options = replace(options, nproc=count_ranks(options))
-    options.check_world(options.nproc or 1)
     if options.report:
         page.require()
     return _start(options, run_rank, words)

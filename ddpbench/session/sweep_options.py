@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ddpbench.catalog import sizes
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.catalog.sizes import SYNTAX
@@ -24,6 +25,7 @@ from ddpbench.session.run_options import RunOptions
 # other than repetitions within one launch do, so each of several needs little time.
 SLICE, SHORT_SLICE = 2.0, 0.1
 DEFAULT_SIZES = {"cpu": "4:64M:x4", "cuda": "8:1G:x4"}
+GLOO_MOST_NBYTES = 64 * 2**20  # of CUDA tensors, which gloo moves at about 1 GB/s
 FORMS, PLACES = ("tensor", "list"), ("in", "out")
 
 
@@ -86,8 +88,14 @@ class Options(RunOptions):
             )
 
     def notes(self) -> list[str]:
-        """Return one line for each given option that some of the operations do not support."""
+        """Return one line for each option that some operations or backends do not support."""
+        text = DEFAULT_SIZES[devices.get(self.device).defaults]
+        capped = default_sizes("gloo", self.device) != sizes.parse(text)
+        shortened = "gloo" in self.backend and self.sizes is None and capped
         return [
+            f"gloo with {self.device.upper()} tensors is measured up to 64 MiB, because it is "
+            f"slow: --sizes {text} measures it further"
+        ] * shortened + [
             f"--{option} {chosen} does not apply to {', '.join(unsuited)}: "
             f"measured {_usual(option, unsuited[0])}"
             for option, chosen, unsuited in self._find_unsuited()
@@ -115,6 +123,14 @@ class Options(RunOptions):
         )
 
 
+def default_sizes(backend: str, device: str) -> tuple[int, ...]:
+    """Return the sizes of a sweep without --sizes."""
+    usual = sizes.parse(DEFAULT_SIZES[devices.get(device).defaults])
+    if backend != "gloo" or device == "cpu":
+        return usual
+    return tuple(nbytes for nbytes in usual if nbytes <= GLOO_MOST_NBYTES)
+
+
 def _supported(option: str, operation: str) -> tuple[str, ...]:
     """Return the values of --form, --place, --dtype or --reduce-op that an operation supports."""
     entry = OPERATIONS[operation]
@@ -134,7 +150,7 @@ def _usual(option: str, operation: str) -> str:
 MEASURED = """
 --op           operations to measure: {operations}, or all
 --sizes        total bytes as nccl-tests counts them: {syntax} (default: {cpu}; {cuda} for CUDA
-               tensors)
+               tensors, on gloo up to 64M)
 --dtype        dtypes to measure: {dtypes}, or all
                (default: float32)
 --reduce-op    reduce ops to measure: {reduce_ops}, or all (default: sum)

@@ -37,8 +37,8 @@ def test_what_is_written_is_what_is_meant(text: str, meant: tuple[int, ...]) -> 
 @pytest.mark.parametrize(
     "text",
     [
-        "", "4,,8", "-4", "1MB", "4:1KB:x2", "1.5K", "1T", "4 K", "0", "0:4:x2", "4:8", "4:8:x2:x2", "8:4:x2", "4:8:2",
-        "4:8:x1", "4:8:x0", "4:8:x", "4:8:+0", "4:8:+x", "1:10001:+1", "1:1G:+1",
+        "", "4,,8", "-4", "1MB", "1.5K", "1T", "4 K", "0", "0:4:x2", "4:8", "4:8:x2:x2", "8:4:x2", "4:8:2",
+        "4:1KB:x2", "4:8:x1", "4:8:x0", "4:8:x", "4:8:+0", "4:8:+x", "1:10001:+1", "1:1G:+1",
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused_in_one_sentence(text: str, frozen: Frozen) -> None:

@@ -275,17 +275,6 @@ def test_a_lack_of_memory_is_no_refusal(
         walk([SUM, LIST])
 
 
-@pytest.mark.parametrize(("gpus", "ranks"), [(0, 1), (1, 1), (2, 2), (8, 2)])
-def test_nccl_is_tried_with_a_rank_for_each_gpu(
-    gpus: int, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At most two, and never two on one GPU where nccl refuses that; gloo lets them share."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    assert throwaway_ranks.ranks_for("nccl", "cuda") == ranks
-    assert throwaway_ranks.ranks_for("gloo", "cuda") == 2
-
-
 # --- one set of ranks after the other, scripted ---------------------------------------------------
 
 ABORTED = "Fatal Python error: Aborted\n"

@@ -1,8 +1,7 @@
 """The machine of the GPU checks, and how commands run there.
 
 python -m pytest -m gpu                                  on a machine with a GPU
-DDPBENCH_NCCL_LIBRARY=/path/libnccl.so.2 …               preloads an NCCL of 2.30 or newer, with
-                                                         which two ranks can share one GPU
+DDPBENCH_NCCL_LIBRARY=/path/libnccl.so.2 …               preloads another NCCL
 DDPBENCH_GPU_REHEARSAL=1 python -m pytest -m gpu         without a GPU: the same checks with the
                                                          CPU and gloo, to test the checks
 """
@@ -21,13 +20,8 @@ from command_lines import clean_environment, ddpbench_command, run_command
 
 REHEARSAL, LIBRARY = "DDPBENCH_GPU_REHEARSAL", "DDPBENCH_NCCL_LIBRARY"
 UNITS = Path(__file__).with_name("gpu_units.py")
-# Two ranks of NCCL 2.30 on one GPU need all of these.
-SHARING = {
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "NCCL_MAX_CTAS": "4",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_NET_GDR_LEVEL": "LOC",
-}
+# With few blocks each, the kernels of two ranks fit on one GPU at once. --share-gpu does the rest.
+SHARING = {"NCCL_MAX_CTAS": "4", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 @dataclass(frozen=True)
@@ -44,12 +38,10 @@ class Machine:
         return self.device == "cpu"
 
     @property
-    def two_ranks(self) -> dict[str, str] | None:
-        """The variables with which two ranks of the backend run here; None if they cannot."""
+    def two_ranks(self) -> dict[str, str]:
+        """The variables with which two ranks of the backend run here."""
         if self.rehearsal or self.gpus > 1:
             return {}
-        if self.nccl < (2, 30):
-            return None
         library = os.environ.get(LIBRARY)
         return {**SHARING, **({"LD_PRELOAD": library} if library else {})}
 

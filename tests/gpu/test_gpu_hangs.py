@@ -37,7 +37,7 @@ def play(
     paths = [folder / f"rank{rank}" for rank in range(2)]
     ranks = []
     for rank, path in enumerate(paths):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank-{rank}"}
         with path.open("w") as output:
             environ = clean_environment(**{**variables, **common, **own})
             ranks.append(subprocess.Popen(words, env=environ, stdout=output, stderr=output))

@@ -69,11 +69,11 @@ def test_a_flipped_bit_is_found_on_a_shared_gpu(
     assert "rank 1" in done.stdout
 
 
-def test_two_ranks_of_nccl_on_one_gpu_are_refused(machine: Machine, tmp_path: Path) -> None:
-    """Without --share-gpu, and with it where NCCL is older than 2.30: one sentence, exit code 2."""
+def test_too_many_ranks_of_nccl_on_one_gpu_are_refused(machine: Machine, tmp_path: Path) -> None:
+    """Two without --share-gpu, and three with it: one sentence, exit code 2."""
     if machine.gpus > 1:
         pytest.skip("this machine has several GPUs")
-    for two in (TWO[:-1], TWO):
+    for two in (TWO[:-1], (*TWO, "-n", "3")):
         done = machine.run(tmp_path, "collectives", "--backend", "nccl", *two, *SHORT)
         assert done.returncode == 2
         assert ONE_SENTENCE.fullmatch(done.stderr), done.stderr

@@ -65,18 +65,6 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     return ("planted",)
 
 
-@pytest.mark.parametrize(("gpus", "ranks"), [(0, 1), (1, 1), (8, 2)])
-def test_a_trial_has_two_ranks_if_each_has_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int
-) -> None:
-    """An NCCL that does not share GPUs is tried with fewer; gloo always with two."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    assert throwaway_ranks.ranks_for("nccl", "cuda") == ranks
-    assert throwaway_ranks.ranks_for("gloo", "cuda") == 2
-    assert throwaway_ranks.ranks_for("gloo", "cpu") == 2
-
-
 # --- the table ------------------------------------------------------------------------------------
 
 

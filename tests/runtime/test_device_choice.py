@@ -21,7 +21,6 @@ from command_lines import clean_environment
 from frozen import Frozen
 from warm_python import warm_python
 
-from ddpbench.catalog import backends
 from ddpbench.launch import forks
 from ddpbench.launch.placement import Refused, read_placement
 from ddpbench.runtime import device_choice
@@ -56,52 +55,19 @@ def test_each_rank_has_a_gpu_of_its_own_if_it_can(layout: str) -> None:
     used = [devices[index] for devices, index in zip(visible, indices, strict=True)]
     shared = len(set(used)) < len(used)
     assert shared == (len(set(chain(*visible))) < len(visible))
-    assert (device_choice.explain_sharing(used, "wait") is not None) == shared
+    assert (device_choice.explain_sharing(used, False) is not None) == shared
 
 
 def test_ranks_that_would_share_are_named(frozen: Frozen) -> None:
     """The sentence names the ranks and what to do; it does not name those with their own GPU."""
-    sentence = device_choice.explain_sharing(["A", "B", "A", "C"], "add --share-gpu")
+    sentence = device_choice.explain_sharing(["A", "B", "A", "C"], False)
     frozen.text(sentence or "")
-    assert device_choice.explain_sharing(["A", "B"], "add --share-gpu") is None
+    assert device_choice.explain_sharing(["A", "B"], False) is None
+    assert device_choice.explain_sharing(["A", "B", "A"], True) is None
+    assert "two" in (device_choice.explain_sharing(["A", "B", "A", "A"], True) or "")
 
 
-VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
-
-
-@pytest.mark.skipif(bool(torch.version.cuda), reason="this torch brings an NCCL of its own")
-@pytest.mark.parametrize(
-    ("version", "enabled", "may"),
-    [
-        ((2, 29, 7), "1", False),
-        ((2, 30, 7), None, False),
-        ((2, 30, 7), "0", False),
-        ((2, 30, 7), "1", True),
-    ],
-    ids=("too old", "unset", "off", "on"),
-)
-def test_advice_on_sharing_depends_on_the_loaded_nccl(
-    frozen: Frozen,
-    monkeypatch: pytest.MonkeyPatch,
-    version: tuple[int, ...],
-    enabled: str | None,
-    may: bool,
-) -> None:
-    """--share-gpu is no help with an NCCL before 2.30; later ones need a variable. gloo and mpi
-    share without."""
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-    if enabled is None:
-        monkeypatch.delenv(VARIABLE, raising=False)
-    else:
-        monkeypatch.setenv(VARIABLE, enabled)
-    sentence = backends.get("nccl").instead_of_sharing()
-    assert (sentence is None) == may
-    frozen.text(sentence or "")
-    assert backends.get("gloo").instead_of_sharing() is None
-    assert backends.get("mpi").instead_of_sharing() is None
-
-
-def choose(world: World, share_gpu: bool, instead: str | None) -> list[object]:
+def choose(world: World, share_gpu: bool) -> list[object]:
     """Agree on devices in one rank of a machine that has two GPUs."""
     selected: list[object] = []
     answers = {
@@ -112,10 +78,10 @@ def choose(world: World, share_gpu: bool, instead: str | None) -> list[object]:
     with mock.patch.multiple(torch.cuda, **answers):
         try:
             asked = replace(world, share_gpu=share_gpu, gpu_mates=[])
-            device = asked.agree_device("cuda", instead)
+            device = asked.agree_device("cuda")
         except Refused as refused:
             return [str(refused), selected, []]
-    return [str(device), selected, asked.gpu_mates]
+    return [str(device), selected, asked.gpu_mates, os.environ.pop("NCCL_HOSTID")]
 
 
 def run_job(folder: Path) -> int:
@@ -123,18 +89,14 @@ def run_job(folder: Path) -> int:
     placement = read_placement()
     assert placement is not None
     with join_world(placement, Rendezvous(timeout_seconds=30)) as world:
-        ways = [(False, None), (True, None), (True, "use --backend gloo")]
-        found = [choose(world, *way) for way in ways]
-        os.environ[VARIABLE] = "1"
-        found.append(choose(world, False, None))
+        found = [choose(world, share_gpu) for share_gpu in (False, True)]
         (folder / str(world.rank)).write_text(json.dumps(found))
     return 0
 
 
 def test_ranks_agree_on_their_gpus_or_are_refused_together(frozen: Frozen, tmp_path: Path) -> None:
     """Three ranks on two GPUs: without --share-gpu all are refused before any has a GPU; with it,
-    or with NCCL's variable for this, ranks 0 and 2 share, and know it; a backend that cannot share
-    is refused all the same."""
+    ranks 0 and 2 share, and know it, and NCCL takes each rank for another host."""
     done = subprocess.run(
         [*warm_python(), __file__, str(tmp_path)],
         env=clean_environment(), capture_output=True, text=True, timeout=90, check=False,
@@ -142,11 +104,11 @@ def test_ranks_agree_on_their_gpus_or_are_refused_together(frozen: Frozen, tmp_p
     assert done.returncode == 0, done.stderr
     answers = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
     sentences = set()
-    for rank, (alone, shared, other, by_variable) in enumerate(answers):
-        assert alone[1:] == other[1:] == [[], []]
-        sentences.add(f"{alone[0]}\n{other[0]}")
-        assert shared == [f"cuda:{rank % 2}", [rank % 2], [[0, 2], [1], [0, 2]][rank]]
-        assert by_variable == shared
+    for rank, (alone, shared) in enumerate(answers):
+        assert alone[1:] == [[], []]
+        sentences.add(alone[0])
+        assert shared[:3] == [f"cuda:{rank % 2}", [rank % 2], [[0, 2], [1], [0, 2]][rank]]
+    assert len({shared[3] for _, shared in answers}) == 3
     (sentence,) = sentences
     frozen.text(sentence)
 

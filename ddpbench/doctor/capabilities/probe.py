@@ -57,7 +57,7 @@ def request(
     backend: str, device: str, modules: Sequence[str], wanted: Sequence[Combination] | None = None
 ) -> Request:
     """Return a request for these combinations, or for all, on this backend."""
-    ranks = throwaway_ranks.ranks_for(backend, device)
+    ranks = throwaway_ranks.RANKS
     launcher = backends.get(backend).launcher
     wanted = combinations(ranks) if wanted is None else wanted
     return Request(backend, device, WAIT_SECONDS, list(modules), launcher, ranks, wanted)
