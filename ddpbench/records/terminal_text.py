@@ -141,7 +141,7 @@ def divert_libraries() -> None:
     NCCL_DEBUG_FILE=/dev/stderr is not enough: NCCL empties a stderr that is a file when it opens
     it, and writes its version to stdout all the same.
     """
-    if sys.stdout is not None and sys.stdout is sys.__stdout__:
+    if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
         sys.stdout.flush()
         sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=FALLBACK)
         os.dup2(2, 1)
