@@ -26,7 +26,8 @@ _on: Watch | None = None
 class Watch:
     """A watch that is on in this process. Use it in `with`, or call `close()`; or do neither.
 
-    It ends with the process. An error in it ends the watch with one line, never the job.
+    It ends with the thread that trains, or with the process. An error in it ends the watch with
+    one line, never the job.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -36,6 +37,8 @@ class Watch:
             from ddpbench.watch.watcher import Watcher
 
             self._watcher = Watcher(settings)
+            # Ray Train kills a worker soon after its training thread has ended: no exit is called.
+            self._watcher.observer.at_thread_end = self.close
         except Exception as error:
             tell(f"watch could not start, the job continues: {type(error).__name__}: {error}")
         atexit.register(self.close)

@@ -13,6 +13,7 @@ from frozen import Frozen
 
 import ddpbench
 from ddpbench.launch.placement import free_port
+from ddpbench.records import store
 from ddpbench.watch import api
 
 needs_all = pytest.mark.skipif(
@@ -41,6 +42,21 @@ os.waitpid(pid, 0)
 watch.close()
 print(dist.get_rank(), len(reports) > 0)
 dist.destroy_process_group()
+"""
+IN_A_THREAD = """
+import os, threading, torch, torch.distributed as dist, ddpbench
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddpbench.watch()
+def train():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(20):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+os._exit(0)
 """
 
 
@@ -96,6 +112,17 @@ def test_one_line_in_the_script_is_enough(tmp_path: Path, when: str) -> None:
     assert "part of a step" in texts[0][1]
     assert texts[1][1] == ""
     assert (tmp_path / "results").exists() == (when == "before")
+
+
+def test_a_watch_ends_with_the_thread_that_trains(tmp_path: Path) -> None:
+    """The run is complete, with all steps, where another thread than that of the watch trains and
+    the process is killed right after, as by Ray Train."""
+    (tmp_path / "train.py").write_text(IN_A_THREAD)
+    assert run_command([sys.executable, "train.py"], tmp_path).returncode == 0
+    run = store.read(next((tmp_path / "results").iterdir()))
+    assert run.state == "complete"
+    assert (watched := run.steps[0].watched) is not None
+    assert watched.last_step == 19
 
 
 def test_a_watch_that_cannot_start_is_one_line(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -60,12 +61,14 @@ class Observer:
     one takes over after PATIENCE steps without a step of the anchor. after_step: called in the
     training thread after each step of the anchor, with its number, from 0. losses: of the job.
     on_error: called once, with an error in the observer or in after_step, which ends the
-    observation and not the job.
+    observation and not the job. at_thread_end: called in the training thread where that ends.
     """
 
     def __init__(self, marks: Marks, on_error: Callable[[Exception], object] | None = None) -> None:
         self.after_step: list[Callable[[int], object]] = []
+        self.at_thread_end: Callable[[], object] = self.stop
         self.losses = Losses()
+        self._local = threading.local()  # of the training thread: freed where that ends
         self._marks, self._on_error = marks, on_error
         self._owner = get_ident()  # the thread that uses the hooks
         self._thread: int | None = None  # of the training, NOBODY once this has stopped
@@ -133,6 +136,7 @@ class Observer:
             return
         if self._thread is None:
             self._thread = self._owner = get_ident()
+            self._local.end = _ThreadEnd(self)
         elif get_ident() != self._thread:
             return
         try:
@@ -320,6 +324,17 @@ class Observer:
                 self._marks.add(kind)
         except Exception as error:
             self._fail(error)
+
+
+class _ThreadEnd:
+    """Belongs to a thread, and calls the observer where that ends, before it counts as ended."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = weakref.ref(observer)
+
+    def __del__(self) -> None:
+        if (observer := self._observer()) is not None:
+            observer.at_thread_end()
 
 
 def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:
