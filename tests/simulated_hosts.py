@@ -17,8 +17,9 @@ this machine.
 
 A rate is that of an Ethernet link and includes preamble, checksum and gap. So TCP over full frames
 of 1500 bytes carries 94.15 % of it (`payload`). `rate` applies to both directions, either for all
-hosts or one per host. `pairs` lowers it between two hosts: {(0, 1): 1e8}. Leaving the `with` block
-removes everything. If a process was killed, the next bench removes what it left behind.
+hosts or one per host. `pairs` lowers it between two hosts: {(0, 1): 1e8}; `sends` lowers what a
+host sends, not what it receives: {2: 7e7}. Leaving the `with` block removes everything. If a process
+was killed, the next bench removes what it left behind.
 """
 
 from __future__ import annotations
@@ -103,8 +104,9 @@ class Hosts:
         count: int,
         rate: float | Sequence[float] | None = None,
         pairs: Mapping[tuple[int, int], float] | None = None,
+        sends: Mapping[int, float] | None = None,
     ) -> None:
-        """rate, pairs: in bits per second; None: no limit."""
+        """rate, pairs, sends: in bits per second; None: no limit."""
         prefix = f"{PREFIX}{os.getpid()}-{next(_numbers)}-"
         self.switch = f"{prefix}switch"
         self.hosts = tuple(
@@ -112,6 +114,7 @@ class Hosts:
         )
         rates = rate if isinstance(rate, Sequence) else [rate] * count
         self.rates: list[float] = [rate or UNSHAPED for rate in rates]
+        self.sends = sends or {}
         self.pairs = {frozenset(pair): rate for pair, rate in (pairs or {}).items()}
         self._started: list[subprocess.Popen[bytes]] = []
 
@@ -265,14 +268,16 @@ class Hosts:
     def _shape(self, index: int) -> None:
         """Limit the rate of a host at both ends of its cable, and of a pair at its senders."""
         host, rate = self[index], self.rates[index]
+        sends = min(rate, self.sends.get(index, rate))
         lower_rates = {
             self[other].address: self.pairs[pair]
             for other in range(len(self))
             if (pair := frozenset((index, other))) in self.pairs
         }
-        if rate != UNSHAPED or lower_rates:
+        if rate != UNSHAPED:
             _shape(self.switch, f"port{index}", rate, {})
-            _shape(host.namespace, "eth0", rate, lower_rates)
+        if sends != UNSHAPED or lower_rates:
+            _shape(host.namespace, "eth0", sends, lower_rates)
 
 
 def _shape(namespace: str, interface: str, rate: float, lower_rates: Mapping[str, float]) -> None:

@@ -258,6 +258,17 @@ def test_pauses_of_all_ranks_are_reported(frozen: Frozen, rounds: int, seconds: 
     freeze(frozen, *judge(history))
 
 
+def test_hosts_that_are_busy_alike_share_one_note() -> None:
+    """It names the hosts on which other programs use more than 5 % of the cores, and no other."""
+    history = History()
+    busy = {host: 5.0 * share for host, share in (("a", 0.16), ("b", 0.01), ("c", 0.3))}
+    facts = {h: {"seconds": 5.0, "cores": 1.0, "host_busy_seconds": s} for h, s in busy.items()}
+    for round_ in Job(hosts={"a": [0], "b": [1], "c": [2]}).rounds(80):
+        history.add(Round(**vars(round_) | {"host_facts": facts}))
+    (note,) = [finding for finding in judge(history) if finding.code == "busy-host"]
+    assert note.place == {"hosts": ["a", "c"], "share": pytest.approx(0.3)}
+
+
 def test_a_slow_link_is_blamed_and_no_rank(frozen: Frozen) -> None:
     """Of four hosts in a ring, the link that is busy all the time is named, also after rounds in
     which it carried nothing."""

@@ -10,6 +10,7 @@ import numpy as np
 from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import Finding
 from ddpbench.records.watched import PHASES
+from ddpbench.records.wording import list_all
 from ddpbench.watch.judging import history as columns
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.stragglers import RECENT
@@ -90,7 +91,7 @@ def judge_compilation(history: History) -> Iterator[Finding]:
 
 
 def judge_hosts(history: History) -> Iterator[Finding]:
-    """Report hosts whose cores other programs use."""
+    """Report hosts whose cores other programs use, all in one note."""
     shares: dict[str, list[float]] = {}
     for hosts in history.host_facts:
         for host, facts in hosts.items():
@@ -100,16 +101,19 @@ def judge_hosts(history: History) -> Iterator[Finding]:
                 others = facts["host_busy_seconds"] - own * len(history.hosts[host])
                 share = others / (facts["seconds"] * facts["cores"])
                 shares.setdefault(host, []).append(share)
-    for host, values in shares.items():
-        usual = float(np.median(np.array(values)))
-        if usual > BUSY_SHARE:
-            yield Finding(
-                "note",
-                "busy-host",
-                f"{host}: other programs use {usual:.0%} of the cores",
-                "run top on this host to see them; stop them, or run the job on another host",
-                {"host": host, "share": usual},
-            )
+    medians = {host: float(np.median(np.array(values))) for host, values in shares.items()}
+    busy = {host: share for host, share in medians.items() if share > BUSY_SHARE}
+    if busy:
+        least, most = min(busy.values()), max(busy.values())
+        share = f"{most:.0%}" if f"{least:.0%}" == f"{most:.0%}" else f"{least:.0%} to {most:.0%}"
+        where = {"host": next(iter(busy))} if len(busy) == 1 else {"hosts": list(busy)}
+        yield Finding(
+            "note",
+            "busy-host",
+            f"{list_all(busy)}: other programs use {share} of the cores",
+            "run top there to see them; stop them, or run the job elsewhere",
+            where | {"share": most},
+        )
 
 
 def _after_start(history: History, rounds: Iterable[T]) -> list[T]:

@@ -3,14 +3,18 @@
 In a ring every link carries the same bytes, and all ranks wait for the slowest. That link is busy
 while the others carry in bursts: bytes per second tell them apart. Between a link of 100 Mbit/s
 and one of 1 Gbit/s, bursts read 21 to 72 MB/s of busy time, because the last acknowledgement of
-each is delayed. The rate of transfers is nearly right, but varies. So a link is slow if the larger
-of its two rates is below half of what other links surely carry.
+each is delayed. The rate of transfers is at most 2 times too large, and varies. So a link is slow if
+the larger of its two rates is below half of what other links surely carry. Of a slow link, the rate
+of busy time is within 10 % of what it can carry, because its bursts are long.
+
+Where one direction of a host is slow, the acknowledgements of what it carries in the other one queue
+behind that, so these links seem to carry a tenth of what they can. They are no finding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpbench.records.schema import Finding
@@ -23,16 +27,15 @@ COMPARABLE = 1 / 16  # of the bytes of the link that carried most
 
 @dataclass(frozen=True)
 class SlowLink:
-    """A host, all of whose links are slow, or the link from one host to another.
+    """A host, all of whose links are slow in a direction or both, or the link between two hosts.
 
-    hosts: one, or sender and receiver; ways: "sends", "receives" or "sends and receives", for a
-    host; rates are those of one connection, in bytes per second, while data was on its way.
+    hosts: one, or sender and receiver; rates: what a host "sends" or "receives", or what the link
+    "carries", in bytes per second of one connection while data was on its way.
     """
 
     hosts: tuple[str, ...]
     interface: str
-    ways: str
-    bytes_per_second: float
+    rates: Mapping[str, float]
     usual_bytes_per_second: float
     busy_share: float
 
@@ -53,43 +56,53 @@ def find_slow_links(links: Iterable[Link], hosts: Container[str], seconds: float
     links = [link for link in links if link.nbytes >= COMPARABLE * most]
     if len(links) < 2:
         return []
-    usual = _upper_quartile([link.nbytes / link.busy_seconds for link in links])
+    usual = _upper_quartile([_least_rate(link) for link in links])
     limit = SLOW * usual
-    used = (link for link in links if link.busy_seconds >= BUSY * seconds)
-    slow = [link for link in used if find_rate(link) < limit]
+    slow = [k for k in links if k.busy_seconds >= BUSY * seconds and find_rate(k) < limit]
+    slow = [link for link in slow if not _waits_for_answers(link, links, slow)]
     found = []
     for host in sorted({end for link in slow for end in (link.host, link.peer)}):
-        ways, whole = _find_slow_ways(host, links, slow)
-        if whole:
-            found.append(_describe((host,), ways, whole, usual, seconds))
-            slow = [link for link in slow if link not in whole]
-    found += [_describe((link.host, link.peer), "", [link], usual, seconds) for link in slow]
-    return sorted(found, key=lambda each: each.bytes_per_second)
+        ways = _find_slow_ways(host, links, slow)
+        if ways:
+            found.append(_describe((host,), ways, usual, seconds))
+            slow = [link for link in slow if not any(link in way for way in ways.values())]
+    found += [_describe((k.host, k.peer), {"carries": [k]}, usual, seconds) for k in slow]
+    return sorted(found, key=lambda each: min(each.rates.values()))
+
+
+def _waits_for_answers(link: Link, links: Sequence[Link], slow: Sequence[Link]) -> bool:
+    """Whether a link only looks slow: its acknowledgements queue behind data on a slower way."""
+    ways = (
+        [k for k in links if k.host == link.peer],
+        [k for k in links if k.peer == link.host],
+        [k for k in links if k.host == link.peer and k.peer == link.host],
+    )
+    limit = SLOW * find_rate(link)
+    return any(way and all(k in slow and _least_rate(k) < limit for k in way) for way in ways)
 
 
 def _find_slow_ways(
     host: str, links: Sequence[Link], slow: Sequence[Link]
-) -> tuple[str, Sequence[Link]]:
-    """Return in which direction all links of a host are slow, to two others or more, and these."""
-    sends = [link for link in links if link.host == host]
-    receives = [link for link in links if link.peer == host]
-    ways = {"sends and receives": sends + receives, "sends": sends, "receives": receives}
-    for way, its in ways.items():
-        others = {end for link in its for end in (link.host, link.peer)} - {host}
-        if len(others) > 1 and all(link in slow for link in its):
-            return way, its
-    return "", []
+) -> dict[str, list[Link]]:
+    """Return the links of a host by the directions in which all are slow; none for one link."""
+    ways = {
+        "sends": [link for link in links if link.host == host],
+        "receives": [link for link in links if link.peer == host],
+    }
+    ways = {name: way for name, way in ways.items() if way and all(link in slow for link in way)}
+    others = {end for way in ways.values() for link in way for end in (link.host, link.peer)}
+    return ways if len(others - {host}) > 1 else {}
 
 
 def _describe(
-    hosts: tuple[str, ...], ways: str, links: Sequence[Link], usual: float, seconds: float
+    hosts: tuple[str, ...], ways: Mapping[str, Sequence[Link]], usual: float, seconds: float
 ) -> SlowLink:
+    links = [link for way in ways.values() for link in way]
     interfaces = {link.interface for link in links if link.host == hosts[0]}
     return SlowLink(
         hosts,
         interfaces.pop() if len(interfaces) == 1 else "",
-        ways,
-        sum(map(find_rate, links)) / len(links),
+        {name: sum(map(_least_rate, way)) / len(way) for name, way in ways.items()},
         usual,
         min(1.0, max(link.busy_seconds for link in links) / seconds) if seconds else 1.0,
     )
@@ -98,18 +111,18 @@ def _describe(
 def _finding(slow: SlowLink) -> Finding:
     first, *rest = slow.hosts
     interface = f" ({slow.interface})" if slow.interface else ""
-    rate, usual = _format(slow.bytes_per_second), _format(slow.usual_bytes_per_second)
     figures = (
-        f"{rate} while data is on its way; other links of the job carry {usual}. "
+        f"{' and '.join(f'{name} {_format(rate)}' for name, rate in slow.rates.items())} while "
+        f"data is on its way; other links of the job carry {_format(slow.usual_bytes_per_second)}. "
         f"{'It is' if rest else 'Its links are'} in use {slow.busy_share:.0%} of the time"
     )
     measure = "to measure it, run under the job's launcher: python -m ddpbench.doctor --only links"
     place: dict[str, object] = {"hosts": list(slow.hosts), "interface": slow.interface}
     if not rest:
-        sentence = f"slow host: {first}{interface} {slow.ways} {figures}"
+        sentence = f"slow host: {first}{interface} {figures}"
         check = f"on {first}, check speed and errors of its interface (ethtool, ip -s link)"
         return Finding("warning", "slow-host", sentence, f"{check}; {measure}", place)
-    sentence = f"slow link: the link from {first}{interface} to {rest[0]} carries {figures}"
+    sentence = f"slow link: the link from {first}{interface} to {rest[0]} {figures}"
     return Finding("warning", "slow-link", sentence, measure, place)
 
 
@@ -120,8 +133,12 @@ def _format(bytes_per_second: float) -> str:
 
 
 def find_rate(link: Link) -> float:
-    """Return what a link carried while data was on its way, in bytes per second."""
+    """Return what a link carried while data was on its way, at most, in bytes per second."""
     return link.nbytes / min(link.busy_seconds, link.transfer_seconds or link.busy_seconds)
+
+
+def _least_rate(link: Link) -> float:
+    return link.nbytes / link.busy_seconds
 
 
 def _upper_quartile(values: Sequence[float]) -> float:
