@@ -18,8 +18,8 @@ this machine.
 A rate is that of an Ethernet link and includes preamble, checksum and gap. So TCP over full frames
 of 1500 bytes carries 94.15 % of it (`payload`). `rate` applies to both directions, either for all
 hosts or one per host. `pairs` lowers it between two hosts: {(0, 1): 1e8}; `sends` lowers what a
-host sends, not what it receives: {2: 7e7}. Leaving the `with` block removes everything. If a process
-was killed, the next bench removes what it left behind.
+host sends, not what it receives: {2: 7e7}. Leaving the `with` block removes everything. If a
+process was killed, the next bench removes what it left behind.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 In a ring every link carries the same bytes, and all ranks wait for the slowest. That link is busy
 while the others carry in bursts: bytes per second tell them apart. Between a link of 100 Mbit/s
 and one of 1 Gbit/s, bursts read 21 to 72 MB/s of busy time, because the last acknowledgement of
-each is delayed. The rate of transfers is at most 2 times too large, and varies. So a link is slow if
-the larger of its two rates is below half of what other links surely carry. Of a slow link, the rate
-of busy time is within 10 % of what it can carry, because its bursts are long.
+each is delayed. The rate of transfers varies, and was up to twice the planted one. So a link is
+slow if the larger of its two rates is below half of what other links surely carry. Of a slow link,
+the rate of busy time was within 10 % of the planted one, because its bursts are long.
 
 Where one direction of a host is slow, the acknowledgements of what it carries in the other one queue
 behind that, so these links seem to carry a tenth of what they can. They are no finding.
