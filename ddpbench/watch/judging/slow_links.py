@@ -7,8 +7,8 @@ each is delayed. The rate of transfers varies, and was up to twice the planted o
 slow if the larger of its two rates is below half of what other links surely carry. Of a slow link,
 the rate of busy time was within 10 % of the planted one, because its bursts are long.
 
-Where one direction of a host is slow, the acknowledgements of what it carries in the other one queue
-behind that, so these links seem to carry a tenth of what they can. They are no finding.
+Where one direction of a host is slow, the acknowledgements of what it carries in the other
+one queue behind that, so these links seem to carry a tenth of what they can. They are no finding.
 """
 
 from __future__ import annotations
