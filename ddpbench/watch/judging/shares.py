@@ -105,12 +105,12 @@ def judge_hosts(history: History) -> Iterator[Finding]:
     busy = {host: share for host, share in medians.items() if share > BUSY_SHARE}
     if busy:
         least, most = min(busy.values()), max(busy.values())
-        share = f"{most:.0%}" if f"{least:.0%}" == f"{most:.0%}" else f"{least:.0%} to {most:.0%}"
+        text = f"{most:.0%}" if f"{least:.0%}" == f"{most:.0%}" else f"{least:.0%} to {most:.0%}"
         where = {"host": next(iter(busy))} if len(busy) == 1 else {"hosts": list(busy)}
         yield Finding(
             "note",
             "busy-host",
-            f"{list_all(busy)}: other programs use {share} of the cores",
+            f"{list_all(busy)}: other programs use {text} of the cores",
             "run top there to see them; stop them, or run the job elsewhere",
             where | {"share": most},
         )
