@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from ddpbench.hang import places, torch_settings
+from ddpbench.hang.cuda import relaxed_capture
 from ddpbench.hang.process_groups import UNKNOWN, Group, list_groups
 from ddpbench.hang.status import Call, Log
 
@@ -245,7 +246,7 @@ def _entries(
     recorder: Recorder, lines: bool = False
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
     """The recorded calls, oldest first, and the status of each group."""
-    with _uncompiled() if lines else contextlib.nullcontext(False) as ready:
+    with relaxed_capture(), _uncompiled() if lines else contextlib.nullcontext(False) as ready:
         data = pickle.loads(recorder.entries(includeStackTraces=ready))
     return list(data.get("entries") or ()), data.get("pg_status") or {}
 

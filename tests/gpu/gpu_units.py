@@ -10,6 +10,7 @@ import json
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from two_replicas import flip_bit, locate_bit, make_values
 from ddpbench.catalog import hooks, payload
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import Piece
+from ddpbench.hang.flight_recorder import Flight
 from ddpbench.measure import device_copy
 from ddpbench.replicas import digest
 from ddpbench.runtime import devices, gpu_facts
@@ -294,11 +296,55 @@ def check_losses(device: torch.device) -> None:
         assert losses.take(4) == (3, 2.5)
 
 
+def check_capture(device: torch.device) -> None:
+    """Threads of ours that dump nccl's recorder break no CUDA graph that another one captures."""
+    kind, over, dumps = devices.of(device), threading.Event(), 0
+    flight = Flight()
+
+    def dump() -> None:
+        nonlocal dumps
+        while not over.is_set():
+            dumps += len(flight.newest_entries())
+
+    tensor = torch.ones(1024, device=device)
+    kind.sleep(device, 0.01)
+    with group_of_one(device):
+        dist.all_reduce(tensor)
+        flight.read_logs("", whole=True)
+        thread = threading.Thread(target=dump)
+        thread.start()
+        try:
+            for _ in range(50):
+                kind.sleep(device, 0.01)
+                dist.all_reduce(tensor)  # its event is not taken during the capture
+                if device.type == "cuda":
+                    capture_double(tensor)
+        finally:
+            over.set()
+            thread.join()
+        kind.synchronize(device)
+    print(f"{dumps} dumps during 50 captures")
+    assert dumps
+
+
+def capture_double(tensor: torch.Tensor) -> None:
+    """Capture a graph, without the wait for the device that torch.cuda.graph begins with."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        doubled = tensor * 2
+        time.sleep(0.005)
+        graph.capture_end()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(doubled, tensor * 2)
+
+
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     "payload": check_payload, "digest": check_digest, "located bit": check_located_bit,
     "events": check_events, "noop hook": check_noop_hook, "timing": check_timing,
     "digest rate": check_digest_rate, "gpu facts": check_gpu_facts,
-    "device copy": check_device_copy, "losses": check_losses,
+    "device copy": check_device_copy, "losses": check_losses, "capture": check_capture,
 }  # fmt: skip
 
 

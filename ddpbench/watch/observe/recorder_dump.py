@@ -14,17 +14,16 @@ import os
 import platform
 from collections.abc import Callable, Collection
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ddpbench.hang import torch_settings
+from ddpbench.hang.cuda import open_library, relaxed_capture
 from ddpbench.hang.flight_recorder import NATIVE, find_missing_setting
 
 SHORT = 250  # entries that torch's Python function formats in less than 5 ms
 KEPT_INSIDE = 15  # bytes that a std::string holds in itself
-RELAXED = 2  # cudaStreamCaptureModeRelaxed
 Read = Callable[[], bytes]
 
 STRING = "NSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEE"
@@ -94,7 +93,9 @@ class RecorderDump:
         new: list[Entry] = []
         self.entries = 0
         for name, read in self._reads.items():
-            entries = self._decode_newest(read(), self._last.get(name, -1), until_ns, limit)
+            with relaxed_capture():
+                data = read()
+            entries = self._decode_newest(data, self._last.get(name, -1), until_ns, limit)
             if entries:
                 self._last[name] = entries[-1].record_id
             new += entries
@@ -145,16 +146,14 @@ def _without_lock(backend: str) -> Read | None:
     if platform.machine() != "x86_64" or len(backend) > KEPT_INSIDE:
         return None
     try:
-        cpu = _open_library("cpu")
+        cpu = open_library("cpu")
         general = getattr(cpu, GENERAL, None)
         named = None if general else getattr(cpu, NAMED)
         destroy = getattr(cpu, DESTROY)
         if backend == "nccl":
             # Only a torch that has the functions above catches errors of CUDA in this one. Thrown
             # through ctypes, they would end the process.
-            cuda = _open_library("cuda")
-            relax = cuda.cudaThreadExchangeStreamCaptureMode
-            return partial(_read_nccl, getattr(cuda, OF_NCCL), destroy, relax)
+            return partial(_read_general, getattr(open_library("cuda"), OF_NCCL), destroy)
     except (OSError, AttributeError):
         return None
     if general:
@@ -172,13 +171,6 @@ def _with_lock(read: Callable[..., bytes], backend: str) -> Read | None:
     return partial(read, backend=backend) if is_named else read
 
 
-def _open_library(name: str) -> ctypes.CDLL:
-    """Open a library of torch, which has been loaded. Raises OSError if there is none."""
-    import torch
-
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_{name}.so"))
-
-
 def _read_general(function: Any, destroy: Any) -> bytes:
     function.argtypes, function.restype = (ctypes.c_bool, ctypes.c_bool), _String
     return _take(function(True, False), destroy)
@@ -190,15 +182,6 @@ def _read_named(function: Any, destroy: Any, backend: bytes) -> bytes:
     function.argtypes = (ctypes.c_bool, ctypes.c_bool, ctypes.c_void_p)
     function.restype = _String
     return _take(function(True, False, ctypes.byref(name)), destroy)
-
-
-def _read_nccl(function: Any, destroy: Any, relax: Any) -> bytes:
-    """Read nccl's recorder, which queries events of CUDA.
-
-    By default a query in any thread breaks a CUDA graph that another thread captures meanwhile.
-    """
-    relax(ctypes.byref(ctypes.c_int(RELAXED)))  # for this thread
-    return _read_general(function, destroy)
 
 
 def _take(string: _String, destroy: Any) -> bytes:
