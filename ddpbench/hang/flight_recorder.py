@@ -3,8 +3,10 @@
 The records are torch's Flight Recorder, the counts of the mpi4py group, or a group's sequence
 number. Private names of torch are probed: where one is missing, less is known. A full dump of the
 recorder takes milliseconds and the interpreter lock; its status, for heartbeats, takes
-microseconds. The dump is torch's own pickle, made and read in this process: unlike the JSON, it has
-the lines of code that made each call.
+microseconds. gloo's status says what has ended. On nccl only the entries of a dump do: a heartbeat
+takes the last call for open, and the watchdog dumps before it raises an alarm. The dump is torch's
+own pickle, made and read in this process: unlike the JSON, it has the lines of code that made each
+call.
 """
 
 from __future__ import annotations
@@ -26,6 +28,11 @@ from ddpbench.hang.status import Call, Log
 RECENT = 64  # calls of a group that are reported
 NATIVE = ("gloo", "nccl", "xccl", "mpi4py")  # in the general recorder, without a name
 NCCL = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")  # in the records all are "nccl"
+# Their status counts sends and collectives apart, in the same field: after 900 sends, with
+# all_reduce #6 open, it says that #6 is the last begun, and #900 the last ended.
+MIXED = ("nccl", "xccl")
+UNREAD = -1  # the number of a call that only the entries contain
+BATCH = ":coalesced"
 # Waits that are no collective, or that ranks call unequally often.
 OTHER = (
     *("send", "recv", "isend", "irecv", "batch_isend_irecv", "wait", "store."),
@@ -81,11 +88,12 @@ class Flight:
             with contextlib.suppress(*UNKNOWN):
                 self._keys |= {(name, number): None for number in _status(recorder)}
 
-    def read_logs(self, inside: str, whole: bool) -> tuple[Log, ...]:
+    def read_logs(self, inside: str, whole: bool, lines: bool = True) -> tuple[Log, ...]:
         """Return one log for each group and backend.
 
         inside: the function of torch.distributed that the main thread has called, for groups
-        without a record; whole: with the latest calls, else numbers only.
+        without a record; whole: with the latest calls, else numbers only; lines: with the lines
+        that made them.
         """
         groups: list[Group] = []
         with contextlib.suppress(*UNKNOWN):
@@ -93,8 +101,9 @@ class Flight:
         kept: Records = {}
         for name, recorder in self._recorders().items():
             with contextlib.suppress(*UNKNOWN):
-                kept |= self._brief(name, recorder)
-                kept |= self._full(name, recorder, lines=True) if whole else {}
+                brief = self._brief(name, recorder)
+                kept |= {k: r for k, r in brief.items() if not whole or r.started != UNREAD}
+                kept |= self._full(name, recorder, lines) if whole else {}
         kept |= _over_mpi()
         # What the main thread stands in has no record yet, unless another call is open.
         names = {group.name for group in groups}
@@ -151,20 +160,25 @@ class Flight:
             if (key := self._keys[name, number]) is not None:
                 started = max(0, int(status["last_enqueued_collective"]))
                 finished = max(0, int(status["last_completed_collective"]))
-                kept[key] = Record(started, min(started, finished))
+                record = Record(started, min(started, finished))
+                mixed = Record(UNREAD, UNREAD, moves=started + finished)
+                kept[key] = mixed if key[1] in MIXED else record
         return kept
 
     def _full(self, name: str, recorder: Recorder, lines: bool = False) -> Records:
         entries, status = _entries(recorder, lines)
-        by_number: dict[int, list[dict[str, Any]]] = {}
+        entries = [e for e in entries if self._keys.get((name, e["pg_id"]), ()) is not None]
+        calls: dict[int, list[dict[str, Any]]] = {}
         for entry in entries:
-            if not entry["is_p2p"] and self._keys.get((name, entry["pg_id"]), ()) is not None:
-                by_number.setdefault(entry["pg_id"], []).append(entry)
+            self._keys[name, entry["pg_id"]] = entry["process_group"][0], _backend(entry)
+            calls.setdefault(entry["pg_id"], [])
+        for entry in _list_collectives(entries):
+            calls[entry["pg_id"]].append(entry)
         kept: Records = {}
-        for number, calls in sorted(by_number.items()):
-            key = calls[-1]["process_group"][0], _backend(calls[-1])
-            self._keys[name, number] = key
-            kept[key] = _read(calls, status.get(str(number)) or {})
+        for number, own in sorted(calls.items()):
+            if (key := self._keys[name, number]) is not None:
+                counts = None if key[1] in MIXED else status.get(str(number)) or {}
+                kept[key] = _read(own, counts) if own else Record(0, 0, moves=0)
         return kept
 
 
@@ -175,6 +189,8 @@ def _logs(group: Group, kept: Records, called: str) -> Iterable[Log]:
         count = group.count(backend)
         record = kept.get((group.name, "nccl" if backend in NCCL else backend))
         known = record or Record(max(count, 0), max(count, 0), exact=False)
+        if known.started == UNREAD:  # without a dump, the last call may be open
+            known = replace(known, started=max(count, 0), finished=max(count - 1, 0))
         # nccl counts a call, then connects the ranks if they are not yet, and only then records it.
         # gloo counts sends and receives, too, so its record is all that is known of collectives.
         recorded = 0 if record is None else count if backend == "gloo" else record.started
@@ -182,11 +198,7 @@ def _logs(group: Group, kept: Records, called: str) -> Iterable[Log]:
             calls = (*known.calls, Call(count, called))
             known = replace(known, started=count, finished=count - 1, calls=calls)
         phrase = group.phrase if len(group.backends) == 1 else f"{group.phrase} on {backend}"
-        moves = known.moves
-        if backend == "gloo":
-            moves = max(count, known.started)
-        elif backend in NCCL and record is not None:  # see newest_entries
-            moves = record.started
+        moves = max(count, known.started) if backend == "gloo" else known.moves
         yield Log(phrase.strip(), group.members, **vars(replace(known, moves=moves)))
 
 
@@ -277,20 +289,39 @@ def _backend(entry: dict[str, Any]) -> str:
     return "nccl" if name.startswith("nccl") else name
 
 
-def _read(entries: list[dict[str, Any]], status: dict[str, Any]) -> Record:
-    """A group's record from its entries; its status counts sends and receives, too."""
+def _list_collectives(entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the entries of collectives.
+
+    nccl ends a batch of calls with an entry of its own, "coalesced". That of sends and receives
+    looks like a collective and has the number of the previous one, but follows a later send.
+    """
+    sent: dict[int, int] = {}  # the number of the last send before each group's last collective
+    for entry in entries:
+        number = entry.get("p2p_seq_id", 0)
+        ends_sends = entry["profiling_name"].endswith(BATCH) and sent.get(entry["pg_id"]) != number
+        if not entry["is_p2p"] and not ends_sends:
+            sent[entry["pg_id"]] = number
+            yield entry
+
+
+def _read(entries: list[dict[str, Any]], status: dict[str, Any] | None) -> Record:
+    """A group's record from its entries, and from its status unless that is mixed.
+
+    gloo sets no state but retires entries, and its status is right if it counts no sends. nccl sets
+    both state and retirement. Its communicator ends calls in their order, so the last one that has
+    ended is enough. This matters for a batch that was captured into a CUDA graph: its entries never
+    end.
+    """
     calls = {entry["collective_seq_id"]: entry for entry in entries}
     started = max(calls)
+    ended = {n for n, entry in calls.items() if entry["retired"] or entry["state"] == "completed"}
+    recent = tuple(_call(number, calls[number]) for number in sorted(calls)[-RECENT:])
+    if status is None:
+        return Record(started, max(ended, default=min(calls) - 1), recent, moves=0)
     exact = int(status.get("last_enqueued_collective", started)) == started
     over = int(status.get("last_completed_collective", 0)) if exact else 0
-    open_ = [
-        number
-        for number, entry in calls.items()
-        if number > over and not entry["retired"] and entry["state"] != "completed"
-    ]
-    finished = min(open_) - 1 if open_ else started
-    recent = [_call(number, calls[number]) for number in sorted(calls)[-RECENT:]]
-    return Record(started, finished, tuple(recent), exact)
+    open_ = [number for number in calls if number > over and number not in ended]
+    return Record(started, min(open_) - 1 if open_ else started, recent, exact)
 
 
 def name_operation(recorded: str) -> str:

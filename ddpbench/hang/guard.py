@@ -212,12 +212,16 @@ class Guard:
         late = {wait for wait, age in ages.items() if age >= self._timeout}
         if not late:
             return False
-        # gloo's threads may count ends out of order, and so leave a number behind; the entry of
-        # each call is right. nccl does not count sends and receives, but has entries of them.
-        confirmed = {wait for wait in late if len(wait) > 2}
-        confirmed |= late & set(find_waits(self_report.read_status(self._flight)))
+        # gloo's threads may count ends out of order, and so leave a number behind; nccl's are not
+        # known without a dump. The entry of each call is right.
+        logs = self._flight.read_logs(heartbeat.inside, whole=True, lines=False)
+        open_groups = {log.group for log in logs if log.started > log.finished}
         newest = self._flight.newest_entries()
-        confirmed = {w for w in confirmed if len(w) == 2 or self._newest.get(w) == newest}
+        confirmed = {
+            wait
+            for wait in late
+            if (wait[0] in open_groups if len(wait) == 2 else self._newest.get(wait) == newest)
+        }
         for wait in late - confirmed:
             self._since[wait] = now
             self._newest.pop(wait, None)
@@ -298,7 +302,8 @@ class Guard:
                 return codec.decode(Judgement, json.loads(text))
         judgement = judge(self._board, topic, status, GRACE_SECONDS, rank_0_may_end=True)
         early = judgement.notice and judgement.waiting
-        if early and progress_key(status) not in self._deferred:
+        progress = progress_key(self_report.read_heartbeat(self._flight))
+        if early and progress not in self._deferred:
             judgement = replace(judgement, sentence="")
         if judgement.store_answers:
             self._board.publish(json.dumps(asdict(judgement)), "verdict", self._round)

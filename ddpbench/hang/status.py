@@ -47,9 +47,10 @@ class Log:
     """The record that one rank has of one group.
 
     group: a phrase, "of group 3", "" for the default group; members: global ranks; started,
-    finished: numbers of the last collectives that the rank called, and that ended; calls: the
-    latest, in order, () in a heartbeat; exact: whether all ranks count alike; moves: requests to
-    the group, with sends and receives, -1 if unknown.
+    finished: numbers of the last collectives that the rank called, and that ended, in a heartbeat
+    on nccl at least; calls: the latest, in order, () in a heartbeat; exact: whether all ranks count
+    alike; moves: a number that changes with each request to the group, with sends and receives, -1
+    if unknown.
     """
 
     group: str

@@ -296,6 +296,32 @@ def check_losses(device: torch.device) -> None:
         assert losses.take(4) == (3, 2.5)
 
 
+def check_recorder(device: torch.device) -> None:
+    """Batches of sends leave the numbers of collectives alone; an all_reduce that waits is open."""
+    flight, kind = Flight(), devices.of(device)
+    tensor, other = torch.ones(4, device=device), torch.ones(4, device=device)
+    kind.sleep(device, 0.01)  # the first may measure the device's clock
+    with group_of_one(device) as group:
+        dist.all_reduce(tensor)
+        for _ in range(10 if device.type == "cuda" else 0):  # gloo has no batches
+            group._start_coalescing(device)
+            group.send([tensor], 0, 0)
+            group.recv([other], 0, 0)
+            group._end_coalescing(device).wait()
+        kind.synchronize(device)
+        kind.sleep(device, 2.0)
+        dist.all_reduce(tensor)
+        (log,) = flight.read_logs("", whole=True)
+        print([str(call) for call in log.calls], log.started, log.finished)
+        assert [call.name for call in log.calls] == ["all_reduce", "all_reduce"]
+        assert device.type == "cpu" or (log.started, log.finished) == (2, 1)
+        kind.synchronize(device)
+        until = time.monotonic() + 20
+        while log.finished < 2:
+            assert time.monotonic() < until
+            (log,) = flight.read_logs("", whole=True)
+
+
 def check_capture(device: torch.device) -> None:
     """Threads of ours that dump nccl's recorder break no CUDA graph that another one captures."""
     kind, over, dumps = devices.of(device), threading.Event(), 0
@@ -345,6 +371,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "events": check_events, "noop hook": check_noop_hook, "timing": check_timing,
     "digest rate": check_digest_rate, "gpu facts": check_gpu_facts,
     "device copy": check_device_copy, "losses": check_losses, "capture": check_capture,
+    "recorder": check_recorder,
 }  # fmt: skip
 
 

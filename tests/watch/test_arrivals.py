@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import Process
+from nccl_entries import NcclRecorder
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -110,6 +111,21 @@ def test_no_more_than_a_window_of_calls_is_returned() -> None:
     calls = watched.read([], final=True)
     assert len(calls) == CALLS
     assert [call.number for call in calls] == list(range(701 - CALLS + 1, 702))
+
+
+def test_batches_of_nccl_are_read_as_their_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of sends is none, although its last entry has the number of the previous one; a batch
+    of collectives keeps name and size of its calls."""
+    recorder = NcclRecorder()
+    recorder.collective()
+    recorder.batch()
+    recorder.collective_batch("reduce", "reduce")
+    recorder.batch()
+    reads = {"nccl": recorder.dump_json}
+    monkeypatch.setattr(recorder_dump, "_find_reads", lambda _: (reads, ""))
+    entries = RecorderDump().read_new(["nccl"], time.time_ns(), 99)
+    called = [(entry.collective_seq_id, entry.profiling_name) for entry in entries]
+    assert called == [(1, "nccl:all_reduce"), (2, "nccl:reduce"), (2, "nccl:reduce")]
 
 
 def test_short_strings_are_read_in_place() -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from ddpbench.hang import torch_settings
 from ddpbench.hang.cuda import open_library, relaxed_capture
-from ddpbench.hang.flight_recorder import NATIVE, find_missing_setting
+from ddpbench.hang.flight_recorder import BATCH, NATIVE, find_missing_setting
 
 SHORT = 250  # entries that torch's Python function formats in less than 5 ms
 KEPT_INSIDE = 15  # bytes that a std::string holds in itself
@@ -110,7 +110,9 @@ class RecorderDump:
             entry = self._entry_decoder.decode(raw)
             if entry.record_id <= last or len(entries) == limit:
                 break
-            if entry.time_created_ns <= until_ns and not entry.is_p2p:
+            # nccl ends a batch with an entry of its own, which is no call.
+            is_collective = not entry.is_p2p and not entry.profiling_name.endswith(BATCH)
+            if entry.time_created_ns <= until_ns and is_collective:
                 entries.append(entry)
         return entries[::-1]
 
