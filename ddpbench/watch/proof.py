@@ -168,7 +168,9 @@ class Proof:
 
     def _gather_common(self, replicas: dict[str, Any]) -> dict[str, Any]:
         """Return the replicas that each rank of their groups has; report the others."""
-        lists = Channel(None, nn.Module()).gather_objects([*replicas])
+        # A module tells this rank's GPU, which a script need not have made the current one.
+        module = next((module for module, _ in replicas.values()), nn.Module())
+        lists = Channel(None, module).gather_objects([*replicas])
         common = {
             name: replica
             for name, replica in replicas.items()

@@ -205,3 +205,27 @@ def test_a_model_of_one_rank_alone_is_not_compared(
 
 if __name__ == "__main__":
     sys.exit(forks.run(lambda: run_rank(Path(sys.argv[1])), 2, ("torch.distributed",)))
+
+
+def test_models_are_compared_by_name_on_the_gpu_that_holds_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Messages about models that differ go over the device of this rank's own model, because a
+    script need not make its GPU the current one. A rank without a model uses the current one."""
+    modules: list[nn.Module] = []
+
+    class Alone:
+        def __init__(self, target: object, module: nn.Module) -> None:
+            modules.append(module)
+
+        def gather_objects(self, names: list[str]) -> list[list[str]]:
+            return [names, []]
+
+    monkeypatch.setattr(proof, "Channel", Alone)
+    watched = proof.Proof(0, Observer(Marks(), errors.append))
+    monkeypatch.setattr(proof, "_list_ranks", lambda module: [0])
+    model = make_model()
+    assert [*watched._gather_common({"mine": (model, [])})] == ["mine"]
+    assert watched._gather_common({}) == {}
+    assert modules[0] is model
+    assert not [*modules[1].parameters()]
