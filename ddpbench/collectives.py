@@ -16,7 +16,16 @@ from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.dtypes import DTYPES
 from ddpbench.catalog.operations import OPERATIONS, Operation
 from ddpbench.launch.placement import Placement
-from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, Case, Limit, Plan, Result
+from ddpbench.records.schema import (
+    EVENTS,
+    EXIT_ENTRY,
+    HIDDEN_LAUNCH,
+    TWO_STREAMS,
+    Case,
+    Limit,
+    Plan,
+    Result,
+)
 from ddpbench.runtime import control, cpu, devices
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
@@ -260,7 +269,9 @@ def _time_definition(options: Options, backend: Backend, operation: Operation) -
         return EXIT_ENTRY
     alone = options.issue == "isolated" and not options.async_op
     hides = kind.sleeps and backend.in_stream and operation.sized
-    return HIDDEN_LAUNCH if alone and hides else EVENTS
+    if not (alone and hides):
+        return EVENTS
+    return TWO_STREAMS if operation.paired and backend.sends_aside else HIDDEN_LAUNCH
 
 
 def _objection(case: Case, world: World, device: torch.device) -> str | None:

@@ -26,6 +26,7 @@ class Backend:
                  if unknown
     in_stream    whether a call returns once it is issued, and runs in the order of what the device
                  is given by the current stream: then its launch can be hidden
+    sends_aside  whether sends and receives run on a stream of its own even then
     interfaces   environment variable that names its network interfaces, in NCCL's syntax; gloo's
                  is checked with the control group
     """
@@ -40,6 +41,7 @@ class Backend:
     launcher: str = "torchrun"
     transport: str = ""
     in_stream: bool = False
+    sends_aside: bool = False
     interfaces: str = ""
 
 
@@ -149,6 +151,7 @@ BACKENDS: dict[str, Backend] = {
             library=nccl_library.describe,
             transport="links",
             in_stream=True,
+            sends_aside=True,
             interfaces="NCCL_SOCKET_IFNAME",
         ),
         Backend(

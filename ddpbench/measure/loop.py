@@ -19,7 +19,7 @@ from ddpbench.catalog import payload
 from ddpbench.catalog.operations import OPERATIONS, Buffers, Operation, idle
 from ddpbench.measure import clock, memory, start
 from ddpbench.measure.device_spans import HiddenLaunch, Spans
-from ddpbench.records.schema import HIDDEN_LAUNCH, Case, Plan, Wrong
+from ddpbench.records.schema import LAUNCH_HIDDEN, Case, Plan, Wrong
 from ddpbench.runtime import devices
 from ddpbench.runtime.subgroups import Subgroup
 from ddpbench.runtime.world import World
@@ -77,7 +77,7 @@ class Bench:
         on_device = devices.of(device).clock == "device"
         self._spans = Spans(device) if on_device else None
         self._hidden: HiddenLaunch | None = None
-        if self._spans and case.time_definition == HIDDEN_LAUNCH:
+        if self._spans and case.time_definition in LAUNCH_HIDDEN:
             self._hidden = HiddenLaunch(self._spans, start.bind_device_start(subgroup, device))
         self.generation = 0
         self.page_faults = 0  # of this process during repetitions

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ddpbench.analysis import peers
 from ddpbench.catalog.sizes import readable
-from ddpbench.records.schema import HIDDEN_LAUNCH
+from ddpbench.records.schema import LAUNCH_HIDDEN
 from ddpbench.render.column import (
     Column,
     digits,
@@ -84,7 +84,7 @@ def _other_tool(measures_alike: Callable[[Result], bool]) -> Number:
 
 
 def _hides_launch(line: Line) -> bool:
-    return line.case.time_definition == HIDDEN_LAUNCH
+    return line.case.time_definition in LAUNCH_HIDDEN
 
 
 def _shows_launch(line: Line) -> bool:

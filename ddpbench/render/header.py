@@ -7,7 +7,7 @@ from typing import Any
 
 from ddpbench.analysis import stats
 from ddpbench.records.launched import Launch
-from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, Finding, Run
+from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, TWO_STREAMS, Finding, Run
 from ddpbench.render.column import digits
 
 TENSORS = 2  # differing tensors of a case that are listed above the tables
@@ -15,6 +15,7 @@ SPANS = {  # what the time of a case is
     EXIT_ENTRY: "exit - entry",
     EVENTS: "time between events around the call, launch included",
     HIDDEN_LAUNCH: "time between events around the call, launch hidden",
+    TWO_STREAMS: "time between events around the call, launch hidden, waits of streams included",
 }
 HOSTS = 8  # hosts that a line lists
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ddpbench.analysis import clocks, stats, steps
 from ddpbench.analysis.kept_stamps import Kept
 from ddpbench.records.samples import operation_columns, span_columns
-from ddpbench.records.schema import HIDDEN_LAUNCH, Result
+from ddpbench.records.schema import LAUNCH_HIDDEN, Result
 
 if TYPE_CHECKING:
     from ddpbench.measure.pace import Samples
@@ -44,7 +44,7 @@ def summarise_result(
             samples.calls,
             common_clock,
             single,
-            hidden_launch=result.case.time_definition == HIDDEN_LAUNCH,
+            hidden_launch=result.case.time_definition in LAUNCH_HIDDEN,
         ),
         clock_off_seconds=clock_off_seconds,
     )

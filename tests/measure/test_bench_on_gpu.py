@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.measure.loop import Bench
 from ddpbench.measure.start import STARTS
-from ddpbench.records.schema import EVENTS, HIDDEN_LAUNCH, Case, Plan
+from ddpbench.records.schema import EVENTS, HIDDEN_LAUNCH, TWO_STREAMS, Case, Plan
 from ddpbench.runtime import devices
 from ddpbench.runtime.subgroups import Partition, Subgroup
 
@@ -135,8 +135,9 @@ def test_a_whole_sweep_over_gpu_tensors(cuda_guard: Path, tmp_path: Path) -> Non
     assert len(run.results) == 4
     for result in run.results:
         barrier = result.case.operation == "barrier"
+        own = {"barrier": EVENTS, "send_recv": TWO_STREAMS}
         assert (result.case.device, result.case.clock) == ("cuda", "device")
-        assert result.case.time_definition == (EVENTS if barrier else HIDDEN_LAUNCH)
+        assert result.case.time_definition == own.get(result.case.operation, HIDDEN_LAUNCH)
         assert result.summary is not None
         assert result.checks > 0 or barrier
         assert not result.wrong

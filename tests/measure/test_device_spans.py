@@ -24,7 +24,15 @@ from ddpbench.catalog import backends
 from ddpbench.measure import device_spans, start
 from ddpbench.measure.device_spans import HiddenLaunch, Spans
 from ddpbench.records import store
-from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, Case, Result, Run
+from ddpbench.records.schema import (
+    EVENTS,
+    EXIT_ENTRY,
+    HIDDEN_LAUNCH,
+    TWO_STREAMS,
+    Case,
+    Result,
+    Run,
+)
 from ddpbench.render import formats
 from ddpbench.runtime import devices
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
@@ -165,6 +173,8 @@ def test_a_launch_that_is_seen_is_flagged(tmp_path: Path) -> None:
         ("nccl", "cuda", {"async_op": True}, EVENTS),
         ("nccl", "cuda", {"issue": "pipelined"}, EVENTS),
         ("nccl", "cuda", {"op": ("barrier",)}, EVENTS),
+        ("nccl", "cuda", {"op": ("send_recv",)}, TWO_STREAMS),
+        ("nccl", "cuda", {"op": ("bidirectional",)}, TWO_STREAMS),
         ("gloo", "cuda", {}, EVENTS),
         ("mpi", "cuda", {}, EVENTS),
         ("gloo", "cpu", {}, EXIT_ENTRY),
@@ -178,7 +188,8 @@ def test_each_case_names_what_its_time_is(
     options: collectives.Options,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only an isolated call that returns before the device begins can be launched out of sight."""
+    """Only an isolated call that returns before the device begins can be launched out of sight.
+    nccl's sends and receives run on a stream of their own: the time includes two waits for each."""
     monkeypatch.setitem(
         backends.BACKENDS, backend, replace(backends.get(backend), provider=lambda _: "native")
     )
