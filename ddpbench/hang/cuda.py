@@ -47,3 +47,20 @@ def _find_exchange() -> Any:
     with contextlib.suppress(OSError, AttributeError):
         return getattr(open_library(kind), f"{kind}ThreadExchangeStreamCaptureMode")
     return None
+
+
+def is_gpu_busy() -> bool:
+    """Return whether a GPU of this process has run kernels, of any process, about a second ago.
+
+    Neither NVML nor torch's allocator, which are asked, waits for the GPU or takes part in a
+    capture. False if they have no answer.
+    """
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        used = [i for i in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(i)]
+        return any(map(torch.cuda.utilization, used))
+    except Exception:  # NVML is missing, or does not know this of the GPU: it has its own errors
+        return False

@@ -12,8 +12,8 @@ A rank has waited too long when, for the time-out,
 - its main thread is in a function of torch.distributed, in `wait()` of an earlier call, or in the
   store, and no call of any group begins or ends meanwhile.
 Computing never raises that alarm. But a wait may be of an unknown kind: when a rank has called
-nothing of torch.distributed for a quarter longer than that, the ranks print once where each of them
-is, and the job goes on.
+nothing of torch.distributed for a quarter longer than that, while its GPU was idle, the ranks print
+once where each of them is, and the job goes on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ddpbench.hang import self_report, status_board
+from ddpbench.hang import cuda, self_report, status_board
 from ddpbench.hang.flight_recorder import Flight
 from ddpbench.hang.judge import Judgement, judge
 from ddpbench.hang.places import describe_error
@@ -228,9 +228,18 @@ class Guard:
         return bool(confirmed)
 
     def _stands_still(self, progress: Hashable) -> bool:
-        """Whether nothing of this rank has moved for even longer, and that is not reported yet."""
+        """Whether nothing of this rank has moved for even longer, and that is not reported yet.
+
+        A training that replays CUDA graphs calls nothing, but keeps its GPU busy. A collective that
+        hangs does so, too: where no recorder shows it, report both.
+        """
         stood = time.monotonic() - self._since[progress]
-        return stood >= self._patience() and progress not in self._reported
+        if stood < self._patience() / 2 or progress in self._reported:
+            return False
+        if cuda.is_gpu_busy() and not self._flight.explain_unseen_hangs():
+            self._since[progress] = time.monotonic()
+            return False
+        return stood >= self._patience()
 
     def _handle_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
