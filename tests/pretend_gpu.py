@@ -1,7 +1,9 @@
 """A GPU for a whole command, as `--import pretend_gpu` adds it: torch simulates its tensors.
 
 Each rank of `--device cuda` then works with simulated CUDA tensors, which gloo moves as the CPU's.
-It also stands in for nccl.
+It also stands in for nccl, and torch knows it as gloo. So this proves nothing of what depends on
+the name: the device_ids of a barrier, the device_id of a group, the point-to-point barrier on CUDA
+tensors, and which dtypes and reductions nccl accepts.
 """
 
 from __future__ import annotations
