@@ -112,14 +112,6 @@ class Flight:
         called = inside if claims else ""
         return tuple(log for group in groups for log in _logs(group, kept, called))
 
-    def newest_entries(self) -> list[int]:
-        """Return the number of each recorder's latest entry; sends and receives count too."""
-        numbers = []
-        for recorder in self._recorders().values():
-            with contextlib.suppress(*UNKNOWN):
-                numbers.append(_entries(recorder)[0][-1]["record_id"])
-        return numbers
-
     def explain_unseen_hangs(self) -> str:
         """Return a sentence on the hangs that cannot be seen, and what to do; "" if there is none.
 

@@ -123,7 +123,6 @@ class Guard:
         self._timeout, self._end = timeout, end
         self._flight, self._pid = flight, os.getpid()
         self._since: dict[Hashable, float] = {}  # when each wait began
-        self._newest: dict[Hashable, list[int]] = {}
         self._deferred: set[Hashable] = set()  # while another rank waits, its alarm shows more
         self._reported: set[Hashable] = set()
         self._failure: tuple[str, str] | None = None  # an error that ends this rank, its place
@@ -204,11 +203,7 @@ class Guard:
         now, since = time.monotonic(), self._since
         waits = find_waits(heartbeat)
         self._since = {wait: since.get(wait, now) for wait in (*waits, progress)}
-        self._newest = {wait: n for wait, n in self._newest.items() if wait in self._since}
         ages = {wait: now - self._since[wait] for wait in set(waits) - self._reported}
-        for wait, age in ages.items():
-            if age >= self._timeout / 2 and wait not in self._newest:
-                self._newest[wait] = self._flight.newest_entries()
         late = {wait for wait, age in ages.items() if age >= self._timeout}
         if not late:
             return False
@@ -216,15 +211,8 @@ class Guard:
         # known without a dump. The entry of each call is right.
         logs = self._flight.read_logs(heartbeat.inside, whole=True, lines=False)
         open_groups = {log.group for log in logs if log.started > log.finished}
-        newest = self._flight.newest_entries()
-        confirmed = {
-            wait
-            for wait in late
-            if (wait[0] in open_groups if len(wait) == 2 else self._newest.get(wait) == newest)
-        }
-        for wait in late - confirmed:
-            self._since[wait] = now
-            self._newest.pop(wait, None)
+        confirmed = {wait for wait in late if len(wait) > 2 or wait[0] in open_groups}
+        self._since |= dict.fromkeys(late - confirmed, now)
         return bool(confirmed)
 
     def _stands_still(self, progress: Hashable) -> bool:
