@@ -41,7 +41,6 @@ def _line(replica: Any, rank: int, dimension: str) -> tuple[Any, bool]:
 
 
 def _coordinate(replica: Any, rank: int, dimension: str) -> int:
-    """Return the coordinate of a global rank along a dimension of the mesh."""
     import torch.distributed as dist
 
     mesh = replica.mesh
@@ -133,7 +132,6 @@ def _find_whole(replica: Any) -> Any:
 
 
 def _is_divided(parameter: Any, dimension: str) -> bool:
-    """Return whether a DTensor is sharded along a dimension of its mesh."""
     mesh = getattr(parameter, "device_mesh", None)
     names = () if mesh is None else mesh.mesh_dim_names
     return dimension in names and not parameter.placements[names.index(dimension)].is_replicate()

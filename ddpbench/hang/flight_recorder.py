@@ -335,19 +335,17 @@ def _call(number: int, entry: dict[str, Any]) -> Call:
 
 
 def _over_mpi() -> Records:
-    """The records of the groups over mpi4py, which count for themselves."""
     work = sys.modules.get("ddpbench.mpi_backend.work")
     if work is None:
         return {}
     kept: Records = {}
     for name, started, finished, past, moves in work.recorded():
-        calls = [Call(n, op, _shape(dtype, nbytes)) for n, op, dtype, nbytes in past[-RECENT:]]
+        calls = [Call(n, op, _count(dtype, nbytes)) for n, op, dtype, nbytes in past[-RECENT:]]
         kept[name, "mpi4py"] = Record(started, finished, tuple(calls), moves=moves)
     return kept
 
 
-def _shape(dtype: Any, nbytes: int) -> str:
-    """The number of elements: a group over mpi4py does not keep the shape."""
-    return (
-        "" if dtype is None else f"{str(dtype).removeprefix('torch.')}[{nbytes // dtype.itemsize}]"
-    )
+def _count(dtype: Any, nbytes: int) -> str:
+    # A group over mpi4py does not keep the shape.
+    name = str(dtype).removeprefix("torch.")
+    return "" if dtype is None else f"{name}[{nbytes // dtype.itemsize}]"

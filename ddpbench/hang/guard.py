@@ -288,12 +288,8 @@ class Guard:
 
     def _judge(self, status: RankStatus) -> Judgement:
         """Judge, or return the judgement of the rank that was the first to raise the alarm."""
-        alarm = self._board.key("alarm", self._round)
-        alarms = self._board.client.request(
-            status_board.ANSWER_SECONDS, lambda store: store.add(alarm, 1)
-        )
         topic, key = f"words/{self._round}", self._board.key("verdict", self._round)
-        if alarms not in (None, 1):
+        if not self._board.claim("alarm", self._round):
             self._board.publish(json.dumps(asdict(status)), topic, self._rank)
             if text := self._board.await_keys([key], GRACE_SECONDS + 1.0):
                 return codec.decode(Judgement, json.loads(text))

@@ -150,7 +150,6 @@ def _global_rank(rank: Any, group_rank: Any, group: Any) -> int:
 
 
 def _posted(value: Any) -> list[Any]:
-    """The operations in a list that was given to batch_isend_irecv."""
     import torch.distributed as dist
 
     return [op for op in value if isinstance(op, dist.P2POp)] if isinstance(value, list) else []

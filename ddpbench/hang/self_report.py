@@ -19,6 +19,7 @@ from ddpbench.hang.places import (
     find_place,
 )
 from ddpbench.hang.status import ALIVE, DIED, STOPPED, Log, RankStatus
+from ddpbench.launch import family
 
 STACK_FRAMES = 30  # the innermost frames of a reported stack
 
@@ -50,14 +51,11 @@ def identify(rank: int) -> RankIdentity:
 
 def _boot_id() -> str:
     """A name of this machine and its clock; its network namespaces share one."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
+    text = family.read_text(Path("/proc/sys/kernel/random/boot_id"))
+    return text.strip() or socket.gethostname()
 
 
 def _namespace(kind: str) -> str:
-    """A name of this process's namespace of a kind: "net", "pid"."""
     try:
         return str(Path(f"/proc/self/ns/{kind}").stat().st_ino)
     except OSError:
@@ -118,7 +116,6 @@ def read_status(flight: Flight, phase: str = "", place: str = "") -> RankStatus:
 
 
 def _is_destroyed(logs: tuple[Log, ...]) -> bool:
-    """Whether all process groups have been destroyed."""
     import torch.distributed as dist
 
     return bool(logs) and not dist.is_initialized()

@@ -119,7 +119,6 @@ def _open_client(store: dist.Store, world_size: int) -> tuple[dist.Store, socket
 
 
 def _open_sockets() -> dict[str, int]:
-    """The open files of this process that are sockets, by the sockets' names."""
     files: dict[str, int] = {}
     with contextlib.suppress(OSError):
         for path in Path("/proc/self/fd").iterdir():
@@ -210,20 +209,12 @@ class Board:
         def leave(store: dist.Store) -> None:
             store.set(self.key("beat", self.rank), text)
             store.set(self.key("left", self.rank), "1")
-            store.add(self.key("left"), 1)
 
         self.client.request(seconds, leave)
 
     def await_departures(self, seconds: float) -> None:
         """Return when all ranks have left, or after this time."""
-        until = time.monotonic() + seconds
-
-        def wait(store: dist.Store) -> None:
-            ranks = len(self.identities)
-            while store.add(self.key("left"), 0) < ranks and time.monotonic() < until:
-                time.sleep(POLL_SECONDS)
-
-        self.client.request(seconds, wait)
+        self.await_keys([self.key("left", rank) for rank in range(len(self.identities))], seconds)
 
     def introduce(self, identity: RankIdentity) -> None:
         """Publish this rank's identity, and read those of the others as far as they have come."""
@@ -309,7 +300,6 @@ class Board:
 
 
 def _read_statuses(store: dist.Store, keys: dict[int, str]) -> dict[int, RankStatus]:
-    """The statuses under those of the keys that are there."""
     return {r: _decode_status(store.get(key)) for r, key in keys.items() if store.check([key])}
 
 

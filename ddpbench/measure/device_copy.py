@@ -30,7 +30,6 @@ def measure_device_copy(world: World, device: torch.device) -> float | None:
 
 
 def _measure_rate(device: torch.device, nbytes: int) -> float | None:
-    """Return the best rate of several rounds of copies of this size."""
     kind = devices.of(device)
     free = kind.free_nbytes(device)
     if free is not None and free < 4 * nbytes:

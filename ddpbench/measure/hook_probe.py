@@ -169,7 +169,6 @@ def _train(request: Request, tested: Any, device: Any, rank: int, report: Report
 
 
 def _digest(parameters: list[Any]) -> str:
-    """Return a hash of the tensors' bits."""
     import hashlib
 
     data = (p.detach().cpu().numpy().tobytes() for p in parameters)

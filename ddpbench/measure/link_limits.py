@@ -100,7 +100,6 @@ def _between_gpus(local: Sequence[Facts]) -> list[Limit | None]:
 
 
 def _join(sets: Sequence[set[Any]]) -> list[set[Any]]:
-    """Join the sets that share members."""
     joined: list[set[Any]] = []
     for members in sets:
         apart = [island for island in joined if not island & members]
@@ -120,7 +119,6 @@ def _usable_nvlinks(own: Facts, buses: set[Any]) -> list[Any] | None:
 
 
 def _sum_nvlinks(links: Sequence[Any]) -> Limit | None:
-    """Return what these NVLinks carry together."""
     rates = {link["bytes_per_second"] for link in links}
     if None in rates:
         return None

@@ -163,7 +163,6 @@ class Rounds:
         return STOPS.index("time slice") if late or done >= MOST else 0
 
     def _round(self, arm: str, count: int) -> None:
-        """Run one stretch of an arm and keep its stamps."""
         stamps, wall = self._stretch(arm, count)
         if arm == "ddp":
             own_timers = self.main.read_timers()
@@ -205,7 +204,6 @@ class Rounds:
         return phases(marks.ns(), number), wall
 
     def _choose_replica(self, arm: str) -> Replica:
-        """Return the replica of an arm, switched to it."""
         replica = self.main if arm == "ddp" else self.probe
         assert replica is not None
         replica.choose_arm(arm)

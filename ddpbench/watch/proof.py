@@ -164,7 +164,7 @@ class Proof:
         return store.get("decision").decode()
 
     def _open_store(self, number: int) -> dist.Store:
-        return dist.PrefixStore(f"{self._prefix}/{number}", _default_store())
+        return dist.PrefixStore(f"{self._prefix}/{number}", distributed_c10d._get_default_store())
 
     def _gather_common(self, replicas: dict[str, Any]) -> dict[str, Any]:
         """Return the replicas that each rank of their groups has; report the others."""
@@ -194,15 +194,9 @@ def _decide(store: dist.Store, decision: str) -> str:
 
 
 def _delete(store: dist.Store, *keys: str) -> None:
-    """Delete keys, where the store can."""
     with contextlib.suppress(RuntimeError):
         for key in keys:
             store.delete_key(key)
-
-
-def _default_store() -> dist.Store:
-    store: dist.Store = distributed_c10d._get_default_store()
-    return store
 
 
 def _list_meshes(module: nn.Module) -> list[Any]:

@@ -16,8 +16,6 @@ def resolve_group(group: Any) -> Any:
 
 
 class _Done(dist.Work):
-    """A collective that has ended."""
-
     def wait(self, timeout: Any = None) -> bool:
         return True
 

@@ -70,7 +70,6 @@ def agree_meshes(
 
 
 def _divide(ranks: int, shape: tuple[int, ...]) -> Iterator[list[list[int]]]:
-    """Yield the lines of ranks along each dimension."""
     grid = torch.arange(ranks).view(shape)
     for dimension, size in enumerate(shape):
         yield grid.movedim(dimension, -1).reshape(-1, size).tolist()
@@ -139,6 +138,5 @@ def _scatter(group: dist.ProcessGroup, own: torch.Tensor) -> float:
 
 
 def _reduce(group: dist.ProcessGroup, own: torch.Tensor) -> float:
-    """Return the average of all ranks' numbers."""
     dist.all_reduce(own, op=dist.ReduceOp.AVG, group=group)
     return own.item()
