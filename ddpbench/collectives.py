@@ -16,16 +16,7 @@ from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.dtypes import DTYPES
 from ddpbench.catalog.operations import OPERATIONS, Operation
 from ddpbench.launch.placement import Placement
-from ddpbench.records.schema import (
-    EVENTS,
-    EXIT_ENTRY,
-    HIDDEN_LAUNCH,
-    TWO_STREAMS,
-    Case,
-    Limit,
-    Plan,
-    Result,
-)
+from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, Case, Limit, Plan, Result
 from ddpbench.runtime import control, cpu, devices
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
@@ -271,7 +262,7 @@ def _time_definition(options: Options, backend: Backend, operation: Operation) -
     hides = kind.sleeps and backend.in_stream and operation.sized
     if not (alone and hides):
         return EVENTS
-    return TWO_STREAMS if operation.paired and backend.sends_aside else HIDDEN_LAUNCH
+    return backend.message_time if operation.paired else HIDDEN_LAUNCH
 
 
 def _objection(case: Case, world: World, device: torch.device) -> str | None:

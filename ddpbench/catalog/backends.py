@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddpbench.launch.placement import NO_MPIRUN, Refused, find_mpirun
+from ddpbench.records.schema import HIDDEN_LAUNCH, TWO_STREAMS
 from ddpbench.records.wording import counted, explain_unknown, install_extra
 from ddpbench.runtime import devices, nccl_library
 
@@ -26,7 +27,7 @@ class Backend:
                  if unknown
     in_stream    whether a call returns once it is issued, and runs in the order of what the device
                  is given by the current stream: then its launch can be hidden
-    sends_aside  whether sends and receives run on a stream of its own even then
+    message_time  what the time of a send and receive then is
     interfaces   environment variable that names its network interfaces, in NCCL's syntax; gloo's
                  is checked with the control group
     """
@@ -41,7 +42,7 @@ class Backend:
     launcher: str = "torchrun"
     transport: str = ""
     in_stream: bool = False
-    sends_aside: bool = False
+    message_time: str = HIDDEN_LAUNCH
     interfaces: str = ""
 
 
@@ -151,7 +152,7 @@ BACKENDS: dict[str, Backend] = {
             library=nccl_library.describe,
             transport="links",
             in_stream=True,
-            sends_aside=True,
+            message_time=TWO_STREAMS,
             interfaces="NCCL_SOCKET_IFNAME",
         ),
         Backend(

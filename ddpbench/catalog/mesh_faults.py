@@ -127,7 +127,6 @@ def require_whole(replica: Any) -> str | None:
 
 
 def _find_whole(replica: Any) -> Any:
-    """Return the first parameter that tensor parallelism does not divide."""
     return next((one for one in replica.module.parameters() if not _is_divided(one, TENSOR)), None)
 
 

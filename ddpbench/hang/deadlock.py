@@ -19,7 +19,6 @@ class Wait:
 
 
 def _find_waits(hangs: Sequence[Hang], statuses: Mapping[int, RankStatus]) -> dict[int, Wait]:
-    """The waits of the ranks whose main threads wait for known ranks."""
     waits: dict[int, Wait] = {}
     for rank, status in statuses.items():
         if (other := max(status.source, status.destination)) >= 0:

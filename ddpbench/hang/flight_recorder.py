@@ -236,7 +236,6 @@ def find_missing_setting(backend: str) -> str:
 
 
 def _status(recorder: Recorder) -> dict[int, dict[str, str]]:
-    """The numbers of the last collectives of each group, by the recorder's number of it."""
     status = _read_status(recorder).get("pg_status") or {}
     return {int(number): numbers for number, numbers in status.items()}
 

@@ -19,6 +19,7 @@ from typing import Any
 OURS = str(Path(__file__).parents[1]) + os.sep  # this package, wherever it is installed
 # The parts of this package that connect and watch ranks.
 MACHINERY = tuple(OURS + name + os.sep for name in ("hang", "runtime", "launch", "mpi_backend"))
+SCRIPTS = sysconfig.get_path("scripts") + os.sep
 COMPILED = "torchinductor_"  # in the paths of code that torch.compile writes
 
 # The parts of torch whose functions wait for other ranks.
@@ -47,7 +48,8 @@ def find_main_frame() -> FrameType:
 
 def find_place(frame: FrameType) -> str:
     """Return the innermost line of the program's own code, else of a library's, else of any."""
-    return choose_place(_line(outer) for outer in walk_outwards(frame))
+    codes = [(outer.f_code, outer.f_lineno) for outer in walk_outwards(frame)]
+    return choose_place((code.co_name, code.co_filename, line) for code, line in codes)
 
 
 def find_error_place(error: BaseException) -> str:
@@ -190,15 +192,11 @@ def walk_outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _line(frame: FrameType) -> Line:
-    return frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno
-
-
 @cache
 def _distance(path: str) -> int:
     """0: the program's own code, 1: a library's or ours, 2: of no file, 3: Python's or torch's, or
     of a launcher."""
-    machinery = _folder("torch"), *MACHINERY, "<frozen ", _scripts()
+    machinery = _folder("torch"), *MACHINERY, "<frozen ", SCRIPTS
     if path.startswith(machinery) or COMPILED in path:
         return 3
     if path.startswith(OURS) or "/site-packages/" in path or "/dist-packages/" in path:
@@ -206,10 +204,6 @@ def _distance(path: str) -> int:
     if path.startswith("<"):
         return 0 if path.startswith("<ipython") else 2
     return 3 if path.startswith(sysconfig.get_path("stdlib") + os.sep) else 0
-
-
-def _scripts() -> str:
-    return sysconfig.get_path("scripts") + os.sep
 
 
 def _folder(package: str) -> str:

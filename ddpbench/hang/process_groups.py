@@ -7,10 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
+from typing import Any
 
 # Errors of a private function with another signature, or of a group that ends meanwhile.
 UNKNOWN = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
@@ -57,14 +54,11 @@ def _group(group: Any, ranks: Iterable[int]) -> Group:
     pairs = [pair.rpartition(":") for pair in dist.get_backend_config(group).split(",")]
     devices = {backend: torch.device(device) for device, _, backend in pairs}
     name = str(distributed_c10d._world.pg_names.get(group, ""))
-    phrase = "" if group is dist.group.WORLD else _phrase(group, name)
+    title = getattr(group, "group_desc", "")
+    phrase = f"of group {name[:12]}" if title in ("", "undefined") else f"of group {title!r}"
+    phrase = "" if group is dist.group.WORLD else phrase
     count = partial(_count, weakref.ref(group), devices)  # a group ends with its last owner
     return Group(name, phrase, tuple(sorted(ranks)), tuple(sorted(devices)), count)
-
-
-def _phrase(group: dist.ProcessGroup, name: str) -> str:
-    title = getattr(group, "group_desc", "")
-    return f"of group {name[:12]}" if title in ("", "undefined") else f"of group {title!r}"
 
 
 def _count(group: weakref.ref[Any], devices: Mapping[str, Any], backend: str) -> int:

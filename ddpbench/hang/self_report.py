@@ -45,14 +45,9 @@ class RankIdentity:
 
 def identify(rank: int) -> RankIdentity:
     """Return this process's identity as a rank."""
-    host, pid = socket.gethostname(), os.getpid()
-    return RankIdentity(rank, host, pid, _boot_id(), _namespace("net"), _namespace("pid"))
-
-
-def _boot_id() -> str:
-    """A name of this machine and its clock; its network namespaces share one."""
-    text = family.read_text(Path("/proc/sys/kernel/random/boot_id"))
-    return text.strip() or socket.gethostname()
+    host = socket.gethostname()
+    boot_id = family.read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or host
+    return RankIdentity(rank, host, os.getpid(), boot_id, _namespace("net"), _namespace("pid"))
 
 
 def _namespace(kind: str) -> str:

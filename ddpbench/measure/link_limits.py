@@ -51,7 +51,6 @@ def derive_limit(
 
 
 def _pairs(subgroups: Members) -> Members:
-    """Return the pairs that an operation between two ranks forms in these subgroups."""
     return tuple(m[i : i + 2] for m in subgroups for i in range(0, len(m) - 1, 2))
 
 

@@ -234,12 +234,9 @@ class Rounds:
         """Plant faults and verify, if they are due after the latest step."""
         self._plant(replica, before=False)
         if self.verify is not None and arm == "ddp" and self._is_verified(arm):
-            self._verified(self.verify, replica.steps)
-
-    def _verified(self, verify: Verify, step: int) -> None:
-        began = clock.now_ns()
-        self.stopped = not verify(step)
-        self.verify_ns.append(clock.now_ns() - began)
+            began = clock.now_ns()
+            self.stopped = not self.verify(replica.steps)
+            self.verify_ns.append(clock.now_ns() - began)
 
     def _plant(self, replica: Replica, before: bool) -> None:
         """Plant the faults that are due before the replica's next step, or after its last."""

@@ -222,22 +222,20 @@ def _rank(request: Request, folder: Path, attempt: Attempt) -> int:
             file.write(f"{kind} {text}\n")
 
         report("doing", "its start")
-        try:
+        with _reported(report):
             for module in request.modules:
                 import_module(module)
             rendezvous = Rendezvous(timeout_seconds=request.seconds)
-            with join_world(own, rendezvous, share_gpu=True) as world:
-                _report_error(lambda: attempt(world, report), report)
-        except Exception as error:
-            report("failed", sentence(error))
-            raise
+            # Report an error before the group ends, which may end the process.
+            with join_world(own, rendezvous, share_gpu=True) as world, _reported(report):
+                attempt(world, report)
     return 0
 
 
-def _report_error(attempt: Callable[[], None], report: Report) -> None:
-    """Report an error before the group ends, which may end the process."""
+@contextlib.contextmanager
+def _reported(report: Report) -> Iterator[None]:
     try:
-        attempt()
+        yield
     except Exception as error:
         report("failed", sentence(error))
         raise

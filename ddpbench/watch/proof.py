@@ -151,7 +151,9 @@ class Proof:
         if self._last is not None:  # all ranks have been there; once all are here, all have left
             last, last_digest = self._last
             keys = ("arrived", "decided", "decision") if is_last else ()
-            _delete(self._open_store(last), last_digest, *keys)
+            with contextlib.suppress(RuntimeError):  # where the store cannot
+                for key in (last_digest, *keys):
+                    self._open_store(last).delete_key(key)
         self._last = number, digest
         if is_last:
             return _decide(store, EQUAL if same == world_size else UNEQUAL)
@@ -191,12 +193,6 @@ def _decide(store: dist.Store, decision: str) -> str:
     if store.add("decided", 1) == 1:
         store.set("decision", decision)
     return store.get("decision").decode()
-
-
-def _delete(store: dist.Store, *keys: str) -> None:
-    with contextlib.suppress(RuntimeError):
-        for key in keys:
-            store.delete_key(key)
 
 
 def _list_meshes(module: nn.Module) -> list[Any]:
