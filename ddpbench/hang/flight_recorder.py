@@ -95,6 +95,8 @@ class Flight:
         without a record; whole: with the latest calls, else numbers only; lines: with the lines
         that made them.
         """
+        import torch.distributed as dist
+
         groups: list[Group] = []
         with contextlib.suppress(*UNKNOWN):
             groups = self._current()
@@ -102,8 +104,10 @@ class Flight:
         for name, recorder in self._recorders().items():
             with contextlib.suppress(*UNKNOWN):
                 brief = self._brief(name, recorder)
-                kept |= {k: r for k, r in brief.items() if not whole or r.started != UNREAD}
-                kept |= self._full(name, recorder, lines) if whole else {}
+                read = {key: record for key, record in brief.items() if record.started != UNREAD}
+                # Groups that have ended do not count any more.
+                dumps = whole or (brief != read and not dist.is_initialized())
+                kept |= read | self._full(name, recorder, whole and lines) if dumps else brief
         kept |= _over_mpi()
         # What the main thread stands in has no record yet, unless another call is open.
         names = {group.name for group in groups}

@@ -213,7 +213,6 @@ def run(
 
 
 def _rank(request: Request, folder: Path, attempt: Attempt) -> int:
-    """Run one rank's part. It reports what it is doing in its file."""
     own = placement.read_placement()
     assert isinstance(own, Placement)
     with (folder / f"rank-{own.rank}").open("a", buffering=1) as file:

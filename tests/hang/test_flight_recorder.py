@@ -161,6 +161,7 @@ def numbers(logs: Any) -> tuple[int, int]:
     return log.started, log.finished
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("sends", [6, 900], ids=("as many sends", "more sends"))
 @pytest.mark.parametrize("order", ["sends first", "sends later"])
 def test_an_open_collective_of_nccl_is_seen_whatever_was_sent(
@@ -183,6 +184,20 @@ def test_an_open_collective_of_nccl_is_seen_whatever_was_sent(
     assert numbers(flight.read_logs("", whole=True)) == (6, 6)
     recorder.send()
     assert flight.read_logs("", whole=False) != heartbeat  # which is progress
+
+
+def test_what_nccl_did_last_is_known_after_the_end_of_its_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A group that is gone has no count, but its entries are there: the last heartbeat of a rank
+    that leaves early says after which collective."""
+    recorder = NcclRecorder()
+    recorder.collective()
+    recorder.send()
+    recorder.collective()
+    flight = watch_nccl(recorder, monkeypatch)
+    recorder.collectives = -1
+    assert numbers(flight.read_logs("", whole=False)) == (2, 2)
 
 
 def test_a_batch_of_sends_is_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:

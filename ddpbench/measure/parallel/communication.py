@@ -34,8 +34,6 @@ SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 @dataclass
 class _Record:
-    """A collective of the running step."""
-
     operation: str
     layers: str
     phase: str
@@ -332,7 +330,6 @@ class Communication:
         return enter, leave
 
     def _place(self) -> tuple[str, str]:
-        """Return the layer group and the phase of the collective that begins."""
         backward = torch._C._current_graph_task_id() != -1
         phase = "backward" if backward else "forward"
         if self._label is not None:
