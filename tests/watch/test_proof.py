@@ -14,6 +14,7 @@ import torch.distributed as dist
 from command_lines import run_command
 from frozen import Frozen
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -103,7 +104,7 @@ def run_rank(folder: Path) -> int:
 
     def count_keys(step: int, model: nn.Module) -> None:
         dist.barrier()
-        keys.append(proof._default_store().num_keys())
+        keys.append(distributed_c10d._get_default_store().num_keys())
         dist.barrier()
 
     train(rank, 6, count_keys, 1, make_model())
