@@ -25,8 +25,8 @@ from rank_pool import RankPool
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.doctor.capabilities import parallel, probe, verdicts
+from ddpbench.doctor.capabilities.examine import Trials, trying
 from ddpbench.doctor.capabilities.table import build_tables
-from ddpbench.doctor.capabilities.trials import Trials, trying
 from ddpbench.doctor.capabilities.verdicts import (
     CRASH,
     HANG,

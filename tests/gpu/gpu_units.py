@@ -30,7 +30,7 @@ from ddpbench.catalog import hooks, payload
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import Piece
 from ddpbench.hang.flight_recorder import Flight
-from ddpbench.measure import device_copy
+from ddpbench.measure import calibrate
 from ddpbench.replicas import digest
 from ddpbench.runtime import devices, gpu_facts
 from ddpbench.runtime.devices import elapsed_ns
@@ -254,7 +254,7 @@ def check_device_copy(device: torch.device) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     watchdog = SimpleNamespace(rearm=lambda: None)
     world: Any = SimpleNamespace(rank=0, world_size=1, watchdog=watchdog, gpu_mates=[0])
-    limit = device_copy.measure_device_copy(world, device)
+    limit = calibrate.measure_device_copy(world, device)
     dist.destroy_process_group()
     kind = devices.of(device)
     source = torch.ones(1 << 26, dtype=torch.uint8, device=device)

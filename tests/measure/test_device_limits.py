@@ -13,7 +13,7 @@ import torch.distributed as dist
 from command_lines import QUICK, read_stored_run, run_ddpbench
 from frozen import Frozen, finding_facts
 
-from ddpbench.measure import device_copy
+from ddpbench.measure import calibrate
 from ddpbench.runtime import devices
 from ddpbench.runtime.devices import HostEvent
 
@@ -108,14 +108,14 @@ def test_a_copy_reads_and_writes_each_byte(
     kind = devices.KINDS["cpu"]
     monkeypatch.setattr(kind, "event", lambda device: SteadyEvent())
     alone.gpu_mates = mates
-    rate = device_copy.measure_device_copy(alone, CPU)
+    rate = calibrate.measure_device_copy(alone, CPU)
     assert rate == pytest.approx(max(1, len(mates)) * 4 * 2 * 2**26 / 8e-3)
 
 
 def test_without_memory_nothing_is_copied(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that is full gives no limit, and no error."""
     monkeypatch.setattr(devices.KINDS["cpu"], "free_nbytes", lambda device: 2**20)
-    assert device_copy.measure_device_copy(alone, CPU) is None
+    assert calibrate.measure_device_copy(alone, CPU) is None
 
 
 COARSE = """

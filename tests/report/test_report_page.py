@@ -25,7 +25,7 @@ from ddpbench.report.chart import Chart, Choice, ReportRun
 from ddpbench.report.output import embedding
 from ddpbench.report.output.page import make_page, make_sections
 from ddpbench.report.sections import environment, overview
-from ddpbench.report.summary import summarise
+from ddpbench.report.sections.overview import summarise
 
 MARKUP = "</script><script>alert(1)</script>"
 WORDS = TableColumn("backend", "left")

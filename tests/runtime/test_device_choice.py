@@ -23,7 +23,7 @@ from warm_python import warm_python
 
 from ddpbench.launch import forks
 from ddpbench.launch.placement import Refused, read_placement
-from ddpbench.runtime import device_choice
+from ddpbench.runtime import world
 from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import World, join_world
 
@@ -51,20 +51,20 @@ def test_each_rank_has_a_gpu_of_its_own_if_it_can(layout: str) -> None:
     share only where there are fewer devices than ranks, and then evenly."""
     texts, indices = LAYOUTS[layout]
     visible = [[text] if text.startswith("MIG") else list(text) for text in texts]
-    assert device_choice.choose_indices(visible) == indices
+    assert world.choose_indices(visible) == indices
     used = [devices[index] for devices, index in zip(visible, indices, strict=True)]
     shared = len(set(used)) < len(used)
     assert shared == (len(set(chain(*visible))) < len(visible))
-    assert (device_choice.explain_sharing(used, False) is not None) == shared
+    assert (world.explain_sharing(used, False) is not None) == shared
 
 
 def test_ranks_that_would_share_are_named(frozen: Frozen) -> None:
     """The sentence names the ranks and what to do; it does not name those with their own GPU."""
-    sentence = device_choice.explain_sharing(["A", "B", "A", "C"], False)
+    sentence = world.explain_sharing(["A", "B", "A", "C"], False)
     frozen.text(sentence or "")
-    assert device_choice.explain_sharing(["A", "B"], False) is None
-    assert device_choice.explain_sharing(["A", "B", "A"], True) is None
-    assert "two" in (device_choice.explain_sharing(["A", "B", "A", "A"], True) or "")
+    assert world.explain_sharing(["A", "B"], False) is None
+    assert world.explain_sharing(["A", "B", "A"], True) is None
+    assert "two" in (world.explain_sharing(["A", "B", "A", "A"], True) or "")
 
 
 def choose(world: World, share_gpu: bool) -> list[object]:
