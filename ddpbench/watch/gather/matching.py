@@ -154,19 +154,13 @@ def match_hosts(
     final = last_ns[order][starts + sizes - 1]
     waits = np.empty(len(order), np.int64)
     waits[order] = np.repeat(final, sizes) - last_ns[order]
-    names = list(all_groups), list(all_operations)
     unknown = [g for host in hosts if host.bound_ns >= UNKNOWN_NS for g in host.groups]
     newest = np.argsort(final, kind="stable")
     known = ~np.isin(columns["group"][order[starts]], _renumber(all_groups, unknown))
-    calls = [
-        _join_call(
-            {name: column[order[starts[n] :][: sizes[n]]] for name, column in columns.items()},
-            *names,
-        )
-        for n in newest[known[newest]][-CALLS:]
-    ]
+    chosen = newest[known[newest]][-CALLS:]
+    calls = _join_calls(columns, order, starts, chosen, (list(all_groups), list(all_operations)))
     waits = np.minimum(waits, columns["room_ns"])
-    return calls, owners, columns, waits, find_rooted(columns["operation"], names[1])
+    return calls, owners, columns, waits, find_rooted(columns["operation"], list(all_operations))
 
 
 def _renumber(known: dict[str, int], names: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -174,27 +168,38 @@ def _renumber(known: dict[str, int], names: Sequence[str]) -> npt.NDArray[np.int
     return np.array([known.setdefault(name, len(known)) for name in names], np.int64)
 
 
-def _join_call(hosts: Columns, groups: Sequence[str], operations: Sequence[str]) -> JoinedCall:
-    """One call as all hosts saw it; `hosts` is sorted by their last arrivals."""
-    last = {name: int(column[-1]) for name, column in hosts.items()}
-    seconds = hosts["last_ns"][-2:-1].tolist()
-    if last["ranks"] > 1 or not seconds:
-        seconds.append(last["second_ns"])
-    wires = hosts["wire_ns"][hosts["wire_ns"] >= 0]
-    return JoinedCall(
-        group=groups[last["group"]],
-        number=last["number"],
-        operation=operations[last["operation"]],
-        nbytes=last["nbytes"],
-        step=int(hosts["step"].max()),
-        phase=int(hosts["phase"].max()),
-        first_ns=int(hosts["first_ns"].min()),
-        second_ns=max(seconds),
-        last_ns=last["last_ns"],
-        last_rank=last["last_rank"],
-        ranks=int(hosts["ranks"].sum()),
-        wire_ns=int(wires.min()) if len(wires) else -1,
-    )
+def _join_calls(
+    columns: Columns,
+    order: Indices,
+    starts: Indices,
+    chosen: Indices,
+    names: tuple[Sequence[str], Sequence[str]],
+) -> list[JoinedCall]:
+    """The chosen calls as all hosts saw them.
+
+    order: of all hosts' calls, by call and last arrival; starts: where in it another call begins;
+    names: of groups, and of operations.
+    """
+    lasts = np.append(starts[1:], len(order)) - 1
+    last = {name: column[order[lasts]] for name, column in columns.items()}
+    before = columns["last_ns"][order[np.maximum(lasts - 1, starts)]]  # of the last host but one
+    second = np.where(last["ranks"] > 1, np.maximum(before, last["second_ns"]), before)
+    joined = [
+        *(last["group"], last["number"], last["operation"], last["nbytes"]),
+        *(np.maximum.reduceat(columns[name][order], starts) for name in ("step", "phase")),
+        np.minimum.reduceat(columns["first_ns"][order], starts),
+        np.where(lasts > starts, second, last["second_ns"]),
+        *(last["last_ns"], last["last_rank"]),
+        np.add.reduceat(columns["ranks"][order], starts),
+        _reduce_wire(columns["wire_ns"][order], starts),
+    ]
+    groups, operations = names
+    return [
+        JoinedCall(groups[group], number, operations[operation], *rest)
+        for group, number, operation, *rest in zip(
+            *(column[chosen].tolist() for column in joined), strict=True
+        )
+    ]
 
 
 def find_rooted(numbers: npt.NDArray[Any], operations: Sequence[str]) -> npt.NDArray[np.bool_]:

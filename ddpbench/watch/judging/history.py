@@ -227,7 +227,7 @@ def find_spread(own: FloatsOrLess) -> float:
 
 def who_most_often(ranks: Sequence[int] | Floats) -> tuple[int, float]:
     """Return the rank that is listed most often, and its share. At least one is listed."""
-    (rank, count), *_ = Counter(int(rank) for rank in ranks).most_common(1)
+    (rank, count), *_ = Counter(np.asarray(ranks, np.int64).tolist()).most_common(1)
     return rank, count / len(ranks)
 
 
