@@ -48,6 +48,8 @@ from ddpbench.watch.window import CALLS, STEPS, Call, JoinedCall, RankWindow, pa
 POLL_SECONDS = 0.2  # between two looks for a process group
 LOAD_SECONDS = 1.0  # a load over less may be that of the job's end
 CLOSE_SECONDS = 8.0  # for the last windows of all ranks
+OUTPUT_SHARE = 2e-3  # of the time that rank 0 may spend on findings and outputs
+OUTPUT_SECONDS = 30.0  # from one output to the next at the latest
 
 _times = 0  # how often a watch was begun, equal in all ranks
 
@@ -64,7 +66,7 @@ class Watcher:
         self.observer = Observer(self._marks, on_error=self._fail)
         self.values = ScriptValues(self._marks, self.observer.losses)
         self._reducers = Reducers(lambda: self.observer.modules, timed=settings.wire)
-        self.observer.after_step.append(self._reducers.after_step)
+        self.observer.after_doubling.append(self._reducers.after_step)
         self._proof = Proof(settings.verify, self.observer)
         self._guard: guard.Guard | None = None
         self._stored: Path | None = None  # the complete run, in rank 0
@@ -199,6 +201,7 @@ class _Reports:
         self._reference: Reference | None = None
         self._backend = ""
         self._outputs: Outputs | None = None
+        self._output_at = 0.0  # when rank 0 judges again
         if rank == 0:
             job = identify_job(settings.script, settings.verify)
             self._backend, self._outputs = job.case.backend, Outputs(settings, job)
@@ -217,8 +220,13 @@ class _Reports:
         if self._outputs is None or (joined := join_hosts(hosts)) is None:
             return
         self._history.add(replace(joined, calls=self._only_new(joined.calls)))
+        if time.monotonic() < self._output_at and not window.last:
+            return
+        began = time.thread_time()
         self._findings = (*others, *judge(self._history), *self._compare_transfers())
         self._outputs.update(self._history, self._findings)
+        pause = (time.thread_time() - began) / OUTPUT_SHARE
+        self._output_at = time.monotonic() + min(pause, OUTPUT_SECONDS)
 
     def _compare_transfers(self) -> Sequence[Finding]:
         """Compare transfers, once any are known, with a stored run of the same ranks."""

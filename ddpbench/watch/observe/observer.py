@@ -59,7 +59,8 @@ class Observer:
 
     anchor: the optimizer whose steps divide the job into steps, the first one that steps; another
     one takes over after PATIENCE steps without a step of the anchor. after_step: called in the
-    training thread after each step of the anchor, with its number, from 0. losses: of the job.
+    training thread after each step of the anchor, with its number, from 0; after_doubling: after
+    steps 1, 2, 4, 8, … alone. losses: of the job.
     on_error: called once, with an error in the observer or in after_step, which ends the
     observation and not the job. at_thread_end: called in the training thread where that ends.
     """
@@ -67,6 +68,7 @@ class Observer:
     def __init__(self, marks: Marks, on_error: Callable[[Exception], object] | None = None) -> None:
         self.after_step: list[Callable[[int], object]] = []
         self.at_thread_end: Callable[[], object] = self.stop
+        self.after_doubling: list[Callable[[int], object]] = []
         self.losses = Losses()
         self._local = threading.local()  # of the training thread: freed where that ends
         self._marks, self._on_error = marks, on_error
@@ -178,11 +180,12 @@ class Observer:
         self.losses.resolve()
         if self._calls and number == self._look_at:
             self._replace_unused()
-        if self.after_step:
+        doubled = number > 0 and not number & (number - 1)
+        if callbacks := self.after_step + (self.after_doubling if doubled else []):
             self._marks.add(OTHER)
             self._in_hook = True
             try:
-                for callback in self.after_step:
+                for callback in callbacks:
                     callback(number)
             finally:
                 self._in_hook = False

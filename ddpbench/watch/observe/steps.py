@@ -69,7 +69,12 @@ class StepBuilder:
         """Return the steps that these marks complete."""
         steps = []
         for kind, ns, clock_ns, number in marks:
-            self._count(kind, ns, clock_ns)
+            phase = self._open[-1][0] if self._open else OTHER
+            if kind == BACKWARD and phase in (OTHER, OPTIMIZER):
+                phase = FORWARD
+            elif kind == FORWARD and not self._open and self._previous != FORWARD + END:
+                phase = LOAD
+            self._count(phase, ns, clock_ns)
             if kind == STEP:
                 # Otherwise marks were lost, and with them the begin of this step.
                 if number == self._number + 1:
@@ -81,6 +86,7 @@ class StepBuilder:
                 self._begin(ns)
             elif kind < END:
                 self._open.append((kind, self._number))
+                self._loads = self._loads or kind == INPUT
             else:
                 self._close(kind - END)
             self._previous = kind
@@ -98,21 +104,17 @@ class StepBuilder:
                 del self._open[index:]
                 return
 
-    def _count(self, kind: int, ns: int, clock_ns: int) -> None:
+    def _count(self, phase: int, ns: int, clock_ns: int) -> None:
         """Count the time since the previous mark."""
-        clock_ns = max(clock_ns, self._clock_ns)  # events of several streams may cross
-        phase = self._open[-1][0] if self._open else OTHER
-        if phase in (OTHER, OPTIMIZER) and kind == BACKWARD:
-            phase = FORWARD
-        elif not self._open and kind == FORWARD and self._previous != FORWARD + END:
-            phase = LOAD
-        self._loads = self._loads or kind == INPUT
-        self._sums[phase] += clock_ns - self._clock_ns
-        if self._spans and self._spans[-1][0] == phase and self._spans[-1][2] == self._ns:
-            self._spans[-1] = (phase, self._spans[-1][1], ns)
-        elif len(self._spans) < SPANS:
-            self._spans.append((phase, self._ns, ns))
-        self._ns, self._clock_ns = ns, clock_ns
+        if clock_ns > self._clock_ns:  # events of several streams may cross
+            self._sums[phase] += clock_ns - self._clock_ns
+            self._clock_ns = clock_ns
+        spans = self._spans
+        if spans and spans[-1][0] == phase and spans[-1][2] == self._ns:
+            spans[-1] = (phase, spans[-1][1], ns)
+        elif len(spans) < SPANS:
+            spans.append((phase, self._ns, ns))
+        self._ns = ns
 
     def _complete(self, number: int, ns: int) -> Step:
         *sums, load = self._sums

@@ -41,15 +41,13 @@ class Reducers:
         self._modules: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stamps: deque[Reduction] = deque(maxlen=KEPT)
 
-    def after_step(self, number: int) -> None:
-        """Look for new modules after step 1, 2, 4, 8, …; for the training thread between steps.
+    def after_step(self, _number: int) -> None:
+        """Look for new modules; for the training thread between steps.
 
         A hook cannot be set in a backward, nor before the user's own, which comes before training.
         """
         from torch.nn.parallel import DistributedDataParallel
 
-        if number < 1 or number & (number - 1):
-            return
         for root in self._find_roots():
             for module in root.modules():
                 if isinstance(module, DistributedDataParallel) and module not in self._modules:
