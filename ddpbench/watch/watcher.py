@@ -157,16 +157,20 @@ class _Rank:
         until_ns = now_ns if last else find_round_ns(now_ns)
         ahead_ns = now_ns - time.perf_counter_ns()
         steps = [step for step in self._steps if step.ended_ns + ahead_ns <= until_ns][-STEPS:]
-        if self._arrivals.skipped and any(call.phase >= 0 for call in self._calls):
-            steps = []  # what they waited for is not known yet
+        # Of groups that are made again, numbers start again: the newest call counts.
+        calls = list({(call.group, call.number): call for call in self._calls}.values())
+        if self._arrivals.skipped:  # so these calls were sent before
+            if any(call.phase >= 0 for call in calls):
+                steps = []  # what they waited for is not known yet
+            else:
+                calls = []
         facts, load = self._facts.read(), self._load.read()
         return RankWindow(
             rank=self._number,
             first_step=steps[0].number if steps else 0,
             rows=pack_rows(np.array([step.row for step in steps], dtype=np.float32)),
             ended_ns=steps[-1].ended_ns + ahead_ns if steps else now_ns,
-            # Of groups that are made again, numbers start again: the newest call counts.
-            calls=list({(call.group, call.number): call for call in self._calls}.values()),
+            calls=calls,
             facts=facts,
             links=self._links.read(),
             load=load if facts["seconds"] >= LOAD_SECONDS else None,

@@ -1,143 +1,90 @@
-"""What a watch costs: DDP steps of 5, 40 and 150 ms with and without it, and its memory.
+"""What a watch costs a training script, seen from outside: launches with and without it.
 
-    ./run_bench.sh python tests/perf/watch_cost.py [PAIRS [BACKEND …]]
+    ./run_bench.sh python tests/perf/watch_cost.py [PAIRS [SECONDS [MILLISECONDS …]]]
 
-Two ranks, on gloo under torchrun and on mpi under mpirun. Blocks of at least 6 s with and without
-`ddpbench.watch` take turns in one launch, so that each has a round of reports; the figure is the
-median over pairs of neighbouring blocks, with its 95 % interval. Aims: at most 1 %, the upper end
-at most 2 %. Steps mostly sleep, as the host of a GPU mostly waits: steps that compute on two shared
-cores vary by 10 % from block to block, and hide the cost. CPU is what all threads of the slower
-rank use more, in % of the step: the most that a host without spare cores can lose. The last lines
-are the memory of each rank after 20,000 and 100,000 tiny steps under watch. Run it alone.
+`train.py` on 2 ranks under torchrun, as it is and under `-m ddpbench.watch`, which stores its run.
+A pair is one launch of each, in random order. 20 PAIRS for each step length of 5, 13 and 40 ms,
+with training loops of 10 SECONDS: 27 minutes; at least 6 pairs have an interval. A launch has fresh
+processes, and its steps compute, each rank on one core, so whatever the watch does delays them. The
+figures are the median ratios of watched to bare launches, with 95 % intervals: the wall time of a
+step and the CPU time of a rank between two barriers, and the wall time and the CPU time of the
+launch with its start and its end. The aim is 1.01 at most. Run it alone. With the word `memory`, it
+prints what the ranks hold after 20,000 and 100,000 watched steps.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
+import json
+import os
+import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-import torch
-import torch.distributed as dist
 from scipy import stats
 from tabulate import tabulate
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-import ddpbench
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from command_lines import clean_environment, mpirun, torchrun
+from command_lines import clean_environment
 
-TARGETS = (0.005, 0.040, 0.150)  # seconds of a step
-BLOCK_SECONDS, WARM = 6.0, 5
-EARLY, LATE = 20_000, 100_000  # tiny steps
-
-
-def make_step(width: int, depth: int) -> Callable[[float], None]:
-    """Return a training step of DDP that sleeps for some seconds, too."""
-    layers = [nn.Linear(width, width) for _ in range(depth)]
-    replica = DistributedDataParallel(nn.Sequential(*layers))
-    optimizer = torch.optim.SGD(replica.parameters(), lr=1e-4)
-    batch = torch.randn(8, width)
-
-    def step(pause: float) -> None:
-        if pause:
-            time.sleep(pause)
-        optimizer.zero_grad()
-        replica(batch).square().mean().backward()
-        optimizer.step()
-
-    return step
+TRAIN = str(Path(__file__).with_name("train.py"))
+BATCHES = {5: 16, 13: 240, 40: 1000}  # milliseconds of a step, about → rows of its batch
+FIGURES = ("step", "CPU of a rank", "launch", "CPU of the launch")
 
 
-def measure_block(step: Callable[[float], None], pause: float, count: int) -> tuple[float, float]:
-    """Seconds of one step, and its CPU seconds, in the slower rank of a block."""
-    for _ in range(WARM):
-        step(pause)
-    dist.barrier()
-    began, used = time.perf_counter(), time.process_time()
-    for _ in range(count):
-        step(pause)
-    spent = [time.perf_counter() - began, time.process_time() - used]
-    seconds = torch.tensor(spent, dtype=torch.float64) / count
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    wall, cpu = seconds.tolist()
-    return wall, cpu
+def launch(folder: str, watched: bool, batch: int, steps: int) -> tuple[list[float], list[float]]:
+    """Train once. Return FIGURES in seconds, and the memory of the ranks as `train.py` has it."""
+    out = Path(folder) / "out.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    watch = ["-m", "ddpbench.watch"] if watched else []
+    began, before = time.perf_counter(), os.times()
+    subprocess.run(
+        [*torchrun, *watch, TRAIN, str(batch), str(steps), str(out)],
+        cwd=folder,
+        env=clean_environment(),
+        check=True,
+        capture_output=True,
+    )
+    wall, after = time.perf_counter() - began, os.times()
+    cpu = after.children_user + after.children_system
+    cpu -= before.children_user + before.children_system
+    step, rank, memory = json.loads(out.read_text())
+    return [step, rank, wall, cpu], memory
 
 
-def compare(step: Callable[[float], None], target: float, pairs: int) -> list[str]:
-    """A row of the table: the step without and with a watch, and what that costs."""
-    pause = max(0.0, target - measure_block(step, 0.0, 200)[0])
-    count = round(BLOCK_SECONDS / target)
-    without, watched = [], []
-    for pair in range(pairs):
-        for on in (pair % 2 == 0, pair % 2 == 1):
-            with contextlib.redirect_stderr(io.StringIO()):
-                with ddpbench.watch(output=None) if on else contextlib.nullcontext():
-                    (watched if on else without).append(measure_block(step, pause, count))
-                dist.barrier()
-    costs = [
-        [100 * (b[what] - a[what]) / a[0] for a, b in zip(without, watched, strict=True)]
-        for what in (0, 1)
-    ]
-    medians = (f"{statistics.median(w for w, _ in each) * 1e3:.2f}" for each in (without, watched))
-    return [f"{dist.get_backend()}, {target * 1e3:.0f} ms", *medians, *map(describe, costs)]
+def measure(milliseconds: int, pairs: int, seconds: float) -> list[str]:
+    """Return a row of the table; print the ratios of each pair."""
+    batch, steps = BATCHES[milliseconds], round(seconds / milliseconds * 1e3)
+    bare, ratios = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(pairs):
+            order = random.sample((False, True), 2)
+            taken = {watched: launch(folder, watched, batch, steps)[0] for watched in order}
+            bare.append(taken[False][0] * 1e3)
+            ratios.append([b / a for a, b in zip(taken[False], taken[True], strict=True)])
+            print(f"{milliseconds} ms:", *(f"{ratio:.4f}" for ratio in ratios[-1]), flush=True)
+    return [f"{statistics.median(bare):.1f} ms", *map(describe, zip(*ratios, strict=True))]
 
 
-def describe(percent: list[float]) -> str:
-    """The median and its interval."""
-    low, high = stats.quantile_test(percent).confidence_interval()
-    return f"{statistics.median(percent):+.2f} [{low:+.2f}, {high:+.2f}]"
+def describe(ratios: tuple[float, ...]) -> str:
+    """Return the median and its interval."""
+    low, high = stats.quantile_test(ratios).confidence_interval()
+    return f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
 
 
-def measure_memory(step: Callable[[float], None]) -> str:
-    """The memory of this rank after many steps under watch."""
-    process, sizes = psutil.Process(), []
-    with contextlib.redirect_stderr(io.StringIO()), ddpbench.watch(output=None):
-        for number in range(1, LATE + 1):
-            step(0.0)
-            if number in (EARLY, LATE):
-                sizes.append(process.memory_info().rss / 1e6)
-    early, late = sizes
-    return f"rank {dist.get_rank()}: {early:.1f} MB after {EARLY} steps, {late:.1f} after {LATE}"
-
-
-def run_rank(backend: str, pairs: int) -> None:
-    """Measure in one of the ranks."""
-    torch.set_num_threads(1)
-    if backend == "mpi":
-        import ddpbench.mpi  # noqa: F401
-    dist.init_process_group("mpi4py" if backend == "mpi" else backend)
-    step = make_step(256, 4)
-    rows = [compare(step, target, pairs) for target in TARGETS]
-    if dist.get_rank() == 0:
-        headings = ("step", "without, ms", "with, ms", "cost, %", "CPU, % of the step")
-        print(tabulate(rows, headings, stralign="right"), flush=True)
-    memory: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(memory, measure_memory(make_step(8, 1)))
-    if dist.get_rank() == 0:
-        print(*memory, sep="\n", flush=True)
-    dist.destroy_process_group()
-
-
-def main(pairs: int, backends: list[str]) -> None:
-    """Start the ranks of each backend."""
-    for backend in backends:
-        launcher = [*mpirun(2), sys.executable] if backend == "mpi" else torchrun(2)
-        command = [*launcher, __file__, "rank", backend, str(pairs)]
-        subprocess.run(command, env=clean_environment(), check=True)
+def main(words: list[str]) -> None:
+    if words == ["memory"]:
+        with tempfile.TemporaryDirectory() as folder:
+            print("MB of each rank:", launch(folder, watched=True, batch=1, steps=100_000)[1])
+        return
+    pairs, seconds, *lengths = [*map(int, words), *(20, 10)[len(words) :]]
+    rows = [measure(length, pairs, seconds) for length in lengths or BATCHES]
+    print(tabulate(rows, ["bare step", *FIGURES]))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["rank"]:
-        run_rank(sys.argv[2], int(sys.argv[3]))
-    else:
-        main(int(sys.argv[1]) if sys.argv[1:] else 12, sys.argv[2:] or ["gloo", "mpi"])
+    main(sys.argv[1:])

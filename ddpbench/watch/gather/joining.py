@@ -8,15 +8,18 @@ up to the last arrival among its ranks, rank 0 up to the last arrival of all.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.ma  # np.median imports it when first called, which would be in a watched step
 import numpy.typing as npt
 from msgspec import structs
 
 from ddpbench.records.load import join_loads
+from ddpbench.records.watched import MOST_VALUES
 from ddpbench.watch.gather.matching import (
     Columns,
     Indices,
@@ -28,7 +31,6 @@ from ddpbench.watch.gather.matching import (
     tabulate,
 )
 from ddpbench.watch.gather.offsets import SAME, Line
-from ddpbench.watch.gather.values import join_values
 from ddpbench.watch.observe.links import add_links
 from ddpbench.watch.window import (
     BLOCKED,
@@ -42,6 +44,7 @@ from ddpbench.watch.window import (
     RankWindow,
     Round,
     Rows,
+    Values,
     pack_rows,
     unpack_rows,
 )
@@ -109,7 +112,7 @@ def join_ranks(
         ahead_ns=round(clock.ahead_ns),
         bound_ns=round(clock.bound_ns),
         load=join_loads([window.load for window in windows if window.load is not None]),
-        values=join_values([window.values for window in windows]),
+        values=_join_values([window.values for window in windows]),
         last=all(window.last for window in windows),
     )
 
@@ -145,7 +148,7 @@ def join_hosts(hosts: Sequence[HostWindow]) -> Round | None:
         host_facts={name: host.facts[-1] for name, host in zip(names, hosts, strict=True)},
         links=_name_links(hosts, names),
         load=join_loads([host.load for host in hosts if host.load is not None]),
-        values=join_values([host.values for host in hosts]),
+        values=_join_values([host.values for host in hosts]),
     )
 
 
@@ -403,3 +406,16 @@ def _name_links(hosts: Sequence[HostWindow], names: Sequence[str]) -> list[Link]
         for host, name in zip(hosts, names, strict=True)
         for link in host.links
     ]
+
+
+def _join_values(parts: Sequence[Values]) -> Values:
+    """Return the median of each value, and of its step, over those that have it."""
+    names = list(dict.fromkeys(name for part in parts for name in part))[: MOST_VALUES + 1]
+    grouped = {name: [part[name] for part in parts if name in part] for name in names}
+    return {
+        name: (
+            int(statistics.median(step for step, _ in known)),
+            statistics.median(value for _, value in known),
+        )
+        for name, known in grouped.items()
+    }

@@ -7,7 +7,7 @@ they wait for it. A rank that only waits has more blocked time, and no more time
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,8 +19,8 @@ from ddpbench.records.watched import PHASES
 from ddpbench.watch.judging import changes, periods
 from ddpbench.watch.judging import history as columns
 from ddpbench.watch.judging.history import Floats, FloatsOrLess, History
-from ddpbench.watch.judging.part import Part
 
+LEAST_SHARE = 0.03  # of a step, from which a rank is a straggler
 FEWEST = 16  # steps that a verdict needs
 RECENT = 512  # steps in which a rank that is late in some of them is sought
 CLEAR = 5.0  # standard errors of a median
@@ -32,6 +32,48 @@ MOST_SHARE = 0.6  # of steps that are late: with more, the others are the except
 TRACKED_SHARE = 0.8  # of the latest steps
 PERIODIC_COST, IRREGULAR_COST = 0.008, 0.05  # of a step, the average over all steps
 ALLOWED = 0.75 * PERIODIC_COST  # with noise
+
+
+@dataclass(frozen=True)
+class Part:
+    """Steps of one rank. number: int64[steps]; values: [steps, RANK_COLUMNS] of its samples."""
+
+    rank: int
+    number: npt.NDArray[np.int64]
+    values: Floats
+    step_seconds: float  # of the job
+    apart: float  # by how much ranks differ that are not late
+
+    def __getitem__(self, chosen: slice | npt.NDArray[np.bool_]) -> Part:
+        return replace(self, number=self.number[chosen], values=self.values[chosen])
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    @property
+    def own(self) -> Floats:
+        """How much more own time than the other ranks it has."""
+        return np.asarray(self.values[:, columns.EXCESS_OWN])
+
+    @property
+    def excess(self) -> Floats:
+        """How much longer than in the other ranks each phase is: [steps, phase]."""
+        return np.asarray(self.values[:, columns.EXCESS][:, : len(PHASES)])
+
+    @property
+    def blocked(self) -> float:
+        """How much longer than the other ranks it is blocked, median."""
+        return float(np.median(self.values[:, columns.EXCESS_BLOCKED]))
+
+    @property
+    def least(self) -> float:
+        """Seconds from which a difference counts."""
+        return max(LEAST_SHARE * self.step_seconds, self.apart)
+
+    def in_phases(self, names: Iterable[str]) -> Floats:
+        """How much longer than in the other ranks these phases together are."""
+        chosen = [PHASES.index(name) for name in names]
+        return np.asarray(self.excess[:, chosen].sum(axis=1))
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from ddpbench.catalog import backends
+from ddpbench.launch import placement
+from ddpbench.mpi_backend.base import NAME
 from ddpbench.records import redact, store
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import StepCase
+from ddpbench.runtime import devices, environment
 
 TIME = "from the end of an optimizer step to the end of the next"  # other than that of `ddp`
 
@@ -34,14 +41,6 @@ def identify_job(script: str, verify: int) -> Job:
 
     script: its name for titles, or "" for that of the running program.
     """
-    import torch
-    import torch.distributed as dist
-
-    from ddpbench.catalog import backends
-    from ddpbench.launch import placement
-    from ddpbench.mpi_backend.base import NAME
-    from ddpbench.runtime import devices, environment
-
     name = str(dist.get_backend())
     kind = devices.preferred()
     device = "cpu" if kind.in_use() is None else kind.name

@@ -6,6 +6,7 @@ An output that fails is reported once and ends; the others go on.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +17,9 @@ import msgspec
 from ddpbench.records.schema import SEVERITIES, Finding, Run
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.watched import COLUMNS, Moment
+from ddpbench.render.step_columns import ms
 from ddpbench.watch.judging.summary import Summary, summarize
 from ddpbench.watch.output.job import Job
-from ddpbench.watch.output.line import Line
 from ddpbench.watch.output.metrics import Metrics
 from ddpbench.watch.output.stored import StoredRun, build_run
 
@@ -135,3 +136,35 @@ class Outputs:
         sys.stderr.write(FORMATS[self._format](run, None, False))
         if self.folder is not None:
             tell(f"stored in {self.folder}")
+
+
+class Line:
+    """Prints a line to stderr every so many seconds."""
+
+    def __init__(self, every: float) -> None:
+        self._every, self._next = every, time.monotonic() + every
+
+    def show(self, latest: Moment | None, run: Run) -> None:
+        """Print the line, if it is time and the job goes on. latest: None before any step."""
+        now = time.monotonic()
+        if now >= self._next and run.state == "running":
+            self._next = now + self._every
+            tell(format_line(latest, run))
+
+
+def format_line(latest: Moment | None, run: Run) -> str:
+    """Format the newest steps and the worst finding in one line."""
+    if latest is None:
+        line = "no optimizer step was seen on all ranks yet"
+    else:
+        step = latest.step_seconds
+        parts = [
+            f"{name} {ms(seconds, step)}"
+            for name, seconds in zip(COLUMNS, latest.seconds, strict=True)
+        ]
+        line = f"step {latest.step}: {ms(step, step)} ms: {', '.join(parts)}"
+    return "; ".join([line, *map(_format_finding, run.findings[:1])])
+
+
+def _format_finding(finding: Finding) -> str:
+    return f"{finding.severity}: {finding.sentence}"
