@@ -86,7 +86,7 @@ class StepBuilder:
                 self._begin(ns)
             elif kind < END:
                 self._open.append((kind, self._number))
-                self._loads = self._loads or kind == INPUT
+                self._loads |= kind == INPUT
             else:
                 self._close(kind - END)
             self._previous = kind
