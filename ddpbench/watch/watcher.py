@@ -128,7 +128,9 @@ class Watcher:
         self.observer.stop()
         if not self._over:
             self._over = True
-            rank = os.environ.get("RANK", "0")
+            import torch.distributed as dist
+
+            rank = dist.get_rank() if _has_group() else os.environ.get("RANK", "0")
             what = f"{type(error).__name__}: {error}"
             tell(f"watch of rank {rank} failed, the job continues: {what}")
 
@@ -207,6 +209,8 @@ class _Reports:
         self._outputs: Outputs | None = None
         self._output_at = 0.0  # when rank 0 judges again
         if rank == 0:
+            import scipy.special  # noqa: F401  # else analysis.stats does, in a watched step
+
             job = identify_job(settings.script, settings.verify)
             self._backend, self._outputs = job.case.backend, Outputs(settings, job)
         self._transport = Transport(_get_default_store(), prefix, rank, dist.get_world_size())
