@@ -118,9 +118,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add(
         "--ddpbench-margin",
         type=_above_zero,
-        default=3.0,
+        default=10.0,
         metavar="PERCENT",
-        help="smallest change that counts (default: 3)",
+        help="smallest change that counts (default: 10)",
     )
 
 

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"longest time for all launches; the first {LEAST_BLOCKS} blocks always run, however "
         "long they take (default: 900)",
     )
-    compare.add_judging(parser)
+    compare.add_judging(parser, margin_percent=3.0)
     turns.add_measured(parser)
 
 

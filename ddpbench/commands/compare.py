@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 GROUP = "compare"
 HELP = "compare two stored runs: faster, slower or the same"
 FORMATS = ("table", "csv", "json", "markdown")  # of render.comparison, which loads numpy
-MARGIN_PERCENT = 3.0
+MARGIN_PERCENT = 10.0  # of verdict.STORED_MARGIN, which loads numpy
 NEWEST_RUNS = 20  # stored runs from which the drift of a machine is learnt
 WHERE = "a folder, a name in results/, a baseline, `last`, or a folder of runs, which are pooled"
 
@@ -57,15 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_judging(parser)
 
 
-def add_judging(parser: argparse.ArgumentParser) -> None:
+def add_judging(parser: argparse.ArgumentParser, margin_percent: float = MARGIN_PERCENT) -> None:
     """Add the options of every command that judges two sides."""
     add = parser.add_argument_group("how it is judged").add_argument
     add(
         "--margin",
         type=options.positive,
-        default=MARGIN_PERCENT,
+        default=margin_percent,
         metavar="PERCENT",
-        help=f"smallest change to report (default: {MARGIN_PERCENT:g})",
+        help=f"smallest change to report (default: {margin_percent:g})",
     )
     add(
         "--strict",

@@ -147,8 +147,9 @@ def _judged(rows: list[Row], rule: Rule) -> list[Row]:
     rows = [_by_quartiles(row) for row in rows]
     pairs = {i: pair for i, row in enumerate(rows) if (pair := _pair(row, rule))}
     if rule.drift is not None:
+        logs = {i: rule.drift.logs(rows[i].case) for i in pairs}
         pairs = {
-            i: replace(pair, drift=rule.drift.margin(rows[i].case, len(pairs)))
+            i: replace(pair, drift=drift.margin(logs[i], len(pairs)), earlier=len(logs[i]))
             for i, pair in pairs.items()
         }
     judgements = many_pairs.judge_pairs([*pairs.values()], rule.paired, rule.confidence)
@@ -238,13 +239,14 @@ def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[s
                 f"{BUSY_SHARE * 100:g} % of the cores in {busy} of {len(measured)} measurements"
             )
     if rule.drift is not None:
-        counts = {rule.drift.stored(row.case) for row in rows if row.shift is not None}
+        counts = {len(rule.drift.logs(row.case)) for row in rows if row.shift is not None}
         fewest = min(counts, default=0)
-        known = (
-            f"estimated from {fewest} or more stored runs of BASE's environment"
-            if fewest
-            else f"assumed for cases with fewer than {drift.FEWEST} stored runs"
-        )
+        known = f"learned from at least {fewest} earlier runs in BASE's environment"
+        if fewest < drift.FEWEST:
+            known = (
+                f"{drift.ASSUMED * 100:g} % is assumed for cases with fewer than {drift.FEWEST} "
+                f"earlier runs in BASE's environment: {drift.FEWEST - fewest} more are missing"
+            )
         yield (
             f"the two sides are {_span(rule.drift.seconds)} apart, and a machine changes over "
             "time: a change counts only if its whole range lies beyond the column drift "

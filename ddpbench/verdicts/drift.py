@@ -19,48 +19,48 @@ from ddpbench.verdicts.differences import differences
 from ddpbench.verdicts.matching import AnyCase, Side, Source
 from ddpbench.verdicts.verdict import FALSE_SHARE
 
-# Standard deviation of a run's log time if too few runs are stored to estimate it: 95 % of changes
-# within 22 %, the most that was measured on a noisy virtual machine, minutes apart.
-ASSUMED = 0.08
-FEWEST = 5  # stored runs that give a case's own deviation
+ASSUMED = 0.35  # change between two runs of identical code, while too few runs show it
+FEWEST = 5  # earlier runs that show it
+# Differences that leave a run among those that show the drift. All others may change times.
+HARMLESS = ("git", "plan: ")
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Two sides that are apart in time, and log times of runs like them."""
+    """Two sides that are apart in time, and log times of earlier runs like them."""
 
     seconds: float  # from the end of the one to the beginning of the other
-    runs: tuple[int, int]  # of BASE, of NEW
     # case → log times of stored runs in BASE's environment, one per run
     known: Mapping[AnyCase, tuple[float, ...]] = field(default_factory=dict)
 
-    def margin(self, case: AnyCase, cases: int) -> float:
-        """Return the margin of one of so many cases."""
-        return margin(self.known.get(case, ()), cases, self.runs)
-
-    def stored(self, case: AnyCase) -> int:
-        """Return the number of runs behind its margin; 0 if it is assumed."""
-        return len(_enough(self.known.get(case, ())))
+    def logs(self, case: AnyCase) -> tuple[float, ...]:
+        """Return the log times of the earlier runs of a case."""
+        return self.known.get(case, ())
 
 
-def margin(logs: Sequence[float], cases: int, runs: tuple[int, int] = (1, 1)) -> float:
-    """Return the change, a fraction, that identical code exceeds in at most 5 % of comparisons.
+def margin(logs: Sequence[float], cases: int) -> float:
+    """Return the change, a fraction, that two runs of identical code seldom exceed.
 
-    A comparison has so many `cases`, and exceeds it if one of them does, either way (Bonferroni).
-    logs: log times of stored runs. They give a t quantile; if they are too few, the assumed
-    deviation gives a normal one. runs: pooled on each side.
+    It is the 95th percentile of the changes among earlier runs. If these are few, or if the
+    comparison has many cases, the quantile of Student's t is larger: at most 5 % of comparisons
+    then show a larger change in any case (Bonferroni).
     """
-    from scipy.stats import norm, t
+    if len(logs) < FEWEST:
+        return ASSUMED
+    from scipy.stats import t
 
-    share, logs = 1 - FALSE_SHARE / cases, _enough(logs)
-    reach = float(norm.ppf(share)) * ASSUMED
-    if logs:
-        reach = float(t.ppf(share, len(logs) - 1)) * float(np.std(logs, ddof=1))
-    return math.expm1(reach * math.sqrt(sum(1 / each for each in runs)))
+    first, second = np.triu_indices(len(logs), 1)
+    changes = np.abs(np.take(logs, first) - np.take(logs, second))
+    reach = t.ppf(1 - FALSE_SHARE / cases, len(logs) - 1) * np.std(logs, ddof=1) * math.sqrt(2)
+    return math.expm1(max(float(np.percentile(changes, 95)), float(reach)))
 
 
-def _enough(logs: Sequence[float]) -> Sequence[float]:
-    return logs if len(logs) >= FEWEST else ()
+def explain(change: float, earlier: int) -> str:
+    """Explain why a change is not claimed, and which earlier runs are missing."""
+    known = f"two runs of identical code may differ by ±{change * 100:.1f} %"
+    if earlier >= FEWEST:
+        return known
+    return f"{known} (assumed: {earlier} of the {FEWEST} earlier runs that show it are stored)"
 
 
 def moved(base: Side, new: Side) -> str:
@@ -95,13 +95,14 @@ def estimate_drift(base: Source, new: Source, stored: Iterable[Run]) -> Drift | 
         others.pop(run.id, None)
     known: dict[AnyCase, tuple[float, ...]] = {}
     for run in others.values():
-        if run.state != "complete" or differences(base.runs, [run]):
+        changed = [each.name for each in differences(base.runs, [run])]
+        if run.state != "complete" or not all(name.startswith(HARMLESS) for name in changed):
             continue
         for case, found in matching.find_cases(Source(run.id, (run,))).items():
             if found.side is not None:
                 side = found.side.of_quartiles() or found.side
                 known[case] = (*known.get(case, ()), math.log(side.seconds))
-    return Drift(seconds, (len(base.runs), len(new.runs)), known)
+    return Drift(seconds, known)
 
 
 def apart(base: Source, new: Source) -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import expm1
 
-from ddpbench.verdicts import verdict
+from ddpbench.verdicts import drift, verdict
 from ddpbench.verdicts.verdict import INCONCLUSIVE, MOST, Chance, Floats, Shift
 
 
@@ -19,6 +19,7 @@ class Pair:
     new: Floats
     margin: float
     drift: float = 0.0  # by which the sides may differ because they are apart in time
+    earlier: int = 0  # runs that show the drift
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def judge_pairs(
         if (name := judge(pair.drift)) != INCONCLUSIVE:
             judgements.append(Judgement(name, found))
         elif judge() != INCONCLUSIVE:
-            why = f"two runs of identical code may differ by ±{pair.drift * 100:.1f} %"
+            why = drift.explain(pair.drift, pair.earlier)
             judgements.append(Judgement(name, found, None, why, drifts=True))
         else:
             needed = verdict.launches_needed(found, pair.margin, len(pairs))

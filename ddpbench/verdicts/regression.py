@@ -55,7 +55,8 @@ def judge_tests(
     for i in todo:
         rows[i], times = _by_quartiles(rows[i])
         logs = _log_times(rows[i], saved[rows[i].test])
-        pairs.append(Pair(*times, rows[i].margin, drift.margin(logs, len(todo))))
+        drifted = drift.margin(logs, len(todo))
+        pairs.append(Pair(*times, rows[i].margin, drifted, len(logs)))
     for i, judgement in zip(todo, many_pairs.judge_pairs(pairs), strict=True):
         verdict, shift, why = judgement.verdict, judgement.shift, judgement.why
         rows[i] = replace(rows[i], verdict=verdict, shift=shift, why=why)

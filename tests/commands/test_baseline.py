@@ -179,10 +179,10 @@ def test_the_baselines_are_listed(call: Call) -> None:
 @pytest.mark.parametrize(
     ("factor", "words", "code"),
     [
-        (1.1, (), 1),
+        (1.2, (), 1),
         (1.1, ("--margin", "15", "--strict"), 0),
         (1.0, ("--strict", "--format", "markdown"), 0),
-        (1.1, ("--only", "4 KiB", "--format", "csv"), 1),
+        (1.2, ("--only", "4 KiB", "--format", "csv"), 1),
         (1.1, ("--only", "nothing"), 2),
     ],
 )
@@ -276,7 +276,7 @@ def test_without_a_run_it_measures_again_as_then(
 ) -> None:
     """The words of the baseline, its ranks and launches, into a new folder in results/; stdout is
     the comparison alone, and the exit code is its own."""
-    base, new = base_and_new(1.1)
+    base, new = base_and_new(1.2)
     stored("before", replace(base, command_line=LINE))
     call("save", "mine")
     got = measured(code, new)

@@ -64,21 +64,21 @@ def test_one_slow_test_among_many_must_pass_the_corrected_test(frozen: Frozen) -
 
 
 def test_what_sessions_drift_by_is_no_change(frozen: Frozen) -> None:
-    """10 % is not claimed where nothing, or too little, is saved to learn from, nor where sessions
-    differed as much; 10 % is where they were steady, and 50 % in any case."""
+    """30 % is not claimed where nothing, or too little, is saved to learn from, nor where sessions
+    differed as much; 30 % is where they were steady, and 80 % in any case."""
     base = measured(times())
     swaying = [
-        measured(times(f, seed=n)) for n, f in enumerate((0.93, 1.08, 0.95, 1.06, 0.92, 1.07))
+        measured(times(f, seed=n)) for n, f in enumerate((0.9, 1.1, 0.92, 1.08, 0.88, 1.09))
     ]
     reasons = []
     for saved, name in (
         ([base], "INCONCLUSIVE"), ([*steady(base)[-4:]], "INCONCLUSIVE"),
         ([*swaying, base], "INCONCLUSIVE"), (steady(base), "SLOWER"),
     ):  # fmt: skip
-        (row,) = regression.judge_tests({"t": saved}, {"t": measured(times(1.1, seed=1))}, 0.03)
+        (row,) = regression.judge_tests({"t": saved}, {"t": measured(times(1.3, seed=1))}, 0.03)
         assert row.verdict == name
         reasons.append(row.why)
-        (row,) = regression.judge_tests({"t": saved}, {"t": measured(times(1.5, seed=1))}, 0.03)
+        (row,) = regression.judge_tests({"t": saved}, {"t": measured(times(1.8, seed=1))}, 0.03)
         assert row.verdict == "SLOWER"
     frozen.text("\n".join(reasons))
 
