@@ -20,14 +20,13 @@ exit code is 5, or the variant's own 2, 4 or 130.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpbench.commands import compare
 from ddpbench.nested_runs import turns
-from ddpbench.nested_runs.turns import Variant
+from ddpbench.nested_runs.turns import Budget, Variant
 from ddpbench.records import store
 from ddpbench.session import options
 from ddpbench.session.progress import open_progress
@@ -38,9 +37,10 @@ if TYPE_CHECKING:
 GROUP = "compare"
 HELP = "measure two variants in turns until the verdict is clear"
 # Blocks, and the confidence of the look after them: 3.2 + 1 + 0.5 + 0.25 % false verdicts at most.
-# The look after the first block finds only what cannot be compared.
-LOOKS = ((1, 0.95), (6, 0.968), (12, 0.99), (24, 0.995), (48, 0.9975))
+# The look after two blocks finds what cannot be compared, and how long launches should be.
+LOOKS = ((2, 0.95), (6, 0.968), (12, 0.99), (24, 0.995), (48, 0.9975))
 LEAST_BLOCKS = 6
+PLANNED = 12  # blocks for which the time should suffice: six give wide intervals
 # Variants may differ in how the same thing is done, but not in what is done or what a time means.
 VARIED = (
     "backend", "provider", "form", "in_place", "async_op", "buffers",
@@ -73,22 +73,25 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """
     variants = [turns.parse_variant(name, getattr(namespace, name)) for name in ("a", "b")]
     folder = turns.prepare(namespace, variants)
-    began, confidence = time.monotonic(), LOOKS[0][1]
+    confidence = LOOKS[0][1]
+    fixed = any(map(turns.fixes_duration, [namespace.words, *(each.words for each in variants)]))
+    budget = Budget(namespace.budget, fixed)
 
-    def measure_blocks(measure_block: Callable[[], None]) -> None:
+    def measure_blocks(measure_block: Callable[[float], None]) -> None:
         nonlocal confidence
-        done = 0
+        done, pace = 0, 0.0
         for blocks, level in LOOKS:
-            spent = time.monotonic() - began
-            if done >= LEAST_BLOCKS and spent * blocks / done > namespace.budget:
+            if done >= LEAST_BLOCKS and not budget.fits(blocks - done, pace):
                 return
             for number in range(done, blocks):
                 progress.describe(f"block {number + 1}, judged after {blocks}")
-                measure_block()
+                budget.measure(measure_block, pace)
                 progress.advance(1)
             done, confidence = blocks, level
-            if _is_clear(_compare(namespace, variants, folder, confidence)):
+            comparison = _compare(namespace, variants, folder, confidence)
+            if _is_clear(comparison):
                 return
+            pace = budget.choose(comparison, max(PLANNED, 2 * done) - done)
 
     def show() -> int:
         return _store_and_show(namespace, _compare(namespace, variants, folder, confidence), folder)

@@ -1,6 +1,7 @@
-"""Save a run to compare with later, in a plain folder in results/baselines/ that you can commit.
+"""Save runs to compare with later, in a plain folder in results/baselines/ that you can commit.
 
-python -m ddpbench baseline save before                    the last run; or a folder of runs, pooled
+python -m ddpbench baseline save before                    the last run
+python -m ddpbench baseline save before RUN RUN RUN …      several runs, pooled: five show the drift
 python -m ddpbench baseline list
 python -m ddpbench baseline check before                   measure again as then, and compare
 python -m ddpbench baseline check before last --margin 5   compare with a stored run
@@ -30,13 +31,14 @@ from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import BASELINES, InvalidRun
 from ddpbench.records.terminal_text import escape, escape_record, tell
-from ddpbench.records.wording import explain_unknown
+from ddpbench.records.wording import counted, explain_unknown
 from ddpbench.session import run_folder
 from ddpbench.verdicts.differences import differences, other_machine
 
 GROUP = "compare"
-HELP = "save a run to compare with later; measure again and compare"
+HELP = "save runs to compare with later; measure again and compare"
 FEWEST = 6  # launches; of analysis.stats, which loads numpy
+RUNS = 5  # that show how a machine drifts; of verdicts.drift, which loads numpy
 FILES = ("run.json", "table.csv", "table.txt")
 SAMPLES = "samples.parquet"
 # Options of a measuring command that a new measurement sets itself.
@@ -46,10 +48,10 @@ RESET = ("-n", "--nproc", "--launches", "--output")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command; imports no torch."""
     actions = parser.add_subparsers(dest="action", metavar="save|list|check", required=True)
-    save = actions.add_parser("save", help="copy a run", description="Copy a run.")
+    save = actions.add_parser("save", help="copy runs", description="Copy runs.")
     save.add_argument("name", metavar="NAME", help="name of the baseline")
-    save.add_argument("run", metavar="RUN", nargs="?", default="last",
-                      help=f"{compare.WHERE}; default last")  # fmt: skip
+    save.add_argument("runs", metavar="RUN", nargs="*", default=["last"],
+                      help=f"{compare.WHERE}; five show the drift (default: last)")  # fmt: skip
     save.add_argument("--replace", action="store_true", help="replace the baseline of this name")
     save.add_argument("--samples", action="store_true", help="copy the raw samples too")
     actions.add_parser("list", help="list the baselines", description="List the baselines.")
@@ -82,14 +84,14 @@ def _save(namespace: argparse.Namespace) -> int:
     if target.exists() and not namespace.replace:
         raise Refused(f"there is a baseline {namespace.name} already: replace it with --replace, "
                       "or give another name")  # fmt: skip
-    folders = store.find_runs(namespace.run)
+    folders = [*dict.fromkeys(each for name in namespace.runs for each in store.find_runs(name))]
     runs = compare.read(folders)
-    name = runs[0].id if len(runs) == 1 else redact.text(namespace.run)
+    name = runs[0].id if len(runs) == 1 else redact.text(", ".join(namespace.runs))
     with store.refuse_impossible_values(name):
         fewest = _require_sound(name, runs)
     if fewest < FEWEST:
         tell(
-            f"{name} has {_many(fewest, 'launch', 'es')} of a case, too few "
+            f"{name} has {counted(fewest, 'launch')} of a case, too few "
             f"to tell a change from luck, which takes {FEWEST}: {_advice(runs)}"
         )
     try:
@@ -98,8 +100,13 @@ def _save(namespace: argparse.Namespace) -> int:
         raise Refused(f"{target} cannot be written ({error.strerror})") from None
     sys.stdout.write(
         f"saved {target} ({_size(nbytes)}): "
-        f"{_many(len(runs), 'run')}, {_many(fewest, 'launch', 'es')} of each case\n"
+        f"{counted(len(runs), 'run')}, {counted(fewest, 'launch')} of each case\n"
     )
+    if len(runs) < RUNS:
+        sys.stdout.write(
+            f"with fewer than {RUNS} runs a check assumes how this machine drifts: measure "
+            f"{counted(RUNS - len(runs), 'more run')}, then save all of them\n"
+        )
     left = sum(each.stat().st_size for folder in folders for each in folder.glob(SAMPLES))
     if left and not namespace.samples:
         sys.stdout.write(f"without the raw samples, {_size(left)}: --samples keeps them\n")
@@ -218,7 +225,7 @@ def _check(namespace: argparse.Namespace) -> int:
     if name is None:
         if placement.read_placement() is not None:
             raise Refused("a check without NEW starts its own ranks: type it without a launcher")
-        words = _again(base.runs, _launches(base.runs))
+        words = _again(base.runs, max(FEWEST, _launches(base.runs[:1])))
         try:
             target = store.new_folder(f"{base.runs[0].command}-check-{namespace.name}")
         except OSError as error:
@@ -230,10 +237,10 @@ def _check(namespace: argparse.Namespace) -> int:
     new = compare.read_side(name, store.find_runs(name))
     with store.refuse_impossible_values(f"{namespace.name} or {name}"):
         notes = tuple(_other_machine(namespace.name, base.runs, new.runs))
-    if namespace.format == "csv":  # which has no place for them
-        for note in notes:
-            tell(note)
-    return compare.judge(base, new, namespace, notes)
+        if namespace.format == "csv":  # which has no place for them
+            for note in notes:
+                tell(note)
+        return compare.judge(base, new, namespace, notes)
 
 
 def _measure(words: Sequence[str], target: Path) -> int:
@@ -312,10 +319,6 @@ def _other_machine(name: str, base: Sequence[Run], new: Sequence[Run]) -> Iterat
 
 def _typed(words: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "ddpbench", *redact.arguments(words)])
-
-
-def _many(count: int, word: str, plural: str = "s") -> str:
-    return f"{count} {word}{'' if count == 1 else plural}"
 
 
 def _size(nbytes: int) -> str:

@@ -36,7 +36,6 @@ from ddpbench.session import options
 
 if TYPE_CHECKING:
     from ddpbench.verdicts.comparison import Comparison, Rule
-    from ddpbench.verdicts.drift import Drift
     from ddpbench.verdicts.matching import Source
 
 GROUP = "compare"
@@ -93,7 +92,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     hints = Hints(namespace.op, namespace.ranks)
     names = [namespace.base.rstrip("/"), namespace.new.rstrip("/")]
     base, new = (read_side(name, sources.find_all(name), hints) for name in names)
-    return judge(base, new, namespace)
+    with store.refuse_impossible_values(f"{base.name} or {new.name}"):
+        return judge(base, new, namespace)
 
 
 def judge(
@@ -104,9 +104,8 @@ def judge(
     namespace: the options of add_judging. notes: printed with the comparison. Raises Refused and
     InvalidRun.
     """
-    with store.refuse_impossible_values(f"{base.name} or {new.name}"):
-        comparison = compare_sides(base, new, namespace.margin, namespace.only)
-        return show(replace(comparison, notes=(*notes, *comparison.notes)), namespace)
+    comparison = compare_sides(base, new, namespace.margin, namespace.only)
+    return show(replace(comparison, notes=(*notes, *comparison.notes)), namespace)
 
 
 def compare_sides(
@@ -115,9 +114,10 @@ def compare_sides(
     """Return the comparison of two stored sides. Raises Refused and InvalidRun, as `compared`."""
     if common := [one.id for one in base.runs if one in new.runs]:
         raise Refused(f"BASE and NEW have the run {common[0]} in common: name different runs")
+    from ddpbench.verdicts import drift
     from ddpbench.verdicts.comparison import Rule
 
-    rule = Rule(margin_percent / 100, drifted(base, new))
+    rule = Rule(margin_percent / 100, drift.estimate_drift(base, new, _newest()))
     return compared(base, new, rule, only)
 
 
@@ -177,13 +177,6 @@ def _write_page(result: Comparison, output: Path) -> None:
     ]
     page_file.write(output, runs, [verdicts])
     tell(f"page written to {output}")
-
-
-def drifted(base: Source, new: Source) -> Drift | None:
-    """Return by how much two sides measured at different times may differ."""
-    from ddpbench.verdicts import drift
-
-    return drift.estimate_drift(base, new, _newest())
 
 
 def _newest() -> Iterator[Run]:

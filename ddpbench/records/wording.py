@@ -40,8 +40,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return "1 link" or "3 links"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """Return "1 link", "3 links" or "3 launches"."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def name_ranks(ranks: Sequence[int], shortest: int = 2) -> str:

@@ -14,6 +14,7 @@ from ddpbench.render.column import Column, text_column
 from ddpbench.render.labels import (
     SHOWN,
     format_difference,
+    format_noticeable,
     label,
     label_parts,
     shift_estimate,
@@ -211,11 +212,11 @@ def _margin(comparison: Comparison) -> str:
 
 
 def _advice(comparison: Comparison) -> list[str]:
-    """State what would settle the INCONCLUSIVE rows."""
+    """State which change could have been noticed, and what would settle INCONCLUSIVE rows."""
     rows = [row for row in comparison.rows if row.verdict == INCONCLUSIVE and not row.drifts]
     few = [row.needed for row in rows if row.needed is not None and row.needed <= MOST]
     drifting = sum(row.drifts for row in comparison.rows)
-    advice = []
+    advice = [format_noticeable([row.noticeable for row in comparison.rows if row.shift])]
     if few:
         more = "give more --budget" if comparison.rule.paired else f"run with --launches {max(few)}"
         advice.append(f"{len(few)} INCONCLUSIVE: needs about {max(few)} launches per side: {more}")
@@ -229,7 +230,7 @@ def _advice(comparison: Comparison) -> list[str]:
             f"{len(rows) - len(few)} INCONCLUSIVE: needs more than {MOST} launches per side: "
             "measure on a quieter host, or with another --margin"
         )
-    return advice
+    return [sentence for sentence in advice if sentence]
 
 
 def list_unmatched(comparison: Comparison) -> list[str]:
@@ -261,6 +262,7 @@ def _values(row: Row) -> dict[str, Any]:
         "margin": row.margin or None,
         "drift": row.drift or None,
         "launches_needed": row.needed,
+        "noticeable": row.noticeable,
         "why": row.why,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from ddpbench.analysis.stats import half_width
 from ddpbench.catalog.parallel import format_mesh
@@ -89,3 +90,13 @@ def shift_estimate(shift: Shift | None) -> str:
 def shift_interval(shift: Shift | None) -> str:
     """Format the interval of a change."""
     return f"{format_change(shift.low)} … {format_change(shift.high)}" if shift else "-"
+
+
+def format_noticeable(changes: Sequence[float | None]) -> str:
+    """State how large a change a comparison could have noticed; "" if there is no case."""
+    known = [f"{change * 100:.0f}" for change in sorted(c for c in changes if c is not None)]
+    if not known:
+        return "could not have noticed any change: too few launches" if changes else ""
+    several = known[0] != known[-1]
+    shown = f"{known[0]} to {known[-1]} %, depending on the case" if several else f"{known[0]} %"
+    return f"this comparison could have noticed a change of {shown}"

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 from ddpbench.records.wording import counted
 from ddpbench.render.column import Column, text_column
-from ddpbench.render.labels import shift_estimate, shift_interval, side_interval, side_time
+from ddpbench.render.labels import (
+    format_noticeable,
+    shift_estimate,
+    shift_interval,
+    side_interval,
+    side_time,
+)
 from ddpbench.render.style import TERMINAL
 from ddpbench.verdicts.comparison import ONLY_NEW
 from ddpbench.verdicts.regression import Row, counts
@@ -42,5 +48,6 @@ def table(rows: Sequence[Row]) -> str:
         TERMINAL.rows(compared, COLUMNS) if compared else "",
         f"{ONLY_NEW}, no saved run to compare with: {', '.join(unknown)}" if unknown else "",
         f"{counted(len(rows), 'test')} measured: {verdicts}",
+        format_noticeable([row.noticeable for row in rows if row.shift]),
     ]
     return "\n".join(filter(None, blocks))

@@ -19,7 +19,6 @@ class RunOptions:
     """Options of every measuring command. None: the default depends on device or launcher."""
 
     command: ClassVar[str]
-    usual_launches: ClassVar[int] = 1  # if ddpbench starts the ranks
 
     backend: tuple[str, ...]
     device: str
@@ -41,7 +40,9 @@ class RunOptions:
     join: str | None
     launch: int
     progress: bool
-    paced: bool  # each launch waits for a line on stdin and writes its exit code to stdout
+    # Each launch waits for a line on stdin, the seconds for a case, and writes its exit code.
+    paced: bool
+    pace: float | None  # seconds for a case in this launch, chosen by `ab`
 
     @classmethod
     def of(cls, namespace: argparse.Namespace) -> Self:
@@ -57,6 +58,11 @@ class RunOptions:
     def plan(self, seed: int) -> Plan:
         """Return the protocol as it is stored with the run."""
         raise NotImplementedError
+
+    @property
+    def usual_launches(self) -> int:
+        """Return the number of launches if ddpbench starts the ranks."""
+        return 1
 
     def check(self) -> None:
         """Raise Refused, with one sentence, for options that exclude each other."""

@@ -22,6 +22,8 @@ from ddpbench.runtime import devices
 from ddpbench.session import options
 from ddpbench.session.run_options import RunOptions
 
+LAUNCHES = 6  # launches differ more than the steps of one: several short ones
+SECONDS, SHORT_SECONDS = 30.0, 5.0  # of a single launch, and of each of several
 DEFAULT = {"cpu": ("mlp",), "cuda": ("transformer",)}
 
 
@@ -48,7 +50,7 @@ class Options(RunOptions):
     static_graph: bool
     find_unused_parameters: bool
     comm_hook: str
-    seconds: float
+    seconds: float | None
     rounds: int | None
     in_a_row: int | None
     no_budget: bool
@@ -67,8 +69,16 @@ class Options(RunOptions):
     def plan(self, seed: int) -> Plan:
         """Return the protocol as it is stored with the run."""
         return Plan(
-            slice_seconds=self.seconds, verify=self.verify, timeout_seconds=self.timeout, seed=seed
+            slice_seconds=self.seconds or (SECONDS if self.launches == 1 else SHORT_SECONDS),
+            verify=self.verify,
+            timeout_seconds=self.timeout,
+            seed=seed,
         )
+
+    @property
+    def usual_launches(self) -> int:
+        """Return the number of launches: one where its rounds or its training are asked for."""
+        return 1 if self.rounds or self.checkpoint else LAUNCHES
 
     def ddp_options(self) -> dict[str, Any]:
         """Return the arguments for DistributedDataParallel."""
@@ -236,7 +246,8 @@ DDP = """
 --comm-hook    how to reduce the gradients. {hooks}
 """
 PROTOCOL = """
---seconds      time for one workload on one backend; at least ten rounds are measured
+--seconds      time for one workload on one backend in a launch; at least ten rounds are measured
+               (default: {short_seconds:g}; {seconds:g} in a single launch)
 --rounds       number of rounds, instead of --seconds; each round measures every arm: the complete
                step, and variants that show where its time goes (default: as many as fit)
 --in-a-row     steps of one arm in a round (default: 5, or 1 if five steps take over a second)
@@ -257,7 +268,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_ddp(parser)
     options.add_where(parser)
     _add_protocol(parser)
-    options.add_repeats(parser, "weights, data and the order of the arms", seed=0)
+    options.add_repeats(parser, "weights, data and the order of the arms", LAUNCHES, seed=0)
     options.add_shown(parser, STEP_COLUMNS)
     options.add_stored(parser)
 
@@ -335,9 +346,14 @@ def _add_ddp(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_protocol(parser: argparse.ArgumentParser) -> None:
-    texts = PROTOCOL.format(step=faults.STEP, faults=faults.listed(faults.IN_STEP))
+    texts = PROTOCOL.format(
+        step=faults.STEP,
+        faults=faults.listed(faults.IN_STEP),
+        seconds=SECONDS,
+        short_seconds=SHORT_SECONDS,
+    )
     add = options.add_group(parser, "how it is measured", texts)
-    add("--seconds", kind=options.positive, default=30.0, metavar="SECONDS")
+    add("--seconds", kind=options.positive, metavar="SECONDS")
     add("--rounds", kind=options.whole(1), metavar="N")
     add("--in-a-row", kind=options.whole(1), metavar="K")
     add("--no-budget", action="store_true")

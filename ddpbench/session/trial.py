@@ -126,7 +126,7 @@ class Trial:
             main=main,
             probe=probe,
             arms=arms,
-            pace=Pace(options.seconds, options.rounds, options.in_a_row),
+            pace=Pace(self.plan.slice_seconds, options.rounds, options.in_a_row),
             seed=self.plan.seed,
             verify=verify,
             every=options.verify,

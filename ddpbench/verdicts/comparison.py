@@ -66,6 +66,7 @@ class Row:
     why: str = ""
     drift: float = 0.0  # no smaller change is claimed: the sides are apart in time
     drifts: bool = False  # INCONCLUSIVE for that reason alone
+    noticeable: float | None = None  # the change that such a comparison notices; None: none
     parts: tuple[PartRow, ...] = ()  # of a sharded step; they do not count for the exit code
 
 
@@ -163,6 +164,7 @@ def _judged(rows: list[Row], rule: Rule) -> list[Row]:
             why="; ".join(filter(None, [rows[i].why, judgement.why])),
             drift=pair.drift,
             drifts=judgement.drifts,
+            noticeable=judgement.noticeable,
         )
     rows = [replace(row, parts=tuple(_judge_parts(row, rule))) for row in rows]
     return [_without_moved_cores(row) for row in rows] if rule.drift is not None else rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import expm1
 
@@ -31,6 +31,7 @@ class Judgement:
     needed: int | None = None  # launches per side, about, to settle INCONCLUSIVE
     why: str = ""
     drifts: bool = False  # INCONCLUSIVE only because the sides are apart in time
+    noticeable: float | None = None  # the change that such a comparison notices; None: none
 
 
 def judge_pairs(
@@ -43,9 +44,9 @@ def judge_pairs(
     """
     shift, chance, false_share = verdict.shift, verdict.chance, verdict.FALSE_SHARE
     if paired:
-        shift = partial(verdict.paired_shift, confidence=confidence)
-        chance, false_share = verdict.paired_chance, 1 - confidence
-    shifts = [shift(pair.base, pair.new) for pair in pairs]
+        shift, chance = verdict.paired_shift, verdict.paired_chance
+        false_share = 1 - confidence
+    shifts = [shift(pair.base, pair.new, 1 - false_share) for pair in pairs]
     tested = [i for i, found in enumerate(shifts) if found is not None]
     chances: dict[int, Chance] = {}
     if len(tested) > 1:
@@ -54,14 +55,20 @@ def judge_pairs(
     judgements = []
     for i, (found, pair) in enumerate(zip(shifts, pairs, strict=True)):
         judge = partial(verdict.judge, found, pair.margin, chances.get(i), false_share)
-        if (name := judge(pair.drift)) != INCONCLUSIVE:
-            judgements.append(Judgement(name, found))
-        elif judge() != INCONCLUSIVE:
+        judgement, needed = Judgement(judge(pair.drift), found), None
+        if judgement.verdict == INCONCLUSIVE and judge() != INCONCLUSIVE:
             why = drift.explain(pair.drift, pair.earlier)
-            judgements.append(Judgement(name, found, None, why, drifts=True))
-        else:
+            judgement = replace(judgement, why=why, drifts=True)
+        elif judgement.verdict == INCONCLUSIVE:
             needed = verdict.launches_needed(found, pair.margin, len(pairs))
-            judgements.append(Judgement(name, found, needed, _why(found, pair.margin, needed)))
+            judgement = replace(judgement, needed=needed, why=_why(found, pair.margin, needed))
+        strict = shift(pair.base, pair.new, 1 - false_share / len(pairs))
+        enough = paired or len(pair.base) >= verdict.separable(len(pairs), verdict.FEWEST)
+        if found is not None and strict is not None and enough:
+            learned = pair.earlier >= drift.FEWEST
+            change = verdict.noticeable(found, pair.margin, pair.drift, strict, learned)
+            judgement = replace(judgement, noticeable=change)
+        judgements.append(judgement)
     return judgements
 
 

@@ -37,6 +37,7 @@ class Row:
     margin: float  # the smallest change that counts
     shift: Shift | None = None
     why: str = ""
+    noticeable: float | None = None  # the change that such a comparison notices; None: none
 
 
 def judge_tests(
@@ -58,8 +59,13 @@ def judge_tests(
         drifted = drift.margin(logs, len(todo))
         pairs.append(Pair(*times, rows[i].margin, drifted, len(logs)))
     for i, judgement in zip(todo, many_pairs.judge_pairs(pairs), strict=True):
-        verdict, shift, why = judgement.verdict, judgement.shift, judgement.why
-        rows[i] = replace(rows[i], verdict=verdict, shift=shift, why=why)
+        rows[i] = replace(
+            rows[i],
+            verdict=judgement.verdict,
+            shift=judgement.shift,
+            why=judgement.why,
+            noticeable=judgement.noticeable,
+        )
     return tuple(sorted(rows, key=lambda row: (ORDER.index(row.verdict), row.test)))
 
 

@@ -53,7 +53,7 @@ class Chance:
     faster: float
 
 
-def shift(base: Floats, new: Floats) -> Shift | None:
+def shift(base: Floats, new: Floats, confidence: float = CONFIDENCE) -> Shift | None:
     """The Hodges–Lehmann estimate and its interval (scipy's theilslopes); None below 5 per side.
 
     base, new: float64[launch], above 0, of independent launches.
@@ -66,7 +66,7 @@ def shift(base: Floats, new: Floats) -> Shift | None:
     # Ties make theilslopes' interval too narrow, so tiny offsets separate them.
     logs += np.arange(len(logs)) * 1e-12
     side = np.repeat([0.0, 1.0], [len(base), len(new)])
-    found = theilslopes(logs, side, CONFIDENCE)
+    found = theilslopes(logs, side, confidence)
     ends = float(found.low_slope), float(found.high_slope)
     return Shift(float(found.slope), *ends, min(len(base), len(new)))
 
@@ -164,6 +164,23 @@ def beyond(found: Shift, margin: float) -> bool:
     return found.low > math.log1p(margin) or found.high < -math.log1p(margin)
 
 
+def noticeable(
+    found: Shift, margin: float, drift: float, strict: Shift, learned: bool = True
+) -> float:
+    """Return the change, a fraction, that such a comparison notices.
+
+    If the true change is 1.5 times as large, it is decided in 19 of 20 comparisons: its interval
+    lies beyond margin and drift although its middle and its width, and the drift, vary. strict: the
+    interval that the correction for the number of cases requires (`found` if there is one case).
+    learned: whether few runs show the drift, so that it is uncertain itself. The factors are those
+    with which simulated comparisons keep the promise (`tests/perf/verdicts.py noticed`).
+    """
+    drifts = (2 / 3 if learned else 1 / 3) * math.log1p(drift)
+    varies = math.hypot(2 * found.half_width, drifts)
+    alone = math.log1p(max(margin, drift)) + varies
+    return math.expm1(max(alone, math.log1p(margin) + 2 * strict.half_width))
+
+
 def launches_needed(found: Shift | None, margin: float, cases: int = 1) -> int | None:
     """Return about how many launches per side would decide; None if the change equals the margin.
 
@@ -171,10 +188,10 @@ def launches_needed(found: Shift | None, margin: float, cases: int = 1) -> int |
     margin must become narrower than the distance of its middle from it. cases: of the sweep.
     """
     if found is None:
-        return max(stats.FEWEST, _separable(cases, FEWEST))
+        return max(stats.FEWEST, separable(cases, FEWEST))
     more = found.launches + 1
     if beyond(found, margin):
-        return _separable(cases, more)  # only the test of the sweep failed
+        return separable(cases, more)  # only the test of the sweep failed
     limit = math.log1p(margin)
     wide = found.half_width > limit
     goal = limit if wide else abs(abs(found.estimate) - limit)
@@ -184,7 +201,7 @@ def launches_needed(found: Shift | None, margin: float, cases: int = 1) -> int |
 
 
 @lru_cache(maxsize=MOST)
-def _separable(cases: int, first: int) -> int:
+def separable(cases: int, first: int) -> int:
     """Return the fewest launches per side with which one changed case of so many can pass."""
     from scipy.stats import mannwhitneyu
 

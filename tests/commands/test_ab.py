@@ -35,6 +35,8 @@ class FakeSide:
 
     times: Times
     turns: list[str]
+    paces: list[float]
+    width: float
     codes: list[int]
     case: dict[str, dict[str, Any]]
 
@@ -46,12 +48,15 @@ class FakeSide:
         folder.mkdir(parents=True)
         self._store(a_run())
 
-    def turn(self) -> None:
+    def turn(self, seconds: float = 0.0) -> None:
         name = self.variant.name
         self.turns.append(name)
+        self.paces.append(seconds)
         run, number = self.run(), self.turns.count(name) - 1
         result = a_result(
-            a_case(**self.case.get(name, {})), number, a_summary(self.times[name](number))
+            a_case(**self.case.get(name, {})),
+            number,
+            a_summary(self.times[name](number), self.width),
         )
         self._store(replace(
             run, results=(*run.results, result), launches=(*run.launches, a_launch(number))
@@ -78,7 +83,7 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeSide]:
     monkeypatch.chdir(tmp_path)
     noise = np.random.default_rng(0).normal(0, 0.002, 200)
     kind = type("Sides", (FakeSide,), {
-        "turns": [], "codes": [], "case": {},
+        "turns": [], "paces": [], "width": 0.01, "codes": [], "case": {},
         "times": {"a": lambda n: float(1e-3 * np.exp(noise[n])),
                   "b": lambda n: float(1e-3 * np.exp(noise[n + 100]))},
     })  # fmt: skip
@@ -144,18 +149,37 @@ def test_the_budget_ends_it_before_the_next_look(
         return float(1e-3 * np.exp(noise[n]))
 
     sides.times = {"a": slow, "b": lambda n: slow(n + 50)}
-    monkeypatch.setattr(ab.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(turns.time, "monotonic", lambda: now[0])
     assert called("ab", "--a", "", "--b", "X=1", "--budget", "500") == 0
     assert len(sides.turns) == 48
 
 
-def test_what_cannot_be_compared_is_seen_after_one_block(
+@pytest.mark.parametrize(("command", "width", "longer"), [
+    ((), 0.4, True), ((), 0.01, False), (("collectives", "--slice", "2"), 0.4, False),
+])  # fmt: skip
+def test_launches_get_longer_where_each_one_is_imprecise(
+    sides: type[FakeSide], command: tuple[str, ...], width: float, longer: bool
+) -> None:
+    """Two blocks as the command chooses; then longer ones if a launch's own interval explains the
+    spread between launches, but never where the user has said how long."""
+    noise = np.random.default_rng(1).normal(0, 0.05, 100)
+    sides.width = width
+    sides.times = {
+        "a": lambda n: float(1e-3 * np.exp(noise[n])),
+        "b": lambda n: float(1e-3 * np.exp(noise[n + 50])),
+    }
+    assert called("ab", "--a", "", "--b", "X=1", *command) == 0
+    assert set(sides.paces[:4]) == {0.0}
+    assert (max(sides.paces[4:]) > 2.0) == longer
+
+
+def test_what_cannot_be_compared_is_seen_after_two_blocks(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Variants that change what is measured: exit 3, with the field, after two launches."""
+    """Variants that change what is measured: exit 3, with the field, after four launches."""
     sides.case = {"b": {"dtype": "float64"}}
     assert called("ab", "--a", "", "--b", "--dtype float64") == 3
-    assert len(sides.turns) == 2
+    assert len(sides.turns) == 4
     assert "dtype float32 → float64" in capsys.readouterr().out
 
 
@@ -380,10 +404,10 @@ def test_blocks_are_drawn() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def turn(self) -> None:
+        def turn(self, seconds: float = 0.0) -> None:
             names.append(self.name)
 
     order = random.Random(1)
     for _ in range(20):
-        turns.measure_block([Turn("a"), Turn("b")], order)  # type: ignore[list-item]
+        turns.measure_block([Turn("a"), Turn("b")], order, 0.0)  # type: ignore[list-item]
     assert {"".join(names[i : i + 2]) for i in range(0, 40, 2)} == {"ab", "ba"}

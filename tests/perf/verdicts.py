@@ -1,22 +1,20 @@
 """Whether verdicts on real launches can be trusted, on this machine: all_reduce, 2 ranks.
 
-    ./run_bench.sh python tests/perf/verdicts.py apart [RUNS [PAUSE]]
-    ./run_bench.sh python tests/perf/verdicts.py stored FOLDER
-    ./run_bench.sh python tests/perf/verdicts.py turns [TRIALS [PLANTED [BYTES,…]]]
+    ./run_bench.sh python tests/perf/verdicts.py pool FOLDER [RUNS]
+    ./run_bench.sh python tests/perf/verdicts.py table FOLDER
+    ./run_bench.sh python tests/perf/verdicts.py ab FOLDER [TRIALS [BUDGET]]
+    ./run_bench.sh python tests/perf/verdicts.py noticed
 
-apart: RUNS (15) runs of identical code on gloo and mpi, 4 KiB, 64 KiB and 1 MiB, PAUSE (120)
-seconds from one to the next, and every two that are at most an hour apart compared as `compare`
-does: with what is known of drift before anything is stored, and with what the other runs tell of
-it. stored: the same of the runs in a folder. Counted are comparisons, by exit code: 1 must come of
-at most 5 %.
+pool: RUNS (12) runs of identical code per backend, gloo and mpi, 64 KiB and 4 MiB.
+table: compares every two of these runs as `compare` and the pytest plugin do, with and without five
+earlier runs. The slow-downs are planted in the samples: the times of one side are scaled.
+ab: real launches in turns, TRIALS (3) per backend and slow-down, each for BUDGET (20) seconds. The
+slow-downs are planted as a delay of each call. FOLDER tells how long a call takes.
+noticed: simulated launches with drift: how often a change of 1.5 times the one that a comparison
+says it could have noticed is decided.
 
-turns: TRIALS (100) times identical code is measured against itself, six launches a side by turns,
-and judged as `ab` does (pairs) and as `compare` does. The noise is the change that 95 % of these
-comparisons stay within. Then PLANTED (20) times a delay in each call of 1.5 × the noise is looked
-for by `ab` until the verdict is settled, and one of 0.3 × for 25 seconds, in 6 to 12 launches a
-side.
-Exits with 1 where more than 5 % of comparisons of identical code end with exit code 1, less than
-90 % of the delays of 1.5 × are SLOWER, or one of 0.3 × is.
+Exits with 1 if more than 5 % of comparisons of equal sides are false, or less than 95 % of the
+noticeable changes are decided.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ import io
 import itertools
 import json
 import os
+import random
 import sys
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,164 +36,236 @@ import numpy as np
 
 from ddpbench import cli
 from ddpbench.records import store
-from ddpbench.verdicts import comparison, drift
+from ddpbench.records.schema import Result, Run
+from ddpbench.verdicts import comparison, drift, many_pairs, matching, regression
 from ddpbench.verdicts.comparison import Rule
+from ddpbench.verdicts.many_pairs import Pair
 from ddpbench.verdicts.matching import Source
-from ddpbench.verdicts.verdict import SLOWER
+from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, MARGIN, SAME, SLOWER, STORED_MARGIN
 
-MEASURED = (
-    "collectives", "--device", "cpu", "--backend", "gloo", "-n", "2", "--op", "all_reduce",
-    "--slice", "0.1", "--limit", "100", "--import", "delayed",
-)  # fmt: skip
-SIZES = "4K,1M"
-ALONE = "launches alone, without drift"  # not what `compare` does
+MEASURED = ("collectives", "--device", "cpu", "-n", "2", "--op", "all_reduce", "--limit", "100")
+BACKENDS = ("gloo", "mpi")
+PLANTED = (0.0, 0.05, 0.1, 0.2, 0.5)
+FALSE, DECIDED = 0.05, 0.95
 
 
-class Noise(NamedTuple):
-    """The usual time of a size, and the change that 95 % of its comparisons stay within."""
+class Case(NamedTuple):
+    """The verdict on one case of a comparison."""
 
-    seconds: float
-    change: float
+    verdict: str
+    noticeable: float | None
 
 
-def said(*words: str) -> Any:
-    """What a command prints as JSON; its progress is not shown."""
+def read_json(*words: str) -> Any:
+    """Return what a command prints as JSON; its progress is not shown."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        cli.main(list(words))
+        cli.main([*words, "--format", "json"])
     return json.loads(out.getvalue())
 
 
-def exit_codes(folder: Path) -> dict[str, int]:
-    """What the comparison of the two sides in a folder ends with, judged in several ways."""
-    left, right = (Source(name, (store.read(folder / name),)) for name in ("a", "b"))
-    out = {}
-    pairs = Rule(paired=True, confidence=0.968)
-    for words, rule in (("ab, six pairs", pairs), ("compare, six a side", Rule())):
-        found = comparison.compare(left, right, rule)
-        out[words] = comparison.exit_code(found, strict=False)
-    return out
+def print_row(title: str, planted: float, comparisons: Sequence[Sequence[Case]]) -> bool:
+    """Print how comparisons ended; whether at most 5 % of equal sides are told apart."""
+    cases = [case.verdict for each in comparisons for case in each]
+    wrong = {FASTER, SLOWER} if not planted else {FASTER}
+    false = sum(any(case.verdict in wrong for case in each) for each in comparisons)
+    counts = "  ".join(f"{name} {cases.count(name) / len(cases):4.0%}"
+                       for name in (SLOWER, FASTER, SAME, INCONCLUSIVE))  # fmt: skip
+    print(f"{title:34} {planted:4.0%}  {counts}  false {false} of {len(comparisons)}", flush=True)
+    return planted > 0 or false <= FALSE * len(comparisons)
 
 
-def told(title: str, counts: Mapping[str, Counter[int]]) -> bool:
-    """Print exit codes; whether of each kind, but what is judged otherwise for comparison, at most
-    5 % are 1."""
-    print(title)
-    for words, count in counts.items():
-        print(f"  {words}: exit code 1 in {count[1]} of {sum(count.values())}", flush=True)
-    judged = [count for words, count in counts.items() if words != ALONE]
-    return all(count[1] <= 0.05 * sum(count.values()) for count in judged)
+# --- stored runs ----------------------------------------------------------------------------------
 
 
-def identical(trials: int) -> tuple[bool, dict[str, Noise]]:
-    """Identical code against itself by turns; whether it is told so, and the noise of each size."""
-    counts: dict[str, Counter[int]] = {}
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for number in range(trials):
-        found = said("ab", "--a", "", "--b", "", "--budget", "0.1", "--format", "json",
-                     "--output", f"identical-{number}", *MEASURED, "--sizes", SIZES)  # fmt: skip
-        for row in found["rows"]:
-            rows.setdefault(str(row["identity"]["nbytes"]), []).append(row)
-        for words, code in exit_codes(Path(f"identical-{number}")).items():
-            counts.setdefault(words, Counter())[code] += 1
-    noise = {
-        size: Noise(
-            float(np.median([row["base_seconds"] for row in every])),
-            float(np.percentile([abs(row["change"]) for row in every], 95)),
+def measure_pool(folder: Path, count: int) -> bool:
+    """Measure runs of identical code, the backends in turns."""
+    words = (*MEASURED, "--sizes", "64K,4M", "--launches", "6", "--slice", "0.25")
+    for number, backend in itertools.product(range(count), BACKENDS):
+        output = str(folder / f"{backend}-{number:02}")
+        read_json(*words, "--backend", backend, "--output", output)
+    return True
+
+
+def read_pool(folder: Path, backend: str) -> list[Run]:
+    """Return the complete runs of a backend, the oldest first."""
+    runs = [store.read(each) for each in sorted(folder.glob(f"{backend}-*"))]
+    return [run for run in runs if run.state == "complete"]
+
+
+def scale(run: Run, factor: float) -> Run:
+    """Return the run with every time multiplied, as if its samples were."""
+
+    def slower(result: Result) -> Result:
+        if result.summary is None:
+            return result
+        median = result.summary.median_seconds * factor
+        quantiles = tuple(each * factor for each in result.summary.quantiles_seconds)
+        summary = replace(result.summary, median_seconds=median, quantiles_seconds=quantiles)
+        return replace(result, summary=summary)
+
+    return replace(run, results=tuple(map(slower, run.results)))
+
+
+def compare_stored(base: Run, new: Run, earlier: Sequence[Run]) -> list[Case]:
+    """Judge as `compare` does."""
+    sides = Source(base.id, (base,)), Source(new.id, (new,))
+    known = drift.estimate_drift(*sides, earlier)
+    rows = comparison.compare(*sides, Rule(STORED_MARGIN, known)).rows
+    return [Case(row.verdict, row.noticeable) for row in rows]
+
+
+def judge_tests(base: Run, new: Run, earlier: Sequence[Run]) -> list[Case]:
+    """Judge as the pytest plugin does: each case is a test."""
+
+    def measured(run: Run) -> Iterator[tuple[str, regression.Measured]]:
+        for case, found in matching.find_cases(Source(run.id, (run,))).items():
+            assert found.side is not None
+            yield case.key, regression.Measured(case, found.side)
+
+    saved: dict[str, list[regression.Measured]] = {}
+    for run in (*earlier, base):
+        for name, each in measured(run):
+            saved.setdefault(name, []).append(each)
+    rows = regression.judge_tests(saved, dict(measured(new)), STORED_MARGIN)
+    return [Case(row.verdict, row.noticeable) for row in rows]
+
+
+def print_table(folder: Path) -> bool:
+    """Compare every two runs of a pool; whether verdicts and promises hold."""
+    good, draw = True, random.Random(0)
+    for backend, judge, earlier in itertools.product(
+        BACKENDS, (compare_stored, judge_tests), (4, 0)
+    ):
+        runs = read_pool(folder, backend)
+        pairs = [
+            (base, new, draw.sample([r for r in runs if r not in (base, new)], earlier))
+            for base, new in itertools.combinations(runs, 2)
+        ]
+        title = f"{judge.__name__} {backend}, {'five' if earlier else 'no'} earlier"
+        for planted in PLANTED:
+            found = [judge(a, scale(b, 1 + planted), others) for a, b, others in pairs]
+            good &= print_row(title, planted, found)
+        good &= print_noticed(title, [
+            [case.noticeable for case in judge(a, b, others)] for a, b, others in pairs
+        ], lambda n, f, p=pairs, j=judge: j(p[n][0], scale(p[n][1], f), p[n][2]))  # fmt: skip
+    return good
+
+
+def print_noticed(title: str, changes: Sequence[Sequence[float | None]], plant: Any) -> bool:
+    """Plant 1.5 times the largest noticeable change of another comparison; print how many end."""
+    decided = total = 0
+    for number in range(len(changes)):
+        known = [change for change in changes[number - 1] if change is not None]
+        if known:
+            cases = plant(number, 1 + 1.5 * max(known))
+            total += len(cases)
+            decided += sum(case.verdict == SLOWER for case in cases)
+    print(f"{title:34} 1.5 × the noticeable change: {decided} of {total} decided", flush=True)
+    return decided >= DECIDED * total
+
+
+# --- launches in turns ----------------------------------------------------------------------------
+
+
+def print_ab(pool: Path, trials: int, budget: float) -> bool:
+    """Look for planted delays in turns; whether equal sides stay equal."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    )
+    good, pool = True, pool.absolute()
+    seconds = {
+        backend: float(np.median([
+            found.side.seconds for run in read_pool(pool, backend)
+            for case, found in matching.find_cases(Source(run.id, (run,))).items()
+            if case.nbytes == 65536 and found.side is not None  # type: ignore[union-attr]
+        ])) for backend in BACKENDS
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="ddpbench-") as folder, contextlib.chdir(folder):
+        for backend, planted in itertools.product(BACKENDS, PLANTED):
+            delay, found, widths, blocks = planted * seconds[backend], [], [], []
+            for _ in range(trials):
+                (row,) = read_json(
+                    "ab", "--a", "", "--b", f"DELAYED_SECONDS={delay:.9f}", "--budget", str(budget),
+                    *("--", *MEASURED, "--backend", backend, "--sizes", "64K"),
+                    "--import", "delayed",
+                )["rows"]  # fmt: skip
+                found.append([Case(row["verdict"], row["noticeable"])])
+                widths.append((row["change_high"] - row["change_low"]) / 2)
+                blocks.append(row["base_launches"])
+            good &= print_row(f"ab {backend}", planted, found)
+            print(f"    half-widths {', '.join(f'{w:.1%}' for w in widths)}; launches {blocks}")
+    return good
+
+
+# --- simulated launches ---------------------------------------------------------------------------
+
+
+class Setting(NamedTuple):
+    """Simulated sides: standard deviations of log times, cases, earlier runs."""
+
+    turns: bool
+    run: float
+    launch: float
+    cases: int
+    earlier: int
+
+    def draw(self, random: np.random.Generator) -> Any:
+        """Return six launch times per case: log-normal, with a drift of each run."""
+        drifts = random.normal(0, self.run, (self.cases, 1))
+        return np.exp(drifts + random.normal(0, self.launch, (self.cases, 6)))
+
+    def judge(self, random: np.random.Generator, drifts: Sequence[float], factor: float) -> Any:
+        """Return the judgement on the first case, whose NEW takes `factor` times as long."""
+        base, new = self.draw(random), self.draw(random)
+        new[0] *= factor
+        margin = MARGIN if self.turns else STORED_MARGIN
+        pairs = [
+            Pair(a, b, margin, each, self.earlier)
+            for a, b, each in zip(base, new, drifts, strict=True)
+        ]
+        return many_pairs.judge_pairs(pairs, self.turns, 0.968 if self.turns else 0.95)[0]
+
+
+def print_simulated(trials: int = 200) -> bool:
+    """Plant 1.5 times the change that a simulated comparison says it could have noticed."""
+    good, random = True, np.random.default_rng(0)
+    settings = [Setting(True, 0, launch, 1, 0) for launch in (0.03, 0.1)]
+    settings += [
+        Setting(False, run, launch, cases, earlier)
+        for cases, launch, run, earlier in itertools.product(
+            (1, 4), (0.03, 0.1), (0.02, 0.05, 0.08), (0, 5, 10)
         )
-        for size, every in rows.items()
-    }
-    for size, known in noise.items():
-        print(f"{size} B: {known.seconds * 1e6:.0f} µs, 95 % of changes within {known.change:.1%}")
-    return told(f"identical code by turns, {trials} comparisons of {SIZES}:", counts), noise
-
-
-def stored(results: Path) -> bool:
-    """Runs of identical code in a folder, every two within an hour; whether they are told so."""
-    runs = [store.read(folder) for folder in store.list_runs(results)]
-    runs = [run for run in runs if run.state == "complete"]
-    counts: dict[str, Counter[int]] = {
-        ALONE: Counter(),
-        "drift assumed": Counter(),
-        "drift as the other runs tell it": Counter(),
-    }
-    spans, changes = [], []
-    for older, newer in itertools.combinations(runs, 2):
-        left, right = (Source(run.id, (run,)) for run in (older, newer))
-        seconds = drift.apart(left, right)
-        if seconds is None or seconds > 3600:
-            continue
-        spans.append(seconds)
-        others = [run for run in runs if run not in (older, newer)]
-        known = (None, *(drift.estimate_drift(left, right, stored) for stored in ((), others)))
-        for count, each in zip(counts.values(), known, strict=True):
-            found = comparison.compare(left, right, Rule(drift=each))
-            count[comparison.exit_code(found, strict=False)] += 1
-        changes += [abs(row.shift.estimate) for row in found.rows if row.shift]
-    most = np.expm1(np.percentile(changes, 95))
-    return told(
-        f"{len(runs)} runs of identical code, {len(spans)} comparisons of {len(found.rows)} cases, "
-        f"{min(spans):.0f} to {max(spans):.0f} s apart; 95 % of changes within {most:.1%}:",
-        {words: count for words, count in counts.items() if sum(count.values())},
-    )
-
-
-def apart(count: int, pause: float) -> bool:
-    """The same of runs that are made now."""
-    for number in range(count):
-        time.sleep(pause if number else 0)
-        said("collectives", "--device", "cpu", "--backend", "gloo,mpi", "-n", "2", "--op",
-             "all_reduce", "--sizes", "4K,64K,1M", "--format", "json")  # fmt: skip
-    return stored(Path("results"))
-
-
-def planted(trials: int, size: str, noise: Noise, share: float, budget: float) -> Counter[str]:
-    """A delay of this share of the noise in each call of b, looked for by ab."""
-    delay = share * noise.change * noise.seconds
-    count, launches = Counter[str](), []
-    for number in range(trials):
-        (row,) = said(
-            "ab", "--a", "", "--b", f"DELAYED_SECONDS={delay:.9f}", "--budget", str(budget),
-            "--format", "json", "--output", f"planted-{size}-{share}-{number}", *MEASURED,
-            "--sizes", size,
-        )["rows"]  # fmt: skip
-        count[row["verdict"]] += 1
-        launches.append(row["base_launches"])
-    print(
-        f"delay of {share} × the noise of {noise.change:.1%} = {delay * 1e6:.1f} µs, {size} B: "
-        f"{count[SLOWER]} of {trials} SLOWER; {dict(count)}; launches a side: "
-        f"{dict(sorted(Counter(launches).items()))}",
-        flush=True,
-    )
-    return count
-
-
-def turns(trials: int = 100, plants: int = 20, sizes: str = "4096,1048576") -> bool:
-    """Identical code and planted delays by turns; whether they are told so."""
-    good, noise = identical(trials)
-    for size in sizes.split(","):
-        good &= planted(plants, size, noise[size], 1.5, 1e6)[SLOWER] >= 0.9 * plants
-        good &= planted(plants, size, noise[size], 0.3, 25)[SLOWER] == 0
+    ]
+    for setting in settings:
+        decided = total = 0
+        for _ in range(trials // setting.cases):
+            drifts = [0.0 if setting.turns else drift.ASSUMED] * setting.cases
+            if setting.earlier:
+                runs = [np.log(setting.draw(random)) for _ in range(setting.earlier)]
+                logs = np.transpose([np.median(each, axis=1) for each in runs])
+                drifts = [drift.margin(list(each), setting.cases) for each in logs]
+            change = setting.judge(random, drifts, 1.0).noticeable
+            if change is not None:
+                total += 1
+                decided += setting.judge(random, drifts, 1 + 1.5 * change).verdict == SLOWER
+        print(f"{setting}: {decided} of {total} decided", flush=True)
+        good &= decided >= DECIDED * total
     return good
 
 
 def main(kind: str, *words: str) -> int:
-    """One of the kinds, in a folder that goes afterwards."""
-    if kind == "stored":
-        return int(not stored(Path(words[0])))
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    )
-    with tempfile.TemporaryDirectory(prefix="ddpbench-") as folder:
-        os.chdir(folder)
-        if kind == "apart":
-            count, pause, *_ = (*words, *("15", "120")[len(words) :])
-            good = apart(int(count), float(pause))
-        else:
-            good = turns(*map(int, words[:2]), *words[2:])
-        os.chdir("/")
-    return int(not good)
+    """Run one of the kinds."""
+    folder = Path(words[0]) if words else Path()
+    count, budget = (*words[1:], *("12" if kind == "pool" else "3", "20")[len(words[1:]) :])
+    kinds = {
+        "pool": lambda: measure_pool(folder, int(count)),
+        "table": lambda: print_table(folder),
+        "ab": lambda: print_ab(folder, int(count), float(budget)),
+        "noticed": print_simulated,
+    }
+    return int(not kinds[kind]())
 
 
 if __name__ == "__main__":
-    sys.exit(main(*(sys.argv[1:] or ["apart"])))
+    sys.exit(main(*(sys.argv[1:] or ["noticed"])))

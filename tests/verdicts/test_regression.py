@@ -67,9 +67,7 @@ def test_what_sessions_drift_by_is_no_change(frozen: Frozen) -> None:
     """30 % is not claimed where nothing, or too little, is saved to learn from, nor where sessions
     differed as much; 30 % is where they were steady, and 80 % in any case."""
     base = measured(times())
-    swaying = [
-        measured(times(f, seed=n)) for n, f in enumerate((0.9, 1.1, 0.92, 1.08, 0.88, 1.09))
-    ]
+    swaying = [measured(times(f, seed=n)) for n, f in enumerate((0.9, 1.1, 0.92, 1.08, 0.88, 1.09))]
     reasons = []
     for saved, name in (
         ([base], "INCONCLUSIVE"), ([*steady(base)[-4:]], "INCONCLUSIVE"),

@@ -1,0 +1,68 @@
+"""How long the next launches of two variants in turns should be. Pure.
+
+A launch's time varies for two reasons. A short launch contains few repetitions: this part shrinks
+as the launch gets longer. And launches differ: only more launches reduce that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddpbench.verdicts.matching import Side
+from ddpbench.verdicts.verdict import Floats
+
+# Variance of log times from launch to launch that a few launches may fail to show: 1 %. It keeps
+# launches short enough for the error to be the smaller part of what remains.
+LEAST_BETWEEN = 0.01**2
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Variances of the log time of a launch."""
+
+    within: float  # of a launch with one second per case; it falls as seconds grow
+    between: float  # from launch to launch, however long they are
+
+
+def estimate_spread(differences: Floats, within: Floats, seconds: float) -> Spread:
+    """Estimate both variances from launches in pairs.
+
+    differences: log(NEW / BASE) of each pair. within: the variance of the log time of each launch,
+    as its own repetitions show it. seconds: harmonic mean of the time per case in these launches.
+    """
+    total = float(np.var(differences, ddof=1)) / 2
+    mean = float(np.mean(within))
+    return Spread(mean * seconds, max(total - mean, LEAST_BETWEEN))
+
+
+def best_seconds(spreads: Sequence[Spread], start_seconds: float, cases: int) -> float:
+    """Return the seconds per case with which launches in a given time narrow the interval most.
+
+    A launch takes start_seconds + cases × seconds, and has the variance between + within / seconds.
+    The product is smallest at sqrt(start × within / (between × cases)).
+    """
+    within = sum(each.within for each in spreads)
+    between = sum(each.between for each in spreads)
+    return math.sqrt(start_seconds * within / (between * cases))
+
+
+def spread_of(base: Side, new: Side, seconds: Sequence[float]) -> Spread | None:
+    """Return the spread of a case; None if launches are too few or do not show their own.
+
+    seconds: per case, in each launch.
+    """
+    common = sorted(set(base.launches) & set(new.launches))
+    if len(common) < 2 or not base.within or not new.within:
+        return None
+    times, within = (
+        [dict(zip(side.launches, getattr(side, name), strict=True)) for side in (base, new)]
+        for name in ("times", "within")
+    )
+    logs = np.log([[side[launch] for launch in common] for side in times])
+    variances = np.array([[side[launch] for launch in common] for side in within])
+    harmonic = 1 / float(np.mean([1 / seconds[launch] for launch in common]))
+    return estimate_spread(logs[1] - logs[0], variances, harmonic)
