@@ -94,7 +94,10 @@ def shift_interval(shift: Shift | None) -> str:
 
 def format_noticeable(changes: Sequence[float | None]) -> str:
     """State how large a change a comparison could have noticed; "" if there is no case."""
-    known = [f"{change * 100:.0f}" for change in sorted(c for c in changes if c is not None)]
+    known = [
+        f"{change * 100:.0f}" if change < 10 else "over 1000"
+        for change in sorted(c for c in changes if c is not None)
+    ]
     if not known:
         return "could not have noticed any change: too few launches" if changes else ""
     several = known[0] != known[-1]

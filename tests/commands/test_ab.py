@@ -20,7 +20,6 @@ from frozen import Frozen
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench import cli
-from ddpbench.commands import ab
 from ddpbench.launch.placement import Refused
 from ddpbench.nested_runs import turns
 from ddpbench.nested_runs.turns import Failed, Variant, parse_variant
