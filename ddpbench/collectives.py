@@ -173,15 +173,6 @@ class Sweep:
         }
 
 
-def planned(options: Options, backend: Backend) -> list[Case] | None:
-    """List the cases of a sweep on this host; None if they depend on the hosts of a launch."""
-    if options.groups != ("world",):
-        return None
-    size = options.nproc or 1
-    world = Partition("world", (tuple(range(size)),), (size,))
-    return [case for case, _ in list_cases(options, backend, options.plan(0), [world])]
-
-
 class Variant(NamedTuple):
     """The values that distinguish the cases of one operation."""
 

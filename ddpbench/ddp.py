@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ddpbench.catalog import workloads
 from ddpbench.catalog.backends import Backend
 from ddpbench.launch.placement import Placement, Refused
-from ddpbench.records.schema import StepCase
 from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts, launch_loop
@@ -21,30 +20,6 @@ if TYPE_CHECKING:
     from ddpbench.measure.parallel.meshes import Meshes
     from ddpbench.session.progress import Progress
     from ddpbench.session.recorder import Recorder
-
-
-def planned(options: Options, backend: Backend) -> list[StepCase] | None:
-    """List the cases of a sweep, without facts of the models; None if they depend on a model."""
-    cases = []
-    for name in options.subjects:
-        workload = workloads.get(name)
-        batch = options.batch_of(workload)
-        if not batch:
-            return None  # the user's own workload determines its batches
-        case = StepCase(
-            **options.case_values(workload),
-            parameters=0,
-            parameter_nbytes=0,
-            backend=backend.name,
-            provider="",
-            mesh=options.lay_out((options.nproc or 1,)),
-            batch=batch,
-            threads=0,
-            world_size=options.nproc or 1,
-            ranks_per_host=(options.nproc or 1,),
-        )
-        cases.append(case)
-    return cases
 
 
 def run(options: Options, placement: Placement) -> int:

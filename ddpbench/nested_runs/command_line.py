@@ -1,17 +1,14 @@
-"""Command lines of the commands that run in ranks: checked, planned, or run for another command."""
+"""Command lines of the commands that run in ranks: checked, or run for another command."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from types import ModuleType
 
 from ddpbench import collectives, ddp
-from ddpbench.catalog import backends
 from ddpbench.doctor import command as doctor
 from ddpbench.launch.placement import Refused
-from ddpbench.records.schema import Case, StepCase
 from ddpbench.records.wording import explain_unknown
 from ddpbench.session import options as shared_options
 from ddpbench.session import start_ranks
@@ -50,28 +47,6 @@ def run(words: Sequence[str]) -> int:
     """
     namespace, module = parse(words), IN_RANKS[words[0]]
     return start_ranks.run_or_start(module.Options, module.run, namespace, words[1:])
-
-
-def plan_cases(words: Sequence[str]) -> list[Case | StepCase] | None:
-    """Return the cases that a command line of MEASURING measures; None if only ranks know them.
-
-    Raises Refused if this host lacks the device or a backend.
-    """
-    module = MEASURING[words[0]]
-    options = module.Options.of(check(words))
-    if options.modules:  # they may add cases
-        return None
-    device = backends.choose_device(options.backend, options.device)
-    names = backends.choose(options.backend, device, None)
-    options = replace(options, device=device)
-    options = replace(options, nproc=start_ranks.count_ranks(options))
-    cases: list[Case | StepCase] = []
-    for name in names:
-        planned = module.planned(options, backends.get(name))
-        if planned is None:
-            return None
-        cases += planned
-    return cases
 
 
 def last_message(stderr: str) -> str:

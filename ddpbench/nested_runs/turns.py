@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import ddpbench
 from ddpbench.launch.placement import Refused
-from ddpbench.nested_runs.command_line import MEASURING, check, last_message, plan_cases
+from ddpbench.nested_runs.command_line import MEASURING, check, last_message
 from ddpbench.records import redact, store
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.terminal_text import tell
@@ -113,8 +113,6 @@ def prepare(namespace: argparse.Namespace, variants: Sequence[Variant]) -> Path:
         _check([*namespace.words, *variant.words])
     for variant in variants:
         _check_python(variant)
-    if namespace.only:
-        _check_only(namespace, variants)
     if namespace.seed is None:
         namespace.seed = random.SystemRandom().randrange(2**31)
     try:
@@ -384,25 +382,6 @@ def _check_python(variant: Variant) -> None:
         raise Refused(
             f"--{variant.name} {str(variant)!r}: {variant.python} cannot run ddpbench: {reason}; "
             "choose the python of an environment in which torch is installed"
-        )
-
-
-def _check_only(namespace: argparse.Namespace, variants: Sequence[Variant]) -> None:
-    """Raise Refused if no case that will be measured has one of the texts in its name."""
-    from ddpbench.render.labels import label  # loads numpy
-
-    names: list[str] = []
-    for variant in variants:
-        if variant.python != sys.executable:
-            return  # another ddpbench may measure other cases
-        cases = plan_cases([*namespace.words, *variant.words])
-        if cases is None:
-            return
-        names += map(label, cases)
-    if not any(text.lower() in name.lower() for text in namespace.only for name in names):
-        raise Refused(
-            f"--only {','.join(namespace.only)}: no case that would be measured has that in its "
-            f"name, as in {names[0]!r}"
         )
 
 

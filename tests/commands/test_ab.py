@@ -182,6 +182,15 @@ def test_what_cannot_be_compared_is_seen_after_two_blocks(
     assert "dtype float32 → float64" in capsys.readouterr().out
 
 
+def test_a_text_in_no_name_is_refused_after_two_blocks(
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--only is looked for in the names of the measured cases."""
+    assert called("ab", "--a", "", "--b", "", "--only", "nonsense") == 2
+    assert ONE_SENTENCE.fullmatch(capsys.readouterr().err)
+    assert len(sides.turns) == 4
+
+
 def test_how_the_same_thing_is_done_may_be_varied(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str], frozen: Frozen
 ) -> None:
@@ -279,22 +288,6 @@ def test_a_side_whose_results_are_wrong_is_named(
     sides.close = close  # type: ignore[method-assign]
     assert called("ab", "--a", "", "--b", "X=1") == 4
     assert f"side b: {finding.sentence}. " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("only", ["all_gather", "nonsense,8 KiB"])
-def test_cases_that_will_not_be_measured_are_refused_before_anything_is(
-    sides: type[FakeSide], capsys: pytest.CaptureFixture[str], only: str, frozen: Frozen
-) -> None:
-    """--only is looked for in the names of the cases that the command line asks for."""
-    words = ("collectives", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4K")
-    assert called("ab", "--a", "", "--b", "", "--only", only, *words) == 2
-    frozen.text(capsys.readouterr().err)
-    assert sides.turns == []
-    assert not Path("results").exists()
-    assert called("ab", "--a", "", "--b", "", "--only", "nonsense,4 KIB", "--", *words) == 0
-    step = ("ddp", "--backend", "gloo", "--workload", "mlp", "-n", "3")
-    assert called("ab", "--a", "", "--b", "--width 64", "--only", "width=128", *step) == 2
-    frozen.text(capsys.readouterr().err.splitlines()[-1])
 
 
 @pytest.mark.parametrize("python", ["/bin/true", "without_torch"])

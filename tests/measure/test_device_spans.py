@@ -35,7 +35,7 @@ from ddpbench.records.schema import (
 )
 from ddpbench.render import formats
 from ddpbench.runtime import devices
-from ddpbench.runtime.subgroups import Subgroup, divide_ranks
+from ddpbench.runtime.subgroups import Partition, Subgroup, divide_ranks
 from ddpbench.verdicts import comparison
 from ddpbench.verdicts.comparison import INCOMPARABLE, Rule
 from ddpbench.verdicts.matching import Source
@@ -194,7 +194,8 @@ def test_each_case_names_what_its_time_is(
         backends.BACKENDS, backend, replace(backends.get(backend), provider=lambda _: "native")
     )
     options = replace(options, **{"device": device, "op": ("all_reduce",), "nproc": 2, **changed})
-    (case, *_) = collectives.planned(options, backends.get(backend)) or []
+    world = [Partition("world", ((0, 1),), (2,))]
+    ((case, _), *_) = collectives.list_cases(options, backends.get(backend), options.plan(0), world)
     assert case.time_definition == definition
     assert case.clock == devices.get(device).clock
 

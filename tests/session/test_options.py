@@ -18,6 +18,7 @@ from ddpbench import collectives
 from ddpbench.catalog import backends
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.launch.placement import Refused
+from ddpbench.runtime.subgroups import Partition
 from ddpbench.session import options
 
 ROOT = Path(ddpbench.__file__).parents[1]
@@ -62,8 +63,9 @@ def test_without_options_the_defaults_stand() -> None:
     assert arguments["op"] == ("all_reduce", "all_gather", "broadcast")
     assert (arguments["backend"], arguments["device"]) == (("auto",), "auto")
     options = replace(collectives.Options.of(parse("--op", "reduce")), device="cpu", nproc=2)
-    cases = collectives.planned(options, backends.get("gloo")) or []
-    assert {(case.dtype, case.reduce_op) for case in cases} == {("float32", "sum")}
+    world = [Partition("world", ((0, 1),), (2,))]
+    cases = collectives.list_cases(options, backends.get("gloo"), options.plan(0), world)
+    assert {(case.dtype, case.reduce_op) for case, _ in cases} == {("float32", "sum")}
     assert (arguments["launches"], arguments["precision"], arguments["slice"]) == (None, 2.5, None)
     one, six = (collectives.Options.of(parse("--launches", n)).plan(0) for n in ("1", "6"))
     assert (one.slice_seconds, six.slice_seconds) == (2.0, 0.1)
