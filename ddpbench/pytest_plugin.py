@@ -265,7 +265,6 @@ def _benchmark(request: pytest.FixtureRequest, settings: dict[str, Any]) -> Run:
 
 
 def _pytest_benchmark(request: pytest.FixtureRequest) -> tuple[Any, LaunchClock]:
-    """Return pytest-benchmark's fixture and the clock that it reads."""
     if not request.config.pluginmanager.hasplugin("pytest-benchmark"):
         pytest.fail(NO_BENCHMARK, pytrace=False)
     clock = request.node.stash.get(CLOCK, None)
@@ -284,7 +283,6 @@ def _pytest_benchmark(request: pytest.FixtureRequest) -> tuple[Any, LaunchClock]
 
 
 def _folder(request: pytest.FixtureRequest) -> Path:
-    """Return a new folder for the run of the test."""
     name = re.sub(r"[^\w.-]+", "-", request.node.name)[:100].strip("-")
     kept = request.config.getoption("--ddpbench-results")
     if kept is None:
@@ -380,7 +378,6 @@ def pytest_terminal_summary(
 
 
 def _base_line(config: pytest.Config, suite: Suite) -> str:
-    """Explain that there is no saved run yet."""
     saves = config.getoption("--benchmark-autosave") or config.getoption("--benchmark-save")
     then = (
         "this one is saved, as the base from now on" if saves else "save one: --benchmark-autosave"

@@ -74,7 +74,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     variants = [turns.parse_variant(name, getattr(namespace, name)) for name in ("a", "b")]
     folder = turns.prepare(namespace, variants)
     confidence = LOOKS[0][1]
-    fixed = any(map(turns.fixes_duration, [namespace.words, *(each.words for each in variants)]))
+    words = [*namespace.words, *(word for variant in variants for word in variant.words)]
+    fixed = any(word.split("=")[0] in turns.DURATIONS for word in words)
     budget = Budget(namespace.budget, fixed)
 
     def measure_blocks(measure_block: Callable[[float], None]) -> None:
@@ -118,7 +119,6 @@ def _store_and_show(namespace: argparse.Namespace, comparison: Comparison, folde
 def _compare(
     namespace: argparse.Namespace, variants: Sequence[Variant], folder: Path, confidence: float
 ) -> Comparison:
-    """Compare what has been measured so far, in pairs."""
     from ddpbench.verdicts.comparison import Rule
     from ddpbench.verdicts.matching import Source
 

@@ -92,7 +92,7 @@ def _save(namespace: argparse.Namespace) -> int:
     if fewest < FEWEST:
         tell(
             f"{name} has {counted(fewest, 'launch')} of a case, too few "
-            f"to tell a change from luck, which takes {FEWEST}: {_advice(runs)}"
+            f"for a verdict: measure again with --launches {FEWEST}"
         )
     try:
         nbytes = _copy(folders, target, (*FILES, SAMPLES) if namespace.samples else FILES)
@@ -120,7 +120,7 @@ def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
     """
     for run in runs:
         if run.state != "complete":
-            raise InvalidRun(f"{run.id} is {run.state}, and no baseline: {_advice([run])}")
+            raise InvalidRun(f"{run.id} is {run.state}, and no baseline: measure it again")
     from ddpbench.render.labels import label
     from ddpbench.verdicts import matching  # loads numpy
 
@@ -248,7 +248,8 @@ def _measure(words: Sequence[str], target: Path) -> int:
 
     A folder that stays empty is removed.
     """
-    tell(f"measuring again: {_typed(words)}")
+    typed = shlex.join(["python", "-m", "ddpbench", *redact.arguments(words)])
+    tell(f"measuring again: {typed}")
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return command_line.run(words)
@@ -264,18 +265,11 @@ def _again(runs: Sequence[Run], launches: int) -> list[str]:
     """
     run = runs[0]
     hosts = {str(rank.get("hostname")) for each in run.launches for rank in each.ranks}
-    if run.command_line[:1] != ("ddpbench",) or not run.launches:
-        raise Refused(f"{run.id} tells no command that measures it again: do it as it was done, "
-                      "then compare with that run by its name")  # fmt: skip
-    if len(hosts) > 1:
+    known = run.command_line[:1] == ("ddpbench",) and len(hosts) == 1
+    if not known or redact.HIDDEN in " ".join(run.command_line):
         raise Refused(
-            f"{run.id} was measured on {len(hosts)} hosts ({', '.join(sorted(hosts))}), to be "
-            "started by their launcher: do so again, then compare with that run by its name"
-        )
-    if redact.HIDDEN in " ".join(run.command_line):
-        raise Refused(
-            f"{run.id} was measured with a secret in its command line, which is not stored: do it "
-            "as it was done, then compare with that run by its name"
+            f"{run.id} cannot be measured again by one command: it needs several hosts, another "
+            "program or a secret. Measure it as it was measured, then name the new run"
         )
     kept, rest = [], iter(run.command_line[1:])
     for word in rest:
@@ -289,36 +283,20 @@ def _again(runs: Sequence[Run], launches: int) -> list[str]:
     return [*kept, "-n", str(run.launches[0].world_size), "--launches", str(launches)]
 
 
-def _advice(runs: Sequence[Run]) -> str:
-    """Return how to measure the runs with enough launches."""
-    try:
-        return f"measure again: {_typed(_again(runs, FEWEST))}"
-    except Refused:
-        return f"measure again with {FEWEST} launches, as it was measured"
-
-
 def _launches(runs: Sequence[Run]) -> int:
-    """Return the most launches that a backend has, over all runs."""
     counted = Counter(launch.backend for run in runs for launch in run.launches)
     return max(counted.values(), default=0)
 
 
 def _other_machine(name: str, base: Sequence[Run], new: Sequence[Run]) -> Iterator[str]:
-    """Yield a warning if the two sides come from different hosts."""
     found = other_machine(differences(base, new))
     said = ", ".join(f"{d.name} {' and '.join(d.base)} → {' and '.join(d.new)}" for d in found)
-    if [each.name for each in found] == ["hostname"]:
-        yield (f"perhaps ANOTHER MACHINE than that of baseline {name} ({said}): if it is one, "
-               "nothing follows from this comparison")  # fmt: skip
-    elif found:
+    if found:
+        perhaps = "perhaps " if [each.name for each in found] == ["hostname"] else ""
         yield (
-            f"ANOTHER MACHINE than that of baseline {name} ({said}): it guards nothing here; save "
-            "one that was measured on this machine, under another name"
+            f"{perhaps}ANOTHER MACHINE than that of baseline {name} ({said}): a change may be due "
+            "to it; save a baseline of this machine under another name"
         )
-
-
-def _typed(words: Sequence[str]) -> str:
-    return shlex.join(["python", "-m", "ddpbench", *redact.arguments(words)])
 
 
 def _size(nbytes: int) -> str:

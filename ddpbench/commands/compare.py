@@ -180,7 +180,6 @@ def _write_page(result: Comparison, output: Path) -> None:
 
 
 def _newest() -> Iterator[Run]:
-    """Yield the newest stored runs that can be read."""
     for folder in store.list_runs()[-NEWEST_RUNS:]:
         with contextlib.suppress(InvalidRun):
             yield store.read(folder)

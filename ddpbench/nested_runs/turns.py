@@ -33,7 +33,6 @@ from ddpbench.session import options, run_folder
 
 if TYPE_CHECKING:
     from ddpbench.verdicts.comparison import Comparison
-    from ddpbench.verdicts.pacing import Spread
 
 USUAL = "collectives"  # the command to measure if none is given
 SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
@@ -279,11 +278,6 @@ def measure_block(sides: Sequence[Side], order: random.Random, seconds: float) -
         side.turn(seconds)
 
 
-def fixes_duration(words: Sequence[str]) -> bool:
-    """Whether a command line says how long a case takes."""
-    return any(word.split("=")[0] in DURATIONS for word in words)
-
-
 class Budget:
     """Chooses how long the launches of the next blocks are, within the time that remains."""
 
@@ -312,35 +306,28 @@ class Budget:
         0: as the command chooses, if the user has, or if nothing is known yet.
         """
         from ddpbench.verdicts import pacing  # loads numpy
+        from ddpbench.verdicts.verdict import INCONCLUSIVE
 
         run = comparison.base.runs[0]
         self.usual = run.plan.slice_seconds
         self.cases = max(1, len(run.outcomes) // len(run.launches))
         measured = self.cases * (self.paces[-1] or self.usual)
         self.start = max(self.last_seconds / 2 - measured, 0.05)
-        spreads = self._find_spreads(comparison)
+        seconds = [pace or self.usual for pace in self.paces]
+        sides = [
+            (row.base, row.new)
+            for row in comparison.rows
+            if row.verdict == INCONCLUSIVE and row.base and row.new
+        ]
+        spreads = [s for pair in sides if (s := pacing.spread_of(*pair, seconds)) is not None]
         if self.fixed or not spreads:
             return 0.0
         best = pacing.best_seconds(spreads, self.start, self.cases)
         longest = ((self.until - time.monotonic()) / (2 * blocks) - self.start) / self.cases
         return max(min(best, longest), self.usual)
 
-    def _find_spreads(self, comparison: Comparison) -> list[Spread]:
-        """Return the spreads of the cases that are not settled yet."""
-        from ddpbench.verdicts import pacing
-        from ddpbench.verdicts.verdict import INCONCLUSIVE
-
-        seconds = [pace or self.usual for pace in self.paces]
-        found = [
-            pacing.spread_of(row.base, row.new, seconds)
-            for row in comparison.rows
-            if row.verdict == INCONCLUSIVE and row.base and row.new
-        ]
-        return [spread for spread in found if spread is not None]
-
 
 def _find_wrong_result(sides: Sequence[Side]) -> End | None:
-    """Return the end that a wrong result means, if a closed side has one."""
     for side in sides:
         run = store.read(side.folder)
         if run.exit_code == 4:
@@ -350,7 +337,6 @@ def _find_wrong_result(sides: Sequence[Side]) -> End | None:
 
 
 def _environ(variant: Variant) -> dict[str, str]:
-    """Return the environment of a variant's process; a Python without ddpbench imports this one."""
     package = str(Path(ddpbench.__file__).parents[1])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, **variant.environ}

@@ -36,7 +36,6 @@ def table(comparison: Comparison) -> str:
         [*sides, *_common(comparison), *_times(comparison)],
         [*notes, *_differences(comparison)],
         [_table(comparison, compared_rows(comparison), TERMINAL)],
-        [_parts(comparison, TERMINAL)],
         list_unmatched(comparison),
         [summarize(comparison), *_advice(comparison)],
     ]
@@ -76,10 +75,7 @@ def as_json(comparison: Comparison) -> str:
         "exit_code": exit_code(comparison, strict=False),
         "exit_code_strict": exit_code(comparison, strict=True),
         "counts": comparison.counts,
-        "rows": [
-            {**_values(row), "identity": asdict(row.case), "parts": [asdict(p) for p in row.parts]}
-            for row in comparison.rows
-        ],
+        "rows": [{**_values(row), "identity": asdict(row.case)} for row in comparison.rows],
         "differences": [asdict(difference) for difference in comparison.differences],
         "notes": comparison.notes,
     }
@@ -103,7 +99,6 @@ def _folded(summary: str, body: str) -> str:
 
 
 def _shared_parts(comparison: Comparison) -> set[int]:
-    """Return the positions of label parts that all cases share; the first two name the row."""
     labels = [label_parts(row.case) for row in comparison.rows]
     if len(labels) < 2 or len(set(map(len, labels))) > 1:
         return set()
@@ -111,7 +106,6 @@ def _shared_parts(comparison: Comparison) -> set[int]:
 
 
 def _common(comparison: Comparison) -> list[str]:
-    """State once, above the table, what all cases share."""
     shared = _shared_parts(comparison)
     parts = label_parts(comparison.rows[0].case)
     common = [part for i, part in enumerate(parts) if i in shared and part]
@@ -119,13 +113,11 @@ def _common(comparison: Comparison) -> list[str]:
 
 
 def _times(comparison: Comparison) -> list[str]:
-    """State which statistic the times are."""
     kinds = dict.fromkeys(row.base.statistic for row in comparison.rows if row.base and row.new)
     return [f"times {' or '.join(kinds)} of each launch, median over launches"] if kinds else []
 
 
 def _label(row: Row, shared: Collection[int]) -> str:
-    """Name the case of a row without the parts that are stated above the table."""
     parts = label_parts(row.case)
     return " ".join(part for i, part in enumerate(parts) if i not in shared and part)
 
@@ -163,26 +155,6 @@ def explain(comparison: Comparison) -> list[str]:
 
 def _table(comparison: Comparison, rows: Sequence[Row], style: Style) -> str:
     return style.rows(rows, columns(comparison), drop_empty=True) if rows else ""
-
-
-def _parts(comparison: Comparison, style: Style) -> str:
-    """Format the parts of sharded steps; empty if no case has some."""
-    shared = _shared_parts(comparison)
-    cells = [
-        [
-            "" if i else _label(row, shared),
-            part.name,
-            f"{part.base_seconds * 1e3:.4g} ms",
-            f"{part.new_seconds * 1e3:.4g} ms",
-            shift_estimate(part.shift),
-            shift_interval(part.shift),
-            part.verdict,
-        ]
-        for row in comparison.rows
-        for i, part in enumerate(row.parts)
-    ]
-    headings = ["case", "part of a step", "base", "new", "change", "range of change", "verdict"]
-    return style.table(cells, headings, ["case", "part of a step", "verdict"]) if cells else ""
 
 
 def columns(comparison: Comparison) -> list[Column[Row]]:
@@ -249,7 +221,6 @@ def list_unmatched(comparison: Comparison) -> list[str]:
 
 
 def _values(row: Row) -> dict[str, Any]:
-    """Return a row for machines."""
     return {
         "case": label(row.case),
         "verdict": row.verdict,

@@ -103,7 +103,6 @@ class Options(RunOptions):
 
     @property
     def _sizes(self) -> str:
-        """Return the key of the default sizes: the CPU's while the device is not yet chosen."""
         return devices.get("cpu" if self.device == "auto" else self.device).defaults
 
     def case_values(self, workload: Workload) -> dict[str, Any]:
@@ -247,7 +246,7 @@ DDP = """
 """
 PROTOCOL = """
 --seconds      time for one workload on one backend in a launch; at least ten rounds are measured
-               (default: {short_seconds:g}; {seconds:g} in a single launch)
+               (default: 5; 30 in a single launch)
 --rounds       number of rounds, instead of --seconds; each round measures every arm: the complete
                step, and variants that show where its time goes (default: as many as fit)
 --in-a-row     steps of one arm in a round (default: 5, or 1 if five steps take over a second)
@@ -290,7 +289,6 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add one option for each setting that any workload has."""
     texts = ""
     names = dict.fromkeys(name for each in WORKLOADS.values() for name in each.settings)
     for name in names:
@@ -346,12 +344,7 @@ def _add_ddp(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_protocol(parser: argparse.ArgumentParser) -> None:
-    texts = PROTOCOL.format(
-        step=faults.STEP,
-        faults=faults.listed(faults.IN_STEP),
-        seconds=SECONDS,
-        short_seconds=SHORT_SECONDS,
-    )
+    texts = PROTOCOL.format(step=faults.STEP, faults=faults.listed(faults.IN_STEP))
     add = options.add_group(parser, "how it is measured", texts)
     add("--seconds", kind=options.positive, metavar="SECONDS")
     add("--rounds", kind=options.whole(1), metavar="N")

@@ -132,7 +132,6 @@ def default_sizes(backend: str, device: str) -> tuple[int, ...]:
 
 
 def _supported(option: str, operation: str) -> tuple[str, ...]:
-    """Return the values of --form, --place, --dtype or --reduce-op that an operation supports."""
     entry = OPERATIONS[operation]
     if option == "dtype":
         return tuple(DTYPES) if entry.sized else ()
@@ -142,7 +141,6 @@ def _supported(option: str, operation: str) -> tuple[str, ...]:
 
 
 def _usual(option: str, operation: str) -> str:
-    """Describe how an operation is measured if it does not support the given value."""
     values = _supported(option, operation)
     return f"with {values[0]}" if values else "without it"
 

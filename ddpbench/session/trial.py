@@ -85,14 +85,12 @@ class Trial:
         return replace(result, wall_seconds=time.monotonic() - began), columns
 
     def _gather_losses(self, main: Replica) -> tuple[float, ...]:
-        """Return the last loss of each rank; () if one is not finite."""
         assert main.loss is not None
         loss = float(main.loss)
         losses = control.gather_values(self.world, loss if abs(loss) < float("inf") else None)
         return tuple(losses) if None not in losses else ()
 
     def _arms(self, main: Replica) -> tuple[tuple[str, ...], list[str]]:
-        """Return the arms that can be measured; and notes on the others, and on hidden copies."""
         notes = _note_copies(main.task.batch(0), self.device)
         if self.options.no_budget:
             return ("ddp",), notes
@@ -138,7 +136,6 @@ class Trial:
         return measured
 
     def _train(self, workload: Workload, case: StepCase) -> tuple[Epoch, ...]:
-        """Train a separate replica to the end, if the workload trains. Return its epochs."""
         options = self.options
         epochs = EPOCHS if options.epochs is None else options.epochs
         if not (workload.trains and epochs):
@@ -224,7 +221,6 @@ class Ledger:
 
 
 def _note_copies(batch: Any, device: torch.device) -> list[str]:
-    """Return a note if a batch is not on the rank's device."""
     elsewhere = user_workload.find_other_device(batch, device)
     if elsewhere is None:
         return []

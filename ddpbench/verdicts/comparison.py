@@ -42,17 +42,6 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class PartRow:
-    """A part of a sharded step on both sides: medians over launches, in seconds."""
-
-    name: str
-    base_seconds: float
-    new_seconds: float
-    verdict: str
-    shift: Shift | None
-
-
-@dataclass(frozen=True)
 class Row:
     """One case; `shift` exists only if the two sides are comparable."""
 
@@ -67,7 +56,6 @@ class Row:
     drift: float = 0.0  # no smaller change is claimed: the sides are apart in time
     drifts: bool = False  # INCONCLUSIVE for that reason alone
     noticeable: float | None = None  # the change that such a comparison notices; None: none
-    parts: tuple[PartRow, ...] = ()  # of a sharded step; they do not count for the exit code
 
 
 @dataclass(frozen=True)
@@ -144,11 +132,10 @@ def _row(base: SideCase | None, new: SideCase | None, rule: Rule) -> Iterator[Ro
 
 
 def _judged(rows: list[Row], rule: Rule) -> list[Row]:
-    """Fill in all missing verdicts."""
     rows = [_by_quartiles(row) for row in rows]
     pairs = {i: pair for i, row in enumerate(rows) if (pair := _pair(row, rule))}
     if rule.drift is not None:
-        logs = {i: rule.drift.logs(rows[i].case) for i in pairs}
+        logs = {i: rule.drift.known.get(rows[i].case, ()) for i in pairs}
         pairs = {
             i: replace(pair, drift=drift.margin(logs[i], len(pairs)), earlier=len(logs[i]))
             for i, pair in pairs.items()
@@ -166,28 +153,7 @@ def _judged(rows: list[Row], rule: Rule) -> list[Row]:
             drifts=judgement.drifts,
             noticeable=judgement.noticeable,
         )
-    rows = [replace(row, parts=tuple(_judge_parts(row, rule))) for row in rows]
     return [_without_moved_cores(row) for row in rows] if rule.drift is not None else rows
-
-
-def _judge_parts(row: Row, rule: Rule) -> Iterator[PartRow]:
-    """Yield a verdict on each part that both sides measured, by the margins of the step."""
-    if row.shift is None or row.base is None or row.new is None:
-        return
-    names = [name for name in row.base.parts if name in row.new.parts]
-    sides = [
-        _launches(
-            replace(row.base, times=row.base.parts[name]),
-            replace(row.new, times=row.new.parts[name]),
-            rule,
-        )
-        for name in names
-    ]
-    pairs = [Pair(np.array(base), np.array(new), row.margin, row.drift) for base, new in sides]
-    judgements = many_pairs.judge_pairs(pairs, rule.paired, rule.confidence) if pairs else []
-    for name, pair, judgement in zip(names, pairs, judgements, strict=True):
-        base, new = float(np.median(pair.base)), float(np.median(pair.new))
-        yield PartRow(name, base, new, judgement.verdict, judgement.shift)
 
 
 def _without_moved_cores(row: Row) -> Row:
@@ -199,7 +165,6 @@ def _without_moved_cores(row: Row) -> Row:
 
 
 def _by_quartiles(row: Row) -> Row:
-    """Give both sides the statistic by which they are compared."""
     if row.verdict or row.base is None or row.new is None:
         return row
     base, new = matching.alike(row.base, row.new)
@@ -207,7 +172,6 @@ def _by_quartiles(row: Row) -> Row:
 
 
 def _pair(row: Row, rule: Rule) -> Pair | None:
-    """Return the times to judge, if any; pairs contain the launches that both sides have."""
     if row.verdict or row.base is None or row.new is None:
         return None
     base, new = _launches(row.base, row.new, rule)
@@ -215,7 +179,6 @@ def _pair(row: Row, rule: Rule) -> Pair | None:
 
 
 def _launches(base: Side, new: Side, rule: Rule) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the times of both sides; of pairs, those of the launches that both sides have."""
     if not rule.paired:
         return base.times, new.times
     sides = [dict(zip(side.launches, side.times, strict=True)) for side in (base, new)]
@@ -241,7 +204,7 @@ def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[s
                 f"{BUSY_SHARE * 100:g} % of the cores in {busy} of {len(measured)} measurements"
             )
     if rule.drift is not None:
-        counts = {len(rule.drift.logs(row.case)) for row in rows if row.shift is not None}
+        counts = {len(rule.drift.known.get(row.case, ())) for row in rows if row.shift is not None}
         fewest = min(counts, default=0)
         known = f"learned from at least {fewest} earlier runs in BASE's environment"
         if fewest < drift.FEWEST:
@@ -257,7 +220,6 @@ def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[s
 
 
 def _span(seconds: float) -> str:
-    """Format a duration: "40 seconds", "3 hours"."""
     for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}s"

@@ -61,13 +61,11 @@ def other_machine(all_differences: Sequence[Difference]) -> tuple[Difference, ..
 
 
 def _of(run: Run, backends: set[str]) -> Run:
-    """Return the run without the launches of other backends."""
     kept = tuple(launch for launch in run.launches if launch.backend in backends)
     return replace(run, launches=kept)
 
 
 def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set[str]]:
-    """Return all values of each fact, in the order in which they are shown."""
     facts_by_name: dict[str, set[str]] = {}
 
     def note(name: str, value: Any) -> None:

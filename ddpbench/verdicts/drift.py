@@ -33,10 +33,6 @@ class Drift:
     # case → log times of stored runs in BASE's environment, one per run
     known: Mapping[AnyCase, tuple[float, ...]] = field(default_factory=dict)
 
-    def logs(self, case: AnyCase) -> tuple[float, ...]:
-        """Return the log times of the earlier runs of a case."""
-        return self.known.get(case, ())
-
 
 def margin(logs: Sequence[float], cases: int) -> float:
     """Return the change, a fraction, that two runs of identical code seldom exceed.
@@ -122,7 +118,6 @@ def apart(base: Source, new: Source) -> float | None:
 
 
 def _at(stamp: str) -> float:
-    """Convert "2026-01-31T12:00:00Z" to seconds; 0 if it is no time."""
     try:
         return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
     except ValueError:

@@ -73,7 +73,6 @@ def judge_pairs(
 
 
 def _why(shift: Shift | None, margin: float, needed: int | None) -> str:
-    """Explain INCONCLUSIVE, and what would help."""
     launches = f"{f'about {needed}' if needed and needed <= MOST else f'more than {MOST}'} launches"
     if shift is None:
         return f"too few launches: needs {needed} per side"

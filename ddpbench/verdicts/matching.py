@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +45,6 @@ class Side:
     # Variance of the log time within each launch; empty if a launch does not show it.
     within: tuple[float, ...] = ()
     handoffs: tuple[float, ...] = ()  # between the ranks' cores, in seconds, where known
-    # Parts of a sharded step: name → seconds, one per launch. Only what every launch has above 0.
-    parts: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def of_quartiles(self) -> Side | None:
         """Return this side by the lower quartiles of its launches; None if a launch has none.
@@ -127,7 +125,6 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> SideCase:
             quartiles if len(quartiles) == len(times) else (),
             within=tuple(variances) if len(variances) == len(times) else (),
             handoffs=tuple(seconds for o in outcomes if (seconds := _handoff(o)) is not None),
-            parts=_parts(outcomes),
         )
     return SideCase(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
 
@@ -138,7 +135,6 @@ def row_of(case: AnyCase) -> tuple[str, int]:
 
 
 def _seconds(outcome: Outcome) -> float | None:
-    """Return the median of the launch."""
     if outcome.summary is None:
         return None
     if isinstance(outcome, StepResult):
@@ -147,7 +143,6 @@ def _seconds(outcome: Outcome) -> float | None:
 
 
 def _quartile(outcome: Outcome) -> float | None:
-    """Return the lower quartile of the launch."""
     if isinstance(outcome, StepResult) or outcome.summary is None:
         return None
     known = outcome.summary.quantiles_seconds
@@ -172,24 +167,7 @@ def _handoff(outcome: Outcome) -> float | None:
     return outcome.handoff_seconds if isinstance(outcome, Result) else None
 
 
-def _parts(outcomes: list[Outcome]) -> dict[str, tuple[float, ...]]:
-    """Return the parts of a sharded step in all launches that measured it."""
-    summaries = [o.summary for o in outcomes if isinstance(o, StepResult) and o.case.mesh]
-    launches = [
-        {part.name: part.figure.value for part in summary.budget if part.source}
-        for summary in summaries
-        if summary is not None
-    ]
-    first = launches[0] if launches else {}
-    return {
-        name: tuple(each[name] for each in launches)
-        for name in first
-        if all(each.get(name, 0.0) > 0 for each in launches)
-    }
-
-
 def _fault(outcome: Outcome) -> str | None:
-    """Return why an outcome must not be used; None if it may."""
     seconds = _seconds(outcome)
     if isinstance(outcome, StepResult):
         if findings.replicas_bad(outcome):
@@ -221,7 +199,6 @@ def pairs(
 
 
 def _nearest(base: SideCase, unmatched: dict[AnyCase, SideCase]) -> SideCase | None:
-    """Return the unmatched case of the same row that differs in the fewest fields."""
     same = [new for new in unmatched.values() if new.tried and new.row == base.row]
     return min(same, key=lambda new: len(fields_differing(base.case, new.case)), default=None)
 
@@ -241,7 +218,6 @@ def differing(base: AnyCase, new: AnyCase) -> str:
 
 
 def _format_value(name: str, case: AnyCase) -> str:
-    """Return the value of a field: "2x4" of a mesh, "4+4" of other tuples."""
     value = getattr(case, name)
     if not isinstance(value, tuple):
         return str(value)

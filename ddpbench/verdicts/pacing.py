@@ -53,16 +53,12 @@ def best_seconds(spreads: Sequence[Spread], start_seconds: float, cases: int) ->
 def spread_of(base: Side, new: Side, seconds: Sequence[float]) -> Spread | None:
     """Return the spread of a case; None if launches are too few or do not show their own.
 
-    seconds: per case, in each launch.
+    seconds: per case, in each launch. The launches of both sides are pairs.
     """
-    common = sorted(set(base.launches) & set(new.launches))
-    if len(common) < 2 or not base.within or not new.within:
+    pairs = min(len(base.within), len(new.within), len(seconds))
+    if pairs < 2:
         return None
-    times, within = (
-        [dict(zip(side.launches, getattr(side, name), strict=True)) for side in (base, new)]
-        for name in ("times", "within")
-    )
-    logs = np.log([[side[launch] for launch in common] for side in times])
-    variances = np.array([[side[launch] for launch in common] for side in within])
-    harmonic = 1 / float(np.mean([1 / seconds[launch] for launch in common]))
-    return estimate_spread(logs[1] - logs[0], variances, harmonic)
+    logs = np.log([base.times[:pairs], new.times[:pairs]])
+    within = np.array([base.within[:pairs], new.within[:pairs]])
+    harmonic = 1 / float(np.mean(1 / np.array(seconds[:pairs])))
+    return estimate_spread(logs[1] - logs[0], within, harmonic)

@@ -59,18 +59,12 @@ def judge_tests(
         drifted = drift.margin(logs, len(todo))
         pairs.append(Pair(*times, rows[i].margin, drifted, len(logs)))
     for i, judgement in zip(todo, many_pairs.judge_pairs(pairs), strict=True):
-        rows[i] = replace(
-            rows[i],
-            verdict=judgement.verdict,
-            shift=judgement.shift,
-            why=judgement.why,
-            noticeable=judgement.noticeable,
-        )
+        names = ("verdict", "shift", "why", "noticeable")
+        rows[i] = replace(rows[i], **{name: getattr(judgement, name) for name in names})
     return tuple(sorted(rows, key=lambda row: (ORDER.index(row.verdict), row.test)))
 
 
 def _by_quartiles(row: Row) -> tuple[Row, tuple[Floats, Floats]]:
-    """Give both sides the statistic by which they are compared; return it with their times."""
     assert row.base is not None
     base, new = matching.alike(row.base.side, row.new.side)
     row = replace(row, base=replace(row.base, side=base), new=replace(row.new, side=new))
@@ -78,7 +72,6 @@ def _by_quartiles(row: Row) -> tuple[Row, tuple[Floats, Floats]]:
 
 
 def _log_times(row: Row, saved: Sequence[Measured]) -> list[float]:
-    """Return the log times of saved measurements of the same case."""
     sides = [measured.side for measured in saved if measured.case == row.new.case]
     return [math.log((side.of_quartiles() or side).seconds) for side in sides]
 
@@ -90,7 +83,6 @@ def counts(rows: Iterable[Row]) -> dict[str, int]:
 
 
 def _row(name: str, base: Measured | None, new: Measured, margin: float) -> Row:
-    """Return the row of a test, without verdict if it can be judged."""
     if base is None:
         return Row(name, ONLY_NEW, None, new, margin, why="not saved before")
     why = matching.differing(base.case, new.case)
