@@ -10,7 +10,8 @@ A variant has up to three parts, in this order: environment variables (NAME=VALU
 change how it does the same thing. Variants that do different things (dtype, size, number of ranks)
 are INCOMPARABLE.
 
-Launches come in randomised blocks of one launch per variant. The pairs are judged after 6, 12, 24
+Launches come in randomised blocks of one launch per variant, as long as narrows the interval most,
+unless COMMAND has --slice, --seconds or --rounds. The pairs are judged after 6, 12, 24
 and 48 blocks, with intervals of 96.8, 99, 99.5 and 99.75 %, so that at most 5 % of all verdicts are
 false although ddpbench looks several times. The two runs are stored in results/…-ab-…/a and /b.
 The exit codes are those of `compare`, with a as BASE and b as NEW. If a variant fails, the
@@ -74,8 +75,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     variants = [turns.parse_variant(name, getattr(namespace, name)) for name in ("a", "b")]
     folder = turns.prepare(namespace, variants)
     confidence = LOOKS[0][1]
-    words = [*namespace.words, *(word for variant in variants for word in variant.words)]
-    fixed = any(word.split("=")[0] in turns.DURATIONS for word in words)
+    typed = [*namespace.words, *(word for variant in variants for word in variant.words)]
+    fixed = any(word.split("=")[0] in turns.DURATIONS for word in typed)
     budget = Budget(namespace.budget, fixed)
 
     def measure_blocks(measure_block: Callable[[float], None]) -> None:
