@@ -10,8 +10,9 @@ A variant has up to three parts, in this order: environment variables (NAME=VALU
 change how it does the same thing. Variants that do different things (dtype, size, number of ranks)
 are INCOMPARABLE.
 
-Launches come in randomised blocks of one launch per variant, as long as narrows the interval most,
-unless COMMAND has --slice, --seconds or --rounds. The pairs are judged after 6, 12, 24
+Launches come in randomised blocks of one launch per variant. The first block only shows how long
+launches should be to narrow the interval most, unless COMMAND has --slice, --seconds or --rounds;
+it is stored, but not judged. The pairs are judged after 6, 12, 24
 and 48 blocks, with intervals of 96.8, 99, 99.5 and 99.75 %, so that at most 5 % of all verdicts are
 false although ddpbench looks several times. The two runs are stored in results/…-ab-…/a and /b.
 The exit codes are those of `compare`, with a as BASE and b as NEW. If a variant fails, the
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,13 +35,13 @@ from ddpbench.session import options
 from ddpbench.session.progress import open_progress
 
 if TYPE_CHECKING:
+    from ddpbench.records.schema import Run
     from ddpbench.verdicts.comparison import Comparison
 
 GROUP = "compare"
 HELP = "measure two variants in turns until the verdict is clear"
 # Blocks, and the confidence of the look after them: 3.2 + 1 + 0.5 + 0.25 % false verdicts at most.
-# The look after two blocks finds what cannot be compared, and how long launches should be.
-LOOKS = ((2, 0.95), (6, 0.968), (12, 0.99), (24, 0.995), (48, 0.9975))
+LOOKS = ((6, 0.968), (12, 0.99), (24, 0.995), (48, 0.9975))
 LEAST_BLOCKS = 6
 PLANNED = 12  # blocks for which the time should suffice: six give wide intervals
 # Variants may differ in how the same thing is done, but not in what is done or what a time means.
@@ -74,7 +76,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """
     variants = [turns.parse_variant(name, getattr(namespace, name)) for name in ("a", "b")]
     folder = turns.prepare(namespace, variants)
-    confidence = LOOKS[0][1]
+    confidence, launches = LOOKS[0][1], 1 + LOOKS[-1][0]
     typed = [*namespace.words, *(word for variant in variants for word in variant.words)]
     fixed = any(word.split("=")[0] in turns.DURATIONS for word in typed)
     budget = Budget(namespace.budget, fixed)
@@ -82,11 +84,13 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     def measure_blocks(measure_block: Callable[[float], None]) -> None:
         nonlocal confidence
         done, pace = 0, 0.0
-        for blocks, level in LOOKS:
-            if done >= LEAST_BLOCKS and not budget.fits(blocks - done, pace):
+        progress.describe("first block: finds out how long launches should be")
+        for blocks, level in ((0, confidence), *LOOKS):
+            if done and not budget.fits(blocks - done, pace):
                 return
-            for number in range(done, blocks):
-                progress.describe(f"block {number + 1}, judged after {blocks}")
+            for number in range(done, blocks or 1):
+                if blocks:
+                    progress.describe(f"block {number + 1}, judged after {blocks}")
                 budget.measure(measure_block, pace)
                 progress.advance(1)
             done, confidence = blocks, level
@@ -98,8 +102,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     def show() -> int:
         return _store_and_show(namespace, _compare(namespace, variants, folder, confidence), folder)
 
-    with open_progress("ab", LOOKS[-1][0]) as progress:
-        end = turns.measure(namespace, variants, folder, LOOKS[-1][0], measure_blocks)
+    with open_progress("ab", launches) as progress:
+        end = turns.measure(namespace, variants, folder, launches, measure_blocks)
     return turns.conclude(folder, end, show)
 
 
@@ -126,10 +130,22 @@ def _compare(
     base, new = (
         Source(
             f"{variant.name}: {variant.describe(other) or '(no changes)'}",
-            (store.read(folder / variant.name),),
+            (_without_first(store.read(folder / variant.name)),),
             (folder / variant.name,),
         )
         for variant, other in zip(variants, reversed(variants), strict=True)
     )
     rule = Rule(namespace.margin / 100, paired=True, confidence=confidence, varied=VARIED)
     return compare.compared(base, new, rule, namespace.only)
+
+
+def _without_first(run: Run) -> Run:
+    """Return the run without its first launch, which has another length than the others."""
+    if len(run.launches) < 2:
+        return run
+    return replace(
+        run,
+        launches=tuple(each for each in run.launches if each.index),
+        results=tuple(each for each in run.results if each.launch),
+        steps=tuple(each for each in run.steps if each.launch),
+    )

@@ -99,11 +99,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 def judge(
     base: Source, new: Source, namespace: argparse.Namespace, notes: tuple[str, ...] = ()
 ) -> int:
-    """Compare BASE and NEW, print, and return the exit code.
-
-    namespace: the options of add_judging. notes: printed with the comparison. Raises Refused and
-    InvalidRun.
-    """
+    """Compare BASE and NEW, print them with the notes, and return the exit code."""
     comparison = compare_sides(base, new, namespace.margin, namespace.only)
     return show(replace(comparison, notes=(*notes, *comparison.notes)), namespace)
 

@@ -39,6 +39,7 @@ SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--see
 PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
 CHECK_SECONDS = 120.0  # until another Python has imported torch and ddpbench
 DURATIONS = ("--slice", "--seconds", "--rounds")  # options that say how long a case takes
+GROWTH = 10  # from one look to the next, since the first ones are estimated from few launches
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
@@ -313,7 +314,8 @@ class Budget:
         self.cases = max(1, len(run.outcomes) // len(run.launches))
         measured = self.cases * (self.paces[-1] or self.usual)
         self.start = max(self.last_seconds / 2 - measured, 0.05)
-        seconds = [pace or self.usual for pace in self.paces]
+        paces = [pace or self.usual for pace in self.paces]
+        seconds = paces[1:] or paces  # the first block is not judged
         sides = [
             (row.base, row.new)
             for row in comparison.rows
@@ -324,7 +326,7 @@ class Budget:
             return 0.0
         best = pacing.best_seconds(spreads, self.start, self.cases)
         longest = ((self.until - time.monotonic()) / (2 * blocks) - self.start) / self.cases
-        return max(min(best, longest), self.usual)
+        return max(min(best, longest, GROWTH * paces[-1]), self.usual)
 
 
 def _find_wrong_result(sides: Sequence[Side]) -> End | None:

@@ -19,6 +19,7 @@ class RunOptions:
     """Options of every measuring command. None: the default depends on device or launcher."""
 
     command: ClassVar[str]
+    usual_launches: ClassVar[int] = 1  # if ddpbench starts the ranks
 
     backend: tuple[str, ...]
     device: str
@@ -58,11 +59,6 @@ class RunOptions:
     def plan(self, seed: int) -> Plan:
         """Return the protocol as it is stored with the run."""
         raise NotImplementedError
-
-    @property
-    def usual_launches(self) -> int:
-        """Return the number of launches if ddpbench starts the ranks."""
-        return 1
 
     def check(self) -> None:
         """Raise Refused, with one sentence, for options that exclude each other."""

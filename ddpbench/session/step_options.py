@@ -22,7 +22,6 @@ from ddpbench.runtime import devices
 from ddpbench.session import options
 from ddpbench.session.run_options import RunOptions
 
-LAUNCHES = 6  # launches differ more than the steps of one: several short ones
 SECONDS, SHORT_SECONDS = 30.0, 5.0  # of a single launch, and of each of several
 DEFAULT = {"cpu": ("mlp",), "cuda": ("transformer",)}
 
@@ -74,11 +73,6 @@ class Options(RunOptions):
             timeout_seconds=self.timeout,
             seed=seed,
         )
-
-    @property
-    def usual_launches(self) -> int:
-        """Return the number of launches: one where its rounds or its training are asked for."""
-        return 1 if self.rounds or self.checkpoint else LAUNCHES
 
     def ddp_options(self) -> dict[str, Any]:
         """Return the arguments for DistributedDataParallel."""
@@ -246,7 +240,7 @@ DDP = """
 """
 PROTOCOL = """
 --seconds      time for one workload on one backend in a launch; at least ten rounds are measured
-               (default: 5; 30 in a single launch)
+               (default: 30; 5 with several launches)
 --rounds       number of rounds, instead of --seconds; each round measures every arm: the complete
                step, and variants that show where its time goes (default: as many as fit)
 --in-a-row     steps of one arm in a round (default: 5, or 1 if five steps take over a second)
@@ -267,7 +261,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_ddp(parser)
     options.add_where(parser)
     _add_protocol(parser)
-    options.add_repeats(parser, "weights, data and the order of the arms", LAUNCHES, seed=0)
+    options.add_repeats(parser, "weights, data and the order of the arms", seed=0)
     options.add_shown(parser, STEP_COLUMNS)
     options.add_stored(parser)
 

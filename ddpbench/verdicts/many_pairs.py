@@ -55,7 +55,7 @@ def judge_pairs(
     judgements = []
     for i, (found, pair) in enumerate(zip(shifts, pairs, strict=True)):
         judge = partial(verdict.judge, found, pair.margin, chances.get(i), false_share)
-        judgement, needed = Judgement(judge(pair.drift), found), None
+        judgement = Judgement(judge(pair.drift), found)
         if judgement.verdict == INCONCLUSIVE and judge() != INCONCLUSIVE:
             why = drift.explain(pair.drift, pair.earlier)
             judgement = replace(judgement, why=why, drifts=True)

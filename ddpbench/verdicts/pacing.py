@@ -15,6 +15,7 @@ import numpy as np
 from ddpbench.verdicts.matching import Side
 from ddpbench.verdicts.verdict import Floats
 
+USUAL_BETWEEN = 0.03**2  # variance from launch to launch before three pairs show it
 # Variance of log times from launch to launch that a few launches may fail to show: 1 %. It keeps
 # launches short enough for the error to be the smaller part of what remains.
 LEAST_BETWEEN = 0.01**2
@@ -34,8 +35,10 @@ def estimate_spread(differences: Floats, within: Floats, seconds: float) -> Spre
     differences: log(NEW / BASE) of each pair. within: the variance of the log time of each launch,
     as its own repetitions show it. seconds: harmonic mean of the time per case in these launches.
     """
-    total = float(np.var(differences, ddof=1)) / 2
     mean = float(np.mean(within))
+    if len(differences) < 3:
+        return Spread(mean * seconds, USUAL_BETWEEN)
+    total = float(np.var(differences, ddof=1)) / 2
     return Spread(mean * seconds, max(total - mean, LEAST_BETWEEN))
 
 
@@ -56,7 +59,7 @@ def spread_of(base: Side, new: Side, seconds: Sequence[float]) -> Spread | None:
     seconds: per case, in each launch. The launches of both sides are pairs.
     """
     pairs = min(len(base.within), len(new.within), len(seconds))
-    if pairs < 2:
+    if not pairs:
         return None
     logs = np.log([base.times[:pairs], new.times[:pairs]])
     within = np.array([base.within[:pairs], new.within[:pairs]])

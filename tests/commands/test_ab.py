@@ -101,14 +101,14 @@ def called(*words: str) -> int:
 def test_it_stops_as_soon_as_the_verdict_is_settled(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Identical sides are the SAME after six blocks of one launch each, in an order that is drawn;
+    """Identical sides are the SAME after a first block and six more of one launch each, in an order that is drawn;
     both runs and the comparison are stored."""
     assert called("ab", "--a", "", "--b", "X=1", "--seed", "3", "--format", "json") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["counts"] == {"SAME": 1}
     assert said["new"]["name"] == "b: X=1"
     blocks = [sides.turns[i : i + 2] for i in range(0, len(sides.turns), 2)]
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     assert all(sorted(each) == ["a", "b"] for each in blocks)
     assert len({tuple(each) for each in blocks}) == 2
     (folder,) = Path("results").glob("*-ab-*")
@@ -150,7 +150,7 @@ def test_the_budget_ends_it_before_the_next_look(
     sides.times = {"a": slow, "b": lambda n: slow(n + 50)}
     monkeypatch.setattr(turns.time, "monotonic", lambda: now[0])
     assert called("ab", "--a", "", "--b", "X=1", "--budget", "500") == 0
-    assert len(sides.turns) == 48
+    assert len(sides.turns) == 50
 
 
 @pytest.mark.parametrize(("command", "width", "longer"), [
@@ -159,7 +159,7 @@ def test_the_budget_ends_it_before_the_next_look(
 def test_launches_get_longer_where_each_one_is_imprecise(
     sides: type[FakeSide], command: tuple[str, ...], width: float, longer: bool
 ) -> None:
-    """Two blocks as the command chooses; then longer ones if a launch's own interval explains the
+    """One block as the command chooses; then longer ones if a launch's own interval explains the
     spread between launches, but never where the user has said how long."""
     noise = np.random.default_rng(1).normal(0, 0.05, 100)
     sides.width = width
@@ -168,27 +168,27 @@ def test_launches_get_longer_where_each_one_is_imprecise(
         "b": lambda n: float(1e-3 * np.exp(noise[n + 50])),
     }
     assert called("ab", "--a", "", "--b", "X=1", *command) == 0
-    assert set(sides.paces[:4]) == {0.0}
-    assert (max(sides.paces[4:]) > 2.0) == longer
+    assert set(sides.paces[:2]) == {0.0}
+    assert (max(sides.paces[2:]) > 2.0) == longer
 
 
-def test_what_cannot_be_compared_is_seen_after_two_blocks(
+def test_what_cannot_be_compared_is_seen_after_one_block(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Variants that change what is measured: exit 3, with the field, after four launches."""
+    """Variants that change what is measured: exit 3, with the field, after two launches."""
     sides.case = {"b": {"dtype": "float64"}}
     assert called("ab", "--a", "", "--b", "--dtype float64") == 3
-    assert len(sides.turns) == 4
+    assert len(sides.turns) == 2
     assert "dtype float32 → float64" in capsys.readouterr().out
 
 
-def test_a_text_in_no_name_is_refused_after_two_blocks(
+def test_a_text_in_no_name_is_refused_after_one_block(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """--only is looked for in the names of the measured cases."""
     assert called("ab", "--a", "", "--b", "", "--only", "nonsense") == 2
     assert ONE_SENTENCE.fullmatch(capsys.readouterr().err)
-    assert len(sides.turns) == 4
+    assert len(sides.turns) == 2
 
 
 def test_how_the_same_thing_is_done_may_be_varied(

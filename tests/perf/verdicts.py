@@ -60,7 +60,7 @@ def read_json(*words: str) -> Any:
     """Return what a command prints as JSON; its progress is not shown."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        cli.main([*words, "--format", "json"])
+        cli.main([words[0], "--format", "json", *words[1:]])
     return json.loads(out.getvalue())
 
 

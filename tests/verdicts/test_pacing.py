@@ -32,7 +32,7 @@ def test_the_optimum_narrows_the_interval_most() -> None:
 
 
 def test_a_case_shows_its_spread_if_its_launches_have_intervals() -> None:
-    """The variance is that of the interval; without one, or with one pair, nothing is known."""
+    """The variance is that of the interval; two pairs do not show how launches differ."""
 
     def side(launches: int, width: float | None) -> matching.Side:
         results = [a_result(None, n, a_summary(1e-3, width)) for n in range(launches)]
@@ -44,5 +44,7 @@ def test_a_case_shows_its_spread_if_its_launches_have_intervals() -> None:
     assert spread is not None
     assert spread.within == pytest.approx((np.log(1.1 / 0.9) / 3.92) ** 2)
     assert spread.between == pacing.LEAST_BETWEEN
-    assert pacing.spread_of(side(1, 0.1), side(1, 0.1), [1.0]) is None
+    few = pacing.spread_of(side(2, 0.1), side(2, 0.1), [1.0] * 2)
+    assert few is not None
+    assert few.between == pacing.USUAL_BETWEEN
     assert pacing.spread_of(side(3, None), side(3, 0.1), [1.0] * 3) is None
