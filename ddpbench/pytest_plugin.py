@@ -75,9 +75,6 @@ CLOCK = pytest.StashKey[LaunchClock]()
 SUITE = pytest.StashKey[Suite]()
 
 
-# --- before the first test ------------------------------------------------------------------------
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of this plugin."""
     add = parser.getgroup("ddpbench", "ddpbench: collectives and DDP steps").addoption
@@ -205,9 +202,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 names.append("benchmark")  # --benchmark-only and --benchmark-skip look for it
 
 
-# --- the fixtures ---------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def collective_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
     """collective_benchmark("all_reduce", "1M", backend="gloo", ranks=2): measure one case.
@@ -313,9 +307,6 @@ def _give_up(benchmark: Any, problem: Exception) -> None:
 
     with contextlib.suppress(type(problem)):
         benchmark.pedantic(fail)
-
-
-# --- the verdict ----------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

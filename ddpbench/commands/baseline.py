@@ -76,9 +76,6 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     return _save(namespace) if namespace.action == "save" else _check(namespace)
 
 
-# --- save -----------------------------------------------------------------------------------------
-
-
 def _save(namespace: argparse.Namespace) -> int:
     target = BASELINES / namespace.name
     if target.exists() and not namespace.replace:
@@ -171,9 +168,6 @@ def _copy_file(source: Path, target: Path) -> int:
     return target.stat().st_size
 
 
-# --- list -----------------------------------------------------------------------------------------
-
-
 def _list() -> int:
     from tabulate import tabulate
 
@@ -206,9 +200,6 @@ def _listed(folder: Path) -> Iterator[list[str]]:
         first.started.replace("T", " ")[:16],
         f"{','.join(hosts)}: {facts.get('cpu_model')}, {facts.get('cores_logical')} cores",
     ]
-
-
-# --- check ----------------------------------------------------------------------------------------
 
 
 def _check(namespace: argparse.Namespace) -> int:

@@ -32,8 +32,8 @@ class Spread:
 def estimate_spread(differences: Floats, within: Floats, seconds: float) -> Spread:
     """Estimate both variances from launches in pairs.
 
-    differences: log(NEW / BASE) of each pair. within: the variance of the log time of each launch,
-    as its own repetitions show it. seconds: harmonic mean of the time per case in these launches.
+    differences: log(NEW / BASE) of each pair. within: the variance that each launch's own
+    repetitions show. seconds: harmonic mean of the time per case.
     """
     mean = float(np.mean(within))
     if len(differences) < 3:

@@ -101,8 +101,8 @@ def called(*words: str) -> int:
 def test_it_stops_as_soon_as_the_verdict_is_settled(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Identical sides are the SAME after a first block and six more of one launch each, in an order that is drawn;
-    both runs and the comparison are stored."""
+    """Identical sides are the SAME after a first block and six more of one launch each, in an order
+    that is drawn; both runs and the comparison are stored."""
     assert called("ab", "--a", "", "--b", "X=1", "--seed", "3", "--format", "json") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["counts"] == {"SAME": 1}
@@ -122,7 +122,7 @@ def test_a_slower_variant_is_slower(sides: type[FakeSide]) -> None:
     slow = sides.times["b"]
     sides.times["b"] = lambda n: 1.1 * slow(n)
     assert called("ab", "--a", "", "--b", "X=1") == 1
-    assert len(sides.turns) == 12
+    assert len(sides.turns) == 14
 
 
 def test_an_open_verdict_goes_on_until_the_last_look(
@@ -132,7 +132,7 @@ def test_an_open_verdict_goes_on_until_the_last_look(
     noise = np.random.default_rng(1).normal(0, 0.3, 100)
     sides.times["b"] = lambda n: float(1e-3 * np.exp(noise[n]))
     assert called("ab", "--a", "", "--b", "X=1", "--strict") == 2
-    assert len(sides.turns) == 96
+    assert len(sides.turns) == 98
     assert "48 launches" in capsys.readouterr().out
 
 
