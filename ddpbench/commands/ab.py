@@ -10,9 +10,9 @@ A variant has up to three parts, in this order: environment variables (NAME=VALU
 change how it does the same thing. Variants that do different things (dtype, size, number of ranks)
 are INCOMPARABLE.
 
-Launches come in randomised blocks of one launch per variant. The first block only shows how long
+Launches come in randomised blocks of one launch per variant. The first two only show how long
 launches should be to narrow the interval most, unless COMMAND has --slice, --seconds or --rounds;
-it is stored, but not judged. The pairs are judged after 6, 12, 24
+they are stored, but not judged. The pairs are judged after 6, 12, 24
 and 48 blocks, with intervals of 96.8, 99, 99.5 and 99.75 %, so that at most 5 % of all verdicts are
 false although ddpbench looks several times. The two runs are stored in results/…-ab-…/a and /b.
 The exit codes are those of `compare`, with a as BASE and b as NEW. If a variant fails, the
@@ -42,7 +42,7 @@ GROUP = "compare"
 HELP = "measure two variants in turns until the verdict is clear"
 # Blocks, and the confidence of the look after them: 3.2 + 1 + 0.5 + 0.25 % false verdicts at most.
 LOOKS = ((6, 0.968), (12, 0.99), (24, 0.995), (48, 0.9975))
-LEAST_BLOCKS = 6
+LEAST_BLOCKS = turns.FIRST + LOOKS[0][0]
 PLANNED = 12  # blocks for which the time should suffice: six give wide intervals
 # Variants may differ in how the same thing is done, but not in what is done or what a time means.
 VARIED = (
@@ -76,7 +76,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """
     variants = [turns.parse_variant(name, getattr(namespace, name)) for name in ("a", "b")]
     folder = turns.prepare(namespace, variants)
-    confidence, launches = LOOKS[0][1], 1 + LOOKS[-1][0]
+    confidence, launches = LOOKS[0][1], turns.FIRST + LOOKS[-1][0]
     typed = [*namespace.words, *(word for variant in variants for word in variant.words)]
     fixed = any(word.split("=")[0] in turns.DURATIONS for word in typed)
     budget = Budget(namespace.budget, fixed)
@@ -84,11 +84,11 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     def measure_blocks(measure_block: Callable[[float], None]) -> None:
         nonlocal confidence
         done, pace = 0, 0.0
-        progress.describe("first block: finds out how long launches should be")
+        progress.describe("first blocks: find out how long launches should be")
         for blocks, level in ((0, confidence), *LOOKS):
             if done and not budget.fits(blocks - done, pace):
                 return
-            for number in range(done, blocks or 1):
+            for number in range(done, blocks or turns.FIRST):
                 if blocks:
                     progress.describe(f"block {number + 1}, judged after {blocks}")
                 budget.measure(measure_block, pace)
@@ -140,12 +140,12 @@ def _compare(
 
 
 def _without_first(run: Run) -> Run:
-    """Return the run without its first launch, which has another length than the others."""
-    if len(run.launches) < 2:
+    """Return the run without its first launches, which have another length than the others."""
+    if len(run.launches) <= turns.FIRST:
         return run
     return replace(
         run,
-        launches=tuple(each for each in run.launches if each.index),
-        results=tuple(each for each in run.results if each.launch),
-        steps=tuple(each for each in run.steps if each.launch),
+        launches=tuple(each for each in run.launches if each.index >= turns.FIRST),
+        results=tuple(each for each in run.results if each.launch >= turns.FIRST),
+        steps=tuple(each for each in run.steps if each.launch >= turns.FIRST),
     )

@@ -39,6 +39,8 @@ SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--see
 PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
 CHECK_SECONDS = 120.0  # until another Python has imported torch and ddpbench
 DURATIONS = ("--slice", "--seconds", "--rounds")  # options that say how long a case takes
+# Blocks that are not judged: in the first one the sides still start, the second shows their pace.
+FIRST = 2
 GROWTH = 10  # from one look to the next, since the first ones are estimated from few launches
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
@@ -315,7 +317,7 @@ class Budget:
         measured = self.cases * (self.paces[-1] or self.usual)
         self.start = max(self.last_seconds / 2 - measured, 0.05)
         paces = [pace or self.usual for pace in self.paces]
-        seconds = paces[1:] or paces  # the first block is not judged
+        seconds = paces[FIRST:] or paces
         sides = [
             (row.base, row.new)
             for row in comparison.rows

@@ -101,14 +101,14 @@ def called(*words: str) -> int:
 def test_it_stops_as_soon_as_the_verdict_is_settled(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Identical sides are the SAME after a first block and six more of one launch each, in an order
-    that is drawn; both runs and the comparison are stored."""
+    """Identical sides are the SAME after two first blocks and six more of one launch each, in an
+    order that is drawn; both runs and the comparison are stored."""
     assert called("ab", "--a", "", "--b", "X=1", "--seed", "3", "--format", "json") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["counts"] == {"SAME": 1}
     assert said["new"]["name"] == "b: X=1"
     blocks = [sides.turns[i : i + 2] for i in range(0, len(sides.turns), 2)]
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     assert all(sorted(each) == ["a", "b"] for each in blocks)
     assert len({tuple(each) for each in blocks}) == 2
     (folder,) = Path("results").glob("*-ab-*")
@@ -122,7 +122,7 @@ def test_a_slower_variant_is_slower(sides: type[FakeSide]) -> None:
     slow = sides.times["b"]
     sides.times["b"] = lambda n: 1.1 * slow(n)
     assert called("ab", "--a", "", "--b", "X=1") == 1
-    assert len(sides.turns) == 14
+    assert len(sides.turns) == 16
 
 
 def test_an_open_verdict_goes_on_until_the_last_look(
@@ -132,14 +132,14 @@ def test_an_open_verdict_goes_on_until_the_last_look(
     noise = np.random.default_rng(1).normal(0, 0.3, 100)
     sides.times["b"] = lambda n: float(1e-3 * np.exp(noise[n]))
     assert called("ab", "--a", "", "--b", "X=1", "--strict") == 2
-    assert len(sides.turns) == 98
+    assert len(sides.turns) == 100
     assert "48 launches" in capsys.readouterr().out
 
 
 def test_the_budget_ends_it_before_the_next_look(
     sides: type[FakeSide], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launch of 10 s: of 500 s six blocks take 120, twelve 240, and 24 would take 480, 48 960."""
+    """A launch of 10 s: of 500 s six judged blocks take 160, twelve 280, and 24 would take 520."""
     now = [0.0]
     noise = np.random.default_rng(1).normal(0, 0.3, 100)
 
@@ -150,7 +150,7 @@ def test_the_budget_ends_it_before_the_next_look(
     sides.times = {"a": slow, "b": lambda n: slow(n + 50)}
     monkeypatch.setattr(turns.time, "monotonic", lambda: now[0])
     assert called("ab", "--a", "", "--b", "X=1", "--budget", "500") == 0
-    assert len(sides.turns) == 50
+    assert len(sides.turns) == 28
 
 
 @pytest.mark.parametrize(("command", "width", "longer"), [
@@ -159,7 +159,7 @@ def test_the_budget_ends_it_before_the_next_look(
 def test_launches_get_longer_where_each_one_is_imprecise(
     sides: type[FakeSide], command: tuple[str, ...], width: float, longer: bool
 ) -> None:
-    """One block as the command chooses; then longer ones if a launch's own interval explains the
+    """Two blocks as the command chooses; then longer ones if a launch's own interval explains the
     spread between launches, but never where the user has said how long."""
     noise = np.random.default_rng(1).normal(0, 0.05, 100)
     sides.width = width
@@ -168,27 +168,27 @@ def test_launches_get_longer_where_each_one_is_imprecise(
         "b": lambda n: float(1e-3 * np.exp(noise[n + 50])),
     }
     assert called("ab", "--a", "", "--b", "X=1", *command) == 0
-    assert set(sides.paces[:2]) == {0.0}
-    assert (max(sides.paces[2:]) > 2.0) == longer
+    assert set(sides.paces[:4]) == {0.0}
+    assert (max(sides.paces[4:]) > 2.0) == longer
 
 
-def test_what_cannot_be_compared_is_seen_after_one_block(
+def test_what_cannot_be_compared_is_seen_after_two_blocks(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Variants that change what is measured: exit 3, with the field, after two launches."""
+    """Variants that change what is measured: exit 3, with the field, after four launches."""
     sides.case = {"b": {"dtype": "float64"}}
     assert called("ab", "--a", "", "--b", "--dtype float64") == 3
-    assert len(sides.turns) == 2
+    assert len(sides.turns) == 4
     assert "dtype float32 → float64" in capsys.readouterr().out
 
 
-def test_a_text_in_no_name_is_refused_after_one_block(
+def test_a_text_in_no_name_is_refused_after_two_blocks(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """--only is looked for in the names of the measured cases."""
     assert called("ab", "--a", "", "--b", "", "--only", "nonsense") == 2
     assert ONE_SENTENCE.fullmatch(capsys.readouterr().err)
-    assert len(sides.turns) == 2
+    assert len(sides.turns) == 4
 
 
 def test_how_the_same_thing_is_done_may_be_varied(
