@@ -209,8 +209,8 @@ def test_a_launch_that_fails_ends_it_with_its_code(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What was measured is shown and stored all the same."""
-    sides.codes = [0] * 13 + [5]
-    assert called("ab", "--a", "", "--b", "X=1") == 0  # settled after 12
+    sides.codes = [0] * 17 + [5]
+    assert called("ab", "--a", "", "--b", "X=1") == 0  # settled after 16
     sides.turns.clear()
     sides.codes = [0, 0, 0, 5]
     assert called("ab", "--a", "", "--b", "X=1") == 5
@@ -381,10 +381,10 @@ def test_a_slowdown_in_the_environment_of_one_side_is_found(
     for name in ("a", "b"):
         run = store.read(Path("out") / name)
         assert run.state == "complete"
-        assert [launch.index for launch in run.launches] == list(range(6))
+        assert [launch.index for launch in run.launches] == list(range(8))
         assert {launch.launcher for launch in run.launches} == {"fork"}
         pids = {rank["pid"] for launch in run.launches for rank in launch.ranks}
-        assert len(pids) == 12
+        assert len(pids) == 16
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
