@@ -36,6 +36,7 @@ def table(comparison: Comparison) -> str:
         [*sides, *_common(comparison), *_times(comparison)],
         [*notes, *_differences(comparison)],
         [_table(comparison, compared_rows(comparison), TERMINAL)],
+        [_parts(comparison, TERMINAL)],
         list_unmatched(comparison),
         [summarize(comparison), *_advice(comparison)],
     ]
@@ -75,7 +76,10 @@ def as_json(comparison: Comparison) -> str:
         "exit_code": exit_code(comparison, strict=False),
         "exit_code_strict": exit_code(comparison, strict=True),
         "counts": comparison.counts,
-        "rows": [{**_values(row), "identity": asdict(row.case)} for row in comparison.rows],
+        "rows": [
+            {**_values(row), "identity": asdict(row.case), "parts": [asdict(p) for p in row.parts]}
+            for row in comparison.rows
+        ],
         "differences": [asdict(difference) for difference in comparison.differences],
         "notes": comparison.notes,
     }
@@ -155,6 +159,26 @@ def explain(comparison: Comparison) -> list[str]:
 
 def _table(comparison: Comparison, rows: Sequence[Row], style: Style) -> str:
     return style.rows(rows, columns(comparison), drop_empty=True) if rows else ""
+
+
+def _parts(comparison: Comparison, style: Style) -> str:
+    """Format the parts of sharded steps; empty if no case has some."""
+    shared = _shared_parts(comparison)
+    cells = [
+        [
+            "" if i else _label(row, shared),
+            part.name,
+            f"{part.base_seconds * 1e3:.4g} ms",
+            f"{part.new_seconds * 1e3:.4g} ms",
+            shift_estimate(part.shift),
+            shift_interval(part.shift),
+            part.verdict,
+        ]
+        for row in comparison.rows
+        for i, part in enumerate(row.parts)
+    ]
+    headings = ["case", "part of a step", "base", "new", "change", "range of change", "verdict"]
+    return style.table(cells, headings, ["case", "part of a step", "verdict"]) if cells else ""
 
 
 def columns(comparison: Comparison) -> list[Column[Row]]:

@@ -42,6 +42,17 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class PartRow:
+    """A part of a sharded step on both sides: medians over launches, in seconds."""
+
+    name: str
+    base_seconds: float
+    new_seconds: float
+    verdict: str
+    shift: Shift | None
+
+
+@dataclass(frozen=True)
 class Row:
     """One case; `shift` exists only if the two sides are comparable."""
 
@@ -56,6 +67,7 @@ class Row:
     drift: float = 0.0  # no smaller change is claimed: the sides are apart in time
     drifts: bool = False  # INCONCLUSIVE for that reason alone
     noticeable: float | None = None  # the change that such a comparison notices; None: none
+    parts: tuple[PartRow, ...] = ()  # of a sharded step; they do not count for the exit code
 
 
 @dataclass(frozen=True)
@@ -153,7 +165,28 @@ def _judged(rows: list[Row], rule: Rule) -> list[Row]:
             drifts=judgement.drifts,
             noticeable=judgement.noticeable,
         )
+    rows = [replace(row, parts=tuple(_judge_parts(row, rule))) for row in rows]
     return [_without_moved_cores(row) for row in rows] if rule.drift is not None else rows
+
+
+def _judge_parts(row: Row, rule: Rule) -> Iterator[PartRow]:
+    """Yield a verdict on each part that both sides measured, by the margins of the step."""
+    if row.shift is None or row.base is None or row.new is None:
+        return
+    names = [name for name in row.base.parts if name in row.new.parts]
+    sides = [
+        _launches(
+            replace(row.base, times=row.base.parts[name]),
+            replace(row.new, times=row.new.parts[name]),
+            rule,
+        )
+        for name in names
+    ]
+    pairs = [Pair(np.array(base), np.array(new), row.margin, row.drift) for base, new in sides]
+    judgements = many_pairs.judge_pairs(pairs, rule.paired, rule.confidence) if pairs else []
+    for name, pair, judgement in zip(names, pairs, judgements, strict=True):
+        base, new = float(np.median(pair.base)), float(np.median(pair.new))
+        yield PartRow(name, base, new, judgement.verdict, judgement.shift)
 
 
 def _without_moved_cores(row: Row) -> Row:

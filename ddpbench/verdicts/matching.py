@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +45,8 @@ class Side:
     # Variance of the log time within each launch; empty if a launch does not show it.
     within: tuple[float, ...] = ()
     handoffs: tuple[float, ...] = ()  # between the ranks' cores, in seconds, where known
+    # Parts of a sharded step: name → seconds, one per launch. Only what every launch has above 0.
+    parts: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def of_quartiles(self) -> Side | None:
         """Return this side by the lower quartiles of its launches; None if a launch has none.
@@ -125,6 +127,7 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> SideCase:
             quartiles if len(quartiles) == len(times) else (),
             within=tuple(variances) if len(variances) == len(times) else (),
             handoffs=tuple(seconds for o in outcomes if (seconds := _handoff(o)) is not None),
+            parts=_parts(outcomes),
         )
     return SideCase(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
 
@@ -165,6 +168,22 @@ def _within(outcome: Outcome) -> float | None:
 def _handoff(outcome: Outcome) -> float | None:
     """Return the round trip of a cache line between the ranks' cores."""
     return outcome.handoff_seconds if isinstance(outcome, Result) else None
+
+
+def _parts(outcomes: list[Outcome]) -> dict[str, tuple[float, ...]]:
+    """Return the parts of a sharded step in all launches that measured it."""
+    summaries = [o.summary for o in outcomes if isinstance(o, StepResult) and o.case.mesh]
+    launches = [
+        {part.name: part.figure.value for part in summary.budget if part.source}
+        for summary in summaries
+        if summary is not None
+    ]
+    first = launches[0] if launches else {}
+    return {
+        name: tuple(each[name] for each in launches)
+        for name in first
+        if all(each.get(name, 0.0) > 0 for each in launches)
+    }
 
 
 def _fault(outcome: Outcome) -> str | None:
