@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddpbench.analysis.lines import share_gpu
 from ddpbench.catalog import sizes
 from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.dtypes import DTYPES
@@ -91,6 +90,7 @@ class Sweep:
         rates: Rates,
         recorder: Recorder,
     ) -> None:
+        from ddpbench.analysis.lines import share_gpu
         from ddpbench.measure import clock, offsets
         from ddpbench.measure.handoff import Handoff
         from ddpbench.measure.link_limits import derive_limit

@@ -25,7 +25,7 @@ from ddpbench.session.run_options import RunOptions
 # other than repetitions within one launch do, so each of several needs little time.
 SLICE, SHORT_SLICE = 2.0, 0.1
 DEFAULT_SIZES = {"cpu": "4:64M:x4", "cuda": "8:1G:x4"}
-GLOO_MOST_NBYTES = 64 * 2**20  # of CUDA tensors, which gloo moves at about 1 GB/s
+GLOO_SIZES = {**DEFAULT_SIZES, "cuda": "8:64M:x4"}  # it moves CUDA tensors at about 1 GB/s
 FORMS, PLACES = ("tensor", "list"), ("in", "out")
 
 
@@ -89,12 +89,12 @@ class Options(RunOptions):
 
     def notes(self) -> list[str]:
         """Return one line for each option that some operations or backends do not support."""
-        text = DEFAULT_SIZES[devices.get(self.device).defaults]
-        capped = default_sizes("gloo", self.device) != sizes.parse(text)
-        shortened = "gloo" in self.backend and self.sizes is None and capped
+        kind = devices.get(self.device).defaults
+        usual, shorter = DEFAULT_SIZES[kind], GLOO_SIZES[kind]
+        shortened = "gloo" in self.backend and self.sizes is None and shorter != usual
         return [
-            f"gloo with {self.device.upper()} tensors is measured up to 64 MiB, because it is "
-            f"slow: --sizes {text} measures it further"
+            f"gloo is slow with tensors on {self.device}: it is measured at --sizes {shorter}; "
+            f"for the sizes of other backends, give --sizes {usual}"
         ] * shortened + [
             f"--{option} {chosen} does not apply to {', '.join(unsuited)}: "
             f"measured {_usual(option, unsuited[0])}"
@@ -125,10 +125,8 @@ class Options(RunOptions):
 
 def default_sizes(backend: str, device: str) -> tuple[int, ...]:
     """Return the sizes of a sweep without --sizes."""
-    usual = sizes.parse(DEFAULT_SIZES[devices.get(device).defaults])
-    if backend != "gloo" or device == "cpu":
-        return usual
-    return tuple(nbytes for nbytes in usual if nbytes <= GLOO_MOST_NBYTES)
+    table = GLOO_SIZES if backend == "gloo" else DEFAULT_SIZES
+    return sizes.parse(table[devices.get(device).defaults])
 
 
 def _supported(option: str, operation: str) -> tuple[str, ...]:
