@@ -10,9 +10,7 @@ A variant has up to three parts, in this order: environment variables (NAME=VALU
 change how it does the same thing. Variants that do different things (dtype, size, number of ranks)
 are INCOMPARABLE.
 
-Launches come in randomised blocks of one launch per variant. The first two only show how long
-launches should be to narrow the interval most, unless COMMAND has --slice, --seconds or --rounds;
-they are stored, but not judged. The pairs are judged after 6, 12, 24
+Launches come in randomised blocks of one launch per variant. The pairs are judged after 6, 12, 24
 and 48 blocks, with intervals of 96.8, 99, 99.5 and 99.75 %, so that at most 5 % of all verdicts are
 false although ddpbench looks several times. The two runs are stored in results/…-ab-…/a and /b.
 The exit codes are those of `compare`, with a as BASE and b as NEW. If a variant fails, the
@@ -22,28 +20,27 @@ exit code is 5, or the variant's own 2, 4 or 130.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpbench.commands import compare
 from ddpbench.nested_runs import turns
-from ddpbench.nested_runs.turns import Budget, Variant
+from ddpbench.nested_runs.turns import Variant
 from ddpbench.records import store
 from ddpbench.session import options
 from ddpbench.session.progress import open_progress
 
 if TYPE_CHECKING:
-    from ddpbench.records.schema import Run
     from ddpbench.verdicts.comparison import Comparison
 
 GROUP = "compare"
 HELP = "measure two variants in turns until the verdict is clear"
 # Blocks, and the confidence of the look after them: 3.2 + 1 + 0.5 + 0.25 % false verdicts at most.
-LOOKS = ((6, 0.968), (12, 0.99), (24, 0.995), (48, 0.9975))
-LEAST_BLOCKS = turns.FIRST + LOOKS[0][0]
-PLANNED = 12  # blocks for which the time should suffice: six give wide intervals
+# The look after the first block finds only what cannot be compared.
+LOOKS = ((1, 0.95), (6, 0.968), (12, 0.99), (24, 0.995), (48, 0.9975))
+LEAST_BLOCKS = 6
 # Variants may differ in how the same thing is done, but not in what is done or what a time means.
 VARIED = (
     "backend", "provider", "form", "in_place", "async_op", "buffers",
@@ -76,34 +73,28 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """
     variants = [turns.parse_variant(name, getattr(namespace, name)) for name in ("a", "b")]
     folder = turns.prepare(namespace, variants)
-    confidence, launches = LOOKS[0][1], turns.FIRST + LOOKS[-1][0]
-    typed = [*namespace.words, *(word for variant in variants for word in variant.words)]
-    fixed = any(word.split("=")[0] in turns.DURATIONS for word in typed)
-    budget = Budget(namespace.budget, fixed)
+    began, confidence = time.monotonic(), LOOKS[0][1]
 
-    def measure_blocks(measure_block: Callable[[float], None]) -> None:
+    def measure_blocks(measure_block: Callable[[], None]) -> None:
         nonlocal confidence
-        done, pace = 0, 0.0
-        progress.describe("first blocks: find out how long launches should be")
-        for blocks, level in ((0, confidence), *LOOKS):
-            if done and not budget.fits(blocks - done, pace):
+        done = 0
+        for blocks, level in LOOKS:
+            spent = time.monotonic() - began
+            if done >= LEAST_BLOCKS and spent * blocks / done > namespace.budget:
                 return
-            for number in range(done, blocks or turns.FIRST):
-                if blocks:
-                    progress.describe(f"block {number + 1}, judged after {blocks}")
-                budget.measure(measure_block, pace)
+            for number in range(done, blocks):
+                progress.describe(f"block {number + 1}, judged after {blocks}")
+                measure_block()
                 progress.advance(1)
             done, confidence = blocks, level
-            comparison = _compare(namespace, variants, folder, confidence)
-            if _is_clear(comparison):
+            if _is_clear(_compare(namespace, variants, folder, confidence)):
                 return
-            pace = budget.choose(comparison, max(PLANNED, 2 * done) - done)
 
     def show() -> int:
         return _store_and_show(namespace, _compare(namespace, variants, folder, confidence), folder)
 
-    with open_progress("ab", launches) as progress:
-        end = turns.measure(namespace, variants, folder, launches, measure_blocks)
+    with open_progress("ab", LOOKS[-1][0]) as progress:
+        end = turns.measure(namespace, variants, folder, LOOKS[-1][0], measure_blocks)
     return turns.conclude(folder, end, show)
 
 
@@ -124,28 +115,17 @@ def _store_and_show(namespace: argparse.Namespace, comparison: Comparison, folde
 def _compare(
     namespace: argparse.Namespace, variants: Sequence[Variant], folder: Path, confidence: float
 ) -> Comparison:
+    """Compare what has been measured so far, in pairs."""
     from ddpbench.verdicts.comparison import Rule
     from ddpbench.verdicts.matching import Source
 
     base, new = (
         Source(
             f"{variant.name}: {variant.describe(other) or '(no changes)'}",
-            (_without_first(store.read(folder / variant.name)),),
+            (store.read(folder / variant.name),),
             (folder / variant.name,),
         )
         for variant, other in zip(variants, reversed(variants), strict=True)
     )
     rule = Rule(namespace.margin / 100, paired=True, confidence=confidence, varied=VARIED)
     return compare.compared(base, new, rule, namespace.only)
-
-
-def _without_first(run: Run) -> Run:
-    """Return the run without its first launches, which have another length than the others."""
-    if len(run.launches) <= turns.FIRST:
-        return run
-    return replace(
-        run,
-        launches=tuple(each for each in run.launches if each.index >= turns.FIRST),
-        results=tuple(each for each in run.results if each.launch >= turns.FIRST),
-        steps=tuple(each for each in run.steps if each.launch >= turns.FIRST),
-    )

@@ -16,11 +16,9 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ddpbench
 from ddpbench.launch.placement import Refused
@@ -31,17 +29,10 @@ from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import list_choices
 from ddpbench.session import options, run_folder
 
-if TYPE_CHECKING:
-    from ddpbench.verdicts.comparison import Comparison
-
 USUAL = "collectives"  # the command to measure if none is given
 SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
 PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
 CHECK_SECONDS = 120.0  # until another Python has imported torch and ddpbench
-DURATIONS = ("--slice", "--seconds", "--rounds")  # options that say how long a case takes
-# Blocks that are not judged: in the first one the sides still start, the second shows their pace.
-FIRST = 2
-GROWTH = 10  # from one look to the next, since the first ones are estimated from few launches
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
@@ -132,17 +123,17 @@ def measure(
     variants: Sequence[Variant],
     folder: Path,
     launches: int,
-    measure_blocks: Callable[[Callable[[float], None]], None],
+    measure_blocks: Callable[[Callable[[], None]], None],
 ) -> End | None:
     """Start a process for each variant and measure blocks; return how it ended, if early.
 
     launches: the most that a variant may have. measure_blocks: called with a function that measures
-    one block, with so many seconds per case (0: as many as the command chooses).
+    one block.
     """
     order = random.Random(namespace.seed)
     try:
         with _opened(variants, namespace, folder, launches) as sides:
-            measure_blocks(lambda seconds: measure_block(sides, order, seconds))
+            measure_blocks(lambda: measure_block(sides, order))
     except KeyboardInterrupt:
         return End(130)
     except Failed as error:
@@ -215,17 +206,14 @@ class Side:
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variant.environ.items()]
         return " ".join([*variables, shlex.join(self._line)])
 
-    def turn(self, seconds: float = 0.0) -> None:
-        """Measure one launch, with so many seconds per case (0: as the command chooses).
-
-        Raises Failed, with the side's own message, if it fails.
-        """
+    def turn(self) -> None:
+        """Measure one launch. Raises Failed, with the side's own message, if it fails."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._errors.seek(0, os.SEEK_END)
         begin = self._errors.tell()
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(f"{seconds:g}\n")
+            self._process.stdin.write("go\n")
             self._process.stdin.flush()
         # A module of the user may print to stdout too.
         code = next((int(line) for line in self._process.stdout if line.strip().isdigit()), None)
@@ -275,60 +263,10 @@ def _opened(
             side.close()
 
 
-def measure_block(sides: Sequence[Side], order: random.Random, seconds: float) -> None:
+def measure_block(sides: Sequence[Side], order: random.Random) -> None:
     """Measure one launch of each side, in random order. Raises Failed."""
     for side in order.sample(sides, len(sides)):
-        side.turn(seconds)
-
-
-class Budget:
-    """Chooses how long the launches of the next blocks are, within the time that remains."""
-
-    def __init__(self, seconds: float, fixed: bool) -> None:
-        self.until, self.fixed = time.monotonic() + seconds, fixed
-        self.paces: list[float] = []  # seconds per case of each block; 0: as the command chooses
-        self.last_seconds = 0.0  # duration of the last block
-        self.usual = self.start = 0.0  # seconds per case, and to start a launch
-        self.cases = 1
-
-    def measure(self, measure_block: Callable[[float], None], pace: float) -> None:
-        """Measure a block, and note how long it takes."""
-        began = time.monotonic()
-        measure_block(pace)
-        self.paces.append(pace)
-        self.last_seconds = time.monotonic() - began
-
-    def fits(self, blocks: int, pace: float) -> bool:
-        """Whether so many more blocks fit; pace: their seconds per case."""
-        launch_seconds = self.start + self.cases * (pace or self.usual)
-        return 2 * blocks * launch_seconds <= 1.05 * (self.until - time.monotonic())
-
-    def choose(self, comparison: Comparison, blocks: int) -> float:
-        """Return the seconds per case of the next launches, so that `blocks` more fit.
-
-        0: as the command chooses, if the user has, or if nothing is known yet.
-        """
-        from ddpbench.verdicts import pacing  # loads numpy
-        from ddpbench.verdicts.verdict import INCONCLUSIVE
-
-        run = comparison.base.runs[0]
-        self.usual = run.plan.slice_seconds
-        self.cases = max(1, len(run.outcomes) // len(run.launches))
-        measured = self.cases * (self.paces[-1] or self.usual)
-        self.start = max(self.last_seconds / 2 - measured, 0.05)
-        paces = [pace or self.usual for pace in self.paces]
-        seconds = paces[FIRST:] or paces
-        sides = [
-            (row.base, row.new)
-            for row in comparison.rows
-            if row.verdict == INCONCLUSIVE and row.base and row.new
-        ]
-        spreads = [s for pair in sides if (s := pacing.spread_of(*pair, seconds)) is not None]
-        if self.fixed or not spreads:
-            return 0.0
-        best = pacing.best_seconds(spreads, self.start, self.cases)
-        longest = ((self.until - time.monotonic()) / (2 * blocks) - self.start) / self.cases
-        return max(min(best, longest, GROWTH * paces[-1]), self.usual)
+        side.turn()
 
 
 def _find_wrong_result(sides: Sequence[Side]) -> End | None:

@@ -313,4 +313,3 @@ def add_stored(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--paced", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--pace", type=positive, help=argparse.SUPPRESS)

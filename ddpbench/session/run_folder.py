@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,7 @@ def broadcast_run_folder(world: World, options: RunOptions) -> tuple[Path, Plan]
                 folder = Path(options.join)
             else:
                 folder = create_run(options, world.world_size, sys.argv[1:])
-            plan = store.read(folder).plan
-            if options.pace:  # all of it: a precise launch may still differ from the next one
-                plan = replace(plan, slice_seconds=options.pace, precision=0.0)
-            value = {"folder": str(folder.resolve()), "plan": asdict(plan)}
+            value = {"folder": str(folder.resolve()), "plan": asdict(store.read(folder).plan)}
         except (OSError, store.InvalidRun) as error:
             value = {"error": explain_unwritable(error)}
     value = control.broadcast_value(world, value)

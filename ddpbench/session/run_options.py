@@ -41,9 +41,7 @@ class RunOptions:
     join: str | None
     launch: int
     progress: bool
-    # Each launch waits for a line on stdin, the seconds for a case, and writes its exit code.
-    paced: bool
-    pace: float | None  # seconds for a case in this launch, chosen by `ab`
+    paced: bool  # each launch waits for a line on stdin and writes its exit code to stdout
 
     @classmethod
     def of(cls, namespace: argparse.Namespace) -> Self:

@@ -132,13 +132,10 @@ def _start(options: T, run_rank: RunRank[T], words: Sequence[str]) -> int:
     for number, name in _order_launches(options, store.read(folder).plan.seed):
         if name in failed:
             continue
+        if options.paced and not sys.stdin.readline():
+            tell("stdin has ended before the last launch")
+            break
         launch = replace(options, backend=(name,), join=str(folder), launch=number, launches=1)
-        if options.paced:
-            line = sys.stdin.readline()
-            if not line:
-                tell("stdin has ended before the last launch")
-                break
-            launch = replace(launch, pace=float(line) or None)
         code, verdict = _launch(launch, run_rank, words)
         if options.paced:
             sys.stdout.write(f"{code}\n")
@@ -195,7 +192,6 @@ def _launch(launch: T, run_rank: RunRank[T], words: Sequence[str]) -> tuple[int,
         line = ["-m", f"ddpbench.{launch.command}", *words, "--backend", name]
         line += ["--device", launch.device, "--join", str(launch.join)]
         line += ["--launch", str(launch.launch), "--launches", "1"]
-        line += ["--pace", str(launch.pace)] if launch.pace else []
         line += ["--progress"] if launch.shows_progress else []
         code = starters.STARTERS[starter](line, nproc, deadline)
     return code, next(iter(messages), "")

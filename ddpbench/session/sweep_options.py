@@ -24,6 +24,7 @@ from ddpbench.session.run_options import RunOptions
 # Seconds per case, for a single launch and for each of several. Launches differ more from each
 # other than repetitions within one launch do, so each of several needs little time.
 SLICE, SHORT_SLICE = 2.0, 0.1
+TURN_SLICE = 1.0  # in `ab`: on gloo, a shorter launch is as imprecise as launches differ
 DEFAULT_SIZES = {"cpu": "4:64M:x4", "cuda": "8:1G:x4"}
 GLOO_SIZES = {**DEFAULT_SIZES, "cuda": "8:64M:x4"}  # it moves CUDA tensors at about 1 GB/s
 FORMS, PLACES = ("tensor", "list"), ("in", "out")
@@ -111,12 +112,14 @@ class Options(RunOptions):
 
     def plan(self, seed: int) -> Plan:
         """Return the protocol as it is stored with the run."""
+        several = TURN_SLICE if self.paced else SHORT_SLICE
+        usual = SLICE if self.launches == 1 else several
         return Plan(
             issue=self.issue,
             start="none" if self.issue == "pipelined" else self.start,
             depth=self.depth,
             precision=self.precision / 100,
-            slice_seconds=self.slice or (SLICE if self.launches == 1 else SHORT_SLICE),
+            slice_seconds=self.slice or usual,
             check=not self.no_check,
             timeout_seconds=self.timeout,
             seed=seed,

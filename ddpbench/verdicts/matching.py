@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ddpbench.analysis import findings, limits, stats
-from ddpbench.records.schema import Case, Interval, Result, Run, StepCase, StepResult, StepSummary
+from ddpbench.records.schema import Case, Interval, Result, Run, StepCase, StepResult
 
 Outcome = Result | StepResult
 AnyCase = Case | StepCase
@@ -42,8 +42,6 @@ class Side:
     # of another tool, an older run.
     quartiles: tuple[float, ...] = ()
     statistic: str = "median"  # of a launch: what `times` are
-    # Variance of the log time within each launch; empty if a launch does not show it.
-    within: tuple[float, ...] = ()
     handoffs: tuple[float, ...] = ()  # between the ranks' cores, in seconds, where known
     # Parts of a sharded step: name → seconds, one per launch. Only what every launch has above 0.
     parts: dict[str, tuple[float, ...]] = field(default_factory=dict)
@@ -119,13 +117,11 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> SideCase:
     if timed and fault is None:
         launches, times = zip(*timed, strict=True)
         quartiles = tuple(q for o in outcomes if (q := _quartile(o)) is not None)
-        variances = [v for o in outcomes if (v := _within(o)) is not None]
         side = Side(
             *stats.over_launches(np.array(times)),
             times,
             launches,
             quartiles if len(quartiles) == len(times) else (),
-            within=tuple(variances) if len(variances) == len(times) else (),
             handoffs=tuple(seconds for o in outcomes if (seconds := _handoff(o)) is not None),
             parts=_parts(outcomes),
         )
@@ -150,19 +146,6 @@ def _quartile(outcome: Outcome) -> float | None:
         return None
     known = outcome.summary.quantiles_seconds
     return stats.lower_quartile(known) if len(known) == stats.QUANTILES else None
-
-
-def _within(outcome: Outcome) -> float | None:
-    """Return the variance of the launch's log time that its own interval shows."""
-    summary = outcome.summary
-    interval = (
-        summary.step.interval
-        if isinstance(summary, StepSummary)
-        else (summary.interval if summary else None)
-    )
-    if interval is None or interval.low <= 0:
-        return None
-    return float((math.log(interval.high / interval.low) / (2 * 1.96)) ** 2)
 
 
 def _handoff(outcome: Outcome) -> float | None:

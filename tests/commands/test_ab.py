@@ -20,6 +20,7 @@ from frozen import Frozen
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench import cli
+from ddpbench.commands import ab
 from ddpbench.launch.placement import Refused
 from ddpbench.nested_runs import turns
 from ddpbench.nested_runs.turns import Failed, Variant, parse_variant
@@ -34,8 +35,6 @@ class FakeSide:
 
     times: Times
     turns: list[str]
-    paces: list[float]
-    width: float
     codes: list[int]
     case: dict[str, dict[str, Any]]
 
@@ -47,15 +46,12 @@ class FakeSide:
         folder.mkdir(parents=True)
         self._store(a_run())
 
-    def turn(self, seconds: float = 0.0) -> None:
+    def turn(self) -> None:
         name = self.variant.name
         self.turns.append(name)
-        self.paces.append(seconds)
         run, number = self.run(), self.turns.count(name) - 1
         result = a_result(
-            a_case(**self.case.get(name, {})),
-            number,
-            a_summary(self.times[name](number), self.width),
+            a_case(**self.case.get(name, {})), number, a_summary(self.times[name](number))
         )
         self._store(replace(
             run, results=(*run.results, result), launches=(*run.launches, a_launch(number))
@@ -82,7 +78,7 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeSide]:
     monkeypatch.chdir(tmp_path)
     noise = np.random.default_rng(0).normal(0, 0.002, 200)
     kind = type("Sides", (FakeSide,), {
-        "turns": [], "paces": [], "width": 0.01, "codes": [], "case": {},
+        "turns": [], "codes": [], "case": {},
         "times": {"a": lambda n: float(1e-3 * np.exp(noise[n])),
                   "b": lambda n: float(1e-3 * np.exp(noise[n + 100]))},
     })  # fmt: skip
@@ -101,14 +97,14 @@ def called(*words: str) -> int:
 def test_it_stops_as_soon_as_the_verdict_is_settled(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Identical sides are the SAME after two first blocks and six more of one launch each, in an
-    order that is drawn; both runs and the comparison are stored."""
+    """Identical sides are the SAME after six blocks of one launch each, in an order that is drawn;
+    both runs and the comparison are stored."""
     assert called("ab", "--a", "", "--b", "X=1", "--seed", "3", "--format", "json") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["counts"] == {"SAME": 1}
     assert said["new"]["name"] == "b: X=1"
     blocks = [sides.turns[i : i + 2] for i in range(0, len(sides.turns), 2)]
-    assert len(blocks) == 8
+    assert len(blocks) == 6
     assert all(sorted(each) == ["a", "b"] for each in blocks)
     assert len({tuple(each) for each in blocks}) == 2
     (folder,) = Path("results").glob("*-ab-*")
@@ -122,7 +118,7 @@ def test_a_slower_variant_is_slower(sides: type[FakeSide]) -> None:
     slow = sides.times["b"]
     sides.times["b"] = lambda n: 1.1 * slow(n)
     assert called("ab", "--a", "", "--b", "X=1") == 1
-    assert len(sides.turns) == 16
+    assert len(sides.turns) == 12
 
 
 def test_an_open_verdict_goes_on_until_the_last_look(
@@ -132,14 +128,14 @@ def test_an_open_verdict_goes_on_until_the_last_look(
     noise = np.random.default_rng(1).normal(0, 0.3, 100)
     sides.times["b"] = lambda n: float(1e-3 * np.exp(noise[n]))
     assert called("ab", "--a", "", "--b", "X=1", "--strict") == 2
-    assert len(sides.turns) == 100
+    assert len(sides.turns) == 96
     assert "48 launches" in capsys.readouterr().out
 
 
 def test_the_budget_ends_it_before_the_next_look(
     sides: type[FakeSide], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launch of 10 s: of 500 s six judged blocks take 160, twelve 280, and 24 would take 520."""
+    """A launch of 10 s: of 500 s six blocks take 120, twelve 240, and 24 would take 480, 48 960."""
     now = [0.0]
     noise = np.random.default_rng(1).normal(0, 0.3, 100)
 
@@ -148,47 +144,19 @@ def test_the_budget_ends_it_before_the_next_look(
         return float(1e-3 * np.exp(noise[n]))
 
     sides.times = {"a": slow, "b": lambda n: slow(n + 50)}
-    monkeypatch.setattr(turns.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ab.time, "monotonic", lambda: now[0])
     assert called("ab", "--a", "", "--b", "X=1", "--budget", "500") == 0
-    assert len(sides.turns) == 28
+    assert len(sides.turns) == 48
 
 
-@pytest.mark.parametrize(("command", "width", "longer"), [
-    ((), 0.4, True), ((), 0.01, False), (("collectives", "--slice", "2"), 0.4, False),
-])  # fmt: skip
-def test_launches_get_longer_where_each_one_is_imprecise(
-    sides: type[FakeSide], command: tuple[str, ...], width: float, longer: bool
-) -> None:
-    """Two blocks as the command chooses; then longer ones if a launch's own interval explains the
-    spread between launches, but never where the user has said how long."""
-    noise = np.random.default_rng(1).normal(0, 0.05, 100)
-    sides.width = width
-    sides.times = {
-        "a": lambda n: float(1e-3 * np.exp(noise[n])),
-        "b": lambda n: float(1e-3 * np.exp(noise[n + 50])),
-    }
-    assert called("ab", "--a", "", "--b", "X=1", *command) == 0
-    assert set(sides.paces[:4]) == {0.0}
-    assert (max(sides.paces[4:]) > 2.0) == longer
-
-
-def test_what_cannot_be_compared_is_seen_after_two_blocks(
+def test_what_cannot_be_compared_is_seen_after_one_block(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Variants that change what is measured: exit 3, with the field, after four launches."""
+    """Variants that change what is measured: exit 3, with the field, after two launches."""
     sides.case = {"b": {"dtype": "float64"}}
     assert called("ab", "--a", "", "--b", "--dtype float64") == 3
-    assert len(sides.turns) == 4
+    assert len(sides.turns) == 2
     assert "dtype float32 → float64" in capsys.readouterr().out
-
-
-def test_a_text_in_no_name_is_refused_after_two_blocks(
-    sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """--only is looked for in the names of the measured cases."""
-    assert called("ab", "--a", "", "--b", "", "--only", "nonsense") == 2
-    assert ONE_SENTENCE.fullmatch(capsys.readouterr().err)
-    assert len(sides.turns) == 4
 
 
 def test_how_the_same_thing_is_done_may_be_varied(
@@ -209,8 +177,8 @@ def test_a_launch_that_fails_ends_it_with_its_code(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What was measured is shown and stored all the same."""
-    sides.codes = [0] * 17 + [5]
-    assert called("ab", "--a", "", "--b", "X=1") == 0  # settled after 16
+    sides.codes = [0] * 13 + [5]
+    assert called("ab", "--a", "", "--b", "X=1") == 0  # settled after 12
     sides.turns.clear()
     sides.codes = [0, 0, 0, 5]
     assert called("ab", "--a", "", "--b", "X=1") == 5
@@ -288,6 +256,15 @@ def test_a_side_whose_results_are_wrong_is_named(
     sides.close = close  # type: ignore[method-assign]
     assert called("ab", "--a", "", "--b", "X=1") == 4
     assert f"side b: {finding.sentence}. " in capsys.readouterr().err
+
+
+def test_a_text_in_no_name_is_refused_after_one_block(
+    sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--only is looked for in the names of the measured cases."""
+    assert called("ab", "--a", "", "--b", "", "--only", "nonsense") == 2
+    assert ONE_SENTENCE.fullmatch(capsys.readouterr().err)
+    assert len(sides.turns) == 2
 
 
 @pytest.mark.parametrize("python", ["/bin/true", "without_torch"])
@@ -381,10 +358,10 @@ def test_a_slowdown_in_the_environment_of_one_side_is_found(
     for name in ("a", "b"):
         run = store.read(Path("out") / name)
         assert run.state == "complete"
-        assert [launch.index for launch in run.launches] == list(range(8))
+        assert [launch.index for launch in run.launches] == list(range(6))
         assert {launch.launcher for launch in run.launches} == {"fork"}
         pids = {rank["pid"] for launch in run.launches for rank in launch.ranks}
-        assert len(pids) == 16
+        assert len(pids) == 12
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
@@ -396,10 +373,10 @@ def test_blocks_are_drawn() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def turn(self, seconds: float = 0.0) -> None:
+        def turn(self) -> None:
             names.append(self.name)
 
     order = random.Random(1)
     for _ in range(20):
-        turns.measure_block([Turn("a"), Turn("b")], order, 0.0)  # type: ignore[list-item]
+        turns.measure_block([Turn("a"), Turn("b")], order)  # type: ignore[list-item]
     assert {"".join(names[i : i + 2]) for i in range(0, 40, 2)} == {"ab", "ba"}
