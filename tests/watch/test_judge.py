@@ -358,8 +358,8 @@ def test_a_host_that_misses_a_round_is_remembered() -> None:
         history.add(Round(**vars(round_) | {"host_facts": dict.fromkeys(TWO_HOSTS, facts)}))
     none = np.zeros(0, np.float32)
     history.add(Round(200, 10**18, {}, {"b": TWO_HOSTS["b"]}, {}, none))
-    busy = [f.place["host"] for f in judge(history) if f.code == "busy-host"]
-    assert (busy, list(history.hosts), history.world_size) == (["a", "b"], ["a", "b"], 8)
+    busy = [f.place["hosts"] for f in judge(history) if f.code == "busy-host"]
+    assert (busy, list(history.hosts), history.world_size) == ([["a", "b"]], ["a", "b"], 8)
     history.add(Round(200, 10**18, {}, {"c": TWO_HOSTS["a"]}, {}, none))
     assert dict(history.hosts) == {"c": TWO_HOSTS["a"], "b": TWO_HOSTS["b"]}
     assert [f.place["host"] for f in judge(history) if f.code == "busy-host"] == ["b"]
