@@ -188,7 +188,7 @@ def test_flags_stand_in_the_order_of_their_table() -> None:
     two = a_summary(width=None, skew_seconds=1.0, quantiles_seconds=(1e-3,) * 12 + (9e-3,) * 9)
     huge = replace(everything.case, buffers="huge")
     everything = replace(everything, case=huge, summary=two, page_faults=40 * 16)
-    of_several = {"launches", "cores"}
+    of_several = {"launches", "cores", "shared-gpu"}
     assert only(everything).flags == tuple(name for name in lines.FLAGS if name not in of_several)
 
 

@@ -283,7 +283,7 @@ def test_a_missing_extra_is_refused_before_anything_is_done(words: tuple[str, ..
     with forbid_processes():
         done = call_in_process(words)
     what = "a report" if words[0] == "report" else "--report"
-    assert done == Outcome(2, "", f"ddpbench: {what} needs altair: type {EXTRA}\n")
+    assert done == Outcome(2, "", f"ddpbench: {what} needs altair: {EXTRA}\n")
     assert [path.name for path in Path("results").iterdir()] == ["mine"]
 
 
