@@ -85,7 +85,7 @@ def mpirun_command(
 def run_job(
     job: Callable[..., None], ranks: int, folder: Path, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a job in `ranks` ranks until it ends; end it after 120 s and raise TimeoutExpired."""
+    """Run a job in `ranks` ranks until it ends; end it after 160 s and raise TimeoutExpired."""
     words = mpirun_command(job, ranks, folder, warm_python())
     process = subprocess.Popen(
         words,
@@ -96,7 +96,7 @@ def run_job(
         start_new_session=True,
     )
     try:
-        output = process.communicate(timeout=120)
+        output = process.communicate(timeout=160)  # pytest's own limit is 180 s
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)  # mpirun takes its ranks along
         process.communicate(timeout=30)
