@@ -5,11 +5,20 @@ from __future__ import annotations
 import signal
 import subprocess
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from ddpbench.launch import placement, scripts
 from ddpbench.launch.placement import Placement
+
+
+@pytest.fixture(autouse=True)
+def heed_sigint() -> Iterator[None]:
+    """Where pytest runs in the background, SIGINT is ignored, and a shell keeps to that."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
 
 
 def shell(script: str) -> subprocess.Popen[bytes]:
