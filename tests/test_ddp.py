@@ -227,7 +227,7 @@ def test_going_on_after_a_mismatch(pool: RankPool, tmp_path: Path, frozen: Froze
 
 def test_a_planted_slow_link_is_recovered(pool: RankPool, tmp_path: Path) -> None:
     """The last bucket takes 40 ms from hand-over to reduction: exposed communication is those
-    40 ms, within its own interval or a millisecond of it (sleeping ends late)."""
+    40 ms, never less, and little more (sleeping ends late, more so on a busy host)."""
     words = ("ddp", "--workload", "linear", "--rounds", "12", "--in-a-row", "1")
     done = pool.call(2, tmp_path, *words, "--inject", "slow-link:ms=40,step=1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -236,7 +236,7 @@ def test_a_planted_slow_link_is_recovered(pool: RankPool, tmp_path: Path) -> Non
     (exposed,) = [part for part in summary.budget if part.name == "exposed communication"]
     interval = exposed.figure.interval
     assert interval is not None
-    assert interval.low - 1e-3 <= 0.040 <= interval.high + 1e-3
+    assert interval.low - 5e-3 <= 0.040 <= interval.high + 1e-3
     assert exposed.resolved
 
 
