@@ -16,8 +16,7 @@ from ddpbench.records.watched import Watched
 
 SCHEMA = 1
 SEVERITIES = ("error", "warning", "note")  # of findings, the worst first
-# What a time is: of the host; between events on the device around the call; that without its
-# launch; that of a call on the backend's own stream, with the waits of the streams for each other
+# What a time is: of the host; between events on the device; without the launch; with stream waits
 EXIT_ENTRY, EVENTS, HIDDEN_LAUNCH = "exit-entry", "events", "hidden-launch"
 TWO_STREAMS = "hidden-launch-two-streams"
 LAUNCH_HIDDEN = (HIDDEN_LAUNCH, TWO_STREAMS)
