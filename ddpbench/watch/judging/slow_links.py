@@ -121,6 +121,7 @@ def describe_slow_link(slow: SlowLink) -> Finding:
     measure = "to measure it, run under the job's launcher: python -m ddpbench.doctor --only links"
     place: dict[str, object] = {"hosts": list(slow.hosts), "interface": slow.interface}
     if not rest:
+        place["bytes_per_second"] = slow.rates
         sentence = f"slow host: {first}{interface} {figures}"
         check = f"on {first}, check speed and errors of its interface (ethtool, ip -s link)"
         return Finding("warning", "slow-host", sentence, f"{check}; {measure}", place)
