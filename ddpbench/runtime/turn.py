@@ -16,7 +16,7 @@ from ddpbench.runtime import control, cpu
 if TYPE_CHECKING:
     from ddpbench.runtime.world import World
 
-SECONDS = 0.25  # of a turn; the burst that ends it may take longer
+SECONDS = 0.1  # of a turn; the burst that ends it may take longer
 POLL_SECONDS = 1.0
 YOURS, ENDED = b"y", b"e"
 
