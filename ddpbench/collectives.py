@@ -135,6 +135,7 @@ class Sweep:
             shortest_seconds=self.shortest_seconds,
             objection=objection,
             ahead_ns=self.clocks.ahead_ns,
+            turns=context.turns,
         )
         clock_off_seconds = self.clocks.compare_again(subgroup.partition.subgroups)
         facts = self._gather_facts(samples)

@@ -1,8 +1,9 @@
-"""Measure two variants in turns: launch by launch, in randomised blocks of one launch each.
+"""Measure two variants in turns, in blocks of one launch each, both alive and one of them asleep.
 
 If all launches of one came before those of the other, a drift of the machine would read as a change
 (40 % false verdicts in a simulation; 2 % in turns). Each variant is a command of its own with its
-own Python, environment and options, which waits for its turn (`--paced`).
+own Python, environment and options, which waits for its turn (`--paced`, runtime/turn.py): for its
+launch to begin, and on CPUs between its repetitions as well.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ddpbench.records import redact, store
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import list_choices
+from ddpbench.runtime.turn import ENDED, YOURS
 from ddpbench.session import options, run_folder
 
 USUAL = "collectives"  # the command to measure if none is given
@@ -182,16 +184,17 @@ def parse_variant(name: str, text: str) -> Variant:
 
 
 class Side:
-    """The process that measures a variant, one launch per turn; its run grows in `folder`."""
+    """The process that measures a variant, one launch per block; its run grows in `folder`."""
 
     def __init__(
         self, variant: Variant, words: Sequence[str], folder: Path, settings: Sequence[str] = ()
     ) -> None:
         self.variant, self.folder = variant, folder
+        self._pipe = os.open(_pipe(folder), os.O_RDWR | os.O_NONBLOCK)
         self._line = [variant.python, "-m", "ddpbench", *words, *variant.words]
         self._errors = (folder.parent / f"{folder.name}.stderr").open("w+", errors="replace")
         self._process = subprocess.Popen(
-            [*self._line, *settings, "--paced", "--quiet", "--output", str(folder)],
+            [*self._line, *settings, "--quiet", "--output", str(folder)],
             env=_environ(variant),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -206,15 +209,25 @@ class Side:
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variant.environ.items()]
         return " ".join([*variables, shlex.join(self._line)])
 
-    def turn(self) -> None:
-        """Measure one launch. Raises Failed, with the side's own message, if it fails."""
+    def begin(self, word: bytes) -> None:
+        """Have it measure one launch once it gets the turn; `word` is the first in its pipe."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._errors.seek(0, os.SEEK_END)
-        begin = self._errors.tell()
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._pipe, 4096)  # what the launch before has left
+        self.tell(word)
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
+
+    def tell(self, word: bytes) -> None:
+        """Say in its pipe that the turn is its own, or that the other side has ended."""
+        os.write(self._pipe, word)
+
+    def finish(self) -> None:
+        """Wait for the end of the launch. Raises Failed, with its own message, if it fails."""
+        assert self._process.stdout is not None
+        self._errors.seek(0, os.SEEK_END)
+        begin = self._errors.tell()
         # A module of the user may print to stdout too.
         code = next((int(line) for line in self._process.stdout if line.strip().isdigit()), None)
         if code == 0:
@@ -234,6 +247,7 @@ class Side:
             self._process.communicate(timeout=120)
         self._process.kill()
         self._process.wait()
+        os.close(self._pipe)
         self._errors.seek(0)
         text = redact.text(self._errors.read())
         self._errors.seek(0)
@@ -249,9 +263,13 @@ def _opened(
     """Start the variants' processes, for at most so many launches each; end them together."""
     sides: list[Side] = []
     settings = ["--launches", str(launches), "--seed", str(namespace.seed)]
+    folders = [folder / variant.name for variant in variants]
     try:
-        for variant in variants:
-            side = Side(variant, namespace.words, folder / variant.name, settings)
+        for each in folders:
+            os.mkfifo(_pipe(each))
+        for variant, own, other in zip(variants, folders, reversed(folders), strict=True):
+            pipes = ["--paced", *(str(_pipe(each)) for each in (own, other))]
+            side = Side(variant, namespace.words, own, [*settings, *pipes])
             sides.append(side)  # at once: it must be closed even if the next one cannot start
         yield sides
     except KeyboardInterrupt:
@@ -261,12 +279,27 @@ def _opened(
     finally:
         for side in sides:
             side.close()
+        for each in folders:
+            _pipe(each).unlink(missing_ok=True)
 
 
 def measure_block(sides: Sequence[Side], order: random.Random) -> None:
-    """Measure one launch of each side, in random order. Raises Failed."""
-    for side in order.sample(sides, len(sides)):
-        side.turn()
+    """Measure one launch of each side, in turns; a random one begins. Raises Failed."""
+    first = order.choice(sides)
+    for side in sides:
+        side.begin(YOURS if side is first else b"")
+    try:
+        for side in sides:
+            side.finish()
+    except Failed:
+        for side in sides:
+            side.tell(ENDED)  # the other one waits for nobody
+        raise
+
+
+def _pipe(folder: Path) -> Path:
+    """Return the pipe in which the side whose run is in this folder waits for its turn."""
+    return folder.absolute().with_suffix(".turn")
 
 
 def _find_wrong_result(sides: Sequence[Side]) -> End | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,9 +51,27 @@ class CpuMeter:
 
     def _counters(self) -> list[Any]:
         """CpuUse's fields as counters; only differences have a meaning."""
-        usage, wall = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        own = usage.ru_utime + usage.ru_stime
-        return [wall, own, usage.ru_nvcsw, usage.ru_nivcsw, *_host(wall), _throttled(self._quotas)]
+        read = zip(_read_counters(), _left_out, strict=True)
+        counted = [None if value is None else value - out for value, out in read]
+        return [*counted, _throttled(self._quotas)]
+
+
+def _read_counters() -> list[Any]:
+    usage, wall = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    own = usage.ru_utime + usage.ru_stime
+    return [wall, own, usage.ru_nvcsw, usage.ru_nivcsw, *_host(wall)]
+
+
+_left_out = [0.0] * 7  # of what _read_counters returns
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Leave what is used meanwhile out of all meters of this process."""
+    before = _read_counters()
+    yield
+    for index, (began, ended) in enumerate(zip(before, _read_counters(), strict=True)):
+        _left_out[index] += (ended or 0) - (began or 0)
 
 
 def others_share(

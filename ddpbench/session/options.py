@@ -312,4 +312,4 @@ def add_stored(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--join", help=argparse.SUPPRESS)
     parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--paced", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--paced", nargs=2, metavar="PIPE", help=argparse.SUPPRESS)

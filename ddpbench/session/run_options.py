@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ddpbench.records.schema import Plan
 from ddpbench.runtime.meeting import Rendezvous
+from ddpbench.runtime.turn import Turn
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,13 +42,16 @@ class RunOptions:
     join: str | None
     launch: int
     progress: bool
-    paced: bool  # each launch waits for a line on stdin and writes its exit code to stdout
+    # Each launch waits for a line on stdin and writes its exit code to stdout; the pipes of its
+    # turns, its own and the other side's.
+    paced: tuple[str, str] | None
 
     @classmethod
     def of(cls, namespace: argparse.Namespace) -> Self:
         """Return the options of a parsed command line."""
         given = {field.name: getattr(namespace, field.name) for field in fields(cls)}
-        return cls(**{**given, "modules": tuple(given["modules"])})
+        paced = given["paced"] and tuple(given["paced"])
+        return cls(**{**given, "modules": tuple(given["modules"]), "paced": paced})
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -72,6 +76,10 @@ class RunOptions:
     def shows_progress(self) -> bool:
         """Return whether a terminal shows progress: here, or where ddpbench started the ranks."""
         return not self.quiet and (self.progress or sys.stderr.isatty())
+
+    def open_turn(self) -> Turn | None:
+        """Return the turns of a launch; None if it is not measured in turns."""
+        return Turn(*self.paced, patience=2 * self.timeout) if self.paced else None
 
     def rendezvous(self) -> Rendezvous:
         """Return how the ranks meet. A file can be used for one launch only."""

@@ -190,11 +190,16 @@ def _judge_parts(row: Row, rule: Rule) -> Iterator[PartRow]:
 
 
 def _without_moved_cores(row: Row) -> Row:
-    """Withdraw a claim that the placement of the ranks' cores explains."""
-    if row.base is None or row.new is None or row.verdict not in (SLOWER, FASTER):
+    """Withdraw a claim that the placement of the ranks' cores explains, and a promise to notice."""
+    if row.base is None or row.new is None:
         return row
-    why = drift.moved(row.base, row.new)
-    return replace(row, verdict=INCONCLUSIVE, why=why, drifts=True) if why else row
+    longer, why = drift.moved(row.base, row.new)
+    if not why:
+        return row
+    row = replace(row, noticeable=None)
+    if row.verdict != (SLOWER if longer > 1 else FASTER):
+        return row
+    return replace(row, verdict=INCONCLUSIVE, why=why, drifts=True)
 
 
 def _by_quartiles(row: Row) -> Row:

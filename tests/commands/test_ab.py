@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shlex
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from command_lines import ONE_SENTENCE, clean_environment
 from frozen import Frozen
@@ -26,15 +26,17 @@ from ddpbench.nested_runs import turns
 from ddpbench.nested_runs.turns import Failed, Variant, parse_variant
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
+from ddpbench.runtime.turn import ENDED, YOURS
 
 Times = dict[str, Callable[[int], float]]  # side → launch → seconds
 
 
 class FakeSide:
-    """A side whose launches take what a table says; the order of turns is kept."""
+    """A side whose launches take what a table says."""
 
     times: Times
-    turns: list[str]
+    turns: list[str]  # the names of sides whose launches have ended
+    first: list[str]  # of those that began a block
     codes: list[int]
     case: dict[str, dict[str, Any]]
 
@@ -46,7 +48,14 @@ class FakeSide:
         folder.mkdir(parents=True)
         self._store(a_run())
 
-    def turn(self) -> None:
+    def begin(self, word: bytes) -> None:
+        if word == YOURS:
+            self.first.append(self.variant.name)
+
+    def tell(self, word: bytes) -> None:
+        assert word == ENDED
+
+    def finish(self) -> None:
         name = self.variant.name
         self.turns.append(name)
         run, number = self.run(), self.turns.count(name) - 1
@@ -78,7 +87,7 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeSide]:
     monkeypatch.chdir(tmp_path)
     noise = np.random.default_rng(0).normal(0, 0.002, 200)
     kind = type("Sides", (FakeSide,), {
-        "turns": [], "codes": [], "case": {},
+        "turns": [], "first": [], "codes": [], "case": {},
         "times": {"a": lambda n: float(1e-3 * np.exp(noise[n])),
                   "b": lambda n: float(1e-3 * np.exp(noise[n + 100]))},
     })  # fmt: skip
@@ -97,16 +106,15 @@ def called(*words: str) -> int:
 def test_it_stops_as_soon_as_the_verdict_is_settled(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Identical sides are the SAME after six blocks of one launch each, in an order that is drawn;
-    both runs and the comparison are stored."""
+    """Identical sides are the SAME after six blocks of one launch each, which one of them begins
+    as it is drawn; both runs and the comparison are stored."""
     assert called("ab", "--a", "", "--b", "X=1", "--seed", "3", "--format", "json") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["counts"] == {"SAME": 1}
     assert said["new"]["name"] == "b: X=1"
-    blocks = [sides.turns[i : i + 2] for i in range(0, len(sides.turns), 2)]
-    assert len(blocks) == 6
-    assert all(sorted(each) == ["a", "b"] for each in blocks)
-    assert len({tuple(each) for each in blocks}) == 2
+    assert sides.turns == ["a", "b"] * 6
+    assert len(sides.first) == 6
+    assert set(sides.first) == {"a", "b"}
     (folder,) = Path("results").glob("*-ab-*")
     assert {path.name for path in folder.iterdir()} == {
         "a", "b", "comparison.json", "comparison.txt"
@@ -339,7 +347,8 @@ def test_a_slowdown_in_the_environment_of_one_side_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Real ranks, forked launch by launch: the variable that makes each call sleep 5 ms makes b
-    SLOWER, in pairs, and is named as the difference; nothing is left running."""
+    SLOWER, in pairs, and is named as the difference; nothing is left running. The launches of a
+    block alternate, and never measure both at a time."""
     (tmp_path / "slowed.py").write_text(SLOWED)
     monkeypatch.chdir(tmp_path)
     for name, value in clean_environment().items():
@@ -347,7 +356,7 @@ def test_a_slowdown_in_the_environment_of_one_side_is_found(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     code = called(
         "ab", "--a", "", "--b", "SLOWED=1", "--budget", "1", "--format", "json", "--output", "out",
-        "collectives", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.1",
+        "collectives", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.2",
         "--limit", "100", "--import", "slowed", "-n", "2",
     )  # fmt: skip
     said, err = capsys.readouterr()
@@ -363,20 +372,11 @@ def test_a_slowdown_in_the_environment_of_one_side_is_found(
         pids = {rank["pid"] for launch in run.launches for rank in launch.ranks}
         assert len(pids) == 12
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
-def test_blocks_are_drawn() -> None:
-    """Both orders of the two sides occur in 20 blocks."""
-    names: list[str] = []
-
-    class Turn:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def turn(self) -> None:
-            names.append(self.name)
-
-    order = random.Random(1)
-    for _ in range(20):
-        turns.measure_block([Turn("a"), Turn("b")], order)  # type: ignore[list-item]
-    assert {"".join(names[i : i + 2]) for i in range(0, 40, 2)} == {"ab", "ba"}
+    stamps = pd.concat([
+        store.read_samples(Path("out") / name).assign(side=name) for name in ("a", "b")
+    ])  # fmt: skip
+    for _, block in stamps[stamps["rank"] == 0].groupby("launch"):
+        block = block.sort_values("entry_ns")
+        assert (block["entry_ns"].to_numpy()[1:] >= block["exit_ns"].to_numpy()[:-1]).all()
+        assert (block["side"].to_numpy()[1:] != block["side"].to_numpy()[:-1]).sum() > 2
+    assert not list(Path("out").glob("*.turn"))
