@@ -27,7 +27,7 @@ from ddpbench.measure.loop import Bench
 from ddpbench.records.schema import Case, Plan, Wrong
 from ddpbench.runtime import control
 from ddpbench.runtime.subgroups import Subgroup
-from ddpbench.runtime.turn import Turns
+from ddpbench.runtime.turns import Turns
 from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 If all launches of one came before those of the other, a drift of the machine would read as a change
 (40 % false verdicts in a simulation; 2 % in turns). Each variant is a command of its own with its
-own Python, environment and options, which waits for its turn (`--paced`, runtime/turn.py): for its
+own Python, environment and options, which waits for its turn (`--paced`, launch/turn.py): for its
 launch to begin, and on CPUs between its repetitions as well.
 """
 
@@ -23,12 +23,12 @@ from pathlib import Path
 
 import ddpbench
 from ddpbench.launch.placement import Refused
+from ddpbench.launch.turn import ENDED, YOURS
 from ddpbench.nested_runs.command_line import MEASURING, check, last_message
 from ddpbench.records import redact, store
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import list_choices
-from ddpbench.runtime.turn import ENDED, YOURS
 from ddpbench.session import options, run_folder
 
 USUAL = "collectives"  # the command to measure if none is given

@@ -20,7 +20,7 @@ from ddpbench.records.schema import Plan
 from ddpbench.records.terminal_text import tell
 from ddpbench.report.output import page_file
 from ddpbench.runtime import control, cpu, devices, network
-from ddpbench.runtime.turn import Turns
+from ddpbench.runtime.turns import Turns
 from ddpbench.runtime.world import World, describe_failed_connection, join_world
 from ddpbench.session import launch_facts, run_folder
 from ddpbench.session.recorder import Outcome

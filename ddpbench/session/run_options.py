@@ -7,9 +7,9 @@ import sys
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
+from ddpbench.launch.turn import Turn
 from ddpbench.records.schema import Plan
 from ddpbench.runtime.meeting import Rendezvous
-from ddpbench.runtime.turn import Turn
 
 if TYPE_CHECKING:
     from typing_extensions import Self

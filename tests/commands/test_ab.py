@@ -22,11 +22,11 @@ from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 from ddpbench import cli
 from ddpbench.commands import ab
 from ddpbench.launch.placement import Refused
+from ddpbench.launch.turn import ENDED, YOURS
 from ddpbench.nested_runs import turns
 from ddpbench.nested_runs.turns import Failed, Variant, parse_variant
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
-from ddpbench.runtime.turn import ENDED, YOURS
 
 Times = dict[str, Callable[[int], float]]  # side → launch → seconds
 

@@ -9,12 +9,6 @@ from __future__ import annotations
 import os
 import select
 import time
-from typing import TYPE_CHECKING
-
-from ddpbench.runtime import control, cpu
-
-if TYPE_CHECKING:
-    from ddpbench.runtime.world import World
 
 SECONDS = 0.1  # of a turn; the burst that ends it may take longer
 POLL_SECONDS = 1.0
@@ -64,29 +58,3 @@ class Turn:
         if late or select.select([self._own], [], [], POLL_SECONDS)[0]:
             self._alone = late or os.read(self._own, 1) == ENDED
             self._held, self._since = True, time.monotonic()
-
-
-class Turns:
-    """The turns of a launch, as all its ranks see them."""
-
-    def __init__(self, world: World, turn: Turn | None, shared: bool) -> None:
-        """turn: in rank 0. shared: the launch is measured in turns, in all ranks."""
-        self._world, self._turn, self._shared = world, turn, shared
-
-    def wait(self) -> float:
-        """Let the other side measure if this one's turn is over. Return the seconds it took.
-
-        All ranks call it, between repetitions. Rank 0 decides, and the others sleep meanwhile.
-        """
-        if not self._shared or not self._waits():
-            return 0.0
-        began = time.monotonic()
-        with cpu.left_out():
-            while self._waits():
-                self._world.watchdog.rearm()
-        self._world.watchdog.rearm()
-        return time.monotonic() - began
-
-    def _waits(self) -> bool:
-        turn = self._turn if self._world.watchdog.signal is None else None
-        return bool(control.broadcast_decision(self._world, turn is not None and turn.waits()))

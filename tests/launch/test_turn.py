@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpbench.runtime import turn
-from ddpbench.runtime.turn import Turn
+from ddpbench.launch import turn
+from ddpbench.launch.turn import Turn
 
 
 @pytest.fixture
