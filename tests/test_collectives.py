@@ -33,6 +33,7 @@ from frozen import Frozen, verdict_facts
 from rank_pool import RankPool
 from warm_python import warm_python
 
+from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.launch import placement
 from ddpbench.records import store
 
@@ -400,7 +401,22 @@ def test_a_rank_that_raises_or_sleeps_is_named_with_its_line(
     assert ("--timeout" in told) == (fault == "hang:1")
     end = end_facts(read_stored_run(tmp_path)[1])
     frozen.facts([end["end"], end["errors"]])  # the reason may name both ranks
-    assert done.stderr.count("planted error") == (1 if fault == "raise:1" else 0)
+    # The line of the error, and its traceback: the program's own code has raised it.
+    assert done.stderr.count("planted error") == (3 if fault == "raise:1" else 0)
+
+
+def test_a_short_case_tells_a_busy_host(tmp_path: Path) -> None:
+    """A tenth of a second on one case is enough to see processes that use all cores."""
+    spin = [sys.executable, "-S", "-c", "while True: pass"]
+    with contextlib.ExitStack() as ends:
+        for _ in range(os.cpu_count() or 1):
+            process = ends.enter_context(subprocess.Popen(spin))
+            ends.callback(process.kill)
+        words = ("--op", "all_reduce", "--sizes", "4K", "--slice", "0.1", "--launches", "1")
+        done = run_ddpbench(tmp_path, "collectives", "-n", "2", "--backend", "gloo", *words)
+    assert done.returncode == 0, done.stderr
+    (result,) = read_stored_run(tmp_path)[1].results
+    assert (result.others_share or 0) > BUSY_SHARE
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpirun)])

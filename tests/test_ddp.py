@@ -378,6 +378,11 @@ def unlike(rank, world_size, device):
 def fails(rank, world_size, device):
     return {}["absent"]
 
+def starves(rank, world_size, device):
+    def starves(step):
+        raise RuntimeError("no data")
+    return torch.nn.Linear(6, 3), starves, lambda m, batch: m(batch).sum()
+
 class Half(torch.nn.Linear):
     def __init__(self):
         super().__init__(6, 3)
@@ -410,19 +415,28 @@ def test_the_users_own_model(pool: RankPool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("function", "told"),
-    [
-        ("wrong", "(model, batch, loss)"),
-        ("unlike", "parameter ['weight', [4, 6]"),
-        ("fails", "at fails (mine.py:"),
-    ],
+    [("wrong", "(model, batch, loss)"), ("unlike", "parameter ['weight', [4, 6]")],
 )
 def test_a_wrong_model_function_is_told(
     pool: RankPool, tmp_path: Path, function: str, told: str
 ) -> None:
-    """What it should return, which parameter differs, or where it failed; exit code 2."""
+    """What it should return, or which parameter differs; exit code 2."""
     done = own(pool, tmp_path, function)
     assert done.returncode == 2
     assert told in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("function", ["fails", "starves"])
+def test_an_exception_of_the_users_model_is_no_case_that_is_missing(
+    tmp_path: Path, function: str
+) -> None:
+    """In its function or in its first batch: the run fails with the traceback and its line."""
+    (tmp_path / "mine.py").write_text(OWN)
+    words = ("ddp", "-n", "2", "--model", f"mine:{function}", *FEW)
+    done = run_ddpbench(tmp_path, *words)
+    assert done.returncode not in (0, 2)
+    assert "Traceback" in done.stderr
+    assert f"at {function} (mine.py:" in done.stderr
 
 
 def test_a_parameter_that_the_loss_does_not_use_is_the_cause(

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from ddpbench.catalog.task import RankSetup, Task
+from ddpbench.launch.placement import Refused
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,7 @@ def import_function(name: str) -> Callable[..., Any]:
 
 
 def build_task(name: str, function: Callable[..., Any], setup: RankSetup) -> Task:
-    """Call the user's function in this rank. Raises ValueError if it returns something else."""
+    """Call the user's function in this rank. Raises Refused if it returns something else."""
     from torch import nn
 
     result = function(setup.rank, setup.world_size, setup.device)
@@ -71,4 +72,4 @@ def build_task(name: str, function: Callable[..., Any], setup: RankSetup) -> Tas
     parts = result if isinstance(result, tuple) else (result,)
     kinds = ", ".join(type(part).__name__ for part in parts)
     kinds = f"({kinds})" if isinstance(result, tuple) else kinds
-    raise ValueError(f"workload {name!r} must return {RETURNS}; it returned {kinds}")
+    raise Refused(f"workload {name!r} must return {RETURNS}; it returned {kinds}")

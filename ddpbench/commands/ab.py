@@ -127,5 +127,11 @@ def _compare(
         )
         for variant, other in zip(variants, reversed(variants), strict=True)
     )
-    rule = Rule(namespace.margin / 100, paired=True, confidence=confidence, varied=VARIED)
+    rule = Rule(
+        namespace.margin / 100,
+        paired=True,
+        confidence=confidence,
+        varied=VARIED,
+        allow_missing=namespace.allow_missing,
+    )
     return compare.compared(base, new, rule, namespace.only)

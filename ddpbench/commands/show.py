@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpbench.doctor import stored
 from ddpbench.interchange import sources
@@ -18,9 +20,12 @@ from ddpbench.records import store
 from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.render.column import UnknownColumn
 from ddpbench.render.doctor import FINDING_COLUMNS
-from ddpbench.render.formats import FORMATS
+from ddpbench.render.formats import FORMATS, frame
 from ddpbench.render.step_columns import STEP_COLUMNS
 from ddpbench.session import options
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 GROUP = "results"
 HELP = "print a stored run"
@@ -49,3 +54,15 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         raise Refused(str(error)) from None
     sys.stdout.write(text)
     return 0
+
+
+def load(run: str | Path) -> pd.DataFrame:
+    """Return a stored run, named as for `ddpbench show`, with one row per case and backend.
+
+    The columns are those of table.csv; None is unknown. Collectives: times in µs (`time`, `low`,
+    `high`, percentiles, `skew`), `size` in bytes, `algbw`, `busbw` and `limit_rate` in GB/s (10⁹
+    bytes). DDP steps: the name ends with the unit (`step_ms`, `samples_per_second`). `interval` and
+    `limit` are fractions. A run of the doctor has one row per finding. Raises InvalidRun.
+    """
+    rows: pd.DataFrame = frame(sources.read(sources.find(str(run)))).infer_objects()
+    return rows

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ddpbench.analysis import kept_stamps, stats
 from ddpbench.analysis.kept_stamps import Kept
-from ddpbench.hang.places import find_error_place
+from ddpbench.hang.places import find_error_place, is_of_program
 from ddpbench.measure import clock, memory
 from ddpbench.measure.loop import Bench
 from ddpbench.records.schema import Case, Plan, Wrong
@@ -94,8 +94,7 @@ def measure(
         try:
             bench = Bench(case, plan, world, subgroup, device)
         except (OSError, MemoryError, RuntimeError, TypeError, AttributeError) as error:
-            objection = memory.describe_shortage(error, device)
-            objection = objection or f"cannot make the buffers: {control.first_line(error)}"
+            objection = _explain(error, device, "cannot make the buffers")
     samples.objection = control.agree_objection(world, objection)
     if samples.objection is not None or bench is None:
         return samples
@@ -144,12 +143,19 @@ def _call_first(bench: Bench, samples: Samples) -> npt.NDArray[np.int64] | None:
     try:
         cold = bench.repeat(1)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, MemoryError) as error:
-        objection = memory.describe_shortage(error, bench.device)
-        objection = objection or f"not supported: {control.first_line(error)}"
+        objection = _explain(error, bench.device, "not supported")
         ended_alone = _end_if_alone(bench, f"{type(error).__name__}: {objection}", error)
     with ended_alone:
         samples.objection = control.agree_objection(bench.world, objection)
     return cold
+
+
+def _explain(error: Exception, device: torch.device, what: str) -> str:
+    """Return why this machine or backend cannot do a case; raise an error of the user's again."""
+    shortage = memory.describe_shortage(error, device)
+    if shortage is None and is_of_program(error) and not isinstance(error, NotImplementedError):
+        raise error
+    return shortage or f"{what}: {control.first_line(error)}"
 
 
 @contextlib.contextmanager

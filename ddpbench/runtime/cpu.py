@@ -83,14 +83,18 @@ def others_share(
 ) -> float | None:
     """The share of the host's online cores used by processes other than its ranks, 0 to 1.
 
-    /proc/stat counts in ticks, so a difference of two reads may be off by two ticks per core.
-    Returns None if that is over 5 % of the wall time (below 0.4 s at 100 ticks a second), when a
-    busy host looks like a quiet one, and if the host's time is unknown.
+    /proc/stat counts in ticks, so a difference of two reads may be off by two ticks per core. If
+    that is over 5 % of the wall time (below 0.4 s at 100 ticks a second), returns the share that
+    others used at least, None for nothing: such a host may be quiet or busy. Returns None also if
+    the host's time is unknown.
     """
-    if host_busy_seconds is None or 2 * tick_seconds > 0.05 * wall_seconds:
+    if host_busy_seconds is None or wall_seconds <= 0:
         return None
     others = host_busy_seconds - sum(own_seconds_of_local_ranks)
-    return min(1.0, max(0.0, others / (wall_seconds * cores)))
+    share, doubt = others / (wall_seconds * cores), 2 * tick_seconds / wall_seconds
+    if doubt > 0.05:
+        return min(1.0, share - doubt) if share > doubt else None
+    return min(1.0, max(0.0, share))
 
 
 def queued_seconds() -> float | None:
@@ -146,7 +150,6 @@ def _host(wall: float) -> tuple[float | None, float | None, float | None]:
 
 
 def _throttled(levels: Sequence[Path]) -> float | None:
-    """Seconds for which these control groups have throttled their processes."""
     stat = "\n".join(filter(None, (read(level / "cpu.stat") for level in levels)))
     v1, v2 = (re.findall(rf"^throttled_{unit} (\d+)", stat, re.M) for unit in ("time", "usec"))
     return sum(map(int, v1)) / 1e9 + sum(map(int, v2)) / 1e6 if stat else None

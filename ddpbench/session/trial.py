@@ -161,7 +161,6 @@ class Trial:
         )
 
     def _report_epoch(self, case: StepCase, epoch: Epoch) -> None:
-        """Report the end of an epoch on stderr, if it is a terminal."""
         if self.world.rank == 0 and not self.options.quiet and sys.stderr.isatty():
             train, validation = map(column.digits, (epoch.train_loss, epoch.validation_loss))
             sys.stderr.write(
