@@ -14,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -32,7 +31,6 @@ from ddpbench.launch import placement
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted, spans
 from ddpbench.replicas import Report, sharding
-from ddpbench.replicas.channel import Channel
 from ddpbench.replicas.compare import Options
 from ddpbench.replicas.gather import gather_report
 from ddpbench.replicas.report import few, listed_kinds
@@ -41,7 +39,7 @@ from ddpbench.watch.observe.observer import Meetings, Observer
 
 FREE_SECONDS, SHARE = 1.0, 0.005  # of waits in vain, in all: so long, and this share of the job
 LOCATED = 16  # differing tensors of a kind that are compared element by element
-EQUAL, UNEQUAL, LATE = "equal", "unequal", "late"  # what the ranks have agreed on
+MET, LATE = b"met", b"late"  # what the ranks have agreed on
 COMPARED, NOT_COMPARED = "replicas-compared", "replicas-not-compared"  # codes of findings
 JOIN = "it trains within Join, where ranks may take different numbers of steps"
 
@@ -51,14 +49,13 @@ _times = itertools.count()  # how often a proof began in this process, equal in 
 class Replica(NamedTuple):
     """A model of this rank that others hold too.
 
-    name: the same in all ranks; target, ranks: which it is compared in; groups: that all have
-    collectives in a synchronised backward of it.
+    name: the same in all ranks; ranks: that are compared; groups: that all have collectives in a
+    synchronised backward of it.
     """
 
     name: str
     module: nn.Module
     optimizers: list[Optimizer]
-    target: sharding.Target
     ranks: tuple[int, ...]
     groups: Meetings
 
@@ -89,11 +86,10 @@ class Proof:
         self._every, self._observer, self._asked = every, observer, bool(every)
         self._records: dict[str, Record] = {}
         self._stages: dict[bytes, tuple[int, ...]] = {}  # as in Options
-        self._ended: set[str] = set()  # replicas that differ
         self._uncompared: set[str] = set()  # replicas of which that is reported
         self._backwards: Counter[tuple[int, ...]] = Counter()  # synchronised ones of each group
         self._steps = 0  # optimizer steps
-        self._last: dict[tuple[int, ...], tuple[str, str]] = {}  # point and digest, by ranks
+        self._last: dict[str, str] = {}  # the point of each replica's last comparison
         self._began, self._lost = time.monotonic(), 0.0
         self._prefix = f"ddpbench/proof/{placement.read_restarts()}/{next(_times)}"
         if every:
@@ -109,64 +105,40 @@ class Proof:
         counts.update(met)
         if not self._every or all(counts[ranks] % self._every for ranks in met):
             return
-        # Of groups that do not meet equally often, the one that meets least has the number.
-        found = [
-            (min(counts[ranks] for ranks in one.groups), one)
-            for one in self._list_replicas()
-            if one.groups <= met
-        ]
-        for number in sorted({number for number, _ in found if number % self._every == 0}):
-            due = [one for count, one in found if count == number]
-            self._compare_all(f"backward/{number}", number - 1, due)
+        for one in self._list_replicas():
+            # Of groups that do not meet equally often, the one that meets least has the number.
+            count = min(counts[ranks] for ranks in one.groups)
+            if one.groups <= met and count % self._every == 0:
+                self._compare(f"backward/{count}", count - 1, one)
 
     def _after_step(self, number: int) -> None:
         self._steps = number + 1
-        if self._every and (number + 1) % self._every == 0 and dist.is_initialized():
-            due = [
-                one
-                for one in self._list_replicas()
-                if not all(self._backwards[ranks] for ranks in one.groups)
-            ]
-            self._compare_all(f"step/{number}", number, due)
+        if self._every and self._steps % self._every == 0 and dist.is_initialized():
+            for one in self._list_replicas():
+                if not all(self._backwards[ranks] for ranks in one.groups):
+                    self._compare(f"step/{number}", number, one)
 
-    def _compare_all(self, point: str, number: int, due: Sequence[Replica]) -> None:
-        """Compare replicas, those of the same ranks together, in the same order in all ranks."""
-        for ranks in sorted({one.ranks for one in due}):
-            replicas = {one.name: one for one in due if one.ranks == ranks}
-            for name, one in [*replicas.items()]:
-                record = self._records.setdefault(name, Record(ranks))
-                ddp: Any = wrapper(one.module)
-                if ddp is not None and ddp._join_config.enable:  # ranks without data only shadow it
-                    record.reason = JOIN
-                    del replicas[name]
-            if not replicas:
-                continue
-            agreed = self._agree(point, ranks, [*replicas])
-            if agreed == LATE:
-                self._miss(number, ranks, replicas)
-                continue
-            if agreed == UNEQUAL:
-                replicas = self._gather_common(replicas)
-            for one in replicas.values():
-                if one.name not in self._ended:
-                    self._compare(number, one)
+    def _compare(self, point: str, number: int, one: Replica) -> None:
+        record = self._records.setdefault(one.name, Record(one.ranks))
+        ddp: Any = wrapper(one.module)
+        if ddp is not None and ddp._join_config.enable:  # ranks without data only shadow it
+            record.reason = JOIN
+        elif record.compared > record.equal:
+            return
+        elif self._meet(point, one):
+            self._compare_now(number, one, record)
+        else:
+            record.missed += 1
+            if record.missed == 1:
+                sentence = (
+                    f"{one.name.split()[0]} was not compared at step {number}: some of ranks "
+                    f"{spans(one.ranks)} did not reach it with such a model when the others did"
+                )
+                step = "print len(loader) and the model in every rank: all must take the same steps"
+                place = {"step": number}
+                self._add(one.ranks, Finding("warning", NOT_COMPARED, sentence, step, place))
 
-    def _miss(self, number: int, ranks: tuple[int, ...], names: Iterable[str]) -> None:
-        is_first = not any(record.missed for record in self._records.values())
-        for name in names:
-            self._records[name].missed += 1
-        if is_first:
-            sentence = (
-                f"the replicas were not compared at step {number}: some of ranks "
-                f"{spans(ranks)} did not reach it together with the others"
-            )
-            step = (
-                "print len(loader) in every rank: all must take the same number of optimizer steps"
-            )
-            self._add(ranks, Finding("warning", NOT_COMPARED, sentence, step, {"step": number}))
-
-    def _compare(self, number: int, one: Replica) -> None:
-        record = self._records[one.name]
+    def _compare_now(self, number: int, one: Replica, record: Record) -> None:
         options = Options(
             gradients=None,
             finite=True,
@@ -179,7 +151,6 @@ class Proof:
         record.contents = {kind: count for kind, count in report.compared.items() if count}
         record.compared += 1
         if report.failed:
-            self._ended.add(one.name)
             errors = [f for f in report.findings if f.severity == "error"]
             self._add(
                 one.ranks, *(replace(f, sentence=f"step {number}: {f.sentence}") for f in errors)
@@ -245,70 +216,46 @@ class Proof:
             ranks = _list_ranks(target)
             name = _describe(module, ranks)
             count[name] += 1
-            replicas.append(
-                Replica(
-                    f"{name} {count[name]}",
-                    *(module, optimizers, target, tuple(ranks), _list_groups(target)),
-                )
-            )
+            place = tuple(ranks), _list_groups(target)
+            replicas.append(Replica(f"{name} {count[name]}", module, optimizers, *place))
         return replicas
 
-    def _agree(self, point: str, ranks: tuple[int, ...], names: list[str]) -> str:
-        """Wait for these ranks; return whether all have replicas of these names, or LATE."""
-        digest = _hash(names)
-        store = self._open_store(point, ranks)
-        same = store.add(digest, 1)
-        is_last = store.add("arrived", 1) == len(ranks)
-        if ranks in self._last:  # all have been there; once all are here, all have left
-            last, last_digest = self._last[ranks]
-            keys = ("arrived", "decided", "decision") if is_last else ()
+    def _meet(self, point: str, one: Replica) -> bool:
+        """Wait for the ranks of a replica; return whether all have come, the same in all."""
+        store = self._open_store(point, one)
+        is_last = store.add("arrived", 1) == len(one.ranks)
+        # Once all are here, all have left the point before.
+        if is_last and (last := self._last.get(one.name)) is not None:
             with contextlib.suppress(RuntimeError):  # where the store cannot
-                for key in (last_digest, *keys):
-                    self._open_store(last, ranks).delete_key(key)
-        self._last[ranks] = point, digest
+                for key in ("arrived", "decided", "decision"):
+                    self._open_store(last, one).delete_key(key)
+        self._last[one.name] = point
         if is_last:
-            return _decide(store, EQUAL if same == len(ranks) else UNEQUAL)
+            return _decide(store, MET)
         began = time.monotonic()
         until = began + FREE_SECONDS + SHARE * (began - self._began) - self._lost
-        pause, decision = 0.0005, ""
-        while not decision:
-            if store.check(["decision"]):
-                decision = store.get("decision").decode()
-            elif time.monotonic() > until:
-                decision = _decide(store, LATE)
+        pause, is_met = 0.0005, None
+        while is_met is None:
+            if store.check(["decision"]) or time.monotonic() > until:
+                is_met = _decide(store, LATE)
             else:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
         # Ranks that meet in a backward anyway lose nothing by waiting for each other.
-        if decision == LATE or point.startswith("step"):
+        if not is_met or point.startswith("step"):
             self._lost += time.monotonic() - began
-        return decision
+        return is_met
 
-    def _open_store(self, point: str, ranks: tuple[int, ...]) -> dist.Store:
-        prefix = f"{self._prefix}/{_hash(ranks)}/{point}"
+    def _open_store(self, point: str, one: Replica) -> dist.Store:
+        prefix = f"{self._prefix}/{one.name}/{point}"
         return dist.PrefixStore(prefix, distributed_c10d._get_default_store())
 
-    def _gather_common(self, replicas: dict[str, Replica]) -> dict[str, Replica]:
-        """Return the replicas that all of these ranks have; report the others."""
-        # A module tells this rank's GPU, which a script need not have made the current one.
-        one = next(iter(replicas.values()))
-        lists = Channel(one.target, one.module).gather_objects([*replicas])
-        common = {
-            name: replica
-            for name, replica in replicas.items()
-            if all(name in names for names in lists)
-        }
-        if missing := {*replicas} - {*common} - self._uncompared:
-            self._uncompared |= missing
-            for name in missing:
-                self._records[name].reason = "some of its ranks do not have it"
-            sentence = (
-                f"not compared: {counted(len(missing), 'model')} that some ranks do not have: "
-                f"{few(sorted(missing))}"
-            )
-            place = {"models": sorted(missing)}
-            self._add(one.ranks, Finding("note", "not-compared", sentence, "", place))
-        return common
+
+def _decide(store: dist.Store, decision: bytes) -> bool:
+    """Decide for all ranks, unless another one has decided already; return whether they met."""
+    if store.add("decided", 1) == 1:
+        store.set("decision", decision.decode())
+    return store.get("decision") == MET
 
 
 def _describe_record(name: str, record: Record) -> Finding:
@@ -333,17 +280,6 @@ def _explain_never_compared(reason: str) -> Finding:
     """Return the error of a job whose replicas were never compared although that was asked for."""
     step = "a smaller N in --verify N, or ddpbench.Verifier: python -m ddpbench guide replicas"
     return Finding("error", NOT_COMPARED, f"the replicas were never compared: {reason}", step)
-
-
-def _decide(store: dist.Store, decision: str) -> str:
-    """Decide for all ranks, unless another one has decided already; return the decision."""
-    if store.add("decided", 1) == 1:
-        store.set("decision", decision)
-    return store.get("decision").decode()
-
-
-def _hash(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def _list_parts(root: nn.Module) -> list[nn.Module]:

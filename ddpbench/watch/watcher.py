@@ -96,9 +96,10 @@ class Watcher:
             if not self._await_group():
                 return
             self._watch_for_hangs()
+            parts = self._marks, self._reducers, self.values, self.observer, self._proof
             with (
-                contextlib.closing(self._open_rank()) as rank,
-                contextlib.closing(self._open_reports()) as reports,
+                contextlib.closing(_Rank(*parts)) as rank,
+                contextlib.closing(_Reports(self._settings, self._prefix, self._proof)) as reports,
             ):
                 while not self._closing.wait(reports.seconds_to_round()):
                     reports.send(rank.read_window())
@@ -107,12 +108,6 @@ class Watcher:
         except Exception as error:
             if not isinstance(error, ValueError) or _has_group():  # a short script has ended it
                 self._fail(error)
-
-    def _open_rank(self) -> _Rank:
-        return _Rank(self._marks, self._reducers, self.values, self.observer, self._proof)
-
-    def _open_reports(self) -> _Reports:
-        return _Reports(self._settings, self._prefix, self._proof)
 
     def _await_group(self) -> bool:
         """Wait for the process group. Return False if the watch is to end before there is one."""

@@ -281,10 +281,8 @@ class Observer:
     def _wrap_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            is_other = self._thread not in (None, get_ident())
-            if torch.compiler.is_compiling() or is_other or self._in_backward:
-                original(tensors, *args, **kwargs)
-                return
+            if torch.compiler.is_compiling() or self._in_backward or self._is_elsewhere():
+                return original(tensors, *args, **kwargs)
             before = _count_collectives()
             self._in_backward, self._own_ended = True, False
             try:
@@ -298,9 +296,12 @@ class Observer:
                 self._in_backward = False
                 if self._thread is not None:
                     self._add(BACKWARD + END)
-            self._end_backward(before)
+            return self._end_backward(before)
 
         return backward
+
+    def _is_elsewhere(self) -> bool:
+        return self._thread not in (None, get_ident())
 
     def _end_backward(self, before: Counter[tuple[int, ...]]) -> None:
         """Call who waits for the end of a synchronised backward, if this was one.
