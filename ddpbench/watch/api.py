@@ -97,7 +97,7 @@ def watch(
 ) -> Watch:
     """Watch this job from now on. Call it in every rank, before or after init_process_group.
 
-    verify: compare the replicas bit for bit after every N optimizer steps; 0 never. timeout: report
+    verify: compare the replicas bit for bit in every N-th step; 0 never. timeout: report
         a hang after so many seconds and end the job with exit code 5; 0 never.
     every: seconds between two lines on the terminal. output: folder for the stored run; None stores
         nothing. format: of the table at the end.

@@ -1,4 +1,4 @@
-"""`ddpbench watch --verify` on real ranks: faults in jobs of an unusual form, and what it reports."""
+"""`ddpbench watch --verify` on real ranks: faults in jobs of an unusual form."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from command_lines import ddpbench_command, run_command
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
 
-SCRIPT = '''
+SCRIPT = """
 import sys
 import torch
 import torch.distributed as dist
@@ -18,8 +18,9 @@ kind, steps = sys.argv[1], 24
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
 torch.manual_seed(0)
-rank, group = dist.get_rank(), dist.new_group([dist.get_world_size() - 2, dist.get_world_size() - 1])
-members = dist.get_process_group_ranks(group)
+rank, world_size = dist.get_rank(), dist.get_world_size()
+members = [world_size - 2, world_size - 1]
+group = dist.new_group(members)
 if rank in members:
     model = DistributedDataParallel(torch.nn.Linear(8, 8), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -36,7 +37,7 @@ if rank in members:
             model.module.weight.data[2, 3] = 9.0
 dist.barrier()
 dist.destroy_process_group()
-'''
+"""
 
 
 def watch(folder: Path, kind: str, every: int, ranks: int = 2) -> tuple[int, list[Finding], int]:
