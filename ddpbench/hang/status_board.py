@@ -19,7 +19,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from ddpbench.hang.self_report import RankIdentity, observe_state
 from ddpbench.hang.status import DIED, LEFT, STOPPED, RankStatus, SilentRank
@@ -38,10 +38,22 @@ STORE_TIMEOUT = timedelta(seconds=5)
 CLOSE_SECONDS = 0.5
 
 
-class StoreClient:
-    """A connection of its own to the ranks' store, used by a thread that may hang with it."""
+class Address(NamedTuple):
+    """Where a TCPStore serves, and how long the job itself waits for it."""
 
-    def __init__(self, store: dist.Store, world_size: int) -> None:
+    host: str
+    port: int
+    timeout: timedelta
+
+
+class StoreClient:
+    """A connection of its own to the ranks' store, used by a thread that may hang with it.
+
+    Connects for as long as the job itself would: with many ranks on few cores, the store's host may
+    not come to accept connections. Raises RuntimeError after that.
+    """
+
+    def __init__(self, store: dist.Store | Address, world_size: int) -> None:
         self.gone = False  # whether the store has closed the connection
         self.store, self._connection = _open_client(store, world_size)
         self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -99,23 +111,56 @@ class StoreClient:
             attempt()
 
 
-def _open_client(store: dist.Store, world_size: int) -> tuple[dist.Store, socket.socket | None]:
-    """A client of the same store, and its connection where it has one."""
+def find_store(store: dist.Store) -> dist.Store | Address:
+    """Return the address of the server behind a store, else the store without its prefixes."""
     import torch.distributed as dist
 
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
+        waits: Any = store  # torch's stubs lack its timeout
+        return Address(store.host, store.port, waits.timeout)
+    return store
+
+
+def _open_client(
+    store: dist.Store | Address, world_size: int
+) -> tuple[dist.Store, socket.socket | None]:
+    """A client of the same store, and its connection where it has one."""
+    import torch.distributed as dist
+
+    server = store if isinstance(store, Address) else find_store(store)
+    if isinstance(server, Address):
+        await_server(server, server.timeout.total_seconds())
         earlier = _open_sockets()
         client = dist.TCPStore(
-            store.host, store.port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False
+            *server[:2], is_master=False, timeout=server.timeout, wait_for_workers=False
         )
+        client.set_timeout(STORE_TIMEOUT)
         new = [file for name, file in _open_sockets().items() if name not in earlier]
-        return client, _find_connection(new, store.port)
+        return client, _find_connection(new, server.port)
+    store = server
     if isinstance(store, dist.FileStore):
         path: str = store.path  # type: ignore[attr-defined]
         return dist.FileStore(path, world_size), None
     return store, None
+
+
+def await_server(server: Address, seconds: float) -> None:
+    """Return once a server accepts connections: torch's client would print a C++ stack if not."""
+    until, pause = time.monotonic() + seconds, POLL_SECONDS
+    while True:
+        left = until - time.monotonic()
+        with contextlib.suppress(OSError):
+            socket.create_connection(server[:2], max(left, POLL_SECONDS)).close()
+            return
+        if left <= pause:
+            raise RuntimeError(
+                f"the ranks' store at {server.host}:{server.port} accepted no connection within "
+                f"{seconds:g} s"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, ANSWER_SECONDS)
 
 
 def _open_sockets() -> dict[str, int]:

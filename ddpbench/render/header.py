@@ -92,7 +92,15 @@ def of_watch(run: Run) -> bool:
 
 def _how_watched(run: Run) -> str:
     times = {result.case.time_definition for result in run.steps}
-    return f"a step is the time {', '.join(times)}; median over steps; {verified(run.plan.verify)}"
+    return f"a step is the time {', '.join(times)}; median over steps; {_compared(run)}"
+
+
+def _compared(run: Run) -> str:
+    """State how often the replicas of a watched job were compared."""
+    counts = [f.place["compared"] for f in run.findings if f.code == "replicas-compared"]
+    if run.plan.verify and counts:
+        return f"replicas compared {max(counts)} times"
+    return "replicas not compared"
 
 
 def _how_calls(run: Run) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import struct
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ddpbench.hang.status_board import STORE_TIMEOUT, StoreClient
+from ddpbench.hang.status_board import Address, StoreClient, await_server, find_store
 from ddpbench.watch.window import HostWindow
 
 if TYPE_CHECKING:
@@ -41,18 +40,12 @@ class HostReports:
     def __init__(self, store: dist.Store, prefix: str, world_size: int) -> None:
         import torch.distributed as dist
 
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
         self._prefix, self._world_size = prefix, world_size
-        self._is_file = isinstance(store, dist.FileStore)
         # A reference to rank 0's TCPStore would keep its server alive after the process group. If
         # the script then made another group, ranks could meet at the old server.
-        self._address: tuple[str, int] | None = None
-        self._store: dist.Store | None = None
-        if isinstance(store, dist.TCPStore):
-            self._address = store.host, store.port
-        else:
-            self._store = store
+        self._store = find_store(store)
+        self._is_file = isinstance(self._store, dist.FileStore)
+        self._was_open = False
         self._client: StoreClient | None = None
         self._retry_at = 0.0
         self._folder = ""  # of the keys of the job with this token
@@ -150,30 +143,20 @@ class HostReports:
             self.close()
             self._retry_at = time.monotonic() + RETRY_SECONDS
         if self._client is None and time.monotonic() >= self._retry_at:
-            if self._is_reachable():
-                self._client = StoreClient(self._open_store(), self._world_size)
+            if not self._was_open or self._is_reachable():
+                self._client, self._was_open = StoreClient(self._store, self._world_size), True
             else:
                 self._retry_at = time.monotonic() + RETRY_SECONDS
         return None if self._client is None else self._client.request(seconds, function)
 
     def _is_reachable(self) -> bool:
-        """Whether a client could connect: torch's own would print a warning and wait for long."""
-        if self._address is None:
-            return True
-        try:
-            socket.create_connection(self._address, REACH_SECONDS).close()
-        except OSError:
-            return False
+        """Whether a client could connect again, after the store had closed the connection."""
+        if isinstance(self._store, Address):
+            try:
+                await_server(self._store, REACH_SECONDS)
+            except RuntimeError:
+                return False
         return True
-
-    def _open_store(self) -> dist.Store:
-        import torch.distributed as dist
-
-        if self._address is None:
-            assert self._store is not None
-            return self._store
-        host, port = self._address
-        return dist.TCPStore(host, port, timeout=STORE_TIMEOUT, wait_for_workers=False)
 
     def _find_slot(self, store: dist.Store, host: str) -> int:
         """This host's number: that of an earlier leader, or the next one."""
