@@ -199,6 +199,15 @@ def test_every_operation_form_place_and_pipelining_is_checked(
     assert all(r.checks and not r.wrong for r in run.results if r.summary and r.case.nbytes)
 
 
+def test_a_quiet_run_says_why_nothing_was_measured(tmp_path: Path) -> None:
+    """The reason comes last on stderr, with exit code 2."""
+    words = ("--op", "all_reduce", "--sizes", "4096G", *QUICK, "--quiet")
+    done = run_ddpbench(tmp_path, "collectives", "--backend", "gloo", "-n", "2", *words)
+    assert done.returncode == 2, done.stdout
+    _, run = read_stored_run(tmp_path)
+    assert done.stderr.splitlines()[-1].endswith(str(run.results[0].reason))
+
+
 @needs_mpirun
 def test_dtypes_and_reduce_ops_are_right_or_refused_together(tmp_path: Path) -> None:
     """What a backend cannot do is skipped on all ranks with its reason; the rest is right."""

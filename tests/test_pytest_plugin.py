@@ -170,7 +170,7 @@ def test_a_round_is_a_launch_to_the_last_bit(
     assert extra["checks"] == 18
     assert extra["run"].endswith("test_all_reduce")
     assert fake.asked == [("collectives", "--launches=6", "--op=all_reduce", "--sizes=4K",
-                           "--backend=gloo", "--nproc=2")]  # fmt: skip
+                           "--backend=gloo", "--ranks=2")]  # fmt: skip
 
 
 def test_a_step_is_asked_for_by_keywords(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
@@ -43,8 +42,6 @@ def find_other_device(batch: Any, device: torch.device) -> torch.device | None:
 def import_function(name: str) -> Callable[..., Any]:
     """Import package.module:function. Raises ValueError with one sentence."""
     module, _, attribute = name.partition(":")
-    if "" not in sys.path:  # python -m searches the current folder, the ddpbench script does not
-        sys.path.append("")
     try:
         function = getattr(import_module(module), attribute)
     except Exception as error:  # whatever the user's module raises

@@ -52,8 +52,8 @@ VARIED = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command; imports no torch."""
     what = 'NAME=VALUE …, --python PATH, and options of the command; "" for no changes'
-    parser.add_argument("--a", required=True, metavar="VARIANT", help=f"BASE: {what}")
-    parser.add_argument("--b", required=True, metavar="VARIANT", help="NEW, in the same form")
+    parser.add_argument("--a", required=True, metavar=options.VARIANT, help=f"BASE: {what}")
+    parser.add_argument("--b", required=True, metavar=options.VARIANT, help="NEW, in the same form")
     parser.add_argument(
         "--budget",
         type=options.positive,

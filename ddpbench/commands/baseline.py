@@ -46,7 +46,7 @@ RUNS = 5  # that show how a machine drifts; of verdicts.drift, which loads numpy
 FILES = ("run.json", "table.csv", "table.txt")
 SAMPLES = "samples.parquet"
 # Options of a measuring command that a new measurement sets itself.
-RESET = ("-n", "--nproc", "--launches", "--output")
+RESET = ("-n", "--ranks", "--nproc", "--launches", "--output")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help=f"{compare.WHERE}; five show the drift (default: last)")  # fmt: skip
     save.add_argument("--replace", action="store_true", help="replace the baseline of this name")
     save.add_argument("--samples", action="store_true", help="copy the raw samples too")
-    actions.add_parser("list", help="list the baselines", description="List the baselines.")
+    listing = actions.add_parser(
+        "list", help="list the baselines", description="List the baselines."
+    )
     check = actions.add_parser(
         "check", help="compare with a baseline", description="Compare with a baseline."
     )
@@ -68,12 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     other = "accept a baseline of another machine (default: exit with 3)"
     check.add_argument("--other-machine", action="store_true", help=other)
     compare.add_judging(check)
+    for action in (save, listing, check):
+        action.add_argument("--folder", type=Path, default=BASELINES, metavar="FOLDER",
+                            help=f"folder of all baselines (default: {BASELINES})")  # fmt: skip
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """Save, list or check; return the exit code. Raises Refused and InvalidRun."""
     if namespace.action == "list":
-        return _list()
+        return _list(namespace.folder)
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", namespace.name) or namespace.name == "last":
         raise Refused(
             f"{namespace.name!r} is no name for a baseline: write letters, digits and . _ + -, "
@@ -83,7 +88,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _save(namespace: argparse.Namespace) -> int:
-    target = BASELINES / namespace.name
+    target = namespace.folder / namespace.name
     if target.exists() and not namespace.replace:
         raise Refused(f"there is a baseline {namespace.name} already: replace it with --replace, "
                       "or give another name")  # fmt: skip
@@ -174,12 +179,12 @@ def _copy_file(source: Path, target: Path) -> int:
     return target.stat().st_size
 
 
-def _list() -> int:
+def _list(baselines: Path) -> int:
     from tabulate import tabulate
 
-    rows = [row for folder in sorted(BASELINES.glob("[!.]*")) for row in _listed(folder)]
+    rows = [row for folder in sorted(baselines.glob("[!.]*")) for row in _listed(folder)]
     if not rows:
-        tell(f"no baselines in {BASELINES}/")
+        tell(f"no baselines in {baselines}/")
         return 0
     heads = ["baseline", "command", "of", "backends", "launches", "torch", "measured", "on"]
     sys.stdout.write(tabulate(rows, heads, disable_numparse=True) + "\n")
@@ -209,9 +214,9 @@ def _listed(folder: Path) -> Iterator[list[str]]:
 
 
 def _check(namespace: argparse.Namespace) -> int:
-    folder = BASELINES / namespace.name
+    folder = namespace.folder / namespace.name
     if not folder.is_dir():
-        known = sorted(each.name for each in BASELINES.glob("[!.]*"))
+        known = sorted(each.name for each in namespace.folder.glob("[!.]*"))
         raise Refused(
             explain_unknown("baseline", namespace.name, known)
             if known

@@ -7,6 +7,7 @@ python -m ddpbench show results/before --format markdown --columns op,size,time,
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    """Print the run; return the exit code. Raises Refused and InvalidRun."""
+    """Print the run, or what `ab` stored; return the exit code. Raises Refused and InvalidRun."""
+    for folder in (Path(namespace.run), Path("results", namespace.run)):
+        if namespace.format == "table" and os.path.lexists(folder / "comparison.txt"):  # of `ab`
+            sys.stdout.write((folder / "comparison.txt").read_text())
+            return 0
     run = sources.read(sources.find(namespace.run), Hints(namespace.op, namespace.ranks))
     try:
         with store.refuse_impossible_values(namespace.run):

@@ -15,14 +15,16 @@ class Judgement:
     """What one rank has found out about all.
 
     sentence: "" nothing to print yet; heard: the ranks that answered; stacks: of these ranks;
-    store_answers: whether the others can read this; notice: ranks only stand still, so the job goes
-    on; waiting: a rank that answered waits in torch.distributed.
+    failed: whether one of them has an error of its own; store_answers: whether the others can read
+    this; notice: ranks only stand still, so the job goes on; waiting: a rank that answered waits in
+    torch.distributed.
     """
 
     sentence: str
     heard: tuple[int, ...]
     silent: tuple[SilentRank, ...]
     stacks: str
+    failed: bool
     store_answers: bool
     notice: bool
     waiting: bool
@@ -50,6 +52,7 @@ def judge(
         heard=tuple(statuses),
         silent=tuple(replace(rank, seen=None) for rank in silent),
         stacks="".join(f"rank {rank}:\n{s.stack}" for rank, s in sorted(statuses.items())),
+        failed=verdict.has_failed(statuses),
         store_answers=store_answers,
         notice=verdict.is_notice(statuses),
         waiting=any(find_waits(status) for status in statuses.values()),

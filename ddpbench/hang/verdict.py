@@ -43,6 +43,7 @@ SYMPTOM = re.compile(
     r"|on rank \d+ has not ended within",
     re.IGNORECASE,
 )
+BY_SIGNAL = "ended by "  # the cause of a rank that a signal asked to end begins with this
 
 
 def explain_hang(
@@ -73,6 +74,12 @@ def explain_hang(
         viewers = format_ranks([*statuses])
         sentence += f"; the ranks' store does not answer, so this is what {viewers} can see"
     return sentence
+
+
+def has_failed(statuses: Statuses) -> bool:
+    """Return whether a rank has missed a deadline, or has an error that is no symptom."""
+    causes = [status.cause for status in statuses.values() if status.cause]
+    return not all(cause.startswith(BY_SIGNAL) or SYMPTOM.search(cause) for cause in causes)
 
 
 def is_notice(statuses: Statuses) -> bool:

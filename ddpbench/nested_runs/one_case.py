@@ -24,7 +24,6 @@ from ddpbench.verdicts.regression import Measured
 
 PATIENCE_SECONDS = 15.0  # between asking to end and killing
 TOLD = (0, 1, 4)  # exit codes of a run that says itself what is wrong with it
-NAMES = {"ranks": "nproc"}  # keyword → option, where they differ
 
 
 class Unmeasured(Exception):
@@ -38,7 +37,7 @@ def words(settings: Mapping[str, Any]) -> list[str]:
     """
     found: list[str] = []
     for name, value in settings.items():
-        option = "--" + NAMES.get(name, name).replace("_", "-")
+        option = "--" + name.replace("_", "-")
         if name == "options":
             found += [value] if isinstance(value, str) else value
         elif value is True:

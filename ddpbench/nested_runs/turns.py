@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import importlib.util
+import json
 import os
 import random
 import re
@@ -17,9 +20,11 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ddpbench
 from ddpbench.launch.placement import Refused
@@ -35,6 +40,21 @@ USUAL = "collectives"  # the command to measure if none is given
 SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
 PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
 CHECK_SECONDS = 120.0  # until another Python has imported torch and ddpbench
+# The packages that ddpbench needs, by the names that import and install them.
+NEEDED = (
+    *("torch", "numpy", "pandas", "pyarrow", "tabulate"),
+    *("scipy", "psutil", "rich", "xxhash", "msgspec"),
+)
+# Run by another Python; prints what it lacks, else which Python and torch it is.
+CHECK = f"""
+import importlib.util, json, sys
+missing = [name for name in {NEEDED} if importlib.util.find_spec(name) is None]
+facts = {{"missing": missing, "python": sys.executable, "prefix": sys.prefix}}
+if not missing:
+    import torch, {", ".join(f"ddpbench.commands.{name}" for name in MEASURING)}
+    facts["torch"] = torch.__file__
+print("\\n" + json.dumps(facts))
+"""
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
@@ -311,22 +331,27 @@ def _find_wrong_result(sides: Sequence[Side]) -> End | None:
     return None
 
 
+@functools.cache
+def _package_folder() -> tempfile.TemporaryDirectory[str]:
+    """Create a folder with nothing but a link to ddpbench, which pip installs beside torch."""
+    folder = tempfile.TemporaryDirectory(prefix="ddpbench-package-")
+    (Path(folder.name) / "ddpbench").symlink_to(Path(ddpbench.__file__).resolve().parent)
+    return folder
+
+
 def _environ(variant: Variant) -> dict[str, str]:
-    package = str(Path(ddpbench.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, **variant.environ}
+    environ = {**os.environ, **variant.environ}
+    paths = (_package_folder().name, environ.get("PYTHONPATH", ""))
+    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _check_python(variant: Variant) -> None:
-    """Raise Refused if another Python cannot import what a measurement needs."""
+    """Raise Refused if another Python cannot measure, or would measure with this one's torch."""
     if variant.python == sys.executable:
         return
-    word = "ddpbench can run"
-    commands = ", ".join(f"ddpbench.commands.{name}" for name in MEASURING)
-    program = f"import torch, {commands}; print({word!r})"
     try:
         done = subprocess.run(
-            [variant.python, "-c", program],
+            [variant.python, "-c", CHECK],
             env=_environ(variant),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -335,15 +360,32 @@ def _check_python(variant: Variant) -> None:
             timeout=CHECK_SECONDS,
             check=False,
         )
-        lines = done.stderr.strip().splitlines() or ["it is no Python interpreter"]
-        reason = None if word in done.stdout else lines[-1]
+        facts = json.loads(done.stdout.splitlines()[-1])
+        reason = _find_objection(variant.python, facts)
+    except (IndexError, ValueError):  # it failed, or is something else
+        reason = (done.stderr.strip().splitlines() or ["it is no Python interpreter"])[-1]
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
-    if reason is not None:
+    if reason:
         raise Refused(
-            f"--{variant.name} {str(variant)!r}: {variant.python} cannot run ddpbench: {reason}; "
-            "choose the python of an environment in which torch is installed"
+            f"--{variant.name} {str(variant)!r}: {variant.python} cannot run ddpbench: {reason}"
         )
+
+
+def _find_objection(python: str, facts: Mapping[str, Any]) -> str:
+    """Return why the Python with these facts cannot be the one of a variant, "" if it can."""
+    if facts["missing"]:
+        names = " ".join(facts["missing"])
+        return f"it lacks {names}. Next: {shlex.join([python, '-m', 'pip', 'install'])} {names}"
+    if os.path.abspath(facts["python"]) != os.path.abspath(python):  # noqa: PTH100 - keeps links
+        return f"it starts another Python: name {facts['python']}"
+    own = getattr(importlib.util.find_spec("torch"), "origin", None)
+    if own and facts["prefix"] != sys.prefix and Path(own).samefile(facts["torch"]):
+        return (
+            f"it imports the torch of this environment ({facts['torch']}): unset PYTHONPATH, or "
+            "install torch there"
+        )
+    return ""
 
 
 def _check(words: Sequence[str]) -> None:

@@ -433,6 +433,7 @@ class Run:
     ended: str | None = None
     operations: tuple[str, ...] = ()  # or workloads, in the order asked for
     backends: tuple[str, ...] = ()
+    label: str = ""  # the user's own, of --label
     launches: tuple[Launch, ...] = ()
     results: tuple[Result, ...] = ()
     steps: tuple[StepResult, ...] = ()

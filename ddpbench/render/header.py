@@ -35,6 +35,9 @@ def header(run: Run) -> list[str]:
         f"versions  ddpbench {facts.get('ddpbench')}, torch {facts.get('torch')}, "
         f"Python {facts.get('python')}, Linux {facts.get('kernel')}",
     ]
+    commit = f"commit {facts['commit']}" if facts.get("commit") else ""
+    if own := ", ".join(filter(None, (run.label, commit))):
+        shown.append(f"label     {own}")
     for launch in {launch.backend: launch for launch in launches}.values():
         provider = "" if launch.provider == "native" else f" (provider {launch.provider})"
         shown.append(f"{launch.backend:<9} {launch.library}{provider}, {launch.launcher}")

@@ -38,6 +38,7 @@ class RunOptions:
     columns: tuple[str, ...] | None
     quiet: bool
     output: str | None
+    label: str | None
     report: bool
     join: str | None
     launch: int

@@ -13,9 +13,10 @@ from ddpbench.records.schema import Plan, Run
 
 # Facts of launches and ranks. Load and free memory are left out: they change every minute.
 FACTS = (
-    *("ddpbench", "git", "python", "torch", "torch_build", "cuda", "nccl", "driver", "kernel"),
-    *("os", "container", "virtual_machine", "cpu_model", "cores_logical", "cores_physical", "smt"),
-    *("governor", "memory_nbytes", "transparent_huge_pages", "numa_nodes", "default_interface"),
+    *("ddpbench", "git", "commit", "python", "torch", "torch_build", "cuda", "nccl", "driver"),
+    *("kernel", "os", "container", "virtual_machine", "cpu_model", "cores_logical"),
+    *("cores_physical", "smt", "governor", "memory_nbytes", "transparent_huge_pages"),
+    *("numa_nodes", "default_interface"),
 )
 RANK_FACTS = (
     *("hostname", "cpuset", "numa_nodes", "threads", "gpu_name", "cgroup_cpu_quota_cores"),

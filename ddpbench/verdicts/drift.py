@@ -22,7 +22,7 @@ from ddpbench.verdicts.verdict import FALSE_SHARE
 ASSUMED = 0.35  # change between two runs of identical code, while too few runs show it
 FEWEST = 5  # earlier runs that show it
 # Differences that leave a run among those that show the drift. All others may change times.
-HARMLESS = ("git", "plan: ")
+HARMLESS = ("git", "commit", "plan: ")
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import ONE_SENTENCE
+from command_lines import ONE_SENTENCE, read_stored_run, run_ddpbench
 from frozen import Frozen
 from in_process import Call, capture_command
 from stored_runs import (
@@ -362,6 +363,45 @@ def test_under_a_launcher_a_check_does_not_measure(
     code, out, err = call("check", "mine")
     assert (code, out) == (2, "")
     frozen.text(err)
+
+
+OWN = """
+import time
+from dataclasses import replace
+from ddpbench.catalog.operations import OPERATIONS
+plain = OPERATIONS["all_reduce"]
+def bind(*arguments):
+    call = plain.bind(*arguments)
+    def exchange():
+        time.sleep(SECONDS)
+        return call()
+    return exchange
+OPERATIONS["exchange"] = replace(plain, name="exchange", bind=bind)
+"""
+
+
+def test_a_check_measures_the_users_operation_again(tmp_path: Path) -> None:
+    """With --import, as it is now: 5 ms slower. The label and the commit of the repository around
+    the current folder are stored; the baseline is kept in a folder of the user's choice."""
+    module, kept = tmp_path / "own_exchange.py", ("--folder", "kept")
+    module.write_text(f"SECONDS = 0\n{OWN}")
+    git = ("git", "-c", "user.name=a", "-c", "user.email=b")
+    for words in (("init", "-q"), ("add", module.name), ("commit", "-qm", "operation")):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    words = ("--import", "own_exchange", "--op", "exchange", "--sizes", "4K", "--backend", "gloo")
+    done = run_ddpbench(tmp_path, "collectives", *words, "-n", "2", "--slice", "0.02",
+                        "--launches", "6", "--label", "before the change")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    _, run = read_stored_run(tmp_path)
+    commit = run.launches[0].facts["commit"]
+    assert re.fullmatch(r"[0-9a-f]{7,}", str(commit))
+    assert f"before the change, commit {commit}" in done.stdout
+    assert run_ddpbench(tmp_path, "baseline", "save", "mine", *kept).returncode == 0
+    module.write_text(f"SECONDS = 0.005\n{OWN}")
+    done = run_ddpbench(tmp_path, "baseline", "check", "mine", *kept)
+    assert f"commit: {commit} → {commit}-dirty" in done.stdout, done.stderr
+    *_, newest = store.list_runs(tmp_path / "results")
+    assert all(result.summary.median_seconds > 0.005 for result in store.read(newest).results)
 
 
 def test_no_torch_is_needed(call: Call) -> None:

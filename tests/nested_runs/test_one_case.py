@@ -119,7 +119,7 @@ def test_keywords_are_options() -> None:
     """True is a flag, False and None are left out, `options` are words as they are."""
     asked = {"sizes": "1M", "ranks": 2, "no_check": True, "limit": None, "static_graph": False}
     assert one_case.words({**asked, "options": ("--import", "x")}) == [
-        "--sizes=1M", "--nproc=2", "--no-check", "--import", "x",
+        "--sizes=1M", "--ranks=2", "--no-check", "--import", "x",
     ]  # fmt: skip
     assert one_case.words({"options": "--async"}) == ["--async"]
 
