@@ -458,20 +458,3 @@ def test_an_operation_of_the_users_module_can_be_measured_in_turns(
         assert called("ab", "--a", "", "--b", "--async", *words) == 0, capsys.readouterr().err
     finally:
         operations.OPERATIONS.pop("exchange", None)
-
-
-def test_blocks_are_drawn() -> None:
-    """Both orders of the two sides occur in 20 blocks."""
-    names: list[str] = []
-
-    class Turn:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def turn(self) -> None:
-            names.append(self.name)
-
-    order = random.Random(1)
-    for _ in range(20):
-        turns.measure_block([Turn("a"), Turn("b")], order)  # type: ignore[list-item]
-    assert {"".join(names[i : i + 2]) for i in range(0, 40, 2)} == {"ab", "ba"}
