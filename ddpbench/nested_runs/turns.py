@@ -229,12 +229,10 @@ class Side:
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variant.environ.items()]
         return " ".join([*variables, shlex.join(self._line)])
 
-    def begin(self, word: bytes) -> None:
-        """Have it measure one launch once it gets the turn; `word` is the first in its pipe."""
+    def begin(self) -> None:
+        """Have it measure one launch once it gets the turn."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._pipe, 4096)  # what the launch before has left
-        self.tell(word)
+        self._said = self._errors.seek(0, os.SEEK_END)
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
@@ -243,18 +241,21 @@ class Side:
         """Say in its pipe that the turn is its own, or that the other side has ended."""
         os.write(self._pipe, word)
 
+    def empty_pipe(self) -> None:
+        """Forget what the launches before have left there."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._pipe, 4096)
+
     def finish(self) -> None:
         """Wait for the end of the launch. Raises Failed, with its own message, if it fails."""
         assert self._process.stdout is not None
-        self._errors.seek(0, os.SEEK_END)
-        begin = self._errors.tell()
         # A module of the user may print to stdout too.
         code = next((int(line) for line in self._process.stdout if line.strip().isdigit()), None)
         if code == 0:
             return
         if code is None:  # it has ended, perhaps before its turn
-            code, begin = self._process.wait(60), 0
-        self._errors.seek(begin)
+            code, self._said = self._process.wait(60), 0
+        self._errors.seek(self._said)
         raise Failed(self, last_message(self._errors.read()), code)
 
     def interrupt(self) -> None:
@@ -305,9 +306,11 @@ def _opened(
 
 def measure_block(sides: Sequence[Side], order: random.Random) -> None:
     """Measure one launch of each side, in turns; a random one begins. Raises Failed."""
-    first = order.choice(sides)
     for side in sides:
-        side.begin(YOURS if side is first else b"")
+        side.empty_pipe()  # of both, before one can pass on its turn
+    order.choice(sides).tell(YOURS)
+    for side in sides:
+        side.begin()
     try:
         for side in sides:
             side.finish()
