@@ -16,8 +16,8 @@ from simulated_gpu import GUARD_VARIABLE
 from simulated_hosts import payload
 
 from ddpbench.doctor.links import findings, pairing, suspects
+from ddpbench.doctor.links.examine import plan_schedule
 from ddpbench.doctor.links.findings import Carried, Places
-from ddpbench.doctor.links.schedule import plan_schedule
 from ddpbench.doctor.links.suspects import Again, Cell, Suspect
 from ddpbench.doctor.links.table import build_tables
 from ddpbench.records.schema import Finding

@@ -19,7 +19,7 @@ from simulated_gpu import SimulatedGpu
 
 from ddpbench.analysis.rank_setup import Setup
 from ddpbench.doctor.stragglers import judge, loads, turns
-from ddpbench.doctor.stragglers.causes import Suspect, find_cause
+from ddpbench.doctor.stragglers.judge import Suspect, find_cause
 from ddpbench.doctor.stragglers.loads import prepare_efforts
 from ddpbench.doctor.stragglers.readings import ALONE, TOGETHER, Load, Pass, Shown
 from ddpbench.doctor.stragglers.table import build_tables

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 
 from ddpbench.replicas.channel import Channel, choose_device
-from ddpbench.replicas.flags import read_flags
+from ddpbench.replicas.gather import read_flags
 from ddpbench.replicas.state import collect
 
 GPU = "gpu_only"  # a backend that takes tensors of GPUs only, as nccl does

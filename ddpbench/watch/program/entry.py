@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from ddpbench.launch.placement import Refused, read_placement
+from ddpbench.launch import slurm_nodes
+from ddpbench.launch.placement import Placement, Refused, free_port, read_placement, slurm_address
 from ddpbench.session.errors import speak
 from ddpbench.watch import api, command
-from ddpbench.watch.program import meeting_point, script
+from ddpbench.watch.program import script
+
+FIND_SECONDS = 10.0  # for rank 0 to start
 
 
 def main(words: Sequence[str]) -> None:
@@ -27,7 +34,7 @@ def main(words: Sequence[str]) -> None:
             raise Refused(f"-n does not start ranks here: type ddpbench watch {' '.join(words)}")
         settings = command.read_settings(namespace, program)
         script.prepare(program)
-        meeting_point.complete_environment()
+        complete_environment()
     except Refused as error:
         speak(str(error), error.speaker)
         sys.exit(2)
@@ -82,3 +89,72 @@ class _Finder(MetaPathFinder):
 
             loader.exec_module = exec_module
         return spec
+
+
+def complete_environment() -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, each where it is missing.
+
+    torchrun sets them; mpirun and srun do not. Under mpirun on several hosts, the address of rank 0
+    stays for the user to give. Raises Refused if a launcher's variables contradict each other.
+    """
+    if (placement := read_placement()) is None or placement.launcher in ("torchrun", "fork"):
+        return
+    variables = {
+        "RANK": placement.rank,
+        "WORLD_SIZE": placement.world_size,
+        "LOCAL_RANK": placement.local_rank,
+        "LOCAL_WORLD_SIZE": placement.local_world_size,
+    }
+    for name, value in variables.items():
+        if value is not None:
+            os.environ.setdefault(name, str(value))
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        for name, word in zip(("MASTER_ADDR", "MASTER_PORT"), _find(placement), strict=False):
+            os.environ.setdefault(name, word)
+
+
+def _find(placement: Placement) -> list[str]:
+    """Return address and port of rank 0; nothing if they cannot be known."""
+    if placement.launcher == "srun":
+        name, port = slurm_address()
+        with contextlib.suppress(Refused):
+            return [slurm_nodes.node_address(name, placement), str(port)]
+        return []
+    if placement.local_world_size != placement.world_size:
+        return []
+    port_of_rank_0 = _share_port(placement)
+    return ["127.0.0.1", str(port_of_rank_0)] if port_of_rank_0 else []
+
+
+def _share_port(placement: Placement) -> int:
+    """Return a port that rank 0 of this job on this host has reserved, in every rank; 0 if none."""
+    job = os.environ.get("PMIX_NAMESPACE") or os.getppid()
+    name = f"\0ddpbench-port-{os.getuid()}-{job}"
+    if placement.rank == 0:
+        port = free_port()
+        server = socket.socket(socket.AF_UNIX)
+        try:
+            server.bind(name)
+        except OSError:  # another program of this job has it
+            return 0
+        server.listen(placement.world_size)
+        arguments = server, placement.world_size - 1, port
+        threading.Thread(target=_answer, args=arguments, daemon=True).start()
+        return port
+    until = time.monotonic() + FIND_SECONDS
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+            client.connect(name)
+            client.settimeout(FIND_SECONDS)
+            return int.from_bytes(client.recv(4), "big")
+        time.sleep(0.02)
+    return 0
+
+
+def _answer(server: socket.socket, ranks: int, port: int) -> None:
+    """Send the port to the other ranks."""
+    with server:
+        server.settimeout(2 * FIND_SECONDS)
+        for _ in range(ranks):
+            with contextlib.suppress(OSError):
+                server.accept()[0].sendall(port.to_bytes(4, "big"))
