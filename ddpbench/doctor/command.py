@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ddpbench.catalog import faults
 from ddpbench.doctor.context import Context
+from ddpbench.doctor.examinations import EXAMINATIONS
 from ddpbench.launch.placement import Placement
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
 from ddpbench.render.doctor import FINDING_COLUMNS
@@ -20,13 +21,6 @@ from ddpbench.session.run_options import RunOptions
 if TYPE_CHECKING:
     from ddpbench.session.progress import Progress
     from ddpbench.session.recorder import Recorder
-from collections.abc import Callable
-
-from ddpbench.doctor.capabilities import examine as capabilities
-from ddpbench.doctor.context import Outcome
-from ddpbench.doctor.links import examine as links
-from ddpbench.doctor.preflight import examine as preflight
-from ddpbench.doctor.stragglers import examine as stragglers
 
 
 @dataclass(frozen=True)
@@ -147,23 +141,3 @@ def _context(launch: LaunchContext[Options], recorder: Recorder, progress: Progr
         modules=options.modules,
         report_progress=progress.describe,
     )
-
-
-@dataclass(frozen=True)
-class Examiner:
-    """An examination that the doctor can run."""
-
-    name: str
-    help: str
-    examine: Callable[[Context], Outcome]
-
-
-EXAMINATIONS: dict[str, Examiner] = {
-    examiner.name: examiner
-    for examiner in (
-        Examiner("preflight", "compare versions, variables and limits", preflight.examine),
-        Examiner("stragglers", "find slow ranks and the cause", stragglers.examine),
-        Examiner("links", "measure every pair, find slow links and hosts", links.examine),
-        Examiner("capabilities", "try what the backend supports", capabilities.examine),
-    )
-}

@@ -14,7 +14,7 @@ from random_stamps import random_stamps
 from scipy.stats import quantile_test
 
 from ddpbench.analysis import stats
-from ddpbench.analysis.modes import modes
+from ddpbench.analysis.lines import modes
 from ddpbench.records import codec
 
 # --- the time of a repetition ---------------------------------------------------------------------

@@ -13,7 +13,7 @@ DISK = """
 import time
 
 from ddpbench.doctor.context import Context, Outcome
-from ddpbench.doctor.command import EXAMINATIONS, Examiner
+from ddpbench.doctor.examinations import EXAMINATIONS, Examiner
 from ddpbench.records.schema import Finding
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.runtime import control

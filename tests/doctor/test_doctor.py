@@ -12,7 +12,7 @@ from stored_runs import a_run
 
 from ddpbench.analysis import findings
 from ddpbench.doctor import stored
-from ddpbench.doctor.command import EXAMINATIONS
+from ddpbench.doctor.examinations import EXAMINATIONS
 from ddpbench.records import codec, store
 from ddpbench.records.schema import Examination, Finding, Plan, Run
 from ddpbench.render.formats import FORMATS

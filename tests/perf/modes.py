@@ -21,7 +21,7 @@ import numpy.typing as npt
 from tabulate import tabulate
 
 from ddpbench.analysis import stats
-from ddpbench.analysis.modes import modes
+from ddpbench.analysis.lines import modes
 from ddpbench.records import store
 
 Floats = npt.NDArray[np.float64]
