@@ -26,6 +26,12 @@ def shell(script: str) -> subprocess.Popen[bytes]:
     return scripts.start_rank(["sh", "-c", script], 1, 2, 7)
 
 
+def await_all(*ranks: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of a command with these ranks."""
+    with scripts.forward_to(ranks) as received:
+        return scripts.await_all(ranks, received)
+
+
 def test_a_rank_has_the_environment_that_torchrun_sets() -> None:
     """It is a placement that a launcher may name; rank, world and port are in the variables."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -33,17 +39,17 @@ def test_a_rank_has_the_environment_that_torchrun_sets() -> None:
     assert placement.read_placement(variables) == Placement("torchrun", 1, 2, 1, 2)
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "7", "GROUP_RANK": "0"}
     tests = " && ".join(f'test "${name}" = {value}' for name, value in variables.items())
-    assert scripts.await_all([shell(tests)]) == 0
+    assert await_all(shell(tests)) == 0
 
 
 def test_the_highest_exit_code_of_a_rank_that_ended_by_itself_is_given() -> None:
     """If signals ended all others: 5, or 130 for Ctrl-C. Handlers of signals are as before."""
     before = [signal.getsignal(number) for number in placement.PASSED_ON]
-    assert scripts.await_all([shell("exit 0"), shell("exit 0")]) == 0
-    assert scripts.await_all([shell("exit 1"), shell("exit 7"), shell("exit 2")]) == 7
-    assert scripts.await_all([shell("kill -9 $$"), shell("exit 2")]) == 2
-    assert scripts.await_all([shell("kill -9 $$"), shell("exit 0")]) == 5
-    assert scripts.await_all([shell("kill -INT $$"), shell("exit 0")]) == 130
+    assert await_all(shell("exit 0"), shell("exit 0")) == 0
+    assert await_all(shell("exit 1"), shell("exit 7"), shell("exit 2")) == 7
+    assert await_all(shell("kill -9 $$"), shell("exit 2")) == 2
+    assert await_all(shell("kill -9 $$"), shell("exit 0")) == 5
+    assert await_all(shell("kill -INT $$"), shell("exit 0")) == 130
     assert [signal.getsignal(number) for number in placement.PASSED_ON] == before
 
 
@@ -51,7 +57,7 @@ def test_none_stays_when_another_has_failed(monkeypatch: pytest.MonkeyPatch) -> 
     """One that ignores SIGTERM is killed."""
     monkeypatch.setattr(scripts, "GRACE_SECONDS", 0.2)
     stuck = shell("trap '' TERM; sleep 100")
-    assert scripts.await_all([stuck, shell("exit 3")]) == 3
+    assert await_all(stuck, shell("exit 3")) == 3
     assert stuck.returncode == -signal.SIGKILL
 
 
@@ -60,5 +66,5 @@ def test_signals_reach_all_ranks_and_they_may_end_by_themselves() -> None:
     ranks = [shell("trap 'exit 130' TERM; while :; do sleep 0.05; done") for _ in range(2)]
     timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGTERM])
     timer.start()
-    assert scripts.await_all(ranks) == 130
+    assert await_all(*ranks) == 130
     assert [rank.returncode for rank in ranks] == [130, 130]
