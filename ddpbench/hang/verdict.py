@@ -64,7 +64,8 @@ def explain_hang(
     if not parts and store_answers:
         sentence = describe_deadlock(case.hangs, statuses)
         parts = [sentence] if sentence else [s for h in case.hangs for s in _absence(h, statuses)]
-        parts = parts or [_stuck(h, statuses) for h in case.hangs] or describe_messages(statuses)
+        parts = parts or [_stuck(h, statuses) for h in case.hangs if h.exact]
+        parts = parts or describe_messages(statuses)
     sentence = "; ".join(parts) or format_places(statuses, case.hangs)
     for rank, status in statuses.items():
         if status.handles and rank not in case.failed:

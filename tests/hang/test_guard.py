@@ -37,6 +37,7 @@ GLOO = (
         "pairs", "pipeline", "cycle", "ring", "posted", "cleanup", "uneven", "alive", "compute",
         "replicas", "finally", "short", "worker",
     ),
+    ("detail", "sent"),
     ("connect", "model", "mixed", "loop"),
 )  # fmt: skip
 
@@ -192,6 +193,19 @@ def test_a_hang_is_told_whatever_the_ranks_wait_in(frozen: Frozen, folder: Path,
     codes, told, err = said(folder, play)
     frozen.facts({"exit": codes, "told": len(told), "verdicts": stated(told)})
     assert all(word in each for each in told for word in HANGS[play]), err
+
+
+@pytest.mark.parametrize(("play", "calls"), [("detail", []), ("sent", ["#1 all_reduce"])])
+def test_a_call_that_another_rank_has_not_made_is_not_its(
+    folder: Path, play: str, calls: list[str]
+) -> None:
+    """gloo's count contains messages and lacks the call that torch checks first
+    (TORCH_DISTRIBUTED_DEBUG=DETAIL): nothing is concluded from it, and both ranks' lines are named.
+    """
+    codes, told, err = said(folder, play)
+    (facts,) = stated(told)
+    assert (codes, facts["ranks"], facts["calls"]) == ([5, 5], [0, 1], calls), err
+    assert facts["places"] == ["dist.all_reduce(torch.zeros(count))", "time.sleep(30)"], err
 
 
 def said_unrecorded(folder: Path, play: str) -> tuple[list[int], list[str], str]:

@@ -230,6 +230,26 @@ def play_finally(rank: int) -> None:
         dist.barrier()
 
 
+def play_detail(rank: int) -> None:
+    """Rank 1 is late; torch waits for it before it counts the call, and records no group's name."""
+    for _ in range(3):
+        step()
+    ddpbench.watchdog(timeout=2.0)
+    if rank == 1:
+        time.sleep(30)
+    step()
+
+
+def play_sent(rank: int) -> None:
+    """Rank 1 is late at the first collective, after messages, which gloo has counted."""
+    for _ in range(3):
+        (dist.send if rank == 0 else dist.recv)(torch.zeros(4), 1 - rank)
+    ddpbench.watchdog(timeout=2.0)
+    if rank == 1:
+        time.sleep(30)
+    step()
+
+
 def play_uneven(rank: int, live: bool = False) -> None:
     """Rank 1 has fewer batches, and all end their groups whatever has happened."""
     ddpbench.watchdog(timeout=20.0)
@@ -349,6 +369,8 @@ def main(play: str) -> None:
     timeout = timedelta(seconds=2 if play == "short" else 600)
     if play in BACKENDS:
         import_module("unrecorded_backends")
+    if play == "detail":
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
     if play == "mixed":
         os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     backend = "mpi4py" if mpi else BACKENDS.get(play, "gloo")
