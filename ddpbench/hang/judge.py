@@ -15,12 +15,13 @@ class Judgement:
     """What one rank has found out about all.
 
     sentence: "" nothing to print yet; heard: the ranks that answered; stacks: of these ranks;
-    store_answers: whether the others can read this; notice: ranks only stand still, so the job goes
+    failed: of these, by their own errors; store_answers: whether the others can read this; notice: ranks only stand still, so the job goes
     on; waiting: a rank that answered waits in torch.distributed.
     """
 
     sentence: str
     heard: tuple[int, ...]
+    failed: tuple[int, ...]
     silent: tuple[SilentRank, ...]
     stacks: str
     store_answers: bool
@@ -48,6 +49,7 @@ def judge(
     return Judgement(
         sentence=verdict.explain_hang(silent, statuses, store_answers),
         heard=tuple(statuses),
+        failed=tuple(r for r, s in statuses.items() if s.cause and not (s.late or s.still)),
         silent=tuple(replace(rank, seen=None) for rank in silent),
         stacks="".join(f"rank {rank}:\n{s.stack}" for rank, s in sorted(statuses.items())),
         store_answers=store_answers,

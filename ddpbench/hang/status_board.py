@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from ddpbench.hang.self_report import RankIdentity, observe_state
-from ddpbench.hang.status import DIED, LEFT, STOPPED, RankStatus, SilentRank
+from ddpbench.hang.status import ALIVE, DIED, LEFT, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family, sockets
 from ddpbench.records import codec, redact
 from ddpbench.records.terminal_text import escape_lines
@@ -289,6 +289,15 @@ class Board:
                 with contextlib.suppress(OSError):
                     os.kill(identity.pid, signal.SIGKILL)
 
+    def await_ends(self, ranks: Iterable[int], seconds: float) -> None:
+        """Return when these ranks have ended, as far as can be seen, or after this time.
+
+        A launcher ends all ranks with the first.
+        """
+        until = time.monotonic() + seconds
+        while ALIVE in map(self._observe, ranks) and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+
     def _missing(self, ranks: Iterable[int]) -> list[int]:
         return sorted(set(range(len(self.identities))) - set(ranks))
 
@@ -322,7 +331,7 @@ def print_message(text: str) -> None:
     text = redact.text(text)
 
     def write() -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(escape_lines(text))
             sys.stderr.flush()
 

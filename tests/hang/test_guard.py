@@ -115,11 +115,15 @@ def test_who_waits_is_told_and_the_job_goes_on(frozen: Frozen, folder: Path) -> 
 
 def test_an_exception_ends_all_ranks_with_one_verdict(frozen: Frozen, folder: Path) -> None:
     """Long before the time-out: the traceback, then in both ranks which one failed, where and
-    before which collective."""
+    before which collective. Both end as Python ends them: atexit handlers are called, and buffered
+    files are written."""
     codes, told, err = said(folder, "raise")
     frozen.facts({"exit": codes, "told": len(told), "verdicts": stated(told)})
     assert all("ValueError: bad batch" in each for each in told), err
     assert err.count("Traceback") == 1
+    for rank in range(2):
+        assert (folder / f"log of rank {rank}").read_text() == "buffered"
+        assert (folder / f"handler of rank {rank}").exists()
 
 
 def test_a_time_out_of_gloo_s_own_blames_the_rank_that_is_late(

@@ -5,6 +5,7 @@ ranks. Rank 1, or the rank that the play names, does not do its part. A play lea
 PLAY.codes in the folder.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import os
@@ -106,6 +107,10 @@ def play_store(rank: int) -> None:
 
 def play_raise(rank: int) -> None:
     """Rank 1 fails in its own code, while rank 0 waits for it."""
+    folder = Path(sys.argv[1])
+    log = (folder / f"log of rank {rank}").open("w")
+    log.write("buffered")
+    atexit.register((folder / f"handler of rank {rank}").touch)
     with ddpbench.watchdog(timeout=30.0):
         step()
         if rank == 1:
@@ -133,8 +138,8 @@ def play_quiet(rank: int) -> None:
     with contextlib.suppress(ValueError):
         ddpbench.watchdog(timeout=0)
     guard = ddpbench.watchdog(timeout=3.0)
-    with contextlib.suppress(RuntimeError):
-        ddpbench.watchdog()
+    assert ddpbench.watchdog() is guard  # as in a script under `ddpbench watch --timeout`
+    guard.close()
     for _ in range(3):
         step()
         time.sleep(1.2 * rank)
