@@ -276,6 +276,8 @@ class Guard:
         with self._judging:
             if self._closed.is_set() or self._code or os.getpid() != self._pid:
                 return
+            if self._board.client.store is None:  # a file that has gone with the process group
+                return
             status = self._read_status(cause, late, still)
             judgement = self._judge(status)
             self._print(judgement)

@@ -15,8 +15,9 @@ class Judgement:
     """What one rank has found out about all.
 
     sentence: "" nothing to print yet; heard: the ranks that answered; stacks: of these ranks;
-    failed: of these, by their own errors; store_answers: whether the others can read this; notice: ranks only stand still, so the job goes
-    on; waiting: a rank that answered waits in torch.distributed.
+    failed: of these, by their own errors; store_answers: whether the others can read this; notice:
+    ranks only stand still, so the job goes on; waiting: a rank that answered waits in
+    torch.distributed.
     """
 
     sentence: str

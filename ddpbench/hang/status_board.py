@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -22,7 +23,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from ddpbench.hang.self_report import RankIdentity, observe_state
-from ddpbench.hang.status import ALIVE, DIED, LEFT, STOPPED, RankStatus, SilentRank
+from ddpbench.hang.status import ALIVE, DIED, LEFT, OVER, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family, sockets
 from ddpbench.records import codec, redact
 from ddpbench.records.terminal_text import escape_lines
@@ -41,12 +42,20 @@ CLOSE_SECONDS = 0.5
 class StoreClient:
     """A connection of its own to the ranks' store, used by a thread that may hang with it."""
 
-    def __init__(self, store: dist.Store, world_size: int) -> None:
+    def __init__(self, store: dist.Store) -> None:
+        import torch.distributed as dist
+
         self.gone = False  # whether the store has closed the connection
-        self.store, self._connection = _open_client(store, world_size)
+        self._find_store, self._connection = _open_client(store)
+        self.is_file = isinstance(unwrap(store), dist.FileStore)
         self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="ddpbench-store", daemon=True)
         self._thread.start()
+
+    @property
+    def store(self) -> dist.Store | None:
+        """The store; None if it was a file and has gone with the process group."""
+        return self._find_store()
 
     def request(self, seconds: float, function: Callable[[dist.Store], T]) -> T | None:
         """Return what the function of the store returns, None if it fails or takes longer."""
@@ -57,7 +66,8 @@ class StoreClient:
             try:
                 if self._is_closed():  # a request would print a C++ stack
                     raise RuntimeError("the store has closed the connection")
-                answers.append(function(self.store))
+                if (store := self.store) is not None:
+                    answers.append(function(store))
             except (RuntimeError, ValueError):
                 self.gone = True
             done.set()
@@ -99,23 +109,32 @@ class StoreClient:
             attempt()
 
 
-def _open_client(store: dist.Store, world_size: int) -> tuple[dist.Store, socket.socket | None]:
-    """A client of the same store, and its connection where it has one."""
+def unwrap(store: dist.Store) -> dist.Store:
+    """Return the store below all prefixes."""
     import torch.distributed as dist
 
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
+    return store
+
+
+def _open_client(
+    store: dist.Store,
+) -> tuple[Callable[[], dist.Store | None], socket.socket | None]:
+    """A function for a client of the same store, and its connection where it has one."""
+    import torch.distributed as dist
+
+    find_store, store = weakref.ref(store), unwrap(store)
     if isinstance(store, dist.TCPStore):
         earlier = _open_sockets()
         client = dist.TCPStore(
             store.host, store.port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False
         )
         new = [file for name, file in _open_sockets().items() if name not in earlier]
-        return client, _find_connection(new, store.port)
-    if isinstance(store, dist.FileStore):
-        path: str = store.path  # type: ignore[attr-defined]
-        return dist.FileStore(path, world_size), None
-    return store, None
+        return lambda: client, _find_connection(new, store.port)
+    # A file is deleted with the last reference to it. Another one would leave it behind, and the
+    # next group that meets in this file would hang.
+    return find_store, None
 
 
 def _open_sockets() -> dict[str, int]:
@@ -152,7 +171,7 @@ class Board:
         rank: int,
         identities: Sequence[RankIdentity | None],
     ) -> None:
-        self.client, self.rank = StoreClient(store, len(identities)), rank
+        self.client, self.rank = StoreClient(store), rank
         self.identities = list(identities)
         self._prefix = prefix
         self._heartbeat_0: bytes | None = None
@@ -278,6 +297,8 @@ class Board:
         for rank in absent:
             identity, seen = self.identities[rank], heartbeats.get(rank)
             state = LEFT if seen is not None and seen.left else self._observe(rank)
+            if state == DIED and self.client.is_file:  # it cannot tell that it has left
+                state = OVER
             silent.append(SilentRank(rank, str(identity or f"rank {rank}"), state, seen))
         return silent
 
@@ -316,7 +337,7 @@ def _decode_status(data: bytes) -> RankStatus:
     return codec.decode(RankStatus, json.loads(data))
 
 
-def ends_with_rank_0(store: dist.Store) -> bool:
+def ends_with_rank_0(store: dist.Store | None) -> bool:
     """Whether the store lives in rank 0's process, rather than in torchrun's."""
     import torch.distributed as dist
 

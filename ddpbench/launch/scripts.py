@@ -25,8 +25,7 @@ def run_on_host(line: Sequence[str], nproc: int) -> int:
     ranks: list[subprocess.Popen[bytes]] = []
     with rendezvous.listen(ADDRESS, 0) as server, forward_to(ranks) as received:
         port = int(server.getsockname()[1])
-        for rank in range(nproc):
-            ranks.append(start_rank(line, rank, nproc, port))
+        ranks.extend(start_rank(line, rank, nproc, port) for rank in range(nproc))
         # The ranks import torch, too; their connections wait in the socket meanwhile.
         store = rendezvous.serve_on(server, ADDRESS, timedelta(minutes=5))
         code = await_all(ranks, received)

@@ -164,7 +164,7 @@ def test_no_thread_stays_in_a_store_that_does_not_answer() -> None:
     with running(sys.executable, "-c", STORE) as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        client = StoreClient(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), 1)
+        client = StoreClient(dist.TCPStore("127.0.0.1", port, wait_for_workers=False))
         os.kill(process.pid, signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
         assert client.request(0.1, lambda store: store.add("left", 1)) is None

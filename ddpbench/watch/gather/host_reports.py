@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ddpbench.hang.status_board import STORE_TIMEOUT, StoreClient
+from ddpbench.hang.status_board import STORE_TIMEOUT, StoreClient, unwrap
 from ddpbench.watch.window import HostWindow
 
 if TYPE_CHECKING:
@@ -38,21 +39,16 @@ class Job(msgspec.Struct, frozen=True):
 class HostReports:
     """The reports in a store, as rank 0 or a leader uses them. No call takes much over 0.5 s."""
 
-    def __init__(self, store: dist.Store, prefix: str, world_size: int) -> None:
+    def __init__(self, store: dist.Store, prefix: str) -> None:
         import torch.distributed as dist
 
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
-        self._prefix, self._world_size = prefix, world_size
-        self._is_file = isinstance(store, dist.FileStore)
-        # A reference to rank 0's TCPStore would keep its server alive after the process group. If
-        # the script then made another group, ranks could meet at the old server.
+        # A reference to a TCPStore would keep its server alive after the process group, one to a
+        # FileStore its file. If the script then made another group, ranks could meet there.
+        self._find_store, store = weakref.ref(store), unwrap(store)
+        self._prefix, self._is_file = prefix, isinstance(store, dist.FileStore)
         self._address: tuple[str, int] | None = None
-        self._store: dist.Store | None = None
         if isinstance(store, dist.TCPStore):
             self._address = store.host, store.port
-        else:
-            self._store = store
         self._client: StoreClient | None = None
         self._retry_at = 0.0
         self._folder = ""  # of the keys of the job with this token
@@ -151,7 +147,7 @@ class HostReports:
             self._retry_at = time.monotonic() + RETRY_SECONDS
         if self._client is None and time.monotonic() >= self._retry_at:
             if self._is_reachable():
-                self._client = StoreClient(self._open_store(), self._world_size)
+                self._client = StoreClient(self._open_store())
             else:
                 self._retry_at = time.monotonic() + RETRY_SECONDS
         return None if self._client is None else self._client.request(seconds, function)
@@ -159,7 +155,7 @@ class HostReports:
     def _is_reachable(self) -> bool:
         """Whether a client could connect: torch's own would print a warning and wait for long."""
         if self._address is None:
-            return True
+            return self._find_store() is not None
         try:
             socket.create_connection(self._address, REACH_SECONDS).close()
         except OSError:
@@ -170,8 +166,9 @@ class HostReports:
         import torch.distributed as dist
 
         if self._address is None:
-            assert self._store is not None
-            return self._store
+            store = self._find_store()
+            assert store is not None
+            return store
         host, port = self._address
         return dist.TCPStore(host, port, timeout=STORE_TIMEOUT, wait_for_workers=False)
 
