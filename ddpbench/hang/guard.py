@@ -89,11 +89,12 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
     prefix = f"ddpbench/guard/{placement.read_restarts()}/{_times}"
     _handle_terminate()
     identities = [None] * dist.get_world_size()
-    store = distributed_c10d._get_default_store()
+    # No variable of this frame holds the store: the frame may live until a garbage collection.
+    board = Board(distributed_c10d._get_default_store(), prefix, dist.get_rank(), identities)
     flight = Flight()
     if dist.get_rank() == 0 and _times == 1 and (warning := flight.explain_unseen_hangs()):
         status_board.print_message(f"ddpbench: {warning}\n")
-    _on = Guard(Board(store, prefix, dist.get_rank(), identities), flight, timeout, end)
+    _on = Guard(board, flight, timeout, end)
     return _on
 
 

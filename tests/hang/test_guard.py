@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,18 @@ def test_no_thread_stays_in_a_store_that_does_not_answer() -> None:
         assert client.request(0.1, lambda store: store.add("left", 1)) is None
         client.close()
     assert "ddpbench-store" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_file_in_which_ranks_met_goes_with_their_group(tmp_path: Path) -> None:
+    """Otherwise a group that meets there again would find the old one's addresses."""
+    path, until = tmp_path / "store", time.monotonic() + 20
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+    with ddpbench.watchdog():
+        assert path.exists()
+        dist.destroy_process_group()
+        while path.exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
 
 
 # Plays and words that their verdicts contain beside ranks, calls and lines.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import threading
@@ -51,6 +52,51 @@ def test_the_highest_exit_code_of_a_rank_that_ended_by_itself_is_given() -> None
     assert await_all(shell("kill -9 $$"), shell("exit 0")) == 5
     assert await_all(shell("kill -INT $$"), shell("exit 0")) == 130
     assert [signal.getsignal(number) for number in placement.PASSED_ON] == before
+
+
+def test_the_rank_that_a_signal_ended_first_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the signal; not where a watchdog has printed its verdict, whose exit code is 5."""
+    killed = shell("kill -9 $$")
+    killed.wait()
+    assert await_all(shell("exit 0"), killed) == 5
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "rank 1 " in line
+    assert "SIGKILL" in line
+    assert await_all(shell("exit 5"), shell("kill -9 $$")) == 5
+    assert capsys.readouterr().err == ""
+
+
+def test_rank_0_has_the_standard_input() -> None:
+    """As a debugger needs it; the others read nothing."""
+    read, write = os.pipe()
+    os.write(write, b"answer\n")
+    os.close(write)
+    before = os.dup(0)
+    os.dup2(read, 0)
+    try:
+        line = ["sh", "-c", 'read word; test "$word" = "$EXPECTED"']
+        ranks = [
+            scripts.start_rank(["env", f"EXPECTED={word}", *line], rank, 2, 7)
+            for rank, word in enumerate(("answer", ""))
+        ]
+        assert await_all(*ranks) == 0
+    finally:
+        os.dup2(before, 0)
+        for file in (before, read):
+            os.close(file)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_closed_terminal_ends_the_ranks(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is left, and nothing is reported as killed."""
+    ranks = [shell("sleep 100"), shell("sleep 100")]
+    timer = threading.Timer(0.3, signal.raise_signal, [number])
+    timer.start()
+    assert await_all(*ranks) == 5
+    assert [rank.returncode for rank in ranks] == [-number, -number]
+    assert capsys.readouterr().err == ""
 
 
 def test_none_stays_when_another_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
