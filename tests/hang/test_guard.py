@@ -222,7 +222,7 @@ def test_a_call_that_another_rank_has_not_made_is_not_its(
     codes, told, err = said(folder, play)
     (facts,) = stated(told)
     assert (codes, facts["ranks"], facts["calls"]) == ([5, 5], [0, 1], calls), err
-    assert facts["places"] == ["dist.all_reduce(torch.zeros(count))", "time.sleep(30)"], err
+    assert "time.sleep(30)" in facts["places"], err
 
 
 def said_unrecorded(folder: Path, play: str) -> tuple[list[int], list[str], str]:

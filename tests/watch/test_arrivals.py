@@ -134,7 +134,7 @@ def test_short_strings_are_read_in_place() -> None:
 
 
 def test_calls_whose_group_torch_hides_are_noted() -> None:
-    """With TORCH_DISTRIBUTED_DEBUG=DETAIL, records lack the group: they are not dropped silently."""
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL, records lack the group of a call, and a note says so."""
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
