@@ -200,7 +200,6 @@ def _logs(group: Group, kept: Records, called: str) -> Iterable[Log]:
 
 
 def _recorders(backends: Iterable[str]) -> dict[str, Recorder]:
-    """The recorders of this torch; newer versions have one for each backend."""
     from torch._C import _distributed_c10d as c10d
 
     names = ("_dump_fr_trace", "_dump_nccl_trace")

@@ -213,7 +213,6 @@ class Guard:
         return self._board.await_keys([self._board.key(topic, self._round)], 0.0) is not None
 
     def _waits_too_long(self, heartbeat: RankStatus, progress: Hashable) -> bool:
-        """Whether this rank has waited in something for too long, and has not reported it yet."""
         now, since = time.monotonic(), self._since
         waits = find_waits(heartbeat)
         self._since = {wait: since.get(wait, now) for wait in (*waits, progress)}
@@ -309,7 +308,6 @@ class Guard:
         return replace(status, cause=error or cause, late=late and not error, still=still)
 
     def _judge(self, status: RankStatus) -> Judgement:
-        """Judge, or return the judgement of the rank that was the first to raise the alarm."""
         topic, key = f"words/{self._round}", self._board.key("verdict", self._round)
         if not self._board.claim("alarm", self._round):
             self._board.publish(json.dumps(asdict(status)), topic, self._rank)

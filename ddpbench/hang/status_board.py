@@ -147,7 +147,6 @@ def _open_sockets() -> dict[str, int]:
 
 
 def _find_connection(files: Iterable[int], port: int) -> socket.socket | None:
-    """The one among these open files that is connected to a port, as a copy of it."""
     for file in files:
         with contextlib.suppress(OSError):
             connection = sockets.wrap_file(os.dup(file))

@@ -116,7 +116,6 @@ class Watchdog:
                     self._handle_signal(byte)
 
     def _handle_deadline(self) -> None:
-        """End or report: the deadline of a signal has passed, or the rank's own."""
         if self.signal is not None:
             self.end(f"ended by {signal.Signals(self.signal).name}")
         cause = f"missed the deadline of {self._timeout:g} s (--timeout)"
@@ -155,7 +154,6 @@ class Watchdog:
         return replace(read_status(self._flight, self._phase, place), cause=cause, late=late)
 
     def _report(self, topic: str, status: RankStatus, ending: bool) -> int:
-        """Judge under a topic, and let one rank print the verdict; return the exit code."""
         judgement = judge(self._board, topic, status, GRACE_SECONDS)
         interrupted = self.signal is not None and not judgement.silent
         code = 130 if interrupted else 5

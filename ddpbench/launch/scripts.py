@@ -127,7 +127,6 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> 
 
 
 def _kill(rank: subprocess.Popen[bytes]) -> None:
-    """Kill a rank and what it has started."""
     with contextlib.suppress(OSError):
         os.killpg(rank.pid, signal.SIGKILL)
     rank.wait()
