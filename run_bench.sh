@@ -247,7 +247,9 @@ tests() {
 regress() { # each run is saved, and the next one compared with it
   local saved=$checkout/results/benchmarks
   [[ -w $checkout ]] || saved=$PWD/results/benchmarks
-  tests "$checkout/tests/perf" --ddpbench-compare --benchmark-autosave \
+  local compare=() # the first run has nothing to be compared with
+  compgen -G "$saved/*/*.json" >/dev/null && compare=(--ddpbench-compare)
+  tests "$checkout/tests/perf" "${compare[@]}" --benchmark-autosave \
     --benchmark-storage="$saved" "$@"
 }
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from ddpbench.version import VERSION
 
 if TYPE_CHECKING:
+    from ddpbench.commands.show import load
     from ddpbench.hang.guard import watchdog
     from ddpbench.replicas import Report, Verifier, verify_replicas
     from ddpbench.watch.api import watch
@@ -14,6 +15,7 @@ __all__ = [
     "Report",
     "Verifier",
     "__version__",
+    "load",
     "verify_replicas",
     "watch",
     "watchdog",
@@ -21,13 +23,17 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What a user's training script calls, imported when it is asked for: it needs torch."""
+    """What a user's program calls, imported when it is asked for: most of it needs torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "watchdog":
         from ddpbench.hang import guard
 
         return guard.watchdog
+    if name == "load":
+        from ddpbench.commands import show
+
+        return show.load
     if name == "watch":
         from importlib import import_module
 

@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; return its exit code, as listed in the guide, chapter results."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     prepare_streams()
+    if "" not in sys.path:  # python -m searches the current folder, the ddpbench script does not
+        sys.path.append("")
     return report_errors(lambda: _run(words))
 
 

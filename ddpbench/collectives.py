@@ -135,6 +135,7 @@ class Sweep:
             shortest_seconds=self.shortest_seconds,
             objection=objection,
             ahead_ns=self.clocks.ahead_ns,
+            turns=context.turns,
         )
         clock_off_seconds = self.clocks.compare_again(subgroup.partition.subgroups)
         facts = self._gather_facts(samples)
@@ -155,7 +156,6 @@ class Sweep:
         return summarise_result(result, samples, clock_off_seconds)
 
     def _gather_facts(self, samples: pace.Samples) -> dict[str, Any]:
-        """Gather the values of a Result that describe how the ranks ran the case."""
         spent_seconds = launch_facts.read_spent_seconds(self.meter)
         handoff_seconds = self.handoff and self.handoff.measure_seconds()
         own = [spent_seconds, samples.huge_share, samples.page_faults, handoff_seconds]

@@ -33,6 +33,7 @@ from frozen import Frozen, verdict_facts
 from rank_pool import RankPool
 from warm_python import warm_python
 
+from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.launch import placement
 from ddpbench.records import store
 
@@ -196,6 +197,15 @@ def test_every_operation_form_place_and_pipelining_is_checked(
         "gather", "scatter", "barrier", "send_recv", "bidirectional",
     }  # fmt: skip
     assert all(r.checks and not r.wrong for r in run.results if r.summary and r.case.nbytes)
+
+
+def test_a_quiet_run_says_why_nothing_was_measured(tmp_path: Path) -> None:
+    """The reason comes last on stderr, with exit code 2."""
+    words = ("--op", "all_reduce", "--sizes", "4096G", *QUICK, "--quiet")
+    done = run_ddpbench(tmp_path, "collectives", "--backend", "gloo", "-n", "2", *words)
+    assert done.returncode == 2, done.stdout
+    _, run = read_stored_run(tmp_path)
+    assert done.stderr.splitlines()[-1].endswith(str(run.results[0].reason))
 
 
 @needs_mpirun
@@ -400,7 +410,22 @@ def test_a_rank_that_raises_or_sleeps_is_named_with_its_line(
     assert ("--timeout" in told) == (fault == "hang:1")
     end = end_facts(read_stored_run(tmp_path)[1])
     frozen.facts([end["end"], end["errors"]])  # the reason may name both ranks
-    assert done.stderr.count("planted error") == (1 if fault == "raise:1" else 0)
+    # The line of the error, and its traceback: the program's own code has raised it.
+    assert done.stderr.count("planted error") == (3 if fault == "raise:1" else 0)
+
+
+def test_a_short_case_tells_a_busy_host(tmp_path: Path) -> None:
+    """A tenth of a second on one case is enough to see processes that use all cores."""
+    spin = [sys.executable, "-S", "-c", "while True: pass"]
+    with contextlib.ExitStack() as ends:
+        for _ in range(os.cpu_count() or 1):
+            process = ends.enter_context(subprocess.Popen(spin))
+            ends.callback(process.kill)
+        words = ("--op", "all_reduce", "--sizes", "4K", "--slice", "0.1", "--launches", "1")
+        done = run_ddpbench(tmp_path, "collectives", "-n", "2", "--backend", "gloo", *words)
+    assert done.returncode == 0, done.stderr
+    (result,) = read_stored_run(tmp_path)[1].results
+    assert (result.others_share or 0) > BUSY_SHARE
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpirun)])

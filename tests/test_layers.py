@@ -84,6 +84,7 @@ def floor(module: str) -> str:
 GIVEN = {f"ddpbench.{n}": "ddpbench.replicas" for n in ddpbench.__all__ if n != "__version__"}
 GIVEN["ddpbench.watchdog"] = "ddpbench.hang.guard"
 GIVEN["ddpbench.watch"] = "ddpbench.watch.api"
+GIVEN["ddpbench.load"] = "ddpbench.commands.show"
 
 
 def given_on_demand(node: ast.AST) -> bool:

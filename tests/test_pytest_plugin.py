@@ -15,7 +15,7 @@ import pytest
 import scipy.stats  # noqa: F401  an inner pytest forgets what it imported, which numpy does not bear
 from command_lines import clean_environment
 from frozen import Frozen
-from stored_runs import a_case, a_result, a_run, a_summary, launch_medians
+from stored_runs import a_case, a_result, a_run, a_summary, launch_medians, with_facts
 from without_torch import run_without_torch
 
 import ddpbench.render.regression  # noqa: F401  likewise
@@ -170,7 +170,7 @@ def test_a_round_is_a_launch_to_the_last_bit(
     assert extra["checks"] == 18
     assert extra["run"].endswith("test_all_reduce")
     assert fake.asked == [("collectives", "--launches=6", "--op=all_reduce", "--sizes=4K",
-                           "--backend=gloo", "--nproc=2")]  # fmt: skip
+                           "--backend=gloo", "--ranks=2")]  # fmt: skip
 
 
 def test_a_step_is_asked_for_by_keywords(
@@ -194,9 +194,15 @@ def test_a_step_is_asked_for_by_keywords(
 def test_disabled_it_checks_once_and_times_nothing(
     repository: Callable[..., pytest.RunResult], fake: Fake
 ) -> None:
-    """--benchmark-disable, and so xdist: one short launch; a wrong result would still fail."""
-    repository("--benchmark-disable", "--ddpbench-compare").assert_outcomes(passed=1)
+    """--benchmark-disable, and so xdist: one short launch; a wrong result would still fail. A
+    comparison, which would compare nothing, is refused."""
+    repository("--benchmark-disable").assert_outcomes(passed=1)
     assert fake.asked[0][-2:] == ("--slice=0.05", "--launches=1")
+    for words in (["--benchmark-disable"], ["-n", "2"]):
+        refused = repository(*words, "--ddpbench-compare")
+        assert refused.ret == pytest.ExitCode.USAGE_ERROR
+        assert "--ddpbench-compare: " in refused.stderr.str()
+    assert len(fake.asked) == 1
 
 
 @pytest.mark.parametrize(("word", "outcome"), [("only", "passed"), ("skip", "skipped")])
@@ -296,6 +302,43 @@ def test_a_case_that_cannot_be_had_is_skipped_with_its_reason(
     assert "gloo has no float8" in result.stdout.str()
 
 
+def test_a_test_that_was_measured_and_is_skipped_now_fails_the_comparison(
+    repository: Callable[..., pytest.RunResult], fake: Fake
+) -> None:
+    """The machine has lost what the case needs: the reason stands in the last sentence, and the
+    exit code is 1 unless the user accepts it."""
+    repository("--benchmark-autosave")
+    fake.change = lambda run: a_run(
+        replace(a_result(), summary=None, reason="gloo has no float8"), exit_code=2
+    )
+    result = repository("--ddpbench-compare")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert "(skipped: gloo has no float8)" in lines_of_ddpbench(result)
+    assert repository("--ddpbench-compare", "--ddpbench-allow-missing").ret == 0
+
+
+@pytest.mark.parametrize("busy_again", [False, True])
+def test_on_a_busy_host_a_test_is_measured_again_and_then_inconclusive(
+    repository: Callable[..., pytest.RunResult], fake: Fake, busy_again: bool
+) -> None:
+    """Other processes used the cores in half of the launches: once more; if they still do, twice
+    the time is no slow-down. The new table names the torch of both sessions."""
+    repository("--benchmark-autosave")
+
+    def disturb(run: Run) -> Run:
+        busy = len(fake.asked) == 2 or busy_again
+        results = [replace(r, others_share=0.4 if busy and r.launch % 2 else 0.0)
+                   for r in run.results]  # fmt: skip
+        facts = {"torch": "2.14.0"}
+        return replace(with_facts(run, facts, {}), results=tuple(results))
+
+    fake.change, fake.factor = disturb, 2.0
+    result = repository("--ddpbench-compare")
+    assert len(fake.asked) == 3
+    assert verdicts(result) == ["INCONCLUSIVE" if busy_again else "SLOWER"]
+    assert "2.13.0 → 2.14.0" in result.stdout.str()
+
+
 USES = {
     "twice": THREE_LINES + THREE_LINES.splitlines()[1] + "\n",
     "by request": (
@@ -348,12 +391,16 @@ def test_importing_it_costs_nothing() -> None:
 def test_what_is_slower_fails_the_session_until_it_is_accepted(
     repository: Callable[..., pytest.RunResult], fake: Fake
 ) -> None:
-    """The first run is the base line; equal launches are SAME, to pytest-benchmark's own comparison
-    too; 50 % more are SLOWER with exit code 1, again in the next run, though the slow one was saved
-    in between; saved without a comparison they are the new measure."""
+    """The first run has no base, which fails it unless the user accepts that, and is the base line;
+    equal launches are SAME, to pytest-benchmark's own comparison too; 50 % more are SLOWER with
+    exit code 1, again in the next run, though the slow one was saved in between; saved without a
+    comparison they are the new measure."""
     compare = ("--benchmark-autosave", "--ddpbench-compare")
-    first = repository(*compare)
-    assert first.ret == 0
+    first = repository("--ddpbench-compare")
+    assert first.ret == pytest.ExitCode.TESTS_FAILED
+    assert "not compared: 1 ONLY NEW" in lines_of_ddpbench(first)
+    accepted = repository(*compare, "--ddpbench-allow-missing")
+    assert (accepted.ret, lines_of_ddpbench(accepted)) == (0, "")
     same = repository(*compare, "--benchmark-compare", "--benchmark-compare-fail=median:5%")
     assert (same.ret, verdicts(same)) == (0, ["SAME"])
     fake.factor = 1.5
@@ -369,15 +416,15 @@ def test_what_is_slower_fails_the_session_until_it_is_accepted(
     assert verdicts(repository("--ddpbench-compare=0001")) == ["SLOWER"]
 
 
-def test_another_identity_is_listed_and_does_not_fail(
+def test_another_identity_fails_the_comparison(
     repository: Callable[..., pytest.RunResult], fake: Fake
 ) -> None:
-    """The same test of twice the size: INCOMPARABLE, with the fields; another file is given by its
-    path."""
+    """The same test of twice the size: INCOMPARABLE, with the fields, and exit code 1; another file
+    is given by its path."""
     repository("--benchmark-json=out.json")
     fake.case, fake.factor = a_case(nbytes=8192, count=2048), 2.0
     result = repository("--ddpbench-compare=out.json")
-    assert (result.ret, verdicts(result)) == (0, ["INCOMPARABLE"])
+    assert (result.ret, verdicts(result)) == (1, ["INCOMPARABLE"])
     assert "nbytes 4096 → 8192, count 1024 → 2048" in result.stdout.str()
 
 

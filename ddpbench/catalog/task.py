@@ -72,7 +72,7 @@ class Workload:
     """A model with its data, loss and optimizer.
 
     batch     samples of one rank, by kind of device
-    build     (values of all settings, rank setup) → the task. Raises ValueError with one sentence
+    build     (values of all settings, rank setup) → the task. Raises Refused with one sentence
               for settings that exclude each other. Does not communicate.
     settings  name → default by kind of device: a whole number, or one of the words that
               workloads.CHOICES lists for the name

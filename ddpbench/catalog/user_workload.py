@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from ddpbench.catalog.task import RankSetup, Task
+from ddpbench.launch.placement import Refused
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +42,6 @@ def find_other_device(batch: Any, device: torch.device) -> torch.device | None:
 def import_function(name: str) -> Callable[..., Any]:
     """Import package.module:function. Raises ValueError with one sentence."""
     module, _, attribute = name.partition(":")
-    if "" not in sys.path:  # python -m searches the current folder, the ddpbench script does not
-        sys.path.append("")
     try:
         function = getattr(import_module(module), attribute)
     except Exception as error:  # whatever the user's module raises
@@ -61,7 +59,7 @@ def import_function(name: str) -> Callable[..., Any]:
 
 
 def build_task(name: str, function: Callable[..., Any], setup: RankSetup) -> Task:
-    """Call the user's function in this rank. Raises ValueError if it returns something else."""
+    """Call the user's function in this rank. Raises Refused if it returns something else."""
     from torch import nn
 
     result = function(setup.rank, setup.world_size, setup.device)
@@ -71,4 +69,4 @@ def build_task(name: str, function: Callable[..., Any], setup: RankSetup) -> Tas
     parts = result if isinstance(result, tuple) else (result,)
     kinds = ", ".join(type(part).__name__ for part in parts)
     kinds = f"({kinds})" if isinstance(result, tuple) else kinds
-    raise ValueError(f"workload {name!r} must return {RETURNS}; it returned {kinds}")
+    raise Refused(f"workload {name!r} must return {RETURNS}; it returned {kinds}")

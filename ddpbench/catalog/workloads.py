@@ -12,6 +12,7 @@ from ddpbench.catalog import task as tasks
 from ddpbench.catalog import user_workload
 from ddpbench.catalog.parallel import Plan
 from ddpbench.catalog.task import RankSetup, Task, Training, Workload, build_model, generate_batches
+from ddpbench.launch.placement import Refused
 from ddpbench.records.wording import counted, explain_unknown
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _transformer(settings: Mapping[str, int], setup: RankSetup) -> Task:
     vocabulary, sequence = settings["vocabulary"], settings["sequence"]
     heads = _heads(settings)
     if settings["width"] % heads:
-        raise ValueError(
+        raise Refused(
             f"transformer: width {settings['width']} does not divide among {heads} heads "
             f"(width // {HEAD}): choose a multiple of {HEAD}, or less than {2 * HEAD}"
         )

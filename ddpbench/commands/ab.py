@@ -52,8 +52,8 @@ VARIED = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command; imports no torch."""
     what = 'NAME=VALUE …, --python PATH, and options of the command; "" for no changes'
-    parser.add_argument("--a", required=True, metavar="VARIANT", help=f"BASE: {what}")
-    parser.add_argument("--b", required=True, metavar="VARIANT", help="NEW, in the same form")
+    parser.add_argument("--a", required=True, metavar=options.VARIANT, help=f"BASE: {what}")
+    parser.add_argument("--b", required=True, metavar=options.VARIANT, help="NEW, in the same form")
     parser.add_argument(
         "--budget",
         type=options.positive,
@@ -127,5 +127,11 @@ def _compare(
         )
         for variant, other in zip(variants, reversed(variants), strict=True)
     )
-    rule = Rule(namespace.margin / 100, paired=True, confidence=confidence, varied=VARIED)
+    rule = Rule(
+        namespace.margin / 100,
+        paired=True,
+        confidence=confidence,
+        varied=VARIED,
+        allow_missing=namespace.allow_missing,
+    )
     return compare.compared(base, new, rule, namespace.only)

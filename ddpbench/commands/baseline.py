@@ -22,6 +22,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpbench.commands import compare
 from ddpbench.launch import placement
@@ -33,7 +34,10 @@ from ddpbench.records.store import BASELINES, InvalidRun
 from ddpbench.records.terminal_text import escape, escape_record, tell
 from ddpbench.records.wording import counted, explain_unknown
 from ddpbench.session import run_folder
-from ddpbench.verdicts.differences import differences, other_machine
+
+if TYPE_CHECKING:
+    from ddpbench.verdicts.comparison import Comparison
+    from ddpbench.verdicts.matching import Source
 
 GROUP = "compare"
 HELP = "save runs to compare with later; measure again and compare"
@@ -42,7 +46,7 @@ RUNS = 5  # that show how a machine drifts; of verdicts.drift, which loads numpy
 FILES = ("run.json", "table.csv", "table.txt")
 SAMPLES = "samples.parquet"
 # Options of a measuring command that a new measurement sets itself.
-RESET = ("-n", "--nproc", "--launches", "--output")
+RESET = ("-n", "--ranks", "--nproc", "--launches", "--output")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,20 +58,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help=f"{compare.WHERE}; five show the drift (default: last)")  # fmt: skip
     save.add_argument("--replace", action="store_true", help="replace the baseline of this name")
     save.add_argument("--samples", action="store_true", help="copy the raw samples too")
-    actions.add_parser("list", help="list the baselines", description="List the baselines.")
+    listing = actions.add_parser(
+        "list", help="list the baselines", description="List the baselines."
+    )
     check = actions.add_parser(
         "check", help="compare with a baseline", description="Compare with a baseline."
     )
     check.add_argument("name", metavar="NAME", help="name of the baseline")
     check.add_argument("new", metavar="NEW", nargs="?",
                        help=f"{compare.WHERE}; default: measure again, as then")  # fmt: skip
+    other = "accept a baseline of another machine (default: exit with 3)"
+    check.add_argument("--other-machine", action="store_true", help=other)
     compare.add_judging(check)
+    for action in (save, listing, check):
+        action.add_argument("--folder", type=Path, default=BASELINES, metavar="FOLDER",
+                            help=f"folder of all baselines (default: {BASELINES})")  # fmt: skip
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """Save, list or check; return the exit code. Raises Refused and InvalidRun."""
     if namespace.action == "list":
-        return _list()
+        return _list(namespace.folder)
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", namespace.name) or namespace.name == "last":
         raise Refused(
             f"{namespace.name!r} is no name for a baseline: write letters, digits and . _ + -, "
@@ -77,7 +88,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _save(namespace: argparse.Namespace) -> int:
-    target = BASELINES / namespace.name
+    target = namespace.folder / namespace.name
     if target.exists() and not namespace.replace:
         raise Refused(f"there is a baseline {namespace.name} already: replace it with --replace, "
                       "or give another name")  # fmt: skip
@@ -168,12 +179,12 @@ def _copy_file(source: Path, target: Path) -> int:
     return target.stat().st_size
 
 
-def _list() -> int:
+def _list(baselines: Path) -> int:
     from tabulate import tabulate
 
-    rows = [row for folder in sorted(BASELINES.glob("[!.]*")) for row in _listed(folder)]
+    rows = [row for folder in sorted(baselines.glob("[!.]*")) for row in _listed(folder)]
     if not rows:
-        tell(f"no baselines in {BASELINES}/")
+        tell(f"no baselines in {baselines}/")
         return 0
     heads = ["baseline", "command", "of", "backends", "launches", "torch", "measured", "on"]
     sys.stdout.write(tabulate(rows, heads, disable_numparse=True) + "\n")
@@ -203,47 +214,53 @@ def _listed(folder: Path) -> Iterator[list[str]]:
 
 
 def _check(namespace: argparse.Namespace) -> int:
-    folder = BASELINES / namespace.name
+    folder = namespace.folder / namespace.name
     if not folder.is_dir():
-        known = sorted(each.name for each in BASELINES.glob("[!.]*"))
+        known = sorted(each.name for each in namespace.folder.glob("[!.]*"))
         raise Refused(
             explain_unknown("baseline", namespace.name, known)
             if known
             else f"no baseline {namespace.name!r}: save one with ddpbench baseline save NAME RUN"
         )
     base = compare.read_side(f"baseline {namespace.name}", store.find_runs(str(folder)))
-    name = namespace.new
-    if name is None:
-        if placement.read_placement() is not None:
-            raise Refused("a check without NEW starts its own ranks: type it without a launcher")
-        words = _again(base.runs, max(FEWEST, _launches(base.runs[:1])))
-        try:
-            target = store.new_folder(f"{base.runs[0].command}-check-{namespace.name}")
-        except OSError as error:
-            raise Refused(run_folder.explain_unwritable(error)) from None
-        code = _measure([*words, "--output", str(target)], target)
+    if namespace.new is not None:
+        return compare.show(_compare(namespace, base, namespace.new), namespace)
+    if placement.read_placement() is not None:
+        raise Refused("a check without NEW starts its own ranks: type it without a launcher")
+    from ddpbench.verdicts.many_pairs import BUSY  # loads numpy
+
+    for more in (1, 0):
+        code, target = _measure(namespace.name, base.runs)
         if code not in (0, 1, 4):  # those of a complete run, be its findings as bad as they may
             return code
-        name = str(target)
+        comparison = _compare(namespace, base, str(target))
+        if not more or all(row.withheld != BUSY for row in comparison.rows):
+            break
+        tell("other processes kept this host busy: measuring once more")
+    return compare.show(comparison, namespace)
+
+
+def _compare(namespace: argparse.Namespace, base: Source, name: str) -> Comparison:
     new = compare.read_side(name, store.find_runs(name))
-    with store.refuse_impossible_values(f"{namespace.name} or {name}"):
-        notes = tuple(_other_machine(namespace.name, base.runs, new.runs))
-        if namespace.format == "csv":  # which has no place for them
-            for note in notes:
-                tell(note)
-        return compare.judge(base, new, namespace, notes)
+    return compare.judge(base, new, namespace, one_machine=not namespace.other_machine)
 
 
-def _measure(words: Sequence[str], target: Path) -> int:
-    """Measure with the tables on stderr, since stdout is for the comparison; return the exit code.
+def _measure(name: str, runs: Sequence[Run]) -> tuple[int, Path]:
+    """Measure again as these runs were; return the exit code, and the folder if there is a run.
 
-    A folder that stays empty is removed.
+    Tables go to stderr, since stdout is for the comparison. A folder that stays empty is removed.
     """
+    words = _again(runs, max(FEWEST, _launches(runs[:1])))
+    try:
+        target = store.new_folder(f"{runs[0].command}-check-{name}")
+    except OSError as error:
+        raise Refused(run_folder.explain_unwritable(error)) from None
+    words += ["--output", str(target)]
     typed = shlex.join(["python", "-m", "ddpbench", *redact.arguments(words)])
     tell(f"measuring again: {typed}")
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            return command_line.run(words)
+            return command_line.run(words), target
     finally:
         with contextlib.suppress(OSError):
             target.rmdir()
@@ -277,17 +294,6 @@ def _again(runs: Sequence[Run], launches: int) -> list[str]:
 def _launches(runs: Sequence[Run]) -> int:
     counted = Counter(launch.backend for run in runs for launch in run.launches)
     return max(counted.values(), default=0)
-
-
-def _other_machine(name: str, base: Sequence[Run], new: Sequence[Run]) -> Iterator[str]:
-    found = other_machine(differences(base, new))
-    said = ", ".join(f"{d.name} {' and '.join(d.base)} → {' and '.join(d.new)}" for d in found)
-    if found:
-        perhaps = "perhaps " if [each.name for each in found] == ["hostname"] else ""
-        yield (
-            f"{perhaps}ANOTHER MACHINE than that of baseline {name} ({said}): a change may be due "
-            "to it; save a baseline of this machine under another name"
-        )
 
 
 def _size(nbytes: int) -> str:

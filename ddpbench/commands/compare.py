@@ -10,8 +10,8 @@ DDP steps and of logs, the median); with fewer than 5 launches a side there is n
 
 Exit codes, the first that applies: 2 the request is wrong; 3 a run cannot be read, or holds
 nothing; 1 a case is SLOWER, whatever the others are; 3 a case is INVALID (a wrong result, a broken
-limit) or INCOMPARABLE (not the same case), or none can be compared; 2 with --strict, if a case is
-INCONCLUSIVE or in BASE only; else 0.
+limit), INCOMPARABLE (not the same case) or, without --allow-missing, measured by one side only; 2
+with --strict, if a case is INCONCLUSIVE; else 0.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ def add_judging(parser: argparse.ArgumentParser, margin_percent: float = MARGIN_
         metavar="PERCENT",
         help=f"smallest change to report (default: {margin_percent:g})",
     )
+    add("--strict", action="store_true", help="exit with 2 if a case is INCONCLUSIVE")
     add(
-        "--strict",
+        "--allow-missing",
         action="store_true",
-        help="exit with 2 if a case is INCONCLUSIVE or missing in NEW",
+        help="accept cases that only one side measured (default: exit with 3)",
     )
     shown = parser.add_argument_group("what is shown").add_argument
     shown(
@@ -92,28 +93,34 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     hints = Hints(namespace.op, namespace.ranks)
     names = [namespace.base.rstrip("/"), namespace.new.rstrip("/")]
     base, new = (read_side(name, sources.find_all(name), hints) for name in names)
-    with store.refuse_impossible_values(f"{base.name} or {new.name}"):
-        return judge(base, new, namespace)
+    return show(judge(base, new, namespace), namespace)
 
 
 def judge(
-    base: Source, new: Source, namespace: argparse.Namespace, notes: tuple[str, ...] = ()
-) -> int:
-    """Compare BASE and NEW, print them with the notes, and return the exit code."""
-    comparison = compare_sides(base, new, namespace.margin, namespace.only)
-    return show(replace(comparison, notes=(*notes, *comparison.notes)), namespace)
+    base: Source, new: Source, namespace: argparse.Namespace, one_machine: bool = False
+) -> Comparison:
+    """Return the comparison of two stored sides, judged as the options of `add_judging` say."""
+    from ddpbench.verdicts.comparison import Rule
+
+    rule = Rule(
+        namespace.margin / 100, allow_missing=namespace.allow_missing, one_machine=one_machine
+    )
+    with store.refuse_impossible_values(f"{base.name} or {new.name}"):
+        return compare_sides(base, new, rule, namespace.only)
 
 
 def compare_sides(
-    base: Source, new: Source, margin_percent: float, only: Sequence[str] | None = None
+    base: Source, new: Source, rule: Rule, only: Sequence[str] | None = None
 ) -> Comparison:
-    """Return the comparison of two stored sides. Raises Refused and InvalidRun, as `compared`."""
+    """Return the comparison of two stored sides. Raises Refused and InvalidRun, as `compared`.
+
+    rule: without the drift, which is estimated here.
+    """
     if common := [one.id for one in base.runs if one in new.runs]:
         raise Refused(f"BASE and NEW have the run {common[0]} in common: name different runs")
     from ddpbench.verdicts import drift
-    from ddpbench.verdicts.comparison import Rule
 
-    rule = Rule(margin_percent / 100, drift.estimate_drift(base, new, _newest()))
+    rule = replace(rule, drift=drift.estimate_drift(base, new, _newest()))
     return compared(base, new, rule, only)
 
 
@@ -143,18 +150,20 @@ def compared(base: Source, new: Source, rule: Rule, only: Sequence[str] | None) 
 
 
 def show(result: Comparison, namespace: argparse.Namespace) -> int:
-    """Print a comparison in the requested format; return the exit code."""
+    """Print a comparison and last what was not compared; return the exit code."""
     from ddpbench.render import comparison as render
     from ddpbench.verdicts import comparison
 
-    sys.stdout.write(render.FORMATS[namespace.format](result))
+    with store.refuse_impossible_values(f"{result.base.name} or {result.new.name}"):
+        sys.stdout.write(render.FORMATS[namespace.format](result))
     if namespace.report is not None:
         _write_page(result, namespace.report)
+    if shortfall := comparison.explain_shortfall(result):
+        tell(shortfall)
     return comparison.exit_code(result, namespace.strict)
 
 
 def _write_page(result: Comparison, output: Path) -> None:
-    """Write the page of a comparison, with the newest of several pooled runs. Raises OSError."""
     from ddpbench.report.chart import ReportRun
     from ddpbench.report.sections import comparison
 

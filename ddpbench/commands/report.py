@@ -116,6 +116,7 @@ def _read(paths: Sequence[Path], hints: Hints) -> list[ReportRun]:
 def _judge(base: ReportRun, new: ReportRun, number: int) -> Section:
     """Return the section on the verdicts, or one that states why there are none."""
     from ddpbench.report.sections import comparison
+    from ddpbench.verdicts.comparison import Rule
     from ddpbench.verdicts.matching import Source
 
     try:
@@ -123,7 +124,7 @@ def _judge(base: ReportRun, new: ReportRun, number: int) -> Section:
             compare.require_times(side.label, side.run)
         first, second = (Source(side.label, (side.run,)) for side in (base, new))
         with store.refuse_impossible_values(f"{base.label} or {new.label}"):
-            result = compare.compare_sides(first, second, compare.MARGIN_PERCENT)
+            result = compare.compare_sides(first, second, Rule(compare.MARGIN_PERCENT / 100))
             return comparison.section(result, number)
     except (InvalidRun, Refused) as error:
         return comparison.explain_missing(base.label, new.label, str(error), number)

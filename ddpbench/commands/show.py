@@ -7,8 +7,11 @@ python -m ddpbench show results/before --format markdown --columns op,size,time,
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpbench.doctor import stored
 from ddpbench.interchange import sources
@@ -18,9 +21,12 @@ from ddpbench.records import store
 from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.render.column import UnknownColumn
 from ddpbench.render.doctor import FINDING_COLUMNS
-from ddpbench.render.formats import FORMATS
+from ddpbench.render.formats import FORMATS, frame
 from ddpbench.render.step_columns import STEP_COLUMNS
 from ddpbench.session import options
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 GROUP = "results"
 HELP = "print a stored run"
@@ -39,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    """Print the run; return the exit code. Raises Refused and InvalidRun."""
+    """Print the run, or what `ab` stored; return the exit code. Raises Refused and InvalidRun."""
+    for folder in (Path(namespace.run), Path("results", namespace.run)):
+        if namespace.format == "table" and os.path.lexists(folder / "comparison.txt"):  # of `ab`
+            sys.stdout.write((folder / "comparison.txt").read_text())
+            return 0
     run = sources.read(sources.find(namespace.run), Hints(namespace.op, namespace.ranks))
     try:
         with store.refuse_impossible_values(namespace.run):
@@ -49,3 +59,15 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         raise Refused(str(error)) from None
     sys.stdout.write(text)
     return 0
+
+
+def load(run: str | Path) -> pd.DataFrame:
+    """Return a stored run, named as for `ddpbench show`, with one row per case and backend.
+
+    The columns are those of table.csv; None is unknown. Collectives: times in µs (`time`, `low`,
+    `high`, percentiles, `skew`), `size` in bytes, `algbw`, `busbw` and `limit_rate` in GB/s (10⁹
+    bytes). DDP steps: the name ends with the unit (`step_ms`, `samples_per_second`). `interval` and
+    `limit` are fractions. A run of the doctor has one row per finding. Raises InvalidRun.
+    """
+    rows: pd.DataFrame = frame(sources.read(sources.find(str(run)))).infer_objects()
+    return rows

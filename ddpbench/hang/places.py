@@ -60,6 +60,13 @@ def find_error_place(error: BaseException) -> str:
     return choose_place(reversed(lines))
 
 
+def is_of_program(error: BaseException, innermost: bool = True) -> bool:
+    """Whether the program's own code raised an error; or, not innermost, called what raised it."""
+    paths = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [Path(path).is_absolute() and _distance(path) == 0 for path in paths]  # else: compiled
+    return own[-1] if innermost else any(own)
+
+
 def describe_error(error: BaseException) -> tuple[str, str]:
     """Return an error as one line, "ValueError: bad batch", and where it was raised."""
     first = (str(error).strip() or "no text").splitlines()[0][:300]

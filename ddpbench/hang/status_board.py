@@ -20,7 +20,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from ddpbench.hang.self_report import RankIdentity, observe_state
 from ddpbench.hang.status import ALIVE, DIED, LEFT, OVER, STOPPED, RankStatus, SilentRank
@@ -39,15 +39,25 @@ STORE_TIMEOUT = timedelta(seconds=5)
 CLOSE_SECONDS = 0.5
 
 
+class Address(NamedTuple):
+    """Where a TCPStore serves, and how long the job itself waits for it."""
+
+    host: str
+    port: int
+    timeout: timedelta
+
+
 class StoreClient:
-    """A connection of its own to the ranks' store, used by a thread that may hang with it."""
+    """A connection of its own to the ranks' store, used by a thread that may hang with it.
 
-    def __init__(self, store: dist.Store) -> None:
-        import torch.distributed as dist
+    Connects for as long as the job itself would: with many ranks on few cores, the store's host may
+    not come to accept connections. Raises RuntimeError after that.
+    """
 
+    def __init__(self, place: Address | weakref.ref[dist.Store]) -> None:
         self.gone = False  # whether the store has closed the connection
-        self._find_store, self._connection = _open_client(store)
-        self.is_file = isinstance(unwrap(store), dist.FileStore)
+        self.has_server = isinstance(place, Address)
+        self._find_store, self._connection = _open_client(place)
         self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="ddpbench-store", daemon=True)
         self._thread.start()
@@ -118,23 +128,54 @@ def unwrap(store: dist.Store) -> dist.Store:
     return store
 
 
-def _open_client(
-    store: dist.Store,
-) -> tuple[Callable[[], dist.Store | None], socket.socket | None]:
-    """A function for a client of the same store, and its connection where it has one."""
+def find_store(store: dist.Store) -> Address | weakref.ref[dist.Store]:
+    """Return the address of the server behind a store, else a weak reference to the store.
+
+    A reference to a TCPStore would keep its server alive after the process group, one to a
+    FileStore its file. If the script then made another group, ranks could meet there.
+    """
     import torch.distributed as dist
 
-    find_store, store = weakref.ref(store), unwrap(store)
-    if isinstance(store, dist.TCPStore):
-        earlier = _open_sockets()
-        client = dist.TCPStore(
-            store.host, store.port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False
-        )
-        new = [file for name, file in _open_sockets().items() if name not in earlier]
-        return lambda: client, _find_connection(new, store.port)
-    # A file is deleted with the last reference to it. Another one would leave it behind, and the
-    # next group that meets in this file would hang.
-    return find_store, None
+    server = unwrap(store)
+    if isinstance(server, dist.TCPStore):
+        waits: Any = server  # torch's stubs lack its timeout
+        return Address(server.host, server.port, waits.timeout)
+    return weakref.ref(store)
+
+
+def _open_client(
+    place: Address | weakref.ref[dist.Store],
+) -> tuple[Callable[[], dist.Store | None], socket.socket | None]:
+    """A function for a client of the store, and its connection where it has one."""
+    import torch.distributed as dist
+
+    if not isinstance(place, Address):
+        return place, None
+    await_server(place, place.timeout.total_seconds())
+    earlier = _open_sockets()
+    client = dist.TCPStore(
+        *place[:2], is_master=False, timeout=place.timeout, wait_for_workers=False
+    )
+    client.set_timeout(STORE_TIMEOUT)
+    new = [file for name, file in _open_sockets().items() if name not in earlier]
+    return lambda: client, _find_connection(new, place.port)
+
+
+def await_server(server: Address, seconds: float) -> None:
+    """Return once a server accepts connections: torch's client would print a C++ stack if not."""
+    until, pause = time.monotonic() + seconds, POLL_SECONDS
+    while True:
+        left = until - time.monotonic()
+        with contextlib.suppress(OSError):
+            socket.create_connection(server[:2], max(left, POLL_SECONDS)).close()
+            return
+        if left <= pause:
+            raise RuntimeError(
+                f"the ranks' store at {server.host}:{server.port} accepted no connection within "
+                f"{seconds:g} s"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, ANSWER_SECONDS)
 
 
 def _open_sockets() -> dict[str, int]:
@@ -170,7 +211,7 @@ class Board:
         rank: int,
         identities: Sequence[RankIdentity | None],
     ) -> None:
-        self.client, self.rank = StoreClient(store), rank
+        self.client, self.rank = StoreClient(find_store(store)), rank
         self.identities = list(identities)
         self._prefix = prefix
         self._heartbeat_0: bytes | None = None
@@ -296,7 +337,7 @@ class Board:
         for rank in absent:
             identity, seen = self.identities[rank], heartbeats.get(rank)
             state = LEFT if seen is not None and seen.left else self._observe(rank)
-            if state == DIED and self.client.is_file:  # it cannot tell that it has left
+            if state == DIED and not self.client.has_server:  # it cannot tell that it has left
                 state = OVER
             silent.append(SilentRank(rank, str(identity or f"rank {rank}"), state, seen))
         return silent

@@ -43,6 +43,7 @@ SYMPTOM = re.compile(
     r"|on rank \d+ has not ended within",
     re.IGNORECASE,
 )
+BY_SIGNAL = "ended by "  # the cause of a rank that a signal asked to end begins with this
 
 
 def explain_hang(
@@ -74,6 +75,12 @@ def explain_hang(
         viewers = format_ranks([*statuses])
         sentence += f"; the ranks' store does not answer, so this is what {viewers} can see"
     return sentence
+
+
+def is_interrupted(statuses: Statuses) -> bool:
+    """Return whether no cause is a missed deadline or an error: only signals, and symptoms."""
+    causes = [status.cause for status in statuses.values() if status.cause]
+    return all(cause.startswith(BY_SIGNAL) or SYMPTOM.search(cause) for cause in causes)
 
 
 def is_notice(statuses: Statuses) -> bool:

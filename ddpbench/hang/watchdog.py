@@ -23,6 +23,7 @@ from ddpbench.hang.judge import judge
 from ddpbench.hang.self_report import RankIdentity, observe_state, read_heartbeat, read_status
 from ddpbench.hang.status import ALIVE, DIED, RankStatus
 from ddpbench.hang.status_board import Board, print_message
+from ddpbench.hang.verdict import BY_SIGNAL
 from ddpbench.launch import siblings
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class Watchdog:
 
     def _handle_deadline(self) -> None:
         if self.signal is not None:
-            self.end(f"ended by {signal.Signals(self.signal).name}")
+            self.end(f"{BY_SIGNAL}{signal.Signals(self.signal).name}")
         cause = f"missed the deadline of {self._timeout:g} s (--timeout)"
         if self._mode == "end":
             self.end(cause, late=True)
@@ -155,7 +156,9 @@ class Watchdog:
 
     def _report(self, topic: str, status: RankStatus, ending: bool) -> int:
         judgement = judge(self._board, topic, status, GRACE_SECONDS)
-        interrupted = self.signal is not None and not judgement.silent
+        # The launcher also signals the other ranks of one that has failed.
+        alone = judgement.interrupted and not judgement.silent
+        interrupted = self.signal is not None and alone
         code = 130 if interrupted else 5
         # Without the store, the lowest rank that lives on this host prints.
         unheard = any(r.state == ALIVE and r.rank < self._rank for r in judgement.silent)

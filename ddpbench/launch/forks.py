@@ -138,7 +138,7 @@ def _await_ranks(codes: dict[int, int]) -> tuple[int, int] | None:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 code = os.waitstatus_to_exitcode(status)
-                if deadline is not None and code == -signal.SIGTERM:
+                if deadline is not None and code in (-signal.SIGTERM, 130):
                     code = 0  # ended from here: the rank that failed reports why
                 elif code < 0 and deadline is None:
                     killed = killed or (list(codes).index(pid), -code)

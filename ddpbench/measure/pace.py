@@ -21,12 +21,13 @@ import numpy.typing as npt
 
 from ddpbench.analysis import kept_stamps, stats
 from ddpbench.analysis.kept_stamps import Kept
-from ddpbench.hang.places import find_error_place
+from ddpbench.hang.places import find_error_place, is_of_program
 from ddpbench.measure import clock, memory
 from ddpbench.measure.loop import Bench
 from ddpbench.records.schema import Case, Plan, Wrong
 from ddpbench.runtime import control
 from ddpbench.runtime.subgroups import Subgroup
+from ddpbench.runtime.turns import Turns
 from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:
@@ -76,13 +77,15 @@ def measure(
     shortest_seconds: float,
     objection: str | None,
     ahead_ns: int = 0,
+    turns: Turns | None = None,
 ) -> Samples:
     """Measure one case on all ranks together, or skip it on all ranks together.
 
     The operation runs in this rank's subgroup. Repetitions shorter than `shortest_seconds` are
     timed in batches. `objection` is this rank's reason to skip the case. `ahead_ns` is how far this
-    rank's clock is ahead of rank 0's, to which all stamps are converted. Other ranks than 0 get
-    only `objection`, `checks` and `stop_reason`.
+    rank's clock is ahead of rank 0's, to which all stamps are converted. `turns`: with another
+    launch; the time slice counts only this one's. Other ranks than 0 get only `objection`, `checks`
+    and `stop_reason`.
     """
     subgroups = subgroup.partition.subgroups if subgroup.partition.size < world.world_size else ()
     samples = Samples(warm_up=Kept(subgroups), timed=Kept(subgroups))
@@ -91,8 +94,7 @@ def measure(
         try:
             bench = Bench(case, plan, world, subgroup, device)
         except (OSError, MemoryError, RuntimeError, TypeError, AttributeError) as error:
-            objection = memory.describe_shortage(error, device)
-            objection = objection or f"cannot make the buffers: {control.first_line(error)}"
+            objection = _explain(error, device, "cannot make the buffers")
     samples.objection = control.agree_objection(world, objection)
     if samples.objection is not None or bench is None:
         return samples
@@ -102,20 +104,23 @@ def measure(
     gc.freeze()  # later collections skip today's objects, which saves 14 ms per case
     gc.disable()
     try:
-        _measure(bench, samples, shortest_seconds, ahead_ns)
+        _measure(bench, samples, shortest_seconds, ahead_ns, turns)
     finally:
         if enabled:
             gc.enable()
     return samples
 
 
-def _measure(bench: Bench, samples: Samples, shortest_seconds: float, ahead_ns: int) -> None:
+def _measure(
+    bench: Bench, samples: Samples, shortest_seconds: float, ahead_ns: int, turns: Turns | None
+) -> None:
     began = time.monotonic()
     until = began + bench.plan.slice_seconds
     cold = _call_first(bench, samples)
     if samples.objection is not None or cold is None:
         return
-    pace = Pace(bench, samples, seconds=time.monotonic() - began, ahead_ns=ahead_ns)
+    seconds = time.monotonic() - began
+    pace = Pace(bench, samples, seconds=seconds, ahead_ns=ahead_ns, turns=turns)
     pace.measuring = pace.seconds
     samples.cold = pace.gather_stamps(cold)
     _check(bench, samples, -1)
@@ -138,12 +143,19 @@ def _call_first(bench: Bench, samples: Samples) -> npt.NDArray[np.int64] | None:
     try:
         cold = bench.repeat(1)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, MemoryError) as error:
-        objection = memory.describe_shortage(error, bench.device)
-        objection = objection or f"not supported: {control.first_line(error)}"
+        objection = _explain(error, bench.device, "not supported")
         ended_alone = _end_if_alone(bench, f"{type(error).__name__}: {objection}", error)
     with ended_alone:
         samples.objection = control.agree_objection(bench.world, objection)
     return cold
+
+
+def _explain(error: Exception, device: torch.device, what: str) -> str:
+    """Return why this machine or backend cannot do a case; raise an error of the user's again."""
+    shortage = memory.describe_shortage(error, device)
+    if shortage is None and is_of_program(error) and not isinstance(error, NotImplementedError):
+        raise error
+    return shortage or f"{what}: {control.first_line(error)}"
 
 
 @contextlib.contextmanager
@@ -174,6 +186,12 @@ class Pace:
     measuring: float = 0.0
     done: int = 0  # repetitions since the warm-up
     ahead_ns: int = 0
+    turns: Turns | None = None
+    paused: float = 0.0  # while the other side had its turns
+
+    def now(self) -> float:
+        """Return the time, without that of the other side's turns."""
+        return time.monotonic() - self.paused
 
     def gather_stamps(self, stamps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         """Gather all ranks' stamps at rank 0, in its clock; None in other ranks."""
@@ -185,7 +203,7 @@ class Pace:
 
         At least one, and at least `least` if those fit into a burst.
         """
-        left = min(until - time.monotonic(), BURST_SECONDS)
+        left = min(until - self.now(), BURST_SECONDS)
         count = min(count, kept_stamps.fitting(self.bench.world.world_size))
         if not self.seconds:
             return 1
@@ -195,6 +213,8 @@ class Pace:
     def burst(self, count: int, batch: int, check: bool, into: Kept) -> bool:
         """Repeat as often as rank 0's `count` says and gather there; False if rank 0 stops."""
         bench, world = self.bench, self.bench.world
+        if self.turns:
+            self.paused += self.turns.wait()
         if world.rank == 0 and world.watchdog.signal is not None:
             count = INTERRUPTED
         count = control.broadcast_decision(world, count)
@@ -242,12 +262,12 @@ class Pace:
 def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
     """Repeat until two successive windows agree. Return the number of calls per repetition."""
     samples, rank = pace.samples, pace.bench.world.rank
-    most = time.monotonic() + WARM_UP_SHARE * (until - time.monotonic())
+    most = pace.now() + WARM_UP_SHARE * (until - pace.now())
     windows = samples.warm_up
     while True:
         count = 0
         if rank == 0:
-            cut = time.monotonic() > most or windows.repetitions >= WARM_UP_MOST
+            cut = pace.now() > most or windows.repetitions >= WARM_UP_MOST
             if not windows.over or not (cut or _settled(windows, samples.calls)):
                 count = pace.fit_burst(WINDOW if windows.over else WARM_UP, most)
         if not pace.burst(count, 1, check=False, into=windows):
@@ -273,7 +293,7 @@ def _timed(pace: Pace, until: float, batch: int) -> None:
     reason = 0
     times = np.empty(0)
     look = FIRST_LOOK
-    least = time.monotonic() + LEAST_SHARE * plan.slice_seconds
+    least = pace.now() + LEAST_SHARE * plan.slice_seconds
     pace.seconds *= batch
     pace.done = pace.bench.page_faults = 0
     unhidden_before = pace.bench.unhidden or 0
@@ -284,11 +304,11 @@ def _timed(pace: Pace, until: float, batch: int) -> None:
                 look *= 2
                 interval = stats.median_interval(times)
                 precise = interval is not None and stats.half_width(interval) <= plan.precision
-                if precise and time.monotonic() > least:
+                if precise and pace.now() > least:
                     reason = 1
             if len(times) >= plan.max_repetitions:
                 reason = 3
-            elif not reason and len(times) >= FEWEST and time.monotonic() > until:
+            elif not reason and len(times) >= FEWEST and pace.now() > until:
                 reason = 2
             if not reason:
                 look_at = min(look, plan.max_repetitions)

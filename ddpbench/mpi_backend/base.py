@@ -63,6 +63,11 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, _: Any) -> GroupBase:
         return self
 
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many collectives were called, as torch's own groups do."""
+        past = self._lane.past
+        return past[-1][0] if past else 0
+
     def supports_tensor_alloc(self, _: Any) -> bool:
         return False
 

@@ -25,6 +25,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     name, *rest = words or [""]
     if name not in IN_RANKS:
         raise Refused(explain_unknown("command", name, IN_RANKS))
+    shared_options.import_modules(rest)
     parser = shared_options.Parser(prog=f"ddpbench {name}")
     IN_RANKS[name].add_arguments(parser)
     return parser.parse_args(rest)

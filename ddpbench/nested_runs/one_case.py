@@ -24,7 +24,6 @@ from ddpbench.verdicts.regression import Measured
 
 PATIENCE_SECONDS = 15.0  # between asking to end and killing
 TOLD = (0, 1, 4)  # exit codes of a run that says itself what is wrong with it
-NAMES = {"ranks": "nproc"}  # keyword → option, where they differ
 
 
 class Unmeasured(Exception):
@@ -38,7 +37,7 @@ def words(settings: Mapping[str, Any]) -> list[str]:
     """
     found: list[str] = []
     for name, value in settings.items():
-        option = "--" + NAMES.get(name, name).replace("_", "-")
+        option = "--" + name.replace("_", "-")
         if name == "options":
             found += [value] if isinstance(value, str) else value
         elif value is True:
@@ -116,6 +115,7 @@ def to_json(run: Run, found: SideCase, folder: Path) -> dict[str, Any]:
         "case": json.loads(codec.encode(case)),
         "launch_medians_seconds": list(side.times),
         "launch_lower_quartiles_seconds": list(side.quartiles),
+        "busy_share_of_launches": side.busy,
         "interval_seconds": [side.interval.low, side.interval.high] if side.interval else None,
         "versions": {name: launch.facts.get(name) for name in ("ddpbench", "torch", "python")},
         "library": launch.library,
@@ -143,8 +143,10 @@ def from_json(stored: Mapping[str, Any], source: str = "") -> Measured:
         medians = tuple(map(float, stored["launch_medians_seconds"]))
         launches = tuple(range(len(medians)))
         quartiles = tuple(map(float, stored.get("launch_lower_quartiles_seconds", ())))
-        side = matching.Side(*stats.over_launches(np.array(medians)), medians, launches, quartiles)
+        busy = float(stored.get("busy_share_of_launches", 0.0))
+        seconds, interval = stats.over_launches(np.array(medians))
+        side = matching.Side(seconds, interval, medians, launches, quartiles, busy=busy)
         case, warnings = codec.decode(kind, stored["case"]), tuple(stored["warnings"])
-        return Measured(case, side, warnings, source)
+        return Measured(case, side, warnings, source, str(stored["versions"]["torch"] or ""))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{source} holds no figures of ddpbench: {error!r}") from None

@@ -1,14 +1,18 @@
-"""Measure two variants in turns: launch by launch, in randomised blocks of one launch each.
+"""Measure two variants in turns, in blocks of one launch each, both alive and one of them asleep.
 
 If all launches of one came before those of the other, a drift of the machine would read as a change
 (40 % false verdicts in a simulation; 2 % in turns). Each variant is a command of its own with its
-own Python, environment and options, which waits for its turn (`--paced`).
+own Python, environment and options, which waits for its turn (`--paced`, launch/turn.py): for its
+launch to begin, and on CPUs between its repetitions as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import importlib.util
+import json
 import os
 import random
 import re
@@ -16,12 +20,15 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ddpbench
 from ddpbench.launch.placement import Refused
+from ddpbench.launch.turn import ENDED, YOURS
 from ddpbench.nested_runs.command_line import MEASURING, check, last_message
 from ddpbench.records import redact, store
 from ddpbench.records.store import InvalidRun
@@ -33,6 +40,21 @@ USUAL = "collectives"  # the command to measure if none is given
 SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
 PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
 CHECK_SECONDS = 120.0  # until another Python has imported torch and ddpbench
+# The packages that ddpbench needs, by the names that import and install them.
+NEEDED = (
+    *("torch", "numpy", "pandas", "pyarrow", "tabulate"),
+    *("scipy", "psutil", "rich", "xxhash", "msgspec"),
+)
+# Run by another Python; prints what it lacks, else which Python and torch it is.
+CHECK = f"""
+import importlib.util, json, sys
+missing = [name for name in {NEEDED} if importlib.util.find_spec(name) is None]
+facts = {{"missing": missing, "python": sys.executable, "prefix": sys.prefix}}
+if not missing:
+    import torch, {", ".join(f"ddpbench.commands.{name}" for name in MEASURING)}
+    facts["torch"] = torch.__file__
+print("\\n" + json.dumps(facts))
+"""
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
@@ -182,16 +204,17 @@ def parse_variant(name: str, text: str) -> Variant:
 
 
 class Side:
-    """The process that measures a variant, one launch per turn; its run grows in `folder`."""
+    """The process that measures a variant, one launch per block; its run grows in `folder`."""
 
     def __init__(
         self, variant: Variant, words: Sequence[str], folder: Path, settings: Sequence[str] = ()
     ) -> None:
         self.variant, self.folder = variant, folder
+        self._pipe = os.open(_pipe(folder), os.O_RDWR | os.O_NONBLOCK)
         self._line = [variant.python, "-m", "ddpbench", *words, *variant.words]
         self._errors = (folder.parent / f"{folder.name}.stderr").open("w+", errors="replace")
         self._process = subprocess.Popen(
-            [*self._line, *settings, "--paced", "--quiet", "--output", str(folder)],
+            [*self._line, *settings, "--quiet", "--output", str(folder)],
             env=_environ(variant),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -206,22 +229,33 @@ class Side:
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variant.environ.items()]
         return " ".join([*variables, shlex.join(self._line)])
 
-    def turn(self) -> None:
-        """Measure one launch. Raises Failed, with the side's own message, if it fails."""
+    def begin(self) -> None:
+        """Have it measure one launch once it gets the turn."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._errors.seek(0, os.SEEK_END)
-        begin = self._errors.tell()
+        self._said = self._errors.seek(0, os.SEEK_END)
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
+
+    def tell(self, word: bytes) -> None:
+        """Say in its pipe that the turn is its own, or that the other side has ended."""
+        os.write(self._pipe, word)
+
+    def empty_pipe(self) -> None:
+        """Forget what the launches before have left there."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._pipe, 4096)
+
+    def finish(self) -> None:
+        """Wait for the end of the launch. Raises Failed, with its own message, if it fails."""
+        assert self._process.stdout is not None
         # A module of the user may print to stdout too.
         code = next((int(line) for line in self._process.stdout if line.strip().isdigit()), None)
         if code == 0:
             return
         if code is None:  # it has ended, perhaps before its turn
-            code, begin = self._process.wait(60), 0
-        self._errors.seek(begin)
+            code, self._said = self._process.wait(60), 0
+        self._errors.seek(self._said)
         raise Failed(self, last_message(self._errors.read()), code)
 
     def interrupt(self) -> None:
@@ -234,6 +268,7 @@ class Side:
             self._process.communicate(timeout=120)
         self._process.kill()
         self._process.wait()
+        os.close(self._pipe)
         self._errors.seek(0)
         text = redact.text(self._errors.read())
         self._errors.seek(0)
@@ -249,9 +284,13 @@ def _opened(
     """Start the variants' processes, for at most so many launches each; end them together."""
     sides: list[Side] = []
     settings = ["--launches", str(launches), "--seed", str(namespace.seed)]
+    folders = [folder / variant.name for variant in variants]
     try:
-        for variant in variants:
-            side = Side(variant, namespace.words, folder / variant.name, settings)
+        for each in folders:
+            os.mkfifo(_pipe(each))
+        for variant, own, other in zip(variants, folders, reversed(folders), strict=True):
+            pipes = ["--paced", *(str(_pipe(each)) for each in (own, other))]
+            side = Side(variant, namespace.words, own, [*settings, *pipes])
             sides.append(side)  # at once: it must be closed even if the next one cannot start
         yield sides
     except KeyboardInterrupt:
@@ -261,12 +300,29 @@ def _opened(
     finally:
         for side in sides:
             side.close()
+        for each in folders:
+            _pipe(each).unlink(missing_ok=True)
 
 
 def measure_block(sides: Sequence[Side], order: random.Random) -> None:
-    """Measure one launch of each side, in random order. Raises Failed."""
-    for side in order.sample(sides, len(sides)):
-        side.turn()
+    """Measure one launch of each side, in turns; a random one begins. Raises Failed."""
+    for side in sides:
+        side.empty_pipe()  # of both, before one can pass on its turn
+    order.choice(sides).tell(YOURS)
+    for side in sides:
+        side.begin()
+    try:
+        for side in sides:
+            side.finish()
+    except Failed:
+        for side in sides:
+            side.tell(ENDED)  # the other one waits for nobody
+        raise
+
+
+def _pipe(folder: Path) -> Path:
+    """Return the pipe in which the side whose run is in this folder waits for its turn."""
+    return folder.absolute().with_suffix(".turn")
 
 
 def _find_wrong_result(sides: Sequence[Side]) -> End | None:
@@ -278,22 +334,27 @@ def _find_wrong_result(sides: Sequence[Side]) -> End | None:
     return None
 
 
+@functools.cache
+def _package_folder() -> tempfile.TemporaryDirectory[str]:
+    """Create a folder with nothing but a link to ddpbench, which pip installs beside torch."""
+    folder = tempfile.TemporaryDirectory(prefix="ddpbench-package-")
+    (Path(folder.name) / "ddpbench").symlink_to(Path(ddpbench.__file__).resolve().parent)
+    return folder
+
+
 def _environ(variant: Variant) -> dict[str, str]:
-    package = str(Path(ddpbench.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, **variant.environ}
+    environ = {**os.environ, **variant.environ}
+    paths = (_package_folder().name, environ.get("PYTHONPATH", ""))
+    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _check_python(variant: Variant) -> None:
-    """Raise Refused if another Python cannot import what a measurement needs."""
+    """Raise Refused if another Python cannot measure, or would measure with this one's torch."""
     if variant.python == sys.executable:
         return
-    word = "ddpbench can run"
-    commands = ", ".join(f"ddpbench.commands.{name}" for name in MEASURING)
-    program = f"import torch, {commands}; print({word!r})"
     try:
         done = subprocess.run(
-            [variant.python, "-c", program],
+            [variant.python, "-c", CHECK],
             env=_environ(variant),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -302,15 +363,32 @@ def _check_python(variant: Variant) -> None:
             timeout=CHECK_SECONDS,
             check=False,
         )
-        lines = done.stderr.strip().splitlines() or ["it is no Python interpreter"]
-        reason = None if word in done.stdout else lines[-1]
+        facts = json.loads(done.stdout.splitlines()[-1])
+        reason = _find_objection(variant.python, facts)
+    except (IndexError, ValueError):  # it failed, or is something else
+        reason = (done.stderr.strip().splitlines() or ["it is no Python interpreter"])[-1]
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
-    if reason is not None:
+    if reason:
         raise Refused(
-            f"--{variant.name} {str(variant)!r}: {variant.python} cannot run ddpbench: {reason}; "
-            "choose the python of an environment in which torch is installed"
+            f"--{variant.name} {str(variant)!r}: {variant.python} cannot run ddpbench: {reason}"
         )
+
+
+def _find_objection(python: str, facts: Mapping[str, Any]) -> str:
+    """Return why the Python with these facts cannot be the one of a variant, "" if it can."""
+    if facts["missing"]:
+        names = " ".join(facts["missing"])
+        return f"it lacks {names}. Next: {shlex.join([python, '-m', 'pip', 'install'])} {names}"
+    if os.path.abspath(facts["python"]) != os.path.abspath(python):  # noqa: PTH100 - keeps links
+        return f"it starts another Python: name {facts['python']}"
+    own = getattr(importlib.util.find_spec("torch"), "origin", None)
+    if own and facts["prefix"] != sys.prefix and Path(own).samefile(facts["torch"]):
+        return (
+            f"it imports the torch of this environment ({facts['torch']}): unset PYTHONPATH, or "
+            "install torch there"
+        )
+    return ""
 
 
 def _check(words: Sequence[str]) -> None:

@@ -1,7 +1,6 @@
 """What a run stores: frozen dataclasses, base units, the unit in the name, one version number.
 
-Raw samples (entry and exit of every rank and repetition) lie beside these records as Parquet;
-everything in a `Summary` can be derived from them again.
+Raw samples lie beside these records as Parquet. A `Summary` can be derived from them again.
 """
 
 from __future__ import annotations
@@ -433,6 +432,7 @@ class Run:
     ended: str | None = None
     operations: tuple[str, ...] = ()  # or workloads, in the order asked for
     backends: tuple[str, ...] = ()
+    label: str = ""  # the user's own, of --label
     launches: tuple[Launch, ...] = ()
     results: tuple[Result, ...] = ()
     steps: tuple[StepResult, ...] = ()

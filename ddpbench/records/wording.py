@@ -1,4 +1,4 @@
-"""Parts of sentences: counts, names of ranks, and names to choose from."""
+"""Parts of sentences: counts, rates, names of ranks, and names to choose from."""
 
 from __future__ import annotations
 
@@ -43,6 +43,13 @@ def counted(number: int, noun: str) -> str:
     """Return "1 link", "3 links" or "3 launches"."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """Format a rate with three digits, in GB/s from 1 GB/s on."""
+    if bytes_per_second >= 1e9:
+        return f"{bytes_per_second / 1e9:.3g} GB/s"
+    return f"{bytes_per_second / 1e6:.3g} MB/s"
 
 
 def name_ranks(ranks: Sequence[int], shortest: int = 2) -> str:

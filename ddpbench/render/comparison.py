@@ -23,7 +23,15 @@ from ddpbench.render.labels import (
     side_time,
 )
 from ddpbench.render.style import MARKDOWN, TERMINAL, Style
-from ddpbench.verdicts.comparison import ONLY_BASE, ONLY_NEW, Comparison, Row, exit_code
+from ddpbench.verdicts.comparison import (
+    ONLY_BASE,
+    ONLY_NEW,
+    Comparison,
+    Row,
+    exit_code,
+    explain_shortfall,
+)
+from ddpbench.verdicts.many_pairs import DRIFT
 from ddpbench.verdicts.matching import Side, Source
 from ddpbench.verdicts.verdict import INCONCLUSIVE, MOST, SAME
 
@@ -153,8 +161,8 @@ def summarize(comparison: Comparison) -> str:
 
 def explain(comparison: Comparison) -> list[str]:
     """List what would settle INCONCLUSIVE rows, notes, and what all cases have in common."""
-    lines = [*_advice(comparison), *comparison.notes]
-    return [*lines, *_common(comparison), *_times(comparison)]
+    lines = [*_advice(comparison), *comparison.notes, *_common(comparison), *_times(comparison)]
+    return [*lines, *filter(None, [explain_shortfall(comparison)])]
 
 
 def _table(comparison: Comparison, rows: Sequence[Row], style: Style) -> str:
@@ -162,7 +170,6 @@ def _table(comparison: Comparison, rows: Sequence[Row], style: Style) -> str:
 
 
 def _parts(comparison: Comparison, style: Style) -> str:
-    """Format the parts of sharded steps; empty if no case has some."""
     shared = _shared_parts(comparison)
     cells = [
         [
@@ -209,9 +216,9 @@ def _margin(comparison: Comparison) -> str:
 
 def _advice(comparison: Comparison) -> list[str]:
     """State which change could have been noticed, and what would settle INCONCLUSIVE rows."""
-    rows = [row for row in comparison.rows if row.verdict == INCONCLUSIVE and not row.drifts]
+    rows = [row for row in comparison.rows if row.verdict == INCONCLUSIVE and not row.withheld]
     few = [row.needed for row in rows if row.needed is not None and row.needed <= MOST]
-    drifting = sum(row.drifts for row in comparison.rows)
+    drifting = sum(row.withheld == DRIFT for row in comparison.rows)
     advice = [format_noticeable([row.noticeable for row in comparison.rows if row.shift])]
     if few:
         more = "give more --budget" if comparison.rule.paired else f"run with --launches {max(few)}"

@@ -15,6 +15,8 @@ from ddpbench.render.step_columns import STEP_COLUMNS
 from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from ddpbench.analysis.lines import Line
     from ddpbench.analysis.step_lines import StepLine
 
@@ -33,10 +35,16 @@ def markdown(run: Run, columns: Columns = None, quiet: bool = False) -> str:
 
 def csv(run: Run, columns: Columns = None, quiet: bool = False) -> str:
     """Format one row per case, every column by default, unrounded; empty cells are unknown."""
+    return str(frame(run, columns).to_csv(index=False))
+
+
+def frame(run: Run, columns: Columns = None) -> pd.DataFrame:
+    """Return the rows of the CSV as a DataFrame of objects."""
     import pandas as pd
 
     names, rows_of_values = _values(run, columns)
-    return str(pd.DataFrame(rows_of_values, columns=names, dtype=object).to_csv(index=False))
+    rows: pd.DataFrame = pd.DataFrame(rows_of_values, columns=names, dtype=object)
+    return rows
 
 
 def json(run: Run, columns: Columns = None, quiet: bool = False) -> str:

@@ -35,6 +35,9 @@ def header(run: Run) -> list[str]:
         f"versions  ddpbench {facts.get('ddpbench')}, torch {facts.get('torch')}, "
         f"Python {facts.get('python')}, Linux {facts.get('kernel')}",
     ]
+    commit = f"commit {facts['commit']}" if facts.get("commit") else ""
+    if own := ", ".join(filter(None, (run.label, commit))):
+        shown.append(f"label     {own}")
     for launch in {launch.backend: launch for launch in launches}.values():
         provider = "" if launch.provider == "native" else f" (provider {launch.provider})"
         shown.append(f"{launch.backend:<9} {launch.library}{provider}, {launch.launcher}")
@@ -92,7 +95,15 @@ def of_watch(run: Run) -> bool:
 
 def _how_watched(run: Run) -> str:
     times = {result.case.time_definition for result in run.steps}
-    return f"a step is the time {', '.join(times)}; median over steps; {verified(run.plan.verify)}"
+    return f"a step is the time {', '.join(times)}; median over steps; {_compared(run)}"
+
+
+def _compared(run: Run) -> str:
+    """State how often the replicas of a watched job were compared."""
+    counts = [f.place["compared"] for f in run.findings if f.code == "replicas-compared"]
+    if run.plan.verify and counts:
+        return f"replicas compared {max(counts)} times"
+    return "replicas not compared"
 
 
 def _how_calls(run: Run) -> str:

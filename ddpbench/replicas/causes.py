@@ -31,20 +31,14 @@ class Cause:
         return next(iter(candidates or facts.differences), None)
 
 
-def _one_bit(facts: Facts) -> bool:
-    return facts.only_difference is not None and _is_one_bit(facts.only_difference)
-
-
 def _one_bit_of_a_gradient(facts: Facts) -> bool:
-    """Return whether one bit of one gradient differs, and only the parameter it has changed."""
     gradients = facts.select("gradient")
     stepped = {parameter.name for parameter in facts.select("parameter")}
     return len(gradients) == 1 and _is_one_bit(gradients[0]) and stepped == {gradients[0].name}
 
 
-def _is_one_bit(difference: Difference) -> bool:
-    """Return whether one bit of one element of a floating-point tensor differs."""
-    if "float" not in difference.dtype or len(difference.details) != 1:
+def _is_one_bit(difference: Difference | None) -> bool:
+    if not difference or "float" not in difference.dtype or len(difference.details) != 1:
         return False
     detail = difference.details[0]
     # A tensor of one element, such as a step count, always differs in one element: no evidence.
@@ -96,13 +90,22 @@ def _step_counts(facts: Facts) -> list[Difference]:
 
 
 def _uneven_steps(facts: Facts) -> bool:
-    if "parameter" not in facts.kinds or any(m.kind == "optimizer" for m in facts.mismatches):
+    if any(m.kind == "optimizer" for m in facts.mismatches):
         return False
     return 0 < facts.steps == len(_step_counts(facts))
 
 
+def _unmanaged(facts: Facts) -> bool:
+    gradients = {d.name for d in facts.select("gradient")}
+    return 0 < len(gradients) <= facts.unmanaged and "parameter" in facts.kinds
+
+
+def _averaged(facts: Facts) -> bool:
+    whole = facts.all_parameters or facts.kinds == {"optimizer"}
+    return facts.averages and whole and not (facts.mesh or facts.options or facts.mismatches)
+
+
 def _initialised(facts: Facts) -> bool:
-    """Return whether parameters differ as after a new random draw, and no step can be the cause."""
     if facts.earlier or facts.kinds != {"parameter"} or not facts.redrawn:
         return False
     if facts.reduced:  # the gradients are the same, and so, as far as is known, are the steps
@@ -143,12 +146,10 @@ def _unreduced(facts: Facts, *, spanned: bool) -> bool:
 
 
 def _unplanned(facts: Facts) -> bool:
-    """Return whether gradients differ along dimensions that shard other parameters."""
     return bool(facts.select("gradient") and facts.along and not facts.unsharded)
 
 
 def _rounded(facts: Facts) -> bool:
-    """Return whether most differing gradients differ by a thousandth at most, as far as shown."""
     details = [detail for g in facts.select("gradient") for detail in g.details]
     close = [_is_close(detail.value, detail.reference_value) for detail in details]
     return 2 * sum(close) > len(close)
@@ -178,6 +179,22 @@ CAUSES = (
         "build both from the same arguments in every rank; look for `if rank == 0` around "
         "layers, param_groups or load_state_dict",
         unlike=("parameter", "buffer", "optimizer"),
+    ),
+    Cause(
+        "not-managed",
+        _unmanaged,
+        "DDP does not manage these parameters, and nobody reduces their gradients: they were added "
+        "or unfrozen after the module was wrapped",
+        "wrap the module in DDP after the last change of its layers or of requires_grad",
+        lambda facts: facts.select("gradient"),
+    ),
+    Cause(
+        "averaged-now-and-then",
+        _averaged,
+        "the ranks train apart and average their parameters from time to time (local SGD, "
+        "PeriodicModelAverager). In between, replicas differ by design; the optimizer's state is "
+        "never averaged",
+        "verify right after the averager has averaged, and without the optimizer: Verifier(model)",
     ),
     Cause(
         "unused-parameters",
@@ -211,12 +228,13 @@ CAUSES = (
         _uneven_steps,
         "the optimizers have not taken the same number of steps",
         "let every rank take every step; look for a step that some ranks skip (after a NaN "
-        "check or an exception, in a GradScaler of its own, behind `if rank`)",
+        "check or an exception, in a GradScaler of its own, behind `if rank`, under Join, which "
+        "sends the parameters to ranks without data, but not the optimizer's state)",
         _step_counts,
     ),
     Cause(
         "bit-flip",
-        _one_bit,
+        lambda facts: _is_one_bit(facts.only_difference),
         "one bit of one element differs: most likely memory or a link is faulty. Multiplying the "
         "element by -1 or a power of two, or rounding it differently, has the same effect",
         "restore from a checkpoint; if it happens again on this host, count memory errors with "
@@ -367,9 +385,11 @@ CAUSES = (
     Cause(
         "optimizer-state",
         lambda facts: facts.kinds == {"optimizer"},
-        "only the optimizer's state differs: it was edited, or loaded in some ranks only. The "
-        "parameters will differ after the next step",
-        "load the optimizer's checkpoint in every rank",
+        "only the optimizer's state differs: some ranks edited or loaded it, or the parameters "
+        "were copied or averaged between the ranks without it (Join, local SGD). The parameters "
+        "will differ after the next step",
+        "load the optimizer's checkpoint in every rank; after Join or an average of parameters, "
+        "broadcast the state as well",
     ),
     Cause(
         "rebroadcast-buffers",
@@ -415,7 +435,7 @@ CAUSES = (
 
 def find_cause(facts: Facts) -> Cause | None:
     """Return the first cause whose pattern applies; None if nothing differs or none applies."""
-    if not facts.differences and not facts.mismatches:
+    if not (facts.differences or facts.mismatches):
         return None
     cause = next((cause for cause in CAUSES if cause.applies(facts)), None)
     if cause is None or not facts.mesh:

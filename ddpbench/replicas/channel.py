@@ -132,7 +132,6 @@ def list_groups(target: Target) -> list[dist.ProcessGroup | None]:
 
 
 def _find_place(target: Target, lines: Sequence[dist.ProcessGroup | None]) -> tuple[list[int], int]:
-    """Return the global ranks of a target, and the place of this rank among them."""
     if isinstance(target, DeviceMesh) and len(lines) > 1:
         ranks = list(read_grid(target).ranks)
         return ranks, ranks.index(dist.get_rank())

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ddpbench.records.wording import list_all
 from ddpbench.replicas import locate
 from ddpbench.replicas.channel import Channel, Int64
 from ddpbench.replicas.digest import Counts, Digests, of_bytes, read
-from ddpbench.replicas.report import Difference, Mismatch, NonFinite
+from ddpbench.replicas.report import Difference, Mismatch, NonFinite, ranks_text
 from ddpbench.replicas.scopes import Base
-from ddpbench.replicas.state import Entry, State, row, structure
+from ddpbench.replicas.state import KINDS, Entry, State, row, structure
 
+# Kind and name of a tensor, and the sets of ranks that share a value.
+Key = tuple[str, str, tuple[tuple[int, ...], ...]]
 _MESHED = 1 << 62  # a bit of the first count: this rank has tensors on a mesh
 
 
@@ -28,7 +31,7 @@ class Options:
     locate: int
     step: int | None
     equal_until: int | None = None  # the step of the last verification that found all equal
-    known: Container[tuple[str, str]] = ()  # (kind, name) of differences located before
+    known: Collection[Key] = ()  # differences located before
     traced: bool = False  # whether each rank watches where a NaN comes from
     # Dimensions of a mesh along which ranks hold other layers, by what the ranks hold.
     stages: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
@@ -87,26 +90,43 @@ def gather_contents(
     meshed: bool,
 ) -> Extremes:
     """Compare structure, contents and extras with one all_reduce of fixed size."""
-    settings: list[object] = [options.gradients, options.finite, options.locate, options.step]
-    settings += [options.equal_until, options.traced, [each.kind for each in contents]]
-    numbers = [n for each in contents for n in each.row(meshed)]
+    settings = {
+        "gradients": options.gradients,
+        "finite": options.finite,
+        "locate": options.locate,
+        "step": options.step,
+        "trace_nonfinite": options.traced,
+        "equal_until": options.equal_until,
+        "earlier differences": sorted(options.known),
+    }
+    # A kind that this rank does not compare counts too: all ranks must send the same number.
+    rows = {each.kind: each.row(meshed) for each in contents}
+    numbers = [n for kind in KINDS for n in rows.get(kind, [0] * 4)]
     numbers[0] |= _MESHED if meshed else 0
     head = [of_bytes(repr(settings).encode()) >> 1, *numbers]
     least, most = channel.gather_extremes(np.array([*head, *extras], np.int64))
     if least[0] != most[0]:
-        raise ValueError(
-            "the ranks verify with different arguments: gradients, finite, locate and step must be "
-            f"the same in all; here gradients={options.gradients}, finite={options.finite}, "
-            f"locate={options.locate}, step={options.step}"
-        )
-    tail = 1 + 4 * len(contents)
+        raise ValueError(_explain_settings(channel.ranks, channel.gather_objects(settings)))
+    tail, chosen = 1 + 4 * len(KINDS), [KINDS.index(each.kind) for each in contents]
     return Extremes(
-        (least == most)[1:tail].reshape(-1, 4),
-        (most[1:tail].reshape(-1, 4)[:, 3] > 0).tolist(),
+        (least == most)[1:tail].reshape(-1, 4)[chosen],
+        (most[1:tail].reshape(-1, 4)[chosen, 3] > 0).tolist(),
         bool(most[1] & _MESHED),
         not least[1] & _MESHED,
         list(zip(least[tail:].tolist(), most[tail:].tolist(), strict=True)),
     )
+
+
+def _explain_settings(ranks: Sequence[int], settings: list[dict[str, object]]) -> str:
+    parts = []
+    for name in settings[0]:
+        sides: dict[str, list[int]] = {}
+        for rank, each in zip(ranks, settings, strict=True):
+            sides.setdefault(repr(each[name]), []).append(rank)
+        if len(sides) > 1:
+            values = [f"{value} in {ranks_text(side)}" for value, side in sides.items()]
+            parts.append(f"{name} is {list_all(values)}")
+    return f"the ranks verify with different arguments: {'; '.join(parts)}"
 
 
 def gather_wrong(
@@ -182,7 +202,6 @@ def gather_common(
 def _order(
     channel: Channel, kind: str, tables: list[dict[str, str]], stages: Sequence[Hashable]
 ) -> list[Mismatch]:
-    """Return the first place of each stage at which the order of the names differs."""
     mismatches = []
     for stage in dict.fromkeys(stages):
         members = [place for place, each in enumerate(stages) if each == stage]
@@ -204,7 +223,6 @@ def _mismatch(kind: str, name: str, forms: dict[str, list[int]]) -> Mismatch:
 def _gather_differences(
     channel: Channel, kind: str, entries: list[Entry], digests: Digests, options: Options
 ) -> list[Difference]:
-    """Return the entries whose digests differ; compare the first `locate` in full."""
     least, most = channel.gather_extremes(digests.view(np.int64))
     bad = np.flatnonzero(least != most)
     if bad.size == 0:
@@ -213,9 +231,10 @@ def _gather_differences(
     differences, located = [], 0
     for column, place in enumerate(bad.tolist()):
         entry = entries[place]
-        fresh = located < options.locate and (kind, entry.name) not in options.known
-        located += fresh
         values = locate.by_value(everyones[:, column])
+        sides = tuple(tuple(channel.ranks[place] for place in side) for side in values)
+        fresh = located < options.locate and (kind, entry.name, sides) not in options.known
+        located += fresh
         differences.append(locate.gather_difference(channel, kind, entry, values, fresh))
     return differences
 
@@ -223,7 +242,6 @@ def _gather_differences(
 def _gather_nonfinite(
     channel: Channel, kind: str, entries: list[Entry], counts: Counts
 ) -> list[NonFinite]:
-    """Return the entries with elements that are not finite in some rank."""
     bad = np.flatnonzero(channel.gather_extremes(counts)[1] > 0)
     if bad.size == 0:
         return []

@@ -7,7 +7,7 @@ Where one is not, the ranks exchange digests per tensor and then compare the ten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from ddpbench.replicas.compare import (
     Comparison,
     Contents,
     Extremes,
+    Key,
     Options,
     count_nbytes,
     gather_common,
@@ -88,7 +89,6 @@ def gather_wrong_on_mesh(
 
 
 def _sum_up(base: Base, contents: Contents, places: Sequence[int]) -> list[int]:
-    """Return this rank's numbers of a kind, to be added up over all ranks."""
     stage = find_stage(base)
     layouts: dict[int, list[int]] = {}  # entries with the same layout share one object
     for place in places:
@@ -129,7 +129,6 @@ def _totals(sums: Int64) -> Int64:
 def _gather_base(
     channel: Channel, base: Base, contents: Sequence[Contents], options: Options
 ) -> Base:
-    """Return the base with the mesh that the ranks agree on, and its dimensions of other layers."""
     grid = base.grid
     own = [of_bytes(repr((grid.shape, grid.names, grid.ranks)).encode()) >> 1]
     rows = channel.gather_rows(np.array([*own, contents[0].structure], np.int64))
@@ -147,7 +146,6 @@ def _gather_base(
 
 
 def _find_stages(channel: Channel, grid: Grid, names: list[list[str]]) -> tuple[int, ...]:
-    """Return the dimensions along which no two coordinates have a parameter in common."""
     stages = []
     for d in range(len(grid.shape)):
         parts: dict[int, set[str]] = {}
@@ -175,7 +173,6 @@ class _Label:
 
 
 def _label(base: Base, entry: Entry) -> list[object]:
-    """Return a label as JSON keeps it."""
     scope, layout = find_scope(base, entry.layout), entry.layout
     tensor = as_tensor(entry.value) if entry.value is not None else torch.empty(0)
     offsets: Sequence[int] | None = [0] * tensor.dim()
@@ -191,7 +188,6 @@ def _label(base: Base, entry: Entry) -> list[object]:
 def _gather_labels(
     channel: Channel, base: Base, contents: Contents, items: Sequence[Item]
 ) -> list[dict[tuple[int, ...], list[tuple[int, _Label]]]]:
-    """Return, for each item, the places and labels of the ranks of each scope."""
     own = [None if p is None else _label(base, contents.entries[p]) for _, p in items]
     scopes: list[dict[tuple[int, ...], list[tuple[int, _Label]]]] = [{} for _ in items]
     for place, row in enumerate(channel.gather_objects(own)):
@@ -211,7 +207,6 @@ def _gather_labels(
 def _gather_differences(
     channel: Channel, base: Base, contents: Contents, items: list[Item], options: Options
 ) -> list[Difference]:
-    """Return the items whose digests differ; compare the first `locate` in full."""
     entries, kind = contents.entries, contents.kind
     terms = [
         (0, 0)
@@ -231,9 +226,9 @@ def _gather_differences(
         tensor = None if place is None else as_tensor(entries[place].value)
         for parts in _merge(scopes[column], rows[:, column]):
             fresh = len([d for d in differences if d.details]) < options.locate
-            fresh = fresh and (kind, name) not in options.known
+            known = options.known if fresh else None
             differences.append(
-                _gather_difference(channel, (kind, name), tensor, parts, located=fresh)
+                _gather_difference(channel, (kind, name), tensor, parts, known=known)
             )
     return differences
 
@@ -270,22 +265,23 @@ def _gather_difference(
     tensor: Tensor | None,
     parts: list[_Differing],
     *,
-    located: bool,
+    known: Collection[Key] | None,
 ) -> Difference:
-    """Return the difference of some shards that differ alike; compare the first of them in full."""
+    """Return the difference of shards that differ alike; compare the first unless it is known."""
     first, form = parts[0], parts[0].label.form
+    merged = [[place for part in parts for place in part.sides[i]] for i in range(len(first.sides))]
+    sides = tuple(tuple(sorted(channel.ranks[place] for place in side)) for side in merged)
     details: tuple[Detail, ...] = ()
-    if located:
+    if known is not None and (*key, sides) not in known:
         holds = any(channel.rank in side for side in first.sides)
         if tensor is None or not holds:  # this rank takes part in the broadcasts only
             tensor = torch.zeros((), dtype=form.dtype).expand(form.shape)
         details = locate.gather_details(channel, tensor, form, first.sides)
-    sides = [[place for part in parts for place in part.sides[i]] for i in range(len(first.sides))]
     return Difference(
         *key,
         dtype=str(form.dtype).removeprefix("torch."),
         shape=first.label.whole,
-        values=tuple(tuple(sorted(channel.ranks[place] for place in side)) for side in sides),
+        values=sides,
         details=details,
         shard=_name_shards([part.label for part in parts]),
     )
@@ -305,7 +301,6 @@ def _name_shards(labels: Sequence[_Label]) -> str:
 def _gather_nonfinite(
     channel: Channel, base: Base, contents: Contents, items: list[Item]
 ) -> list[NonFinite]:
-    """Return the items with elements that are not finite in some rank."""
     counts = [0 if place is None else int(contents.counts[place]) for _, place in items]
     some = np.flatnonzero(channel.gather_extremes(np.array(counts, np.int64))[1] > 0).tolist()
     if not some:

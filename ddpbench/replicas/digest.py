@@ -116,7 +116,6 @@ def _weights(device: torch.device, count: int) -> Tensor:
 
 
 def _blocks(flat: Tensor, count: int) -> Iterator[Tensor]:
-    """Yield the parts of a flat tensor, of up to `count` elements."""
     for start in range(0, flat.numel(), count):
         yield flat.narrow(0, start, min(count, flat.numel() - start))
 
@@ -221,9 +220,13 @@ def total(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.itemsize == 1:
-        return tensor.float().sum()
-    return tensor.sum(dtype=torch.float32) if tensor.itemsize == 2 else tensor.sum()
+    if tensor.itemsize > 2:
+        return tensor.sum()
+    if tensor.itemsize == 2 and not tensor.is_cpu:
+        return tensor.sum(dtype=torch.float32)
+    # A CPU widens a copy of all elements before it adds them up.
+    sums = [block.float().sum() for block in tensor.reshape(-1).split(BLOCK)]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def count_nonfinite(tensor: Tensor) -> int:
@@ -239,9 +242,12 @@ def count_nonfinite(tensor: Tensor) -> int:
 def constant(tensor: Tensor, value: float | None = None) -> bool:
     """Return whether all elements are equal to each other, or to `value`."""
     flat = plain(tensor).reshape(-1)
-    if flat.is_floating_point() and flat.itemsize == 1:
-        flat = flat.float()  # float8 cannot be compared
-    return flat.numel() == 0 or bool((flat == (flat[0] if value is None else value)).all())
+    widen = flat.is_floating_point() and flat.itemsize == 1  # float8 cannot be compared
+    first: Any = flat[:1].float() if widen else flat[:1]
+    return all(
+        bool(((block.float() if widen else block) == (first if value is None else value)).all())
+        for block in _blocks(flat, BLOCK)
+    )
 
 
 # --- many tensors

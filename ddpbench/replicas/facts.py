@@ -24,6 +24,7 @@ class Facts:
     frozen: frozenset[str]  # parameters with requires_grad=False
     earlier: bool  # an earlier verification found all parameters equal
     unsynced: bool  # DDP's last forward ran under no_sync or no_grad in some rank
+    unmanaged: int  # number of trained parameters that DDP does not manage, at most in any rank
     finds_unused: bool  # DDP looks for unused parameters itself
     rebroadcast: bool  # DDP sends rank 0's buffers before each forward
     optimizers: bool  # the caller passed an optimizer
@@ -31,6 +32,7 @@ class Facts:
     stateless: bool  # an optimizer in some rank keeps no state, so its steps leave no trace
     steps: int  # number of step counts that the optimizers keep
     equal: EqualCounts
+    averages: bool = False  # a rank has an object that averages parameters; known if some differ
     coordinates: tuple[tuple[int, str], ...] = ()  # as in Report
     # dimensions of the mesh along which a parameter is sharded, and others that its own mesh has
     sharded: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -121,7 +123,6 @@ def _numbered(
 
 
 def _differs_along(axis: int, numbers: Mapping[tuple[str, ...], int]) -> bool:
-    """Return whether two places that differ in this coordinate alone have different numbers."""
     seen: dict[tuple[str, ...], int] = {}
     return any(
         seen.setdefault(place[:axis] + place[axis + 1 :], number) != number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -31,16 +31,9 @@ from ddpbench.replicas.report import (
 T = TypeVar("T")
 _SHOWN = 8  # ranks in a sentence; the report has them all
 _SIDES = 3  # findings per pattern of ranks; one more finding sums up the rest
-Key = tuple[str, str, str]  # fault ("differs", "unlike", "not finite"), kind, name
-
-
-@dataclass(frozen=True)
-class History:
-    """Reports of a Verifier since the replicas were last right."""
-
-    first: Finding  # the first finding of the first report
-    since: int  # its step
-    known: frozenset[Key] | set[Key]
+Key = tuple[object, ...]  # fault, kind, name, and the ranks on each side
+# What was wrong at the last check, with the step and the code of the report that explained it.
+History = Mapping[Key, tuple[int, str]]
 
 
 @dataclass(frozen=True)
@@ -56,6 +49,7 @@ class Verification:
     coordinates: tuple[tuple[int, str], ...] = ()  # of each rank, if tensors lie on a mesh
     stages: tuple[str, ...] = ()  # dimensions of the mesh along which ranks hold other layers
     held_once: dict[str, int] = field(default_factory=dict)
+    own_numbers: tuple[str, ...] = ()  # of the optimizer's state, that differ while all else agrees
 
     @cached_property
     def places(self) -> Places:
@@ -65,24 +59,27 @@ class Verification:
 
 def keys(facts: Facts | Comparison | Report) -> set[Key]:
     """Return a key for everything that is wrong. A later report does not explain it again."""
-    wrong = {("differs", d.kind, d.name) for d in facts.differences if d.kind != "buffer"}
-    wrong |= {("unlike", m.kind, m.name) for m in facts.mismatches}
-    not_finite = {("not finite", n.kind, n.name) for n in facts.nonfinite}
-    return wrong | {key for key in not_finite if key[1] not in _HARMLESS}
+    wrong = {_key(d) for d in facts.differences if d.kind != "buffer"}
+    wrong |= {_key(m) for m in facts.mismatches}
+    return wrong | {_key(n) for n in facts.nonfinite if n.kind not in _HARMLESS}
+
+
+def _key(wrong: Difference | Mismatch | NonFinite) -> Key:
+    sides = getattr(wrong, "values", getattr(wrong, "forms", ()))
+    return type(wrong).__name__, wrong.kind, wrong.name, sides
 
 
 def findings(
-    facts: Facts, cause: Cause | None, history: History | None, verification: Verification
+    facts: Facts, cause: Cause | None, history: History, verification: Verification
 ) -> tuple[Finding, ...]:
     """Return all findings, the worst first; the likely cause is part of the finding it explains.
 
-    history: earlier reports. What they explained is summed up in one finding; the other findings
-        are about tensors that have newly become wrong.
+    history: what earlier reports explained, and is still wrong. It is summed up in one finding;
+        the other findings are about tensors that have newly become wrong.
     """
-    wrong = keys(facts)
-    if history is not None and wrong:
-        reported = _reported(history, wrong, verification.step)
-        if wrong <= history.known:
+    if history:
+        reported = _reported(history, verification.step)
+        if keys(facts) <= history.keys():
             return (reported,)
         rows = [reported, *_wrong(_fresh(facts, history), None, verification)]
     else:
@@ -90,32 +87,29 @@ def findings(
     return tuple(sorted(rows, key=lambda f: SEVERITIES.index(f.severity)))
 
 
-def _reported(history: History, wrong: set[Key], step: int | None) -> Finding:
-    """Return one finding for all that an earlier report has explained."""
-    first, count = history.first, len(wrong & history.known)
-    place = {"cause": first.code, "since": history.since}
+def _reported(history: History, step: int | None) -> Finding:
+    (since, code), count = min(history.values()), len({key[1:3] for key in history})
     verb = "differs or is" if count == 1 else "differ or are"
-    sentence = f"{count} of the tensors in the report of step {history.since} ({first.code}) "
+    sentence = f"{count} of the tensors reported from step {since} on ({code}) "
     sentence += f"still {verb} not finite"
-    return Finding("error", first.code, sentence, "", _place(step, **place))
+    return Finding("error", code, sentence, "", _place(step, cause=code, since=since))
 
 
 def _fresh(facts: Facts, history: History) -> Facts:
     """Return the facts without those that an earlier report has explained."""
 
-    def new(fault: str, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(t for t in tensors if (fault, t.kind, t.name) not in history.known)
+    def new(tensors: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(tensor for tensor in tensors if _key(tensor) not in history)
 
     return replace(
         facts,
-        differences=new("differs", facts.differences),
-        mismatches=new("unlike", facts.mismatches),
-        nonfinite=new("not finite", facts.nonfinite),
+        differences=new(facts.differences),
+        mismatches=new(facts.mismatches),
+        nonfinite=new(facts.nonfinite),
     )
 
 
 def _wrong(facts: Facts, cause: Cause | None, verification: Verification) -> Iterator[Finding]:
-    """Yield findings of differences, mismatches and values that are not finite, cause first."""
     shown = cause.choose_example(facts) if cause else None
     folds = [*_differences(facts, shown, verification), *_mismatches(facts, verification)]
     if cause is not None and folds:
@@ -138,7 +132,6 @@ def _wrong(facts: Facts, cause: Cause | None, verification: Verification) -> Ite
 
 
 def _beside(facts: Facts, verification: Verification) -> Iterator[Finding]:
-    """Yield findings that are no difference: missing gradients, skipped tensors, and notes."""
     yield from _without_gradient(facts, verification)
     yield from _not_compared(verification.not_compared)
     yield from _not_shared(verification)
@@ -147,6 +140,15 @@ def _beside(facts: Facts, verification: Verification) -> Iterator[Finding]:
             "note",
             "no-majority",
             "no value has a majority of ranks, so nobody can say which is right",
+        )
+    if numbers := verification.own_numbers:
+        yield Finding(
+            "note",
+            "own-numbers",
+            f"{counted(len(numbers), 'number')} of the optimizer's state, such as a rank's own "
+            f"loss, differ while parameters and tensors of the state are equal: {few(numbers)}",
+            "",
+            {"kind": "optimizer", "tensors": [*numbers]},
         )
     if not verification.rng_equal:
         yield Finding(
@@ -158,12 +160,10 @@ def _beside(facts: Facts, verification: Verification) -> Iterator[Finding]:
 
 
 def _place(step: int | None, **rest: object) -> dict[str, object]:
-    """Return the place of a finding, with the step if it is known."""
     return {**rest, **({} if step is None else {"step": step})}
 
 
 def _on_mesh(shard: str, ranks: Sequence[int], places: Places) -> dict[str, object]:
-    """Return the shard and the coordinates of the ranks, as far as they are known."""
     coordinates = places.list_coordinates(ranks)
     where: dict[str, object] = {"coordinates": coordinates} if coordinates else {}
     return {**where, **({"shard": shard} if shard else {})}
@@ -178,7 +178,6 @@ def _severity(facts: Facts, kind: str) -> str:
 def _differences(
     facts: Facts, shown: Difference | None, verification: Verification
 ) -> Iterator[Finding]:
-    """Yield one finding per set of tensors that differ between the same ranks, `shown` first."""
     sides: dict[tuple[object, ...], list[Difference]] = {}
     for difference in facts.differences:
         sides.setdefault((difference.kind == "buffer", difference.values), []).append(difference)
@@ -214,7 +213,6 @@ def _differences(
 
 
 def _mismatches(facts: Facts, verification: Verification) -> Iterator[Finding]:
-    """Yield one finding per kind and set of ranks in which the structure differs."""
     name_ranks = verification.places.name
     sides: dict[tuple[object, ...], list[Mismatch]] = {}
     for mismatch in facts.mismatches:
@@ -258,7 +256,6 @@ def _limit_folds(sides: dict[Any, list[T]]) -> Iterator[list[T]]:
 
 
 def _without_gradient(facts: Facts, verification: Verification) -> Iterator[Finding]:
-    """Yield one finding per set of ranks in which parameters have no gradient."""
     sides: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
     mismatched = {mismatch.name for mismatch in facts.mismatches if mismatch.kind == "gradient"}
     for missing in facts.without_gradient:
@@ -288,7 +285,6 @@ _HARMLESS = {"buffer": "note", "gradient": "warning"}
 
 
 def _nonfinite(facts: Facts, verification: Verification) -> Iterator[Finding]:
-    """Yield one finding per kind and set of ranks with NaN or infinite elements."""
     sides: dict[tuple[str, tuple[int, ...]], list[NonFinite]] = {}
     for tensor in facts.nonfinite:
         key = tensor.kind, tuple(rank for rank, _ in tensor.counts)
@@ -322,7 +318,6 @@ def _nonfinite(facts: Facts, verification: Verification) -> Iterator[Finding]:
 
 
 def _explain_origin(sentence: str, verification: Verification) -> tuple[str, str]:
-    """Return the sentence with the origin of a NaN, and the next step."""
     if not verification.traced:
         return sentence, (
             "check the loss, the learning rate and the dtype of the step before. "
@@ -346,7 +341,6 @@ def _explain_origin(sentence: str, verification: Verification) -> tuple[str, str
 
 
 def _not_compared(skipped: Sequence[NotCompared]) -> Iterator[Finding]:
-    """Yield one finding per reason."""
     folds: dict[str, list[NotCompared]] = {}
     for tensor in skipped:
         folds.setdefault(tensor.reason, []).append(tensor)
@@ -369,7 +363,6 @@ def _not_compared(skipped: Sequence[NotCompared]) -> Iterator[Finding]:
 
 
 def _not_shared(verification: Verification) -> Iterator[Finding]:
-    """Yield notes on what no two ranks hold."""
     if verification.held_once.get("parameter") and not verification.compared["parameter"]:
         yield Finding(
             "note",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.replicas.digest import of_bytes
-from ddpbench.replicas.state import State, is_option, shards_state, unwrap, wrapper
+from ddpbench.replicas.state import IGNORED, State, is_option, shards_state, unwrap, wrapper
 from ddpbench.replicas.usage import Usage
 from ddpbench.runtime import devices
 
@@ -29,6 +31,7 @@ def read_flags(
         "usage": _digest(usage),
         "skipped": _digest(skipped_rows(state)),
         "unsynced": _is_unsynced(ddp),
+        "unmanaged": _count_unmanaged(ddp, state),
         "finds_unused": _finds_unused(ddp),
         "rebroadcast": _rebroadcasts_buffers(module),
         "stateless": _is_stateless(optimizers),
@@ -60,8 +63,24 @@ def _is_unsynced(ddp: Any) -> int:
     return int(not getattr(ddp, "require_forward_param_sync", True))
 
 
+def _count_unmanaged(ddp: Any, state: State) -> int:
+    """Count the trained parameters that were added or unfrozen since DDP wrapped the module."""
+    if ddp is None:
+        return 0
+    trained = {h.parameter for h in state.parameters if h.parameter.requires_grad}
+    ignored = {n for n in state.not_compared if n.kind == "parameter" and n.reason == IGNORED}
+    count = len(trained) - len(ignored)
+    return max(0, count - int(ddp._get_ddp_logging_data().get("num_parameter_tensors", count)))
+
+
+def find_averager() -> int:
+    """Return 1 if this process has an object that averages parameters, else 0. It is slow."""
+    averagers: Any = sys.modules.get("torch.distributed.algorithms.model_averaging.averagers")
+    kind = getattr(averagers, "ModelAverager", None)
+    return int(kind is not None and any(isinstance(each, kind) for each in gc.get_objects()))
+
+
 def _finds_unused(ddp: Any) -> int:
-    """Return 1 if DDP itself finds the parameters that a loss does not use, else 0."""
     names = ("find_unused_parameters", "static_graph")
     return int(any(getattr(ddp, name, False) for name in names))
 

@@ -19,12 +19,12 @@ from ddpbench.replicas.compare import (
 )
 from ddpbench.replicas.compare_shards import gather_wrong_on_mesh, keep_shared
 from ddpbench.replicas.facts import Facts
-from ddpbench.replicas.flags import read_flags, skipped_rows
+from ddpbench.replicas.flags import find_averager, read_flags, skipped_rows
 from ddpbench.replicas.origin import Tracer
 from ddpbench.replicas.report import NotCompared, Origin, Report, WithoutGradient
 from ddpbench.replicas.scopes import name_stages
 from ddpbench.replicas.sharding import Target, choose_target, make_base
-from ddpbench.replicas.state import KINDS, State, collect, wrapper
+from ddpbench.replicas.state import KINDS, State, collect, is_option, wrapper
 from ddpbench.replicas.usage import (
     FROZEN,
     EqualCounts,
@@ -58,7 +58,7 @@ def gather_report(
     tracer: Tracer | None = None,
     history: findings.History | None = None,
 ) -> Report:
-    """Verify the replicas of a target: every rank calls it. `history` holds earlier reports."""
+    """Verify the replicas of a target: every rank calls it. `history` is of earlier reports."""
     state = collect(module, optimizers, options.gradients is not False)
     target, root = choose_target(target, wrapper(module), state.meshes)
     channel = Channel(target, module)
@@ -70,12 +70,13 @@ def gather_report(
     extremes = _gather_comparison(
         channel, state, kinds, options, comparison, extras=[*flags.values()]
     )
+    own_numbers = _remove_own_numbers(comparison)
     least, most = (dict(zip(flags, values, strict=True)) for values in zip(*extremes, strict=True))
     replica = _Replica(module, optimizers, state, usage, least, most)
     facts = _gather_facts(channel, replica, comparison, options)
-    if history is not None and not findings.keys(comparison) & history.known:
-        history = None  # what was wrong is right again
-    if history is None:  # else no cause is looked for
+    wrong = findings.keys(comparison)
+    history = {key: report for key, report in (history or {}).items() if key in wrong}
+    if not history:  # else no cause is looked for
         facts = _gather_pattern(channel, replica, comparison, facts)
     verification = findings.Verification(
         not_compared=_gather_not_compared(channel, replica, comparison),
@@ -86,6 +87,7 @@ def gather_report(
         compared=comparison.compared,
         held_once=comparison.held_once,
         coordinates=_list_coordinates(channel, comparison),
+        own_numbers=own_numbers,
         stages=tuple(comparison.base.grid.names[d] for d in comparison.base.stages),
     )
     return _build_report(channel, comparison, facts, verification, history, options=options)
@@ -100,7 +102,6 @@ def _gather_comparison(
     *,
     extras: Sequence[int] = (),
 ) -> list[tuple[int, int]]:
-    """Add what differs to `comparison`; return the least and the greatest of each extra."""
     # Where the ranks hold the same bits, one of them looks for NaN; on a mesh they hold others.
     share = (0, 1) if comparison.meshed else (channel.rank, len(channel.ranks))
     contents = [read_contents(state, kind, share if options.finite else None) for kind in kinds]
@@ -117,10 +118,26 @@ def _gather_comparison(
     return extremes.extras
 
 
+def _remove_own_numbers(comparison: Comparison) -> tuple[str, ...]:
+    """Remove and return numbers of the optimizer's state that alone differ.
+
+    LBFGS keeps each rank's own loss. A number that reaches a parameter makes that differ, too; a
+    count of steps is in each update.
+    """
+    main = [d for d in comparison.differences if d.kind != "buffer"]
+    for d in main:
+        is_number = d.kind == "optimizer" and d.shape == () and d.dtype in ("float64", "int64")
+        if not is_number or is_option(d.name) or d.name.endswith(".step"):
+            return ()
+    if comparison.mismatches:
+        return ()
+    comparison.differences = [d for d in comparison.differences if d.kind == "buffer"]
+    return tuple(d.name for d in main)
+
+
 def _gather_facts(
     channel: Channel, replica: _Replica, comparison: Comparison, options: Options
 ) -> Facts:
-    """Gather what the comparison leaves open, and return the pattern for the table of causes."""
     state, usage, least, most = replica.state, replica.usage, replica.least, replica.most
     usages = [usage] * len(channel.ranks)
     if least["usage"] != most["usage"]:
@@ -144,6 +161,7 @@ def _gather_facts(
         frozen=frozenset(name for each in usages for name in each if each[name] == FROZEN),
         earlier=options.equal_until is not None,
         unsynced=bool(most["unsynced"]),
+        unmanaged=most["unmanaged"],
         finds_unused=bool(most["finds_unused"]),
         rebroadcast=bool(least["rebroadcast"]),
         optimizers=bool(replica.optimizers),
@@ -157,9 +175,12 @@ def _gather_facts(
 def _gather_pattern(
     channel: Channel, replica: _Replica, comparison: Comparison, facts: Facts
 ) -> Facts:
-    """Return the facts with what only a difference needs, the same in all ranks."""
     state = replica.state
-    if not comparison.meshed or not comparison.differences:
+    if not comparison.differences:
+        return facts
+    averagers = channel.gather_extremes(np.array([find_averager()]))[1]
+    facts = replace(facts, averages=bool(averagers[0]))
+    if not comparison.meshed:
         return replace(facts, equal=count_equal(state, comparison, replica.usage))
     equal = count_equal(keep_shared(state, comparison.base), comparison, replica.usage)
     counts = np.array([*astuple(equal), facts.steps], np.int64)
@@ -179,7 +200,6 @@ def _gather_pattern(
 
 
 def _name_dimensions(state: State) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Return the dimensions that shard each parameter, and the others of its own mesh."""
     sharded, spanned = {}, {}
     for entry in state.entries["parameter"]:
         if entry.layout is not None:
@@ -190,7 +210,6 @@ def _name_dimensions(state: State) -> tuple[dict[str, list[str]], dict[str, list
 
 
 def _list_coordinates(channel: Channel, comparison: Comparison) -> tuple[tuple[int, str], ...]:
-    """Return the coordinates of each rank, if tensors lie on a mesh."""
     if not comparison.meshed:
         return ()
     return tuple((rank, comparison.base.grid.describe(rank)) for rank in channel.ranks)
@@ -199,7 +218,6 @@ def _list_coordinates(channel: Channel, comparison: Comparison) -> tuple[tuple[i
 def _gather_not_compared(
     channel: Channel, replica: _Replica, comparison: Comparison
 ) -> tuple[NotCompared, ...]:
-    """Return, without repetition, what some rank could not compare, of the compared kinds."""
     tables = [skipped_rows(replica.state)]
     if replica.least["skipped"] != replica.most["skipped"]:
         tables = channel.gather_objects(tables[0])
@@ -210,7 +228,6 @@ def _gather_not_compared(
 def _gather_origins(
     channel: Channel, comparison: Comparison, tracer: Tracer | None
 ) -> tuple[Origin, ...]:
-    """Return the ranks that had a value that is not finite first, by optimizer steps."""
     if tracer is None:
         return ()
     first = tracer.first() if comparison.nonfinite else None
@@ -228,12 +245,12 @@ def _build_report(
     comparison: Comparison,
     facts: Facts,
     verification: findings.Verification,
-    history: findings.History | None,
+    history: findings.History,
     *,
     options: Options,
 ) -> Report:
     wrong = findings.keys(facts)
-    since = options.step if history is None else history.since
+    since = min(history.values())[0] if history else options.step
     return Report(
         ranks=tuple(channel.ranks),
         step=options.step,
@@ -251,5 +268,5 @@ def _build_report(
         findings=findings.findings(facts, causes.find_cause(facts), history, verification),
         equal_until=options.equal_until,
         since=since if wrong else None,
-        repeated=history is not None and bool(wrong) and wrong <= history.known,
+        repeated=bool(wrong) and wrong <= history.keys(),
     )

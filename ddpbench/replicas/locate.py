@@ -93,7 +93,8 @@ _FIELDS = ("differing", "first", "max_delta", "multiset", "own", "own2", "other"
 def _broadcast_and_compare(channel: Channel, tensor: Tensor, source: int) -> Int64:
     """Compare this rank's elements with those of the rank at `source`: int64[8], as _FIELDS."""
     tensor = tensor.detach()
-    count = max(1, PIECE_NBYTES // tensor.itemsize)
+    # Each element is compared in several arrays of eight bytes.
+    count = PIECE_NBYTES // max(tensor.itemsize, 8)
     differing, first, most, multiset = 0, -1, -1.0, 0
     ends = np.zeros((2, 16), np.uint8)
     for start in range(0, tensor.numel(), count):
@@ -148,7 +149,6 @@ def _max_delta(elements: Sequence[Bytes], dtype: torch.dtype) -> float:
 
 
 def _detail(channel: Channel, form: Form, places: list[int], reference: int, row: Int64) -> Detail:
-    """Build a detail from the row of the first of the ranks at `places`."""
     fields = dict(zip(_FIELDS, row.tolist(), strict=True))
     size, dtype = form.dtype.itemsize, form.dtype
     own, other = row[4:6].tobytes()[:size], row[6:8].tobytes()[:size]

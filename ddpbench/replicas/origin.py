@@ -8,6 +8,7 @@ for it. Only a verification that finds a value that is not finite reads these su
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,8 +29,7 @@ class Tracer:
         self._places = [OUTPUT]
         self._passed: list[tuple[int, Tensor]] = []  # (place, sum) since the last optimizer step
         self._steps: list[tuple[list[int], Tensor]] = []  # places and sums per step since `clear`
-        # The hooks are functions, not methods: a copy of the module must not copy this tracer.
-        self._hooks: list[Any] = [module.register_forward_hook(_forward_hook(self._passed))]
+        self._hooks: list[Any] = [module.register_forward_hook(_ForwardHook(self._passed))]
         for name, parameter in unwrap(module).named_parameters():
             if parameter.requires_grad:
                 hook = _gradient_hook(self._passed, len(self._places))
@@ -85,20 +85,24 @@ def _gradient_hook(passed: list[tuple[int, Tensor]], place: int) -> Any:
     return hook
 
 
-def _forward_hook(passed: list[tuple[int, Tensor]]) -> Any:
-    def hook(module: Any, inputs: Any, output: Any) -> None:
+class _ForwardHook:
+    def __init__(self, passed: list[tuple[int, Tensor]]) -> None:
+        self._passed = passed
+
+    def __call__(self, module: Any, inputs: Any, output: Any) -> None:
         for tensor in _tensors(output) if torch.is_grad_enabled() else ():
             value = total(tensor)
             # Infinite logits may be a mask. A single number is a loss and must be finite.
             if tensor.numel() > 1:
                 value = torch.where(value.isnan(), value, 0.0)
-            passed.append((0, value))
+            self._passed.append((0, value))
 
-    return hook
+    def __reduce__(self) -> Any:
+        """A copied or saved module gets a hook that does nothing and loads without ddpbench."""
+        return getattr, (nullcontext(), "__exit__")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in nested outputs."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and type(value) is Tensor and value.layout == torch.strided:
             yield value

@@ -45,7 +45,6 @@ class Places:
         ]
 
     def _values(self, ranks: Sequence[int]) -> dict[str, set[int]]:
-        """Return the coordinates of some ranks by dimension; {} if not all are known."""
         if not ranks or any(rank not in self._where for rank in ranks):
             return {}
         return {name: {int(self._where[r][name]) for r in ranks} for name in self._where[ranks[0]]}

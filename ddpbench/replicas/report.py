@@ -223,7 +223,6 @@ class Report:
         return [f"{n} of {count_kind(kind, self.compared[kind])}" for kind, n in counts.items()]
 
     def _list_others(self) -> str:
-        """Return the counts of tensors that were not compared, and of those held once."""
         counts = Counter(skipped.kind for skipped in self.not_compared)
         skipped = f"; not compared: {listed_kinds(counts)}" if counts else ""
         once = any(self.held_once.values())

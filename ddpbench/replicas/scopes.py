@@ -74,7 +74,6 @@ class Layout:
 
     @property
     def _sizes(self) -> list[int]:
-        """The sizes of the sharded dimensions of the mesh."""
         return [n for n, split in zip(self.grid.shape, self.splits, strict=True) if split]
 
 
@@ -129,7 +128,6 @@ def _same_stage(base: Base, ranks: Sequence[int]) -> list[int]:
 
 
 def _same_shard(base: Base, layout: Layout) -> list[int]:
-    """Return the ranks of the tensor's own mesh that hold the same shard."""
     if base.rank not in layout.grid.coordinates:
         return [base.rank]
     own, known = layout.locate_shard(base.rank), base.grid.coordinates
@@ -137,7 +135,6 @@ def _same_shard(base: Base, layout: Layout) -> list[int]:
 
 
 def _dimensions_outside(base: Base, layout: Layout | None) -> set[int]:
-    """Return the dimensions of the base along which the tensor's mesh holds this rank alone."""
     if layout is None or base.rank not in layout.grid.coordinates:
         return set()
     where = base.grid.coordinates

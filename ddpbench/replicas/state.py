@@ -148,7 +148,6 @@ def is_option(name: str) -> bool:
 
 
 def _options(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of the options of the groups, such as lr."""
     for g, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key not in ("params", "param_names"):
@@ -157,20 +156,18 @@ def _options(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
 
 def _states(
     optimizer: torch.optim.Optimizer, names: dict[Tensor, str]
-) -> Iterator[tuple[Tensor, str, Any]]:
-    """Yield parameter, name and value of the state of each parameter."""
+) -> Iterator[tuple[Tensor | None, str, Any]]:
+    others = dict(optimizer.state)
     for g, group in enumerate(optimizer.param_groups):
         for p, parameter in enumerate(group["params"]):
-            # `optimizer.state[parameter]` would create an empty entry.
-            values = optimizer.state.get(parameter, None)
-            if values:
-                name = names.get(parameter, f"param_groups[{g}].params[{p}]")
-                for path, value in _within(name, values):
-                    yield parameter, path, value
+            name = names.get(parameter, f"param_groups[{g}].params[{p}]")
+            for path, value in _within(name, others.pop(parameter, {})):
+                yield parameter, path, value
+    for path, value in _within("state", others):
+        yield None, path, value
 
 
 def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of the items of nested dicts and lists."""
     if isinstance(value, dict):
         for i, (key, item) in enumerate(value.items()):
             # The text of an object differs between processes; its position does not.
@@ -183,10 +180,10 @@ def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 _NUMBERS = (bool, int, float, complex)
+_OPAQUE = re.compile(r"torch\.(bits|float4|u?int[1-7]$)")  # dtypes torch cannot copy or show
 
 
 def _add(state: State, kind: str, name: str, value: Any, reason: str = "") -> None:
-    """Add an entry; with a reason, or if it cannot be read, as not compared."""
     if isinstance(value, Tensor):
         whole: Any = value
         layout = None
@@ -209,17 +206,20 @@ def _add(state: State, kind: str, name: str, value: Any, reason: str = "") -> No
 
 
 def _explain_unreadable(tensor: Tensor) -> str:
-    """Return why a tensor's elements cannot be compared; "" if they can."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         if torch.nn.parameter.is_lazy(tensor):
             return "not initialised yet"
         if hasattr(type(tensor), "__tensor_flatten__"):
             return f"a {type(tensor).__name__} has no memory for its elements"
-    if tensor.layout is not torch.strided:
-        return f"its layout is {tensor.layout}"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return "a nested tensor" if tensor.is_nested else f"its layout is {tensor.layout}"
     if tensor.is_meta or (tensor.numel() and tensor.data_ptr() == 0):
         return "it has no memory"
-    return "" if not tensor.is_quantized else "quantized"
+    if tensor.is_quantized:
+        return "quantized"
+    no_copy = tensor.dtype is torch.complex32 and not tensor.is_contiguous()
+    opaque = no_copy or _OPAQUE.match(str(tensor.dtype))
+    return f"torch cannot read its dtype, {tensor.dtype}" if opaque else ""
 
 
 def row(entry: Entry) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,10 +23,10 @@ from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddpbench.replicas import findings
-from ddpbench.replicas.compare import Options
+from ddpbench.replicas.compare import Key, Options
 from ddpbench.replicas.gather import gather_report
 from ddpbench.replicas.origin import Tracer
-from ddpbench.replicas.report import Report, few, listed_kinds
+from ddpbench.replicas.report import Difference, Mismatch, Report, count_kind, few, listed_kinds
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 _NONE = type(None)
@@ -125,8 +124,8 @@ class Verifier:
         if trace_nonfinite and not optimizers:
             raise ValueError("trace_nonfinite=True needs the optimizer: its steps are counted")
         self._tracer = Tracer(module, optimizers) if trace_nonfinite else None
-        self._differing: dict[tuple[str, str], None] = {}  # kind and name, at the last check
-        self._history: findings.History | None = None
+        self._differing: tuple[Key, ...] = ()  # at the last check
+        self._history: findings.History = {}
         self._stages: dict[bytes, tuple[int, ...]] = {}
         self._checks, self._failures = 0, 0
         self._steps = (0, 0)  # the first and the last step checked
@@ -148,9 +147,10 @@ class Verifier:
             stages=self._stages,
         )
         report = gather_report(*self._target, options, tracer=self._tracer, history=self._history)
-        self._differing = dict.fromkeys((d.kind, d.name) for d in report.differences)
-        for key in [*self._differing, *((m.kind, m.name) for m in report.mismatches)]:
-            self.first_bad.setdefault(key, step)
+        self._differing = tuple((d.kind, d.name, d.values) for d in report.differences)
+        wrong: list[Difference | Mismatch] = [*report.differences, *report.mismatches]
+        for tensor in wrong:
+            self.first_bad.setdefault((tensor.kind, tensor.name), step)
         if not report.differs:
             self.equal_until = step
         self._checks += 1
@@ -161,16 +161,12 @@ class Verifier:
         return report
 
     def _remember(self, report: Report, step: int) -> None:
-        if not report.failed:
-            self._history = None
-            return
-        self._failures += 1
-        self.first_report = self.first_report or report
-        wrong = findings.keys(report)
-        if self._history is None or report.since == step:
-            self._history = findings.History(report.findings[0], step, wrong)
-        else:
-            self._history = replace(self._history, known=self._history.known | wrong)
+        if report.failed:
+            self._failures += 1
+            self.first_report = self.first_report or report
+        # What is right again is forgotten: if it goes wrong again, the report explains it again.
+        code = report.findings[0].code if report.since == step else "replicas-differ"
+        self._history = {key: self._history.get(key, (step, code)) for key in findings.keys(report)}
 
     def summary(self) -> str:
         """Return the outcome of all checks so far in a few lines, without asking other ranks."""
@@ -181,8 +177,12 @@ class Verifier:
             checks += f" (not compared: {listed_kinds(self._uncompared)})"
         if self._nothing:
             checks += " (nothing to compare: each element of each parameter is in one rank only)"
+        if not self._checks:
+            return f"{checks}: nothing was compared"
+        buffers = [name for kind, name in self.first_bad if kind == "buffer"]
         if self.first_report is None:
-            return f"{checks}: all compared tensors were equal and finite"
+            others = f", except {count_kind('buffer', len(buffers))}: {few(buffers)}"
+            return f"{checks}: all compared tensors were equal and finite{others * bool(buffers)}"
         steps: dict[int, list[str]] = {}
         for (kind, name), step in self.first_bad.items():
             steps.setdefault(step, []).append(f"{kind} {name}")
@@ -198,7 +198,6 @@ class Verifier:
 
 
 def _check_types(**arguments: object) -> None:
-    """Raise TypeError for the first argument of a wrong type, ValueError for a group and a mesh."""
     for name, value in arguments.items():
         types, allowed = _TYPES[name]
         if name == "group" and value is GroupMember.NON_GROUP_MEMBER:
@@ -214,7 +213,6 @@ def _check_types(**arguments: object) -> None:
 
 
 def _as_step_number(step: Any) -> int:
-    """Convert a step to int; numpy's integers and integer tensors are allowed, too."""
     try:
         return operator.index(step)
     except TypeError:
@@ -222,7 +220,6 @@ def _as_step_number(step: Any) -> int:
 
 
 def _as_tuple(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers of one, several or none."""
     if optimizer is None:
         return ()
     return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)

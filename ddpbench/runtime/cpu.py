@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,9 +51,27 @@ class CpuMeter:
 
     def _counters(self) -> list[Any]:
         """CpuUse's fields as counters; only differences have a meaning."""
-        usage, wall = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        own = usage.ru_utime + usage.ru_stime
-        return [wall, own, usage.ru_nvcsw, usage.ru_nivcsw, *_host(wall), _throttled(self._quotas)]
+        read = zip(_read_counters(), _left_out, strict=True)
+        counted = [None if value is None else value - out for value, out in read]
+        return [*counted, _throttled(self._quotas)]
+
+
+def _read_counters() -> list[Any]:
+    usage, wall = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    own = usage.ru_utime + usage.ru_stime
+    return [wall, own, usage.ru_nvcsw, usage.ru_nivcsw, *_host(wall)]
+
+
+_left_out = [0.0] * 7  # of what _read_counters returns
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Leave what is used meanwhile out of all meters of this process."""
+    before = _read_counters()
+    yield
+    for index, (began, ended) in enumerate(zip(before, _read_counters(), strict=True)):
+        _left_out[index] += (ended or 0) - (began or 0)
 
 
 def others_share(
@@ -64,14 +83,18 @@ def others_share(
 ) -> float | None:
     """The share of the host's online cores used by processes other than its ranks, 0 to 1.
 
-    /proc/stat counts in ticks, so a difference of two reads may be off by two ticks per core.
-    Returns None if that is over 5 % of the wall time (below 0.4 s at 100 ticks a second), when a
-    busy host looks like a quiet one, and if the host's time is unknown.
+    /proc/stat counts in ticks, so a difference of two reads may be off by two ticks per core. If
+    that is over 5 % of the wall time (below 0.4 s at 100 ticks a second), returns the share that
+    others used at least, None for nothing: such a host may be quiet or busy. Returns None also if
+    the host's time is unknown.
     """
-    if host_busy_seconds is None or 2 * tick_seconds > 0.05 * wall_seconds:
+    if host_busy_seconds is None or wall_seconds <= 0:
         return None
     others = host_busy_seconds - sum(own_seconds_of_local_ranks)
-    return min(1.0, max(0.0, others / (wall_seconds * cores)))
+    share, doubt = others / (wall_seconds * cores), 2 * tick_seconds / wall_seconds
+    if doubt > 0.05:
+        return min(1.0, share - doubt) if share > doubt else None
+    return min(1.0, max(0.0, share))
 
 
 def queued_seconds() -> float | None:
@@ -127,7 +150,6 @@ def _host(wall: float) -> tuple[float | None, float | None, float | None]:
 
 
 def _throttled(levels: Sequence[Path]) -> float | None:
-    """Seconds for which these control groups have throttled their processes."""
     stat = "\n".join(filter(None, (read(level / "cpu.stat") for level in levels)))
     v1, v2 = (re.findall(rf"^throttled_{unit} (\d+)", stat, re.M) for unit in ("time", "usec"))
     return sum(map(int, v1)) / 1e9 + sum(map(int, v2)) / 1e6 if stat else None

@@ -29,7 +29,8 @@ from ddpbench.runtime.host_memory import cgroup_limits, free_memory_nbytes
 from ddpbench.version import VERSION
 
 CPUS = Path("/sys/devices/system/cpu")
-CHECKOUT = Path(__file__).parents[2]  # named because git would otherwise take any folder around it
+# Named because git would otherwise take any folder around it. `ab` imports this through a link.
+CHECKOUT = Path(__file__).resolve().parents[2]
 GIT = ("git", f"--git-dir={CHECKOUT}/.git", f"--work-tree={CHECKOUT}", "--no-optional-locks")
 ALLOWED = re.compile(
     r"(NCCL|RCCL|MSCCL|MSCCLPP|GLOO|TORCH|PYTORCH|OMP|GOMP|KMP|MKL|OMPI|UCX|UCC|FI|MPICH|SLURM|HSA)_|"
@@ -55,6 +56,10 @@ def run_facts() -> dict[str, object]:
         **_versions(),
         "git_revision": _output(*GIT, "rev-parse", "HEAD"),
         "git_dirty": None if changes is None else changes != "",
+        # Of the user's repository, which is the one around the current folder.
+        "commit": _output(
+            "git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"
+        ),
         "torch_build": next((f"{kind} {v}" for kind, v in builds.items() if v), torch and "cpu"),
         "cuda": builds["cuda"],
         "nccl": torch and or_none(nccl_library.describe_version),

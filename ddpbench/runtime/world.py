@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from ddpbench.hang import status_board, torch_settings
-from ddpbench.hang.places import describe_error
+from ddpbench.hang.places import describe_error, is_of_program
 from ddpbench.hang.self_report import RankIdentity
 from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, Watchdog
 from ddpbench.launch import siblings, sockets
@@ -280,7 +280,7 @@ def describe_failed_connection(name: str, error: Exception) -> str:
 
 def _report_error(error: Exception, watchdog: Watchdog) -> NoReturn:
     """Report an error with its place in the code, and end this process."""
-    if not isinstance(error, (RuntimeError, OSError, MemoryError)):
+    if not isinstance(error, (RuntimeError, OSError, MemoryError)) or is_of_program(error, False):
         # Neither a backend nor the machine raises these: it is a defect, shown whole.
         sys.stderr.write(redact.text("".join(traceback.format_exception(error))))
     cause, place = describe_error(error)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ddpbench.catalog import faults, user_workload
 from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.task import RankSetup, Task, Workload
-from ddpbench.hang.places import find_error_place
+from ddpbench.launch.placement import Refused
 from ddpbench.measure import ddp_step, rehearsal
 from ddpbench.measure.step import Replica
 from ddpbench.records.schema import StepCase
@@ -73,7 +73,6 @@ class Builder:
         return case, replica if sentence is None else None, sentence
 
     def _divide(self, workload: Workload, task: Task, case: StepCase, switchable: bool) -> Replica:
-        """Put the task's model into DDP, or divide it over the mesh."""
         rate = self.learning_rate(workload)
         if self.meshes is not None:
             from ddpbench.measure.parallel import build
@@ -96,17 +95,22 @@ class Builder:
         All replicas but this one are in DDP already, and have not stepped yet.
         """
         options, batch = self.options, self.options.batch_of(workload)
-        task, objection = None, None
+        task, objection, refusal = None, None, None
         rehearsal.release_memory(self.device)
         try:
             task = workload.build(options.settings_of(workload), self.rank_setup(batch))
             batch = batch or user_workload.count_samples(task.batch(0))
-        except Exception as error:  # whatever a user's function raises
+        except Refused as error:
+            refusal = str(error)
+        except Exception as error:  # whatever a user's function raises: only a shortage is a skip
             objection = rehearsal.describe_shortage(error, self._case(workload, None, batch))
-            objection = objection or _describe_error(error)
+            if objection is None:
+                raise
+        refusal = control.agree_objection(self.world, self._gather_difference(task) or refusal)
+        if refusal is not None:
+            raise Refused(refusal)
         case = self._case(workload, task, batch)
         objection = objection or self._too_large(workload, task, case, replicas)
-        objection = self._gather_difference(task) or objection
         sentence = control.agree_objection(self.world, objection)
         tries = self.meshes is None and devices.of(self.device).refuses
         if sentence is None and task is not None and tries:
@@ -171,10 +175,3 @@ class Builder:
             f"memory for gradients, buckets and optimizer, but {free / 1e9:.1f} GB is free; "
             f"{rehearsal.advise(case)}"
         )
-
-
-def _describe_error(error: Exception) -> str:
-    """Describe an error in one sentence, with its type and place unless it is a ValueError."""
-    if isinstance(error, (ValueError, MemoryError)):
-        return control.first_line(error, 300)
-    return f"{type(error).__name__}: {control.first_line(error, 300)}, at {find_error_place(error)}"

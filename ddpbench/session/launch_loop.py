@@ -19,7 +19,8 @@ from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.schema import Plan
 from ddpbench.records.terminal_text import tell
 from ddpbench.report.output import page_file
-from ddpbench.runtime import control, cpu, network
+from ddpbench.runtime import control, cpu, devices, network
+from ddpbench.runtime.turns import Turns
 from ddpbench.runtime.world import World, describe_failed_connection, join_world
 from ddpbench.session import launch_facts, run_folder
 from ddpbench.session.recorder import Outcome
@@ -50,6 +51,7 @@ class LaunchContext(Generic[T]):
     plan: Plan
     device: torch.device
     index: int  # number of the launch in the run
+    turns: Turns
     closing: ExitStack  # contexts that end with the launch
 
 
@@ -155,7 +157,12 @@ def _measure(
         tested = closing.enter_context(world.agree_group(name, device=device))
         barrier_to_connect(world, backend, tested, device)
         began, meter = time.monotonic(), cpu.CpuMeter()
-        context = LaunchContext(world, backend, name, tested, options, plan, device, index, closing)
+        # The memory of a GPU may not hold both sides.
+        shared = options.paced is not None and devices.of(device).memory == "host"
+        turns = Turns(world, options.open_turn() if shared and world.rank == 0 else None, shared)
+        context = LaunchContext(
+            world, backend, name, tested, options, plan, device, index, turns, closing
+        )
         work = prepare(context)
         used, count = control.broadcast_value(world, clock.properties()), len(work.cases)
         launch = launch_facts.gather_launch_record(

@@ -20,6 +20,8 @@ from ddpbench.report.output import page_file
 from ddpbench.runtime import devices
 from ddpbench.session.errors import refuse
 
+VARIANT = "VARIANT"  # metavar of an option whose value consists of options
+
 
 class Parser(argparse.ArgumentParser):
     """A strict parser. It takes no abbreviations. An error is one sentence, with exit code 2."""
@@ -33,9 +35,15 @@ class Parser(argparse.ArgumentParser):
         """Print the help. Unlike argparse, raise OSError if stdout cannot be written."""
         (file or sys.stdout).write(self.format_help())
 
-    def parse_known_args(self, *args: Any, **settings: Any) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown arguments, also when this parses a subcommand."""
-        namespace, unknown = super().parse_known_args(*args, **settings)
+        words = [*(sys.argv[1:] if args is None else args)]
+        for action in (action for action in self._actions if action.metavar == VARIANT):
+            option = action.option_strings[0]
+            if option in words[:-1]:  # argparse would take the value for an option
+                at = words.index(option)
+                words[at : at + 2] = [f"{option}={words[at + 1]}"]
+        namespace, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, unknown
@@ -231,7 +239,7 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     add = add_group(parser, "where", texts)
     add("--backend", kind=listed, default=("auto",), metavar="NAME,…")
     add("--device", kind=device, default="auto", metavar="NAME")
-    add("-n", "--nproc", kind=whole(1), metavar="N")
+    add("-n", "--ranks", "--nproc", kind=whole(1), metavar="N", dest="nproc")
     add("--import", default=[], dest="modules", action="append", metavar="MODULE")
     add("--share-gpu", action="store_true")
     add("--init-method", kind=init_method, metavar="URL")
@@ -302,14 +310,17 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_stored(parser: argparse.ArgumentParser) -> None:
-    """Add --output and --report, and the internal options with which ddpbench starts ranks."""
+    """Add --output, --label and --report, and the internal options to start ranks with."""
     parser.add_argument(
         "--output",
         metavar="FOLDER",
         help="folder for the results (default: a new folder in results/)",
     )
+    parser.add_argument(
+        "--label", metavar="TEXT", help="text to store with the run (default: none)"
+    )
     parser.add_argument("--report", action="store_true", help=REPORT)
     parser.add_argument("--join", help=argparse.SUPPRESS)
     parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--paced", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--paced", nargs=2, metavar="PIPE", help=argparse.SUPPRESS)

@@ -94,6 +94,5 @@ class FileRecorder(Recorder):
             self._append("launches", launch)
 
     def _append(self, part: str, record: Any, **more: int) -> None:
-        """Append a record to the run as one line. Raises OSError."""
         line = {**more, part: asdict(record)}
         store.append(self.folder, redact.record(line, self._owner))

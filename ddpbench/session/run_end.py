@@ -80,6 +80,9 @@ def finish(folder: Path, options: RunOptions, end: End | None = None) -> int:
             quiet = True
     if not quiet or run.state != "complete":
         tell(stored)
+    if run.outcomes and not any(outcome.summary for outcome in run.outcomes):
+        reasons = dict.fromkeys(outcome.reason for outcome in run.outcomes if outcome.reason)
+        tell(f"nothing was measured: {'; '.join(reasons)}")
     if options.report:
         page.write(folder, quiet)
     return 5 if run.exit_code is None else run.exit_code

@@ -46,6 +46,7 @@ def create_run(options: RunOptions, world_size: int, arguments: Sequence[str]) -
         started=store.format_now(),
         operations=options.subjects,
         backends=options.backend,
+        label=options.label or "",
     )
     label = f"{options.command}-{'+'.join(options.backend)}-w{world_size}"
     return store.create(Path(options.output) if options.output else None, record, label)

@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
+from ddpbench.launch.turn import Turn
 from ddpbench.records.schema import Plan
 from ddpbench.runtime.meeting import Rendezvous
 
@@ -37,17 +38,21 @@ class RunOptions:
     columns: tuple[str, ...] | None
     quiet: bool
     output: str | None
+    label: str | None
     report: bool
     join: str | None
     launch: int
     progress: bool
-    paced: bool  # each launch waits for a line on stdin and writes its exit code to stdout
+    # Each launch waits for a line on stdin and writes its exit code to stdout; the pipes of its
+    # turns, its own and the other side's.
+    paced: tuple[str, str] | None
 
     @classmethod
     def of(cls, namespace: argparse.Namespace) -> Self:
         """Return the options of a parsed command line."""
         given = {field.name: getattr(namespace, field.name) for field in fields(cls)}
-        return cls(**{**given, "modules": tuple(given["modules"])})
+        paced = given["paced"] and tuple(given["paced"])
+        return cls(**{**given, "modules": tuple(given["modules"]), "paced": paced})
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -72,6 +77,10 @@ class RunOptions:
     def shows_progress(self) -> bool:
         """Return whether a terminal shows progress: here, or where ddpbench started the ranks."""
         return not self.quiet and (self.progress or sys.stderr.isatty())
+
+    def open_turn(self) -> Turn | None:
+        """Return the turns of a launch; None if it is not measured in turns."""
+        return Turn(*self.paced, patience=2 * self.timeout) if self.paced else None
 
     def rendezvous(self) -> Rendezvous:
         """Return how the ranks meet. A file can be used for one launch only."""

@@ -128,16 +128,20 @@ def _start(options: T, run_rank: RunRank[T], words: Sequence[str]) -> int:
     except OSError as error:
         raise Refused(run_folder.explain_unwritable(error)) from None
     end, refusals = None, 0
+    turn = options.open_turn()
     failed = set[str]()  # backends; what ends or refuses one launch does so to the next
     for number, name in _order_launches(options, store.read(folder).plan.seed):
         if name in failed:
             continue
-        if options.paced and not sys.stdin.readline():
-            tell("stdin has ended before the last launch")
-            break
+        if turn:
+            if not sys.stdin.readline():
+                tell("stdin has ended before the last launch")
+                break
+            turn.take()
         launch = replace(options, backend=(name,), join=str(folder), launch=number, launches=1)
         code, verdict = _launch(launch, run_rank, words)
-        if options.paced:
+        if turn:
+            turn.end()
             sys.stdout.write(f"{code}\n")
             sys.stdout.flush()
         refusals += code == 2

@@ -142,7 +142,6 @@ class Options(RunOptions):
         return mesh
 
     def _check_way(self) -> None:
-        """Raise Refused for options and workloads of other ways of parallel training."""
         sharding = {
             "--no-prefetch": self.no_prefetch,
             "--reshard-after-forward": self.reshard_after_forward is not None,

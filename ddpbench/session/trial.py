@@ -42,6 +42,7 @@ class Trial:
         self, context: LaunchContext[Options], threads: int, meshes: Meshes | None
     ) -> None:
         self.world, self.tested, self.meshes = context.world, context.tested, meshes
+        self.turns = context.turns
         self.options, self.plan, self.device = context.options, context.plan, context.device
         self.index, self.builder = context.index, Builder(context, threads, meshes)
 
@@ -128,6 +129,7 @@ class Trial:
             seed=self.plan.seed,
             verify=verify,
             every=options.verify,
+            turns=self.turns,
             faults=self.builder.planted,
             progress=advance,
         )
@@ -159,7 +161,6 @@ class Trial:
         )
 
     def _report_epoch(self, case: StepCase, epoch: Epoch) -> None:
-        """Report the end of an epoch on stderr, if it is a terminal."""
         if self.world.rank == 0 and not self.options.quiet and sys.stderr.isatty():
             train, validation = map(column.digits, (epoch.train_loss, epoch.validation_loss))
             sys.stderr.write(

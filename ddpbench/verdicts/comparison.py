@@ -10,10 +10,11 @@ import numpy as np
 
 from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import LEFT_OUT
+from ddpbench.records.wording import counted
 from ddpbench.verdicts import drift, many_pairs, matching, verdict
-from ddpbench.verdicts.differences import Difference, differences
+from ddpbench.verdicts.differences import MACHINE, Difference, differences
 from ddpbench.verdicts.drift import Drift
-from ddpbench.verdicts.many_pairs import Pair
+from ddpbench.verdicts.many_pairs import DRIFT, Pair
 from ddpbench.verdicts.matching import AnyCase, Side, SideCase, Source
 from ddpbench.verdicts.verdict import (
     FASTER,
@@ -27,6 +28,7 @@ from ddpbench.verdicts.verdict import (
 
 ONLY_BASE, ONLY_NEW = "ONLY BASE", "ONLY NEW"
 # In order of importance.
+COMPARED = (SLOWER, INCONCLUSIVE, FASTER, SAME)
 ORDER = (SLOWER, INVALID, INCOMPARABLE, INCONCLUSIVE, FASTER, SAME, ONLY_BASE, ONLY_NEW)
 
 
@@ -39,11 +41,13 @@ class Rule:
     paired: bool = False  # launches of the same number are neighbours in time, judged in pairs
     confidence: float = verdict.CONFIDENCE  # of paired intervals
     varied: tuple[str, ...] = ()  # identity fields that the user varies on purpose
+    allow_missing: bool = False  # a case that only one side measured is no failure
+    one_machine: bool = False  # sides from two machines are not compared
 
 
 @dataclass(frozen=True)
 class PartRow:
-    """A part of a sharded step on both sides: medians over launches, in seconds."""
+    """A part of a step on both sides: medians over launches, in seconds."""
 
     name: str
     base_seconds: float
@@ -65,9 +69,9 @@ class Row:
     needed: int | None = None  # launches per side, about, to settle INCONCLUSIVE
     why: str = ""
     drift: float = 0.0  # no smaller change is claimed: the sides are apart in time
-    drifts: bool = False  # INCONCLUSIVE for that reason alone
+    withheld: str = ""  # why SLOWER or FASTER is not claimed: many_pairs.DRIFT or BUSY
     noticeable: float | None = None  # the change that such a comparison notices; None: none
-    parts: tuple[PartRow, ...] = ()  # of a sharded step; they do not count for the exit code
+    parts: tuple[PartRow, ...] = ()  # of a step; they do not count for the exit code
 
 
 @dataclass(frozen=True)
@@ -110,16 +114,44 @@ def compare(
 
 
 def exit_code(comparison: Comparison, strict: bool) -> int:
-    """Return 1 if a row is SLOWER; else 3 if one is INVALID or INCOMPARABLE, or none is compared.
+    """Return 3 for two machines, else 1 if a row is SLOWER, else 3 if something is not compared.
 
-    Else return 2 if `strict` and a row is INCONCLUSIVE or ONLY BASE; else 0.
+    Else return 2 if `strict` and a row is INCONCLUSIVE; else 0.
     """
-    seen = set(comparison.counts)
-    if SLOWER in seen:
+    if SLOWER in comparison.counts and not _other_machine(comparison):
         return 1
-    if seen & {INVALID, INCOMPARABLE} or not seen & {SAME, FASTER, INCONCLUSIVE}:
+    if explain_shortfall(comparison):
         return 3
-    return 2 if strict and seen & {INCONCLUSIVE, ONLY_BASE} else 0
+    return 2 if strict and INCONCLUSIVE in comparison.counts else 0
+
+
+def explain_shortfall(comparison: Comparison) -> str:
+    """State what was to be compared and was not; "" if all was, or if the user allows it."""
+    if changed := _other_machine(comparison):
+        return (
+            f"{comparison.base.name} is of another machine ({', '.join(changed)}) and says nothing "
+            "about this one: save one here, or accept it with --other-machine"
+        )
+    counts = comparison.counts
+    allowed = comparison.rule.allow_missing and bool(counts.keys() & set(COMPARED))
+    missing = () if allowed else (ONLY_BASE, ONLY_NEW)
+    failed = (INVALID, INCOMPARABLE, *missing)
+    left = [f"{counts[name]} {name}" for name in failed if name in counts]
+    if not left:
+        return ""
+    accept = any(name in counts for name in missing) and counts.keys() & set(COMPARED)
+    advice = "; --allow-missing accepts cases that only one side has" if accept else ""
+    return f"not compared: {', '.join(left)} of {counted(len(comparison.rows), 'case')}{advice}"
+
+
+def _other_machine(comparison: Comparison) -> list[str]:
+    """Describe how the sides' machines differ, if they must be one; empty if they do not."""
+    differing = comparison.differences if comparison.rule.one_machine else ()
+    return [
+        f"{each.name} {' and '.join(each.base)} → {' and '.join(each.new)}"
+        for each in differing
+        if each.name in MACHINE
+    ]
 
 
 def _row(base: SideCase | None, new: SideCase | None, rule: Rule) -> Iterator[Row]:
@@ -162,7 +194,7 @@ def _judged(rows: list[Row], rule: Rule) -> list[Row]:
             needed=judgement.needed,
             why="; ".join(filter(None, [rows[i].why, judgement.why])),
             drift=pair.drift,
-            drifts=judgement.drifts,
+            withheld=judgement.withheld,
             noticeable=judgement.noticeable,
         )
     rows = [replace(row, parts=tuple(_judge_parts(row, rule))) for row in rows]
@@ -170,7 +202,6 @@ def _judged(rows: list[Row], rule: Rule) -> list[Row]:
 
 
 def _judge_parts(row: Row, rule: Rule) -> Iterator[PartRow]:
-    """Yield a verdict on each part that both sides measured, by the margins of the step."""
     if row.shift is None or row.base is None or row.new is None:
         return
     names = [name for name in row.base.parts if name in row.new.parts]
@@ -182,7 +213,10 @@ def _judge_parts(row: Row, rule: Rule) -> Iterator[PartRow]:
         )
         for name in names
     ]
-    pairs = [Pair(np.array(base), np.array(new), row.margin, row.drift) for base, new in sides]
+    busy = row.base.busy, row.new.busy
+    pairs = [
+        Pair(np.array(base), np.array(new), row.margin, row.drift, busy=busy) for base, new in sides
+    ]
     judgements = many_pairs.judge_pairs(pairs, rule.paired, rule.confidence) if pairs else []
     for name, pair, judgement in zip(names, pairs, judgements, strict=True):
         base, new = float(np.median(pair.base)), float(np.median(pair.new))
@@ -190,11 +224,16 @@ def _judge_parts(row: Row, rule: Rule) -> Iterator[PartRow]:
 
 
 def _without_moved_cores(row: Row) -> Row:
-    """Withdraw a claim that the placement of the ranks' cores explains."""
-    if row.base is None or row.new is None or row.verdict not in (SLOWER, FASTER):
+    """Withdraw a claim that the placement of the ranks' cores explains, and a promise to notice."""
+    if row.base is None or row.new is None:
         return row
-    why = drift.moved(row.base, row.new)
-    return replace(row, verdict=INCONCLUSIVE, why=why, drifts=True) if why else row
+    longer, why = drift.moved(row.base, row.new)
+    if not why:
+        return row
+    row = replace(row, noticeable=None)
+    if row.verdict != (SLOWER if longer > 1 else FASTER):
+        return row
+    return replace(row, verdict=INCONCLUSIVE, why=why, withheld=DRIFT)
 
 
 def _by_quartiles(row: Row) -> Row:
@@ -208,7 +247,8 @@ def _pair(row: Row, rule: Rule) -> Pair | None:
     if row.verdict or row.base is None or row.new is None:
         return None
     base, new = _launches(row.base, row.new, rule)
-    return Pair(np.array(base), np.array(new), rule.margin)
+    busy = row.base.busy, row.new.busy
+    return Pair(np.array(base), np.array(new), rule.margin, busy=busy)
 
 
 def _launches(base: Side, new: Side, rule: Rule) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -221,7 +261,6 @@ def _launches(base: Side, new: Side, rule: Rule) -> tuple[tuple[float, ...], tup
 
 
 def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[str]:
-    """Yield what limits the reliability of the verdicts."""
     for name, source in (("BASE", base), ("NEW", new)):
         for run in source.runs:
             if run.state != "complete":

@@ -13,17 +13,18 @@ from ddpbench.records.schema import Plan, Run
 
 # Facts of launches and ranks. Load and free memory are left out: they change every minute.
 FACTS = (
-    *("ddpbench", "git", "python", "torch", "torch_build", "cuda", "nccl", "driver", "kernel"),
-    *("os", "container", "virtual_machine", "cpu_model", "cores_logical", "cores_physical", "smt"),
-    *("governor", "memory_nbytes", "transparent_huge_pages", "numa_nodes", "default_interface"),
+    *("ddpbench", "git", "commit", "python", "torch", "torch_build", "cuda", "nccl", "driver"),
+    *("kernel", "os", "container", "virtual_machine", "cpu_model", "cores_logical"),
+    *("cores_physical", "smt", "governor", "memory_nbytes", "transparent_huge_pages"),
+    *("numa_nodes", "default_interface"),
 )
 RANK_FACTS = (
     *("hostname", "cpuset", "numa_nodes", "threads", "gpu_name", "cgroup_cpu_quota_cores"),
     *("cgroup_memory_limit_nbytes", "ulimit_memlock_nbytes", "interface", "gpu_nvlinks_active"),
     "nccl_plugins",
 )
-# Facts that distinguish machines; a container may have a new hostname each time.
-MACHINE = ("cpu_model", "cores_logical", "cores_physical", "gpu_name", "hostname")
+# Facts that distinguish machines. A hostname does not: a container may have a new one each time.
+MACHINE = ("cpu_model", "cores_logical", "cores_physical", "gpu_name")
 # Variables that every job sets anew.
 PASSING = re.compile(r"SLURM_.*(ID|PORTS?|TIME|ADDR|IPADDR|NODELIST)$")
 UNSET = "unset"
@@ -53,11 +54,6 @@ def differences(base: Sequence[Run], new: Sequence[Run]) -> tuple[Difference, ..
         for name in left
         if name in right and left[name] != right[name]
     )
-
-
-def other_machine(all_differences: Sequence[Difference]) -> tuple[Difference, ...]:
-    """Return the differences which show that the sides were measured on different machines."""
-    return tuple(each for name in MACHINE for each in all_differences if each.name == name)
 
 
 def _of(run: Run, backends: set[str]) -> Run:
@@ -100,7 +96,6 @@ def _variables(run: Run) -> set[str]:
 
 
 def _git(launch: Launch) -> dict[str, str]:
-    """Return the revision of ddpbench, and whether it has uncommitted changes."""
     revision = launch.facts.get("git_revision")
     if revision is None:
         return {}

@@ -22,7 +22,7 @@ from ddpbench.verdicts.verdict import FALSE_SHARE
 ASSUMED = 0.35  # change between two runs of identical code, while too few runs show it
 FEWEST = 5  # earlier runs that show it
 # Differences that leave a run among those that show the drift. All others may change times.
-HARMLESS = ("git", "plan: ")
+HARMLESS = ("git", "commit", "plan: ")
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,19 @@ def explain(change: float, earlier: int) -> str:
     return f"{known} (assumed: {earlier} of the {FEWEST} earlier runs that show it are stored)"
 
 
-def moved(base: Side, new: Side) -> str:
-    """Explain a change by where the hypervisor or the kernel placed the ranks' cores.
+def moved(base: Side, new: Side) -> tuple[float, str]:
+    """Return how many times longer NEW's handoffs take, and how that explains a change.
 
-    Returns "" if the placement is alike or unknown. A handoff takes 0.4 µs between two cores, and
-    6.5 or 18 µs between others, for minutes. Small messages over shared memory follow: such runs
-    of identical code differ by half or more.
+    Returns 1 and "" if the hypervisor and the kernel placed the ranks' cores alike, or that is
+    unknown. A handoff takes 0.4 µs between two cores, and 6.5 or 18 µs between others, for minutes.
+    Small messages over shared memory follow: such runs of identical code differ by half or more.
     """
     if not base.handoffs or not new.handoffs:
-        return ""
+        return 1.0, ""
     before, after = float(np.median(base.handoffs)), float(np.median(new.handoffs))
-    longer = math.copysign(1, math.log(new.seconds / base.seconds))
-    if longer * math.log(after / before) < math.log(DISAGREEING):
-        return ""
-    return (
+    if abs(math.log(after / before)) < math.log(DISAGREEING):
+        return 1.0, ""
+    return after / before, (
         f"the ranks' cores are not placed alike: the round trip of a cache line takes "
         f"{before * 1e6:.2g} µs in BASE, {after * 1e6:.2g} in NEW"
     )

@@ -8,7 +8,10 @@ from functools import partial
 from math import expm1
 
 from ddpbench.verdicts import drift, verdict
-from ddpbench.verdicts.verdict import INCONCLUSIVE, MOST, Chance, Floats, Shift
+from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, MOST, SLOWER, Chance, Floats, Shift
+
+DRIFT, BUSY = "drift", "busy"  # why SLOWER or FASTER is withheld, which launches cannot settle
+BUSY_LAUNCHES = 0.5  # of a side, from which its times are not the code's alone
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Pair:
     margin: float
     drift: float = 0.0  # by which the sides may differ because they are apart in time
     earlier: int = 0  # runs that show the drift
+    busy: tuple[float, float] = (0.0, 0.0)  # share of the launches of each side on a busy host
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Judgement:
     shift: Shift | None
     needed: int | None = None  # launches per side, about, to settle INCONCLUSIVE
     why: str = ""
-    drifts: bool = False  # INCONCLUSIVE only because the sides are apart in time
+    withheld: str = ""  # DRIFT or BUSY: INCONCLUSIVE for that reason alone
     noticeable: float | None = None  # the change that such a comparison notices; None: none
 
 
@@ -58,10 +62,13 @@ def judge_pairs(
         judgement = Judgement(judge(pair.drift), found)
         if judgement.verdict == INCONCLUSIVE and judge() != INCONCLUSIVE:
             why = drift.explain(pair.drift, pair.earlier)
-            judgement = replace(judgement, why=why, drifts=True)
+            judgement = replace(judgement, why=why, withheld=DRIFT)
         elif judgement.verdict == INCONCLUSIVE:
             needed = verdict.launches_needed(found, pair.margin, len(pairs))
             judgement = replace(judgement, needed=needed, why=_why(found, pair.margin, needed))
+        elif busy := _find_busy_side(judgement.verdict, pair, paired):
+            why = f"{busy} was measured on a busy host: measure again"
+            judgement = replace(judgement, verdict=INCONCLUSIVE, why=why, withheld=BUSY)
         strict = shift(pair.base, pair.new, 1 - false_share / len(pairs))
         enough = paired or len(pair.base) >= verdict.separable(len(pairs), verdict.FEWEST)
         if found is not None and strict is not None and enough:
@@ -70,6 +77,17 @@ def judge_pairs(
             judgement = replace(judgement, noticeable=change)
         judgements.append(judgement)
     return judgements
+
+
+def _find_busy_side(decided: str, pair: Pair, paired: bool) -> str:
+    """Return the side that other processes slowed down, if that may explain the verdict.
+
+    They slow down both sides of a pair alike if they were there in both.
+    """
+    base, new = (share >= BUSY_LAUNCHES for share in pair.busy)
+    if paired and base and new:
+        return ""
+    return "NEW" if new and decided == SLOWER else "BASE" if base and decided == FASTER else ""
 
 
 def _why(shift: Shift | None, margin: float, needed: int | None) -> str:

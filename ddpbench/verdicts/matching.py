@@ -14,11 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ddpbench.analysis import findings, limits, stats
+from ddpbench.analysis import findings, limits, stats, steps
+from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import Case, Interval, Result, Run, StepCase, StepResult
 
 Outcome = Result | StepResult
 AnyCase = Case | StepCase
+PHASES = ("forward", "backward")  # of a DDP step that are judged on their own
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,9 @@ class Side:
     quartiles: tuple[float, ...] = ()
     statistic: str = "median"  # of a launch: what `times` are
     handoffs: tuple[float, ...] = ()  # between the ranks' cores, in seconds, where known
-    # Parts of a sharded step: name → seconds, one per launch. Only what every launch has above 0.
+    # Parts of a step: name → seconds, one per launch. Only what every launch has above 0.
     parts: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    busy: float = 0.0  # share of the launches in which other processes kept the cores busy
 
     def of_quartiles(self) -> Side | None:
         """Return this side by the lower quartiles of its launches; None if a launch has none.
@@ -124,6 +127,7 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> SideCase:
             quartiles if len(quartiles) == len(times) else (),
             handoffs=tuple(seconds for o in outcomes if (seconds := _handoff(o)) is not None),
             parts=_parts(outcomes),
+            busy=sum((o.others_share or 0) > BUSY_SHARE for o in outcomes) / len(outcomes),
         )
     return SideCase(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
 
@@ -149,18 +153,22 @@ def _quartile(outcome: Outcome) -> float | None:
 
 
 def _handoff(outcome: Outcome) -> float | None:
-    """Return the round trip of a cache line between the ranks' cores."""
     return outcome.handoff_seconds if isinstance(outcome, Result) else None
 
 
 def _parts(outcomes: list[Outcome]) -> dict[str, tuple[float, ...]]:
-    """Return the parts of a sharded step in all launches that measured it."""
-    summaries = [o.summary for o in outcomes if isinstance(o, StepResult) and o.case.mesh]
-    launches = [
-        {part.name: part.figure.value for part in summary.budget if part.source}
-        for summary in summaries
-        if summary is not None
-    ]
+    """Return the parts of a step in all launches that measured it; phases are parts in DDP."""
+    launches = []
+    for outcome in outcomes:
+        if not isinstance(outcome, StepResult) or outcome.summary is None:
+            continue
+        budget, phases = outcome.summary.budget, outcome.summary.phases
+        if outcome.case.mesh:
+            launches.append({part.name: part.figure.value for part in budget if part.source})
+            continue
+        parts = {each.name: each.slowest.value for each in phases if each.name in PHASES}
+        exposed = {part.name: part.figure.value for part in budget if part.name == steps.EXPOSED}
+        launches.append(parts | exposed)
     first = launches[0] if launches else {}
     return {
         name: tuple(each[name] for each in launches)

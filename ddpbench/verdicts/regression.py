@@ -24,6 +24,7 @@ class Measured:
     side: Side
     warnings: tuple[str, ...] = ()  # that affect the figures, such as a busy host
     source: str = ""  # the saved file that holds it
+    torch: str = ""  # its version
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def judge_tests(
         rows[i], times = _by_quartiles(rows[i])
         logs = _log_times(rows[i], saved[rows[i].test])
         drifted = drift.margin(logs, len(todo))
-        pairs.append(Pair(*times, rows[i].margin, drifted, len(logs)))
+        busy = saved[rows[i].test][-1].side.busy, rows[i].new.side.busy
+        pairs.append(Pair(*times, rows[i].margin, drifted, len(logs), busy))
     for i, judgement in zip(todo, many_pairs.judge_pairs(pairs), strict=True):
         names = ("verdict", "shift", "why", "noticeable")
         rows[i] = replace(rows[i], **{name: getattr(judgement, name) for name in names})
@@ -80,6 +82,20 @@ def counts(rows: Iterable[Row]) -> dict[str, int]:
     """Return the number of tests of each verdict that occurs, in order of importance."""
     counted = Counter(row.verdict for row in rows)
     return {name: counted[name] for name in ORDER if counted[name]}
+
+
+def explain_shortfall(rows: Sequence[Row], skipped: Mapping[str, str], allow: bool) -> str:
+    """State which tests were to be compared and were not; "" if all were.
+
+    skipped: why each of the tests that were saved before measured nothing. allow: whether a test
+    that only one session measured is no failure.
+    """
+    failed = (INCOMPARABLE,) if allow else (INCOMPARABLE, ONLY_NEW)
+    left = [f"{count} {name}" for name, count in counts(rows).items() if name in failed]
+    left += [f"{test} (skipped: {why})" for test, why in skipped.items() if not allow]
+    left += [] if rows or skipped or allow else ["no test measured ranks"]
+    accept = "" if allow else "; --ddpbench-allow-missing accepts ONLY NEW and skipped tests"
+    return f"not compared: {', '.join(left)}{accept}" if left else ""
 
 
 def _row(name: str, base: Measured | None, new: Measured, margin: float) -> Row:

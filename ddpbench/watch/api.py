@@ -58,11 +58,15 @@ class Watch:
         if self._watcher is not None and os.getpid() == self._pid:
             self._watcher.values.record(name, value)
 
-    def close(self) -> None:
-        """Stop watching; rank 0 prints the final table. A second call does nothing."""
+    def close(self) -> int:
+        """Stop watching; rank 0 prints the final table. A second call does nothing.
+
+        Returns the exit code for a script that ended well: 4 in rank 0 if replicas differed, 1 if
+        they were never compared although `verify` asked for it; else 0.
+        """
         global _on
         if os.getpid() != self._pid:  # a child by os.fork is not watched
-            return
+            return 0
         atexit.unregister(self.close)
         watcher, self._watcher = self._watcher, None
         if _on is self:
@@ -72,6 +76,12 @@ class Watch:
                 watcher.close()
             except Exception as error:
                 tell(f"watch could not end properly: {type(error).__name__}: {error}")
+        return watcher.exit_code if watcher is not None else 0
+
+
+def close() -> int:
+    """Close the watch that is on, if there is one, and return its exit code."""
+    return _on.close() if _on is not None else 0
 
 
 def watch(
@@ -87,7 +97,7 @@ def watch(
 ) -> Watch:
     """Watch this job from now on. Call it in every rank, before or after init_process_group.
 
-    verify: compare the replicas bit for bit after every N optimizer steps; 0 never. timeout: report
+    verify: compare the replicas bit for bit in every N-th step; 0 never. timeout: report
         a hang after so many seconds and end the job with exit code 5; 0 never.
     every: seconds between two lines on the terminal. output: folder for the stored run; None stores
         nothing. format: of the table at the end.

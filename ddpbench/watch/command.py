@@ -30,7 +30,7 @@ All options before the script belong to ddpbench, all after it to the script.
 OPTIONS = """
 --nproc       number of ranks to start on this host if no launcher started them (default: 2, or one
               per GPU)
---verify      compare the replicas bit for bit after every N optimizer steps (default: never)
+--verify      compare the replicas bit for bit in every N-th step (default: never)
 --timeout     report a hang after this time and end the job with exit code 5 (default: never)
 --every       print a line on the terminal every so many seconds
 --output      folder for the stored run; none stores nothing

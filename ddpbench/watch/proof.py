@@ -1,8 +1,12 @@
 """Verify while a job trains that its replicas are equal, bit for bit, after every N steps.
 
-The comparison is a collective call, so all ranks must be at the same step. They make sure of that
-over the store first, with a deadline: if one does not come, as after an uneven number of steps,
-the verification ends and the job goes on.
+A comparison is a collective call of the ranks that hold a replica, so it takes place where they
+meet anyway: at the end of their n-th synchronised backward, one in which each of their process
+groups had collectives, such as DDP's reductions. Optimizer steps, which a rank may skip, count only
+for models without such a backward.
+
+Before they compare, the ranks meet at the store. A rank that waits in vain gives this comparison up
+and goes on. What such waits may cost is bounded: FREE_SECONDS and SHARE of the job's time.
 """
 
 from __future__ import annotations
@@ -10,34 +14,63 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import time
 from collections import Counter
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddpbench.launch import placement
 from ddpbench.records.schema import Finding
-from ddpbench.records.wording import counted
+from ddpbench.records.wording import counted, spans
 from ddpbench.replicas import Report, sharding
-from ddpbench.replicas.channel import Channel
 from ddpbench.replicas.compare import Options
 from ddpbench.replicas.gather import gather_report
 from ddpbench.replicas.report import few, listed_kinds
 from ddpbench.replicas.state import unwrap, wrapper
-from ddpbench.watch.observe.observer import Observer
+from ddpbench.watch.observe.observer import Meetings, Observer
 
-MEET_SECONDS = 60.0  # for all ranks to reach the same step
+FREE_SECONDS, SHARE = 1.0, 0.005  # of waits in vain, in all: so long, and this share of the job
 LOCATED = 16  # differing tensors of a kind that are compared element by element
-EQUAL, UNEQUAL, LATE = "equal", "unequal", "late"  # what the ranks have agreed on
+MET, LATE = b"met", b"late"  # what the ranks have agreed on
+COMPARED, NOT_COMPARED = "replicas-compared", "replicas-not-compared"  # codes of findings
+JOIN = "it trains within Join, where ranks may take different numbers of steps"
 
 _times = itertools.count()  # how often a proof began in this process, equal in all ranks
+
+
+class Replica(NamedTuple):
+    """A model of this rank that others hold too.
+
+    name: the same in all ranks; ranks: that are compared; groups: that all have collectives in a
+    synchronised backward of it.
+    """
+
+    name: str
+    module: nn.Module
+    optimizers: list[Optimizer]
+    ranks: tuple[int, ...]
+    groups: Meetings
+
+
+@dataclass
+class Record:
+    """How often a replica was compared."""
+
+    ranks: tuple[int, ...]
+    compared: int = 0
+    equal: int = 0
+    missed: int = 0
+    equal_until: int | None = None
+    contents: dict[str, int] = field(default_factory=dict)  # of the last comparison, by kind
+    reason: str = ""  # why it is not compared
 
 
 class Proof:
@@ -49,73 +82,114 @@ class Proof:
 
     def __init__(self, every: int, observer: Observer) -> None:
         self.findings: tuple[Finding, ...] = ()
-        self._every, self._observer = every, observer
-        self._equal_until: dict[str, int] = {}
+        self.reported: tuple[Finding, ...] = ()  # those that this rank reports to rank 0
+        self._every, self._observer, self._asked = every, observer, bool(every)
+        self._records: dict[str, Record] = {}
         self._stages: dict[bytes, tuple[int, ...]] = {}  # as in Options
-        self._ended: set[str] = set()  # replicas that differ
         self._uncompared: set[str] = set()  # replicas of which that is reported
-        self._last: tuple[int, str] | None = None  # step and digest of the last comparison
+        self._backwards: Counter[tuple[int, ...]] = Counter()  # synchronised ones of each group
+        self._steps = 0  # optimizer steps
+        self._last: dict[str, str] = {}  # the point of each replica's last comparison
+        self._began, self._lost = time.monotonic(), 0.0
         self._prefix = f"ddpbench/proof/{placement.read_restarts()}/{next(_times)}"
         if every:
+            observer.after_backward.append(self._after_backward)
             observer.after_step.append(self._after_step)
 
     def close(self) -> None:
         """Compare no more. For any thread."""
         self._every = 0
 
-    def _after_step(self, number: int) -> None:
-        if not self._every or (number + 1) % self._every or not dist.is_initialized():
+    def _after_backward(self, met: Meetings) -> None:
+        counts = self._backwards
+        counts.update(met)
+        if not self._every or all(counts[ranks] % self._every for ranks in met):
             return
-        replicas = self._list_replicas()
-        agreed = self._agree(number, hashlib.sha256(json.dumps([*replicas]).encode()).hexdigest())
-        if agreed == LATE:
-            self._every = 0
-            sentence = (
-                f"the replicas are no longer compared: some ranks did not reach step {number} "
-                f"within {MEET_SECONDS:g} s of the others"
-            )
-            step = (
-                "print len(loader) in every rank: all must take the same number of optimizer steps"
-            )
-            self._add(Finding("warning", "replicas-not-compared", sentence, step, {"step": number}))
-            return
-        if agreed == UNEQUAL:
-            replicas = self._gather_common(replicas)
-        for name, (module, optimizers) in replicas.items():
-            if name not in self._ended:
-                self._compare(number, name, module, optimizers)
+        for one in self._list_replicas():
+            # Of groups that do not meet equally often, the one that meets least has the number.
+            count = min(counts[ranks] for ranks in one.groups)
+            if one.groups <= met and count % self._every == 0:
+                self._compare(f"backward/{count}", count - 1, one)
 
-    def _compare(
-        self, number: int, name: str, module: nn.Module, optimizers: list[Optimizer]
-    ) -> None:
+    def _after_step(self, number: int) -> None:
+        self._steps = number + 1
+        if self._every and self._steps % self._every == 0 and dist.is_initialized():
+            for one in self._list_replicas():
+                if not all(self._backwards[ranks] for ranks in one.groups):
+                    self._compare(f"step/{number}", number, one)
+
+    def _compare(self, point: str, number: int, one: Replica) -> None:
+        record = self._records.setdefault(one.name, Record(one.ranks))
+        ddp: Any = wrapper(one.module)
+        if ddp is not None and ddp._join_config.enable:  # ranks without data only shadow it
+            record.reason = JOIN
+        elif record.compared > record.equal:
+            return
+        elif self._meet(point, one):
+            self._compare_now(number, one, record)
+        else:
+            record.missed += 1
+            if record.missed == 1:
+                sentence = (
+                    f"{one.name.split()[0]} was not compared at step {number}: some of ranks "
+                    f"{spans(one.ranks)} did not reach it with such a model when the others did"
+                )
+                step = "print len(loader) and the model in every rank: all must take the same steps"
+                place = {"step": number}
+                self._add(one.ranks, Finding("warning", NOT_COMPARED, sentence, step, place))
+
+    def _compare_now(self, number: int, one: Replica, record: Record) -> None:
         options = Options(
             gradients=None,
             finite=True,
             locate=LOCATED,
             step=number,
-            equal_until=self._equal_until.get(name),
+            equal_until=record.equal_until,
             stages=self._stages,
         )
-        report = gather_report(module, tuple(optimizers), None, options)
+        report = gather_report(one.module, tuple(one.optimizers), None, options)
+        record.contents = {kind: count for kind, count in report.compared.items() if count}
+        record.compared += 1
         if report.failed:
-            self._ended.add(name)
             errors = [f for f in report.findings if f.severity == "error"]
-            self._add(*(replace(f, sentence=f"step {number}: {f.sentence}") for f in errors))
+            self._add(
+                one.ranks, *(replace(f, sentence=f"step {number}: {f.sentence}") for f in errors)
+            )
         else:
-            self._equal_until[name] = number
+            record.equal += 1
+            record.equal_until = number
         is_partial = report.not_compared or report.nothing_to_compare
-        if is_partial and name not in self._uncompared:
-            self._uncompared.add(name)
-            self._add(_describe_uncompared(module, report))
+        if is_partial and one.name not in self._uncompared:
+            self._uncompared.add(one.name)
+            self._add(one.ranks, _describe_uncompared(one.module, report))
 
-    def _add(self, *findings: Finding) -> None:
-        self.findings += tuple(
-            f if f.next_step else replace(f, next_step="python -m ddpbench guide replicas")
-            for f in findings
-        )
+    def _add(self, ranks: tuple[int, ...], *findings: Finding) -> None:
+        guide = "python -m ddpbench guide replicas"
+        new = tuple(f if f.next_step else replace(f, next_step=guide) for f in findings)
+        self.findings += new
+        if dist.get_rank() == ranks[0]:  # all of these ranks have found the same
+            self.reported += new
 
-    def _list_replicas(self) -> dict[str, tuple[nn.Module, list[Optimizer]]]:
-        """Return this rank's replicas by a name that is the same in all ranks, in the same order.
+    def summarize(self, rank: int, ended: bool) -> list[Finding]:
+        """Return how often each replica was compared, if this rank reports that. For any thread."""
+        return [
+            _describe_record(name, record)
+            for name, record in [*self._records.items()]
+            if record.ranks[0] == rank and (record.compared or ended)
+        ]
+
+    def conclude(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Return an error if no rank has compared anything, although this was asked for."""
+        if not self._asked or any(f.code in (COMPARED, NOT_COMPARED) for f in findings):
+            return []
+        most = max([self._steps, *self._backwards.values()])
+        reason = f"the job ended after {counted(most, 'step')}"
+        if not most:
+            reason = "neither an optimizer step nor a backward of a DDP or sharded model was seen"
+        return [_explain_never_compared(reason)]
+
+    def _list_replicas(self) -> list[Replica]:
+        """Return this rank's replicas with names that are the same in all ranks, in the same order.
 
         Their order is that of their parameters in the optimizers.
         """
@@ -128,71 +202,91 @@ class Proof:
                 position.setdefault(id(parameter), len(position))
                 owners.setdefault(id(parameter), []).append(optimizer)
         found: list[tuple[int, nn.Module, list[Optimizer]]] = []
-        for module in self._observer.modules:
+        for module in itertools.chain.from_iterable(map(_list_parts, self._observer.modules)):
             ids = [id(p) for p in module.parameters() if id(p) in position]
-            if ids:
+            if ids or wrapper(module) is not None or _list_meshes(module):
                 own = {id(one): one for key in ids for one in owners[key]}
-                found.append((min(position[key] for key in ids), module, [*own.values()]))
+                first = min((position[key] for key in ids), default=len(position))
+                found.append((first, module, [*own.values()]))
         found.sort(key=lambda one: one[0])
         count: Counter[str] = Counter()
-        replicas = {}
+        replicas = []
         for _, module, optimizers in found:
-            name = _describe(module)
+            target, _ = sharding.choose_target(None, wrapper(module), _list_meshes(module))
+            ranks = _list_ranks(target)
+            name = _describe(module, ranks)
             count[name] += 1
-            replicas[f"{name} {count[name]}"] = module, optimizers
+            place = tuple(ranks), _list_groups(target)
+            replicas.append(Replica(f"{name} {count[name]}", module, optimizers, *place))
         return replicas
 
-    def _agree(self, number: int, digest: str) -> str:
-        """Wait for all ranks; return whether all have replicas of the same names, or LATE."""
-        store = self._open_store(number)
-        world_size = dist.get_world_size()
-        same = store.add(digest, 1)
-        is_last = store.add("arrived", 1) == world_size
-        if self._last is not None:  # all ranks have been there; once all are here, all have left
-            last, last_digest = self._last
-            keys = ("arrived", "decided", "decision") if is_last else ()
+    def _meet(self, point: str, one: Replica) -> bool:
+        """Wait for the ranks of a replica; return whether all have come, the same in all."""
+        store = self._open_store(point, one)
+        is_last = store.add("arrived", 1) == len(one.ranks)
+        # Once all are here, all have left the point before.
+        if is_last and (last := self._last.get(one.name)) is not None:
             with contextlib.suppress(RuntimeError):  # where the store cannot
-                for key in (last_digest, *keys):
-                    self._open_store(last).delete_key(key)
-        self._last = number, digest
+                for key in ("arrived", "decided", "decision"):
+                    self._open_store(last, one).delete_key(key)
+        self._last[one.name] = point
         if is_last:
-            return _decide(store, EQUAL if same == world_size else UNEQUAL)
-        until, pause = time.monotonic() + MEET_SECONDS, 0.0005
-        while not store.check(["decision"]):
-            if time.monotonic() > until:
-                return _decide(store, LATE)
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-        return store.get("decision").decode()
+            return _decide(store, MET)
+        began = time.monotonic()
+        until = began + FREE_SECONDS + SHARE * (began - self._began) - self._lost
+        pause, is_met = 0.0005, None
+        while is_met is None:
+            if store.check(["decision"]) or time.monotonic() > until:
+                is_met = _decide(store, LATE)
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+        # Ranks that meet in a backward anyway lose nothing by waiting for each other.
+        if not is_met or point.startswith("step"):
+            self._lost += time.monotonic() - began
+        return is_met
 
-    def _open_store(self, number: int) -> dist.Store:
-        return dist.PrefixStore(f"{self._prefix}/{number}", distributed_c10d._get_default_store())
-
-    def _gather_common(self, replicas: dict[str, Any]) -> dict[str, Any]:
-        """Return the replicas that each rank of their groups has; report the others."""
-        # A module tells this rank's GPU, which a script need not have made the current one.
-        module = next((module for module, _ in replicas.values()), nn.Module())
-        lists = Channel(None, module).gather_objects([*replicas])
-        common = {
-            name: replica
-            for name, replica in replicas.items()
-            if all(name in lists[rank] for rank in _list_ranks(replica[0]))
-        }
-        if missing := {*replicas} - {*common} - self._uncompared:
-            self._uncompared |= missing
-            sentence = (
-                f"not compared: {counted(len(missing), 'model')} that some ranks do not have: "
-                f"{few(sorted(missing))}"
-            )
-            self._add(Finding("note", "not-compared", sentence, "", {"models": sorted(missing)}))
-        return common
+    def _open_store(self, point: str, one: Replica) -> dist.Store:
+        prefix = f"{self._prefix}/{one.name}/{point}"
+        return dist.PrefixStore(prefix, distributed_c10d._get_default_store())
 
 
-def _decide(store: dist.Store, decision: str) -> str:
-    """Decide for all ranks, unless another one has decided already; return the decision."""
+def _decide(store: dist.Store, decision: bytes) -> bool:
+    """Decide for all ranks, unless another one has decided already; return whether they met."""
     if store.add("decided", 1) == 1:
-        store.set("decision", decision)
-    return store.get("decision").decode()
+        store.set("decision", decision.decode())
+    return store.get("decision") == MET
+
+
+def _describe_record(name: str, record: Record) -> Finding:
+    model = f"{name.split()[0]} (ranks {spans(record.ranks)})"
+    place = {"compared": record.compared, "equal": record.equal, "step": record.equal_until}
+    if not record.compared:
+        reason = record.reason or "some of its ranks never came to a comparison together"
+        return _explain_never_compared(f"{model}: {reason}")
+    sentence = (
+        f"replicas of {model} were equal in {record.equal} of "
+        f"{counted(record.compared, 'comparison')}"
+    )
+    if record.equal:
+        sentence += f", the last one at step {record.equal_until}"
+    sentence += f": {listed_kinds(record.contents)}"
+    if record.missed:
+        sentence += f"; {counted(record.missed, 'comparison')} given up, because ranks did not come"
+    return Finding("note", COMPARED, sentence, "", place)
+
+
+def _explain_never_compared(reason: str) -> Finding:
+    """Return the error of a job whose replicas were never compared although that was asked for."""
+    step = "a smaller N in --verify N, or ddpbench.Verifier: python -m ddpbench guide replicas"
+    return Finding("error", NOT_COMPARED, f"the replicas were never compared: {reason}", step)
+
+
+def _list_parts(root: nn.Module) -> list[nn.Module]:
+    """Return the DDP modules within a module, else the module itself."""
+    if wrapper(root) is not None:
+        return [root]
+    return [one for one in root.modules() if isinstance(one, DistributedDataParallel)] or [root]
 
 
 def _list_meshes(module: nn.Module) -> list[Any]:
@@ -201,15 +295,23 @@ def _list_meshes(module: nn.Module) -> list[Any]:
     return [parameter.device_mesh for parameter in held if sharding.is_dtensor(parameter)]
 
 
-def _list_ranks(module: nn.Module) -> list[int]:
-    """Return the ranks that a verification of this module compares."""
-    target, _ = sharding.choose_target(None, wrapper(module), _list_meshes(module))
+def _list_ranks(target: sharding.Target) -> list[int]:
+    """Return the ranks that a verification of this target compares."""
     if isinstance(target, DeviceMesh):
         return sorted(sharding.read_grid(target).ranks)
     return dist.get_process_group_ranks(target or dist.group.WORLD)
 
 
-def _describe(module: nn.Module) -> str:
+def _list_groups(target: sharding.Target) -> Meetings:
+    """Return the ranks of each process group of a target: of a mesh, one per dimension."""
+    if not isinstance(target, DeviceMesh):
+        return frozenset({tuple(_list_ranks(target))})
+    sizes = sharding.read_grid(target).shape
+    sized = [number for number, size in enumerate(sizes) if size > 1] or [0]
+    return frozenset(tuple(_list_ranks(target.get_group(number))) for number in sized)
+
+
+def _describe(module: nn.Module, ranks: list[int]) -> str:
     """Return the class of a module, and a digest of its ranks and of its parameters.
 
     On a mesh the parameters are left out: the stages of a pipeline hold other layers of one model,
@@ -219,7 +321,7 @@ def _describe(module: nn.Module) -> str:
     form: object = "mesh"
     if not _list_meshes(module):
         form = [(name, tuple(p.shape)) for name, p in inner.named_parameters()]
-    digest = hashlib.sha256(repr((form, _list_ranks(module))).encode()).hexdigest()
+    digest = hashlib.sha256(repr((form, ranks)).encode()).hexdigest()
     return f"{type(inner).__name__} {digest[:8]}"
 
 

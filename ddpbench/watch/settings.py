@@ -12,7 +12,7 @@ from typing import Any
 class Settings:
     """The arguments of `ddpbench.watch`, which are also the options of the command.
 
-    verify: optimizer steps from one verification of the replicas to the next, 0 none; timeout:
+    verify: steps from one verification of the replicas to the next, 0 none; timeout:
     seconds after which a hang is reported, 0 never; every: seconds between two lines on the
     terminal; output: folder of the stored runs, absolute because the script may change its folder,
     None stores nothing; on_report: called in rank 0 with each report as a dict; wire: time gloo's

@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,7 @@ from ddpbench.watch.observe.values import ScriptValues
 from ddpbench.watch.observe.wire import Reducers
 from ddpbench.watch.output.job import identify_job
 from ddpbench.watch.output.report import Outputs
-from ddpbench.watch.proof import Proof
+from ddpbench.watch.proof import NOT_COMPARED, Proof
 from ddpbench.watch.settings import Settings
 from ddpbench.watch.window import CALLS, STEPS, Call, JoinedCall, RankWindow, pack_rows
 
@@ -71,8 +72,7 @@ class Watcher:
         self._guard: guard.Guard | None = None
         self._stored: Path | None = None  # the complete run, in rank 0
         self._closing = threading.Event()
-        if _has_group():
-            self._watch_for_hangs()
+        self.exit_code = 0  # of a script that ends well, once this is closed; 0 in all but rank 0
         self._thread = threading.Thread(target=self._watch, name="ddpbench-watch", daemon=True)
         self._thread.start()
 
@@ -96,15 +96,15 @@ class Watcher:
             if not self._await_group():
                 return
             self._watch_for_hangs()
+            parts = self._marks, self._reducers, self.values, self.observer, self._proof
             with (
-                contextlib.closing(_Rank(self._marks, self._reducers, self.values)) as rank,
-                contextlib.closing(_Reports(self._settings, self._prefix)) as reports,
+                contextlib.closing(_Rank(*parts)) as rank,
+                contextlib.closing(_Reports(self._settings, self._prefix, self._proof)) as reports,
             ):
                 while not self._closing.wait(reports.seconds_to_round()):
-                    reports.send(rank.read_window(), (*self._proof.findings, *rank.notes))
-                window = rank.read_window(last=True)
-                reports.send(window, (*self._proof.findings, *rank.notes))
-            self._stored = reports.folder
+                    reports.send(rank.read_window())
+                reports.send(rank.read_window(last=True))
+            self._stored, self.exit_code = reports.folder, reports.exit_code
         except Exception as error:
             if not isinstance(error, ValueError) or _has_group():  # a short script has ended it
                 self._fail(error)
@@ -138,10 +138,18 @@ class Watcher:
 class _Rank:
     """What this rank knows of itself."""
 
-    def __init__(self, marks: Marks, reducers: Reducers, values: ScriptValues) -> None:
+    def __init__(
+        self,
+        marks: Marks,
+        reducers: Reducers,
+        values: ScriptValues,
+        observer: Observer,
+        proof: Proof,
+    ) -> None:
         import torch.distributed as dist
 
         self._number, self._marks, self._values = dist.get_rank(), marks, values
+        self._observer, self._proof = observer, proof
         self._builder = StepBuilder()
         self._steps, self._calls = deque[Step](maxlen=2 * STEPS), deque[Call](maxlen=CALLS)
         self._arrivals, self._facts, self._links = Arrivals(reducers), Facts(), Links()
@@ -177,14 +185,19 @@ class _Rank:
             links=self._links.read(),
             load=load if facts["seconds"] >= LOAD_SECONDS else None,
             values=self._values.take(),
+            findings=[*self._list_findings(last)],
             last=last,
         )
 
-    @property
-    def notes(self) -> tuple[Finding, ...]:
-        """What this rank cannot see."""
-        unseen = self._arrivals.unavailable
-        return (Finding("note", "unseen-collectives", unseen),) if unseen else ()
+    def _list_findings(self, last: bool) -> Iterator[Finding]:
+        """Yield what this rank found; of what no rank can see, rank 0 reports."""
+        yield from self._proof.reported
+        yield from self._proof.summarize(self._number, last)
+        if self._number == 0 and (unseen := self._arrivals.unavailable):
+            yield Finding("note", "unseen-collectives", unseen)
+        if self._number == 0 and self._observer.steps_by_backward:
+            sentence = "no optimizer step was seen: a step here ends with a synchronised backward"
+            yield Finding("note", "steps-by-backward", sentence)
 
     def close(self) -> None:
         """Stop reading."""
@@ -195,7 +208,7 @@ class _Rank:
 class _Reports:
     """What this rank sends, and what rank 0 makes of all reports."""
 
-    def __init__(self, settings: Settings, prefix: str) -> None:
+    def __init__(self, settings: Settings, prefix: str, proof: Proof) -> None:
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -208,6 +221,8 @@ class _Reports:
         self._backend = ""
         self._outputs: Outputs | None = None
         self._output_at = 0.0  # when rank 0 judges again
+        self._proof, self.exit_code = proof, 0
+        self._sent: dict[int, list[Finding]] = {}  # findings of the ranks themselves
         if rank == 0:
             import scipy.special  # noqa: F401  # else analysis.stats does, in a watched step
 
@@ -219,19 +234,23 @@ class _Reports:
         """Return the time until all ranks send the next window."""
         return self._transport.seconds_to_round()
 
-    def send(self, window: RankWindow, others: Sequence[Finding]) -> None:
-        """Send this rank's window; in rank 0, judge what all ranks sent.
-
-        others: findings of this rank on what is not in a window.
-        """
+    def send(self, window: RankWindow) -> None:
+        """Send this rank's window; in rank 0, judge what all ranks sent."""
         hosts = self._transport.exchange(window)
+        for host in hosts:
+            self._sent |= host.findings
         if self._outputs is None or (joined := join_hosts(hosts)) is None:
             return
         self._history.add(replace(joined, calls=self._only_new(joined.calls)))
         if time.monotonic() < self._output_at and not window.last:
             return
         began = time.thread_time()
-        self._findings = (*others, *judge(self._history), *self._compare_transfers())
+        sent = [*chain.from_iterable(self._sent.values())]
+        if window.last:
+            sent += self._proof.conclude(sent)
+            errors = {finding.code for finding in sent if finding.severity == "error"}
+            self.exit_code = 4 if errors - {NOT_COMPARED} else len(errors)
+        self._findings = (*sent, *judge(self._history), *self._compare_transfers())
         self._outputs.update(self._history, self._findings)
         pause = (time.thread_time() - began) / OUTPUT_SHARE
         self._output_at = time.monotonic() + min(pause, OUTPUT_SECONDS)

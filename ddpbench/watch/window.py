@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpbench.records.load import Load
+from ddpbench.records.schema import Finding
 from ddpbench.records.watched import PHASES
 
 # The columns of a row, in seconds: PHASES, where a rank's own time went in one step, and in the
@@ -86,6 +87,7 @@ class RankWindow(msgspec.Struct, frozen=True):
     links: list[Link] = []
     load: Load | None = None
     values: Values = {}
+    findings: list[Finding] = []
     last: bool = False
 
 
@@ -136,6 +138,7 @@ class HostWindow(msgspec.Struct, frozen=True):
     bound_ns: int = 0  # how far they may still be off
     load: Load | None = None
     values: Values = {}
+    findings: dict[int, list[Finding]] = {}  # by rank
     last: bool = False
 
 

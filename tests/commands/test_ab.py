@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shlex
+import shutil
 import sys
+import venv
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
-from command_lines import ONE_SENTENCE, clean_environment
+import torch
+from command_lines import ONE_SENTENCE, ROOT, assert_refused, clean_environment, run_command
 from frozen import Frozen
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench import cli
+from ddpbench.catalog import operations
 from ddpbench.commands import ab
 from ddpbench.launch.placement import Refused
+from ddpbench.launch.turn import YOURS
 from ddpbench.nested_runs import turns
 from ddpbench.nested_runs.turns import Failed, Variant, parse_variant
 from ddpbench.records import store
@@ -31,10 +36,11 @@ Times = dict[str, Callable[[int], float]]  # side → launch → seconds
 
 
 class FakeSide:
-    """A side whose launches take what a table says; the order of turns is kept."""
+    """A side whose launches take what a table says."""
 
     times: Times
-    turns: list[str]
+    turns: list[str]  # the names of sides whose launches have ended
+    first: list[str]  # of those that began a block
     codes: list[int]
     case: dict[str, dict[str, Any]]
 
@@ -46,7 +52,17 @@ class FakeSide:
         folder.mkdir(parents=True)
         self._store(a_run())
 
-    def turn(self) -> None:
+    def empty_pipe(self) -> None:
+        pass
+
+    def tell(self, word: bytes) -> None:
+        if word == YOURS:
+            self.first.append(self.variant.name)
+
+    def begin(self) -> None:
+        pass
+
+    def finish(self) -> None:
         name = self.variant.name
         self.turns.append(name)
         run, number = self.run(), self.turns.count(name) - 1
@@ -78,7 +94,7 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeSide]:
     monkeypatch.chdir(tmp_path)
     noise = np.random.default_rng(0).normal(0, 0.002, 200)
     kind = type("Sides", (FakeSide,), {
-        "turns": [], "codes": [], "case": {},
+        "turns": [], "first": [], "codes": [], "case": {},
         "times": {"a": lambda n: float(1e-3 * np.exp(noise[n])),
                   "b": lambda n: float(1e-3 * np.exp(noise[n + 100]))},
     })  # fmt: skip
@@ -97,17 +113,18 @@ def called(*words: str) -> int:
 def test_it_stops_as_soon_as_the_verdict_is_settled(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Identical sides are the SAME after six blocks of one launch each, in an order that is drawn;
-    both runs and the comparison are stored."""
+    """Identical sides are the SAME after six blocks of one launch each, which one of them begins
+    as it is drawn; both runs and the comparison are stored."""
     assert called("ab", "--a", "", "--b", "X=1", "--seed", "3", "--format", "json") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["counts"] == {"SAME": 1}
     assert said["new"]["name"] == "b: X=1"
-    blocks = [sides.turns[i : i + 2] for i in range(0, len(sides.turns), 2)]
-    assert len(blocks) == 6
-    assert all(sorted(each) == ["a", "b"] for each in blocks)
-    assert len({tuple(each) for each in blocks}) == 2
+    assert sides.turns == ["a", "b"] * 6
+    assert len(sides.first) == 6
+    assert set(sides.first) == {"a", "b"}
     (folder,) = Path("results").glob("*-ab-*")
+    assert called("show", str(folder)) == called("show", folder.name) == 0
+    assert capsys.readouterr().out == 2 * (folder / "comparison.txt").read_text()
     assert {path.name for path in folder.iterdir()} == {
         "a", "b", "comparison.json", "comparison.txt"
     }  # fmt: skip
@@ -191,8 +208,11 @@ import torch.distributed as dist
 plain, calls = dist.all_reduce, []
 def all_reduce(tensor, *arguments, **named):
     calls.append(1)
-    if "KILLED" in os.environ and len(calls) == 20 and dist.get_rank() == 1:
-        os.kill(os.getpid(), 9)
+    if len(calls) == 20 and dist.get_rank() == 1:
+        if "KILLED" in os.environ:
+            os.kill(os.getpid(), 9)
+        if "RAISED" in os.environ:
+            raise ValueError("planted")
     return plain(tensor, *arguments, **named)
 dist.all_reduce = all_reduce
 """
@@ -206,26 +226,28 @@ ONE = (
     ("words", "side", "token"),
     [
         (("--a", "", "--b", "KILLED=1"), "side b", "rank 1"),
+        (("--a", "", "--b", "RAISED=1"), "side b", "rank 1"),
         (("--a", "PYTHONHOME=/nowhere", "--b", ""), "side a", "encodings"),
     ],
-    ids=("killed", "not started"),
+    ids=("killed", "raised", "not started"),
 )
 def test_a_side_that_fails_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     words: tuple[str, ...], side: str, token: str,
 ) -> None:  # fmt: skip
-    """Real ranks, of which one is killed on one side, or a side that does not even start: its own
-    sentence, the side, its command, and exit code 5."""
+    """Real ranks, of which one is killed or raises on one side, or a side that does not even start:
+    its own sentence, the side, its command, and exit code 5. A rank that ddpbench ends because
+    another one has failed does not count as interrupted."""
     (tmp_path / "faulty_side.py").write_text(FAULTY)
     monkeypatch.chdir(tmp_path)
     for name, value in clean_environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     assert called("ab", *words, "--output", "out", "--", *ONE) == 5
-    sentence, _ = capsys.readouterr().err.splitlines()
+    *_, sentence, _ = capsys.readouterr().err.splitlines()
     assert side in sentence
     assert token in sentence
-    variables = r"(KILLED=\w+ |PYTHONHOME=\S+ )?"
+    variables = r"((KILLED|RAISED)=\w+ |PYTHONHOME=\S+ )?"
     assert re.search(rf"command: {variables}\S+ -m ddpbench {' '.join(ONE)}$", sentence)
 
 
@@ -271,7 +293,7 @@ def test_a_text_in_no_name_is_refused_after_one_block(
 def test_another_python_is_tried_before_anything_is_measured(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str], python: str
 ) -> None:
-    """One that is no Python, or cannot import torch: one sentence, exit code 2, and no folder."""
+    """One that is no Python, or lacks all packages: one sentence, exit code 2, and no folder."""
     if python == "without_torch":
         Path(python).write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
         Path(python).chmod(0o755)
@@ -279,6 +301,7 @@ def test_another_python_is_tried_before_anything_is_measured(
     assert called("ab", "--a", "", "--b", f"--python {python}", "collectives") == 2
     err = capsys.readouterr().err
     assert f"{python} cannot run ddpbench: " in err
+    assert python == "/bin/true" or f" -m pip install {' '.join(turns.NEEDED)}\n" in err
     assert err.count("\n") == 1
     assert sides.turns == []
     assert not Path("results").exists()
@@ -339,7 +362,8 @@ def test_a_slowdown_in_the_environment_of_one_side_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Real ranks, forked launch by launch: the variable that makes each call sleep 5 ms makes b
-    SLOWER, in pairs, and is named as the difference; nothing is left running."""
+    SLOWER, in pairs, and is named as the difference; nothing is left running. The launches of a
+    block alternate, and never measure both at a time."""
     (tmp_path / "slowed.py").write_text(SLOWED)
     monkeypatch.chdir(tmp_path)
     for name, value in clean_environment().items():
@@ -347,7 +371,7 @@ def test_a_slowdown_in_the_environment_of_one_side_is_found(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     code = called(
         "ab", "--a", "", "--b", "SLOWED=1", "--budget", "1", "--format", "json", "--output", "out",
-        "collectives", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.1",
+        "collectives", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.2",
         "--limit", "100", "--import", "slowed", "-n", "2",
     )  # fmt: skip
     said, err = capsys.readouterr()
@@ -363,20 +387,77 @@ def test_a_slowdown_in_the_environment_of_one_side_is_found(
         pids = {rank["pid"] for launch in run.launches for rank in launch.ranks}
         assert len(pids) == 12
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    stamps = pd.concat([
+        store.read_samples(Path("out") / name).assign(side=name) for name in ("a", "b")
+    ])  # fmt: skip
+    for _, block in stamps[stamps["rank"] == 0].groupby("launch"):
+        block = block.sort_values("entry_ns")
+        assert (block["entry_ns"].to_numpy()[1:] >= block["exit_ns"].to_numpy()[:-1]).all()
+        assert (block["side"].to_numpy()[1:] != block["side"].to_numpy()[:-1]).sum() > 2
+    assert not list(Path("out").glob("*.turn"))
 
 
-def test_blocks_are_drawn() -> None:
-    """Both orders of the two sides occur in 20 blocks."""
-    names: list[str] = []
+def test_the_packages_to_look_for_are_those_that_ddpbench_requires() -> None:
+    """As pyproject.toml lists them."""
+    text = (ROOT / "pyproject.toml").read_text()
+    required = re.findall(r'"([a-z]+)>=', text.split("dependencies = [")[1].split("]")[0])
+    assert list(turns.NEEDED) == required
 
-    class Turn:
-        def __init__(self, name: str) -> None:
-            self.name = name
 
-        def turn(self) -> None:
-            names.append(self.name)
+def make_environment(folder: Path, version: str) -> str:
+    """Make a virtual environment with this ddpbench beside a torch of this version; its Python.
 
-    order = random.Random(1)
-    for _ in range(20):
-        turns.measure_block([Turn("a"), Turn("b")], order)  # type: ignore[list-item]
-    assert {"".join(names[i : i + 2]) for i in range(0, 40, 2)} == {"ab", "ba"}
+    Its torch is this one by links, but for the version. It finds all else where this Python does.
+    """
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "ddpbench").symlink_to(ROOT / "ddpbench")
+    (site / "rest.pth").write_text("\n".join(path for path in sys.path if "site-packages" in path))
+    (site / "torch").mkdir()
+    for path in Path(torch.__file__).parent.iterdir():
+        if path.name not in ("__init__.py", "version.py", "__pycache__"):
+            (site / "torch" / path.name).symlink_to(path)
+    shutil.copy(torch.__file__, site / "torch")
+    text = Path(torch.version.__file__).read_text()
+    (site / "torch/version.py").write_text(f"{text}\n__version__ = {version!r}\n")
+    return str(folder / "bin/python")
+
+
+@pytest.mark.timeout(300)
+def test_another_environment_measures_with_its_own_torch(tmp_path: Path) -> None:
+    """ddpbench is installed beside torch in both. PYTHONPATH names no torch, so each side imports
+    its own; with the site-packages of the first on PYTHONPATH the second side is refused."""
+    base = make_environment(tmp_path / "base", "2.90.0")
+    new = make_environment(tmp_path / "new", "2.91.0")
+    words = (base, "-m", "ddpbench", "ab", "--a", "", "--b", f"--python {new}")
+    measured = ("--budget", "1", "--output", "out", *ONE[:9], "-n", "2")
+    done = run_command([*words, *measured], tmp_path, 270, PYTHONPATH="")
+    assert done.returncode in (0, 1), done.stderr
+    assert "torch: 2.90.0 → 2.91.0" in done.stdout
+    launches = [store.read(tmp_path / "out" / name).launches for name in ("a", "b")]
+    torches = [{launch.facts["torch"] for launch in side} for side in launches]
+    assert torches == [{"2.90.0"}, {"2.91.0"}]
+    site = str(next((tmp_path / "base").glob("lib/python*/site-packages")))
+    assert_refused(run_command([*words], tmp_path, 270, PYTHONPATH=site), "unset PYTHONPATH")
+
+
+OWN = """
+from dataclasses import replace
+from ddpbench.catalog.operations import OPERATIONS
+OPERATIONS["exchange"] = replace(OPERATIONS["all_reduce"], name="exchange")
+"""
+
+
+def test_an_operation_of_the_users_module_can_be_measured_in_turns(
+    sides: type[FakeSide], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--import is followed before --op is checked; the module lies in the current folder."""
+    monkeypatch.setattr(
+        sys, "path", [path for path in sys.path if path not in ("", str(Path.cwd()))]
+    )
+    Path("own_exchange.py").write_text(OWN)
+    words = ("collectives", "--import", "own_exchange", "--op", "exchange")
+    try:
+        assert called("ab", "--a", "", "--b", "--async", *words) == 0, capsys.readouterr().err
+    finally:
+        operations.OPERATIONS.pop("exchange", None)

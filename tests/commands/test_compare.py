@@ -86,10 +86,16 @@ def runs_of(*sides: Iterable[Result]) -> tuple[Run, ...]:
 
 
 def judged(outcome: Outcome) -> dict[str, Any]:
-    """A comparison as JSON, and `wording`: why each row has its verdict, and the notes."""
+    """A comparison as JSON, and `wording`: why each row has its verdict, and the notes.
+
+    What was not compared is said last, on stderr, and the exit code is not 0 then.
+    """
     document: dict[str, Any] = json.loads(outcome.out)
     reasons = [row["why"] for row in document["rows"] if row["why"]]
-    assert (outcome.code, outcome.err) == (document["exit_code"], "")
+    assert outcome.code == document["exit_code"]
+    failed = {"INVALID", "INCOMPARABLE", "ONLY BASE", "ONLY NEW"} & document["counts"].keys()
+    assert bool(ONE_SENTENCE.fullmatch(outcome.err)) == bool(failed)
+    assert not failed or outcome.code in (1, 3)
     return {**document, "wording": "\n".join([*reasons, *document["notes"]])}
 
 
@@ -211,7 +217,8 @@ def test_a_sweep_is_corrected_for_its_cases(compared: Compare, frozen: Frozen) -
 
 
 def test_a_ddp_step_is_compared_too(compared: Compare) -> None:
-    """Steps of two workloads, in ms: the one that became slower is named by what it is."""
+    """Steps of two workloads, in ms: the one that became slower is named by what it is, and so are
+    the parts of its step that did."""
     base = [a_step_result(a_step_case(workload=w), n, a_step_summary(seed=n))
             for w in ("mlp", "convnet") for n in range(6)]  # fmt: skip
     new = [
@@ -220,9 +227,14 @@ def test_a_ddp_step_is_compared_too(compared: Compare) -> None:
     ]  # fmt: skip
     code, out, _ = compared(a_step_run(*base), a_step_run(*new))
     assert code == 1
-    convnet, mlp = (line for line in out.splitlines() if line.startswith(("convnet", "mlp")))
+    convnet, mlp, *_ = (line for line in out.splitlines() if line.startswith(("convnet", "mlp")))
     assert re.search(r" 79\.\d+ ms .* 99\.\d+ ms .*SLOWER", convnet)
     assert mlp.rstrip().endswith("SAME")
+    parts = re.findall(r"(forward|backward|exposed communication) .* (SAME|SLOWER)", out)
+    assert parts[:3] == [
+        ("forward", "SAME"), ("backward", "SLOWER"), ("exposed communication", "SLOWER"),
+    ]  # fmt: skip
+    assert {verdict for _, verdict in parts[3:]} == {"SAME"}
 
 
 # --- what cannot be compared ----------------------------------------------------------------------
@@ -291,8 +303,8 @@ def test_of_several_the_case_that_differs_least_is_its_partner(
 
 
 def test_cases_of_one_side_are_listed(compared: Compare, frozen: Frozen) -> None:
-    """Sizes that one run alone has are named, and what was skipped with the reason; they are no
-    failure, but --strict asks for all that BASE has."""
+    """Sizes that one run alone has are named, and what was skipped with the reason; they fail the
+    comparison unless --allow-missing accepts them, which never accepts that nothing is compared."""
     skipped = replace(a_result(sized(64)), summary=None, reason="no memory")
     base = [
         *launch_results(1e-3),
@@ -301,14 +313,16 @@ def test_cases_of_one_side_are_listed(compared: Compare, frozen: Frozen) -> None
     ]
     new = [*launch_results(1e-3), skipped, *launch_results(1e-3, sized(16))]
     runs = runs_of(base, new)
-    code, out, _ = compared(*runs)
-    assert code == 0
+    code, out, err = compared(*runs)
+    assert code == 3
     frozen.text("\n".join(line for line in out.splitlines() if line.startswith("ONLY")))
-    counts = json.loads(compared(*runs, "--format", "json").out)["counts"]
+    frozen.text(err)
+    counts = judged(compared(*runs, "--format", "json"))["counts"]
     assert counts == {"SAME": 1, "ONLY BASE": 2, "ONLY NEW": 1}
-    assert compared(*runs, "--strict")[0] == 2
-    assert compared(*reversed(runs), "--only", "16 B,4 KiB", "--strict")[0] == 2
-    assert compared(*runs, "--only", "16 B,4 KiB", "--strict")[0] == 0
+    for words, code in (((), 0), (("--only", "16 B"), 3)):
+        got = compared(*runs, "--allow-missing", *words)
+        assert (got.code, bool(got.err)) == (code, code != 0)
+    assert compared(*runs, "--only", "4 KiB")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -549,7 +563,7 @@ def test_stored_runs_tell_how_a_machine_drifts(compared: Compare, frozen: Frozen
 def test_a_change_that_follows_the_cores_is_no_change(compared: Compare, frozen: Frozen) -> None:
     """Twice as slow where a cache line took 15 times as long between the ranks' cores: nothing is
     claimed, nor is FASTER the other way; it is SLOWER where the cores were nearer, lay alike or are
-    not known, and by turns."""
+    not known, and by turns. Where the cores have moved, no change is said to be noticeable."""
     near, far = 4e-7, 6e-6
 
     def side(factor: float, seed: int, handoff: float | None) -> Run:
@@ -561,6 +575,8 @@ def test_a_change_that_follows_the_cores_is_no_change(compared: Compare, frozen:
     ):  # fmt: skip
         result = later(compared, side(1.0, 1, before), side(2.0, 2, after))
         assert result["row"]["verdict"] == name
+        alike = None in (before, after) or before == after
+        assert (result["row"]["noticeable"] is not None) == alike  # no promise otherwise
     base, new = side(1.0, 1, near), side(2.0, 2, far)
     frozen.text(later(compared, base, new)["wording"])
     assert later(compared, new, base)["row"]["verdict"] == "INCONCLUSIVE"

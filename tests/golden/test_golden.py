@@ -49,7 +49,7 @@ COMMAND_LINES = {
     ),
     "compare": (
         "compare sweep changed",
-        "compare sweep changed --strict",
+        "compare sweep changed --strict --allow-missing",
         "compare sweep changed --margin 50 --only all_reduce,gloo --format markdown",
         "compare ab-a ab-b",
         "compare ab-b ab-a",

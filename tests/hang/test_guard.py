@@ -22,7 +22,7 @@ from warm_python import warm_python
 
 import ddpbench
 from ddpbench.hang import flight_recorder
-from ddpbench.hang.status_board import StoreClient
+from ddpbench.hang.status_board import StoreClient, find_store
 from ddpbench.launch import placement
 
 SCRIPT = Path(__file__).parent / "watched_scripts.py"
@@ -165,7 +165,7 @@ def test_no_thread_stays_in_a_store_that_does_not_answer() -> None:
     with running(sys.executable, "-c", STORE) as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        client = StoreClient(dist.TCPStore("127.0.0.1", port, wait_for_workers=False))
+        client = StoreClient(find_store(dist.TCPStore("127.0.0.1", port, wait_for_workers=False)))
         os.kill(process.pid, signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
         assert client.request(0.1, lambda store: store.add("left", 1)) is None

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -13,9 +14,10 @@ from frozen import Frozen
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 from text_tables import read_table
 
+import ddpbench
 from ddpbench import collectives
 from ddpbench.analysis import lines
-from ddpbench.records import codec
+from ddpbench.records import codec, store
 from ddpbench.records.schema import Finding, Limit, Run
 from ddpbench.render import formats
 from ddpbench.render.collective_columns import COLUMNS
@@ -337,3 +339,15 @@ def test_the_title_tells_where_the_ranks_are(hosts: tuple[int, ...], frozen: Fro
     text = formats.table(a_run(a_result(case), a_result(other)))
     assert f"  {format_ranks(case)}  cpu" in text
     assert len(re.findall(r"^all_reduce  float32", text, re.MULTILINE)) == 2
+
+
+def test_a_stored_run_is_loaded_as_the_rows_of_its_csv(tmp_path: Path) -> None:
+    """`ddpbench.load`: numbers are numbers, and a case that was not measured has a row."""
+    run = two_backends()
+    store.write(tmp_path, run)
+    rows = ddpbench.load(tmp_path)
+    expected = pd.read_csv(io.StringIO(FORMATS["csv"](run, None, False)))
+    assert list(rows) == list(expected)
+    assert rows["time"].dtype == float
+    assert rows["time"].equals(expected["time"])
+    assert list(rows["reason"].notna()) == [False] * 4 + [True]

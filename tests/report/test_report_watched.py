@@ -147,6 +147,25 @@ def test_parts_are_in_the_table(shown: dict[str, Chart]) -> None:
     assert cursors[0]["clock"].startswith("14:13:")
 
 
+def test_slow_links_are_outlined() -> None:
+    """The links that findings name are marked, in their direction, and in the table too: those that
+    a slow host sends, and one from host to host. A host whose ranks are late marks none."""
+    ends = [(x, y) for x in "abcd" for y in "abcd" if x != y]
+    links = tuple(WatchedLink(x, y, "eth0", 10**9, 1e9, None, 0) for x, y in ends)
+    run = a_watched_run(links=links, hosts=dict.fromkeys("abcd", 1))
+    places = {
+        "slow-link": {"hosts": ["a", "b"]},
+        "slow-host": {"hosts": ["d"], "bytes_per_second": {"sends": 1e6}},
+    }
+    slow = [Finding("warning", code, "slow", "", place) for code, place in places.items()]
+    late = Finding("warning", "slow-host", "late", "", {"host": "c", "phase": "forward"})
+    chart = charts(replace(run, findings=(*slow, late)))["watch-links"]
+    outlined = {(row["from"], row["to"]) for row in rows_of(chart, "slow") if row["slow"]}
+    assert outlined == {("a", "b"), ("d", "a"), ("d", "b"), ("d", "c")}
+    marked = [[str(value).endswith("slow") for value in row[1:]] for row in chart.table.rows]
+    assert sum(map(sum, marked)) == 4
+
+
 def test_close_moments_are_one_point() -> None:
     """Steps come in rounds: those of a round are merged, and what was read in them is kept."""
     moments = tuple(

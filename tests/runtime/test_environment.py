@@ -479,12 +479,14 @@ def test_host_time(
         (1.0, [0.7, 0.7], 1.0, 2, 0.0),
         (9.0, [], 1.0, 2, 1.0),
         (0.4, [], 0.4, 2, 0.5),
-        (0.4, [], 0.39, 2, None),
+        (0.2, [], 0.2, 2, 0.4),
+        (0.04, [], 0.2, 2, None),
         (None, [0.1], 1.0, 2, None),
     ],
 )
 def test_others_share(
     busy_seconds: float | None, own: list[float], wall: float, cores: int, share: float | None
 ) -> None:
-    """The share is between 0 and 1, and None where it is unknown or below the tick's resolution."""
-    assert cpu.others_share(busy_seconds, own, wall, cores) == share
+    """The share is between 0 and 1; of a span that is short for the tick it is what others used at
+    least; and None where it is unknown or below the tick's resolution."""
+    assert cpu.others_share(busy_seconds, own, wall, cores) == pytest.approx(share)

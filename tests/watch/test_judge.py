@@ -13,6 +13,7 @@ from ddpbench.records.schema import Finding
 from ddpbench.watch.judging import changes, periods, samples
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
+from ddpbench.watch.judging.slow_links import find_slow_links
 from ddpbench.watch.judging.summary import summarize
 from ddpbench.watch.window import COLUMNS, JoinedCall, Link, Round
 
@@ -271,11 +272,12 @@ def test_hosts_that_are_busy_alike_share_one_note() -> None:
 
 def test_a_slow_link_is_blamed_and_no_rank(frozen: Frozen) -> None:
     """Of four hosts in a ring, the link that is busy all the time is named, also after rounds in
-    which it carried nothing."""
+    which it carried nothing. Finding and table state the same rate, whatever the kernel's is."""
     hosts = {f"h{i}": [i] for i in range(4)}
+    busy = (0.85, 4.0, 0.85, 0.85)
     links = [
-        Link(f"h{i}", f"h{(i + 1) % 4}", "eth0", 10**8, 4.0 if i == 1 else 0.85, 1e-3, 3)
-        for i in range(4)
+        Link(f"h{i}", f"h{(i + 1) % 4}", "eth0", 10**8, seconds, 1e-3, 3, 0.7 * seconds)
+        for i, seconds in enumerate(busy)
     ]
     history = History()
     for round_ in Job(hosts=hosts).rounds(400):
@@ -285,6 +287,8 @@ def test_a_slow_link_is_blamed_and_no_rank(frozen: Frozen) -> None:
     summary = summarize(history)
     assert summary is not None
     assert [link.host for link in summary.watched.links] == list(hosts)
+    (slow,) = find_slow_links(history.links.values(), hosts, history.link_seconds)
+    assert slow.rates == {"carries": summary.watched.links[1].bytes_per_second}
     assert history.links["h1", "h2"].nbytes > 2 * 10**8
 
 

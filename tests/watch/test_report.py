@@ -39,6 +39,7 @@ SLOW = Finding(
     {"rank": 2, "host": "b", "token": "hf_abcdefgh1234567890"},
 )  # fmt: skip
 NOTE = Finding("note", "exposed-communication", "5 ms of each step is exposed communication")
+LINK = Finding("warning", "slow-link", "the link from a to b is slow", "", {"hosts": ["a", "b"]})
 
 
 def a_job(script: str = "train.py", arguments: tuple[str, ...] = ("--epochs", "3")) -> Job:
@@ -330,13 +331,13 @@ def test_metrics_in_a_file(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     file = tmp_path / "watch.prom"
     outputs = Outputs(Settings(output=None, prometheus=str(file)), a_job())
-    outputs.update(a_history(), [SLOW, NOTE, SLOW])
+    outputs.update(a_history(), [SLOW, NOTE, SLOW, LINK])
     shown = metrics(file.read_text())
     assert shown["ddpbench_watch_last_step"] == [({}, 59)]
     assert shown["ddpbench_watch_step_seconds"][0][1] == pytest.approx(0.1, rel=0.02)
     assert [labels["part"] for labels, _ in shown["ddpbench_watch_part_seconds"]] == list(COLUMNS)
-    ranks = sorted(labels["rank"] for labels, _ in shown["ddpbench_watch_finding"])
-    assert ranks == ["", "2"]
+    found = sorted((one["rank"], one["host"]) for one, _ in shown["ddpbench_watch_finding"])
+    assert found == [("", ""), ("", "a,b"), ("2", "b")]
     assert shown["ddpbench_watch_running"] == [({}, 1)]
     outputs.finish(a_history(), [], COMPLETE)
     assert metrics(file.read_text())["ddpbench_watch_running"] == [({}, 0)]

@@ -6,7 +6,7 @@ import pytest
 from frozen import Frozen
 from msgspec import structs
 
-from ddpbench.watch.judging.slow_links import SlowLink, find_slow_links, judge_links
+from ddpbench.watch.judging.slow_links import SlowLink, describe_slow_link, find_slow_links
 from ddpbench.watch.window import Link
 
 FAST, SLOW, SECONDS = 100e6, 11e6, 10.0
@@ -48,8 +48,7 @@ def test_one_link_of_a_ring_is_slow(frozen: Frozen) -> None:
     ]
     links[1] = structs.replace(links[1], transfer_seconds=8.0)
     assert find(links) == [(("host2", "host1"), "carries")]
-    (finding,) = judge_links(carry(RING, [(2, 1)]), HOSTS, SECONDS)
-    frozen.findings([finding])
+    frozen.findings([describe_slow_link(slow)])
     bursts = zip(RING, (1.0, 0.8, 0.6, 0.9), strict=True)
     assert find(link(ends, FAST * share) for ends, share in bursts) == []
 
@@ -65,13 +64,14 @@ def test_a_host_whose_links_are_all_slow_is_blamed_alone(frozen: Frozen) -> None
     ]
     both = find(carry(MESH, [*sends, (1, 0)]))
     assert sorted(both) == [(("host1", "host0"), "carries"), (("host3",), "sends")]
-    frozen.findings(judge_links(carry(MESH, sends), HOSTS, SECONDS))
+    (slow,) = find_slow_links(carry(MESH, sends), HOSTS, SECONDS)
+    frozen.findings([describe_slow_link(slow)])
 
 
 def test_of_a_host_only_the_slow_direction_is_named() -> None:
     """The acknowledgements of what a host receives queue behind what it sends slowly, so both look
-    slow. The rate is that of the slow direction alone. Of two slow directions, both rates are
-    named."""
+    slow. The rate is that of the slow direction alone, over all its links. Of two slow directions,
+    both rates are named."""
     delayed = [
         structs.replace(link((x, 2), 1.6 * SLOW), transfer_seconds=1e8 / 3 / SLOW) for x in (0, 3)
     ]
@@ -80,12 +80,12 @@ def test_of_a_host_only_the_slow_direction_is_named() -> None:
     (ring,) = find_slow_links([*healthy, delayed[0], sends[0]], HOSTS, SECONDS)
     assert (ring.hosts, ring.rates) == (("host2", "host1"), {"carries": pytest.approx(SLOW)})
     (mesh,) = find_slow_links([*healthy, *delayed, *sends], HOSTS, SECONDS)
-    assert (mesh.hosts, mesh.rates) == (("host2",), {"sends": pytest.approx(SLOW)})
+    assert (mesh.hosts, mesh.rates) == (("host2",), {"sends": pytest.approx(2 * SLOW)})
     backwards = [structs.replace(k, host=k.peer, peer=k.host) for k in (*healthy, *delayed, *sends)]
     (mesh,) = find_slow_links(backwards, HOSTS, SECONDS)
-    assert (mesh.hosts, mesh.rates) == (("host2",), {"receives": pytest.approx(SLOW)})
+    assert (mesh.hosts, mesh.rates) == (("host2",), {"receives": pytest.approx(2 * SLOW)})
     (both,) = find_slow_links([*healthy, *sends, link((0, 2), 1.5 * SLOW)], HOSTS, SECONDS)
-    rates = {"sends": pytest.approx(SLOW), "receives": pytest.approx(1.5 * SLOW)}
+    rates = {"sends": pytest.approx(2 * SLOW), "receives": pytest.approx(1.5 * SLOW)}
     assert (both.hosts, both.rates) == (("host2",), rates)
 
 

@@ -1,15 +1,15 @@
-"""A real job on four hosts: a slow link between two of them, and a clock that is wrong."""
+"""Real jobs on four hosts: a slow link, a host that sends slowly, and a clock that is wrong."""
 
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from frozen import Frozen, finding_facts
-from simulated_hosts import PORT, Hosts
+from simulated_hosts import PORT, Hosts, payload
 
 from ddpbench.records import store
 from ddpbench.records.schema import Run
@@ -33,6 +33,19 @@ for step in range(40):
     dist.all_reduce(mean)
 dist.destroy_process_group()
 """
+# Every rank sends to every other, as mixtures of experts do; a ring would use one link of a host.
+EXCHANGE = """
+import torch, torch.distributed as dist
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+sent = torch.randn(4 * 500_000)
+received = torch.empty_like(sent)
+for call in range(16):
+    dist.all_to_all_single(received, sent)
+dist.destroy_process_group()
+"""
+SENDS = 7e7  # bits per second
 AHEAD_SECONDS, DRIFT_PPM = 0.4, 400
 WRONG = 2  # the host with this clock
 
@@ -47,28 +60,35 @@ def run(hosts: Callable[..., Hosts], tmp_path_factory: pytest.TempPathFactory) -
     if shutil.which("cc") is None:
         pytest.skip("there is no C compiler")
     folder = tmp_path_factory.mktemp("hosts")
-    clock, script, results = folder / "clock.so", folder / "train.py", folder / "results"
-    source = Path(__file__).parent / "shifted_clock.c"
+    clock, source = folder / "clock.so", Path(__file__).parent / "shifted_clock.c"
     subprocess.run(["cc", "-shared", "-fPIC", source, "-o", clock, "-ldl"], check=True)
-    script.write_text(SCRIPT)
     shifted = [f"LD_PRELOAD={clock}", f"AHEAD_NS={AHEAD_SECONDS * 1e9:.0f}"]
     shifted += [f"DRIFT_PPM={DRIFT_PPM}", f"SINCE_NS={time.monotonic_ns()}"]
-    job = [sys.executable, "-m", "ddpbench.watch", "--output", str(results), str(script)]
     bench = hosts(4, rate=1e9, pairs={(1, 2): 1e8})
+    return watch(bench, folder, SCRIPT, {WRONG: shifted})
+
+
+def watch(
+    bench: Hosts, folder: Path, text: str, environs: Mapping[int, Sequence[str]] | None = None
+) -> Run:
+    """Watch a script with one rank on each host, some in an environment; return the stored run."""
+    script, results = folder / "train.py", folder / "results"
+    script.write_text(text)
+    job = [sys.executable, "-m", "ddpbench.watch", "--output", str(results), str(script)]
     commands = {
-        rank: ["env", f"RANK={rank}", *(shifted if rank == WRONG else ()), *job]
-        for rank in range(4)
+        rank: ["env", f"RANK={rank}", *(environs or {}).get(rank, ()), *job]
+        for rank in range(len(bench))
     }
     outcomes = bench.run(
         commands,
         folder,
         MASTER_ADDR=bench[0].address,
         MASTER_PORT=str(PORT),
-        WORLD_SIZE="4",
+        WORLD_SIZE=str(len(bench)),
         LOCAL_RANK="0",
         GLOO_SOCKET_IFNAME="eth0",
     )
-    assert [done.returncode for done in outcomes] == [0] * 4, outcomes
+    assert [done.returncode for done in outcomes] == [0] * len(bench), outcomes
     return store.read(next(results.iterdir()))
 
 
@@ -91,3 +111,14 @@ def test_arrivals_are_compared_by_one_clock(run: Run) -> None:
     assert set(waits) == {"all_reduce", "broadcast"}
     assert max(waits.values()) < AHEAD_SECONDS / 2, waits
     assert not [finding for finding in run.findings if finding.place.get("rank") == WRONG]
+
+
+def test_only_the_slow_direction_of_a_host_is_named(
+    hosts: Callable[..., Hosts], tmp_path: Path
+) -> None:
+    """All links of host3 carry 70 Mbit/s together in the direction in which it sends. The finding
+    names this direction, this host alone, and a rate near the planted one."""
+    run = watch(hosts(4, rate=1e9, sends={2: SENDS}), tmp_path, EXCHANGE)
+    (slow,) = [finding for finding in run.findings if finding.code.startswith("slow-")]
+    assert (slow.code, slow.place["hosts"]) == ("slow-host", ["host3"])
+    assert slow.place["bytes_per_second"] == {"sends": pytest.approx(payload(SENDS), rel=0.25)}

@@ -8,6 +8,7 @@ from statistics import median
 
 from ddpbench.doctor.links.suspects import Again, Cell, Rates, Suspect
 from ddpbench.records.schema import Finding
+from ddpbench.records.wording import format_rate
 
 # A full frame adds preamble, header, checksum and gap to its MTU; the MTU contains the headers of
 # IP and of TCP with time stamps.
@@ -43,9 +44,9 @@ class Places:
         """Format a rate together with the Ethernet on which TCP carries as much."""
         bits = self.line_rate(bytes_per_second, kind)
         if bits is None:
-            return rate(bytes_per_second)
+            return format_rate(bytes_per_second)
         line = f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
-        return f"{rate(bytes_per_second)}, as an Ethernet of {line} does"
+        return f"{format_rate(bytes_per_second)}, as an Ethernet of {line} does"
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,6 @@ def line_rate(bytes_per_second: float, mtu_nbytes: int = MTU_NBYTES) -> float:
     """
     share = (mtu_nbytes - HEADERS_NBYTES) / (mtu_nbytes + FRAME_NBYTES)
     return bytes_per_second * 8 / share
-
-
-def rate(bytes_per_second: float) -> str:
-    """Format a rate with three digits, in GB/s from 1 GB/s on."""
-    if bytes_per_second >= 1e9:
-        return f"{bytes_per_second / 1e9:.3g} GB/s"
-    return f"{bytes_per_second / 1e6:.3g} MB/s"
 
 
 NEXT = {
@@ -146,8 +140,8 @@ def below_nominal(rates: Rates, places: Places) -> list[Finding]:
             "note",
             "below-nominal",
             f"no link between hosts carries half of the nominal speed of its interfaces: the best, "
-            f"from {places.rank(best[0])} to {places.rank(best[1])}, {rate(rates[best])} of "
-            f"{rate(nominal[best])} nominal",
+            f"from {places.rank(best[0])} to {places.rank(best[1])}, {format_rate(rates[best])} "
+            f"of {format_rate(nominal[best])} nominal",
             "one stream may not fill a fast link (compare all at once, with several ranks a host); "
             "else check its MTU, the limits of the switch or of a virtual network, and whether "
             "this is the right interface",

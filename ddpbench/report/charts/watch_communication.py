@@ -8,9 +8,9 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from ddpbench.records.schema import Run
+from ddpbench.records.schema import Finding, Run
 from ddpbench.records.table import Table, TableColumn
-from ddpbench.records.watched import Watched, WatchedCollective
+from ddpbench.records.watched import Watched, WatchedCollective, WatchedLink
 from ddpbench.render.column import scaled
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart
@@ -103,17 +103,12 @@ def _tabulate(rows: Sequence[WatchedCollective], count: str) -> Table:
 def draw_links(run: Run, watched: Watched) -> Iterator[Chart]:
     """Yield the rates of the links between hosts."""
     hosts = [host for host in watched.hosts if any(host in (x.host, x.peer) for x in watched.links)]
-    slow = {
-        (finding.place.get("host"), finding.place.get("peer"))
-        for finding in run.findings
-        if finding.code == "slow-link"
-    }
     known = [
         {
             "from": link.host,
             "to": link.peer,
             "value": float(f"{link.bytes_per_second / 1e6:.3g}"),
-            "slow": (link.host, link.peer) in slow,
+            "slow": any(_is_named(link, finding) for finding in run.findings),
             "interface": link.interface,
             "carried": f"{link.nbytes / 1e6:.4g} MB",
             "round trip": "-" if link.rtt_seconds is None else f"{link.rtt_seconds * 1e6:.4g} µs",
@@ -133,6 +128,15 @@ def draw_links(run: Run, watched: Watched) -> Iterator[Chart]:
         draw_matrix(cells, hosts, "host", "MB/s"),
         build_matrix(cells, hosts, "host", "MB/s"),
     )
+
+
+def _is_named(link: WatchedLink, finding: Finding) -> bool:
+    """Whether a finding names this link, or all links of one of its hosts in this direction."""
+    ends = {"sends": [link.host], "receives": [link.peer]}
+    named = [ends[way] for way in finding.place.get("bytes_per_second", ())]
+    if finding.code == "slow-link":
+        named.append([link.host, link.peer])
+    return finding.place.get("hosts") in named
 
 
 def _wait(watched: Watched, row: WatchedCollective) -> float:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import struct
 import time
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ddpbench.hang.status_board import STORE_TIMEOUT, StoreClient, unwrap
+from ddpbench.hang.status_board import Address, StoreClient, await_server, find_store, unwrap
 from ddpbench.watch.window import HostWindow
 
 if TYPE_CHECKING:
@@ -42,13 +40,8 @@ class HostReports:
     def __init__(self, store: dist.Store, prefix: str) -> None:
         import torch.distributed as dist
 
-        # A reference to a TCPStore would keep its server alive after the process group, one to a
-        # FileStore its file. If the script then made another group, ranks could meet there.
-        self._find_store, store = weakref.ref(store), unwrap(store)
-        self._prefix, self._is_file = prefix, isinstance(store, dist.FileStore)
-        self._address: tuple[str, int] | None = None
-        if isinstance(store, dist.TCPStore):
-            self._address = store.host, store.port
+        self._prefix, self._is_file = prefix, isinstance(unwrap(store), dist.FileStore)
+        self._place, self._was_open = find_store(store), False
         self._client: StoreClient | None = None
         self._retry_at = 0.0
         self._folder = ""  # of the keys of the job with this token
@@ -146,31 +139,20 @@ class HostReports:
             self.close()
             self._retry_at = time.monotonic() + RETRY_SECONDS
         if self._client is None and time.monotonic() >= self._retry_at:
-            if self._is_reachable():
-                self._client = StoreClient(self._open_store())
+            if not self._was_open or self._is_reachable():
+                self._client, self._was_open = StoreClient(self._place), True
             else:
                 self._retry_at = time.monotonic() + RETRY_SECONDS
         return None if self._client is None else self._client.request(seconds, function)
 
     def _is_reachable(self) -> bool:
-        """Whether a client could connect: torch's own would print a warning and wait for long."""
-        if self._address is None:
-            return self._find_store() is not None
-        try:
-            socket.create_connection(self._address, REACH_SECONDS).close()
-        except OSError:
-            return False
+        """Whether a client could connect again, after the store had closed the connection."""
+        if isinstance(self._place, Address):
+            try:
+                await_server(self._place, REACH_SECONDS)
+            except RuntimeError:
+                return False
         return True
-
-    def _open_store(self) -> dist.Store:
-        import torch.distributed as dist
-
-        if self._address is None:
-            store = self._find_store()
-            assert store is not None
-            return store
-        host, port = self._address
-        return dist.TCPStore(host, port, timeout=STORE_TIMEOUT, wait_for_workers=False)
 
     def _find_slot(self, store: dist.Store, host: str) -> int:
         """This host's number: that of an earlier leader, or the next one."""

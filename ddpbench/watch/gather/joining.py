@@ -113,6 +113,7 @@ def join_ranks(
         bound_ns=round(clock.bound_ns),
         load=join_loads([window.load for window in windows if window.load is not None]),
         values=_join_values([window.values for window in windows]),
+        findings={window.rank: window.findings for window in windows if window.findings},
         last=all(window.last for window in windows),
     )
 

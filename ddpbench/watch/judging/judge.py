@@ -26,7 +26,8 @@ def judge(history: History) -> tuple[Finding, ...]:
 
     Nothing is an error: a watch does not change the exit code of its job.
     """
-    findings = slow_links.judge_links(history.links.values(), history.hosts, history.link_seconds)
+    links = slow_links.find_slow_links(history.links.values(), history.hosts, history.link_seconds)
+    findings = [slow_links.describe_slow_link(link) for link in links]
     if len(history.job) >= FEWEST:
         step_seconds = float(np.median(history.job.values[-stragglers.RECENT :, columns.SECONDS]))
         late = stragglers.find_late(history, step_seconds)

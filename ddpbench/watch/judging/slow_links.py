@@ -4,8 +4,9 @@ In a ring every link carries the same bytes, and all ranks wait for the slowest.
 while the others carry in bursts: bytes per second tell them apart. Between a link of 100 Mbit/s
 and one of 1 Gbit/s, bursts read 21 to 72 MB/s of busy time, because the last acknowledgement of
 each is delayed. The rate of transfers varies, and was up to twice the planted one. So a link is
-slow if the larger of its two rates is below half of what other links surely carry. Of a slow link,
-the rate of busy time was within 10 % of the planted one, because its bursts are long.
+slow if the larger of its two rates is below half of what other links surely carry. Findings and
+tables state the rate of busy time. That of a slow link was within 10 % of the planted one, because
+its bursts are long.
 
 Where one direction of a host is slow, the acknowledgements of what it carries in the other
 one queue behind that, so these links seem to carry a tenth of what they can. They are no finding.
@@ -18,6 +19,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpbench.records.schema import Finding
+from ddpbench.records.wording import format_rate, list_all
 from ddpbench.watch.window import Link
 
 SLOW = 0.5  # of the usual rate; less is slow
@@ -29,8 +31,8 @@ COMPARABLE = 1 / 16  # of the bytes of the link that carried most
 class SlowLink:
     """A host, all of whose links are slow in a direction or both, or the link between two hosts.
 
-    hosts: one, or sender and receiver; rates: what a host "sends" or "receives", or what the link
-    "carries", in bytes per second of one connection while data was on its way.
+    hosts: one, or sender and receiver; rates: what the link "carries", or a host "sends" or
+    "receives" over its links if all are busy at once; bytes per second while data was on its way.
     """
 
     hosts: tuple[str, ...]
@@ -38,11 +40,6 @@ class SlowLink:
     rates: Mapping[str, float]
     usual_bytes_per_second: float
     busy_share: float
-
-
-def judge_links(links: Iterable[Link], hosts: Container[str], seconds: float) -> list[Finding]:
-    """Return a finding for each slow host and link, the slowest first; see `find_slow_links`."""
-    return [_finding(slow) for slow in find_slow_links(links, hosts, seconds)]
 
 
 def find_slow_links(links: Iterable[Link], hosts: Container[str], seconds: float) -> list[SlowLink]:
@@ -56,9 +53,9 @@ def find_slow_links(links: Iterable[Link], hosts: Container[str], seconds: float
     links = [link for link in links if link.nbytes >= COMPARABLE * most]
     if len(links) < 2:
         return []
-    usual = _upper_quartile([_least_rate(link) for link in links])
+    usual = _upper_quartile([find_rate(link) for link in links])
     limit = SLOW * usual
-    slow = [k for k in links if k.busy_seconds >= BUSY * seconds and find_rate(k) < limit]
+    slow = [k for k in links if k.busy_seconds >= BUSY * seconds and _highest_rate(k) < limit]
     slow = [link for link in slow if not _waits_for_answers(link, links, slow)]
     found = []
     for host in sorted({end for link in slow for end in (link.host, link.peer)}):
@@ -77,8 +74,8 @@ def _waits_for_answers(link: Link, links: Sequence[Link], slow: Sequence[Link]) 
         [k for k in links if k.peer == link.host],
         [k for k in links if k.host == link.peer and k.peer == link.host],
     )
-    limit = SLOW * find_rate(link)
-    return any(way and all(k in slow and _least_rate(k) < limit for k in way) for way in ways)
+    limit = SLOW * _highest_rate(link)
+    return any(way and all(k in slow and find_rate(k) < limit for k in way) for way in ways)
 
 
 def _find_slow_ways(
@@ -102,23 +99,29 @@ def _describe(
     return SlowLink(
         hosts,
         interfaces.pop() if len(interfaces) == 1 else "",
-        {name: sum(map(_least_rate, way)) / len(way) for name, way in ways.items()},
+        {
+            name: sum(k.nbytes for k in way) / max(k.busy_seconds for k in way)
+            for name, way in ways.items()
+        },
         usual,
         min(1.0, max(link.busy_seconds for link in links) / seconds) if seconds else 1.0,
     )
 
 
-def _finding(slow: SlowLink) -> Finding:
+def describe_slow_link(slow: SlowLink) -> Finding:
+    """Return the finding on a slow host or link."""
     first, *rest = slow.hosts
     interface = f" ({slow.interface})" if slow.interface else ""
+    rates = list_all(f"{name} {format_rate(rate)}" for name, rate in slow.rates.items())
     figures = (
-        f"{' and '.join(f'{name} {_format(rate)}' for name, rate in slow.rates.items())} while "
-        f"data is on its way; other links of the job carry {_format(slow.usual_bytes_per_second)}. "
+        f"{rates} {'' if rest else 'at most over all its links '}while data is on its way; other "
+        f"links of the job carry {format_rate(slow.usual_bytes_per_second)}. "
         f"{'It is' if rest else 'Its links are'} in use {slow.busy_share:.0%} of the time"
     )
     measure = "to measure it, run under the job's launcher: python -m ddpbench.doctor --only links"
     place: dict[str, object] = {"hosts": list(slow.hosts), "interface": slow.interface}
     if not rest:
+        place["bytes_per_second"] = slow.rates
         sentence = f"slow host: {first}{interface} {figures}"
         check = f"on {first}, check speed and errors of its interface (ethtool, ip -s link)"
         return Finding("warning", "slow-host", sentence, f"{check}; {measure}", place)
@@ -126,19 +129,13 @@ def _finding(slow: SlowLink) -> Finding:
     return Finding("warning", "slow-link", sentence, measure, place)
 
 
-def _format(bytes_per_second: float) -> str:
-    if bytes_per_second >= 1e9:
-        return f"{bytes_per_second / 1e9:.3g} GB/s"
-    return f"{bytes_per_second / 1e6:.3g} MB/s"
-
-
 def find_rate(link: Link) -> float:
-    """Return what a link carried while data was on its way, at most, in bytes per second."""
-    return link.nbytes / min(link.busy_seconds, link.transfer_seconds or link.busy_seconds)
-
-
-def _least_rate(link: Link) -> float:
+    """Return what a link carried while data was on its way, in bytes per second of busy time."""
     return link.nbytes / link.busy_seconds
+
+
+def _highest_rate(link: Link) -> float:
+    return link.nbytes / min(link.busy_seconds, link.transfer_seconds or link.busy_seconds)
 
 
 def _upper_quartile(values: Sequence[float]) -> float:

@@ -2,29 +2,35 @@
 
 Optimizers are seen through torch's global hooks, backward and data loaders by wrapping
 torch.autograd.backward and the iterators of DataLoader, and forwards by wrapping the calls of the
-root modules alone, which are looked for when an optimizer steps for the first time. Hooks on all
-modules would slow each submodule and make torch.compile warn.
+root modules alone, which are looked for when an optimizer steps for the first time, or when a group
+of ranks first meets in a backward. Hooks on all modules would slow each submodule and make
+torch.compile warn.
 
-All marks come from one thread: the first one that steps an optimizer. Only the end of a rank's own
+All marks come from one thread: the first one that steps an optimizer or meets other ranks in a
+backward. Only the end of a rank's own
 backward is marked where autograd ends it, which for GPUs may be a thread of autograd's own while
 the training thread waits for it. In other threads and in forked children, all this does nothing,
-and so it does in code that torch.compile traces. A job that compiles the optimizer's step, or
-captures it in a CUDA graph, has no steps.
+and so it does in code that torch.compile traces. A job whose
+optimizer's steps cannot be seen, such as one that compiles them or updates by hand, has steps that
+end with its synchronised backwards instead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -39,9 +45,13 @@ from ddpbench.watch.observe.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OT
 from ddpbench.watch.window import BLOCKED
 
 PATIENCE = 32  # steps of one other optimizer after which it becomes the anchor
+UNSTEPPED = 8  # synchronised backwards before an optimizer's first step after which they are steps
 SEARCHES = 16  # for root modules
 WAIT_STEPS = 2  # in which a root module is called, if it is at all
 NOBODY = -1  # in place of a thread
+
+T = TypeVar("T")
+Meetings = frozenset[tuple[int, ...]]  # the ranks of each group
 
 _observers: weakref.WeakSet[Observer] = weakref.WeakSet()
 
@@ -58,9 +68,11 @@ class Observer:
     """Adds marks to `marks` from its creation until `close`.
 
     anchor: the optimizer whose steps divide the job into steps, the first one that steps; another
-    one takes over after PATIENCE steps without a step of the anchor. after_step: called in the
-    training thread after each step of the anchor, with its number, from 0; after_doubling: after
-    steps 1, 2, 4, 8, … alone. losses: of the job.
+    one, or synchronised backwards, take over after PATIENCE steps without a step of the anchor.
+    after_step: called in the training thread after each step of the anchor, with its number, from
+    0; after_doubling: after steps 1, 2, 4, 8, … alone; after_backward: after each synchronised
+    backward, one in which process groups had collectives, with the ranks of each of these groups.
+    losses: of the job.
     on_error: called once, with an error in the observer or in after_step, which ends the
     observation and not the job. at_thread_end: called in the training thread where that ends.
     """
@@ -69,6 +81,7 @@ class Observer:
         self.after_step: list[Callable[[int], object]] = []
         self.at_thread_end: Callable[[], object] = self.stop
         self.after_doubling: list[Callable[[int], object]] = []
+        self.after_backward: list[Callable[[Meetings], object]] = []
         self.losses = Losses()
         self._local = threading.local()  # of the training thread: freed where that ends
         self._marks, self._on_error = marks, on_error
@@ -77,6 +90,8 @@ class Observer:
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._anchor: weakref.ref[Optimizer] | None = None
         self._others: Counter[int] = Counter()  # steps since the anchor's last
+        self._met: Meetings = frozenset()  # in any backward
+        self._backwards = 0  # synchronised ones since the anchor's last step
         self._roots: list[weakref.ref[nn.Module]] = []
         self._calls: list[roots.Call] = []
         self._searches = self._look_at = 0
@@ -102,6 +117,11 @@ class Observer:
         """Return the optimizers that have stepped and are still alive, the anchor first."""
         alive = [one for each in self._optimizers.values() if (one := each()) is not None]
         return sorted(alive, key=lambda one: not self._is_anchor(one))
+
+    @property
+    def steps_by_backward(self) -> bool:
+        """Whether synchronised backwards end the steps, because no optimizer was seen to step."""
+        return self._backwards > (UNSTEPPED if self._anchor is None else PATIENCE)
 
     def stop(self) -> None:
         """Add no more marks. What is installed stays and does nothing. For any thread."""
@@ -137,8 +157,7 @@ class Observer:
         if torch.compiler.is_compiling():
             return
         if self._thread is None:
-            self._thread = self._owner = get_ident()
-            self._local.end = _ThreadEnd(self)
+            self._follow_thread()
         elif get_ident() != self._thread:
             return
         try:
@@ -149,11 +168,16 @@ class Observer:
         except Exception as error:
             self._fail(error)
 
+    def _follow_thread(self) -> None:
+        self._thread = self._owner = get_ident()
+        self._local.end = _ThreadEnd(self)
+
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or get_ident() != self._thread:
             return
         try:
             if self._is_anchor(optimizer) or self._takes_over(optimizer):
+                self._backwards = 0
                 self._end_step()
             else:
                 self._marks.add(OPTIMIZER + END)
@@ -181,12 +205,15 @@ class Observer:
         if self._calls and number == self._look_at:
             self._replace_unused()
         doubled = number > 0 and not number & (number - 1)
-        if callbacks := self.after_step + (self.after_doubling if doubled else []):
+        self._call(self.after_step + (self.after_doubling if doubled else []), number)
+
+    def _call(self, callbacks: Sequence[Callable[[T], object]], argument: T) -> None:
+        if callbacks:
             self._marks.add(OTHER)
             self._in_hook = True
             try:
                 for callback in callbacks:
-                    callback(number)
+                    callback(argument)
             finally:
                 self._in_hook = False
                 self._marks.add(OTHER + END)
@@ -203,13 +230,16 @@ class Observer:
             self._anchor = weakref.ref(optimizer)
             if first is not None:
                 self._marks.use_device(first.device)
-        if id(first) not in self._list_owned() and self._searches < SEARCHES:
-            self._searches += 1
-            self._add_roots(roots.find_roots(optimizer))
+        if id(first) not in self._list_owned():
+            wanted = {id(parameter) for parameter in roots.list_parameters(optimizer)}
+            self._add_roots(lambda one: any(id(p) in wanted for p in one._parameters.values()))
 
-    def _add_roots(self, modules: list[nn.Module]) -> None:
+    def _add_roots(self, is_owner: Callable[[nn.Module], bool]) -> None:
+        if self._searches >= SEARCHES:
+            return
+        self._searches += 1
         known = {id(one) for one in self.modules}
-        new = [one for one in modules if id(one) not in known]
+        new = [one for one in roots.find_roots(is_owner) if id(one) not in known]
         self._roots.extend(weakref.ref(one) for one in new)
         self._wrap_calls(new)
 
@@ -251,20 +281,54 @@ class Observer:
     def _wrap_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if torch.compiler.is_compiling() or get_ident() != self._thread or self._in_backward:
+            if torch.compiler.is_compiling() or self._in_backward or self._is_elsewhere():
                 return original(tensors, *args, **kwargs)
+            before = _count_collectives()
             self._in_backward, self._own_ended = True, False
             try:
-                self._add(BACKWARD)
-                self._watch_begin(tensors)
-                if (step := self._marks.step + 1) >= self.losses.due:
-                    self._keep_loss(tensors, step)
-                return original(tensors, *args, **kwargs)
+                if self._thread is not None:
+                    self._add(BACKWARD)
+                    self._watch_begin(tensors)
+                    if (step := self._marks.step + 1) >= self.losses.due:
+                        self._keep_loss(tensors, step)
+                original(tensors, *args, **kwargs)
             finally:
                 self._in_backward = False
-                self._add(BACKWARD + END)
+                if self._thread is not None:
+                    self._add(BACKWARD + END)
+            return self._end_backward(before)
 
         return backward
+
+    def _is_elsewhere(self) -> bool:
+        return self._thread not in (None, get_ident())
+
+    def _end_backward(self, before: Counter[tuple[int, ...]]) -> None:
+        """Call who waits for the end of a synchronised backward, if this was one.
+
+        The ranks of a process group call the same collectives. So such a backward is the n-th of
+        its group in all of them, however many optimizer steps or other backwards a rank takes.
+        """
+        if self._thread == NOBODY:
+            return
+        try:
+            after = _count_collectives()
+            met = frozenset(ranks for ranks, count in after.items() if count > before[ranks])
+            if not met:
+                return
+            if self._thread is None:
+                self._follow_thread()
+            if not met <= self._met:
+                self._met |= met
+                self._add_roots(roots.is_distributed)
+                if self._anchor is None and (modules := self.modules):
+                    self._marks.use_device(next(modules[0].parameters()).device)
+            self._call(self.after_backward, met)
+            self._backwards += 1
+            if self.steps_by_backward:
+                self._end_step()
+        except Exception as error:
+            self._fail(error)
 
     def _watch_begin(self, tensors: Any) -> None:
         """Have the engine call `_queue_stamp` where this backward begins.
@@ -327,6 +391,17 @@ class Observer:
                 self._marks.add(kind)
         except Exception as error:
             self._fail(error)
+
+
+def _count_collectives() -> Counter[tuple[int, ...]]:
+    """Return how many collectives this rank has called on groups, by the ranks of the group."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    if dist.is_available() and dist.is_initialized():
+        for group in list(distributed_c10d._world.pg_map):
+            with contextlib.suppress(RuntimeError):  # of a backend that does not count
+                number: int = getattr(group, "_get_sequence_number_for_group")()  # noqa: B009
+                counts[tuple(dist.get_process_group_ranks(group))] += number
+    return counts
 
 
 class _ThreadEnd:

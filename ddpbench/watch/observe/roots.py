@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 CALL = "_compiled_call_impl"  # what a module calls in place of its usual call, if it is set
 
 
-def find_roots(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
-    """Return the outermost modules alive that own parameters of an optimizer.
+def find_roots(is_owner: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """Return the outermost modules alive that are owners or have owners among their submodules.
 
     Wrappers such as DDP and torch.compile's are the outermost. Walks through all objects that
     Python's garbage collector knows: 30 to 100 ms for each million of them.
     """
-    wanted = {id(parameter) for parameter in list_parameters(optimizer)}
     modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     # A module that is being made, or was unpickled in part, has no such attributes yet.
     modules = [
@@ -29,8 +29,14 @@ def find_roots(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
     for module in modules:
         for child in module._modules.values():
             parents.setdefault(id(child), []).append(module)
-    owners = [one for one in modules if any(id(p) in wanted for p in one._parameters.values())]
-    return list(_climb(owners, parents))
+    return list(_climb(list(filter(is_owner, modules)), parents))
+
+
+def is_distributed(module: nn.Module) -> bool:
+    """Return whether a module is DDP's, or has a DTensor among its own parameters."""
+    parameters = module._parameters.values()
+    is_ddp = isinstance(module, DistributedDataParallel)
+    return is_ddp or any(hasattr(one, "device_mesh") for one in parameters)
 
 
 def _climb(modules: list[nn.Module], parents: dict[int, list[nn.Module]]) -> Iterator[nn.Module]:

@@ -96,8 +96,5 @@ def _metrics(report: dict[str, Any]) -> Iterator[GaugeMetricFamily]:
 
 def _labels(finding: dict[str, Any]) -> tuple[str, ...]:
     place = finding["place"]
-    return (
-        finding["severity"],
-        finding["code"],
-        *(str(place.get(n, "")) for n in ("rank", "host")),
-    )
+    hosts = place.get("hosts", [place.get("host", "")])
+    return finding["severity"], finding["code"], str(place.get("rank", "")), ",".join(hosts)

@@ -95,6 +95,9 @@ class Outputs:
         report = self._report(history, findings, end)
         self._give(report)
         self._attempt("the table", self._print, report.run)
+        for finding in findings:  # what was asked for and not done is the last that is printed
+            if (finding.severity, finding.code) == ("error", "replicas-not-compared"):
+                tell(finding.sentence)
 
     @property
     def folder(self) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -16,7 +17,10 @@ from ddpbench.watch.program import meeting_point, script
 
 
 def main(words: Sequence[str]) -> None:
-    """Run a program and watch it; raise what it raises, so that Python ends as with `python`."""
+    """Run a program and watch it; raise what it raises, so that Python ends as with `python`.
+
+    With --verify, a program that ends well may still end with the code that `api.close` returns.
+    """
     try:
         namespace, program = command.parse(words)
         if namespace.nproc is not None and read_placement() is None:
@@ -28,7 +32,17 @@ def main(words: Sequence[str]) -> None:
         speak(str(error), error.speaker)
         sys.exit(2)
     call_after_import("torch", lambda: api.start(settings))
-    script.run(program)
+    try:
+        script.run(program)
+    except SystemExit as error:
+        if error.code:
+            raise
+    if settings.verify:
+        for thread in threading.enumerate():  # as Python does before it ends
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        if code := api.close():
+            sys.exit(code)
 
 
 def call_after_import(name: str, function: Callable[[], object]) -> None:

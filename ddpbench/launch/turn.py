@@ -1,0 +1,60 @@
+"""Two launches that are measured in turns within seconds: while one measures, the other sleeps.
+
+Each has a named pipe in which it waits for its turn. What drifts on the machine then reaches both:
+on gloo, differences of such launches spread half as far as those of launches one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+
+SECONDS = 0.1  # of a turn; the burst that ends it may take longer
+POLL_SECONDS = 1.0
+YOURS, ENDED = b"y", b"e"
+
+
+class Turn:
+    """One side's place in the order: it measures while it holds the turn.
+
+    own, other: the pipes of both sides; `ab` makes them and keeps them open. patience: seconds
+    after which a turn that does not come counts as the end of the other side.
+    """
+
+    def __init__(self, own: str, other: str, patience: float) -> None:
+        self._own, self._other = (os.open(name, os.O_RDWR | os.O_NONBLOCK) for name in (own, other))
+        self._patience, self._since = patience, time.monotonic()
+        self._held, self._alone = True, False
+
+    def take(self) -> None:
+        """Wait until this side may begin a launch."""
+        self._held, self._since = False, time.monotonic()
+        while not self._held:
+            self._poll()
+        if self._alone:  # for the rank that asks next
+            os.write(self._own, ENDED)
+
+    def end(self) -> None:
+        """Let the other side measure to its end."""
+        os.write(self._other, ENDED)
+
+    def close(self) -> None:
+        """Close the pipes."""
+        os.close(self._own)
+        os.close(self._other)
+
+    def waits(self) -> bool:
+        """Whether the other side measures now; passes the turn on where it is over."""
+        if not self._held:
+            self._poll()
+        elif not self._alone and time.monotonic() - self._since > SECONDS:
+            self._held, self._since = False, time.monotonic()
+            os.write(self._other, YOURS)
+        return not self._held
+
+    def _poll(self) -> None:
+        late = time.monotonic() - self._since > self._patience
+        if late or select.select([self._own], [], [], POLL_SECONDS)[0]:
+            self._alone = late or os.read(self._own, 1) == ENDED
+            self._held, self._since = True, time.monotonic()

@@ -1,0 +1,750 @@
+"""Try the proof of replicas in situations of training, each healthy and with a planted fault.
+
+    python tests/replicas/situations.py                        # all, about three minutes
+    python tests/replicas/situations.py --by verifier --only growth "no_sync"
+
+Four ranks train in one set of processes. A healthy situation must give no error. After a fault, the
+first error must name the right tensor and rank in the right step. Prints a table in Markdown; the
+exit code is 1 if a cell is not ok. Under `ddpbench.watch(verify=1)` the step may be one later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpbench
+
+DDP = DistributedDataParallel
+WORLD, WRONG, STEPS, FAULT = 4, 2, 5, 3  # ranks; the rank with the fault; steps; its step
+DEADLINE_SECONDS = 900.0
+EXTRA_NBYTES = 64 << 20
+
+
+class Net(nn.Module):
+    """Two layers."""
+
+    def __init__(self, between: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.between = between or nn.ReLU()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.second(self.between(self.first(batch)))
+
+
+@dataclass
+class Job:
+    """One training, seen by a Verifier or by a watch. `errors` are those that it reports."""
+
+    rank: int
+    faulty: bool
+    watched: bool
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    reports: list[Any] = field(default_factory=list)
+    verifiers: dict[nn.Module, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)  # of the situation itself
+
+    def __post_init__(self) -> None:
+        self.random = torch.Generator().manual_seed(100 + self.rank)
+
+    def at_fault(self, step: int = FAULT) -> bool:
+        """Whether this rank is to do something wrong in this step."""
+        return self.faulty and step == FAULT and self.rank == WRONG
+
+    def batch(self, *shape: int) -> Tensor:
+        """A batch of this rank's own."""
+        return torch.randn(shape or (5, 6), generator=self.random)
+
+    def plant(self, step: int, tensor: Tensor) -> None:
+        """Change one element in the wrong rank at the step of the fault."""
+        if self.at_fault(step):
+            with torch.no_grad():
+                tensor.detach()[(0,) * tensor.dim()] += 0.5
+
+    def check(self, step: int, module: nn.Module, optimizer: Any = None, **options: Any) -> None:
+        """Verify this replica, unless a watch does."""
+        if not self.watched:
+            if module not in self.verifiers:
+                self.verifiers[module] = ddpbench.Verifier(module, optimizer, **options)
+            self.reports.append(self.verifiers[module].check(step))
+
+    def train(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        wrong: Tensor | None = None,
+        loss: Callable[[Tensor], Tensor] = lambda output: output.float().square().mean(),
+        batch: tuple[int, ...] = (),
+        **options: Any,
+    ) -> None:
+        """Train for some steps; change `wrong` in one of them."""
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(model(self.batch(*batch))).backward()
+            optimizer.step()
+            if wrong is not None:
+                self.plant(step, wrong)
+            self.check(step, model, optimizer, **options)
+
+
+Play = Callable[[Job], None]
+PLAYS: dict[str, tuple[Play, str, tuple[int, ...], int]] = {}  # play, tensor, ranks, step
+
+
+def situation(
+    name: str, tensor: str, ranks: tuple[int, ...] = (WRONG,), step: int = FAULT
+) -> Callable[[Play], Play]:
+    """Add a situation; the fault must be found in this tensor, these ranks and this step."""
+
+    def add(play: Play) -> Play:
+        PLAYS[name] = play, tensor, ranks, step
+        return play
+
+    return add
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer with state."""
+    return torch.optim.Adam(model.parameters(), 1e-2)
+
+
+@situation("unused parameters", "experts.1.weight")
+def _unused(job: Job) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(6, 4) for _ in range(WORLD + 1))
+
+        def forward(self, batch: Tensor) -> Tensor:
+            return self.experts[dist.get_rank()](batch)
+
+    model = Experts()
+    ddp = DDP(model, find_unused_parameters=True)
+    job.train(ddp, adam(ddp), model.experts[1].weight)
+
+
+@situation("Join", "first.weight", step=STEPS)
+def _join(job: Job) -> None:
+    from torch.distributed.algorithms.join import Join
+
+    model = Net()
+    ddp = DDP(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    with Join([ddp]):
+        for _ in range(STEPS + job.rank):
+            optimizer.zero_grad()
+            ddp(job.batch()).square().mean().backward()
+            optimizer.step()
+    if job.faulty:
+        job.plant(FAULT, model.first.weight)
+    job.check(STEPS, ddp, optimizer)
+
+
+@situation("BatchNorm without broadcast", "between.weight")
+def _batch_norm(job: Job) -> None:
+    model = Net(nn.BatchNorm1d(8))
+    ddp = DDP(model, broadcast_buffers=False)
+    job.train(ddp, adam(ddp), model.between.weight)
+
+
+@situation("sparse", "0.weight")
+def _sparse(job: Job) -> None:
+    model = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=True, mode="sum"))
+    ddp = DDP(model)
+    optimizer = torch.optim.SparseAdam(list(ddp.parameters()))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(torch.randint(20, (3, 5), generator=job.random)).square().mean().backward()
+        optimizer.step()
+        job.plant(step, model[0].weight)
+        job.check(step, ddp, optimizer)
+
+
+@situation("hooks", "second.bias")
+def _hooks(job: Job) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model = Net()
+    ddp = DDP(model)
+    ddp.register_comm_hook(None, fp16_compress_hook)
+    job.train(ddp, adam(ddp), model.second.bias)
+
+
+@situation("autocast with a scaler", "first.weight")
+def _scaler(job: Job) -> None:
+    """One rank alone skips the step."""
+    ddp = DDP(Net())
+    optimizer, scaler = adam(ddp), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = ddp(job.batch()).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if not job.at_fault(step):
+            scaler.step(optimizer)
+        scaler.update()
+        job.check(step, ddp, optimizer)
+
+
+@situation("adapters", "first.weight")
+def _adapters(job: Job) -> None:
+    model = Net()
+    model.first.requires_grad_(False)
+    ddp = DDP(model)
+    job.train(ddp, torch.optim.Adam(model.second.parameters()), model.first.weight)
+
+
+@situation("tied weights", "first.weight")
+def _tied(job: Job) -> None:
+    model = Net()
+    model.second = nn.Linear(8, 8)
+    model.between = nn.Linear(8, 8)
+    model.second.weight = model.between.weight
+    ddp = DDP(model)
+    job.train(ddp, adam(ddp), model.first.weight)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps state that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        shared = self.state["shared"]
+        shared["seen"] = shared.get("seen", torch.zeros(2)) + 1
+        return super().step(closure)
+
+
+def _play_optimizer(make: Callable[..., torch.optim.Optimizer]) -> Play:
+    def play(job: Job) -> None:
+        model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 3, bias=False))
+        ddp = DDP(model)
+        optimizer = make(ddp.parameters())
+        for step in range(STEPS):
+            batch = job.batch()
+
+            def closure() -> Any:
+                optimizer.zero_grad()
+                loss = ddp(batch).square().mean()  # noqa: B023
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            if make is Counting and job.at_fault(step):
+                optimizer.state["shared"]["seen"] += 1
+            elif make is not Counting:
+                job.plant(step, model[1].weight)
+            job.check(step, ddp, optimizer)
+
+    return play
+
+
+_sgd = torch.optim.SGD
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p: _sgd(p, 0.1),
+    "SGD with momentum": lambda p: _sgd(p, 0.1, momentum=0.9, nesterov=True),
+    **{
+        name: getattr(torch.optim, name)
+        for name in [
+            "Adam",
+            "AdamW",
+            "Adamax",
+            "NAdam",
+            "RAdam",
+            "Adagrad",
+            "Adadelta",
+            "ASGD",
+            "RMSprop",
+            "Rprop",
+            "Adafactor",
+        ]
+    },
+    "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=1),
+    "state of no parameter": Counting,
+}
+for _name, _make in OPTIMIZERS.items():
+    _wrong = "state.shared.seen" if _make is Counting else "1.weight"
+    situation(f"optimizer {_name}", _wrong)(_play_optimizer(_make))
+
+
+@situation("ZeRO", "first.weight")
+def _zero(job: Job) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = Net()
+    ddp = DDP(model)
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=1e-2)
+    job.train(ddp, zero, model.first.weight)
+
+
+@situation("local SGD", "first.weight", ())
+def _local(job: Job) -> None:
+    """Replicas are verified right after each average; the fault verifies them before it."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    model = Net()
+    averager = PeriodicModelAverager(period=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(job.batch()).square().mean().backward()
+        optimizer.step()
+        if not (job.faulty and step == FAULT):
+            averager.average_parameters(model.parameters())
+        job.check(step, model, optimizer)
+    if job.faulty and not job.watched:
+        first = next(r for r in job.reports if r.failed)
+        if first.cause.code != "averaged-now-and-then":
+            job.problems.append(f"cause {first.cause.code}")
+
+
+@situation("no_sync", "first.weight", ())
+def _no_sync(job: Job) -> None:
+    """The last micro-batch of a step is not synchronised either."""
+    ddp = DDP(Net())
+    optimizer = adam(ddp)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for last in (False, True):
+            synced = last and not (job.faulty and step == FAULT)
+            with nullcontext() if synced else ddp.no_sync():
+                ddp(job.batch()).square().mean().backward()
+        optimizer.step()
+        job.check(step, ddp, optimizer)
+
+
+@situation("EMA", "first.weight")
+def _ema(job: Job) -> None:
+    model = Net()
+    ddp, ema = DDP(model), copy.deepcopy(model).requires_grad_(False)
+    optimizer = adam(ddp)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(job.batch()).square().mean().backward()
+        optimizer.step()
+        for mean, new in zip(ema.parameters(), model.parameters(), strict=True):
+            mean.lerp_(new.detach(), 0.1)
+        job.plant(step, ema.first.weight)
+        job.check(step, ddp, optimizer)
+        job.check(step, ema)
+
+
+@situation("compile", "first.weight")
+def _compile(job: Job) -> None:
+    model = Net()
+    ddp = DDP(model)
+    job.train(torch.compile(ddp, backend="eager"), adam(ddp), model.first.weight)
+
+
+@situation("dtypes", "low")
+def _dtypes(job: Job) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.low = nn.Parameter(torch.randn(6, 4, dtype=torch.bfloat16))
+            self.wide = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+            self.small = nn.Parameter(torch.randn(6, 4, dtype=torch.float16))
+            self.register_buffer("scale", torch.ones(3).to(torch.float8_e4m3fn))
+            self.register_buffer("turn", torch.ones(3, dtype=torch.complex64))
+            self.register_buffer("count", torch.ones(3, dtype=torch.int64))
+            self.register_buffer("tiny", torch.zeros(4, dtype=torch.uint8).view(torch.uint4))
+
+        def forward(self, batch: Tensor) -> Tensor:
+            return batch @ (self.low.float() + self.wide.float() + self.small.float())
+
+    model = Mixed()
+    ddp = DDP(model, broadcast_buffers=False)
+    job.train(ddp, _sgd(ddp.parameters(), 0.1), model.low)
+
+
+@situation("layouts", "between.weight")
+def _layouts(job: Job) -> None:
+    class Image(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.between = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+            self.turned = nn.Parameter(torch.randn(4, 3).t())
+            self.register_buffer("narrow", torch.zeros(4, 6, dtype=torch.complex32).t())
+            parts = [torch.ones(2, 3), torch.ones(4, 3)]
+            self.register_buffer("nested", torch.nested.nested_tensor(parts))
+            self.register_buffer("few", torch.eye(3).to_sparse())
+
+        def forward(self, batch: Tensor) -> Tensor:
+            return self.between(batch).mean((2, 3)) @ self.turned.t()
+
+    model = Image()
+    ddp = DDP(model, broadcast_buffers=False, init_sync=False)
+    job.train(ddp, adam(ddp), model.between.weight, batch=(2, 3, 6, 6))
+
+
+@situation("NaN payloads", "first.bias")
+def _payloads(job: Job) -> None:
+    """A NaN of another payload, in a frozen parameter that no gradient depends on."""
+    model = Net()
+    del model.first.bias
+    model.first.bias = nn.Parameter(torch.full((8,), float("nan")), requires_grad=False)
+    model.forward = lambda batch: model.second(batch @ model.first.weight.t())
+    ddp = DDP(model)
+    optimizer = adam(ddp)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(job.batch()).square().mean().backward()
+        optimizer.step()
+        if job.at_fault(step):
+            model.first.bias.data.view(torch.int32)[0] ^= 1
+        job.check(step, ddp, optimizer, finite=False)
+
+
+@situation("GAN", "second.weight")
+def _gan(job: Job) -> None:
+    maker, judge = Net(), Net()
+    judge.second, judge.first = nn.Linear(8, 1), nn.Linear(4, 8)
+    ddps = DDP(maker), DDP(judge, broadcast_buffers=False)
+    optimizers = adam(ddps[0]), adam(ddps[1])
+    for step in range(STEPS):
+        for turn in (1, 0):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            made = ddps[0](job.batch())
+            output = ddps[1](made.detach() if turn else made)
+            output.square().mean().backward()
+            optimizers[turn].step()
+        job.plant(step, judge.second.weight)
+        for ddp, optimizer in zip(ddps, optimizers, strict=True):
+            job.check(step, ddp, optimizer)
+
+
+@situation("subset of ranks", "first.weight")
+def _subset(job: Job) -> None:
+    group = dist.new_group([0, 1, 2])
+    if job.rank < 3:
+        model = Net()
+        ddp = DDP(model, process_group=group)
+        job.train(ddp, adam(ddp), model.first.weight)
+
+
+@situation("shape mismatches", "cache")
+def _shapes(job: Job) -> None:
+    model = Net()
+    model.register_buffer("cache", torch.zeros(3))
+    ddp = DDP(model, broadcast_buffers=False)
+    optimizer = adam(ddp)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(job.batch()).square().mean().backward()
+        if job.at_fault(step):
+            model.cache = torch.zeros(5)
+        optimizer.step()
+        job.check(step, ddp, optimizer)
+
+
+@situation("unequal calls", "gradients")
+def _calls(job: Job) -> None:
+    """Not for a watch, which calls by itself."""
+    ddp = DDP(Net())
+    for step in range(STEPS):
+        try:
+            ddpbench.verify_replicas(ddp, gradients=True if job.at_fault(step) else None)
+        except ValueError as error:
+            named = [name for name in ("gradients", "finite", "step") if name in str(error)]
+            job.errors.append({"step": step, "tensors": named, "ranks": [WRONG]})
+            if f"rank {WRONG}" not in str(error):
+                job.problems.append(str(error))
+
+
+@situation("exceptions", "first.weight")
+def _exceptions(job: Job) -> None:
+    """All ranks skip step 1 after an exception; in the fault, one alone skips a step."""
+    ddp = DDP(Net())
+    optimizer = adam(ddp)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(job.batch()).square().mean().backward()
+        try:
+            if step == 1 or job.at_fault(step):
+                raise RuntimeError("a bad batch")
+            optimizer.step()
+        except RuntimeError:
+            pass
+        job.check(step, ddp, optimizer)
+
+
+@situation("RNG", "first.weight")
+def _rng(job: Job) -> None:
+    """Dropout differs by rank; in the fault, one rank draws a layer anew."""
+    model = Net(nn.Dropout(0.5))
+    ddp = DDP(model)
+    torch.manual_seed(job.rank)
+    optimizer = adam(ddp)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(job.batch()).square().mean().backward()
+        if job.at_fault(step):
+            optimizer.register_step_post_hook(lambda *_: nn.init.normal_(model.first.weight))
+        optimizer.step()
+        job.check(step, ddp, optimizer)
+
+
+@situation("memory", "0.weight")
+def _memory(job: Job) -> None:
+    """64 MiB of bfloat16, all elements wrong; with hooks that search for a NaN."""
+    model = nn.Sequential(nn.Linear(32 << 10, 1 << 10, bias=False)).bfloat16()
+    ddp = DDP(model, gradient_as_bucket_view=True)
+    optimizer = _sgd(ddp.parameters(), 0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        ddp(job.batch(1, 32 << 10).bfloat16()).float().mean().backward()
+        optimizer.step()
+        if job.at_fault(step):
+            model[0].weight.data.view(torch.int16).bitwise_xor_(1)
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+        before = _read_peak()
+        if step in (FAULT - 1, FAULT):
+            job.check(step, ddp, optimizer, trace_nonfinite=True)
+        if not job.watched and _read_peak() - before > EXTRA_NBYTES:
+            job.problems.append(f"{(_read_peak() - before) >> 20} MiB more in step {step}")
+
+
+def _read_peak() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+@situation("growth", "third.weight", ())
+def _growth(job: Job) -> None:
+    """A layer is added while the job trains; in the fault, without wrapping again."""
+    model = Net()
+    ddp = DDP(model)
+    optimizer = adam(ddp)
+    for step in range(STEPS):
+        if step == FAULT:
+            torch.manual_seed(7)
+            model.third = nn.Linear(4, 4)
+            model.between = nn.Sequential(nn.ReLU(), nn.Linear(8, 8))
+            model.forward = lambda b: model.third(Net.forward(model, b))
+            torch.manual_seed(job.rank)
+            if not job.faulty:
+                ddp = DDP(model)
+            optimizer = adam(model)
+        optimizer.zero_grad()
+        ddp(job.batch()).square().mean().backward()
+        optimizer.step()
+        job.check(step, ddp, optimizer)
+    if job.faulty and not job.watched:
+        first = next(r for r in job.reports if r.failed)
+        if first.cause.code != "not-managed":
+            job.problems.append(f"cause {first.cause.code}")
+
+
+@situation("a fault behind another", "first.weight", (1,), 1)
+def _second(job: Job) -> None:
+    """Two tensors are wrong in rank 1; one is right again; then it is wrong in another rank."""
+    model = Net()
+    model.first.requires_grad_(False)
+    ddp = DDP(model)
+    optimizer = torch.optim.Adam(model.second.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(job.batch()).square().mean().backward()
+        optimizer.step()
+        if job.faulty and job.rank == 1 and step in (1, 2):
+            model.first.weight.data[0, 0] *= 2.0 if step == 1 else 0.5
+            model.second.bias.data[0] += float(step == 1)
+        job.plant(step, model.first.weight)
+        job.check(step, ddp, optimizer)
+    if job.faulty:
+        repeated = [report.repeated for report in job.reports]
+        fresh = [f.place.get("tensor") for f in job.reports[FAULT].findings if "ranks" in f.place]
+        if repeated != [False, False, True, False, True] or fresh != ["first.weight"]:
+            job.problems.append(f"{repeated}, {fresh}")
+
+
+@situation("state after Join", "first.weight.step", (), STEPS)
+def _join_state(job: Job) -> None:
+    """Join sends the last rank's parameters to all, but not the optimizer's state."""
+    from torch.distributed.algorithms.join import Join
+
+    ddp = DDP(Net())
+    optimizer = adam(ddp)
+    with Join([ddp]):
+        for _ in range(STEPS + (job.rank if job.faulty else 0)):
+            optimizer.zero_grad()
+            ddp(job.batch()).square().mean().backward()
+            optimizer.step()
+    job.check(STEPS, ddp, optimizer)
+    if job.faulty and job.reports[0].cause.code != "uneven-steps":
+        job.problems.append(f"cause {job.reports[0].cause.code}")
+
+
+VERIFIER_ONLY = "unequal calls", "a fault behind another", "state after Join"
+
+
+# --- in a rank
+
+
+def _run(name: str, by: str, faulty: bool, rank: int) -> dict[str, Any]:
+    """Play a situation; return what was reported, and what went wrong."""
+    job = Job(rank, faulty, by == "watch")
+    notes: list[str] = []
+    torch.manual_seed(0)
+    watch = ddpbench.watch(verify=1, output=None, every=3600.0) if job.watched else None
+    try:
+        PLAYS[name][0](job)
+        if watch is not None and watch._watcher is not None:
+            proof: Any = watch._watcher._proof
+            for found in proof.findings:
+                notes.append(f"{found.severity} {found.code}")
+                if found.severity == "error":
+                    place = {"step": 0, "ranks": [], "tensors": [], "sentence": found.sentence}
+                    job.errors.append({**place, **found.place})
+                elif found.code == "replicas-not-compared":
+                    job.problems.append("no longer compared")
+            if not job.errors and not getattr(proof, "_equal_until", True):
+                job.problems.append("never compared")
+    except Exception as error:
+        traceback.print_exc()
+        job.problems.append(f"{type(error).__name__}: {str(error)[:80]}")
+    finally:
+        if watch is not None:
+            watch.close()
+    for report in job.reports:
+        for found in report.findings:
+            if found.severity == "error":
+                place = {"step": report.step, "ranks": [*report.minority], "tensors": []}
+                job.errors.append({**place, **found.place})
+    for report in job.reports[:1] + [r for r in job.reports if r.failed][:1]:
+        print(report, flush=True)
+    return {"errors": job.errors, "problems": job.problems, "notes": notes}
+
+
+def _rank_main(folder: Path, rank: int, orders: list[tuple[str, str, bool]]) -> None:
+    torch.set_num_threads(1)
+    try:
+        from ddpbench.watch import proof
+
+        proof.MEET_SECONDS = 3.0  # so that a wait for a rank that skips a step is short
+    except (ImportError, AttributeError):
+        pass
+    for number, (name, by, faulty) in enumerate(orders):
+        print(f"=== {name} {by} {'fault' if faulty else 'healthy'}", flush=True)
+        meeting = f"file://{folder}/meeting-{number}"
+        limit = timedelta(seconds=30)
+        dist.init_process_group(
+            "gloo", init_method=meeting, rank=rank, world_size=WORLD, timeout=limit
+        )
+        result = _run(name, by, faulty, rank)
+        with suppress(RuntimeError):  # after an error another rank may be gone
+            dist.barrier()
+        dist.destroy_process_group()
+        (folder / f"{number}-{rank}.json").write_text(json.dumps(result))
+
+
+# --- in the parent
+
+
+def _judge(results: list[dict[str, Any]], name: str, by: str, faulty: bool) -> str:
+    """Return "" if the ranks reported what they should, else what they did."""
+    _, tensor, ranks, step = PLAYS[name]
+    problems = [problem for result in results for problem in result["problems"]]
+    if problems:
+        return problems[0]
+    errors = results[0]["errors"]
+    if not faulty:
+        return f"{errors[0]['tensors'][:1]} reported in step {errors[0]['step']}" if errors else ""
+    if not errors:
+        return "not found"
+    first = [error for error in errors if error["step"] == errors[0]["step"]]
+    late = errors[0]["step"] - step
+    if late not in ((0, 1) if by == "watch" else (0,)):
+        return f"reported in step {errors[0]['step']} instead of {step}"
+    named = {each for error in first for each in error["tensors"]}
+    accused = {rank for error in first for rank in error["ranks"]}
+    if tensor not in named:
+        return f"named {sorted(named)[:3]}"
+    told = any(f"rank {WRONG}" in error.get("sentence", "") for error in first)
+    right = accused == {*ranks} or (told and not accused)  # a mismatch of shapes has no list
+    return "" if not ranks or right else f"named ranks {sorted(accused)}"
+
+
+def _start(folder: Path, orders: list[tuple[str, str, bool]], verbose: bool) -> None:
+    job = folder / "orders.json"
+    job.write_text(json.dumps(orders))
+    logs = [(folder / f"rank-{rank}.txt").open("w") for rank in range(WORLD)]
+    root = str(Path(__file__).parents[2])
+    environ = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, __file__, "--rank-of", str(folder)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=logs[rank], stderr=logs[rank], env=environ)
+        for rank in range(WORLD)
+    ]
+    try:
+        for process in ranks:
+            process.wait(DEADLINE_SECONDS)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+        for log in logs:
+            log.close()
+    if verbose:
+        print((folder / "rank-0.txt").read_text(), file=sys.stderr)
+
+
+def main(words: list[str]) -> int:
+    """Run the situations; print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(PLAYS), default=list(PLAYS))
+    parser.add_argument("--by", nargs="+", choices=["verifier", "watch"])
+    parser.add_argument("--verbose", action="store_true", help="print the output of rank 0")
+    options = parser.parse_args(words)
+    ways = options.by or ["verifier", "watch"]
+    orders = [
+        (name, by, faulty)
+        for name in options.only
+        for by in ways
+        for faulty in (False, True)
+        if by == "verifier" or name not in VERIFIER_ONLY
+    ]
+    cells: dict[tuple[str, str, bool], str] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _start(folder, orders, options.verbose)
+        for number, order in enumerate(orders):
+            paths = [folder / f"{number}-{rank}.json" for rank in range(WORLD)]
+            results = [json.loads(path.read_text()) for path in paths if path.exists()]
+            ended = len(results) == WORLD
+            cells[order] = _judge(results, *order) if ended else "a rank did not end"
+    titles = [f"{by}, {state}" for by in ways for state in ("healthy", "fault")]
+    print("| situation |", " | ".join(titles), "|")
+    print("| --- |" + " --- |" * len(titles))
+    for name in options.only:
+        row = [cells.get((name, by, f), "-") or "ok" for by in ways for f in (False, True)]
+        print(f"| {name} |", " | ".join(row), "|")
+    wrong = [order for order, cell in cells.items() if cell]
+    print(f"\n{len(cells) - len(wrong)} of {len(cells)} as expected")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank-of"]:
+        at = Path(sys.argv[2])
+        _rank_main(at, int(sys.argv[3]), json.loads((at / "orders.json").read_text()))
+    else:
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,36 @@
+"""A narrow part of `situations.py`, which tries them all, in real ranks."""
+
+from __future__ import annotations
+
+import io
+
+import situations
+import torch
+from torch import nn
+
+import ddpbench
+
+
+def test_situations_of_training() -> None:
+    """Healthy ones give no error; a fault is found in its tensor, rank and step, with its cause."""
+    names = ["optimizer LBFGS", "unequal calls", "growth", "a fault behind another"]
+    assert situations.main(["--by", "verifier", "--only", *names]) == 0
+
+
+def test_a_traced_model_can_be_saved() -> None:
+    """The copy works without the tracer, and passes its output on."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    verifier = ddpbench.Verifier(model, optimizer, trace_nonfinite=True)
+    content = io.BytesIO()
+    torch.save(model, content)
+    content.seek(0)
+    copy = torch.load(content, weights_only=False)
+    batch = torch.ones(1, 2)
+    assert torch.equal(copy(batch), model(batch))
+    verifier.close()
+
+
+def test_a_summary_of_no_checks_claims_nothing() -> None:
+    """Before the first check nothing was compared."""
+    assert "equal" not in ddpbench.Verifier(nn.Linear(2, 2)).summary()

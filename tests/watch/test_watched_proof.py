@@ -1,0 +1,89 @@
+"""`ddpbench watch --verify` on real ranks: faults in jobs of an unusual form."""
+
+from pathlib import Path
+
+import pytest
+from command_lines import ddpbench_command, run_command
+
+from ddpbench.records import store
+from ddpbench.records.schema import Finding
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+kind, steps = sys.argv[1], 24
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+rank, world_size = dist.get_rank(), dist.get_world_size()
+members = [world_size - 2, world_size - 1]
+group = dist.new_group(members)
+if rank in members:
+    model = DistributedDataParallel(torch.nn.Linear(8, 8), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for step in range(steps):
+        model(torch.ones(4, 8)).square().mean().backward()
+        if kind == "by hand":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(parameter.grad, alpha=-0.01)
+        elif (kind, rank, step) != ("skipped", members[1], 5):
+            optimizer.step()
+        model.zero_grad()
+        if kind in ("by hand", "subset") and (rank, step) == (members[1], 9):
+            model.module.weight.data[2, 3] = 9.0
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def watch(folder: Path, kind: str, every: int, ranks: int = 2) -> tuple[int, list[Finding], int]:
+    """Return exit code, findings and number of steps of a watched job."""
+    (folder / "train.py").write_text(SCRIPT)
+    words = ("-n", str(ranks), "--verify", str(every), "train.py", kind)
+    done = run_command(ddpbench_command("watch", *words), folder, timeout=150)
+    (run,) = store.list_runs(folder / "results")
+    record = store.read(run)
+    watched = record.steps[0].watched
+    return done.returncode, list(record.findings), watched.steps if watched is not None else 0
+
+
+def find(findings: list[Finding], severity: str, code: str = "") -> list[Finding]:
+    return [f for f in findings if f.severity == severity and (not code or f.code == code)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "equal_until", "wrong"),
+    [("skipped", 2, 3, 7), ("by hand", 2, 7, 11), ("subset", 4, 7, 11)],
+)
+def test_a_difference_is_found_at_a_point_that_the_ranks_share(
+    tmp_path: Path, kind: str, ranks: int, equal_until: int, wrong: int
+) -> None:
+    """A rank skips an optimizer step; a weight changes in a job that updates by hand; and one in a
+    job whose model only the last two of four ranks train. Each is an error of the step in which it
+    was compared next, the job does not wait, and the end counts the comparisons."""
+    code, findings, steps = watch(tmp_path, kind, 4, ranks)
+    assert code == 4
+    assert steps > 0
+    assert {f.place["step"] for f in find(findings, "error")} == {wrong}
+    (summary,) = find(findings, "note", "replicas-compared")
+    assert summary.place["step"] == equal_until
+    assert summary.place["compared"] == summary.place["equal"] + 1
+    assert not find(findings, "warning", "replicas-not-compared")
+
+
+def test_replicas_that_were_never_compared_are_an_error(tmp_path: Path) -> None:
+    """So it is with --verify 100 in a job of 24 steps."""
+    code, findings, _ = watch(tmp_path, "healthy", 100)
+    assert (code, [f.code for f in find(findings, "error")]) == (1, ["replicas-not-compared"])
+
+
+def test_a_healthy_job_ends_as_ever(tmp_path: Path) -> None:
+    """Its exit code is 0, and the end names each comparison."""
+    code, findings, _ = watch(tmp_path, "healthy", 4)
+    assert (code, find(findings, "error")) == (0, [])
+    (summary,) = find(findings, "note", "replicas-compared")
+    assert summary.place == {"compared": 6, "equal": 6, "step": 23}
