@@ -38,7 +38,6 @@ def relaxed_capture() -> Iterator[None]:
 
 
 def _find_exchange() -> Any:
-    """Return the function that swaps this thread's capture mode; torch has none in Python."""
     import torch
 
     if not torch.cuda.is_initialized():

@@ -56,7 +56,6 @@ def describe_deadlock(hangs: Sequence[Hang], statuses: Mapping[int, RankStatus])
 
 
 def _circle(start: int, waits: Mapping[int, Wait]) -> list[int]:
-    """The shortest circle of waits from a rank back to itself, [] none."""
     paths, seen = [[start]], {start}
     for path in paths:
         for rank in waits[path[-1]].ranks:

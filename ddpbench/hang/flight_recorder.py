@@ -184,22 +184,22 @@ def _logs(group: Group, kept: Records, called: str) -> Iterable[Log]:
     for backend in group.backends:
         count = group.count(backend)
         record = kept.get((group.name, "nccl" if backend in NCCL else backend))
-        known = record or Record(max(count, 0), max(count, 0), exact=False)
+        # gloo counts sends and receives, too: without a record, nothing is known of collectives.
+        counted = 0 if backend == "gloo" else max(count, 0)
+        known = record or Record(counted, counted, exact=False)
         if known.started == UNREAD:  # without a dump, the last call may be open
-            known = replace(known, started=max(count, 0), finished=max(count - 1, 0))
+            known = replace(known, started=counted, finished=max(counted - 1, 0))
         # nccl counts a call, then connects the ranks if they are not yet, and only then records it.
-        # gloo counts sends and receives, too, so its record is all that is known of collectives.
-        recorded = 0 if record is None else count if backend == "gloo" else record.started
-        if called and recorded < count:
-            calls = (*known.calls, Call(count, called))
-            known = replace(known, started=count, finished=count - 1, calls=calls)
+        recorded = 0 if record is None else record.started
+        if called and recorded < counted:
+            calls = (*known.calls, Call(counted, called))
+            known = replace(known, started=counted, finished=counted - 1, calls=calls)
         phrase = group.phrase if len(group.backends) == 1 else f"{group.phrase} on {backend}"
         moves = max(count, known.started) if backend == "gloo" else known.moves
         yield Log(phrase.strip(), group.members, **vars(replace(known, moves=moves)))
 
 
 def _recorders(backends: Iterable[str]) -> dict[str, Recorder]:
-    """The recorders of this torch; newer versions have one for each backend."""
     from torch._C import _distributed_c10d as c10d
 
     names = ("_dump_fr_trace", "_dump_nccl_trace")

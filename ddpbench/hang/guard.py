@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import json
 import math
 import os
@@ -49,8 +50,10 @@ BEAT_SECONDS = 0.5
 # For the statuses of the other ranks; the verdict comes within the time-out and 5 s.
 GRACE_SECONDS = 3.0
 LEAVE_SECONDS = 1.0  # for the other ranks to print the verdict, too
-SETTLE_SECONDS = 1.0  # for a rank that has destroyed its groups to leave, or to fail
+SETTLE_SECONDS = 1.0  # for a rank that has destroyed its groups, or lost a peer, to end or fail
 CLOSE_SECONDS = 2.0
+HANG, FAILURE = 5, 1  # exit codes; the second is that of Python after an exception
+END_SECONDS = 10.0  # for a rank that has failed to end as Python does, with its own handlers
 LINGER_SECONDS = 3.0  # how long the rank with the store waits at its end for the others' ends
 
 _on: Guard | None = None
@@ -61,9 +64,11 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
     """Watch this process's ranks from now on; call it in all of them, after init_process_group.
 
     timeout: seconds within which every collective, send and receive must end; end: exit with code 5
-    after the verdict, otherwise print it and go on. A "no progress" line never ends the job.
-    Returns a guard with `close()`, for use in `with`, too. Raises ValueError if the time-out is
-    not positive, RuntimeError without a process group or while another watchdog is on.
+    after the verdict, otherwise print it and go on. A "no progress" line never ends the job, and a
+    job that ends with an exception has its own exit code.
+    Returns a guard with `close()`, for use in `with`, too. If one is on already, as under
+    `ddpbench watch --timeout`, returns that one, which stays on until all callers have closed it.
+    Raises ValueError if the time-out is not positive, RuntimeError without a process group.
     """
     global _on, _times
     import torch.distributed as dist
@@ -76,18 +81,20 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
             "torch.distributed.init_process_group"
         )
     if _on is not None:
-        raise RuntimeError("ddpbench.watchdog: one is on already: close it first")
+        _on.callers += 1
+        return _on
     from torch.distributed import distributed_c10d
 
     _times += 1
     prefix = f"ddpbench/guard/{placement.read_restarts()}/{_times}"
     _handle_terminate()
     identities = [None] * dist.get_world_size()
-    store = distributed_c10d._get_default_store()
+    # No variable of this frame holds the store: the frame may live until a garbage collection.
+    board = Board(distributed_c10d._get_default_store(), prefix, dist.get_rank(), identities)
     flight = Flight()
     if dist.get_rank() == 0 and _times == 1 and (warning := flight.explain_unseen_hangs()):
         status_board.print_message(f"ddpbench: {warning}\n")
-    _on = Guard(Board(store, prefix, dist.get_rank(), identities), flight, timeout, end)
+    _on = Guard(board, flight, timeout, end)
     return _on
 
 
@@ -126,7 +133,9 @@ class Guard:
         self._deferred: set[Hashable] = set()  # while another rank waits, its alarm shows more
         self._reported: set[Hashable] = set()
         self._failure: tuple[str, str] | None = None  # an error that ends this rank, its place
-        self._round, self._leaving = 0, False
+        self._round, self._ending = 0, False
+        self._code = 0  # with which this process is about to end
+        self.callers = 1  # who have not closed it
         self._judging = threading.RLock()
         self._closed = threading.Event()
         self._board.introduce(self_report.identify(self._rank))
@@ -155,22 +164,27 @@ class Guard:
         global _on
         if self._closed.is_set() or os.getpid() != self._pid:  # a child by os.fork has no thread
             return
+        self.callers -= 1
+        if self.callers and not at_exit:
+            return
         self._closed.set()
         self._thread.join(CLOSE_SECONDS)
         if sys.excepthook == self._handle_exception:
             sys.excepthook = self._previous_hook
         atexit.unregister(self.close)
-        # At exit the main thread has no line any more.
-        status = self_report.read_status(self._flight, place=self._heartbeat.place)
-        self._board.publish_departure(replace(status, left=True), CLOSE_SECONDS)
-        if at_exit and self._rank == 0 and status_board.ends_with_rank_0(self._board.client.store):
-            self._board.await_departures(LINGER_SECONDS)
+        if not self._code:  # else the others leave, too
+            # At exit the main thread has no line any more.
+            status = self_report.read_status(self._flight, place=self._heartbeat.place)
+            self._board.publish_departure(replace(status, left=True), CLOSE_SECONDS)
+            has_store = status_board.ends_with_rank_0(self._board.client.store)
+            if at_exit and self._rank == 0 and has_store:
+                self._board.await_departures(LINGER_SECONDS)
         self._board.client.close()
         self._thread.join(CLOSE_SECONDS)  # for the reason that StoreClient.close gives
         _on = None
 
     def _watch(self) -> None:
-        while not self._closed.wait(BEAT_SECONDS):
+        while not (self._closed.wait(BEAT_SECONDS) or self._code):
             self._heartbeat = heartbeat = self_report.read_heartbeat(self._flight)
             answered = self._board.publish_heartbeat(heartbeat)
             if None in self._board.identities:
@@ -199,7 +213,6 @@ class Guard:
         return self._board.await_keys([self._board.key(topic, self._round)], 0.0) is not None
 
     def _waits_too_long(self, heartbeat: RankStatus, progress: Hashable) -> bool:
-        """Whether this rank has waited in something for too long, and has not reported it yet."""
         now, since = time.monotonic(), self._since
         waits = find_waits(heartbeat)
         self._since = {wait: since.get(wait, now) for wait in (*waits, progress)}
@@ -236,15 +249,17 @@ class Guard:
         fails = isinstance(error, Exception) and trace is not None
         if fails and self._failure is None:
             self._failure = describe_error(error)
-        self._await_end()  # once a verdict is printed, this error follows from another rank's end
-        self._previous_hook(kind, error, trace)
-        if fails:
-            self._alarm()
-            self._await_end()
-
-    def _await_end(self) -> None:
-        while self._leaving:
-            time.sleep(1.0)
+        if not self._code:  # else a verdict is printed: this error follows from another's end
+            self._previous_hook(kind, error, trace)
+            if fails:
+                self._alarm(leave=not self._end)
+        while self._code == HANG:
+            time.sleep(1.0)  # until the thread ends this process
+        if self._code:  # end as Python does, with atexit handlers and buffered files
+            self._ending = True
+            faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=2)
+            with self._judging:  # the other ranks may still print
+                pass
 
     def alarm_before_end(self, cause: str) -> None:
         """Raise the alarm in a process that ends by itself when this returns."""
@@ -259,7 +274,9 @@ class Guard:
         still: as in RankStatus; leave: end this process.
         """
         with self._judging:
-            if self._closed.is_set() or self._leaving or os.getpid() != self._pid:
+            if self._closed.is_set() or self._code or os.getpid() != self._pid:
+                return
+            if self._board.client.store is None:  # a file that has gone with the process group
                 return
             status = self._read_status(cause, late, still)
             judgement = self._judge(status)
@@ -274,12 +291,16 @@ class Guard:
                     self._alarm(cause, late=late, still=still, leave=leave)
                 return
             self._reported |= set(find_waits(heartbeat))
-            self._leaving = self._end or not leave
-            if self._leaving:
+            if self._end or not leave:
+                self._code = FAILURE if judgement.failed or self._failure else HANG
                 self._await_prints(judgement)
-            if self._end and leave:
-                self._board.kill_ranks(judgement.stopped)
-                status_board.end_process(5)
+            self._board.kill_ranks(judgement.stopped if self._end else ())
+        if self._end and leave:
+            if self._code == FAILURE:  # the others' ends may free this main thread, which then ends
+                self._board.await_ends(judgement.failed, END_SECONDS)
+                time.sleep(SETTLE_SECONDS)
+            if not (self._ending or self._closed.is_set()):
+                status_board.end_process(self._code)
 
     def _read_status(self, cause: str, late: bool, still: bool) -> RankStatus:
         error, place = self._failure or ("", "")
@@ -287,7 +308,6 @@ class Guard:
         return replace(status, cause=error or cause, late=late and not error, still=still)
 
     def _judge(self, status: RankStatus) -> Judgement:
-        """Judge, or return the judgement of the rank that was the first to raise the alarm."""
         topic, key = f"words/{self._round}", self._board.key("verdict", self._round)
         if not self._board.claim("alarm", self._round):
             self._board.publish(json.dumps(asdict(status)), topic, self._rank)

@@ -15,16 +15,18 @@ class Judgement:
     """What one rank has found out about all.
 
     sentence: "" nothing to print yet; heard: the ranks that answered; stacks: of these ranks;
-    failed: whether one of them has an error of its own; store_answers: whether the others can read
-    this; notice: ranks only stand still, so the job goes on; waiting: a rank that answered waits in
+    failed: of these, with an error, which may follow from another rank's; interrupted: whether no
+    rank has a cause of its own; store_answers: whether the others can read this; notice: ranks only
+    stand still, so the job goes on; waiting: a rank that answered waits in
     torch.distributed.
     """
 
     sentence: str
     heard: tuple[int, ...]
+    failed: tuple[int, ...]
     silent: tuple[SilentRank, ...]
     stacks: str
-    failed: bool
+    interrupted: bool
     store_answers: bool
     notice: bool
     waiting: bool
@@ -50,9 +52,10 @@ def judge(
     return Judgement(
         sentence=verdict.explain_hang(silent, statuses, store_answers),
         heard=tuple(statuses),
+        failed=tuple(r for r, s in statuses.items() if s.cause and not (s.late or s.still)),
         silent=tuple(replace(rank, seen=None) for rank in silent),
         stacks="".join(f"rank {rank}:\n{s.stack}" for rank, s in sorted(statuses.items())),
-        failed=verdict.has_failed(statuses),
+        interrupted=verdict.is_interrupted(statuses),
         store_answers=store_answers,
         notice=verdict.is_notice(statuses),
         waiting=any(find_waits(status) for status in statuses.values()),

@@ -25,7 +25,6 @@ def describe_mismatches(statuses: Mapping[int, RankStatus]) -> list[str]:
 
 
 def _kinds(here: Mapping[int, Call]) -> list[tuple[Call, list[int]]]:
-    """The different calls and their ranks, the call of most ranks first."""
     kinds: list[tuple[Call, list[int]]] = []
     for rank, call in sorted(here.items()):
         alike = next((ranks for kind, ranks in kinds if kind.agrees(call)), None)
@@ -37,7 +36,6 @@ def _kinds(here: Mapping[int, Call]) -> list[tuple[Call, list[int]]]:
 
 
 def _line(number: int, call: Call, status: RankStatus, group: str) -> str:
-    """The line that made a call: as recorded, else where the rank waits in it."""
     waits = any(log.group == group and log.finished + 1 == number for log in status.logs)
     return call.place or (status.place if waits and status.inside else "")
 

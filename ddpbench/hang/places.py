@@ -165,7 +165,6 @@ def _posted(value: Any) -> list[Any]:
 
 
 def _awaited(frame: FrameType) -> str:
-    """The call in which a frame waits in C++, "wait" or "store.get", "" none."""
     match = _WAITS.search(_calling(frame.f_code, frame.f_lasti, frame.f_lineno))
     if match is None:
         return ""
@@ -174,7 +173,6 @@ def _awaited(frame: FrameType) -> str:
 
 @lru_cache(maxsize=256)
 def _calling(code: Any, instruction: int, line: int) -> str:
-    """The source of the call that this code is in; in Python 3.10 its whole line."""
     first, last, start, end = None, None, None, None
     if hasattr(code, "co_positions"):
         span = next(islice(code.co_positions(), max(0, instruction) // 2, None), None)

@@ -46,7 +46,6 @@ def list_groups() -> list[Group]:
 
 
 def _group(group: Any, ranks: Iterable[int]) -> Group:
-    """Raises ValueError if this rank is not a member."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -22,7 +23,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from ddpbench.hang.self_report import RankIdentity, observe_state
-from ddpbench.hang.status import DIED, LEFT, STOPPED, RankStatus, SilentRank
+from ddpbench.hang.status import ALIVE, DIED, LEFT, OVER, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family, sockets
 from ddpbench.records import codec, redact
 from ddpbench.records.terminal_text import escape_lines
@@ -53,12 +54,18 @@ class StoreClient:
     not come to accept connections. Raises RuntimeError after that.
     """
 
-    def __init__(self, store: dist.Store | Address, world_size: int) -> None:
+    def __init__(self, place: Address | weakref.ref[dist.Store]) -> None:
         self.gone = False  # whether the store has closed the connection
-        self.store, self._connection = _open_client(store, world_size)
+        self.has_server = isinstance(place, Address)
+        self._find_store, self._connection = _open_client(place)
         self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="ddpbench-store", daemon=True)
         self._thread.start()
+
+    @property
+    def store(self) -> dist.Store | None:
+        """The store; None if it was a file and has gone with the process group."""
+        return self._find_store()
 
     def request(self, seconds: float, function: Callable[[dist.Store], T]) -> T | None:
         """Return what the function of the store returns, None if it fails or takes longer."""
@@ -69,7 +76,8 @@ class StoreClient:
             try:
                 if self._is_closed():  # a request would print a C++ stack
                     raise RuntimeError("the store has closed the connection")
-                answers.append(function(self.store))
+                if (store := self.store) is not None:
+                    answers.append(function(store))
             except (RuntimeError, ValueError):
                 self.gone = True
             done.set()
@@ -111,39 +119,46 @@ class StoreClient:
             attempt()
 
 
-def find_store(store: dist.Store) -> dist.Store | Address:
-    """Return the address of the server behind a store, else the store without its prefixes."""
+def unwrap(store: dist.Store) -> dist.Store:
+    """Return the store below all prefixes."""
     import torch.distributed as dist
 
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        waits: Any = store  # torch's stubs lack its timeout
-        return Address(store.host, store.port, waits.timeout)
     return store
 
 
-def _open_client(
-    store: dist.Store | Address, world_size: int
-) -> tuple[dist.Store, socket.socket | None]:
-    """A client of the same store, and its connection where it has one."""
+def find_store(store: dist.Store) -> Address | weakref.ref[dist.Store]:
+    """Return the address of the server behind a store, else a weak reference to the store.
+
+    A reference to a TCPStore would keep its server alive after the process group, one to a
+    FileStore its file. If the script then made another group, ranks could meet there.
+    """
     import torch.distributed as dist
 
-    server = store if isinstance(store, Address) else find_store(store)
-    if isinstance(server, Address):
-        await_server(server, server.timeout.total_seconds())
-        earlier = _open_sockets()
-        client = dist.TCPStore(
-            *server[:2], is_master=False, timeout=server.timeout, wait_for_workers=False
-        )
-        client.set_timeout(STORE_TIMEOUT)
-        new = [file for name, file in _open_sockets().items() if name not in earlier]
-        return client, _find_connection(new, server.port)
-    store = server
-    if isinstance(store, dist.FileStore):
-        path: str = store.path  # type: ignore[attr-defined]
-        return dist.FileStore(path, world_size), None
-    return store, None
+    server = unwrap(store)
+    if isinstance(server, dist.TCPStore):
+        waits: Any = server  # torch's stubs lack its timeout
+        return Address(server.host, server.port, waits.timeout)
+    return weakref.ref(store)
+
+
+def _open_client(
+    place: Address | weakref.ref[dist.Store],
+) -> tuple[Callable[[], dist.Store | None], socket.socket | None]:
+    """A function for a client of the store, and its connection where it has one."""
+    import torch.distributed as dist
+
+    if not isinstance(place, Address):
+        return place, None
+    await_server(place, place.timeout.total_seconds())
+    earlier = _open_sockets()
+    client = dist.TCPStore(
+        *place[:2], is_master=False, timeout=place.timeout, wait_for_workers=False
+    )
+    client.set_timeout(STORE_TIMEOUT)
+    new = [file for name, file in _open_sockets().items() if name not in earlier]
+    return lambda: client, _find_connection(new, place.port)
 
 
 def await_server(server: Address, seconds: float) -> None:
@@ -173,7 +188,6 @@ def _open_sockets() -> dict[str, int]:
 
 
 def _find_connection(files: Iterable[int], port: int) -> socket.socket | None:
-    """The one among these open files that is connected to a port, as a copy of it."""
     for file in files:
         with contextlib.suppress(OSError):
             connection = sockets.wrap_file(os.dup(file))
@@ -197,7 +211,7 @@ class Board:
         rank: int,
         identities: Sequence[RankIdentity | None],
     ) -> None:
-        self.client, self.rank = StoreClient(store, len(identities)), rank
+        self.client, self.rank = StoreClient(find_store(store)), rank
         self.identities = list(identities)
         self._prefix = prefix
         self._heartbeat_0: bytes | None = None
@@ -323,6 +337,8 @@ class Board:
         for rank in absent:
             identity, seen = self.identities[rank], heartbeats.get(rank)
             state = LEFT if seen is not None and seen.left else self._observe(rank)
+            if state == DIED and not self.client.has_server:  # it cannot tell that it has left
+                state = OVER
             silent.append(SilentRank(rank, str(identity or f"rank {rank}"), state, seen))
         return silent
 
@@ -333,6 +349,15 @@ class Board:
             if identity is not None and self.identity.sees(identity):
                 with contextlib.suppress(OSError):
                     os.kill(identity.pid, signal.SIGKILL)
+
+    def await_ends(self, ranks: Iterable[int], seconds: float) -> None:
+        """Return when these ranks have ended, as far as can be seen, or after this time.
+
+        A launcher ends all ranks with the first.
+        """
+        until = time.monotonic() + seconds
+        while ALIVE in map(self._observe, ranks) and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
 
     def _missing(self, ranks: Iterable[int]) -> list[int]:
         return sorted(set(range(len(self.identities))) - set(ranks))
@@ -352,7 +377,7 @@ def _decode_status(data: bytes) -> RankStatus:
     return codec.decode(RankStatus, json.loads(data))
 
 
-def ends_with_rank_0(store: dist.Store) -> bool:
+def ends_with_rank_0(store: dist.Store | None) -> bool:
     """Whether the store lives in rank 0's process, rather than in torchrun's."""
     import torch.distributed as dist
 
@@ -367,7 +392,7 @@ def print_message(text: str) -> None:
     text = redact.text(text)
 
     def write() -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(escape_lines(text))
             sys.stderr.flush()
 

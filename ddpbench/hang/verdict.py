@@ -65,7 +65,8 @@ def explain_hang(
     if not parts and store_answers:
         sentence = describe_deadlock(case.hangs, statuses)
         parts = [sentence] if sentence else [s for h in case.hangs for s in _absence(h, statuses)]
-        parts = parts or [_stuck(h, statuses) for h in case.hangs] or describe_messages(statuses)
+        parts = parts or [_stuck(h, statuses) for h in case.hangs if h.exact]
+        parts = parts or describe_messages(statuses)
     sentence = "; ".join(parts) or format_places(statuses, case.hangs)
     for rank, status in statuses.items():
         if status.handles and rank not in case.failed:
@@ -76,10 +77,10 @@ def explain_hang(
     return sentence
 
 
-def has_failed(statuses: Statuses) -> bool:
-    """Return whether a rank has missed a deadline, or has an error that is no symptom."""
+def is_interrupted(statuses: Statuses) -> bool:
+    """Return whether no cause is a missed deadline or an error: only signals, and symptoms."""
     causes = [status.cause for status in statuses.values() if status.cause]
-    return not all(cause.startswith(BY_SIGNAL) or SYMPTOM.search(cause) for cause in causes)
+    return all(cause.startswith(BY_SIGNAL) or SYMPTOM.search(cause) for cause in causes)
 
 
 def is_notice(statuses: Statuses) -> bool:

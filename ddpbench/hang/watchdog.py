@@ -117,7 +117,6 @@ class Watchdog:
                     self._handle_signal(byte)
 
     def _handle_deadline(self) -> None:
-        """End or report: the deadline of a signal has passed, or the rank's own."""
         if self.signal is not None:
             self.end(f"{BY_SIGNAL}{signal.Signals(self.signal).name}")
         cause = f"missed the deadline of {self._timeout:g} s (--timeout)"
@@ -156,11 +155,10 @@ class Watchdog:
         return replace(read_status(self._flight, self._phase, place), cause=cause, late=late)
 
     def _report(self, topic: str, status: RankStatus, ending: bool) -> int:
-        """Judge under a topic, and let one rank print the verdict; return the exit code."""
         judgement = judge(self._board, topic, status, GRACE_SECONDS)
         # The launcher also signals the other ranks of one that has failed.
-        failed = judgement.silent or judgement.failed
-        interrupted = self.signal is not None and not failed
+        alone = judgement.interrupted and not judgement.silent
+        interrupted = self.signal is not None and alone
         code = 130 if interrupted else 5
         # Without the store, the lowest rank that lives on this host prints.
         unheard = any(r.state == ALIVE and r.rank < self._rank for r in judgement.silent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ddpbench.launch.placement import PASSED_ON
 
@@ -12,10 +12,13 @@ ORDERLY = (0, 130)  # exit codes after which the other ranks go on
 
 
 @contextlib.contextmanager
-def forward_signals(forward: Callable[[int], None]) -> Iterator[None]:
-    """Meanwhile hand signals that ask this process to end to `forward` instead."""
+def forward_signals(
+    forward: Callable[[int], None], others: Iterable[signal.Signals] = ()
+) -> Iterator[None]:
+    """Meanwhile hand PASSED_ON, and other signals, to `forward` instead."""
     previous = {
-        number: signal.signal(number, lambda received, _: forward(received)) for number in PASSED_ON
+        number: signal.signal(number, lambda received, _: forward(received))
+        for number in (*PASSED_ON, *others)
     }
     try:
         yield

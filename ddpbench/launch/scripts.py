@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
-from ddpbench.launch import rendezvous
+from ddpbench.launch import rendezvous, siblings, supervise
 from ddpbench.launch.processes import ORDERLY, forward_signals
+from ddpbench.records.terminal_text import tell
 
 ADDRESS = "127.0.0.1"
 POLL_SECONDS = 0.1
@@ -21,12 +22,13 @@ GRACE_SECONDS = 10.0
 
 def run_on_host(line: Sequence[str], nproc: int) -> int:
     """Run a command line in nproc ranks of this host; return their exit code, as `await_all`."""
-    with rendezvous.listen(ADDRESS, 0) as server:
+    ranks: list[subprocess.Popen[bytes]] = []
+    with rendezvous.listen(ADDRESS, 0) as server, forward_to(ranks) as received:
         port = int(server.getsockname()[1])
-        ranks = [start_rank(line, rank, nproc, port) for rank in range(nproc)]
+        ranks.extend(start_rank(line, rank, nproc, port) for rank in range(nproc))
         # The ranks import torch, too; their connections wait in the socket meanwhile.
         store = rendezvous.serve_on(server, ADDRESS, timedelta(minutes=5))
-        code = await_all(ranks)
+        code = await_all(ranks, received)
         del store  # not before the ranks have ended
     return code
 
@@ -34,7 +36,8 @@ def run_on_host(line: Sequence[str], nproc: int) -> int:
 def start_rank(line: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.Popen[bytes]:
     """Start a rank in a session of its own: Ctrl-C reaches it once, from here.
 
-    The environment is that of torchrun, by which scripts and libraries find out where they are.
+    Rank 0 keeps the standard input, for a debugger or a question. The environment is that of
+    torchrun, by which scripts and libraries find out where they are.
     """
     environ = {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
@@ -53,52 +56,77 @@ def start_rank(line: Sequence[str], rank: int, nproc: int, port: int) -> subproc
     if nproc > 1:
         environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     return subprocess.Popen(
-        line, stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **environ}
+        line,
+        stdin=subprocess.DEVNULL if rank else None,
+        start_new_session=True,
+        env={**os.environ, **environ},
     )
 
 
-def await_all(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+@contextlib.contextmanager
+def forward_to(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Meanwhile forward signals to these ranks, and note them; at the end, leave no rank behind.
+
+    As under torchrun, a closed terminal ends the ranks, too, unless nohup prevents it.
+    """
+    received: list[int] = []
+
+    def forward(number: int) -> None:
+        received.append(number)
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                rank.send_signal(number)
+
+    others = (signal.SIGHUP, signal.SIGQUIT)
+    heeded = [number for number in others if signal.getsignal(number) != signal.SIG_IGN]
+    with forward_signals(forward, heeded):
+        try:
+            yield received
+        finally:
+            for rank in ranks:
+                if rank.poll() is None:
+                    _kill(rank)
+
+
+def await_all(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> int:
     """Wait for all ranks; return the highest exit code of those that ended by themselves.
 
     Once one has failed, the rest must end in time. If each that failed was ended by a signal: 130
-    if by Ctrl-C, else 5.
+    if by Ctrl-C, else 5. Name the ranks that a signal ended first, unless it was one of `received`
+    or a watchdog has printed its verdict.
     """
-
-    def forward(received: int) -> None:
-        for rank in ranks:
-            with contextlib.suppress(OSError):
-                rank.send_signal(received)
-
-    with forward_signals(forward):
-        try:
-            _wait(ranks)
-        finally:
-            for rank in ranks:  # an error here leaves none behind either
-                if rank.poll() is None:
-                    _kill(rank)
+    killed = _wait(ranks, received)
     codes = [rank.returncode for rank in ranks]
+    for rank in killed if 5 not in codes else ():
+        name = siblings.describe_process(f"rank {rank}", ranks[rank].pid)
+        tell(supervise.describe_death(name, -codes[rank]))
     if max(codes) > 0 or min(codes) == 0:
         return max(codes)
     return 130 if -signal.SIGINT in codes else 5
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> list[int]:
+    """Return the ranks that a signal from elsewhere had ended when the first had failed."""
     steps: list[Callable[[subprocess.Popen[bytes]], None]] = [subprocess.Popen.terminate, _kill]
+    killed: list[int] = []
     deadline = None  # by which the rest must have ended
-    while living := [rank for rank in ranks if rank.poll() is None]:
-        now = time.monotonic()
-        if deadline is None and any(rank.poll() not in (None, *ORDERLY) for rank in ranks):
+    while True:
+        codes, now = [rank.poll() for rank in ranks], time.monotonic()
+        if deadline is None and any(code not in (None, *ORDERLY) for code in codes):
             deadline = now + GRACE_SECONDS
+            killed = [] if received else [r for r, code in enumerate(codes) if (code or 0) < 0]
         elif deadline is not None and now >= deadline:
             end = steps.pop(0)
-            for rank in living:
-                end(rank)
+            for rank in ranks:
+                if rank.poll() is None:
+                    end(rank)
             deadline = now + GRACE_SECONDS
+        if None not in codes:
+            return killed
         time.sleep(POLL_SECONDS)
 
 
 def _kill(rank: subprocess.Popen[bytes]) -> None:
-    """Kill a rank and what it has started."""
     with contextlib.suppress(OSError):
         os.killpg(rank.pid, signal.SIGKILL)
     rank.wait()

@@ -86,20 +86,20 @@ class Watch:
     def report_killed(self, rank: int, number: int) -> None:
         """Name a rank that this signal has ended, unless another rank has."""
         if not self.sentence and not self.kin.verdict:
-            self._report(_death(self.name(rank), number, WHEN[self.kin.stage(rank)]))
+            self._report(describe_death(self.name(rank), number, WHEN[self.kin.stage(rank)]))
 
     def _explain_code(self, code: int) -> str:
         if code < 0 and self.root is not None:
-            return _death(siblings.describe_process(self.starter, self.root.pid), -code)
+            return describe_death(siblings.describe_process(self.starter, self.root.pid), -code)
         if code <= 130:
             return ""
         missing = [rank for rank in range(self.nproc) if rank not in self.ranks]
         if len(missing) == 1:
-            return _death(f"rank {missing[0]}", code - 128, WHEN[""])
+            return describe_death(f"rank {missing[0]}", code - 128, WHEN[""])
         early = [r for r in next(iter(self._gone), []) if self.kin.stage(r) != siblings.LEFT]
         if missing or not early:
-            return _death("one of the ranks", code - 128, WHEN[""] if missing else "")
-        return _death(
+            return describe_death("one of the ranks", code - 128, WHEN[""] if missing else "")
+        return describe_death(
             " or ".join(map(self.name, early)), code - 128, WHEN[self.kin.stage(early[0])]
         )
 
@@ -204,7 +204,8 @@ class Watch:
         return f"{names} did not end within {END_SECONDS:g} s and was killed"
 
 
-def _death(name: str, number: int, when: str = "") -> str:
+def describe_death(name: str, number: int, when: str = "") -> str:
+    """Return a sentence on a process that a signal has ended, and what to do."""
     cause = f"signal {number}"
     with contextlib.suppress(ValueError):
         cause = f"{signal.Signals(number).name} ({number})"

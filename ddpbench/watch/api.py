@@ -112,7 +112,7 @@ def watch(
             verify=verify,
             timeout=timeout,
             every=every,
-            output=None if output is None else Path(output),
+            output=None if output is None else Path(output).absolute(),
             on_report=on_report,
             wire=wire,
             prometheus=None if prometheus is None else str(prometheus),

@@ -63,7 +63,7 @@ def _file_or_port(text: str) -> str:
     """Parse the value of `--prometheus`."""
     if wrong := explain_wrong_port(text):
         raise argparse.ArgumentTypeError(wrong)
-    return text
+    return text if text.isdecimal() else str(Path(text).absolute())
 
 
 WITHOUT_VALUE = ("--wire", "--report", "-h", "--help")
@@ -115,7 +115,7 @@ def read_settings(namespace: argparse.Namespace, program: Program) -> Settings:
         verify=namespace.verify or 0,
         timeout=namespace.timeout or 0.0,
         every=namespace.every,
-        output=None if namespace.output == "none" else Path(namespace.output),
+        output=None if namespace.output == "none" else Path(namespace.output).absolute(),
         wire=namespace.wire,
         prometheus=namespace.prometheus,
         format=namespace.format,

@@ -14,10 +14,10 @@ class Settings:
 
     verify: steps from one verification of the replicas to the next, 0 none; timeout:
     seconds after which a hang is reported, 0 never; every: seconds between two lines on the
-    terminal; output: folder of the stored runs, None stores nothing; on_report: called in rank 0
-    with each report as a dict; wire: time gloo's transfers with a communication hook on DDP;
-    prometheus: a file, or a port, for its metrics; format: of the final table; report: write a page
-    into the folder of the run at the end.
+    terminal; output: folder of the stored runs, absolute because the script may change its folder,
+    None stores nothing; on_report: called in rank 0 with each report as a dict; wire: time gloo's
+    transfers with a communication hook on DDP; prometheus: a file, or a port, for its metrics;
+    format: of the final table; report: write a page into the folder of the run at the end.
     """
 
     verify: int = 0

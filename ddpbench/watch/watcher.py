@@ -215,7 +215,7 @@ class _Reports:
         rank = dist.get_rank()
         self._history, self._findings = History(), tuple[Finding, ...]()
         self._newest_ns, self._group_sizes = Counter[str](), Counter[str]()  # by group
-        self._results = (settings.output or Path("results")).absolute()
+        self._results = settings.output or Path("results").absolute()
         self._placed: list[int] = []  # ranks of each host, for which a stored run was looked for
         self._reference: Reference | None = None
         self._backend = ""

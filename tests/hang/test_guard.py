@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from warm_python import warm_python
 
 import ddpbench
 from ddpbench.hang import flight_recorder
-from ddpbench.hang.status_board import StoreClient
+from ddpbench.hang.status_board import StoreClient, find_store
 from ddpbench.launch import placement
 
 SCRIPT = Path(__file__).parent / "watched_scripts.py"
@@ -37,6 +38,7 @@ GLOO = (
         "pairs", "pipeline", "cycle", "ring", "posted", "cleanup", "uneven", "alive", "compute",
         "replicas", "finally", "short", "worker",
     ),
+    ("detail", "sent"),
     ("connect", "model", "mixed", "loop"),
 )  # fmt: skip
 
@@ -114,11 +116,15 @@ def test_who_waits_is_told_and_the_job_goes_on(frozen: Frozen, folder: Path) -> 
 
 def test_an_exception_ends_all_ranks_with_one_verdict(frozen: Frozen, folder: Path) -> None:
     """Long before the time-out: the traceback, then in both ranks which one failed, where and
-    before which collective."""
+    before which collective. Both end as Python ends them: atexit handlers are called, and buffered
+    files are written."""
     codes, told, err = said(folder, "raise")
     frozen.facts({"exit": codes, "told": len(told), "verdicts": stated(told)})
     assert all("ValueError: bad batch" in each for each in told), err
     assert err.count("Traceback") == 1
+    for rank in range(2):
+        assert (folder / f"log of rank {rank}").read_text() == "buffered"
+        assert (folder / f"handler of rank {rank}").exists()
 
 
 def test_a_time_out_of_gloo_s_own_blames_the_rank_that_is_late(
@@ -159,12 +165,24 @@ def test_no_thread_stays_in_a_store_that_does_not_answer() -> None:
     with running(sys.executable, "-c", STORE) as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        client = StoreClient(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), 1)
+        client = StoreClient(find_store(dist.TCPStore("127.0.0.1", port, wait_for_workers=False)))
         os.kill(process.pid, signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
         assert client.request(0.1, lambda store: store.add("left", 1)) is None
         client.close()
     assert "ddpbench-store" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_file_in_which_ranks_met_goes_with_their_group(tmp_path: Path) -> None:
+    """Otherwise a group that meets there again would find the old one's addresses."""
+    path, until = tmp_path / "store", time.monotonic() + 20
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+    with ddpbench.watchdog():
+        assert path.exists()
+        dist.destroy_process_group()
+        while path.exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
 
 
 # Plays and words that their verdicts contain beside ranks, calls and lines.
@@ -192,6 +210,19 @@ def test_a_hang_is_told_whatever_the_ranks_wait_in(frozen: Frozen, folder: Path,
     codes, told, err = said(folder, play)
     frozen.facts({"exit": codes, "told": len(told), "verdicts": stated(told)})
     assert all(word in each for each in told for word in HANGS[play]), err
+
+
+@pytest.mark.parametrize(("play", "calls"), [("detail", []), ("sent", ["#1 all_reduce"])])
+def test_a_call_that_another_rank_has_not_made_is_not_its(
+    folder: Path, play: str, calls: list[str]
+) -> None:
+    """gloo's count contains messages and lacks the call that torch checks first
+    (TORCH_DISTRIBUTED_DEBUG=DETAIL): nothing is concluded from it, and both ranks' lines are named.
+    """
+    codes, told, err = said(folder, play)
+    (facts,) = stated(told)
+    assert (codes, facts["ranks"], facts["calls"]) == ([5, 5], [0, 1], calls), err
+    assert "time.sleep(30)" in facts["places"], err
 
 
 def said_unrecorded(folder: Path, play: str) -> tuple[list[int], list[str], str]:

@@ -22,7 +22,7 @@ def test_a_store_that_accepts_late_is_waited_for(capfd: pytest.CaptureFixture[st
         each.connect_ex((LOCAL, port))
     clients: list[StoreClient] = []
     server = Address(LOCAL, port, timedelta(seconds=60))
-    thread = threading.Thread(target=lambda: clients.append(StoreClient(server, 2)))
+    thread = threading.Thread(target=lambda: clients.append(StoreClient(server)))
     thread.start()
     thread.join(1.0)
     assert not clients
@@ -42,5 +42,5 @@ def test_a_store_that_never_accepts_is_given_up(capfd: pytest.CaptureFixture[str
         unused.bind((LOCAL, 0))
         server = Address(LOCAL, unused.getsockname()[1], timedelta(seconds=0.3))
         with pytest.raises(RuntimeError, match=r"accepted no connection within 0\.3 s"):
-            StoreClient(server, 2)
+            StoreClient(server)
     assert not capfd.readouterr().err

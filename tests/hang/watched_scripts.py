@@ -5,6 +5,7 @@ ranks. Rank 1, or the rank that the play names, does not do its part. A play lea
 PLAY.codes in the folder.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import os
@@ -106,6 +107,10 @@ def play_store(rank: int) -> None:
 
 def play_raise(rank: int) -> None:
     """Rank 1 fails in its own code, while rank 0 waits for it."""
+    folder = Path(sys.argv[1])
+    log = (folder / f"log of rank {rank}").open("w")
+    log.write("buffered")
+    atexit.register((folder / f"handler of rank {rank}").touch)
     with ddpbench.watchdog(timeout=30.0):
         step()
         if rank == 1:
@@ -133,8 +138,8 @@ def play_quiet(rank: int) -> None:
     with contextlib.suppress(ValueError):
         ddpbench.watchdog(timeout=0)
     guard = ddpbench.watchdog(timeout=3.0)
-    with contextlib.suppress(RuntimeError):
-        ddpbench.watchdog()
+    assert ddpbench.watchdog() is guard  # as in a script under `ddpbench watch --timeout`
+    guard.close()
     for _ in range(3):
         step()
         time.sleep(1.2 * rank)
@@ -228,6 +233,26 @@ def play_finally(rank: int) -> None:
         step()
     finally:
         dist.barrier()
+
+
+def play_detail(rank: int) -> None:
+    """Rank 1 is late; torch waits for it before it counts the call, and records no group's name."""
+    for _ in range(3):
+        step()
+    ddpbench.watchdog(timeout=2.0)
+    if rank == 1:
+        time.sleep(30)
+    step()
+
+
+def play_sent(rank: int) -> None:
+    """Rank 1 is late at the first collective, after messages, which gloo has counted."""
+    for _ in range(3):
+        (dist.send if rank == 0 else dist.recv)(torch.zeros(4), 1 - rank)
+    ddpbench.watchdog(timeout=2.0)
+    if rank == 1:
+        time.sleep(30)
+    step()
 
 
 def play_uneven(rank: int, live: bool = False) -> None:
@@ -349,6 +374,8 @@ def main(play: str) -> None:
     timeout = timedelta(seconds=2 if play == "short" else 600)
     if play in BACKENDS:
         import_module("unrecorded_backends")
+    if play == "detail":
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
     if play == "mixed":
         os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     backend = "mpi4py" if mpi else BACKENDS.get(play, "gloo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import threading
@@ -26,6 +27,12 @@ def shell(script: str) -> subprocess.Popen[bytes]:
     return scripts.start_rank(["sh", "-c", script], 1, 2, 7)
 
 
+def await_all(*ranks: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of a command with these ranks."""
+    with scripts.forward_to(ranks) as received:
+        return scripts.await_all(ranks, received)
+
+
 def test_a_rank_has_the_environment_that_torchrun_sets() -> None:
     """It is a placement that a launcher may name; rank, world and port are in the variables."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -33,25 +40,70 @@ def test_a_rank_has_the_environment_that_torchrun_sets() -> None:
     assert placement.read_placement(variables) == Placement("torchrun", 1, 2, 1, 2)
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "7", "GROUP_RANK": "0"}
     tests = " && ".join(f'test "${name}" = {value}' for name, value in variables.items())
-    assert scripts.await_all([shell(tests)]) == 0
+    assert await_all(shell(tests)) == 0
 
 
 def test_the_highest_exit_code_of_a_rank_that_ended_by_itself_is_given() -> None:
     """If signals ended all others: 5, or 130 for Ctrl-C. Handlers of signals are as before."""
     before = [signal.getsignal(number) for number in placement.PASSED_ON]
-    assert scripts.await_all([shell("exit 0"), shell("exit 0")]) == 0
-    assert scripts.await_all([shell("exit 1"), shell("exit 7"), shell("exit 2")]) == 7
-    assert scripts.await_all([shell("kill -9 $$"), shell("exit 2")]) == 2
-    assert scripts.await_all([shell("kill -9 $$"), shell("exit 0")]) == 5
-    assert scripts.await_all([shell("kill -INT $$"), shell("exit 0")]) == 130
+    assert await_all(shell("exit 0"), shell("exit 0")) == 0
+    assert await_all(shell("exit 1"), shell("exit 7"), shell("exit 2")) == 7
+    assert await_all(shell("kill -9 $$"), shell("exit 2")) == 2
+    assert await_all(shell("kill -9 $$"), shell("exit 0")) == 5
+    assert await_all(shell("kill -INT $$"), shell("exit 0")) == 130
     assert [signal.getsignal(number) for number in placement.PASSED_ON] == before
+
+
+def test_the_rank_that_a_signal_ended_first_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the signal; not where a watchdog has printed its verdict, whose exit code is 5."""
+    killed = shell("kill -9 $$")
+    killed.wait()
+    assert await_all(shell("exit 0"), killed) == 5
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "rank 1 " in line
+    assert "SIGKILL" in line
+    assert await_all(shell("exit 5"), shell("kill -9 $$")) == 5
+    assert capsys.readouterr().err == ""
+
+
+def test_rank_0_has_the_standard_input() -> None:
+    """As a debugger needs it; the others read nothing."""
+    read, write = os.pipe()
+    os.write(write, b"answer\n")
+    os.close(write)
+    before = os.dup(0)
+    os.dup2(read, 0)
+    try:
+        line = ["sh", "-c", 'read word; test "$word" = "$EXPECTED"']
+        ranks = [
+            scripts.start_rank(["env", f"EXPECTED={word}", *line], rank, 2, 7)
+            for rank, word in enumerate(("answer", ""))
+        ]
+        assert await_all(*ranks) == 0
+    finally:
+        os.dup2(before, 0)
+        for file in (before, read):
+            os.close(file)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_closed_terminal_ends_the_ranks(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is left, and nothing is reported as killed."""
+    ranks = [shell("sleep 100"), shell("sleep 100")]
+    timer = threading.Timer(0.3, signal.raise_signal, [number])
+    timer.start()
+    assert await_all(*ranks) == 5
+    assert [rank.returncode for rank in ranks] == [-number, -number]
+    assert capsys.readouterr().err == ""
 
 
 def test_none_stays_when_another_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that ignores SIGTERM is killed."""
     monkeypatch.setattr(scripts, "GRACE_SECONDS", 0.2)
     stuck = shell("trap '' TERM; sleep 100")
-    assert scripts.await_all([stuck, shell("exit 3")]) == 3
+    assert await_all(stuck, shell("exit 3")) == 3
     assert stuck.returncode == -signal.SIGKILL
 
 
@@ -60,5 +112,5 @@ def test_signals_reach_all_ranks_and_they_may_end_by_themselves() -> None:
     ranks = [shell("trap 'exit 130' TERM; while :; do sleep 0.05; done") for _ in range(2)]
     timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGTERM])
     timer.start()
-    assert scripts.await_all(ranks) == 130
+    assert await_all(*ranks) == 130
     assert [rank.returncode for rank in ranks] == [130, 130]

@@ -168,7 +168,7 @@ def measure(world: int) -> dict[str, float]:
     message = msgspec.msgpack.encode(host)
     hosts = world // A_HOST
     with a_store() as (store, server):
-        reports = HostReports(store, "watch", world)
+        reports = HostReports(store, "watch")
         reports.publish_job(Job(b"t" * 16))
         for number in range(1, hosts):
             reports.slot = -1

@@ -112,7 +112,8 @@ def open_store(where: str) -> dist.Store:
 def _follow_orders(where: str, rank: int, world_size: int, period: float, pipe: Connection) -> None:
     """Make one exchange per order, which is (first step, whether it is the last)."""
     began = time.monotonic()
-    transport = Transport(open_store(where), "watch/1", rank, world_size, period)
+    store = open_store(where)  # a transport does not keep it
+    transport = Transport(store, "watch/1", rank, world_size, period)
     pipe.send(time.monotonic() - began)
     while (order := pipe.recv()) is not None:
         first, last = order

@@ -14,7 +14,7 @@ from frozen import Frozen
 import ddpbench
 from ddpbench.launch.placement import free_port
 from ddpbench.records import store
-from ddpbench.watch import api
+from ddpbench.watch import api, command
 
 needs_all = pytest.mark.skipif(
     not os.environ.get("DDPBENCH_WATCH_ALL"), reason="DDPBENCH_WATCH_ALL=1 runs it"
@@ -123,6 +123,17 @@ def test_a_watch_ends_with_the_thread_that_trains(tmp_path: Path) -> None:
     assert run.state == "complete"
     assert (watched := run.steps[0].watched) is not None
     assert watched.last_step == 19
+
+
+def test_the_folder_of_runs_stays_where_the_job_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the script changes its folder before there is a process group."""
+    monkeypatch.chdir(tmp_path)
+    namespace, program = command.parse(["--prometheus", "metrics.prom", "train.py"])
+    settings = command.read_settings(namespace, program)
+    assert settings.output == tmp_path / "results"
+    assert settings.prometheus == str(tmp_path / "metrics.prom")
 
 
 def test_a_watch_that_cannot_start_is_one_line(tmp_path: Path) -> None:

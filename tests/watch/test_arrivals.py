@@ -133,6 +133,21 @@ def test_short_strings_are_read_in_place() -> None:
     assert recorder_dump._take(recorder_dump._String(None, 3, b"abc"), None) == b"abc"
 
 
+def test_calls_whose_group_torch_hides_are_noted() -> None:
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL, records lack the group of a call, and a note says so."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        arrivals = Arrivals()
+        dist.all_reduce(torch.zeros(3))
+        assert arrivals.read([], final=True) == []
+        assert "DETAIL" in arrivals.unavailable
+    finally:
+        dist.set_debug_level(level)
+        dist.destroy_process_group()
+
+
 @pytest.mark.usefixtures("alone")
 def test_elsewhere_only_a_short_recorder_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the C++ function is not called, torch's own reads a short recorder; a longer one would

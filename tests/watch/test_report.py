@@ -10,6 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -237,10 +238,10 @@ def test_stdout_belongs_to_the_job(
 
 
 def test_a_job_without_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job whose stderr is closed or missing is stored; nothing is raised."""
+    """A job whose stderr is closed, missing or the script's own is stored; nothing is raised."""
     closed = (tmp_path / "closed").open("w")
     closed.close()
-    for number, stream in enumerate((None, closed)):
+    for number, stream in enumerate((None, closed, SimpleNamespace(write=len))):
         monkeypatch.setattr(sys, "stderr", stream)
         outputs = Outputs(Settings(output=tmp_path / str(number), every=1e-9), a_job())
         outputs.update(a_history(), [SLOW])

@@ -188,7 +188,7 @@ def test_what_an_ended_host_reported_counts_once() -> None:
     without steps, facts or links, and costs the others none of their steps; and a report under its
     key that is not the same counts again."""
     store = dist.HashStore()
-    reports = HostReports(store, "watch", 4)
+    reports = HostReports(store, "watch")
     reports.publish_job(host_reports.Job(os.urandom(16)))
 
     def join(last: bool, name: str, first: int) -> HostWindow:
@@ -240,7 +240,7 @@ def test_1024_ranks_report_under_one_key_a_host() -> None:
     """128 hosts with eight ranks each report through a TCPStore, in real messages: rank 0 gets all
     of a round, none of an earlier one, and a second round adds no key."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    reports = HostReports(server, "watch", 1024)
+    reports = HostReports(server, "watch")
     reports.publish_job(host_reports.Job(os.urandom(16)))
     keys = []
     for number in (7, 8):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ddpbench.hang.status_board import Address, StoreClient, await_server, find_store
+from ddpbench.hang.status_board import Address, StoreClient, await_server, find_store, unwrap
 from ddpbench.watch.window import HostWindow
 
 if TYPE_CHECKING:
@@ -37,15 +37,11 @@ class Job(msgspec.Struct, frozen=True):
 class HostReports:
     """The reports in a store, as rank 0 or a leader uses them. No call takes much over 0.5 s."""
 
-    def __init__(self, store: dist.Store, prefix: str, world_size: int) -> None:
+    def __init__(self, store: dist.Store, prefix: str) -> None:
         import torch.distributed as dist
 
-        self._prefix, self._world_size = prefix, world_size
-        # A reference to rank 0's TCPStore would keep its server alive after the process group. If
-        # the script then made another group, ranks could meet at the old server.
-        self._store = find_store(store)
-        self._is_file = isinstance(self._store, dist.FileStore)
-        self._was_open = False
+        self._prefix, self._is_file = prefix, isinstance(unwrap(store), dist.FileStore)
+        self._place, self._was_open = find_store(store), False
         self._client: StoreClient | None = None
         self._retry_at = 0.0
         self._folder = ""  # of the keys of the job with this token
@@ -144,16 +140,16 @@ class HostReports:
             self._retry_at = time.monotonic() + RETRY_SECONDS
         if self._client is None and time.monotonic() >= self._retry_at:
             if not self._was_open or self._is_reachable():
-                self._client, self._was_open = StoreClient(self._store, self._world_size), True
+                self._client, self._was_open = StoreClient(self._place), True
             else:
                 self._retry_at = time.monotonic() + RETRY_SECONDS
         return None if self._client is None else self._client.request(seconds, function)
 
     def _is_reachable(self) -> bool:
         """Whether a client could connect again, after the store had closed the connection."""
-        if isinstance(self._store, Address):
+        if isinstance(self._place, Address):
             try:
-                await_server(self._store, REACH_SECONDS)
+                await_server(self._place, REACH_SECONDS)
             except RuntimeError:
                 return False
         return True

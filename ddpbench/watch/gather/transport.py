@@ -53,7 +53,7 @@ class Transport:
     ) -> None:
         self._rank, self._world_size, self._period_ns = rank, world_size, round(period * 1e9)
         prefix = f"{prefix}/{placement.read_restarts()}"
-        self._reports = HostReports(store, prefix, world_size)
+        self._reports = HostReports(store, prefix)
         self._identity = self_report.identify(rank)
         addresses = (address.partition("/")[0] for address in sockets.list_interfaces().values())
         self._addresses = [each for each in addresses if not sockets.is_loopback(each)][:LINKS]

@@ -46,6 +46,10 @@ PAUSE_SECONDS = 1e-4
 KEPT_STEPS = 8192
 MPI_SECONDS = 5  # that a call over MPI takes at most, to be placed: it is read once it has ended
 NS = 10**9
+UNNAMED = (
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL hides the groups of calls, so waits in them outside backward "
+    "count as the ranks' own time: unset it"
+)
 
 
 def find_round_ns(now_ns: int) -> int:
@@ -81,13 +85,13 @@ class Arrivals:
     """Reads the calls that this rank makes from now on; those of a step once it has ended.
 
     reducers: the job's DDP modules, whose reductions in backward block nobody there.
-    unavailable: a sentence on what cannot be read, and what to do; "" if all can.
+    unavailable: a sentence on what cannot be read, and what to do; "" if all can be read.
     skipped: whether the last read left out torch's recorder, because reads of it take long. Its
     calls follow in a later read. Steps without their calls must not be compared with others.
     """
 
     def __init__(self, reducers: Reducers | None = None) -> None:
-        self.skipped = False
+        self.skipped, self.unavailable = False, ""
         self._reducers = reducers
         self._dump = RecorderDump()
         self._groups: dict[str, Group] = {}
@@ -98,10 +102,6 @@ class Arrivals:
         self._later: deque[_Arrival] = deque(maxlen=CALLS)  # in a step that has not ended
         self._over_mpi: deque[_Arrival] = deque(maxlen=2 * CALLS)
         self._reductions: deque[Reduction] = deque(maxlen=2 * CALLS)
-
-    @property
-    def unavailable(self) -> str:
-        return self._dump.unavailable
 
     def read(self, steps: Sequence[Step], final: bool = False) -> list[Call]:
         """Return the calls since the last read, the newest CALLS, oldest first.
@@ -169,6 +169,7 @@ class Arrivals:
         backends = {backend for group in self._groups.values() for backend in group.backends}
         entries = self._dump.read_new(backends, until_ns, CALLS)
         names = [_read_name(bytes(entry.process_group)) for entry in entries]
+        self.unavailable = self._dump.unavailable or (UNNAMED if "" in names else self.unavailable)
         self._recorders |= {n: entry.pg_id for n, entry in zip(names, entries, strict=True)}
         found = []
         for index, (name, entry) in enumerate(zip(names, entries, strict=True)):

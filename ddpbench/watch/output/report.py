@@ -5,6 +5,7 @@ An output that fails is reported once and ends; the others go on.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -80,9 +81,10 @@ class Outputs:
         if settings.on_report is not None:
             call = settings.on_report
             self._outputs["on_report"] = lambda report: call(report.as_dict())
-        if sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty():
-            line = Line(settings.every)
-            self._outputs["the line"] = lambda report: line.show(report.latest, report.run)
+        line = Line(settings.every)
+        with contextlib.suppress(AttributeError, ValueError):  # none, closed, or the script's own
+            if sys.stderr.isatty():
+                self._outputs["the line"] = lambda report: line.show(report.latest, report.run)
 
     def update(self, history: History, findings: Sequence[Finding]) -> None:
         """Give out what is known after a round of reports."""
@@ -103,7 +105,7 @@ class Outputs:
         return self._folder if "storing the run" in self._outputs else None
 
     def _open_run(self, results: Path) -> None:
-        stored = StoredRun(results.absolute(), self._job)  # the script may change its folder
+        stored = StoredRun(results, self._job)
         self._folder = stored.folder
         self._outputs["storing the run"] = lambda report: stored.update(report.run)
 
