@@ -209,7 +209,10 @@ class Proof:
         found: list[tuple[int, nn.Module, list[Optimizer]]] = []
         for module in itertools.chain.from_iterable(map(_list_parts, self._observer.modules)):
             ids = [id(p) for p in module.parameters() if id(p) in position]
-            if ids or wrapper(module) is not None or _list_meshes(module):
+            ddp: Any = wrapper(module)
+            if ddp is not None and ddp.process_group not in distributed_c10d._world.pg_map:
+                continue  # of a training before: its group is destroyed
+            if ids or ddp is not None or _list_meshes(module):
                 own = {id(one): one for key in ids for one in owners[key]}
                 first = min((position[key] for key in ids), default=len(position))
                 found.append((first, module, [*own.values()]))
