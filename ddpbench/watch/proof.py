@@ -34,7 +34,7 @@ from ddpbench.replicas import Report, sharding
 from ddpbench.replicas.compare import Options
 from ddpbench.replicas.gather import gather_report
 from ddpbench.replicas.report import few, listed_kinds
-from ddpbench.replicas.state import unwrap, wrapper
+from ddpbench.replicas.state import shards_state, unwrap, wrapper
 from ddpbench.watch.observe.observer import Meetings, Observer
 
 FREE_SECONDS, SHARE = 1.0, 0.005  # of waits in vain, in all: so long, and this share of the job
@@ -195,7 +195,12 @@ class Proof:
         """
         position: dict[int, int] = {}
         owners: dict[int, list[Optimizer]] = {}
-        for optimizer in self._observer.optimizers:
+        stepped = self._observer.optimizers
+        # ZeroRedundancyOptimizer steps another one, which has this rank's part of the state.
+        inner = [getattr(one, "optim", None) for one in stepped if shards_state(one)]
+        for optimizer in stepped:
+            if any(optimizer is one for one in inner):
+                continue
             for parameter in itertools.chain.from_iterable(
                 group["params"] for group in optimizer.param_groups
             ):
@@ -204,7 +209,10 @@ class Proof:
         found: list[tuple[int, nn.Module, list[Optimizer]]] = []
         for module in itertools.chain.from_iterable(map(_list_parts, self._observer.modules)):
             ids = [id(p) for p in module.parameters() if id(p) in position]
-            if ids or wrapper(module) is not None or _list_meshes(module):
+            ddp: Any = wrapper(module)
+            if ddp is not None and ddp.process_group not in distributed_c10d._world.pg_map:
+                continue  # of a training before: its group is destroyed
+            if ids or ddp is not None or _list_meshes(module):
                 own = {id(one): one for key in ids for one in owners[key]}
                 first = min((position[key] for key in ids), default=len(position))
                 found.append((first, module, [*own.values()]))

@@ -5,13 +5,15 @@
 
 Four ranks train in one set of processes. A healthy situation must give no error. After a fault, the
 first error must name the right tensor and rank in the right step. Prints a table in Markdown; the
-exit code is 1 if a cell is not ok. Under `ddpbench.watch(verify=1)` the step may be one later.
+exit code is 1 if a cell is not ok. `ddpbench.watch(verify=1)` compares at the end
+of backward, before the optimizer steps, so the step there may be one later.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import os
 import subprocess
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpbench
+from ddpbench.watch import proof
 
 DDP = DistributedDataParallel
 WORLD, WRONG, STEPS, FAULT = 4, 2, 5, 3  # ranks; the rank with the fault; steps; its step
@@ -602,22 +605,13 @@ VERIFIER_ONLY = "unequal calls", "a fault behind another", "state after Join"
 def _run(name: str, by: str, faulty: bool, rank: int) -> dict[str, Any]:
     """Play a situation; return what was reported, and what went wrong."""
     job = Job(rank, faulty, by == "watch")
-    notes: list[str] = []
+    gc.collect()  # a watch would find the models of the situation before
     torch.manual_seed(0)
     watch = ddpbench.watch(verify=1, output=None, every=3600.0) if job.watched else None
     try:
         PLAYS[name][0](job)
-        if watch is not None and watch._watcher is not None:
-            proof: Any = watch._watcher._proof
-            for found in proof.findings:
-                notes.append(f"{found.severity} {found.code}")
-                if found.severity == "error":
-                    place = {"step": 0, "ranks": [], "tensors": [], "sentence": found.sentence}
-                    job.errors.append({**place, **found.place})
-                elif found.code == "replicas-not-compared":
-                    job.problems.append("no longer compared")
-            if not job.errors and not getattr(proof, "_equal_until", True):
-                job.problems.append("never compared")
+        if watch is not None:
+            _read_proof(job, watch._watcher._proof)
     except Exception as error:
         traceback.print_exc()
         job.problems.append(f"{type(error).__name__}: {str(error)[:80]}")
@@ -631,17 +625,23 @@ def _run(name: str, by: str, faulty: bool, rank: int) -> dict[str, Any]:
                 job.errors.append({**place, **found.place})
     for report in job.reports[:1] + [r for r in job.reports if r.failed][:1]:
         print(report, flush=True)
-    return {"errors": job.errors, "problems": job.problems, "notes": notes}
+    return {"errors": job.errors, "problems": job.problems}
+
+
+def _read_proof(job: Job, seen: Any) -> None:
+    summary = seen.summarize(job.rank, True)
+    never = seen.conclude(summary) if job.rank == 0 else []  # which all these models are in
+    for found in [*seen.findings, *summary, *never]:
+        if found.code == proof.NOT_COMPARED:
+            job.problems.append(found.sentence)
+        elif found.severity == "error":
+            place = {"step": 0, "ranks": [], "tensors": [], "sentence": found.sentence}
+            job.errors.append({**place, **found.place})
 
 
 def _rank_main(folder: Path, rank: int, orders: list[tuple[str, str, bool]]) -> None:
     torch.set_num_threads(1)
-    try:
-        from ddpbench.watch import proof
-
-        proof.MEET_SECONDS = 3.0  # so that a wait for a rank that skips a step is short
-    except (ImportError, AttributeError):
-        pass
+    proof.FREE_SECONDS = 60.0  # a busy host delays ranks
     for number, (name, by, faulty) in enumerate(orders):
         print(f"=== {name} {by} {'fault' if faulty else 'healthy'}", flush=True)
         meeting = f"file://{folder}/meeting-{number}"

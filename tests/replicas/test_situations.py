@@ -17,6 +17,11 @@ def test_situations_of_training() -> None:
     assert situations.main(["--by", "verifier", "--only", *names]) == 0
 
 
+def test_a_watch_of_sharded_optimizer_state() -> None:
+    """The optimizer within a ZeroRedundancyOptimizer, a part of the state, is not compared."""
+    assert situations.main(["--by", "watch", "--only", "ZeRO"]) == 0
+
+
 def test_a_traced_model_can_be_saved() -> None:
     """The copy works without the tracer, and passes its output on."""
     model = nn.Linear(2, 2)
