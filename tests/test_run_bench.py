@@ -502,8 +502,8 @@ def test_the_suite_runs_from_anywhere_and_takes_pytest_arguments(
 def test_regress_runs_the_suite_of_what_must_not_become_slower(
     checkout: Path, tmp_path: Path
 ) -> None:
-    """tests/perf is run, from anywhere, compared with and saved into the checkout's results; more
-    arguments win; pytest's exit code is kept."""
+    """tests/perf is run, from anywhere, and saved into the checkout's results, and compared with
+    what is there; more arguments win; pytest's exit code is kept."""
     suite = checkout / "tests" / "perf"
     suite.mkdir(parents=True)
     (suite / "test_probe.py").write_text("def test_one():\n    pass\n\n\ndef test_two(): 1 / 0\n")
@@ -512,14 +512,16 @@ def test_regress_runs_the_suite_of_what_must_not_become_slower(
         "    parser.addoption('--ddpbench-compare', nargs='?')\n"
         "    Path('words.json').write_text(json.dumps(sys.argv))\n"
     )
-    result = run_bench(checkout, "regress", "-k", "two", cwd=tmp_path)
-    assert result.returncode == 1
-    assert "1 failed, 1 deselected in" in result.stdout
-    words = json.loads((tmp_path / "words.json").read_text())
-    assert words[-5:] == [
-        "--ddpbench-compare", "--benchmark-autosave",
-        f"--benchmark-storage={checkout}/results/benchmarks", "-k", "two",
-    ]  # fmt: skip
+    saved = checkout / "results" / "benchmarks"
+    for option in ("tests/perf", "--ddpbench-compare"):
+        result = run_bench(checkout, "regress", "-k", "two", cwd=tmp_path)
+        assert result.returncode == 1
+        assert "1 failed, 1 deselected in" in result.stdout
+        words = json.loads((tmp_path / "words.json").read_text())
+        assert words[-5].endswith(option)
+        assert words[-4:] == ["--benchmark-autosave", f"--benchmark-storage={saved}", "-k", "two"]
+        (saved / "machine").mkdir(parents=True, exist_ok=True)
+        (saved / "machine" / "0001_run.json").write_text("{}")
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")

@@ -346,7 +346,7 @@ def find_averager() -> int:
     """Return 1 if this process has an object that averages parameters, else 0. It is slow."""
     averagers: Any = sys.modules.get("torch.distributed.algorithms.model_averaging.averagers")
     kind = getattr(averagers, "ModelAverager", None)
-    return int(kind is not None and any(isinstance(each, kind) for each in gc.get_objects()))
+    return int(kind is not None and any(issubclass(type(each), kind) for each in gc.get_objects()))
 
 
 def _finds_unused(ddp: Any) -> int:

@@ -40,6 +40,7 @@ from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench import cli
 from ddpbench.commands import guide
+from ddpbench.guide import pager
 from ddpbench.launch import placement
 
 README = ROOT / "README.md"
@@ -370,7 +371,7 @@ def test_a_terminal_gets_a_page() -> None:
 @each_chapter
 def test_a_chapter_can_be_formatted(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No chapter holds Markdown that the pager cannot show; every word of its output is shown."""
-    guide.page(path.read_text(encoding="utf-8"))
+    pager.page(path.read_text(encoding="utf-8"))
     shown = capsys.readouterr().out
     for block in read_blocks(path):
         for line in block.text.splitlines():

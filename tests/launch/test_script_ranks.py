@@ -90,11 +90,16 @@ def test_rank_0_has_the_standard_input() -> None:
 def test_a_closed_terminal_ends_the_ranks(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is left, and nothing is reported as killed."""
+    """Nothing is left, and nothing is reported as killed. What ignores the signal, as under nohup,
+    would keep ignoring it."""
+    before = signal.signal(number, signal.SIG_DFL)
     ranks = [shell("sleep 100"), shell("sleep 100")]
     timer = threading.Timer(0.3, signal.raise_signal, [number])
     timer.start()
-    assert await_all(*ranks) == 5
+    try:
+        assert await_all(*ranks) == 5
+    finally:
+        signal.signal(number, before)
     assert [rank.returncode for rank in ranks] == [-number, -number]
     assert capsys.readouterr().err == ""
 

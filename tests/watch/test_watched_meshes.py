@@ -24,8 +24,8 @@ needs_average = pytest.mark.skipif(
 )
 
 
-def watch(folder: Path, *words: str) -> Run:
-    """Watch the script in four ranks with --verify 2; return the stored run."""
+def watch(folder: Path, *words: str, code: int = 0) -> Run:
+    """Watch the script in four ranks with --verify 2; return the stored run. `code`: rank 0's."""
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     python = [*warm_python(), "-m", "ddpbench.watch", "--verify", "2", str(SCRIPT), *words]
     ranks = [
@@ -42,7 +42,7 @@ def watch(folder: Path, *words: str) -> Run:
         for rank in range(RANKS)
     ]
     texts = [rank.communicate(timeout=200) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * RANKS, texts
+    assert [rank.returncode for rank in ranks] == [code, 0, 0, 0], texts
     errors = "".join(err for _, err in texts)
     assert "watch of rank" not in errors, errors  # a failure of the watch itself
     (path,) = store.list_runs(folder / "results")
@@ -52,7 +52,8 @@ def watch(folder: Path, *words: str) -> Run:
 def about_replicas(run: Run) -> list[list[Any]]:
     """Return the facts of errors, and of what could not be compared."""
     findings = run.findings
-    return [finding_facts(f) for f in findings if f.severity == "error" or "compare" in f.code]
+    missing = ("nothing-to-compare", "not-compared", "replicas-not-compared")
+    return [finding_facts(f) for f in findings if f.severity == "error" or f.code in missing]
 
 
 def test_fully_shard_leaves_nothing_to_compare(frozen: Frozen, tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_fully_shard_leaves_nothing_to_compare(frozen: Frozen, tmp_path: Path) -
 def test_a_bit_of_one_shard_of_one_replica_is_found(frozen: Frozen, tmp_path: Path) -> None:
     """A bit that flips after step 3 is an error after step 5: with its tensor, its shard, the
     coordinates of the rank, the place of the element in the whole tensor, and a cause."""
-    run = watch(tmp_path, "hsdp", "--flip", "3")
+    run = watch(tmp_path, "hsdp", "--flip", "3", code=4)
     frozen.facts(about_replicas(run))
     (finding,) = (each for each in run.findings if each.severity == "error")
     for words in ("step 5", "dp_replicate=1, dp_shard=1", "(rank 3)"):
@@ -92,7 +93,7 @@ def test_a_bias_that_one_tensor_parallel_rank_changes_is_found(
 ) -> None:
     """Tensor parallelism leaves the bias of a layer divided by rows whole: the rank that changes it
     after step 4 is named after step 5. What only one rank holds is no finding."""
-    run = watch(tmp_path, "tp", "--drift", "4")
+    run = watch(tmp_path, "tp", "--drift", "4", code=4)
     frozen.facts(about_replicas(run))
     (finding,) = (each for each in run.findings if each.severity == "error")
     for words in ("step 5", "tp=1", "(rank 1)"):
