@@ -222,8 +222,8 @@ def total(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.itemsize > 2:
         return tensor.sum()
-    if tensor.itemsize == 2 and not tensor.is_cpu:
-        return tensor.sum(dtype=torch.float32)
+    if not tensor.is_cpu:
+        return tensor.float().sum() if tensor.itemsize == 1 else tensor.sum(dtype=torch.float32)
     # A CPU widens a copy of all elements before it adds them up.
     sums = [block.float().sum() for block in tensor.reshape(-1).split(BLOCK)]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
