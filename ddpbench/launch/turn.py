@@ -1,7 +1,6 @@
 """Two launches that are measured in turns within seconds: while one measures, the other sleeps.
 
-Each has a named pipe in which it waits for its turn. What drifts on the machine then reaches both:
-on gloo, differences of such launches spread half as far as those of launches one after the other.
+Each has a named pipe in which it waits for its turn. What drifts on the machine then reaches both.
 """
 
 from __future__ import annotations
