@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from ddpbench.records.schema import SEVERITIES, Finding
 from ddpbench.records.wording import counted, list_all
 from ddpbench.replicas.causes import Cause
-from ddpbench.replicas.compare import Comparison
 from ddpbench.replicas.describe import describe_fold
 from ddpbench.replicas.facts import Facts
 from ddpbench.replicas.places import Places
@@ -57,11 +56,11 @@ class Verification:
         return Places(self.coordinates)
 
 
-def keys(facts: Facts | Comparison | Report) -> set[Key]:
+def keys(facts: Facts | Report) -> set[Key]:
     """Return a key for everything that is wrong. A later report does not explain it again."""
     wrong = {_key(d) for d in facts.differences if d.kind != "buffer"}
     wrong |= {_key(m) for m in facts.mismatches}
-    return wrong | {_key(n) for n in facts.nonfinite if n.kind not in _HARMLESS}
+    return wrong | {_key(n) for n in facts.nonfinite if n.severity == "error"}
 
 
 def _key(wrong: Difference | Mismatch | NonFinite) -> Key:
@@ -280,14 +279,10 @@ def _without_gradient(facts: Facts, verification: Verification) -> Iterator[Find
         yield Finding(severity, "without-gradient", sentence, next_step, place)
 
 
-# A buffer may be a mask of -inf. A loss scaler causes infinite gradients and skips their step.
-_HARMLESS = {"buffer": "note", "gradient": "warning"}
-
-
 def _nonfinite(facts: Facts, verification: Verification) -> Iterator[Finding]:
-    sides: dict[tuple[str, tuple[int, ...]], list[NonFinite]] = {}
+    sides: dict[tuple[str, str, tuple[int, ...]], list[NonFinite]] = {}
     for tensor in facts.nonfinite:
-        key = tensor.kind, tuple(rank for rank, _ in tensor.counts)
+        key = tensor.kind, tensor.severity, tuple(rank for rank, _ in tensor.counts)
         sides.setdefault(key, []).append(tensor)
     explained = False  # the origin and the next step stand once
     for fold in _limit_folds(sides):
@@ -302,7 +297,7 @@ def _nonfinite(facts: Facts, verification: Verification) -> Iterator[Finding]:
         if len(fold) > 1:
             sentence = f"{count_kind(kind, len(fold))} have NaN or infinite elements in {where}: "
             sentence += f"{few(names)}; {elements} each"
-        severity, next_step = _HARMLESS.get(kind, "error"), ""
+        severity, next_step = fold[0].severity, ""
         if severity == "error" and not explained:
             sentence, next_step = _explain_origin(sentence, verification)
             explained = True

@@ -89,7 +89,7 @@ def gather_report(
     least, most = (dict(zip(flags, values, strict=True)) for values in zip(*extremes, strict=True))
     replica = _Replica(module, optimizers, state, usage, least, most)
     facts = _gather_facts(channel, replica, comparison, options)
-    wrong = findings.keys(comparison)
+    wrong = findings.keys(facts)
     history = {key: report for key, report in (history or {}).items() if key in wrong}
     if not history:  # else no cause is looked for
         facts = _gather_pattern(channel, replica, comparison, facts)
@@ -165,15 +165,19 @@ def _gather_facts(
     if most["trains"]:
         ddp = wrapper(replica.module)
         without_gradient = gather_without_gradient(channel, state, comparison, usages, ddp)
+    frozen = frozenset(name for each in usages for name in each if each[name] == FROZEN)
     return Facts(
         world_size=len(channel.ranks),
         differences=tuple(comparison.differences),
         mismatches=tuple(comparison.mismatches),
-        nonfinite=tuple(comparison.nonfinite),
+        nonfinite=tuple(
+            replace(each, frozen=each.kind == "parameter" and each.name in frozen)
+            for each in comparison.nonfinite
+        ),
         without_gradient=without_gradient,
         parameters=comparison.compared["parameter"],
         gradients=comparison.compared.get("gradient", 0),
-        frozen=frozenset(name for each in usages for name in each if each[name] == FROZEN),
+        frozen=frozen,
         earlier=options.equal_until is not None,
         unsynced=bool(most["unsynced"]),
         unmanaged=most["unmanaged"],

@@ -66,6 +66,18 @@ class NonFinite:
     name: str
     counts: tuple[tuple[int, int], ...]  # (rank, number of elements), only ranks with any
     shard: str = ""  # as in Difference
+    frozen: bool = False  # a parameter with requires_grad=False
+
+    @property
+    def severity(self) -> str:
+        """ "error" for what training needs: trained parameters and the optimizer's state.
+
+        A buffer or a frozen parameter may be a mask of -inf. A loss scaler causes infinite
+        gradients and skips their step.
+        """
+        if self.frozen or self.kind == "gradient":
+            return "warning"
+        return "note" if self.kind == "buffer" else "error"
 
 
 NOT_REDUCED = "not reduced"  # the reason of a tensor with a Partial placement begins so
@@ -133,7 +145,7 @@ class Report:
     def ok(self) -> bool:
         """Whether everything that exists more than once was compared, is equal and finite.
 
-        Buffers may differ. Only parameters and the optimizer's state must be finite.
+        Buffers may differ. Only trained parameters and the optimizer's state must be finite.
         """
         return not (self.failed or self.not_compared or self.nothing_to_compare)
 

@@ -3,7 +3,7 @@
 A comparison is a collective call of the ranks that hold a replica, so it takes place where they
 meet anyway: at the end of their n-th synchronised backward, one in which each of their process
 groups had collectives, such as DDP's reductions. Optimizer steps, which a rank may skip, count only
-for models without such a backward.
+for models without such a backward. Models that train apart are compared after torch averages them.
 
 Before they compare, the ranks meet at the store. A rank that waits in vain gives this comparison up
 and goes on. What such waits may cost is bounded: FREE_SECONDS and SHARE of the job's time.
@@ -41,7 +41,8 @@ FREE_SECONDS, SHARE = 1.0, 0.005  # of waits in vain, in all: so long, and this 
 LOCATED = 16  # differing tensors of a kind that are compared element by element
 MET, LATE = b"met", b"late"  # what the ranks have agreed on
 COMPARED, NOT_COMPARED = "replicas-compared", "replicas-not-compared"  # codes of findings
-JOIN = "it trains within Join, where ranks may take different numbers of steps"
+JOIN = "within Join some ranks ran out of data, so no comparison has all ranks"
+AVERAGED = "averaged-now-and-then"  # the cause of a difference between two averages
 
 _times = itertools.count()  # how often a proof began in this process, equal in all ranks
 
@@ -68,6 +69,9 @@ class Record:
     compared: int = 0
     equal: int = 0
     missed: int = 0
+    differs: bool = False  # so it is compared no more
+    finite: bool = True  # as far as was reported
+    averaged: bool = False  # so only parameters and buffers are compared, after an average
     equal_until: int | None = None
     contents: dict[str, int] = field(default_factory=dict)  # of the last comparison, by kind
     reason: str = ""  # why it is not compared
@@ -77,7 +81,7 @@ class Proof:
     """Compares the replicas that an observer finds. `findings` has what was found, in every rank.
 
     every: steps from one comparison to the next; 0: none. Each replica is compared until it first
-    differs.
+    differs. A step has the number that it has for the first of the replica's ranks.
     """
 
     def __init__(self, every: int, observer: Observer) -> None:
@@ -95,6 +99,7 @@ class Proof:
         if every:
             observer.after_backward.append(self._after_backward)
             observer.after_step.append(self._after_step)
+            observer.after_average.append(self._after_average)
 
     def close(self) -> None:
         """Compare no more. For any thread."""
@@ -109,7 +114,8 @@ class Proof:
             # Of groups that do not meet equally often, the one that meets least has the number.
             count = min(counts[ranks] for ranks in one.groups)
             if one.groups <= met and count % self._every == 0:
-                self._compare(f"backward/{count}", count - 1, one)
+                steps = self._steps if self._observer.optimizers else count - 1
+                self._compare(f"backward/{count}", steps, one)
 
     def _after_step(self, number: int) -> None:
         self._steps = number + 1
@@ -118,15 +124,24 @@ class Proof:
                 if not all(self._backwards[ranks] for ranks in one.groups):
                     self._compare(f"step/{number}", number, one)
 
+    def _after_average(self, number: int) -> None:
+        for one in self._list_replicas() if self._every else ():
+            record = self._records.get(one.name)
+            last = -1 if record is None or record.equal_until is None else record.equal_until
+            if record is not None and record.averaged and self._steps - last > self._every:
+                self._compare(f"average/{number}", self._steps - 1, one._replace(optimizers=[]))
+
     def _compare(self, point: str, number: int, one: Replica) -> None:
         record = self._records.setdefault(one.name, Record(one.ranks))
         ddp: Any = wrapper(one.module)
-        if ddp is not None and ddp._join_config.enable:  # ranks without data only shadow it
-            record.reason = JOIN
-        elif record.compared > record.equal:
+        is_stopped = record.differs or record.reason == JOIN
+        if is_stopped or (record.averaged and point.startswith("step")):
             return
-        elif self._meet(point, one):
-            self._compare_now(number, one, record)
+        met_at = self._meet(point, number, one)
+        if met_at is not None:
+            self._compare_now(met_at, one, record)
+        elif ddp is not None and ddp._join_config.enable:
+            record.reason = JOIN
         else:
             record.missed += 1
             if record.missed == 1:
@@ -141,21 +156,22 @@ class Proof:
     def _compare_now(self, number: int, one: Replica, record: Record) -> None:
         options = Options(
             gradients=None,
-            finite=True,
+            finite=record.finite,
             locate=LOCATED,
             step=number,
             equal_until=record.equal_until,
             stages=self._stages,
         )
         report = gather_report(one.module, tuple(one.optimizers), None, options)
+        if report.cause is not None and report.cause.code == AVERAGED and not record.averaged:
+            record.averaged = True
+            return
         record.contents = {kind: count for kind, count in report.compared.items() if count}
         record.compared += 1
-        if report.failed:
-            errors = [f for f in report.findings if f.severity == "error"]
-            self._add(
-                one.ranks, *(replace(f, sentence=f"step {number}: {f.sentence}") for f in errors)
-            )
-        else:
+        errors = [f for f in report.findings if f.severity == "error"]
+        self._add(one.ranks, *(replace(f, sentence=f"step {number}: {f.sentence}") for f in errors))
+        record.differs, record.finite = report.differs, not errors and record.finite
+        if not report.differs:
             record.equal += 1
             record.equal_until = number
         is_partial = report.not_compared or report.nothing_to_compare
@@ -228,21 +244,21 @@ class Proof:
             replicas.append(Replica(f"{name} {count[name]}", module, optimizers, *place))
         return replicas
 
-    def _meet(self, point: str, one: Replica) -> bool:
-        """Wait for the ranks of a replica; return whether all have come, the same in all."""
+    def _meet(self, point: str, step: int, one: Replica) -> int | None:
+        """Wait for the ranks of a replica; return the first one's step, None if not all came."""
         store = self._open_store(point, one)
+        if dist.get_rank() == one.ranks[0]:
+            store.set("step", str(step))
         is_last = store.add("arrived", 1) == len(one.ranks)
         # Once all are here, all have left the point before.
         if is_last and (last := self._last.get(one.name)) is not None:
             with contextlib.suppress(RuntimeError):  # where the store cannot
-                for key in ("arrived", "decided", "decision"):
+                for key in ("step", "arrived", "decided", "decision"):
                     self._open_store(last, one).delete_key(key)
         self._last[one.name] = point
-        if is_last:
-            return _decide(store, MET)
         began = time.monotonic()
         until = began + FREE_SECONDS + SHARE * (began - self._began) - self._lost
-        pause, is_met = 0.0005, None
+        pause, is_met = 0.0005, _decide(store, MET) if is_last else None
         while is_met is None:
             if store.check(["decision"]) or time.monotonic() > until:
                 is_met = _decide(store, LATE)
@@ -252,7 +268,7 @@ class Proof:
         # Ranks that meet in a backward anyway lose nothing by waiting for each other.
         if not is_met or point.startswith("step"):
             self._lost += time.monotonic() - began
-        return is_met
+        return int(store.get("step")) if is_met else None
 
     def _open_store(self, point: str, one: Replica) -> dist.Store:
         prefix = f"{self._prefix}/{one.name}/{point}"
@@ -272,15 +288,18 @@ def _describe_record(name: str, record: Record) -> Finding:
     if not record.compared:
         reason = record.reason or "some of its ranks never came to a comparison together"
         return _explain_never_compared(f"{model}: {reason}")
-    sentence = (
-        f"replicas of {model} were equal in {record.equal} of "
-        f"{counted(record.compared, 'comparison')}"
-    )
+    what = "replicas" if "parameter" in record.contents else "no parameter, but what all ranks hold"
+    times = counted(record.compared, "comparison")
+    sentence = f"{what} of {model} were equal in {record.equal} of {times}"
     if record.equal:
         sentence += f", the last one at step {record.equal_until}"
+    if record.averaged:
+        sentence += " (after averages of the parameters, without the optimizer)"
     sentence += f": {listed_kinds(record.contents)}"
     if record.missed:
         sentence += f"; {counted(record.missed, 'comparison')} given up, because ranks did not come"
+    if record.reason:
+        sentence += f"; {record.reason}"
     return Finding("note", COMPARED, sentence, "", place)
 
 

@@ -13,13 +13,8 @@ import ddpbench
 
 def test_situations_of_training() -> None:
     """Healthy ones give no error; a fault is found in its tensor, rank and step, with its cause."""
-    names = ["optimizer LBFGS", "unequal calls", "growth", "a fault behind another"]
-    assert situations.main(["--by", "verifier", "--only", *names]) == 0
-
-
-def test_a_watch_of_sharded_optimizer_state() -> None:
-    """The optimizer within a ZeroRedundancyOptimizer, a part of the state, is not compared."""
-    assert situations.main(["--by", "watch", "--only", "ZeRO"]) == 0
+    names = ["optimizer LBFGS", "unequal calls", "growth", "a fault behind another", "ZeRO"]
+    assert situations.main(["--only", *names, "local SGD", "NaN payloads", "GAN", "Join"]) == 0
 
 
 def test_a_traced_model_can_be_saved() -> None:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.model_averaging import utils as averaging
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -71,7 +72,8 @@ class Observer:
     one, or synchronised backwards, take over after PATIENCE steps without a step of the anchor.
     after_step: called in the training thread after each step of the anchor, with its number, from
     0; after_doubling: after steps 1, 2, 4, 8, … alone; after_backward: after each synchronised
-    backward, one in which process groups had collectives, with the ranks of each of these groups.
+    backward, one in which process groups had collectives, with the ranks of each of these groups;
+    after_average: after torch has averaged parameters over ranks, with their number so far.
     losses: of the job.
     on_error: called once, with an error in the observer or in after_step, which ends the
     observation and not the job. at_thread_end: called in the training thread where that ends.
@@ -82,6 +84,7 @@ class Observer:
         self.at_thread_end: Callable[[], object] = self.stop
         self.after_doubling: list[Callable[[int], object]] = []
         self.after_backward: list[Callable[[Meetings], object]] = []
+        self.after_average: list[Callable[[int], object]] = []
         self.losses = Losses()
         self._local = threading.local()  # of the training thread: freed where that ends
         self._marks, self._on_error = marks, on_error
@@ -94,7 +97,7 @@ class Observer:
         self._backwards = 0  # synchronised ones since the anchor's last step
         self._roots: list[weakref.ref[nn.Module]] = []
         self._calls: list[roots.Call] = []
-        self._searches = self._look_at = 0
+        self._searches = self._look_at = self._averages = 0
         self._in_backward = self._own_ended = self._in_hook = False
         self._begin_hooks = OrderedDict({0: self._queue_stamp})
         self._hooks = [
@@ -104,6 +107,7 @@ class Observer:
         self._restore = [
             _replace(torch.autograd, "backward", self._wrap_backward),
             _replace(dataloader._BaseDataLoaderIter, "__next__", self._wrap_next),
+            _replace(averaging, "average_parameters_or_parameter_groups", self._wrap_average),
         ]
         _observers.add(self)
 
@@ -384,6 +388,19 @@ class Observer:
                 self._add(INPUT + END)
 
         return get_next
+
+    def _wrap_average(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def average(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            if get_ident() == self._thread:
+                self._averages += 1
+                try:
+                    self._call(self.after_average, self._averages)
+                except Exception as error:
+                    self._fail(error)
+
+        return average
 
     def _add(self, kind: int) -> None:
         try:
