@@ -1074,7 +1074,7 @@ def test_nonfinite_elements_are_a_finding_of_their_own(
     size = int(group[-1])
     report = same_everywhere(outcomes, group, "fault_nan")
     (found,) = report["nonfinite"]
-    assert (found["name"], found["counts"], found["frozen"]) == ("out.weight", [[size - 1, 2]], False)
+    assert (found["name"], found["counts"]) == ("out.weight", [[size - 1, 2]])
     report = same_everywhere(outcomes, group, "fault_nan_everywhere")
     assert report["nonfinite"][0]["counts"] == [[rank, 1] for rank in range(size)]
     assert report["equal"]
