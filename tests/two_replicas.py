@@ -12,7 +12,6 @@ from torch import Tensor
 from ddpbench.replicas import locate
 from ddpbench.replicas.channel import Channel
 from ddpbench.replicas.report import Detail
-from ddpbench.replicas.state import Entry
 
 
 class TwoRanks(Channel):
@@ -46,7 +45,5 @@ def flip_bit(tensor: Tensor, index: int, bit: int = 0) -> Tensor:
 def locate_bit(tensor: Tensor, other: Tensor) -> tuple[Detail, ...]:
     """Compare a tensor on any device with another rank's, a CPU tensor of the same shape."""
     content = other.contiguous().view(-1).view(torch.uint8).numpy()
-    entry = Entry("weight", tensor, tensor.dtype, tuple(tensor.shape), tensor.device.type)
-    ranks = [[1], [0]]
-    found = locate.gather_difference(TwoRanks(content), "parameters", entry, ranks, located=True)
-    return found.details
+    form = locate.Form(tensor.dtype, tuple(tensor.shape), (0,) * tensor.dim())
+    return locate.gather_details(TwoRanks(content), tensor, form, [[1], [0]])

@@ -1,4 +1,4 @@
-"""Compare a replica over all ranks: first everything at once, then only what differs."""
+"""Compare a replica over all ranks, everything at once, and the names of what it holds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy.typing as npt
 import torch
 
 from ddpbench.records.wording import list_all
-from ddpbench.replicas import locate
-from ddpbench.replicas.channel import Channel, Int64
+from ddpbench.replicas.channel import Channel
 from ddpbench.replicas.digest import Counts, Digests, of_bytes, read
 from ddpbench.replicas.report import Difference, Mismatch, NonFinite, ranks_text
 from ddpbench.replicas.scopes import Base
@@ -129,30 +128,6 @@ def _explain_settings(ranks: Sequence[int], settings: list[dict[str, object]]) -
     return f"the ranks verify with different arguments: {'; '.join(parts)}"
 
 
-def gather_wrong(
-    channel: Channel,
-    contents: Sequence[Contents],
-    extremes: Extremes,
-    options: Options,
-    comparison: Comparison,
-) -> None:
-    """Add to `comparison` what differs, of kinds that all ranks must hold alike."""
-    for i, each in enumerate(contents):
-        kind, entries, digests, counts = each.kind, each.entries, each.digests, each.counts
-        same = extremes.same[i]
-        if not same[:2].all():
-            common = gather_common(channel, each, comparison)
-            chosen = [place for _, place in common if place is not None]
-            entries = [entries[place] for place in chosen]
-            digests, counts = digests[chosen], counts[chosen]
-        comparison.compared[kind] = len(entries)
-        comparison.nbytes += sum(map(count_nbytes, entries))
-        if not same[:3].all():
-            comparison.differences += _gather_differences(channel, kind, entries, digests, options)
-        if extremes.nonfinite[i]:
-            comparison.nonfinite += _gather_nonfinite(channel, kind, entries, counts)
-
-
 def read_contents(state: State, kind: str, share: tuple[int, int] | None) -> Contents:
     """Return the entries of a kind with their digests, and counts in a share of them (`read`)."""
     entries = state.entries[kind]
@@ -171,7 +146,7 @@ def gather_common(
     channel: Channel,
     contents: Contents,
     comparison: Comparison,
-    stages: Sequence[Hashable] | None = None,
+    stages: Sequence[Hashable],
 ) -> list[tuple[str, int | None]]:
     """Return the names that all ranks have alike, and this rank's places, in the same order.
 
@@ -181,7 +156,6 @@ def gather_common(
     kind, entries = contents.kind, contents.entries
     everyone = channel.gather_objects([[entry.name, row(entry)] for entry in entries])
     tables: list[dict[str, str]] = [dict(rows) for rows in everyone]
-    stages = stages or [0] * len(tables)
     places = {entry.name: place for place, entry in enumerate(entries)}
     common: list[tuple[str, int | None]] = []
     for name in dict.fromkeys(name for table in tables for name in table):
@@ -218,37 +192,3 @@ def _order(
 
 def _mismatch(kind: str, name: str, forms: dict[str, list[int]]) -> Mismatch:
     return Mismatch(kind, name, tuple((form, tuple(ranks)) for form, ranks in forms.items()))
-
-
-def _gather_differences(
-    channel: Channel, kind: str, entries: list[Entry], digests: Digests, options: Options
-) -> list[Difference]:
-    least, most = channel.gather_extremes(digests.view(np.int64))
-    bad = np.flatnonzero(least != most)
-    if bad.size == 0:
-        return []
-    everyones: Int64 = channel.gather_rows(digests.view(np.int64)[bad])
-    differences, located = [], 0
-    for column, place in enumerate(bad.tolist()):
-        entry = entries[place]
-        values = locate.by_value(everyones[:, column])
-        sides = tuple(tuple(channel.ranks[place] for place in side) for side in values)
-        fresh = located < options.locate and (kind, entry.name, sides) not in options.known
-        located += fresh
-        differences.append(locate.gather_difference(channel, kind, entry, values, fresh))
-    return differences
-
-
-def _gather_nonfinite(
-    channel: Channel, kind: str, entries: list[Entry], counts: Counts
-) -> list[NonFinite]:
-    bad = np.flatnonzero(channel.gather_extremes(counts)[1] > 0)
-    if bad.size == 0:
-        return []
-    everyones = channel.gather_rows(counts[bad])
-    nonfinite = []
-    for column, place in enumerate(bad.tolist()):
-        pairs = zip(channel.ranks, everyones[:, column].tolist(), strict=True)
-        some = tuple((rank, count) for rank, count in pairs if count)
-        nonfinite.append(NonFinite(kind, entries[place].name, some))
-    return nonfinite

@@ -19,10 +19,9 @@ from ddpbench.replicas.compare import (
     Comparison,
     Options,
     gather_contents,
-    gather_wrong,
     read_contents,
 )
-from ddpbench.replicas.compare_shards import gather_wrong_on_mesh, keep_shared
+from ddpbench.replicas.compare_scopes import gather_wrong, keep_shared
 from ddpbench.replicas.digest import of_bytes
 from ddpbench.replicas.facts import Facts
 from ddpbench.replicas.origin import Tracer
@@ -126,10 +125,7 @@ def _gather_comparison(
             if extremes.nonfinite[i] or extremes.meshed or not extremes.same[i, :3].all():
                 contents[i], extremes.nonfinite[i] = read_contents(state, kind, (0, 1)), True
     comparison.meshed = extremes.meshed
-    if extremes.meshed:
-        gather_wrong_on_mesh(channel, contents, extremes, options, comparison)
-    else:
-        gather_wrong(channel, contents, extremes, options, comparison)
+    gather_wrong(channel, contents, extremes, options, comparison)
     return extremes.extras
 
 
@@ -199,8 +195,6 @@ def _gather_pattern(
         return facts
     averagers = channel.gather_extremes(np.array([find_averager()]))[1]
     facts = replace(facts, averages=bool(averagers[0]))
-    if not comparison.meshed:
-        return replace(facts, equal=count_equal(state, comparison, replica.usage))
     equal = count_equal(keep_shared(state, comparison.base), comparison, replica.usage)
     counts = np.array([*astuple(equal), facts.steps], np.int64)
     *most, steps = channel.gather_extremes(counts)[1].tolist()

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ddpbench.replicas.channel import Channel, Int64
-from ddpbench.replicas.digest import WORDS, as_tensor
-from ddpbench.replicas.report import Detail, Difference
-from ddpbench.replicas.state import Entry
+from ddpbench.replicas.digest import WORDS
+from ddpbench.replicas.report import Detail
 
 PIECE_NBYTES = 4 << 20
 Bytes = npt.NDArray[np.uint8]
@@ -40,25 +39,6 @@ def by_value(digests: Int64) -> list[list[int]]:
     for place, digest in enumerate(digests.tolist()):
         places.setdefault(digest, []).append(place)
     return sorted(places.values(), key=lambda group: (-len(group), group[0]))
-
-
-def gather_difference(
-    channel: Channel, kind: str, entry: Entry, values: list[list[int]], located: bool
-) -> Difference:
-    """Return the difference of an entry; with `located`, compare its elements, too."""
-    details: tuple[Detail, ...] = ()
-    if located:
-        tensor = as_tensor(entry.value)
-        form = Form(tensor.dtype, tuple(tensor.shape), (0,) * tensor.dim())
-        details = gather_details(channel, tensor, form, values)
-    return Difference(
-        kind=kind,
-        name=entry.name,
-        dtype=str(entry.dtype).removeprefix("torch."),
-        shape=tuple(entry.shape),
-        values=tuple(tuple(channel.ranks[place] for place in places) for places in values),
-        details=details,
-    )
 
 
 def gather_details(

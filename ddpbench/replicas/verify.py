@@ -7,7 +7,7 @@ structures by name, contents by one digest per tensor, then the differing tensor
 
 Tensors on a DeviceMesh (fully_shard, HSDP, tensor parallelism) are compared in the ranks that must
 hold the same shard (scopes.py). That takes a second all_reduce of a few hundred bytes, along the
-mesh if no process group covers it (compare_shards.py). With pipeline stages, 16 bytes of each rank
+mesh if no process group covers it (compare_scopes.py). With pipeline stages, 16 bytes of each rank
 travel as well, and the names of parameters that have no gradient or are frozen.
 """
 

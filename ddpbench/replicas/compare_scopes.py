@@ -1,8 +1,9 @@
-"""Compare replicas on a mesh: each tensor among the ranks whose placements give them equal bits.
+"""Compare each tensor among the ranks of its scope, which must hold equal bits of it.
 
-Healthy replicas cost one more all_reduce of fixed size, whatever the mesh and the model are: each
-rank multiplies its digests by its weights within their scopes, and the sums must be 0 (scopes.py).
-Where one is not, the ranks exchange digests per tensor and then compare the tensors in full.
+Without a mesh, the scope is all ranks. On a mesh, healthy replicas cost one more all_reduce of
+fixed size, whatever the mesh and the model are: each rank multiplies its digests by its weights
+within their scopes, and the sums must be 0 (scopes.py). Where one is not, the ranks exchange
+digests per tensor and then compare the tensors in full.
 """
 
 from __future__ import annotations
@@ -53,14 +54,22 @@ def keep_shared(state: State, base: Base) -> State:
     )
 
 
-def gather_wrong_on_mesh(
+def gather_wrong(
     channel: Channel,
     contents: Sequence[Contents],
     extremes: Extremes,
     options: Options,
     comparison: Comparison,
 ) -> None:
-    """Add to `comparison` what differs between ranks that must hold equal bits."""
+    """Add to `comparison` what was compared, and what differs between ranks that must be equal.
+
+    Without a mesh, all ranks must hold the same. Where they do, nothing more is sent.
+    """
+    if not extremes.meshed and extremes.same[:, :3].all() and not any(extremes.nonfinite):
+        for each in contents:
+            comparison.compared[each.kind] = len(each.entries)
+            comparison.nbytes += sum(map(count_nbytes, each.entries))
+        return
     base = comparison.base
     if not extremes.same[:, :2].all():
         base = _gather_base(channel, base, contents, options)
