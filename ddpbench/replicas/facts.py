@@ -14,12 +14,10 @@ from ddpbench.replicas.usage import EqualCounts
 class Facts:
     """The pattern of a verification, the same in every rank."""
 
-    world_size: int
     differences: tuple[Difference, ...]
     mismatches: tuple[Mismatch, ...]
     nonfinite: tuple[NonFinite, ...]
     without_gradient: tuple[WithoutGradient, ...]
-    parameters: int  # number of parameters
     gradients: int  # number of compared gradients; 0 if there are none or they were not wanted
     frozen: frozenset[str]  # parameters with requires_grad=False
     earlier: bool  # an earlier verification found all parameters equal

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ddpbench.records.schema import SEVERITIES, Finding
 from ddpbench.records.wording import counted, list_all
 from ddpbench.replicas.causes import Cause
 from ddpbench.replicas.describe import describe_fold
-from ddpbench.replicas.facts import Facts
 from ddpbench.replicas.places import Places
 from ddpbench.replicas.report import (
     NOT_REDUCED,
@@ -36,31 +34,23 @@ History = Mapping[Key, tuple[int, str]]
 
 
 @dataclass(frozen=True)
-class Verification:
-    """Results of a verification other than the differences."""
+class Aside:
+    """What findings need beside the report."""
 
-    not_compared: tuple[NotCompared, ...]
-    origins: tuple[Origin, ...]
+    cause: Cause | None
+    example: Difference | None  # the difference that shows the cause
+    history: History
+    rebroadcast: bool  # whether DDP sends rank 0's buffers before each forward
     traced: bool  # whether local gradients are watched for NaN
-    rng_equal: bool
-    step: int | None
-    compared: dict[str, int]
-    coordinates: tuple[tuple[int, str], ...] = ()  # of each rank, if tensors lie on a mesh
-    stages: tuple[str, ...] = ()  # dimensions of the mesh along which ranks hold other layers
-    held_once: dict[str, int] = field(default_factory=dict)
-    own_numbers: tuple[str, ...] = ()  # of the optimizer's state, that differ while all else agrees
-
-    @cached_property
-    def places(self) -> Places:
-        """The names of the ranks."""
-        return Places(self.coordinates)
+    stages: tuple[str, ...]  # dimensions of the mesh along which ranks hold other layers
+    own_numbers: tuple[str, ...]  # of the optimizer's state, that differ while all else agrees
 
 
-def keys(facts: Facts | Report) -> set[Key]:
+def keys(report: Report) -> set[Key]:
     """Return a key for everything that is wrong. A later report does not explain it again."""
-    wrong = {_key(d) for d in facts.differences if d.kind != "buffer"}
-    wrong |= {_key(m) for m in facts.mismatches}
-    return wrong | {_key(n) for n in facts.nonfinite if n.severity == "error"}
+    wrong = {_key(d) for d in report.differences if d.kind != "buffer"}
+    wrong |= {_key(m) for m in report.mismatches}
+    return wrong | {_key(n) for n in report.nonfinite if n.severity == "error"}
 
 
 def _key(wrong: Difference | Mismatch | NonFinite) -> Key:
@@ -68,21 +58,21 @@ def _key(wrong: Difference | Mismatch | NonFinite) -> Key:
     return type(wrong).__name__, wrong.kind, wrong.name, sides
 
 
-def findings(
-    facts: Facts, cause: Cause | None, history: History, verification: Verification
-) -> tuple[Finding, ...]:
+def findings(report: Report, aside: Aside) -> tuple[Finding, ...]:
     """Return all findings, the worst first; the likely cause is part of the finding it explains.
 
-    history: what earlier reports explained, and is still wrong. It is summed up in one finding;
-        the other findings are about tensors that have newly become wrong.
+    What earlier reports explained, and is still wrong, is summed up in one finding. Then the other
+    findings are about tensors that have newly become wrong.
     """
+    history = aside.history
     if history:
-        reported = _reported(history, verification.step)
-        if keys(facts) <= history.keys():
+        reported = _reported(history, report.step)
+        if keys(report) <= history.keys():
             return (reported,)
-        rows = [reported, *_wrong(_fresh(facts, history), None, verification)]
+        fresh = _drop_reported(report, history)
+        rows = [reported, *_wrong(fresh, replace(aside, cause=None, example=None))]
     else:
-        rows = [*_wrong(facts, cause, verification), *_beside(facts, verification)]
+        rows = [*_wrong(report, aside), *_beside(report, aside)]
     return tuple(sorted(rows, key=lambda f: SEVERITIES.index(f.severity)))
 
 
@@ -94,23 +84,21 @@ def _reported(history: History, step: int | None) -> Finding:
     return Finding("error", code, sentence, "", _place(step, cause=code, since=since))
 
 
-def _fresh(facts: Facts, history: History) -> Facts:
-    """Return the facts without those that an earlier report has explained."""
-
+def _drop_reported(report: Report, history: History) -> Report:
     def new(tensors: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(tensor for tensor in tensors if _key(tensor) not in history)
 
     return replace(
-        facts,
-        differences=new(facts.differences),
-        mismatches=new(facts.mismatches),
-        nonfinite=new(facts.nonfinite),
+        report,
+        differences=new(report.differences),
+        mismatches=new(report.mismatches),
+        nonfinite=new(report.nonfinite),
     )
 
 
-def _wrong(facts: Facts, cause: Cause | None, verification: Verification) -> Iterator[Finding]:
-    shown = cause.choose_example(facts) if cause else None
-    folds = [*_differences(facts, shown, verification), *_mismatches(facts, verification)]
+def _wrong(report: Report, aside: Aside) -> Iterator[Finding]:
+    cause = aside.cause
+    folds = [*_differences(report, aside), *_mismatches(report)]
     if cause is not None and folds:
         unlike = [
             fold
@@ -127,20 +115,20 @@ def _wrong(facts: Facts, cause: Cause | None, verification: Verification) -> Ite
             place={**chosen.place, "cause": cause.code},
         )
     yield from folds
-    yield from _nonfinite(facts, verification)
+    yield from _nonfinite(report, aside)
 
 
-def _beside(facts: Facts, verification: Verification) -> Iterator[Finding]:
-    yield from _without_gradient(facts, verification)
-    yield from _not_compared(verification.not_compared)
-    yield from _not_shared(verification)
-    if any(d.kind != "buffer" and not d.minority for d in facts.differences):
+def _beside(report: Report, aside: Aside) -> Iterator[Finding]:
+    yield from _without_gradient(report)
+    yield from _not_compared(report.not_compared)
+    yield from _not_shared(report, aside)
+    if any(d.kind != "buffer" and not d.minority for d in report.differences):
         yield Finding(
             "note",
             "no-majority",
             "no value has a majority of ranks, so nobody can say which is right",
         )
-    if numbers := verification.own_numbers:
+    if numbers := aside.own_numbers:
         yield Finding(
             "note",
             "own-numbers",
@@ -149,7 +137,7 @@ def _beside(facts: Facts, verification: Verification) -> Iterator[Finding]:
             "",
             {"kind": "optimizer", "tensors": [*numbers]},
         )
-    if not verification.rng_equal:
+    if not report.rng_equal:
         yield Finding(
             "note",
             "rng-differs",
@@ -168,17 +156,11 @@ def _on_mesh(shard: str, ranks: Sequence[int], places: Places) -> dict[str, obje
     return {**where, **({"shard": shard} if shard else {})}
 
 
-def _severity(facts: Facts, kind: str) -> str:
-    if kind != "buffer":
-        return "error"
-    return "note" if facts.rebroadcast else "warning"
-
-
-def _differences(
-    facts: Facts, shown: Difference | None, verification: Verification
-) -> Iterator[Finding]:
+def _differences(report: Report, aside: Aside) -> Iterator[Finding]:
+    shown, places = aside.example, Places(report.coordinates)
+    severities = {"buffer": "note" if aside.rebroadcast else "warning"}
     sides: dict[tuple[object, ...], list[Difference]] = {}
-    for difference in facts.differences:
+    for difference in report.differences:
         sides.setdefault((difference.kind == "buffer", difference.values), []).append(difference)
     folds = sorted(sides.values(), key=lambda fold: (shown not in fold, -len(fold)))
     rest = [difference for fold in folds[_SIDES:] for difference in fold]
@@ -189,54 +171,54 @@ def _differences(
         ranks = sorted({rank for d in fold for rank in d.minority})
         sides_of_tie = [rank for side in example.values for rank in side]
         yield Finding(
-            min((_severity(facts, d.kind) for d in fold), key=SEVERITIES.index),
+            min((severities.get(d.kind, "error") for d in fold), key=SEVERITIES.index),
             "replicas-differ",
             describe_fold(
                 fold,
                 example,
-                verification.compared,
-                places=verification.places,
-                step=verification.step,
+                report.compared,
+                places=places,
+                step=report.step,
                 same_sides=fold is not rest,
             ),
             "",
             _place(
-                verification.step,
+                report.step,
                 kind=example.kind,
                 tensor=example.name,
                 tensors=list(dict.fromkeys(names)),
                 ranks=ranks,
-                **_on_mesh(example.shard, ranks or sides_of_tie, verification.places),
+                **_on_mesh(example.shard, ranks or sides_of_tie, places),
             ),
         )
 
 
-def _mismatches(facts: Facts, verification: Verification) -> Iterator[Finding]:
-    name_ranks = verification.places.name
+def _mismatches(report: Report) -> Iterator[Finding]:
+    places = Places(report.coordinates)
     sides: dict[tuple[object, ...], list[Mismatch]] = {}
-    for mismatch in facts.mismatches:
+    for mismatch in report.mismatches:
         key = mismatch.kind, *((form == "absent", ranks) for form, ranks in mismatch.forms)
         sides.setdefault(key, []).append(mismatch)
     for fold in _limit_folds(sides):
         first, names = fold[0], few([mismatch.name for mismatch in fold])
         absent = {r for m in fold for form, side in m.forms if form == "absent" for r in side}
-        forms = ", ".join(f"{form} in {name_ranks(side)}" for form, side in first.forms)
+        forms = ", ".join(f"{form} in {places.name(side)}" for form, side in first.forms)
         sentence = f"{first.kind} {first.name}: {forms}"
         if first.kind == "gradient" and absent:
             verb = "has" if len(fold) == 1 else "have"
             sentence = f"{counted(len(fold), 'parameter')} {verb} no gradient in "
-            sentence += f"{name_ranks(sorted(absent))} and one in other ranks: {names}"
+            sentence += f"{places.name(sorted(absent))} and one in other ranks: {names}"
         elif len(fold) > 1:
             tensors = count_kind(first.kind, len(fold))
             sentence = f"{tensors} do not match between ranks: {names}. For example {sentence}"
         ranks = sorted({rank for m in fold for rank in m.minority})
         sides_of_tie = [rank for _, side in first.forms for rank in side]
         place = _place(
-            verification.step,
+            report.step,
             kind=first.kind,
             tensor=first.name,
             tensors=[m.name for m in fold],
-            **_on_mesh("", ranks or sides_of_tie, verification.places),
+            **_on_mesh("", ranks or sides_of_tie, places),
         )
         yield Finding("error", "structure-differs", sentence, "", place)
 
@@ -254,34 +236,36 @@ def _limit_folds(sides: dict[Any, list[T]]) -> Iterator[list[T]]:
     yield from rest.values()
 
 
-def _without_gradient(facts: Facts, verification: Verification) -> Iterator[Finding]:
+def _without_gradient(report: Report) -> Iterator[Finding]:
+    places = Places(report.coordinates)
     sides: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
-    mismatched = {mismatch.name for mismatch in facts.mismatches if mismatch.kind == "gradient"}
-    for missing in facts.without_gradient:
+    mismatched = {mismatch.name for mismatch in report.mismatches if mismatch.kind == "gradient"}
+    for missing in report.without_gradient:
         if missing.name not in mismatched:
             sides.setdefault((missing.zeros, missing.ranks), []).append(missing.name)
     for (zeros, ranks), names in sides.items():
-        everywhere = len(ranks) == facts.world_size
+        everywhere = len(ranks) == len(report.ranks)
         verb = "has" if len(names) == 1 else "have"
         gradient = "a gradient of zeros" if zeros else "no gradient"
-        where = "any rank" if everywhere else verification.places.name(ranks)
+        where = "any rank" if everywhere else places.name(ranks)
         sentence = f"{counted(len(names), 'parameter')} {verb} {gradient} in {where}: {few(names)}"
         next_step = "" if everywhere else f"find out why the loss of {where} does not use them"
         place = _place(
-            verification.step,
+            report.step,
             kind="parameter",
             tensor=names[0],
             tensors=names,
             ranks=list(ranks),
-            **_on_mesh("", () if everywhere else ranks, verification.places),
+            **_on_mesh("", () if everywhere else ranks, places),
         )
         severity = "note" if everywhere else "warning"
         yield Finding(severity, "without-gradient", sentence, next_step, place)
 
 
-def _nonfinite(facts: Facts, verification: Verification) -> Iterator[Finding]:
+def _nonfinite(report: Report, aside: Aside) -> Iterator[Finding]:
+    places = Places(report.coordinates)
     sides: dict[tuple[str, str, tuple[int, ...]], list[NonFinite]] = {}
-    for tensor in facts.nonfinite:
+    for tensor in report.nonfinite:
         key = tensor.kind, tensor.severity, tuple(rank for rank, _ in tensor.counts)
         sides.setdefault(key, []).append(tensor)
     explained = False  # the origin and the next step stand once
@@ -291,7 +275,7 @@ def _nonfinite(facts: Facts, verification: Verification) -> Iterator[Finding]:
         counts = sorted({count for tensor in fold for _, count in tensor.counts})
         span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         elements = f"{span} element{'' if span == '1' else 's'}"
-        where, shard = verification.places.name(ranks), fold[0].shard
+        where, shard = places.name(ranks), fold[0].shard
         part = f", {shard}" if shard else ""
         sentence = f"{kind} {names[0]}{part}: {elements} NaN or infinite in {where}"
         if len(fold) > 1:
@@ -299,38 +283,38 @@ def _nonfinite(facts: Facts, verification: Verification) -> Iterator[Finding]:
             sentence += f"{few(names)}; {elements} each"
         severity, next_step = fold[0].severity, ""
         if severity == "error" and not explained:
-            sentence, next_step = _explain_origin(sentence, verification)
+            sentence, next_step = _explain_origin(sentence, report.origins, aside.traced)
             explained = True
         place = _place(
-            verification.step,
+            report.step,
             kind=kind,
             tensor=names[0],
             tensors=names,
             ranks=list(ranks),
-            **_on_mesh(shard, ranks, verification.places),
+            **_on_mesh(shard, ranks, places),
         )
         yield Finding(severity, "non-finite", sentence, next_step, place)
 
 
-def _explain_origin(sentence: str, verification: Verification) -> tuple[str, str]:
-    if not verification.traced:
+def _explain_origin(sentence: str, origins: Sequence[Origin], traced: bool) -> tuple[str, str]:
+    if not traced:
         return sentence, (
             "check the loss, the learning rate and the dtype of the step before. "
             "`Verifier(..., trace_nonfinite=True)` names the rank that had it first"
         )
-    if not verification.origins:
+    if not origins:
         return f"{sentence}. No output and no local gradient was NaN or infinite before", (
             "check what runs between the reduction of the gradients and this verification: "
             "clipping, scaling, the optimizer (a learning rate that is too large), edits of weights"
         )
-    origins = []
-    for origin in verification.origins[:_SHOWN]:
+    firsts = []
+    for origin in origins[:_SHOWN]:
         ago = origin.steps_ago
         when = f", {ago} step{'' if ago == 1 else 's'} before this one" if ago else ""
-        origins.append(f"rank {origin.rank} in {origin.place}{when}")
-    ranks = ranks_text(tuple(origin.rank for origin in verification.origins))
+        firsts.append(f"rank {origin.rank} in {origin.place}{when}")
+    ranks = ranks_text(tuple(origin.rank for origin in origins))
     return (
-        f"{sentence}. First, before gradients were reduced: {'; '.join(origins)}",
+        f"{sentence}. First, before gradients were reduced: {'; '.join(firsts)}",
         f"look at the batch and the loss of {ranks} in that step",
     )
 
@@ -357,8 +341,8 @@ def _not_compared(skipped: Sequence[NotCompared]) -> Iterator[Finding]:
         )
 
 
-def _not_shared(verification: Verification) -> Iterator[Finding]:
-    if verification.held_once.get("parameter") and not verification.compared["parameter"]:
+def _not_shared(report: Report, aside: Aside) -> Iterator[Finding]:
+    if report.nothing_to_compare:
         yield Finding(
             "note",
             "nothing-to-compare",
@@ -366,8 +350,8 @@ def _not_shared(verification: Verification) -> Iterator[Finding]:
             "fully_shard intends. This is neither a proof nor a failure",
             "stop a loop on `report.failed`, which ignores this",
         )
-    if verification.stages:
-        names = list_all(verification.stages)
+    if aside.stages:
+        names = list_all(aside.stages)
         yield Finding(
             "note",
             "pipeline-stages",

@@ -88,23 +88,44 @@ def gather_report(
     least, most = (dict(zip(flags, values, strict=True)) for values in zip(*extremes, strict=True))
     replica = _Replica(module, optimizers, state, usage, least, most)
     facts = _gather_facts(channel, replica, comparison, options)
-    wrong = findings.keys(facts)
-    history = {key: report for key, report in (history or {}).items() if key in wrong}
-    if not history:  # else no cause is looked for
-        facts = _gather_pattern(channel, replica, comparison, facts)
-    verification = findings.Verification(
-        not_compared=_gather_not_compared(channel, replica, comparison),
-        origins=_gather_origins(channel, comparison, tracer),
-        traced=tracer is not None,
-        rng_equal=least["rng"] == most["rng"],
+    report = Report(
+        ranks=tuple(channel.ranks),
         step=options.step,
         compared=comparison.compared,
-        held_once=comparison.held_once,
+        nbytes=comparison.nbytes,
+        differences=facts.differences,
+        mismatches=facts.mismatches,
+        nonfinite=facts.nonfinite,
+        without_gradient=facts.without_gradient,
+        origins=_gather_origins(channel, comparison, tracer),
+        not_compared=_gather_not_compared(channel, replica, comparison),
+        rng_equal=least["rng"] == most["rng"],
+        held_once={kind: n for kind, n in comparison.held_once.items() if n},
         coordinates=_list_coordinates(channel, comparison),
-        own_numbers=own_numbers,
-        stages=tuple(comparison.base.grid.names[d] for d in comparison.base.stages),
+        equal_until=options.equal_until,
     )
-    return _build_report(channel, comparison, facts, verification, history, options=options)
+    wrong = findings.keys(report)
+    history = {key: report for key, report in (history or {}).items() if key in wrong}
+    cause = None
+    if not history:
+        facts = _gather_pattern(channel, replica, comparison, facts)
+        cause = causes.find_cause(facts)
+    aside = findings.Aside(
+        cause=cause,
+        example=cause.choose_example(facts) if cause else None,
+        history=history,
+        rebroadcast=facts.rebroadcast,
+        traced=tracer is not None,
+        stages=tuple(comparison.base.grid.names[d] for d in comparison.base.stages),
+        own_numbers=own_numbers,
+    )
+    since = min(history.values())[0] if history else options.step
+    return replace(
+        report,
+        findings=findings.findings(report, aside),
+        since=since if wrong else None,
+        repeated=bool(wrong) and wrong <= history.keys(),
+    )
 
 
 def _gather_comparison(
@@ -163,7 +184,6 @@ def _gather_facts(
         without_gradient = gather_without_gradient(channel, state, comparison, usages, ddp)
     frozen = frozenset(name for each in usages for name in each if each[name] == FROZEN)
     return Facts(
-        world_size=len(channel.ranks),
         differences=tuple(comparison.differences),
         mismatches=tuple(comparison.mismatches),
         nonfinite=tuple(
@@ -171,7 +191,6 @@ def _gather_facts(
             for each in comparison.nonfinite
         ),
         without_gradient=without_gradient,
-        parameters=comparison.compared["parameter"],
         gradients=comparison.compared.get("gradient", 0),
         frozen=frozen,
         earlier=options.equal_until is not None,
@@ -251,38 +270,6 @@ def _gather_origins(
     origins = [Origin(rank, *first) for rank, first in firsts if first is not None]
     earliest = max((origin.steps_ago for origin in origins), default=0)
     return tuple(origin for origin in origins if origin.steps_ago == earliest)
-
-
-def _build_report(
-    channel: Channel,
-    comparison: Comparison,
-    facts: Facts,
-    verification: findings.Verification,
-    history: findings.History,
-    *,
-    options: Options,
-) -> Report:
-    wrong = findings.keys(facts)
-    since = min(history.values())[0] if history else options.step
-    return Report(
-        ranks=tuple(channel.ranks),
-        step=options.step,
-        compared=verification.compared,
-        nbytes=comparison.nbytes,
-        differences=facts.differences,
-        mismatches=facts.mismatches,
-        nonfinite=facts.nonfinite,
-        without_gradient=facts.without_gradient,
-        origins=verification.origins,
-        not_compared=verification.not_compared,
-        rng_equal=verification.rng_equal,
-        held_once={kind: n for kind, n in comparison.held_once.items() if n},
-        coordinates=verification.coordinates,
-        findings=findings.findings(facts, causes.find_cause(facts), history, verification),
-        equal_until=options.equal_until,
-        since=since if wrong else None,
-        repeated=bool(wrong) and wrong <= history.keys(),
-    )
 
 
 def read_flags(
