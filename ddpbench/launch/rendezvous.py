@@ -16,9 +16,7 @@ from ddpbench.launch import sockets
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-TORCHRUN_BACKEND = "ddpbench"  # the name under which torchrun's agent finds `torchrun_handler`
 BACKLOG = 2048  # all ranks connect at once
 
 
@@ -45,23 +43,6 @@ def serve_on(server: socket.socket, address: str, timeout: timedelta) -> dist.TC
         master_listen_fd=server.detach(),
         use_libuv=torch.__version__ >= (2, 8),  # type: ignore[operator]  # before it takes no socket
     )
-
-
-def torchrun_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous of a single torchrun agent: its ranks share a store on loopback."""
-    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
-    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-
-    store = serve("127.0.0.1", 0, timedelta(minutes=1))
-
-    class Handler(StaticTCPRendezvous):
-        def get_backend(self) -> str:
-            return TORCHRUN_BACKEND
-
-        def next_rendezvous(self) -> RendezvousInfo:
-            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(store.host, store.port))
-
-    return Handler(store.host, store.port, 0, 1, parameters.run_id, 60)
 
 
 def listen(address: str, port: int, one_host: bool = True) -> socket.socket:

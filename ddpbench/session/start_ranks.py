@@ -11,10 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from ddpbench.catalog import backends
-from ddpbench.launch import forks, starters
+from ddpbench.launch import starters
 from ddpbench.launch.placement import (
     Placement,
     Refused,
@@ -187,17 +188,13 @@ def _launch(launch: T, run_rank: RunRank[T], words: Sequence[str]) -> tuple[int,
 
     deadline = Deadline(launch.timeout, launch.watchdog == "end", report)
     (name,), nproc = launch.backend, launch.nproc or 1
-    starter = backends.get(name).launcher
-    if devices.get(launch.device).forks and starter == "torchrun":
-        code = forks.run(
-            lambda: report_errors(lambda: _run_forked(launch, run_rank)), nproc, deadline=deadline
-        )
-    else:
-        line = ["-m", f"ddpbench.{launch.command}", *words, "--backend", name]
-        line += ["--device", launch.device, "--join", str(launch.join)]
-        line += ["--launch", str(launch.launch), "--launches", "1"]
-        line += ["--progress"] if launch.shows_progress else []
-        code = starters.STARTERS[starter](line, nproc, deadline)
+    line = ["-m", f"ddpbench.{launch.command}", *words, "--backend", name]
+    line += ["--device", launch.device, "--join", str(launch.join)]
+    line += ["--launch", str(launch.launch), "--launches", "1"]
+    line += ["--progress"] if launch.shows_progress else []
+    main = partial(report_errors, partial(_run_forked, launch, run_rank))
+    forked = main if devices.get(launch.device).forks else None
+    code = starters.start(backends.get(name).launcher, line, forked, nproc, deadline)
     return code, next(iter(messages), "")
 
 

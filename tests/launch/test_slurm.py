@@ -131,7 +131,8 @@ def test_sigusr1_is_passed_on_to_the_ranks_that_ddpbench_starts(tmp_path: Path) 
     ranks get too, and the exit code is that of an interruption."""
     (tmp_path / "rank.py").write_text(RANK)
     code = (
-        "from ddpbench.launch import starters; raise SystemExit(starters.torchrun(['rank.py'], 1))"
+        "from ddpbench.launch import starters, supervise\n"
+        "raise SystemExit(starters.start('', ['rank.py'], None, 1, supervise.Deadline()))"
     )
     words = [sys.executable, "-c", code]
     environ = clean_environment()
