@@ -12,31 +12,26 @@ import threading
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ddpbench.launch.sockets import address_family
 from ddpbench.measure import clock
 from ddpbench.records.schema import Limit
 from ddpbench.runtime import control, devices
+from ddpbench.runtime.devices import elapsed_ns
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
 
-if TYPE_CHECKING:
-    import torch
-import torch
-
-from ddpbench.runtime.devices import elapsed_ns
-
-COPY_NS, ROUNDS = 8_000_000, 3
+COPY_NS = 8_000_000
 # Streams between hosts last longer: a rank that the scheduler wakes 1 ms late distorts the rate.
-STREAM_NS, STREAM_BETWEEN_HOSTS_NS = 60_000_000, 200_000_000
+STREAM_NS, STREAM_BETWEEN_HOSTS_NS, STREAMS = 60_000_000, 200_000_000, 3
 CONNECT_SECONDS = 5.0
 CHUNK, END = 1 << 22, b"\1"  # smaller chunks are slower: 3 GB/s at 256 KiB, 5.5 GB/s at 4 MiB
 SIZES_NBYTES = (1 << 24, 1 << 26)  # one fits into the cache of a GPU, one does not
-COPIES, ROUNDS = 4, 5
+COPIES, SPANS = 4, 5
 LEAST_NS = 100_000_000  # an idle GPU takes some time to raise its clocks
 LAUNCH_SECONDS = 5e-4  # the device waits for so long while the host launches the copies
 
@@ -155,7 +150,7 @@ def _measure_ring(world: World, partition: Partition) -> tuple[float | None, flo
         # The best of several rounds, in turn: the cores that the scheduler chooses for sender and
         # receiver can halve a rate, and it keeps them until the pattern changes.
         both_ways = one_way = 0.0
-        for _ in range(ROUNDS):
+        for _ in range(STREAMS):
             both_ways = max(both_ways, stream(everyone))
             one_way = max(one_way, stream(every_second))
         return both_ways, one_way
@@ -252,7 +247,7 @@ def _measure_rate(device: torch.device, nbytes: int) -> float | None:
     begin, end = kind.event(device), kind.event(device)
     spans_ns: list[int] = []
     until = clock.now_ns() + LEAST_NS
-    while len(spans_ns) < ROUNDS or clock.now_ns() < until:
+    while len(spans_ns) < SPANS or clock.now_ns() < until:
         if kind.sleeps:
             kind.sleep(device, LAUNCH_SECONDS)
         begin.record()

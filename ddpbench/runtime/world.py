@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from ddpbench.launch import siblings, sockets
 from ddpbench.launch.placement import PATIENT, Placement, Refused
 from ddpbench.launch.sockets import Connection
 from ddpbench.records import redact
+from ddpbench.records.wording import name_ranks
 from ddpbench.runtime import control, devices, network
 from ddpbench.runtime.meeting import Rendezvous, connect_store, gather_introductions
 from ddpbench.runtime.network import Endpoint
@@ -35,9 +37,6 @@ from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-from collections import Counter
-
-from ddpbench.records.wording import name_ranks
 
 
 @dataclass(frozen=True)

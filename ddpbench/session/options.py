@@ -247,9 +247,7 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     add("--master-port", kind=whole(1, 65535), metavar="PORT")
     add("--timeout", kind=time_limit, default=60.0, metavar="SECONDS")
     choices = ("end", "report", "off")
-    # Stored command lines, which ddpbench runs again, may have the earlier name of "report".
-    former = {"tell": "report"}
-    add("--watchdog", kind=lambda name: former.get(name, name), default="end", choices=choices)
+    add("--watchdog", default="end", choices=choices)
 
 
 REPEATS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -12,32 +13,20 @@ import torch
 import torch.distributed as dist
 
 from ddpbench.analysis import sharded_steps, steps
-from ddpbench.catalog import user_workload
+from ddpbench.catalog import faults, user_workload
 from ddpbench.catalog.optimizers import OPTIMIZERS
-from ddpbench.catalog.task import Workload
-from ddpbench.measure import rehearsal, training
+from ddpbench.catalog.task import RankSetup, Task, Workload
+from ddpbench.launch.placement import Refused
+from ddpbench.measure import ddp_step, rehearsal, training
 from ddpbench.measure.rounds import Measured, Pace, Rounds
 from ddpbench.measure.step import Replica
 from ddpbench.records.schema import Epoch, Figure, Replicas, StepCase, StepResult
 from ddpbench.render import column
 from ddpbench.replicas import Report, Verifier
-from ddpbench.runtime import control, cpu
+from ddpbench.runtime import control, cpu, devices
 from ddpbench.session import launch_facts
 from ddpbench.session.progress import Progress
 from ddpbench.session.summary import step_columns
-
-if TYPE_CHECKING:
-    from ddpbench.measure.parallel.meshes import Meshes
-    from ddpbench.session.launch_loop import LaunchContext
-    from ddpbench.session.step_options import Options
-import itertools
-from typing import TYPE_CHECKING
-
-from ddpbench.catalog import faults
-from ddpbench.catalog.task import RankSetup, Task
-from ddpbench.launch.placement import Refused
-from ddpbench.measure import ddp_step
-from ddpbench.runtime import devices
 
 if TYPE_CHECKING:
     from ddpbench.measure.parallel.meshes import Meshes
