@@ -24,8 +24,7 @@ from typing import NoReturn
 import psutil
 
 from ddpbench.launch import family, rendezvous, supervise
-from ddpbench.launch.placement import PASSED_ON
-from ddpbench.launch.processes import ORDERLY, forward_signals
+from ddpbench.launch.placement import ORDERLY, PASSED_ON, forward_signals
 from ddpbench.launch.supervise import Deadline, Watch
 from ddpbench.records import redact
 

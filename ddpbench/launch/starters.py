@@ -11,9 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from ddpbench.launch import family, forks, siblings, supervise
-from ddpbench.launch.placement import NO_MPIRUN, PATIENT, Refused, find_mpirun
-from ddpbench.launch.processes import forward_signals
+from ddpbench.launch import family, forks, supervise
+from ddpbench.launch.placement import NO_MPIRUN, PATIENT, Refused, find_mpirun, forward_signals
 
 VERSION_SECONDS = 5.0  # for `mpirun --version`, which takes a hundredth of that
 
@@ -98,23 +97,22 @@ def _read_version(
     command: str, environ: Mapping[str, str], deadline: supervise.Deadline
 ) -> str | None:
     """The output of `mpirun --version`; None, after a report, if it was stopped or killed."""
-    process = subprocess.Popen(
-        [command, "--version"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=environ,
-    )
-    end, output = "was killed", ""
+    line, seconds = [command, "--version"], max(deadline.seconds, VERSION_SECONDS)
     try:
-        output = process.communicate(timeout=max(deadline.seconds, VERSION_SECONDS))[0]
+        done = subprocess.run(
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=environ,
+            timeout=seconds,
+            check=False,
+        )
+        if done.returncode >= 0:
+            return done.stdout
+        end = "was killed"
     except subprocess.TimeoutExpired:
         end = "has not ended in time: see whether somebody stops it"
-        process.kill()
-        process.communicate()
-    if process.returncode >= 0:
-        return output
-    name = siblings.describe_process("`mpirun --version`", process.pid)
-    deadline.report(f"{name} {end}, and no rank was started")
+    deadline.report(f"`mpirun --version` {end}, and no rank was started")
     return None

@@ -39,7 +39,6 @@ class Turn:
         os.write(self._other, ENDED)
 
     def close(self) -> None:
-        """Close the pipes."""
         os.close(self._own)
         os.close(self._other)
 

@@ -1,6 +1,6 @@
 """The most that ranks can move over their GPUs' links, as driver and kernel report these links.
 
-The facts are those of runtime/gpu_facts.py (`gpu_links`) and runtime/link_facts.py. Rates are of
+The facts are those of runtime/gpu_facts.py. Rates are of
 one direction, so an operation that only sends has the same limit. Headers of packets are not
 deducted. A network that reduces may exceed a limit; so may a tree between few hosts, which sends
 less than the ring for which busbw is defined.

@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ddpbench.records.wording import counted
 from ddpbench.runtime import devices
 from ddpbench.runtime.cpu import read
+from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +55,20 @@ def describe_shortage(error: BaseException, device: torch.device) -> str | None:
     return (
         f"the {devices.of(device).memory} has too little memory{detail}: choose smaller "
         f"--sizes{nccl}, or end other programs that use its memory"
+    )
+
+
+def explain_too_large(
+    world: World, device: torch.device, nbytes: float, purpose: str = ""
+) -> str | None:
+    """Return why the ranks that share the device's memory have no room for so many bytes each."""
+    kind, sharers = devices.of(device), len(world.memory_mates(device))
+    free, needed = kind.free_nbytes(device), nbytes * sharers
+    if free is None or needed <= 0.9 * free:
+        return None
+    return (
+        f"the {counted(sharers, 'rank')} on this {kind.memory} would need {needed / 1e9:.1f} GB of "
+        f"memory{purpose}, but {free / 1e9:.1f} GB is free"
     )
 
 

@@ -29,8 +29,7 @@ from ddpbench.measure import clock
 from ddpbench.measure.step import Marks, Replica, phases
 from ddpbench.runtime import control, devices
 from ddpbench.runtime.devices import Cpu
-from ddpbench.runtime.turns import Turns
-from ddpbench.runtime.world import World
+from ddpbench.runtime.world import Turns, World
 
 WARM_UP = 4  # steps: DDP's buckets are final after one, powersgd compresses after two
 FEWEST, MOST = 10, 1000  # rounds: enough for intervals, also corrected for 16 ranks

@@ -24,12 +24,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.records import codec, redact
-from ddpbench.records.samples import SAMPLE_COLUMNS
 from ddpbench.records.schema import SCHEMA, Run
 
 if TYPE_CHECKING:
     import pandas as pd
 
+SAMPLE_COLUMNS = (
+    "case",
+    "launch",
+    "repetition",
+    "rank",
+    "entry_ns",
+    "exit_ns",
+    "device_ns",
+    "warm_up",
+)
 # Time stamps grow steadily: their differences take a quarter of the space.
 PARQUET: dict[str, Any] = {
     "compression": "zstd",

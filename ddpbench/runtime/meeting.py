@@ -13,11 +13,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.hang.self_report import RankIdentity, identify
-from ddpbench.launch import siblings, slurm_nodes
+from ddpbench.launch import siblings
 from ddpbench.launch.placement import (
     Placement,
     Refused,
     free_port,
+    node_address,
     require_free,
     slurm_address,
 )
@@ -99,7 +100,7 @@ def _choose_url(placement: Placement, rendezvous: Rendezvous) -> str:
         return f"tcp://{address}:{port}"
     if placement.launcher == "srun":
         host, number = slurm_address()
-        return f"tcp://{address or slurm_nodes.node_address(host, placement)}:{port or number}"
+        return f"tcp://{address or node_address(host, placement)}:{port or number}"
     if placement.launcher == "mpirun":
         return f"tcp://{_broadcast_address_over_mpi(placement, rendezvous, address, port)}"
     return f"tcp://{address or '127.0.0.1'}:{port or free_port()}"

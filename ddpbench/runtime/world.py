@@ -29,7 +29,7 @@ from ddpbench.launch.placement import PATIENT, Placement, Refused
 from ddpbench.launch.sockets import Connection
 from ddpbench.records import redact
 from ddpbench.records.wording import name_ranks
-from ddpbench.runtime import control, devices, network
+from ddpbench.runtime import control, cpu, devices, network
 from ddpbench.runtime.meeting import Rendezvous, connect_store, gather_introductions
 from ddpbench.runtime.network import Endpoint
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
@@ -37,6 +37,8 @@ from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+    from ddpbench.launch.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,16 @@ def join_world(
     store = connect_store(placement, rendezvous)
     members, endpoints = gather_introductions(store, placement, rendezvous.timeout_seconds)
     with torch_settings.watched_groups(rendezvous.group_timeout):  # it opens the recorders
-        watchdog = _start_watchdog(store, placement, members, rendezvous)
+        hurried = placement.launcher == "mpirun" and PATIENT not in os.environ
+        watchdog = Watchdog(
+            store,
+            placement.rank,
+            members,
+            rendezvous.timeout_seconds,
+            leave=status_board.end_process,
+            signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
+            mode=rendezvous.watchdog,
+        )
     siblings.report_stage(siblings.MET)
     try:
         timeout = rendezvous.group_timeout
@@ -251,24 +262,6 @@ def join_world(
         siblings.report_stage(siblings.LEFT)
         if dist.is_initialized():
             _destroy_group(None)
-
-
-def _start_watchdog(
-    store: dist.Store,
-    placement: Placement,
-    members: tuple[RankIdentity, ...],
-    rendezvous: Rendezvous,
-) -> Watchdog:
-    hurried = placement.launcher == "mpirun" and PATIENT not in os.environ
-    return Watchdog(
-        store,
-        placement.rank,
-        members,
-        rendezvous.timeout_seconds,
-        leave=status_board.end_process,
-        signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
-        mode=rendezvous.watchdog,
-    )
 
 
 def describe_failed_connection(name: str, error: Exception) -> str:
@@ -327,3 +320,29 @@ def explain_sharing(used: Sequence[str], allowed: bool) -> str | None:
         return None
     advice = "two ranks per GPU" if allowed else "one rank per GPU, or add --share-gpu for two"
     return f"{name_ranks(shared, 3)} would share GPUs: start at most {advice}"
+
+
+class Turns:
+    """The turns of a launch, as all its ranks see them: whether they wait for another launch."""
+
+    def __init__(self, world: World, turn: Turn | None, shared: bool) -> None:
+        """turn: in rank 0. shared: the launch is measured in turns, in all ranks."""
+        self._world, self._turn, self._shared = world, turn, shared
+
+    def wait(self) -> float:
+        """Let the other side measure if this one's turn is over. Return the seconds it took.
+
+        All ranks call it, between repetitions. Rank 0 decides, and the others sleep meanwhile.
+        """
+        if not self._shared or not self._waits():
+            return 0.0
+        began = time.monotonic()
+        with cpu.left_out():
+            while self._waits():
+                self._world.watchdog.rearm()
+        self._world.watchdog.rearm()
+        return time.monotonic() - began
+
+    def _waits(self) -> bool:
+        turn = self._turn if self._world.watchdog.signal is None else None
+        return bool(control.broadcast_decision(self._world, turn is not None and turn.waits()))

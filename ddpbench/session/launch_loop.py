@@ -20,8 +20,7 @@ from ddpbench.records.schema import Plan
 from ddpbench.records.terminal_text import tell
 from ddpbench.report.output import page_file
 from ddpbench.runtime import control, cpu, devices, network
-from ddpbench.runtime.turns import Turns
-from ddpbench.runtime.world import World, describe_failed_connection, join_world
+from ddpbench.runtime.world import Turns, World, describe_failed_connection, join_world
 from ddpbench.session import launch_facts, run_folder
 from ddpbench.session.recorder import Outcome
 from ddpbench.session.run_options import RunOptions
@@ -148,8 +147,8 @@ def _measure(
     Returns, in every rank, why results can no longer be stored; None if they can.
     """
     from ddpbench.measure import clock
-    from ddpbench.session.progress import Bar, Progress
-    from ddpbench.session.recorder import FileRecorder, Recorder
+    from ddpbench.session.progress import Progress
+    from ddpbench.session.recorder import Recorder
 
     device = world.agree_device(options.device)
     with ExitStack() as closing:
@@ -168,9 +167,9 @@ def _measure(
         launch = launch_facts.gather_launch_record(
             world, backend, options.device, index=index, clock=used, facts=work.facts, cases=count
         )
-        recorder = FileRecorder(run, launch) if world.rank == 0 else Recorder(launch)
+        recorder = Recorder(launch, run if world.rank == 0 else None)
         shown = world.rank == 0 and options.shows_progress
-        progress = Bar(backend.name, count) if shown else Progress()
+        progress = Progress(backend.name, count, shown)
         failure = _measure_cases(world, work, recorder, progress)
         usage = launch_facts.gather_usage(world, meter)
         progress.stop()

@@ -125,13 +125,13 @@ def _start(options: T, run_rank: RunRank[T], words: Sequence[str]) -> int:
         require_free(options.master_port)
     assert options.nproc is not None
     try:
-        folder = run_folder.create_run(options, options.nproc, words)
+        folder, plan = run_folder.create_run(options, options.nproc, words)
     except OSError as error:
         raise Refused(run_folder.explain_unwritable(error)) from None
     end, refusals = None, 0
     turn = options.open_turn()
     failed = set[str]()  # backends; what ends or refuses one launch does so to the next
-    for number, name in _order_launches(options, store.read(folder).plan.seed):
+    for number, name in _order_launches(options, plan.seed):
         if name in failed:
             continue
         if turn:
@@ -201,5 +201,4 @@ def _launch(launch: T, run_rank: RunRank[T], words: Sequence[str]) -> tuple[int,
 def _run_forked(launch: T, run_rank: RunRank[T]) -> int:
     placement = read_placement()
     assert placement is not None
-    require_limits(placement.world_size, placement)
-    return run_rank(resolve(launch, placement), placement)
+    return run_rank(launch, placement)

@@ -62,11 +62,9 @@ class Options(RunOptions):
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """Return the names of the workloads."""
         return self.workload or DEFAULT[self._sizes]
 
     def plan(self, seed: int) -> Plan:
-        """Return the protocol as it is stored with the run."""
         return Plan(
             slice_seconds=self.seconds or (SECONDS if self.launches == 1 else SHORT_SECONDS),
             verify=self.verify,
@@ -174,7 +172,6 @@ class Options(RunOptions):
             self.lay_out((self.nproc or math.prod(self.mesh),))
 
     def check(self) -> None:
-        """Raise Refused, with one sentence, for options that exclude each other."""
         built_in = [WORKLOADS[name] for name in self.subjects if name in WORKLOADS]
         for name, _ in self.settings:
             if not any(name in workload.settings for workload in built_in):
@@ -315,16 +312,9 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
     texts = PARALLEL.format(ways=ways, meshes=meshes)
     add = options.add_group(parser, "how the model is divided among ranks", texts)
     add("--parallel", default="ddp", choices=tuple(WAYS))
-    add("--mesh", kind=_mesh, default=(), metavar="NxM")
+    add("--mesh", kind=options.numbers(parse_mesh), default=(), metavar="NxM")
     add("--no-prefetch", action="store_true")
     add("--reshard-after-forward", choices=("yes", "no"))
-
-
-def _mesh(text: str) -> tuple[int, ...]:
-    try:
-        return parse_mesh(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _add_ddp(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,6 @@ from stored_runs import a_launch, a_run
 from ddpbench.analysis import findings
 from ddpbench.analysis.rank_setup import Setup, folded, merge_settings
 from ddpbench.doctor.preflight import examine
-from ddpbench.doctor.preflight.table import build_tables
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.records.wording import name_ranks
@@ -200,12 +199,7 @@ def test_a_check_that_is_added_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 def the_block(*ranks: dict[str, Any]) -> str:
     """What is shown of these ranks."""
     setup = a_setup(*ranks)
-    figures = {
-        "backend": "gloo", "device": "cpu", "launcher": "torchrun", "hosts": setup.hosts,
-        "ranks": list(setup.ranks),
-    }  # fmt: skip
-    (table,) = build_tables(figures, "gloo")
-    (text,) = table_blocks(table, TERMINAL)
+    (text,) = table_blocks(examine.build_table(setup), TERMINAL)
     return text
 
 
@@ -218,7 +212,6 @@ def test_the_block_folds_what_is_the_same(frozen: Frozen) -> None:
     )
     assert "SLURM" not in text
     frozen.text(text)
-    assert build_tables({}, "gloo") == ()
 
 
 def test_the_cores_that_a_control_group_allows(tmp_path: Path) -> None:

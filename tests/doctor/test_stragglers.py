@@ -19,10 +19,9 @@ from simulated_gpu import SimulatedGpu
 
 from ddpbench.analysis.rank_setup import Setup
 from ddpbench.doctor.stragglers import judge, loads, turns
+from ddpbench.doctor.stragglers.examine import build_tables
 from ddpbench.doctor.stragglers.judge import Suspect, find_cause
-from ddpbench.doctor.stragglers.loads import prepare_efforts
-from ddpbench.doctor.stragglers.readings import ALONE, TOGETHER, Load, Pass, Shown
-from ddpbench.doctor.stragglers.table import build_tables
+from ddpbench.doctor.stragglers.loads import ALONE, TOGETHER, Load, Pass, Shown, prepare_efforts
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
 from ddpbench.render.doctor import table_blocks

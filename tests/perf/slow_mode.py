@@ -22,7 +22,7 @@ import numpy as np
 from tabulate import tabulate
 
 from ddpbench.launch import placement, starters
-from ddpbench.measure.handoff import Handoff
+from ddpbench.measure.calibrate import Handoff
 from ddpbench.mpi_backend.library import mpi
 from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import join_world

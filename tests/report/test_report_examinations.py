@@ -6,7 +6,7 @@ import pytest
 from frozen import Frozen
 from stored_runs import a_run, with_tables
 
-from ddpbench.doctor.capabilities.table import CELLS, UNTRIED
+from ddpbench.doctor.capabilities.verdicts import CELLS, UNTRIED
 from ddpbench.doctor.stragglers import judge
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.records.table import Table, TableColumn

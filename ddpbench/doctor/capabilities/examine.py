@@ -24,7 +24,6 @@ from pathlib import Path
 
 from ddpbench.doctor.capabilities import probe, verdicts
 from ddpbench.doctor.capabilities.probe import Request
-from ddpbench.doctor.capabilities.table import build_tables
 from ddpbench.doctor.capabilities.verdicts import (
     CRASH,
     HANG,
@@ -34,6 +33,7 @@ from ddpbench.doctor.capabilities.verdicts import (
     WRONG,
     Combination,
     Verdict,
+    build_tables,
     counts,
     findings,
     rows,
@@ -70,14 +70,11 @@ def examine(context: Context) -> Outcome:
         if world.rank == 0:
             steps = trying(request, trials, TIME_FACTOR * context.seconds)
             stack.callback(steps.close)
-        while control.agree_objection(world, world.interrupted or _next_step(steps)) is None:
+        over = False
+        while not control.agree_any(over or world.interrupted is not None):
             world.watchdog.rearm()
+            over = steps is not None and next(steps, "over") == "over"
     return _outcome(context, request, trials) if world.rank == 0 else Outcome()
-
-
-def _next_step(steps: Generator[None, None, None] | None) -> str | None:
-    """Continue the trials of rank 0 for a moment; return a reason to stop once they are over."""
-    return None if steps is None else next(steps, "over")
 
 
 def _count_outcomes(verdicts: Sequence[Verdict]) -> str:
@@ -86,7 +83,6 @@ def _count_outcomes(verdicts: Sequence[Verdict]) -> str:
 
 
 def _describe_tries(context: Context, request: Request, trials: Trials) -> list[str]:
-    """Return lines on what was tried, and where."""
     calls = [verdict for each, verdict in trials.tried if each.form != PARALLEL]
     ways = [verdict for each, verdict in trials.tried if each.form == PARALLEL]
     lines = [

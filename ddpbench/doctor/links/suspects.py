@@ -15,11 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_high, median_low
 
-from ddpbench.doctor.links import pairing
-from ddpbench.doctor.links.pairing import Halves
-
 Cell = tuple[int, int]  # sender, receiver
 Rates = Mapping[Cell, float]
+Pair = tuple[int, int]
+Halves = tuple[tuple[int, ...], tuple[int, ...]]
 
 SUSPICIOUS = 0.70  # of the expected rate; less is measured again
 FAR = 5.0  # if it is at least this many spreads away from the rest,
@@ -169,7 +168,7 @@ def merged(found: Sequence[Suspect], cuts: Iterable[Halves]) -> list[Suspect]:
     left = {frozenset(each.ends): each for each in found if each.other}
     whole = []
     for halves in cuts:
-        pairs = [frozenset(pair) for pair in pairing.across(halves)]
+        pairs = [frozenset(pair) for pair in across(halves)]
         if len(pairs) > 1 and all(pair in left for pair in pairs):
             its = [left.pop(pair) for pair in pairs]
             cells = tuple(cell for each in its for cell in each.cells)
@@ -248,3 +247,40 @@ def _of_both_ways(rates: Rates) -> float:
 
 def _share(suspect: Suspect) -> float:
     return suspect.share
+
+
+# --- rounds of disjoint pairs, so that all pairs of a round can work at once ----------------------
+
+
+def circle(ends: Sequence[int]) -> list[list[Pair]]:
+    """Return rounds in which every end meets every other once.
+
+    There are n - 1 rounds for n ends, or n if n is odd, because one end then rests. The first end
+    stays in its place while the others go round a circle, and opposite ends meet.
+    """
+    ring: list[int | None] = [*ends, *([None] if len(ends) % 2 else [])]
+    rounds = []
+    for _ in ring[1:]:
+        opposite = zip(ring[: len(ring) // 2], reversed(ring), strict=False)
+        rounds.append([(a, b) for a, b in opposite if a is not None and b is not None])
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return rounds
+
+
+def halved(ends: Sequence[int]) -> list[list[Halves]]:
+    """Cut the ends into halves, these into halves again, down to single ends; a list a depth."""
+    groups, depths = [tuple(ends)], []
+    while groups := [group for group in groups if len(group) > 1]:
+        cuts = [(group[: len(group) // 2], group[len(group) // 2 :]) for group in groups]
+        depths.append(cuts)
+        groups = [half for halves in cuts for half in halves]
+    return depths
+
+
+def across(halves: Halves) -> list[Pair]:
+    """Return the pairs across a cut.
+
+    With an odd number one end rests. The next cut puts it into a smaller half, where none rests.
+    """
+    left, right = halves
+    return list(zip(left, reversed(right), strict=False))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpbench.analysis.rank_setup import Setup, folded
-from ddpbench.doctor.stragglers.readings import ALONE, Load, Pass, Shown
+from ddpbench.doctor.stragglers.loads import ALONE, Load, Pass, Shown
 from ddpbench.records.schema import Finding
 
 RATIO = 1.4
@@ -107,9 +107,9 @@ def findings(
     for group in groups.values():
         ranks, cause = [rank for rank, _ in group], group[0][1]
         late_too = late_rank is not None and late_rank in ranks
-        sentence = _slow_sentence(
-            setup.who(ranks), ranks, cause, rates=_slow_rates(ranks, slow, passes, loads)
-        )
+        verb, of = ("is", "") if len(ranks) == 1 else ("are", f"of rank {ranks[0]}: ")
+        measured = _slow_rates(ranks, slow, passes, loads)
+        sentence = f"{setup.who(ranks)} {verb} slow: {measured}; {of}{cause.sentence}"
         if late_too and (waiting := _others_wait(passes, late_rank)):
             sentence += f"; the others wait {waiting * 1e3:.3g} ms for it in an all_reduce"
         place = {**setup.place(ranks), "cause": cause.name}
@@ -183,11 +183,6 @@ def _slow_rates(
         when = "alone" if at.when == ALONE else "while all ranks work,"
         parts.append(f"{load.name} {when} at best {own_span} {load.unit}, the others {others_span}")
     return "; ".join(parts)
-
-
-def _slow_sentence(who: str, ranks: Sequence[int], cause: Cause, rates: str) -> str:
-    verb, of = ("is", "") if len(ranks) == 1 else ("are", f"of rank {ranks[0]}: ")
-    return f"{who} {verb} slow: {rates}; {of}{cause.sentence}"
 
 
 def _others_wait(passes: Sequence[Pass], rank: int | None) -> float:
@@ -279,10 +274,10 @@ class Suspect:
         return [shown for rank, shown in enumerate(self.shown) if rank != self.rank]
 
     def kept(self, reason: str) -> float | None:
-        """Return the share of the time that this reason took, if that makes the rank slow."""
+        """Return the share of the time that this reason took, if that makes its cores slow."""
         share = self.own.kept.get(self.when, {}).get(reason)
         others = [shown.kept.get(self.when, {}).get(reason) or 0.0 for shown in self.others]
-        if share is None or share < EVIDENT_SHARE:
+        if self.memory != "host" or share is None or share < EVIDENT_SHARE:
             return None
         share, usual = min(share, MOST_SHARE), min(statistics.median(others), MOST_SHARE)
         return share if (1 - usual) / (1 - share) >= EVIDENT_RATIO else None
@@ -294,7 +289,7 @@ def find_cause(suspect: Suspect) -> Cause:
 
 
 def _throttled(suspect: Suspect) -> Cause | None:
-    share = suspect.kept("throttled") if suspect.memory == "host" else None
+    share = suspect.kept("throttled")
     if share is None:
         return None
     return Cause(
@@ -306,7 +301,7 @@ def _throttled(suspect: Suspect) -> Cause | None:
 
 
 def _stolen(suspect: Suspect) -> Cause | None:
-    share = suspect.kept("stolen") if suspect.memory == "host" else None
+    share = suspect.kept("stolen")
     if share is None:
         return None
     return Cause(
@@ -317,7 +312,7 @@ def _stolen(suspect: Suspect) -> Cause | None:
 
 
 def _queued(suspect: Suspect) -> Cause | None:
-    share = suspect.kept("queued") if suspect.memory == "host" else None
+    share = suspect.kept("queued")
     if share is None:
         return None
     processes = ", ".join(suspect.own.neighbours[:3])

@@ -66,7 +66,6 @@ class ShardedReplica(Replica):
             set_prefetch(self.wrapped, self.case.prefetch != other)
 
     def communicating(self) -> AbstractContextManager[Any]:
-        """Return the context that switches off, or times, the collectives of a step."""
         return self.communication.around()
 
     @contextlib.contextmanager
@@ -82,7 +81,6 @@ class ShardedReplica(Replica):
                 root.set_requires_gradient_sync(True)
 
     def read_timed_step(self) -> list[Span]:
-        """Return the spans of the step's collectives."""
         return self.communication.spans
 
     def gather_timed_steps(self, world: World, steps: Sequence[Any]) -> dict[str, Any]:

@@ -12,8 +12,10 @@ that runs, which its sequence number tells.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,18 +156,15 @@ class Communication:
     # --- what is replaced ---------------------------------------------------------------------
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        gather, scatter, reduce = (
-            (local.leave_gather, local.leave_scatter, local.leave_reduce)
-            if self.mode == "noop"
-            else (self._time_gather, self._time_scatter, self._time_reduce)
-        )
-        wanted: list[tuple[str, Any]] = [(name, gather) for name in GATHERS]
-        wanted += [(name, scatter) for name in SCATTERS]
-        wanted.append(("all_reduce", reduce))
-        for name, make in wanted:
-            if hasattr(dist, name):
-                real = getattr(dist, name)
-                yield dist, name, make if self.mode == "noop" else make(real)
+        for names, leave, operation, counted in (
+            (GATHERS, local.leave_gather, "all_gather", "output_tensor"),
+            (SCATTERS, local.leave_scatter, "reduce_scatter", "input"),
+            (("all_reduce",), local.leave_reduce, "all_reduce", "tensor"),
+        ):
+            for name in names:
+                if real := getattr(dist, name, None):
+                    timed = self._time_function(operation, counted, real)
+                    yield dist, name, leave if self.mode == "noop" else timed
         yield from self._operator_replacements()
         if self.mode == "timed" and self._streams is not None:
             stream = self._streams.Stream
@@ -188,42 +187,16 @@ class Communication:
 
     # --- timed --------------------------------------------------------------------------------
 
-    def _time_gather(self, real: Any) -> Any:
-        def all_gather(
-            output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-        ) -> Any:
-            def call() -> Any:
-                return real(output_tensor, input_tensor, group=group, async_op=async_op)
+    def _time_function(self, operation: str, counted: str, real: Any) -> Any:
+        """Return a function that times a call; counted: the argument with all of its bytes."""
+        signature = inspect.signature(real)
 
-            return self._time("all_gather", output_tensor.nbytes, group, call)
+        def timed(*args: Any, **keywords: Any) -> Any:
+            given = signature.bind(*args, **keywords).arguments
+            call = partial(real, *args, **keywords)
+            return self._time(operation, given[counted].nbytes, given.get("group"), call)
 
-        return all_gather
-
-    def _time_scatter(self, real: Any) -> Any:
-        def reduce_scatter(
-            output: Tensor,
-            input: Tensor,  # noqa: A002  # fully_shard passes it by this name
-            op: Any = dist.ReduceOp.SUM,
-            group: Any = None,
-            async_op: bool = False,
-        ) -> Any:
-            def call() -> Any:
-                return real(output, input, op=op, group=group, async_op=async_op)
-
-            return self._time("reduce_scatter", input.nbytes, group, call)
-
-        return reduce_scatter
-
-    def _time_reduce(self, real: Any) -> Any:
-        def all_reduce(
-            tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-        ) -> Any:
-            def call() -> Any:
-                return real(tensor, op=op, group=group, async_op=async_op)
-
-            return self._time("all_reduce", tensor.nbytes, group, call)
-
-        return all_reduce
+        return timed
 
     def _time(self, operation: str, nbytes: int, group: Any, call: Callable[[], Any]) -> Any:
         record = self._begin(operation, nbytes, group)
