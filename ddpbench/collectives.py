@@ -174,17 +174,6 @@ class Sweep:
         }
 
 
-class Variant(NamedTuple):
-    """The values that distinguish the cases of one operation."""
-
-    partition: Partition
-    form: str
-    place: str
-    dtype: str
-    reduce_op: str | None
-    nbytes: int
-
-
 def list_cases(
     options: Options, backend: Backend, plan: Plan, partitions: Sequence[Partition]
 ) -> list[tuple[Case, int]]:
@@ -201,32 +190,36 @@ def list_cases(
             (options.reduce_op or ("sum",)) if operation.reduces else (None,),
             requested if operation.sized else (0,),
         )
-        for variant in itertools.starmap(Variant, variants):
-            cases.setdefault(_case(options, backend, plan, operation, variant), variant.nbytes)
+        for variant in variants:
+            cases.setdefault(_case(options, backend, plan, operation, variant), variant[-1])
     return list(cases.items())
 
 
 def _case(
-    options: Options, backend: Backend, plan: Plan, operation: Operation, variant: Variant
+    options: Options,
+    backend: Backend,
+    plan: Plan,
+    operation: Operation,
+    variant: tuple[Partition, str, str, str, str | None, int],
 ) -> Case:
     from ddpbench.measure import loop
 
-    partition, _, _, dtype, _, nbytes = variant
+    partition, form, place, dtype, reduce_op, nbytes = variant
     blocks = partition.size if operation.blocks else 1
     total, count = sizes.whole(nbytes, DTYPES[dtype].nbytes, blocks) if nbytes else (0, 0)
     pipelined = plan.issue == "pipelined"
     return Case(
         operation=operation.name,
-        form=variant.form,
+        form=form,
         backend=backend.name,
         provider=backend.provider(options.device),
         device=options.device,
         dtype=dtype,
-        reduce_op=variant.reduce_op,
+        reduce_op=reduce_op,
         root=options.root if operation.rooted else None,
         nbytes=total,
         count=count,
-        in_place=variant.place == "in",
+        in_place=place == "in",
         async_op=(options.async_op or pipelined) and not operation.paired,
         issue=plan.issue,
         start=plan.start,

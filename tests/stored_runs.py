@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ddpbench.records.launched import Launch
-from ddpbench.records.schema import Case, Examination, Interval, Plan, Result, Run, Summary
+from ddpbench.records.schema import Case, Interval, Plan, Result, Run, Summary
 
 
 def a_case(**other: Any) -> Case:
@@ -138,14 +137,18 @@ def with_facts(run: Run, facts: dict[str, Any], rank: dict[str, Any], **launch: 
     return replace(run, launches=launches)
 
 
+# examination → the module that makes tables of its figures
+TABLES = {
+    "stragglers": "stragglers.examine", "links": "links.findings",
+    "capabilities": "capabilities.verdicts",
+}  # fmt: skip
+
+
 def with_tables(run: Run) -> Run:
     """Return the run with the tables that the doctor makes of its figures."""
-
-    def add_tables(examination: Examination) -> Examination:
-        name = f"ddpbench.doctor.{examination.name}.table"
-        if examination.tables or not find_spec(name.rpartition(".")[0]):
-            return examination
-        build_tables = import_module(name).build_tables
-        return replace(examination, tables=build_tables(examination.figures, examination.backend))
-
-    return replace(run, examinations=tuple(map(add_tables, run.examinations)))
+    examinations = list(run.examinations)
+    for number, each in enumerate(examinations):
+        if each.name in TABLES:
+            build_tables = import_module(f"ddpbench.doctor.{TABLES[each.name]}").build_tables
+            examinations[number] = replace(each, tables=build_tables(each.figures, each.backend))
+    return replace(run, examinations=tuple(examinations))

@@ -55,7 +55,6 @@ class Fault:
 
     @property
     def defaults(self) -> dict[str, float]:
-        """Return the defaults of all settings."""
         step = {"step": float(STEP)} if self.kind == IN_STEP else {}
         rank = {} if self.all_ranks else {"rank": float(RANK)}
         return {**step, **rank, **(self.settings or {})}
@@ -112,7 +111,10 @@ def parse(text: str, kind: str = IN_STEP) -> Planted:
     name, _, rest = text.partition(":")
     fault = FAULTS[kind].get(name)
     if fault is None:
-        raise ValueError(_unknown(name, kind))
+        for other, command in COMMANDS.items():
+            if name in FAULTS[other]:
+                raise ValueError(f"{name} is a fault of a {other}: use {command} --inject {name}")
+        raise ValueError(explain_unknown("fault", name, FAULTS[kind]))
     settings = fault.defaults
     for word in filter(None, rest.split(",")):
         key, _, value = word.partition("=")
@@ -126,13 +128,6 @@ def parse(text: str, kind: str = IN_STEP) -> Planted:
                 f"{name} has no setting {word!r}: its settings and their defaults are {shown}"
             ) from None
     return Planted(fault, settings)
-
-
-def _unknown(name: str, kind: str) -> str:
-    for other, command in COMMANDS.items():
-        if name in FAULTS[other]:
-            return f"{name} is a fault of a {other}: use {command} --inject {name}"
-    return explain_unknown("fault", name, FAULTS[kind])
 
 
 def listed(kind: str) -> str:

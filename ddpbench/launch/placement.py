@@ -141,7 +141,14 @@ def node_address(name: str, placement: Placement) -> str:
     """
     if _resolves(name):
         return name
-    address = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", name))
+    shown = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        line = ["scontrol", "--oneliner", "show", "node", name]
+        done = subprocess.run(
+            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SCONTROL_SECONDS
+        )
+        shown = done.stdout
+    address = re.search(r"\bNodeAddr=(\S+)", shown)
     if address and _resolves(address[1]):
         return address[1]
     raise Refused(
@@ -158,20 +165,6 @@ def _resolves(name: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return True
-
-
-def _scontrol(*arguments: str) -> str:
-    """The output of scontrol; empty if it is missing, fails or is late."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(
-            ["scontrol", "--oneliner", *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SCONTROL_SECONDS,
-            check=False,
-        ).stdout
-    return ""
 
 
 _reserved: list[socket.socket] = []  # bound, so that the kernel gives their ports to nobody else

@@ -51,8 +51,10 @@ def listen(address: str, port: int, one_host: bool = True) -> socket.socket:
     It listens on all interfaces only if this host does not know the address: one that is forwarded
     to this host, or a name that means loopback here but not on other hosts.
     """
-    own = _find_own_address(address)
-    if own is None or (sockets.is_loopback(own) and not one_host and not _means_loopback(address)):
+    own, everywhere = _find_own_address(address), address == "localhost"
+    with contextlib.suppress(ValueError):
+        everywhere = ip_address(address).is_loopback
+    if own is None or (sockets.is_loopback(own) and not one_host and not everywhere):
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         return socket.create_server(("", port), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
@@ -71,10 +73,3 @@ def _find_own_address(address: str) -> str | None:
             probe.bind((own, 0))
             return own
     return None
-
-
-def _means_loopback(address: str) -> bool:
-    """Whether an address means loopback on every host."""
-    with contextlib.suppress(ValueError):
-        return ip_address(address).is_loopback
-    return address == "localhost"

@@ -35,7 +35,6 @@ class Turn:
             os.write(self._own, ENDED)
 
     def end(self) -> None:
-        """Let the other side measure to its end."""
         os.write(self._other, ENDED)
 
     def close(self) -> None:

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ddpbench.launch.sockets import address_family
 from ddpbench.measure import clock
+from ddpbench.measure.offsets import agree_connections
 from ddpbench.records.schema import Limit
 from ddpbench.runtime import control, devices
 from ddpbench.runtime.devices import elapsed_ns
@@ -32,7 +32,6 @@ from ddpbench.runtime.world import World
 COPY_NS = 8_000_000
 # Streams between hosts last longer: a rank that the scheduler wakes 1 ms late distorts the rate.
 STREAM_NS, STREAM_BETWEEN_HOSTS_NS, STREAMS = 60_000_000, 200_000_000, 3
-CONNECT_SECONDS = 5.0
 CHUNK, END = 1 << 22, b"\1"  # smaller chunks are slower: 3 GB/s at 256 KiB, 5.5 GB/s at 4 MiB
 SIZES_NBYTES = (1 << 24, 1 << 26)  # one fits into the cache of a GPU, one does not
 COPIES, SPANS = 4, 5
@@ -137,10 +136,11 @@ def _measure_ring(world: World, partition: Partition) -> tuple[float | None, flo
     subgroup = partition.subgroup_of(world.rank) or (world.rank,)  # in none: only takes decisions
     index = subgroup.index(world.rank)
     with contextlib.ExitStack() as sockets:
-        connections = _connect_ring(world, subgroup[(index + 1) % len(subgroup)], sockets)
-        if connections is None:
+        next_rank = subgroup[(index + 1) % len(subgroup)]
+        outward, others, objection = agree_connections(world, next_rank, 1, sockets)
+        if objection is not None:
             return None, None
-        outward, inward = connections
+        (inward,) = others.values()
         everyone = {rank for ranks in partition.subgroups for rank in ranks}
         every_second = {
             rank for ranks in partition.subgroups for rank in ranks[: partition.size - 1 : 2]
@@ -158,32 +158,6 @@ def _measure_ring(world: World, partition: Partition) -> tuple[float | None, flo
             both_ways = max(both_ways, stream(everyone))
             one_way = max(one_way, stream(every_second))
         return both_ways, one_way
-
-
-def _connect_ring(
-    world: World, next_rank: int, sockets: contextlib.ExitStack
-) -> tuple[socket.socket, socket.socket] | None:
-    """Connect to the next rank and accept the previous one; None if a rank cannot connect."""
-    family = address_family(world.address)
-    server = sockets.enter_context(
-        socket.create_server((world.address, 0), family=family, backlog=1)
-    )
-    addresses = control.gather_values(world, [world.address, server.getsockname()[1]])
-    failure = None
-    try:
-        outward = sockets.enter_context(
-            socket.create_connection(tuple(addresses[next_rank]), CONNECT_SECONDS)
-        )
-    except OSError as error:
-        failure = str(error)
-    if control.agree_objection(world, failure) is not None:  # before a rank waits in accept
-        return None
-    deadline = world.timeout.total_seconds()
-    server.settimeout(deadline)
-    inward = sockets.enter_context(server.accept()[0])
-    outward.settimeout(deadline)
-    inward.settimeout(deadline)
-    return outward, inward
 
 
 def _send(outward: socket.socket, stream_ns: int) -> None:

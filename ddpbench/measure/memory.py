@@ -72,12 +72,6 @@ def explain_too_large(
     )
 
 
-def _may_be_huge(kind: str) -> bool:
-    """Return whether the kernel may use huge pages here. Reading smaps instead costs 50 ms."""
-    enabled = read("/sys/kernel/mm/transparent_hugepage/enabled") or "[always]"
-    return kind == "huge" or "[always]" in enabled
-
-
 def huge_share(tensors: Iterable[torch.Tensor], kind: str) -> float | None:
     """Return the share, 0 to 1, of the written tensors' bytes that lie in huge pages.
 
@@ -86,8 +80,9 @@ def huge_share(tensors: Iterable[torch.Tensor], kind: str) -> float | None:
     """
     buffers = {(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor.is_cpu}
     total = sum(nbytes for _, nbytes in buffers)
-    if total and not _may_be_huge(kind):
-        return 0.0
+    enabled = read("/sys/kernel/mm/transparent_hugepage/enabled") or "[always]"
+    if total and kind != "huge" and "[always]" not in enabled:
+        return 0.0  # reading smaps would cost 50 ms
     counted = huge = 0.0
     for text in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", read("/proc/self/smaps") or "", flags=re.M):
         span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", text)

@@ -152,7 +152,6 @@ class Rounds:
 
     @property
     def _rounds(self) -> int:
-        """Return the number of rounds in which the arm ddp was measured."""
         return len(self._walls.get("ddp", ()))
 
     def _over(self, until: float) -> int:
@@ -183,7 +182,9 @@ class Rounds:
 
         The total lies between synchronisations and excludes the pauses for verifications.
         """
-        replica = self._choose_replica(arm)
+        replica = self.main if arm == "ddp" else self.probe
+        assert replica is not None
+        replica.choose_arm(arm)
         marks, wall = Marks(replica.device), 0
         ready = [replica.batches(ahead) for ahead in range(count)]
         self.world.watchdog.rearm()
@@ -205,12 +206,6 @@ class Rounds:
                     break
                 began = self._meet() if self._kind.clock == "device" else clock.now_ns()
         return phases(marks.ns(), number), wall
-
-    def _choose_replica(self, arm: str) -> Replica:
-        replica = self.main if arm == "ddp" else self.probe
-        assert replica is not None
-        replica.choose_arm(arm)
-        return replica
 
     @property
     def _kind(self) -> Cpu:

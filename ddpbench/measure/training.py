@@ -91,7 +91,6 @@ def train(
 
 
 def _require_folder(world: World, checkpoint: Path | None) -> None:
-    """Raise Refused in all ranks if rank 0 has no folder for the checkpoint."""
     world.watchdog.begin_phase("the start of the training")
     folder = checkpoint.parent if checkpoint and world.rank == 0 else Path()
     absent = None if folder.is_dir() else f"--checkpoint {checkpoint}: there is no folder {folder}"
@@ -210,7 +209,6 @@ def _validate(world: World, task: Task, module: nn.Module) -> Tensor:
 
 
 def _settings(training: Training, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return everything that the losses depend on, by name."""
     rate = optimizer.param_groups[0]["lr"]
     return {**training.settings, "optimizer": type(optimizer).__name__, "learning rate": rate}
 

@@ -35,7 +35,6 @@ class Nvml:
     is_part: bool  # whether the rank uses a part of this GPU (MIG)
 
     def query(self, function: str, *arguments: object) -> Any:
-        """Return the value of one of pynvml's functions for this GPU."""
         return or_none(lambda: getattr(self.module, function)(self.gpu, *arguments))
 
     def field(self, name: str, scope: int = 0) -> int | None:
@@ -117,7 +116,14 @@ def gpu_health() -> dict[str, object]:
     """Return NUMA node and memory of this rank's GPU, and what its error correction reports."""
     nvml = _open_nvml()
     bus = _bus(nvml)
-    free, total = or_none(_memory) or (None, None)
+    kind, index = _in_use()
+    free = total = None
+    if kind is not None:
+        import torch
+
+        device = torch.device(kind.name, index)
+        free = or_none(partial(kind.free_nbytes, device))
+        total = or_none(partial(kind.total_nbytes, device))
     node = or_none(lambda: int(read(ROOT / DEVICES / str(bus) / "numa_node") or "-1"))
     ecc = nvml and nvml.query("nvmlDeviceGetEccMode")
     errors = (UNCORRECTED, SINCE_DRIVER_LOADED)
@@ -157,20 +163,8 @@ def _in_use() -> tuple[devices.Cpu | None, Any]:
 
 
 def _properties() -> Any:
-    """Return what torch reports about the GPU in use."""
     kind, index = _in_use()
     return kind and or_none(partial(kind.properties, index))
-
-
-def _memory() -> tuple[int | None, int | None]:
-    """Return free and total memory of the GPU in use."""
-    import torch
-
-    kind, index = _in_use()
-    if kind is None:
-        return None, None
-    device = torch.device(kind.name, index)
-    return kind.free_nbytes(device), kind.total_nbytes(device)
 
 
 def _bus(nvml: Nvml | None) -> str | None:
@@ -190,7 +184,6 @@ def _place(pci_info: Any) -> str | None:
 
 
 def _open_nvml() -> Nvml | None:
-    """Return NVML's view of this rank's GPU; None without NVML."""
     uuid = gpu()["gpu_uuid"]
     return uuid and open_nvml(uuid)  # a rank on the CPU need not import pynvml
 

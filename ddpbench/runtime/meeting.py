@@ -160,13 +160,6 @@ def _gather_over_store(
 ) -> Any:
     """Every rank's JSON-able value, over the store. Raises Refused, naming who did not come."""
     store.set(f"ddpbench/{topic}/{placement.rank}", json.dumps(value))
-    _await_all(store, placement, seconds, topic)
-    keys = [f"ddpbench/{topic}/{rank}" for rank in range(placement.world_size)]
-    return [json.loads(store.get(key)) for key in keys]
-
-
-def _await_all(store: dist.Store, placement: Placement, seconds: float, topic: str) -> None:
-    """Wait until every rank has set its key. Raises Refused, naming those that do not in time."""
     deadline = time.monotonic() + seconds
     absent = list(range(placement.world_size))
     try:
@@ -189,6 +182,8 @@ def _await_all(store: dist.Store, placement: Placement, seconds: float, topic: s
             f"(--timeout): {', '.join(map(str, absent))}; check why they did not start",
             speaker=present[0],
         )
+    keys = [f"ddpbench/{topic}/{rank}" for rank in range(placement.world_size)]
+    return [json.loads(store.get(key)) for key in keys]
 
 
 def _leave_together(store: dist.Store, rank: int, ranks: Sequence[int]) -> None:

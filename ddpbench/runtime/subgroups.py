@@ -28,7 +28,6 @@ class Partition:
 
     @property
     def size(self) -> int:
-        """The number of ranks in a subgroup."""
         return len(self.subgroups[0])
 
     def subgroup_of(self, rank: int) -> tuple[int, ...]:

@@ -14,11 +14,9 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from ddpbench.hang import status_board, torch_settings
 from ddpbench.hang.places import describe_error, is_of_program
@@ -82,7 +80,6 @@ class World:
         return self._group_ranks(lambda member: f"{member.boot_id}/{member.network}")
 
     def _group_ranks(self, key: Callable[[RankIdentity], str]) -> dict[str, list[int]]:
-        """Ranks by key, in order of first rank."""
         groups: dict[str, list[int]] = {}
         for member in self.members:
             groups.setdefault(key(member), []).append(member.rank)
@@ -184,30 +181,21 @@ class World:
 
         world_group: all ranks, on the same backend. device: this rank's.
         """
-        agree_group = partial(self.agree_group, torch_name, device=device)
+        own: dict[str, Subgroup] = {}
         with contextlib.ExitStack() as groups:
-            yield {
-                name: self._agree_subgroup(name, world_group, agree_group, groups) for name in names
-            }
-
-    def _agree_subgroup(
-        self,
-        name: str,
-        world_group: dist.ProcessGroup,
-        agree_group: Callable[[Sequence[int]], AbstractContextManager[dist.ProcessGroup]],
-        groups: contextlib.ExitStack,
-    ) -> Subgroup:
-        partition = divide_ranks(name, list(self.hosts.values()))
-        if partition.size == self.world_size:
-            group = None if partition.objection else world_group
-            return Subgroup(partition, world_group, group, rank=self.rank)
-        subgroup = Subgroup(partition, world_group, None)
-        for number, members in enumerate(partition.subgroups):
-            group = groups.enter_context(agree_group(members))
-            if self.rank in members:
-                rank = members.index(self.rank)
-                subgroup = Subgroup(partition, world_group, group, number, rank)
-        return subgroup
+            for name in names:
+                partition = divide_ranks(name, list(self.hosts.values()))
+                if partition.size == self.world_size:
+                    whole = None if partition.objection else world_group
+                    own[name] = Subgroup(partition, world_group, whole, rank=self.rank)
+                    continue
+                own[name] = Subgroup(partition, world_group, None)
+                for number, members in enumerate(partition.subgroups):
+                    group = groups.enter_context(self.agree_group(torch_name, members, device))
+                    if self.rank in members:
+                        rank = members.index(self.rank)
+                        own[name] = Subgroup(partition, world_group, group, number, rank)
+            yield own
 
 
 @contextlib.contextmanager
@@ -256,7 +244,13 @@ def join_world(
     except Refused:
         raise
     except Exception as error:
-        _report_error(error, watchdog)
+        if not isinstance(error, (RuntimeError, OSError, MemoryError)) or is_of_program(
+            error, False
+        ):
+            # Neither a backend nor the machine raises these: it is a defect, shown whole.
+            sys.stderr.write(redact.text("".join(traceback.format_exception(error))))
+        cause, place = describe_error(error)
+        watchdog.end(cause, place=place)
     finally:
         watchdog.close()
         siblings.report_stage(siblings.LEFT)
@@ -268,15 +262,6 @@ def describe_failed_connection(name: str, error: Exception) -> str:
     """Describe why a backend cannot connect its ranks: first and last line of its error."""
     lines = [line for line in str(error).splitlines() if line.strip()] or ["no text"]
     return f"{name} cannot connect its ranks: {' '.join(dict.fromkeys((lines[0], lines[-1])))}"
-
-
-def _report_error(error: Exception, watchdog: Watchdog) -> NoReturn:
-    """Report an error with its place in the code, and end this process."""
-    if not isinstance(error, (RuntimeError, OSError, MemoryError)) or is_of_program(error, False):
-        # Neither a backend nor the machine raises these: it is a defect, shown whole.
-        sys.stderr.write(redact.text("".join(traceback.format_exception(error))))
-    cause, place = describe_error(error)
-    watchdog.end(cause, place=place)
 
 
 def _destroy_group(group: dist.ProcessGroup | None) -> None:

@@ -77,7 +77,10 @@ def run(options: T, placement: Placement, prepare: Prepare[T]) -> int:
             import_module(name)
     with join_world(placement, options.rendezvous(), options.share_gpu) as world:
         control.agree_same_options(world, options.named())
-        _agree_page(world, options)
+        if options.report and options.join is None:  # else who started the ranks has checked it
+            own = page_file.explain_missing("--report") if world.rank == 0 else None
+            if (sentence := control.agree_objection(world, own)) is not None:
+                raise Refused(sentence)
         folder, plan = run_folder.broadcast_run_folder(world, options)
         world.watchdog.on_end = lambda *end: run_end.mark(folder, *end)
         end = None
@@ -107,15 +110,6 @@ def run(options: T, placement: Placement, prepare: Prepare[T]) -> int:
     if code is None and placement.rank == 0:
         code = _report(options, folder, end)
     return code if code is not None else end.code if end else 0
-
-
-def _agree_page(world: World, options: RunOptions) -> None:
-    """Raise Refused in all ranks if rank 0 cannot make the page that the user asked for."""
-    if not options.report or options.join is not None:  # who started the ranks has checked it
-        return
-    own = page_file.explain_missing("--report") if world.rank == 0 else None
-    if (sentence := control.agree_objection(world, own)) is not None:
-        raise Refused(sentence)
 
 
 def _report(options: RunOptions, folder: Path, end: End | None) -> int:

@@ -35,7 +35,6 @@ class Progress:
         self._bar.start()
 
     def describe(self, text: str) -> None:
-        """Show the current case beside the bar."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self.label}: {text}")
             self._bar.refresh()
@@ -47,7 +46,6 @@ class Progress:
             self._bar.refresh()
 
     def stop(self) -> None:
-        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
 

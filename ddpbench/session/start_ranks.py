@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 from ddpbench.catalog import backends
@@ -192,13 +191,12 @@ def _launch(launch: T, run_rank: RunRank[T], words: Sequence[str]) -> tuple[int,
     line += ["--device", launch.device, "--join", str(launch.join)]
     line += ["--launch", str(launch.launch), "--launches", "1"]
     line += ["--progress"] if launch.shows_progress else []
-    main = partial(report_errors, partial(_run_forked, launch, run_rank))
-    forked = main if devices.get(launch.device).forks else None
+
+    def run_forked() -> int:
+        placement = read_placement()
+        assert placement is not None
+        return report_errors(lambda: run_rank(launch, placement))
+
+    forked = run_forked if devices.get(launch.device).forks else None
     code = starters.start(backends.get(name).launcher, line, forked, nproc, deadline)
     return code, next(iter(messages), "")
-
-
-def _run_forked(launch: T, run_rank: RunRank[T]) -> int:
-    placement = read_placement()
-    assert placement is not None
-    return run_rank(launch, placement)

@@ -90,16 +90,6 @@ class Ledger:
         )
 
 
-def _note_copies(batch: Any, device: torch.device) -> list[str]:
-    elsewhere = user_workload.find_other_device(batch, device)
-    if elsewhere is None:
-        return []
-    return [
-        f"batch(step) returns a tensor on {elsewhere}, not on {device}: the time of the step "
-        "includes copying it; let batch(step) return it on the device"
-    ]
-
-
 class Trial:
     """The measurement of workloads in one launch, as one rank sees it.
 
@@ -124,7 +114,12 @@ class Trial:
         if reason is not None or main is None:
             return StepResult(case=case, launch=self.index, reason=reason), None
         epochs = self._train(workload, case)  # first: an impossible checkpoint is refused at once
-        notes = _note_copies(main.task.batch(0), self.device)
+        notes = []
+        if elsewhere := user_workload.find_other_device(main.task.batch(0), self.device):
+            notes.append(
+                f"batch(step) returns a tensor on {elsewhere}, not on {self.device}: the time of "
+                "the step includes copying it; let batch(step) return it on the device"
+            )
         arms: tuple[str, ...] = ("ddp",)
         if not self.options.no_budget:
             arms, notes = main.arms, [*notes, *main.notes]
@@ -334,7 +329,6 @@ class Trial:
         )
 
     def learning_rate(self, workload: Workload) -> float:
-        """Return the user's learning rate, else the workload's own."""
         return self.options.learning_rate or workload.learning_rate
 
     def _gather_difference(self, task: Task | None) -> str | None:

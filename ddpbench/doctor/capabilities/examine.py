@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +35,6 @@ from ddpbench.doctor.capabilities.verdicts import (
     Combination,
     Verdict,
     build_tables,
-    counts,
     findings,
     rows,
 )
@@ -78,8 +78,9 @@ def examine(context: Context) -> Outcome:
 
 
 def _count_outcomes(verdicts: Sequence[Verdict]) -> str:
-    by_outcome = counts(verdicts)
-    return ", ".join(f"{n} {OUTCOMES[name]}" for name, n in by_outcome.items() if n or name == OK)
+    by_outcome = Counter(verdict.outcome for verdict in verdicts)
+    listed = (name for name in OUTCOMES if by_outcome[name] or name == OK)
+    return ", ".join(f"{by_outcome[name]} {OUTCOMES[name]}" for name in listed)
 
 
 def _describe_tries(context: Context, request: Request, trials: Trials) -> list[str]:
@@ -139,7 +140,6 @@ class Trials:
 
     @property
     def tried(self) -> list[tuple[Combination, Verdict]]:
-        """Return each combination that was tried, with its verdict."""
         return list(zip(self.wanted, self.verdicts, strict=False))
 
 
@@ -174,7 +174,8 @@ def _sets(request: Request, trials: Trials, until: float) -> Generator[None, Non
             blamed = _blamed(trial, at, hung, code)
             if time.monotonic() > until or at == len(trials.wanted):
                 return
-            if short := _shortage(trial):
+            failed = (state.text for state in trial.states() if state.kind == "failed")
+            if short := next(filter(memory.OUT_OF_MEMORY.search, failed), ""):
                 trials.given_up = f"a rank had no memory left ({short})"
                 return
             if blamed is None and at == first:
@@ -234,12 +235,6 @@ def _blamed(trial: Trial, number: int, hung: float, code: int) -> Verdict | None
         return Verdict(UNSUPPORTED, verdicts.refused_by(by, why))
     busy = [str(state.rank) for state in here if state.kind in ("first", "doing", "training")]
     return Verdict(HANG, f"rank {', '.join(busy)} did not return within {hung:g} s")
-
-
-def _shortage(trial: Trial) -> str:
-    """Return what a rank said when it had no memory left; "" if none did."""
-    failed = (state.text for state in trial.states() if state.kind == "failed")
-    return next(filter(memory.OUT_OF_MEMORY.search, failed), "")
 
 
 def _last_words(trial: Trial) -> str:

@@ -6,7 +6,7 @@ A refusal of the backend is information. A crash, a hang or a wrong result is a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -78,12 +78,6 @@ def breaking(verdict: Verdict) -> Verdict:
 def rows(tried: Tried) -> list[dict[str, Any]]:
     """Return a record for each combination: operation, form, reduce_op, dtype, outcome, why."""
     return [{**asdict(each), "outcome": v.outcome, "why": v.why} for each, v in tried]
-
-
-def counts(verdicts: Iterable[Verdict]) -> dict[str, int]:
-    """Count each outcome, the good ones first."""
-    found = [verdict.outcome for verdict in verdicts]
-    return {name: found.count(name) for name in (OK, UNSUPPORTED, WRONG, CRASH, HANG)}
 
 
 # outcome → severity, code, predicate, next step
@@ -165,17 +159,11 @@ def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
     calls = [verdict for verdict in tried if verdict["form"] != PARALLEL]
     ways = [verdict for verdict in tried if verdict["form"] == PARALLEL]
     tables = [_tabulate_calls(calls, backend)] if calls else []
-    return (*tables, *([_tabulate_ways(ways, backend)] if ways else []))
-
-
-def _tabulate_ways(verdicts: Sequence[Row], backend: str) -> Table:
-    columns = (
-        TableColumn("way", "left"),
-        TableColumn("one step", "left"),
-        TableColumn("reason", "left"),
-    )
-    rows = tuple((v["operation"], CELLS[v["outcome"]], v["why"]) for v in verdicts)
-    return Table(f"parallel training on {backend}", columns, rows)
+    if ways:
+        columns = tuple(TableColumn(name, "left") for name in ("way", "one step", "reason"))
+        rows = tuple((v["operation"], CELLS[v["outcome"]], v["why"]) for v in ways)
+        tables.append(Table(f"parallel training on {backend}", columns, rows))
+    return tuple(tables)
 
 
 def _tabulate_calls(verdicts: Sequence[Row], backend: str) -> Table:
@@ -183,7 +171,11 @@ def _tabulate_calls(verdicts: Sequence[Row], backend: str) -> Table:
     columns = (
         TableColumn("operation", "left"),
         TableColumn("reduce op", "left"),
-        *(TableColumn(_abbreviated(dtype)) for dtype in dtypes),
+        # "f32", "u8", …: ten columns fit a terminal.
+        *(
+            TableColumn(dtype.replace("float", "f").replace("uint", "u").replace("int", "i"))
+            for dtype in dtypes
+        ),
     )
     title = f"what {backend} can do"
     return Table(title, columns, tuple(_make_rows(verdicts, dtypes)), tuple(_reasons(verdicts)))
@@ -243,8 +235,3 @@ def _some(key: str, group: Sequence[Row], verdicts: Sequence[Row]) -> list[str]:
 
 def _called(verdict: Row) -> str:
     return str(verdict["operation"]) + (" (list)" if verdict["form"] == "list" else "")
-
-
-def _abbreviated(dtype: str) -> str:
-    """Shorten "float32" to "f32" and "uint8" to "u8", so that ten columns fit a terminal."""
-    return dtype.replace("float", "f").replace("uint", "u").replace("int", "i")

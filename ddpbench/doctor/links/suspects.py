@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import median, median_high, median_low
 
 Cell = tuple[int, int]  # sender, receiver
@@ -64,7 +65,6 @@ class Again:
     others: tuple[tuple[float, ...], ...] = ()  # each time: the rates of healthy cells
 
     def and_again(self, slow: Iterable[float], others: Iterable[float]) -> Again:
-        """Return the same with one more time."""
         return replace(self, slow=(*self.slow, tuple(slow)), others=(*self.others, tuple(others)))
 
     @property
@@ -114,8 +114,13 @@ def suspects(rates: Rates, spread: float = 0.0) -> list[Suspect]:
         return _one_way(rates, spread)
     usual = median_high(levels)
     expected = {(a, b): min(sends.get(a, usual), receives.get(b, usual)) for a, b in rates}
-    residual = _deviation([rates[cell] / expected[cell] for cell in rates])
-    noise = max(LEAST_SPREAD, spread, residual, _of_both_ways(rates))
+    logs = [math.log(rates[cell] / expected[cell]) for cell in rates]
+    middle = median(logs)
+    residual = DEVIATION * median(abs(each - middle) for each in logs)
+    # How much the two directions of a pair differ; slow ends and links keep them equal.
+    ratios = [abs(math.log(rates[a, b] / rates[b, a])) for a, b in rates if (b, a) in rates]
+    both_ways = DEVIATION * median_low(ratios) / math.sqrt(2) if ratios else 0.0
+    noise = max(LEAST_SPREAD, spread, residual, both_ways)
     # Of the levels only those above: as many as half may be slow.
     above = DEVIATION * median(math.log(level / usual) for level in levels if level >= usual)
     least = _least(max(noise, above)) * usual
@@ -125,7 +130,7 @@ def suspects(rates: Rates, spread: float = 0.0) -> list[Suspect]:
         cells = tuple(cell for cell in rates if any(cell[side] == end for side in slow))
         if slow:
             ends.append(Suspect((end,), (), cells, median(rates[c] for c in cells) / usual))
-    return sorted(ends, key=_share) + _slow_links(rates, expected, _least(noise))
+    return sorted(ends, key=attrgetter("share")) + _slow_links(rates, expected, _least(noise))
 
 
 def _slow_links(rates: Rates, expected: Rates, least: float) -> list[Suspect]:
@@ -137,7 +142,7 @@ def _slow_links(rates: Rates, expected: Rates, least: float) -> list[Suspect]:
     for pair, cells in slow.items():
         share = median(rates[cell] / expected[cell] for cell in cells)
         found.append(Suspect((min(pair),), (max(pair),), tuple(cells), share))
-    return sorted(found, key=_share)
+    return sorted(found, key=attrgetter("share"))
 
 
 def between(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
@@ -172,7 +177,7 @@ def merged(found: Sequence[Suspect], cuts: Iterable[Halves]) -> list[Suspect]:
         if len(pairs) > 1 and all(pair in left for pair in pairs):
             its = [left.pop(pair) for pair in pairs]
             cells = tuple(cell for each in its for cell in each.cells)
-            whole.append(Suspect(*halves, cells, median(map(_share, its))))
+            whole.append(Suspect(*halves, cells, median(each.share for each in its)))
     return [each for each in found if not each.other] + whole + list(left.values())
 
 
@@ -231,22 +236,6 @@ def _one_way(rates: Rates, spread: float) -> list[Suspect]:
 def _least(noise: float) -> float:
     """Return the share of the expected rate below which a cell is suspicious."""
     return min(SUSPICIOUS, max(WORTH, math.exp(-FAR * noise)))
-
-
-def _deviation(ratios: Sequence[float]) -> float:
-    logs = [math.log(ratio) for ratio in ratios]
-    middle = median(logs)
-    return DEVIATION * median(abs(each - middle) for each in logs)
-
-
-def _of_both_ways(rates: Rates) -> float:
-    """Return how much the two directions of a pair differ; slow ends and links keep them equal."""
-    ratios = [abs(math.log(rates[a, b] / rates[b, a])) for a, b in rates if (b, a) in rates]
-    return DEVIATION * median_low(ratios) / math.sqrt(2) if ratios else 0.0
-
-
-def _share(suspect: Suspect) -> float:
-    return suspect.share
 
 
 # --- rounds of disjoint pairs, so that all pairs of a round can work at once ----------------------

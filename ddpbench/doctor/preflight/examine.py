@@ -71,8 +71,9 @@ def examine(context: Context) -> Outcome:
         "hosts": hosts,
         "ranks": ranks,
     }
+    line = f"compared the settings of {len(ranks)} ranks on {counted(len(hosts), 'host')}"
     return Outcome(
-        lines=(_summary(len(ranks), len(hosts)),),
+        lines=(line if len(ranks) > 1 else "checked the settings of 1 rank",),
         unchecked=tuple(_unchecked(setup, context.launch.ranks, objection)),
         findings=find_all(setup),
         figures=figures,
@@ -113,12 +114,6 @@ def _gather_clocks_ahead(context: Context) -> tuple[list[float | None], str | No
             for rank, rank_epoch_ns in enumerate(everyone)
         ]
         return ahead, clocks.objection
-
-
-def _summary(ranks: int, hosts: int) -> str:
-    if ranks == 1:
-        return "checked the settings of 1 rank"
-    return f"compared the settings of {ranks} ranks on {counted(hosts, 'host')}"
 
 
 def _unchecked(

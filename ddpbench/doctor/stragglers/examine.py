@@ -46,7 +46,9 @@ def examine(context: Context) -> Outcome:
     """Measure and judge all ranks. All ranks call it."""
     world, backend, device = context.world, context.backend.name, context.device.type
     full_hosts = _full_hosts(context)
-    efforts = prepare_efforts(context.device, _agree_copy_nbytes(context))
+    share = MEMORY_SHARE * (cpu.free_memory_nbytes() or 0) / len(world.neighbours)
+    copy_nbytes = min(COPY_NBYTES["cpu"], *map(int, control.gather_values(world, share)))
+    efforts = prepare_efforts(context.device, copy_nbytes)
     loads = {name: effort.load for name, effort in efforts.items()}
     together = world.world_size > 1 and not full_hosts
     passes, work_seconds = _gather_passes(context, efforts, together)
@@ -130,13 +132,6 @@ def _full_hosts(context: Context) -> list[str]:
         hostname = ranks[0].get("hostname")
         found += [crowd.host for crowd in crowded([{**r, "hostname": hostname} for r in ranks])]
     return found
-
-
-def _agree_copy_nbytes(context: Context) -> int:
-    """Return how many bytes every rank has room to copy, the same on all ranks."""
-    world = context.world
-    share = MEMORY_SHARE * (cpu.free_memory_nbytes() or 0) / len(world.neighbours)
-    return min(COPY_NBYTES["cpu"], *map(int, control.gather_values(world, share)))
 
 
 def _lines(passes: Sequence[Pass], loads: Mapping[str, Load], work_seconds: float) -> Iterator[str]:

@@ -165,7 +165,14 @@ class Communication:
                 if real := getattr(dist, name, None):
                     timed = self._time_function(operation, counted, real)
                     yield dist, name, leave if self.mode == "noop" else timed
-        yield from self._operator_replacements()
+        space = torch.ops._c10d_functional
+        for name, (operation, leave) in local.OPERATORS.items():
+            packet = getattr(space, name)
+            call = leave if self.mode == "noop" else self._time_operator(operation, packet)
+            yield space, name, _Operator(packet, call)
+        if self.mode == "timed":
+            wait = self._time_wait(space.wait_tensor)
+            yield space, "wait_tensor", _Operator(space.wait_tensor, wait)
         if self.mode == "timed" and self._streams is not None:
             stream = self._streams.Stream
             yield stream, "record_event", self._note_event(stream.record_event)
@@ -174,16 +181,6 @@ class Communication:
             for group, name in self._param_groups:
                 for method in ("unshard", "post_backward"):
                     yield group, method, self._labelled(name, getattr(group, method))
-
-    def _operator_replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        space = torch.ops._c10d_functional
-        for name, leave in local.LEFT.items():
-            packet = getattr(space, name)
-            call = leave if self.mode == "noop" else self._time_operator(name, packet)
-            yield space, name, _Operator(packet, call)
-        if self.mode == "timed":
-            wait = self._time_wait(space.wait_tensor)
-            yield space, "wait_tensor", _Operator(space.wait_tensor, wait)
 
     # --- timed --------------------------------------------------------------------------------
 
@@ -235,9 +232,7 @@ class Communication:
 
         return wait_event
 
-    def _time_operator(self, name: str, packet: Any) -> Any:
-        operation = local.OPERATORS[name]
-
+    def _time_operator(self, operation: str, packet: Any) -> Any:
         def call(tensor: Tensor, *args: Any) -> Any:
             if self._within:
                 return packet(tensor, *args)
@@ -269,16 +264,12 @@ class Communication:
 
     def _begin(self, operation: str, nbytes: int, group: Any) -> _Record:
         layers, phase = self._place()
-        record = _Record(operation, layers, phase, nbytes, self._ranks_of(group), self._stamp())
-        self._records.append(record)
-        return record
-
-    def _ranks_of(self, group: dist.ProcessGroup | None) -> tuple[int, ...]:
         group = group or dist.group.WORLD
-        assert group is not None
         if group not in self._ranks:
             self._ranks[group] = tuple(dist.get_process_group_ranks(group))
-        return self._ranks[group]
+        record = _Record(operation, layers, phase, nbytes, self._ranks[group], self._stamp())
+        self._records.append(record)
+        return record
 
     # --- whose collective it is ---------------------------------------------------------------
 
