@@ -196,7 +196,7 @@ class Rounds:
             replica.step(batches, marks.mark)
             self._steps[arm] += 1
             if number == count or self._pauses(arm, replica):
-                self._synchronise()
+                self._kind.synchronize(self.main.device)
                 wall += clock.now_ns() - began
                 if self._watches_peak:  # before a verification, which needs memory of its own
                     self._peak_nbytes = self._kind.peak_nbytes(self.main.device)
@@ -214,11 +214,8 @@ class Rounds:
     def _meet(self) -> int:
         """Wait for all ranks and for the device. Return the time then."""
         control.barrier_all()
-        self._synchronise()
-        return clock.now_ns()
-
-    def _synchronise(self) -> None:
         self._kind.synchronize(self.main.device)
+        return clock.now_ns()
 
     def _is_verified(self, arm: str) -> bool:
         """Return whether "ddp" is verified after the step that the arm has just taken."""

@@ -265,10 +265,10 @@ def test_shares_add_up_over_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = iter([0.0, 0.5, 0.5, 2.0])
     monkeypatch.setattr(cpu, "CpuMeter", lambda: type("M", (), {"stop": lambda self: use})())
     monkeypatch.setattr(cpu, "queued_seconds", lambda: next(queue))
-    kept = turns.Kept(busy_threads=4)
-    kept.during(lambda: None)
-    kept.during(lambda: None)
-    assert kept.shares == {"throttled": None, "stolen": 0.125, "queued": 0.5}
+    own = turns.Turns(4, {})
+    own.carry({}, 0.0)
+    own.carry({}, 0.0)
+    assert own.kept == {"throttled": None, "stolen": 0.125, "queued": 0.5}
 
 
 class Events:

@@ -1,6 +1,6 @@
 """Capabilities: try every operation, reduce op and dtype on the backend, and check every result.
 
-Separate processes on the host of rank 0 try them while the ranks wait: trials.py. They also try the
+Separate processes on the host of rank 0 try them while the ranks wait: probe.py. They also try the
 ways of parallel training: parallel.py.
 
 figures: {

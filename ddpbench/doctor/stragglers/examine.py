@@ -8,7 +8,7 @@ figures: {"loads": {name: {"amount", "unit"}}, "work_seconds": of the equal work
 "ranks": [{"host", "seconds": {when: {load: of a repetition, in the best round}}, and, of
 the last pass, "kept": {when: {reason: share of the time}}, "wait_seconds", "hertz" of its cores,
 "neighbours": processes on these cores}, …]}. `when` is "alone" or "together"; reasons are as in
-causes.py; None is unknown.
+`Shown`; None is unknown.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _gather_passes(
             )
         own = Shown(
             seconds={when: turn.seconds for when, turn in measured.items()},
-            kept={when: turn.kept.shares for when, turn in measured.items()},
+            kept={when: turn.kept for when, turn in measured.items()},
             waited_ns=waited_ns,
             hertz=alone.hertz,
             thermal=alone.thermal,

@@ -115,7 +115,18 @@ def findings(
         place = {**setup.place(ranks), "cause": cause.name}
         found.append(Finding("warning", "slow-rank", sentence, cause.next_step, place))
     if late_rank is not None and late_rank not in slow:
-        found.append(_late_only(late_rank, passes, setup, work_seconds))
+        waited = _others_wait(passes, late_rank) * 1e3
+        sentence = (
+            f"{setup.who([late_rank])} is late: after {work_seconds * 1e3:.3g} ms of equal work "
+            f"the others wait {waited:.3g} ms for it in an all_reduce, "
+            "though alone it computes as fast as they do"
+        )
+        next_step = (
+            "find out what shares its cores with the backend's threads of that rank, and what its "
+            "Python does besides (a profiler, a tracer, a busy thread)"
+        )
+        place = setup.place([late_rank])
+        found.append(Finding("warning", "late-rank", sentence, next_step, place))
     return (*found, *_notes(passes, setup, reported={host for host, _ in groups}))
 
 
@@ -193,19 +204,6 @@ def _others_wait(passes: Sequence[Pass], rank: int | None) -> float:
         if other != rank and seconds is not None
     ]
     return statistics.median(waits)
-
-
-def _late_only(rank: int, passes: Sequence[Pass], setup: Setup, work_seconds: float) -> Finding:
-    return Finding(
-        "warning",
-        "late-rank",
-        f"{setup.who([rank])} is late: after {work_seconds * 1e3:.3g} ms of equal work the others "
-        f"wait {_others_wait(passes, rank) * 1e3:.3g} ms for it in an all_reduce, though alone it "
-        "computes as fast as they do",
-        "find out what shares its cores with the backend's threads of that rank, and what its "
-        "Python does besides (a profiler, a tracer, a busy thread)",
-        setup.place([rank]),
-    )
 
 
 def _notes(passes: Sequence[Pass], setup: Setup, reported: Container[str]) -> Iterator[Finding]:

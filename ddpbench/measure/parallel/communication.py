@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ddpbench.analysis.spans import Span
 from ddpbench.measure.parallel import local
+from ddpbench.measure.step import stamp
 from ddpbench.runtime import devices
 from ddpbench.runtime.devices import Event, elapsed_ns
 
@@ -86,7 +87,7 @@ class Communication:
         self, model: nn.Module, device: torch.device, layers: Sequence[nn.Module] = ()
     ) -> None:
         self.mode = "plain"
-        self._device = device
+        self._stamp = partial(stamp, device)
         names = {module: name or ROOT for name, module in model.named_modules()}
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._param_groups = [
@@ -145,13 +146,6 @@ class Communication:
             ):
                 stack.callback(handle.remove)
         self._origin = self._stamp()
-
-    def _stamp(self) -> Event:
-        kind = devices.of(self._device)
-        event = kind.event(self._device)
-        with kind.current(self._device):
-            event.record()
-        return event
 
     # --- what is replaced ---------------------------------------------------------------------
 
