@@ -20,7 +20,7 @@ from ddpbench.records.schema import Examination, Finding
 from ddpbench.records.wording import name_ranks
 from ddpbench.render.doctor import table_blocks
 from ddpbench.render.style import TERMINAL
-from ddpbench.runtime import environment
+from ddpbench.runtime import environment, gpu_facts
 
 
 def net(speed: float | None = 1.25e9, mtu: int = 1500) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def test_what_nvml_does_not_tell_is_not_checked(
     installed: bool, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
 ) -> None:
     """Where NVML does not know a GPU, as those of AMD, the doctor says what it has not checked."""
-    monkeypatch.setattr(examine, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(gpu_facts, "find_spec", lambda name: object() if installed else None)
     silent = {"gpu_uuid": "GPU-1", "gpu_before": None}
     setup = a_setup(a_rank(), a_rank())
     (unchecked,) = examine._unchecked(setup, [silent, silent], None)
