@@ -295,7 +295,10 @@ OPERATIONS: dict[str, Operation] = {
         Operation(
             name="all_to_all",
             help="every rank sends a different block to each rank",
-            elements=lambda case, rank: (case.count * case.world_size,) * 2,
+            elements=lambda case, rank: (
+                case.count * case.world_size,
+                case.count * case.world_size,
+            ),
             bind=_all_to_all,
             expected=lambda case, rank: tuple(
                 Piece(r * case.count, case.count, r, offset=rank * case.count)
@@ -313,7 +316,7 @@ OPERATIONS: dict[str, Operation] = {
             help="the root gets every rank's block",
             elements=lambda case, rank: (
                 case.count,
-                case.count * case.world_size * (rank == case.root),
+                case.count * case.world_size if rank == case.root else 0,
             ),
             bind=_gather,
             expected=lambda case, rank: _all_blocks(case, rank) if rank == case.root else (),
@@ -329,7 +332,7 @@ OPERATIONS: dict[str, Operation] = {
             name="scatter",
             help="every rank gets its block of the root's tensor",
             elements=lambda case, rank: (
-                case.count * case.world_size * (rank == case.root),
+                case.count * case.world_size if rank == case.root else 0,
                 case.count,
             ),
             bind=_scatter,
