@@ -92,7 +92,7 @@ class Sweep:
     ) -> None:
         from ddpbench.analysis.lines import share_gpu
         from ddpbench.measure import clock, offsets
-        from ddpbench.measure.handoff import Handoff
+        from ddpbench.measure.calibrate import Handoff
         from ddpbench.measure.link_limits import derive_limit
 
         self.context, self.subgroups, self.recorder = context, subgroups, recorder
@@ -139,6 +139,7 @@ class Sweep:
         )
         clock_off_seconds = self.clocks.compare_again(subgroup.partition.subgroups)
         facts = self._gather_facts(samples)
+        limit, hard_limit = _limits(options, context.backend, case, self.rates, self.links)
         result = Result(
             case=case,
             launch=context.index,
@@ -148,8 +149,8 @@ class Sweep:
             reason=samples.objection,
             wrong=tuple(pace.gather_wrong(world, samples)),
             **facts,
-            limit=_limit(options, context.backend, case, self.rates, self.links),
-            hard_limit=_hard_limit(options, case, self.rates),
+            limit=limit,
+            hard_limit=hard_limit,
             wall_seconds=time.monotonic() - started,
         )
         self.recorder.add_clocks(self.clocks)
@@ -173,17 +174,6 @@ class Sweep:
         }
 
 
-class Variant(NamedTuple):
-    """The values that distinguish the cases of one operation."""
-
-    partition: Partition
-    form: str
-    place: str
-    dtype: str
-    reduce_op: str | None
-    nbytes: int
-
-
 def list_cases(
     options: Options, backend: Backend, plan: Plan, partitions: Sequence[Partition]
 ) -> list[tuple[Case, int]]:
@@ -200,32 +190,36 @@ def list_cases(
             (options.reduce_op or ("sum",)) if operation.reduces else (None,),
             requested if operation.sized else (0,),
         )
-        for variant in itertools.starmap(Variant, variants):
-            cases.setdefault(_case(options, backend, plan, operation, variant), variant.nbytes)
+        for variant in variants:
+            cases.setdefault(_case(options, backend, plan, operation, variant), variant[-1])
     return list(cases.items())
 
 
 def _case(
-    options: Options, backend: Backend, plan: Plan, operation: Operation, variant: Variant
+    options: Options,
+    backend: Backend,
+    plan: Plan,
+    operation: Operation,
+    variant: tuple[Partition, str, str, str, str | None, int],
 ) -> Case:
     from ddpbench.measure import loop
 
-    partition, _, _, dtype, _, nbytes = variant
+    partition, form, place, dtype, reduce_op, nbytes = variant
     blocks = partition.size if operation.blocks else 1
     total, count = sizes.whole(nbytes, DTYPES[dtype].nbytes, blocks) if nbytes else (0, 0)
     pipelined = plan.issue == "pipelined"
     return Case(
         operation=operation.name,
-        form=variant.form,
+        form=form,
         backend=backend.name,
         provider=backend.provider(options.device),
         device=options.device,
         dtype=dtype,
-        reduce_op=variant.reduce_op,
+        reduce_op=reduce_op,
         root=options.root if operation.rooted else None,
         nbytes=total,
         count=count,
-        in_place=variant.place == "in",
+        in_place=place == "in",
         async_op=(options.async_op or pipelined) and not operation.paired,
         issue=plan.issue,
         start=plan.start,
@@ -258,7 +252,7 @@ def _time_definition(options: Options, backend: Backend, operation: Operation) -
 
 def _objection(case: Case, world: World, device: torch.device) -> str | None:
     """Return why this rank cannot measure the case, before it allocates anything."""
-    from ddpbench.measure import loop
+    from ddpbench.measure import loop, memory
 
     operation = OPERATIONS[case.operation]
     if operation.paired and case.world_size < 2:
@@ -271,42 +265,28 @@ def _objection(case: Case, world: World, device: torch.device) -> str | None:
     if operation.rooted and (case.root or 0) >= case.world_size:
         return f"root {case.root} is not one of {case.world_size} ranks"
     kind.release_memory()  # of earlier cases
-    free = kind.free_nbytes(device)
-    sharers = len(world.memory_mates(device))
-    needed = loop.needed_nbytes(case, operation, DTYPES[case.dtype].nbytes) * sharers
-    if free is not None and needed > 0.9 * free:
-        where = f"the {sharers} rank{'s' if sharers > 1 else ''} on this {kind.memory}"
-        return (
-            f"{where} would need {needed / 1e9:.1f} GB of memory, but {free / 1e9:.1f} GB is free"
-        )
-    return None
+    needed = loop.needed_nbytes(case, operation, DTYPES[case.dtype].nbytes)
+    return memory.explain_too_large(world, device, needed)
 
 
-def _limit(
+def _limits(
     options: Options, backend: Backend, case: Case, rates: Rates, links: Links
-) -> Limit | None:
-    """Return the limit of this case's bus bandwidth: the user's, else a known or measured one."""
+) -> tuple[Limit | None, Limit | None]:
+    """Return the limit of this case's bus bandwidth, and that of any operation.
+
+    Both are the user's if there is one. Beside cases between hosts it does not hold inside a host.
+    """
     if options.limit is not None:
-        return _nominal(options, case)
-    if backend.transport == "links":
-        return links.get((case.group, case.operation))
-    one_way = OPERATIONS[case.operation].one_way(case.world_size)
+        applies = case.group != "host" or options.groups == ("host",)
+        limit = Limit(options.limit * 1e9, "--limit") if applies else None
+        return limit, limit
     one_host = len(case.ranks_per_host) == 1
-    return rates.limit(backend.transport, case.nbytes, one_way, one_host, case.group)
-
-
-def _hard_limit(options: Options, case: Case, rates: Rates) -> Limit | None:
-    """Return the limit of any operation: the user's, else the fastest copy."""
-    if options.limit is not None:
-        return _nominal(options, case)
-    return rates.hard_limit(len(case.ranks_per_host) == 1)
-
-
-def _nominal(options: Options, case: Case) -> Limit | None:
-    """Return the user's limit. Beside cases between hosts it does not apply inside a host."""
-    if options.limit is None or (case.group == "host" and options.groups != ("host",)):
-        return None
-    return Limit(options.limit * 1e9, "--limit")
+    fastest_copy = rates.hard_limit(one_host)
+    if backend.transport == "links":
+        return links.get((case.group, case.operation)), fastest_copy
+    one_way = OPERATIONS[case.operation].one_way(case.world_size)
+    limit = rates.limit(backend.transport, case.nbytes, one_way, one_host, case.group)
+    return limit, fastest_copy
 
 
 if __name__ == "__main__":

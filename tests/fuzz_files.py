@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from command_lines import ROOT, TESTS
+from command_lines import ROOT
 from fuzz_harness import Tally, fault_of, main, typed
 from in_process import Outcome, call_in_process, forbid_processes
 
@@ -152,7 +152,7 @@ def working_folder() -> Iterator[list[dict[str, Any]]]:
         runs = [
             read_shortened_run(reference / "cpu-2-ranks", 6),
             read_shortened_run(reference / "ddp-cpu-2-ranks", 0),
-            json.loads((TESTS / "records/stored_doctor.json").read_bytes()),
+            json.loads((reference / "doctor-cpu-4-ranks/run.json").read_bytes()),
         ]
         for i, run in enumerate(runs):
             (Path("sound") / str(i)).mkdir(parents=True)

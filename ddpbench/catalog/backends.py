@@ -172,13 +172,6 @@ BACKENDS: dict[str, Backend] = {
 BEST = {"cpu": "gloo", "cuda": "nccl"}
 
 
-def _best(device: str) -> str:
-    """Return the backend that `auto` means for a kind of device; torch knows those of others."""
-    import torch.distributed as dist
-
-    return BEST.get(device) or dist.get_default_backend_for_device(device)
-
-
 def get(name: str) -> Backend:
     """Return a backend by name; for a name that only torch knows (`ucc`, a plug-in) a plain one."""
     return BACKENDS.get(name) or Backend(
@@ -228,7 +221,9 @@ def choose(names: Sequence[str], device: str, launcher: str | None) -> tuple[str
     chosen: list[str] = []
     for name in names:
         if name == "auto":
-            chosen.append(_best(device))
+            import torch.distributed as dist
+
+            chosen.append(BEST.get(device) or dist.get_default_backend_for_device(device))
         elif name == "all":
             chosen += [b for b in BACKENDS if unavailable(b, device, launcher) is None]
         else:

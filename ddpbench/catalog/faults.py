@@ -8,14 +8,21 @@ Importing this module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
-from ddpbench.catalog import mesh_faults, setup_faults, step_faults
+from ddpbench.catalog import step_faults
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.wording import explain_unknown
+from ddpbench.runtime import environment, network
 
 # Settings of every fault: the step from which on, or after which, it acts (steps count from 1 and
 # include the warm-up), and the rank in which it acts (-1: the last). A fault of all ranks has none.
@@ -48,7 +55,6 @@ class Fault:
 
     @property
     def defaults(self) -> dict[str, float]:
-        """Return the defaults of all settings."""
         step = {"step": float(STEP)} if self.kind == IN_STEP else {}
         rank = {} if self.all_ranks else {"rank": float(RANK)}
         return {**step, **rank, **(self.settings or {})}
@@ -105,7 +111,10 @@ def parse(text: str, kind: str = IN_STEP) -> Planted:
     name, _, rest = text.partition(":")
     fault = FAULTS[kind].get(name)
     if fault is None:
-        raise ValueError(_unknown(name, kind))
+        for other, command in COMMANDS.items():
+            if name in FAULTS[other]:
+                raise ValueError(f"{name} is a fault of a {other}: use {command} --inject {name}")
+        raise ValueError(explain_unknown("fault", name, FAULTS[kind]))
     settings = fault.defaults
     for word in filter(None, rest.split(",")):
         key, _, value = word.partition("=")
@@ -119,13 +128,6 @@ def parse(text: str, kind: str = IN_STEP) -> Planted:
                 f"{name} has no setting {word!r}: its settings and their defaults are {shown}"
             ) from None
     return Planted(fault, settings)
-
-
-def _unknown(name: str, kind: str) -> str:
-    for other, command in COMMANDS.items():
-        if name in FAULTS[other]:
-            return f"{name} is a fault of a {other}: use {command} --inject {name}"
-    return explain_unknown("fault", name, FAULTS[kind])
 
 
 def listed(kind: str) -> str:
@@ -149,6 +151,86 @@ def _fault(
     sentence = (act.__doc__ or "").partition(".")[0]
     text = sentence[:1].lower() + sentence[1:]
     return Fault(name, text, act, before, others, settings, all_ranks, needs, kind)
+
+
+# --- faults of a rank's set-up --------------------------------------------------------------------
+
+# Each function is a context in which the rank runs. It takes the rank's placement and the fault's
+# settings, and undoes its change at the end. The first sentence of its docstring is its help text.
+
+# Ends by itself once the rank that started it has ended, for any reason.
+BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
+NO_INTERFACE, NO_VERSION = "nonesuch0", "1.0.0"
+Settings = Mapping[str, float]
+
+
+@contextlib.contextmanager
+def slow_rank(placement: Any, settings: Settings) -> Iterator[None]:
+    """Let one rank share a core with busy processes."""
+    before = os.sched_getaffinity(0)
+    _pin({max(before)})
+    command = [sys.executable, "-c", BUSY, str(os.getpid())]
+    processes = [subprocess.Popen(command) for _ in range(int(settings["busy"]))]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        _pin(before)
+
+
+def _pin(cores: set[int]) -> None:
+    """Pin all threads of this process; later threads inherit it."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # a thread may end meanwhile
+            os.sched_setaffinity(int(task.name), cores)
+
+
+def wrong_interface(placement: Any, settings: Settings) -> AbstractContextManager[None]:
+    """Set GLOO_SOCKET_IFNAME to an unknown interface in one rank."""
+    return _variable(network.GLOO, NO_INTERFACE)
+
+
+def oversubscribed(placement: Any, settings: Settings) -> AbstractContextManager[None]:
+    """Set OMP_NUM_THREADS to a multiple of the cores."""
+    threads = int(settings["per_core"]) * len(os.sched_getaffinity(0))
+    return _variable("OMP_NUM_THREADS", str(threads))
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+@contextlib.contextmanager
+def mixed_versions(placement: Any, settings: Settings) -> Iterator[None]:
+    """Let one rank report another version of torch. A second torch is not installed here."""
+    module: Any = environment
+    versions = module._versions
+    module._versions = lambda: {**versions(), "torch": NO_VERSION}
+    try:
+        yield
+    finally:
+        module._versions = versions
+
+
+@contextlib.contextmanager
+def full_disk(placement: Any, settings: Settings) -> Iterator[None]:
+    """Limit the size of every file. Writing more fails, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(settings["nbytes"]), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 _FAULTS = (
@@ -175,31 +257,31 @@ _FAULTS = (
     _fault(step_faults.wrong_order, before=True, others=step_faults.sum_then_gather),
     _fault(step_faults.skipped, before=True, others=step_faults.gather_metric),
     _fault(
-        mesh_faults.other_seed,
+        step_faults.other_seed,
         before=True,
-        others=mesh_faults.other_seed,
-        needs=mesh_faults.require_replicas,
+        others=step_faults.other_seed,
+        needs=step_faults.require_replicas,
         step=1,
         seed=1,
     ),
     _fault(
-        mesh_faults.missed_sync,
+        step_faults.missed_sync,
         before=True,
-        others=mesh_faults.missed_sync,
-        needs=mesh_faults.require_replicas,
+        others=step_faults.missed_sync,
+        needs=step_faults.require_replicas,
     ),
     _fault(
-        mesh_faults.one_rank_update,
+        step_faults.one_rank_update,
         before=True,
-        others=mesh_faults.skip_update,
-        needs=mesh_faults.require_whole,
+        others=step_faults.skip_update,
+        needs=step_faults.require_whole,
     ),
-    _fault(mesh_faults.flipped_shard, needs=mesh_faults.require_replicas, bit=12),
-    _fault(setup_faults.slow_rank, kind=IN_SET_UP, busy=3),
-    _fault(setup_faults.wrong_interface, kind=IN_SET_UP),
-    _fault(setup_faults.mixed_versions, kind=IN_SET_UP),
-    _fault(setup_faults.oversubscribed, kind=IN_SET_UP, all_ranks=True, per_core=2),
-    _fault(setup_faults.full_disk, kind=IN_SET_UP, all_ranks=True, nbytes=4096),
+    _fault(step_faults.flipped_shard, needs=step_faults.require_replicas, bit=12),
+    _fault(slow_rank, kind=IN_SET_UP, busy=3),
+    _fault(wrong_interface, kind=IN_SET_UP),
+    _fault(mixed_versions, kind=IN_SET_UP),
+    _fault(oversubscribed, kind=IN_SET_UP, all_ranks=True, per_core=2),
+    _fault(full_disk, kind=IN_SET_UP, all_ranks=True, nbytes=4096),
 )
 FAULTS: dict[str, dict[str, Fault]] = {
     kind: {fault.name: fault for fault in _FAULTS if fault.kind == kind} for kind in COMMANDS

@@ -30,16 +30,13 @@ class Hook:
     make: Callable[[dist.ProcessGroup], tuple[object, HookFunction]] | None
 
 
-def _fp16(group: dist.ProcessGroup) -> tuple[object, HookFunction]:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+def _default(name: str) -> Callable[[dist.ProcessGroup], tuple[object, HookFunction]]:
+    def make(group: dist.ProcessGroup) -> tuple[object, HookFunction]:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    return group, default_hooks.fp16_compress_hook
+        return group, getattr(default_hooks, name)
 
-
-def _bf16(group: dist.ProcessGroup) -> tuple[object, HookFunction]:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    return group, default_hooks.bf16_compress_hook
+    return make
 
 
 def _powersgd(group: dist.ProcessGroup) -> tuple[object, HookFunction]:
@@ -63,13 +60,13 @@ HOOKS: dict[str, Hook] = {
         Hook(
             "fp16",
             "send float16, half the bytes: 11 significant bits, inf above 65504, 0 below 6e-8",
-            _fp16,
+            _default("fp16_compress_hook"),
         ),
         Hook(
             "bf16",
             "send bfloat16, half the bytes: 8 significant bits, float32's range; needs torch with "
             "CUDA and NCCL, or with XPU",
-            _bf16,
+            _default("bf16_compress_hook"),
         ),
         Hook(
             "powersgd",

@@ -86,82 +86,21 @@ class Operation:
         return case.nbytes * self.least(case.world_size) if case.world_size > 1 else 0.0
 
 
-# --- (case, rank) → elements of the input and of the output --------------------------------------
-
-
 def _same(case: Case, rank: int) -> tuple[int, int]:
     return case.count, case.count
-
-
-def _gathered(case: Case, rank: int) -> tuple[int, int]:
-    return case.count, case.count * case.world_size
-
-
-def _gathered_at_root(case: Case, rank: int) -> tuple[int, int]:
-    return case.count, case.count * case.world_size if rank == case.root else 0
-
-
-def _scattered(case: Case, rank: int) -> tuple[int, int]:
-    return case.count * case.world_size, case.count
-
-
-def _scattered_from_root(case: Case, rank: int) -> tuple[int, int]:
-    return case.count * case.world_size if rank == case.root else 0, case.count
-
-
-def _exchanged(case: Case, rank: int) -> tuple[int, int]:
-    return case.count * case.world_size, case.count * case.world_size
-
-
-def _nothing(case: Case, rank: int) -> tuple[int, int]:
-    return 0, 0
-
-
-# --- (case, rank) → the expected output -----------------------------------------------------------
 
 
 def _all_reduced(case: Case, rank: int) -> tuple[Piece, ...]:
     return (Piece(0, case.count, None),)
 
 
-def _reduced_at_root(case: Case, rank: int) -> tuple[Piece, ...]:
-    return _all_reduced(case, rank) if rank == case.root else ()
-
-
-def _reduced_block(case: Case, rank: int) -> tuple[Piece, ...]:
-    return (Piece(0, case.count, None, offset=rank * case.count),)
-
-
-def _from_root(case: Case, rank: int) -> tuple[Piece, ...]:
-    return (Piece(0, case.count, case.root),)
-
-
 def _all_blocks(case: Case, rank: int) -> tuple[Piece, ...]:
     return tuple(Piece(r * case.count, case.count, r) for r in range(case.world_size))
-
-
-def _all_blocks_at_root(case: Case, rank: int) -> tuple[Piece, ...]:
-    return _all_blocks(case, rank) if rank == case.root else ()
-
-
-def _block_of_root(case: Case, rank: int) -> tuple[Piece, ...]:
-    return (Piece(0, case.count, case.root, offset=rank * case.count),)
-
-
-def _block_of_each(case: Case, rank: int) -> tuple[Piece, ...]:
-    return tuple(
-        Piece(r * case.count, case.count, r, offset=rank * case.count)
-        for r in range(case.world_size)
-    )
 
 
 def _from_partner(case: Case, rank: int) -> tuple[Piece, ...]:
     partner = _partner(case, rank)
     return () if partner is None else (Piece(0, case.count, partner),)
-
-
-def _no_result(case: Case, rank: int) -> tuple[Piece, ...]:
-    return ()
 
 
 # --- the calls ------------------------------------------------------------------------------------
@@ -312,7 +251,7 @@ OPERATIONS: dict[str, Operation] = {
         Operation(
             name="all_gather",
             help="every rank gets every rank's block",
-            elements=_gathered,
+            elements=lambda case, rank: (case.count, case.count * case.world_size),
             bind=_all_gather,
             expected=_all_blocks,
             bus_factor=_ring,
@@ -326,7 +265,7 @@ OPERATIONS: dict[str, Operation] = {
             help="every rank gets the root's tensor",
             elements=_same,
             bind=_broadcast,
-            expected=_from_root,
+            expected=lambda case, rank: (Piece(0, case.count, case.root),),
             one_way=_with_two_ranks,
             rooted=True,
         ),
@@ -335,7 +274,7 @@ OPERATIONS: dict[str, Operation] = {
             help="the root gets the reduction over all ranks",
             elements=_same,
             bind=_reduce,
-            expected=_reduced_at_root,
+            expected=lambda case, rank: _all_reduced(case, rank) if rank == case.root else (),
             one_way=_with_two_ranks,
             reduces=True,
             rooted=True,
@@ -343,9 +282,9 @@ OPERATIONS: dict[str, Operation] = {
         Operation(
             name="reduce_scatter",
             help="every rank gets its block of the reduction",
-            elements=_scattered,
+            elements=lambda case, rank: (case.count * case.world_size, case.count),
             bind=_reduce_scatter,
-            expected=_reduced_block,
+            expected=lambda case, rank: (Piece(0, case.count, None, offset=rank * case.count),),
             bus_factor=_ring,
             least=_ring,
             forms=("tensor", "list"),
@@ -356,9 +295,15 @@ OPERATIONS: dict[str, Operation] = {
         Operation(
             name="all_to_all",
             help="every rank sends a different block to each rank",
-            elements=_exchanged,
+            elements=lambda case, rank: (
+                case.count * case.world_size,
+                case.count * case.world_size,
+            ),
             bind=_all_to_all,
-            expected=_block_of_each,
+            expected=lambda case, rank: tuple(
+                Piece(r * case.count, case.count, r, offset=rank * case.count)
+                for r in range(case.world_size)
+            ),
             personal=True,
             bus_factor=_ring,
             least=_ring,
@@ -369,9 +314,12 @@ OPERATIONS: dict[str, Operation] = {
         Operation(
             name="gather",
             help="the root gets every rank's block",
-            elements=_gathered_at_root,
+            elements=lambda case, rank: (
+                case.count,
+                case.count * case.world_size if rank == case.root else 0,
+            ),
             bind=_gather,
-            expected=_all_blocks_at_root,
+            expected=lambda case, rank: _all_blocks(case, rank) if rank == case.root else (),
             one_way=lambda n: True,
             bus_factor=_ring,
             least=_ring,
@@ -383,9 +331,14 @@ OPERATIONS: dict[str, Operation] = {
         Operation(
             name="scatter",
             help="every rank gets its block of the root's tensor",
-            elements=_scattered_from_root,
+            elements=lambda case, rank: (
+                case.count * case.world_size if rank == case.root else 0,
+                case.count,
+            ),
             bind=_scatter,
-            expected=_block_of_root,
+            expected=lambda case, rank: (
+                Piece(0, case.count, case.root, offset=rank * case.count),
+            ),
             one_way=lambda n: True,
             bus_factor=_ring,
             least=_ring,
@@ -397,9 +350,9 @@ OPERATIONS: dict[str, Operation] = {
         Operation(
             name="barrier",
             help="every rank waits until all have entered; no data",
-            elements=_nothing,
+            elements=lambda case, rank: (0, 0),
             bind=_barrier,
-            expected=_no_result,
+            expected=lambda case, rank: (),
             least=lambda n: 0.0,
             sized=False,
         ),

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpbench.commands import compare
-from ddpbench.doctor import stored
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
 from ddpbench.launch.placement import Refused
@@ -103,7 +102,7 @@ def _read(paths: Sequence[Path], hints: Hints) -> list[ReportRun]:
     runs = []
     for path in paths:
         with store.refuse_impossible_values(str(path)):
-            runs.append(stored.add_tables(sources.read(path, hints)))
+            runs.append(sources.read(path, hints))
     ids = [run.id for run in runs]
     return [
         ReportRun(

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpbench.doctor import stored
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
 from ddpbench.launch.placement import Refused
@@ -53,7 +52,6 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     run = sources.read(sources.find(namespace.run), Hints(namespace.op, namespace.ranks))
     try:
         with store.refuse_impossible_values(namespace.run):
-            run = stored.add_tables(run)
             text = FORMATS[namespace.format](run, namespace.columns, namespace.quiet)
     except UnknownColumn as error:
         raise Refused(str(error)) from None

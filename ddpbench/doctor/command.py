@@ -38,11 +38,9 @@ class Options(RunOptions):
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """The names of the examinations."""
         return self.only
 
     def plan(self, seed: int) -> Plan:
-        """Return the protocol that is stored with the run."""
         return Plan(
             slice_seconds=self.seconds,
             timeout_seconds=self.timeout,
@@ -101,7 +99,20 @@ def prepare(launch: LaunchContext[Options]) -> Work[str]:
     torch.set_num_threads(launch_facts.agree_thread_count(launch.world))
 
     def begin(recorder: Recorder, progress: Progress) -> Measure[str]:
-        context = _context(launch, recorder, progress)
+        options = launch.options
+        context = Context(
+            world=launch.world,
+            backend=launch.backend,
+            process_group=launch.tested,
+            device=launch.device,
+            launch=recorder.launch,
+            seed=launch.plan.seed,
+            seconds=options.seconds,
+            by=options.by,
+            max_pairs=options.max_pairs,
+            modules=options.modules,
+            report_progress=progress.describe,
+        )
 
         def examine(name: str) -> tuple[Examination, None]:
             progress.describe(name)
@@ -124,20 +135,3 @@ def prepare(launch: LaunchContext[Options]) -> Work[str]:
 
     backend = launch.backend.name
     return Work(launch.options.only, lambda name: f"the examination of {name} on {backend}", begin)
-
-
-def _context(launch: LaunchContext[Options], recorder: Recorder, progress: Progress) -> Context:
-    options = launch.options
-    return Context(
-        world=launch.world,
-        backend=launch.backend,
-        process_group=launch.tested,
-        device=launch.device,
-        launch=recorder.launch,
-        seed=launch.plan.seed,
-        seconds=options.seconds,
-        by=options.by,
-        max_pairs=options.max_pairs,
-        modules=options.modules,
-        report_progress=progress.describe,
-    )

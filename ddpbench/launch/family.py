@@ -65,7 +65,6 @@ class Family:
         os.close(self._janitor)
 
     def kill(self) -> None:
-        """Kill all members."""
         _kill_members(self.folder)
 
     def stage(self, rank: int) -> str:

@@ -24,8 +24,7 @@ from typing import NoReturn
 import psutil
 
 from ddpbench.launch import family, rendezvous, supervise
-from ddpbench.launch.placement import PASSED_ON
-from ddpbench.launch.processes import ORDERLY, forward_signals
+from ddpbench.launch.placement import ORDERLY, PASSED_ON, forward_signals
 from ddpbench.launch.supervise import Deadline, Watch
 from ddpbench.records import redact
 
@@ -75,22 +74,16 @@ def run(
                 codes[pid], watch.ranks[rank] = RUNNING, psutil.Process(pid)
                 kin.add(pid)
             os.close(gate)
-            killed = _serve_ranks(watch, codes, opener)
+            # The store's server and the watch are threads, so they start when all are forked.
+            store = rendezvous.serve("127.0.0.1", 0, timedelta(minutes=5))
+            with supervise.watch_ranks(watch):
+                os.write(opener, store.port.to_bytes(4, "big") * nproc)
+                os.close(opener)
+                killed = _await_ranks(codes)
+            del store
             if killed is not None:
                 watch.report_killed(*killed)
     return max((code for code in codes.values() if code > 0), default=0)
-
-
-def _serve_ranks(watch: Watch, codes: dict[int, int], opener: int) -> tuple[int, int] | None:
-    """Start the store, open the gate to the forked ranks, and wait for them, as `_await_ranks`.
-
-    The store's server and the watch are threads, so they start when all ranks are forked.
-    """
-    store = rendezvous.serve("127.0.0.1", 0, timedelta(minutes=5))
-    with supervise.watch_ranks(watch):
-        os.write(opener, store.port.to_bytes(4, "big") * len(codes))
-        os.close(opener)
-        return _await_ranks(codes)
 
 
 def _become_rank(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> NoReturn:

@@ -9,8 +9,9 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -130,6 +131,42 @@ def slurm_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     return first_host(nodes), 20_000 + (job * 31 + step) % 12_000
 
 
+SCONTROL_SECONDS = 10.0
+
+
+def node_address(name: str, placement: Placement) -> str:
+    """The name if it resolves here, else the address by which Slurm reaches the node.
+
+    Raises Refused if there is neither; the first rank of each such node reports it.
+    """
+    if _resolves(name):
+        return name
+    shown = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        line = ["scontrol", "--oneliner", "show", "node", name]
+        done = subprocess.run(
+            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SCONTROL_SECONDS
+        )
+        shown = done.stdout
+    address = re.search(r"\bNodeAddr=(\S+)", shown)
+    if address and _resolves(address[1]):
+        return address[1]
+    raise Refused(
+        f"the ranks would meet on {name}, the first node of this step, but {socket.gethostname()} "
+        "cannot resolve that name, and scontrol shows no address for it: give the address of rank "
+        "0 with --master-addr",
+        speaker=placement.rank if placement.local_rank == 0 else -1,
+    )
+
+
+def _resolves(name: str) -> bool:
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError):
+        return False
+    return True
+
+
 _reserved: list[socket.socket] = []  # bound, so that the kernel gives their ports to nobody else
 
 
@@ -214,3 +251,22 @@ NO_MPIRUN = (
     "there is no mpirun beside this Python or in PATH: install one, without system packages, with "
     + install_extra("mpi")
 )
+
+
+ORDERLY = (0, 130)  # exit codes after which the other ranks go on
+
+
+@contextlib.contextmanager
+def forward_signals(
+    forward: Callable[[int], None], others: Iterable[signal.Signals] = ()
+) -> Iterator[None]:
+    """Meanwhile hand PASSED_ON, and other signals, to `forward` instead."""
+    previous = {
+        number: signal.signal(number, lambda received, _: forward(received))
+        for number in (*PASSED_ON, *others)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -16,9 +16,7 @@ from ddpbench.launch import sockets
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-TORCHRUN_BACKEND = "ddpbench"  # the name under which torchrun's agent finds `torchrun_handler`
 BACKLOG = 2048  # all ranks connect at once
 
 
@@ -47,31 +45,16 @@ def serve_on(server: socket.socket, address: str, timeout: timedelta) -> dist.TC
     )
 
 
-def torchrun_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous of a single torchrun agent: its ranks share a store on loopback."""
-    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
-    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-
-    store = serve("127.0.0.1", 0, timedelta(minutes=1))
-
-    class Handler(StaticTCPRendezvous):
-        def get_backend(self) -> str:
-            return TORCHRUN_BACKEND
-
-        def next_rendezvous(self) -> RendezvousInfo:
-            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(store.host, store.port))
-
-    return Handler(store.host, store.port, 0, 1, parameters.run_id, 60)
-
-
 def listen(address: str, port: int, one_host: bool = True) -> socket.socket:
     """A socket that listens where clients of this address connect, and nowhere else.
 
     It listens on all interfaces only if this host does not know the address: one that is forwarded
     to this host, or a name that means loopback here but not on other hosts.
     """
-    own = _find_own_address(address)
-    if own is None or (sockets.is_loopback(own) and not one_host and not _means_loopback(address)):
+    own, everywhere = _find_own_address(address), address == "localhost"
+    with contextlib.suppress(ValueError):
+        everywhere = ip_address(address).is_loopback
+    if own is None or (sockets.is_loopback(own) and not one_host and not everywhere):
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         return socket.create_server(("", port), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
@@ -90,10 +73,3 @@ def _find_own_address(address: str) -> str | None:
             probe.bind((own, 0))
             return own
     return None
-
-
-def _means_loopback(address: str) -> bool:
-    """Whether an address means loopback on every host."""
-    with contextlib.suppress(ValueError):
-        return ip_address(address).is_loopback
-    return address == "localhost"

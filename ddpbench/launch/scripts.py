@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 from ddpbench.launch import rendezvous, siblings, supervise
-from ddpbench.launch.processes import ORDERLY, forward_signals
+from ddpbench.launch.placement import ORDERLY, forward_signals
 from ddpbench.records.terminal_text import tell
 
 ADDRESS = "127.0.0.1"

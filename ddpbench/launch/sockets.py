@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-import selectors
 import socket
-import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from ipaddress import ip_interface
 from typing import Any
@@ -54,24 +50,17 @@ def try_connections(
     targets: Sequence[tuple[str, int]], seconds: float
 ) -> dict[tuple[str, int], str]:
     """Connect to addresses and ports at once: target → reason, for those that fail."""
-    failed: dict[tuple[str, int], str] = {}
-    deadline = time.monotonic() + seconds
-    with contextlib.ExitStack() as sockets, selectors.DefaultSelector() as waiting:
-        for target in targets:
-            attempt = sockets.enter_context(socket.socket(address_family(target[0])))
-            attempt.setblocking(False)
-            code = attempt.connect_ex(target)
-            if code in (0, errno.EINPROGRESS):
-                waiting.register(attempt, selectors.EVENT_WRITE, (target, attempt))
-            else:
-                failed[target] = os.strerror(code)
-        while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in waiting.select(left):
-                target, attempt = waiting.unregister(key.fileobj).data
-                if code := attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    failed[target] = os.strerror(code)
-        silent = [key.data[0] for key in waiting.get_map().values()]
-    return failed | dict.fromkeys(silent, f"no answer in {seconds:g} s")
+
+    def attempt(target: tuple[str, int]) -> str:
+        try:
+            socket.create_connection(target, seconds).close()
+        except OSError as error:
+            return error.strerror or f"no answer in {seconds:g} s"
+        return ""
+
+    with ThreadPoolExecutor(max(1, len(targets))) as threads:
+        reasons = zip(targets, threads.map(attempt, targets), strict=True)
+        return {target: reason for target, reason in reasons if reason}
 
 
 def wrap_file(number: int) -> socket.socket:

@@ -1,101 +1,41 @@
-"""Start the ranks of a launch on this host, under torchrun's agent or mpirun, and watch them."""
+"""Start the ranks of a launch on this host, forked or under mpirun, and watch them."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
-from ddpbench.launch import family, rendezvous, siblings, supervise
-from ddpbench.launch.placement import NO_MPIRUN, PASSED_ON, PATIENT, Refused, find_mpirun
-from ddpbench.launch.processes import forward_signals
-
-if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
+from ddpbench.launch import family, forks, supervise
+from ddpbench.launch.placement import NO_MPIRUN, PATIENT, Refused, find_mpirun, forward_signals
 
 VERSION_SECONDS = 5.0  # for `mpirun --version`, which takes a hundredth of that
 
 
-def torchrun(
-    arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | None = None
+def start(
+    launcher: str,
+    arguments: Sequence[str],
+    main: Callable[[], int] | None,
+    nproc: int,
+    deadline: supervise.Deadline,
+    preloaded: Sequence[str] = forks.PRELOADED,
 ) -> int:
-    """Run `python ARGUMENTS` in nproc ranks of this host under torchrun's agent.
+    """Start nproc ranks of this host: under mpirun, else forked. Return the exit code.
 
-    Returns the exit code, 5 if a rank was killed or stopped. This uses torch's launcher API, which
-    gives the ranks' exit codes; the command prints a traceback and exits with 1.
+    main: what forked ranks call; None: like ranks under mpirun, they run `python ARGUMENTS`.
+    preloaded: as in `forks.run`.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    with family.open_family() as kin, _set_environment(kin.environ()):
-        config = _configure_torchrun(nproc, kin.folder)
-        watch = supervise.Watch(kin, nproc, deadline or supervise.Deadline(), root=psutil.Process())
-        before = signal.signal(signal.SIGUSR1, _end_agent)
-        try:
-            with supervise.watch_ranks(watch):
-                elastic_launch(config, sys.executable)(*arguments)
-        except ChildFailedError as error:
-            rank, first = error.get_first_failure()
-            if first.exitcode < 0:
-                watch.report_killed(rank, -first.exitcode)
-            codes = [failure.exitcode for failure in error.failures.values()]
-            return watch.final_code(max((code for code in codes if code > 0), default=5))
-        except SignalException as error:
-            return 130 if error.sigval in PASSED_ON else 5
-        finally:
-            signal.signal(signal.SIGUSR1, before)
-    return 0
-
-
-def _configure_torchrun(nproc: int, folder: Path) -> LaunchConfig:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-    from torch.distributed.launcher.api import LaunchConfig
-
-    rendezvous_handler_registry.register(rendezvous.TORCHRUN_BACKEND, rendezvous.torchrun_handler)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=f"ddpbench-{os.getpid()}",
-        rdzv_backend=rendezvous.TORCHRUN_BACKEND,  # torch's own would listen on all interfaces
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0,
-        local_addr="127.0.0.1",
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),  # torchrun leaves its own behind
-    )
-
-
-@contextlib.contextmanager
-def _set_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables for the processes that this one starts meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-def _end_agent(received: int, _: object) -> None:
-    """Do with a signal that torchrun's agent ignores what it does with SIGTERM.
-
-    It passes the signal on to its ranks and waits for them.
-    """
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    raise SignalException(f"got signal {received}", signal.Signals(received))
+    if launcher == "mpirun":
+        return mpirun(arguments, nproc, deadline)
+    if main is not None:
+        return forks.run(main, nproc, preloaded, deadline)
+    line = [sys.executable, *arguments]
+    return forks.run(lambda: os.execv(line[0], line), nproc, ("torch.distributed",), deadline)
 
 
 def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | None = None) -> int:
@@ -123,7 +63,7 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
             env=environ,
         )
         kin.add(process.pid)
-        watch = supervise.Watch(kin, nproc, deadline, "mpirun", psutil.Process(process.pid))
+        watch = supervise.Watch(kin, nproc, deadline, psutil.Process(process.pid))
         received = []
 
         def forward(number: int) -> None:
@@ -157,26 +97,22 @@ def _read_version(
     command: str, environ: Mapping[str, str], deadline: supervise.Deadline
 ) -> str | None:
     """The output of `mpirun --version`; None, after a report, if it was stopped or killed."""
-    process = subprocess.Popen(
-        [command, "--version"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=environ,
-    )
-    end, output = "was killed", ""
+    line, seconds = [command, "--version"], max(deadline.seconds, VERSION_SECONDS)
     try:
-        output = process.communicate(timeout=max(deadline.seconds, VERSION_SECONDS))[0]
+        done = subprocess.run(
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=environ,
+            timeout=seconds,
+            check=False,
+        )
+        if done.returncode >= 0:
+            return done.stdout
+        end = "was killed"
     except subprocess.TimeoutExpired:
         end = "has not ended in time: see whether somebody stops it"
-        process.kill()
-        process.communicate()
-    if process.returncode >= 0:
-        return output
-    name = siblings.describe_process("`mpirun --version`", process.pid)
-    deadline.report(f"{name} {end}, and no rank was started")
+    deadline.report(f"`mpirun --version` {end}, and no rank was started")
     return None
-
-
-STARTERS = {"torchrun": torchrun, "mpirun": mpirun}

@@ -53,8 +53,7 @@ class Watch:
     kin: Family
     nproc: int
     deadline: Deadline
-    starter: str = ""  # of the ranks, where it is a process of its own: "mpirun"
-    root: psutil.Process | None = None  # that process, or this one: the parent of the ranks
+    mpirun: psutil.Process | None = None  # which has started the ranks
     ranks: dict[int, psutil.Process] = field(default_factory=dict)
     sentence: str = ""  # the verdict of this watch
     end_requested: float | None = None  # when all ranks were asked to end
@@ -89,8 +88,8 @@ class Watch:
             self._report(describe_death(self.name(rank), number, WHEN[self.kin.stage(rank)]))
 
     def _explain_code(self, code: int) -> str:
-        if code < 0 and self.root is not None:
-            return describe_death(siblings.describe_process(self.starter, self.root.pid), -code)
+        if code < 0 and self.mpirun is not None:
+            return describe_death(siblings.describe_process("mpirun", self.mpirun.pid), -code)
         if code <= 130:
             return ""
         missing = [rank for rank in range(self.nproc) if rank not in self.ranks]
@@ -145,10 +144,10 @@ class Watch:
 
     def _find_new_ranks(self) -> Mapping[int, psutil.Process]:
         """The ranks that this watch does not know yet."""
-        if self.root is None or len(self.ranks) == self.nproc:
+        if self.mpirun is None or len(self.ranks) == self.nproc:
             return {}
         try:
-            children = self.root.children(recursive=True)
+            children = self.mpirun.children(recursive=True)
         except psutil.Error:
             return {}
         known = {process.pid for process in self.ranks.values()}
@@ -160,10 +159,10 @@ class Watch:
     def _describe_stopped(self) -> str:
         """A sentence on processes that have been stopped for too long; empty if none."""
         watched = {process.pid: (self.name(rank), rank) for rank, process in self.ranks.items()}
-        if self.starter and self.root is not None:
-            watched[self.root.pid] = (siblings.describe_process(self.starter, self.root.pid), -1)
+        if self.mpirun is not None:
+            watched[self.mpirun.pid] = siblings.describe_process("mpirun", self.mpirun.pid), -1
             if len(self.ranks) < self.nproc:
-                watched |= self._list_unnamed(watched)
+                watched |= self._list_unnamed(self.mpirun, watched)
         now, late = time.monotonic(), []
         for pid, (name, rank) in watched.items():
             if not siblings.is_stopped(pid):
@@ -182,15 +181,16 @@ class Watch:
             f"{siblings.WHO_STOPS}"
         )
 
-    def _list_unnamed(self, known: Mapping[int, object]) -> dict[int, tuple[str, int]]:
+    def _list_unnamed(
+        self, starter: psutil.Process, known: Mapping[int, object]
+    ) -> dict[int, tuple[str, int]]:
         """Children of the starter that are to become ranks; only a last one has a known rank."""
-        assert self.root is not None
         missing = [rank for rank in range(self.nproc) if rank not in self.ranks]
         name = f"rank {missing[0]}" if len(missing) == 1 else "a rank that is starting"
         with contextlib.suppress(psutil.Error):
             return {
                 process.pid: (siblings.describe_process(name, process.pid), -1)
-                for process in self.root.children()
+                for process in starter.children()
                 if process.pid not in known
             }
         return {}
@@ -200,7 +200,7 @@ class Watch:
         if self.end_requested is None or time.monotonic() - self.end_requested < END_SECONDS:
             return ""
         living = [rank for rank, process in self.ranks.items() if process.is_running()]
-        names = ", ".join(map(self.name, living)) or self.starter or "the ranks"
+        names = ", ".join(map(self.name, living)) or "the ranks"
         return f"{names} did not end within {END_SECONDS:g} s and was killed"
 
 

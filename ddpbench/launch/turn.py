@@ -35,11 +35,9 @@ class Turn:
             os.write(self._own, ENDED)
 
     def end(self) -> None:
-        """Let the other side measure to its end."""
         os.write(self._other, ENDED)
 
     def close(self) -> None:
-        """Close the pipes."""
         os.close(self._own)
         os.close(self._other)
 

@@ -7,36 +7,34 @@ streams in both directions around a ring of ranks for TCP.
 from __future__ import annotations
 
 import contextlib
+import mmap
+import os
+import secrets
 import socket
 import threading
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from ddpbench.launch.sockets import address_family
 from ddpbench.measure import clock
+from ddpbench.measure.offsets import agree_connections
 from ddpbench.records.schema import Limit
 from ddpbench.runtime import control, devices
+from ddpbench.runtime.devices import elapsed_ns
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
 
-if TYPE_CHECKING:
-    import torch
-import torch
-
-from ddpbench.runtime.devices import elapsed_ns
-
-COPY_NS, ROUNDS = 8_000_000, 3
+COPY_NS = 8_000_000
 # Streams between hosts last longer: a rank that the scheduler wakes 1 ms late distorts the rate.
-STREAM_NS, STREAM_BETWEEN_HOSTS_NS = 60_000_000, 200_000_000
-CONNECT_SECONDS = 5.0
+STREAM_NS, STREAM_BETWEEN_HOSTS_NS, STREAMS = 60_000_000, 200_000_000, 3
 CHUNK, END = 1 << 22, b"\1"  # smaller chunks are slower: 3 GB/s at 256 KiB, 5.5 GB/s at 4 MiB
 SIZES_NBYTES = (1 << 24, 1 << 26)  # one fits into the cache of a GPU, one does not
-COPIES, ROUNDS = 4, 5
+COPIES, SPANS = 4, 5
 LEAST_NS = 100_000_000  # an idle GPU takes some time to raise its clocks
 LAUNCH_SECONDS = 5e-4  # the device waits for so long while the host launches the copies
 
@@ -138,10 +136,11 @@ def _measure_ring(world: World, partition: Partition) -> tuple[float | None, flo
     subgroup = partition.subgroup_of(world.rank) or (world.rank,)  # in none: only takes decisions
     index = subgroup.index(world.rank)
     with contextlib.ExitStack() as sockets:
-        connections = _connect_ring(world, subgroup[(index + 1) % len(subgroup)], sockets)
-        if connections is None:
+        next_rank = subgroup[(index + 1) % len(subgroup)]
+        outward, others, objection = agree_connections(world, next_rank, 1, sockets)
+        if objection is not None:
             return None, None
-        outward, inward = connections
+        (inward,) = others.values()
         everyone = {rank for ranks in partition.subgroups for rank in ranks}
         every_second = {
             rank for ranks in partition.subgroups for rank in ranks[: partition.size - 1 : 2]
@@ -155,36 +154,10 @@ def _measure_ring(world: World, partition: Partition) -> tuple[float | None, flo
         # The best of several rounds, in turn: the cores that the scheduler chooses for sender and
         # receiver can halve a rate, and it keeps them until the pattern changes.
         both_ways = one_way = 0.0
-        for _ in range(ROUNDS):
+        for _ in range(STREAMS):
             both_ways = max(both_ways, stream(everyone))
             one_way = max(one_way, stream(every_second))
         return both_ways, one_way
-
-
-def _connect_ring(
-    world: World, next_rank: int, sockets: contextlib.ExitStack
-) -> tuple[socket.socket, socket.socket] | None:
-    """Connect to the next rank and accept the previous one; None if a rank cannot connect."""
-    family = address_family(world.address)
-    server = sockets.enter_context(
-        socket.create_server((world.address, 0), family=family, backlog=1)
-    )
-    addresses = control.gather_values(world, [world.address, server.getsockname()[1]])
-    failure = None
-    try:
-        outward = sockets.enter_context(
-            socket.create_connection(tuple(addresses[next_rank]), CONNECT_SECONDS)
-        )
-    except OSError as error:
-        failure = str(error)
-    if control.agree_objection(world, failure) is not None:  # before a rank waits in accept
-        return None
-    deadline = world.timeout.total_seconds()
-    server.settimeout(deadline)
-    inward = sockets.enter_context(server.accept()[0])
-    outward.settimeout(deadline)
-    inward.settimeout(deadline)
-    return outward, inward
 
 
 def _send(outward: socket.socket, stream_ns: int) -> None:
@@ -252,7 +225,7 @@ def _measure_rate(device: torch.device, nbytes: int) -> float | None:
     begin, end = kind.event(device), kind.event(device)
     spans_ns: list[int] = []
     until = clock.now_ns() + LEAST_NS
-    while len(spans_ns) < ROUNDS or clock.now_ns() < until:
+    while len(spans_ns) < SPANS or clock.now_ns() < until:
         if kind.sleeps:
             kind.sleep(device, LAUNCH_SECONDS)
         begin.record()
@@ -262,3 +235,91 @@ def _measure_rate(device: torch.device, nbytes: int) -> float | None:
         end.synchronize()
         spans_ns.append(max(1, elapsed_ns(begin, end)))
     return 2 * nbytes * COPIES / (min(spans_ns) * 1e-9)
+
+
+# --- the round trip of a cache line between the cores of two neighbouring ranks -------------------
+
+# On virtual machines it has two values, near and apart: every few seconds the hypervisor moves
+# virtual cores between host cores that share a cache and host cores that do not. An all_reduce of
+# 1 MiB over shared memory took 115 µs near and 350 µs apart, in one process and on the same pages.
+TRIPS, DEADLINE_NS = 100, 2_000_000
+SPINS = 256  # between two readings of the clock
+PING, PONG, TOKEN = 0, 16, 32  # indices of 8-byte words, each in its own cache lines
+
+
+class Handoff:
+    """Pairs of neighbouring ranks of a host. Both ranks of a pair can write to one page."""
+
+    def __init__(self, world: World) -> None:
+        """Map the page; all ranks together. A pair that cannot share memory measures nothing."""
+        self._words: memoryview[int] | None = None
+        self._turn = 0
+        index = world.neighbours.index(world.rank)
+        self._first = index % 2 == 0
+        page = [0, 0, secrets.randbits(63)]  # process, file descriptor, token
+        fd = None
+        try:
+            fd = os.memfd_create("ddpbench handoff")
+            os.ftruncate(fd, mmap.PAGESIZE)
+            words = _map_page(fd)
+            words[TOKEN] = page[2]
+            page[:2] = os.getpid(), fd
+        except (OSError, AttributeError):
+            words = None
+        pages = control.gather_values(world, page)
+        if index ^ 1 < len(world.neighbours):
+            self._words = words if self._first else _open_page(*pages[world.neighbours[index ^ 1]])
+        control.gather_values(world, None)  # close the page only after the partner has opened it
+        if fd is not None:
+            os.close(fd)
+
+    def measure_seconds(self) -> float | None:
+        """Return the median round trip, in the first rank of each pair; None if it is unknown.
+
+        All ranks call it together. A pair gives up after 2 ms if one of its cores is busy.
+        """
+        words, self._turn = self._words, self._turn + 1
+        control.barrier_all()
+        if words is None:
+            return None
+        spans = []
+        until = clock.now_ns() + DEADLINE_NS
+        for value in range(self._turn << 20, (self._turn << 20) + TRIPS):
+            began = clock.now_ns()
+            if self._first:
+                words[PING] = value
+            if not _await(words, PONG if self._first else PING, value, until):
+                return None
+            if not self._first:
+                words[PONG] = value
+            spans.append(clock.now_ns() - began)
+        return median(spans) * 1e-9 if self._first else None
+
+
+def _await(words: memoryview[int], index: int, value: int, until: int) -> bool:
+    """Spin until a word has this value; False at the deadline."""
+    while True:
+        for _ in range(SPINS):
+            if words[index] == value:
+                return True
+        if clock.now_ns() > until:
+            return False
+
+
+def _map_page(fd: int) -> memoryview[int]:
+    return memoryview(mmap.mmap(fd, mmap.PAGESIZE)).cast("Q")
+
+
+def _open_page(pid: int, fd: int, token: int) -> memoryview[int] | None:
+    """Map another process's page; None if `pid` is a different process here (a container)."""
+    try:
+        own_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        words = _map_page(own_fd)
+        return words if words[TOKEN] == token else None
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(own_fd)

@@ -122,7 +122,6 @@ class DdpReplica(Replica):
 
     @property
     def module(self) -> torch.nn.Module:
-        """Return the bare model."""
         inner: torch.nn.Module = self.ddp.module
         return inner
 
@@ -137,13 +136,11 @@ class DdpReplica(Replica):
             self.hook.least_seconds = seconds
 
     def choose_arm(self, arm: str) -> None:
-        """Switch the hook, and the reduction of the last micro-batch."""
         self._reduces = arm != "no_sync"
         if self.hook is not None:
             self.hook.mode = arm if arm in ("noop", "timed") else "plain"
 
     def without_sync(self) -> AbstractContextManager[Any]:
-        """Return DDP's no_sync."""
         return self.ddp.no_sync()
 
     def communicating(self) -> AbstractContextManager[Any]:
@@ -151,11 +148,9 @@ class DdpReplica(Replica):
         return contextlib.nullcontext() if self._reduces else self.ddp.no_sync()
 
     def start_timers(self) -> None:
-        """Let DDP's own timers record the next step."""
         self.own_timers.start()
 
     def read_timers(self) -> dict[str, float]:
-        """Return the seconds of DDP's own timers."""
         return self.own_timers.read()
 
     def read_timed_step(self) -> list[tuple[int, int]]:
@@ -169,7 +164,6 @@ class DdpReplica(Replica):
         ]
 
     def gather_timed_steps(self, world: World, steps: Sequence[Any]) -> dict[str, Any]:
-        """Return the buckets and their stamps."""
         stamps = None
         if steps:
             stamps = control.gather_to_rank_0(world, np.array(steps, np.int64))
@@ -239,7 +233,6 @@ class OwnTimers:
         self._record_every(NEVER)
 
     def start(self) -> None:
-        """Let the next step record."""
         self._record_every(1)
 
     def read(self) -> dict[str, float]:

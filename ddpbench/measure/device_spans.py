@@ -42,7 +42,6 @@ class Spans:
         return iter(self._pairs[:count])
 
     def elapsed_ns(self, count: int) -> list[int]:
-        """Return the lengths of the latest spans."""
         return [devices.elapsed_ns(*pair) for pair in self.pairs(count)]
 
     def around(self, call: Callable[[], object], count: int) -> Callable[[], object]:

@@ -10,6 +10,7 @@ the probe's model has several buckets.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import sys
@@ -132,7 +133,8 @@ def _try(request: Request, world: World, report: Report) -> None:
     with throwaway_ranks.tested(request, world) as (tested, device):
         parameters = _train(request, tested, device, world.rank, report)
         report("doing", "the comparison of the replicas")
-        if len(set(control.gather_values(world, _digest(parameters)))) > 1:
+        data = b"".join(p.detach().cpu().numpy().tobytes() for p in parameters)
+        if len(set(control.gather_values(world, hashlib.sha256(data).hexdigest()))) > 1:
             raise Refused(f"the replicas' parameters differ after {STEPS} steps")
     report("works")
 
@@ -166,13 +168,6 @@ def _train(request: Request, tested: Any, device: Any, rank: int, report: Report
             raise Refused(f"a gradient is not finite after {_step(number)}")
         optimizer.step()
     return list(model.parameters())
-
-
-def _digest(parameters: list[Any]) -> str:
-    import hashlib
-
-    data = (p.detach().cpu().numpy().tobytes() for p in parameters)
-    return hashlib.sha256(b"".join(data)).hexdigest()
 
 
 if __name__ == "__main__":

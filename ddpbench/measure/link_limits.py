@@ -1,6 +1,6 @@
 """The most that ranks can move over their GPUs' links, as driver and kernel report these links.
 
-The facts are those of runtime/gpu_facts.py (`gpu_links`) and runtime/link_facts.py. Rates are of
+The facts are those of runtime/gpu_facts.py. Rates are of
 one direction, so an operation that only sends has the same limit. Headers of packets are not
 deducted. A network that reduces may exceed a limit; so may a tree between few hosts, which sends
 less than the ring for which busbw is defined.
@@ -40,7 +40,9 @@ def derive_limit(
             if len(local) > 1:
                 limits += _between_gpus([ranks[rank] for rank in local])
             if local and len(local) < len(members):
-                network = _to_network(ranks[local[0]], _count_groups(host, subgroups, len(local)))
+                working = {rank for ranks_at_work in subgroups for rank in ranks_at_work}
+                sharing = len(working.intersection(host)) // len(local)  # groups, its network
+                network = _to_network(ranks[local[0]], sharing)
                 if network is None:
                     return None
                 leaving = (network, _through_slots([ranks[rank] for rank in local]))
@@ -52,12 +54,6 @@ def derive_limit(
 
 def _pairs(subgroups: Members) -> Members:
     return tuple(m[i : i + 2] for m in subgroups for i in range(0, len(m) - 1, 2))
-
-
-def _count_groups(host: Sequence[int], subgroups: Members, local: int) -> int:
-    """Return how many subgroups, each with so many ranks on this host, share its network."""
-    working = {rank for members in subgroups for rank in members}
-    return len(working.intersection(host)) // local
 
 
 def _leaving(operation: Operation, ranks: int, local: int) -> float:

@@ -108,12 +108,12 @@ class Bench:
         call = self._call(batch)
         if self._spans and not self._hidden:
             call = self._spans.around(call, count)
-        before = _page_faults()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         if self._hidden:
             entry, exits = self._hidden.stamped(count, self.start, call, batch)
         else:
             entry, exits = stamped(count, self.start, call)
-        self.page_faults += _page_faults() - before
+        self.page_faults += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         device_ns = self._spans.elapsed_ns(count) if self._spans else [-1] * count
         stamps: npt.NDArray[np.int64] = np.array([entry, exits, device_ns], dtype=np.int64).T
         return stamps
@@ -177,11 +177,6 @@ class Bench:
     def unhidden(self) -> int | None:
         """Repetitions so far whose launch was not hidden; None if launches are not to be hidden."""
         return self._hidden.unhidden if self._hidden else None
-
-
-def _page_faults() -> int:
-    """Return the minor page faults of this process so far, which need no disk."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def pipeline_depth(nbytes: int, plan: Plan) -> int:

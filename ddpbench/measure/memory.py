@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ddpbench.records.wording import counted
 from ddpbench.runtime import devices
 from ddpbench.runtime.cpu import read
+from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -56,10 +58,18 @@ def describe_shortage(error: BaseException, device: torch.device) -> str | None:
     )
 
 
-def _may_be_huge(kind: str) -> bool:
-    """Return whether the kernel may use huge pages here. Reading smaps instead costs 50 ms."""
-    enabled = read("/sys/kernel/mm/transparent_hugepage/enabled") or "[always]"
-    return kind == "huge" or "[always]" in enabled
+def explain_too_large(
+    world: World, device: torch.device, nbytes: float, purpose: str = ""
+) -> str | None:
+    """Return why the ranks that share the device's memory have no room for so many bytes each."""
+    kind, sharers = devices.of(device), len(world.memory_mates(device))
+    free, needed = kind.free_nbytes(device), nbytes * sharers
+    if free is None or needed <= 0.9 * free:
+        return None
+    return (
+        f"the {counted(sharers, 'rank')} on this {kind.memory} would need {needed / 1e9:.1f} GB of "
+        f"memory{purpose}, but {free / 1e9:.1f} GB is free"
+    )
 
 
 def huge_share(tensors: Iterable[torch.Tensor], kind: str) -> float | None:
@@ -70,8 +80,9 @@ def huge_share(tensors: Iterable[torch.Tensor], kind: str) -> float | None:
     """
     buffers = {(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor.is_cpu}
     total = sum(nbytes for _, nbytes in buffers)
-    if total and not _may_be_huge(kind):
-        return 0.0
+    enabled = read("/sys/kernel/mm/transparent_hugepage/enabled") or "[always]"
+    if total and kind != "huge" and "[always]" not in enabled:
+        return 0.0  # reading smaps would cost 50 ms
     counted = huge = 0.0
     for text in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", read("/proc/self/smaps") or "", flags=re.M):
         span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", text)

@@ -99,46 +99,51 @@ def open_clocks(world: World, facts: Sequence[Mapping[str, Any]]) -> Iterator[Cl
         if len(all_clocks.ranks) > 1:
             world.watchdog.begin_phase("the comparison of the hosts' clocks")
             others = [ranks[0] for ranks in all_clocks.ranks[1:]]
-            all_clocks.objection = _connect(world, others, all_clocks.peers, stack)
+            target, count = (None, len(others)) if world.rank == 0 else (0, 0)
+            outward, inward, all_clocks.objection = agree_connections(
+                world, target if world.rank in others else None, count, stack
+            )
+            all_clocks.peers |= inward if outward is None else {0: outward}
         all_clocks._compare()
         yield all_clocks
 
 
-def _connect(
-    world: World,
-    others: Sequence[int],
-    peers: dict[int, socket.socket],
-    stack: contextlib.ExitStack,
-) -> str | None:
-    """Add the connections between rank 0 and the others to `peers`; or return why it failed."""
-    server, address, failure = None, None, None
-    if world.rank == 0:
-        try:
+def agree_connections(
+    world: World, target: int | None, count: int, stack: contextlib.ExitStack
+) -> tuple[socket.socket | None, dict[int, socket.socket], str | None]:
+    """Connect this rank to `target`, and `count` other ranks to this one; all ranks together.
+
+    Returns the connection to the target, those from other ranks, and why a rank failed.
+    """
+    address, failure = None, None
+    server, outward, inward = None, None, dict[int, socket.socket]()
+    try:
+        if count:
             family = sockets.address_family(world.address)
-            server = socket.create_server((world.address, 0), family=family, backlog=len(others))
+            server = socket.create_server((world.address, 0), family=family, backlog=count)
             address = stack.enter_context(server).getsockname()[:2]
-        except OSError as error:
-            failure = f"cannot listen on {world.address} ({error.strerror})"
-    address = control.broadcast_value(world, address)
-    if address is not None and world.rank in others:
+    except OSError as error:
+        failure = f"cannot listen on {world.address} ({error.strerror})"
+    addresses = control.gather_values(world, address)
+    if target is not None and (address := addresses[target]) is not None:
         try:
             connection = socket.create_connection(tuple(address), CONNECT_SECONDS)
-            peers[0] = stack.enter_context(connection)
-            peers[0].sendall(RANK.pack(world.rank))
+            outward = stack.enter_context(connection)
+            outward.sendall(RANK.pack(world.rank))
         except OSError as error:
             failure = f"cannot connect to {address[0]} ({error})"
-    objection = control.agree_objection(world, failure)  # before rank 0 waits in accept
+    objection = control.agree_objection(world, failure)  # before a rank waits in accept
     patience_seconds = world.timeout.total_seconds() + EXTRA_SECONDS
     if objection is None and server is not None:
         server.settimeout(patience_seconds)
-        for _ in others:
+        for _ in range(count):
             peer = stack.enter_context(server.accept()[0])
             peer.settimeout(patience_seconds)
-            peers[RANK.unpack(_receive(peer, RANK.size))[0]] = peer
-    for peer in peers.values():
-        peer.settimeout(patience_seconds)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return objection
+            inward[RANK.unpack(_receive(peer, RANK.size))[0]] = peer
+    for each in filter(None, (outward, *inward.values())):
+        each.settimeout(patience_seconds)
+        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return outward, inward, objection
 
 
 def _gather_ahead(

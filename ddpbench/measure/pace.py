@@ -27,8 +27,7 @@ from ddpbench.measure.loop import Bench
 from ddpbench.records.schema import Case, Plan, Wrong
 from ddpbench.runtime import control
 from ddpbench.runtime.subgroups import Subgroup
-from ddpbench.runtime.turns import Turns
-from ddpbench.runtime.world import World
+from ddpbench.runtime.world import Turns, World
 
 if TYPE_CHECKING:
     import torch

@@ -29,8 +29,7 @@ from ddpbench.measure import clock
 from ddpbench.measure.step import Marks, Replica, phases
 from ddpbench.runtime import control, devices
 from ddpbench.runtime.devices import Cpu
-from ddpbench.runtime.turns import Turns
-from ddpbench.runtime.world import World
+from ddpbench.runtime.world import Turns, World
 
 WARM_UP = 4  # steps: DDP's buckets are final after one, powersgd compresses after two
 FEWEST, MOST = 10, 1000  # rounds: enough for intervals, also corrected for 16 ranks
@@ -153,7 +152,6 @@ class Rounds:
 
     @property
     def _rounds(self) -> int:
-        """Return the number of rounds in which the arm ddp was measured."""
         return len(self._walls.get("ddp", ()))
 
     def _over(self, until: float) -> int:
@@ -184,7 +182,9 @@ class Rounds:
 
         The total lies between synchronisations and excludes the pauses for verifications.
         """
-        replica = self._choose_replica(arm)
+        replica = self.main if arm == "ddp" else self.probe
+        assert replica is not None
+        replica.choose_arm(arm)
         marks, wall = Marks(replica.device), 0
         ready = [replica.batches(ahead) for ahead in range(count)]
         self.world.watchdog.rearm()
@@ -196,7 +196,7 @@ class Rounds:
             replica.step(batches, marks.mark)
             self._steps[arm] += 1
             if number == count or self._pauses(arm, replica):
-                self._synchronise()
+                self._kind.synchronize(self.main.device)
                 wall += clock.now_ns() - began
                 if self._watches_peak:  # before a verification, which needs memory of its own
                     self._peak_nbytes = self._kind.peak_nbytes(self.main.device)
@@ -207,12 +207,6 @@ class Rounds:
                 began = self._meet() if self._kind.clock == "device" else clock.now_ns()
         return phases(marks.ns(), number), wall
 
-    def _choose_replica(self, arm: str) -> Replica:
-        replica = self.main if arm == "ddp" else self.probe
-        assert replica is not None
-        replica.choose_arm(arm)
-        return replica
-
     @property
     def _kind(self) -> Cpu:
         return devices.of(self.main.device)
@@ -220,11 +214,8 @@ class Rounds:
     def _meet(self) -> int:
         """Wait for all ranks and for the device. Return the time then."""
         control.barrier_all()
-        self._synchronise()
-        return clock.now_ns()
-
-    def _synchronise(self) -> None:
         self._kind.synchronize(self.main.device)
+        return clock.now_ns()
 
     def _is_verified(self, arm: str) -> bool:
         """Return whether "ddp" is verified after the step that the arm has just taken."""

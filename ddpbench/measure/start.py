@@ -63,11 +63,6 @@ def p2p_barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], 
     return meet
 
 
-def none(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """Return no common start. Only a burst starts together; then the operations keep step."""
-    return lambda: None
-
-
 def bind_start(name: str, subgroup: Subgroup, device: torch.device) -> Callable[[], object]:
     """Return this start of STARTS for all ranks, so that all subgroups work at the same time.
 
@@ -101,4 +96,9 @@ def bind_device_start(subgroup: Subgroup, device: torch.device) -> Callable[[], 
     return partial(dist.all_reduce, torch.zeros(1, device=device), group=subgroup.group)
 
 
-STARTS = {"barrier": barrier, "p2p_barrier": p2p_barrier, "none": none}
+STARTS: dict[str, Callable[[dist.ProcessGroup, torch.device], Callable[[], object]]] = {
+    "barrier": barrier,
+    "p2p_barrier": p2p_barrier,
+    # Only a burst starts together; then the operations keep step.
+    "none": lambda group, device: lambda: None,
+}

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from ddpbench.catalog import backends
-from ddpbench.launch import forks, placement, starters
+from ddpbench.launch import placement, starters
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.launch.supervise import Deadline
 from ddpbench.runtime import devices
@@ -62,7 +63,7 @@ class Request:
     device: str
     seconds: float  # longest wait of the ranks for each other
     modules: Sequence[str]  # imported first
-    launcher: str  # of starters.STARTERS
+    launcher: str  # as in starters.start
     ranks: int
 
 
@@ -204,12 +205,15 @@ def run(
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     with contextlib.suppress(OSError):  # a launcher may have bound rank 0 to one core
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    deadline = Deadline(request.seconds)
-    if devices.get(request.device).forks and request.launcher == "torchrun":
-        return forks.run(
-            lambda: _rank(request, folder, attempt), request.ranks, preloaded, deadline
-        )
-    return starters.STARTERS[request.launcher](["-m", module, str(folder)], request.ranks, deadline)
+    forked = partial(_rank, request, folder, attempt)
+    return starters.start(
+        request.launcher,
+        ["-m", module, str(folder)],
+        forked if devices.get(request.device).forks else None,
+        request.ranks,
+        Deadline(request.seconds),
+        preloaded,
+    )
 
 
 def _rank(request: Request, folder: Path, attempt: Attempt) -> int:

@@ -91,7 +91,6 @@ def train(
 
 
 def _require_folder(world: World, checkpoint: Path | None) -> None:
-    """Raise Refused in all ranks if rank 0 has no folder for the checkpoint."""
     world.watchdog.begin_phase("the start of the training")
     folder = checkpoint.parent if checkpoint and world.rank == 0 else Path()
     absent = None if folder.is_dir() else f"--checkpoint {checkpoint}: there is no folder {folder}"
@@ -139,20 +138,21 @@ def _train_epoch(
     dist.all_reduce(sums, group=ddp.process_group)
     train_loss, validation_loss = map(_mean_loss, sums.tolist())
     chunks = trained.tensor_split(min(parts, len(trained)))
-    own = _RankEpoch(
-        seconds=(clock.now_ns() - began) * 1e-9,
-        load=asdict(state.meter.read()),
-        sums=torch.stack([chunk.sum(0) for chunk in chunks]).tolist(),
-    )
-    seconds, load, train_losses = _gather_epoch(world, own)
+    seconds, load = (clock.now_ns() - began) * 1e-9, asdict(state.meter.read())
+    own = [seconds, load, torch.stack([chunk.sum(0) for chunk in chunks]).tolist()]
+    all_seconds, loads, chunk_sums = zip(*control.gather_values(world, own), strict=True)
+    # These sums are apart from those of the whole epoch: their number depends on that of all
+    # epochs, and so would the order in which an all_reduce adds them up. A resumed training must
+    # not differ.
+    losses = tuple(map(_mean_loss, torch.tensor(chunk_sums, dtype=torch.float64).sum(0).tolist()))
     return Epoch(
         number=state.epoch,
         train_loss=train_loss,
         validation_loss=validation_loss,
-        seconds=seconds,
+        seconds=max(all_seconds),
         replicas_equal=None if check is None else equal,
-        train_losses=train_losses if len(train_losses) > 1 else (),
-        load=load,
+        train_losses=losses if len(losses) > 1 else (),
+        load=join_loads([Load(**load) for load in loads]),
     )
 
 
@@ -188,32 +188,6 @@ def _mean_loss(sums: Sequence[float]) -> float | None:
     return losses / samples if math.isfinite(losses) else None
 
 
-@dataclass(frozen=True)
-class _RankEpoch:
-    """Measurements of one rank in an epoch, beside the losses of the whole."""
-
-    seconds: float
-    load: dict[str, Any]  # of Load
-    sums: list[list[float]]  # losses and samples of each part
-
-
-def _gather_epoch(
-    world: World, own: _RankEpoch
-) -> tuple[float, Load | None, tuple[float | None, ...]]:
-    """Return the seconds of the slowest rank, the load of all ranks, and the losses of the parts.
-
-    These sums are apart from those of the whole epoch: their number depends on that of all epochs,
-    and so would the order in which an all_reduce adds them up. A resumed training must not differ.
-    """
-    ranks = [_RankEpoch(**row) for row in control.gather_values(world, asdict(own))]
-    parts = torch.tensor([rank.sums for rank in ranks], dtype=torch.float64).sum(0)
-    return (
-        max(rank.seconds for rank in ranks),
-        join_loads([Load(**rank.load) for rank in ranks]),
-        tuple(map(_mean_loss, parts.tolist())),
-    )
-
-
 @torch.no_grad()
 def _validate(world: World, task: Task, module: nn.Module) -> Tensor:
     """Return float64[2]: this rank's share of the validation, the sum of losses, and samples.
@@ -235,7 +209,6 @@ def _validate(world: World, task: Task, module: nn.Module) -> Tensor:
 
 
 def _settings(training: Training, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return everything that the losses depend on, by name."""
     rate = optimizer.param_groups[0]["lr"]
     return {**training.settings, "optimizer": type(optimizer).__name__, "learning rate": rate}
 

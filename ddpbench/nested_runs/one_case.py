@@ -75,16 +75,13 @@ def measure(command: str, asked: Sequence[str], folder: Path, deadline_seconds: 
         run = store.read(folder)
     except store.InvalidRun:
         raise Unmeasured(last_message(said)) from None
-    if run.state != "complete" or (process.returncode not in TOLD and _any_measured(run)):
+    measured = any(outcome.summary is not None for outcome in run.outcomes)
+    if run.state != "complete" or (process.returncode not in TOLD and measured):
         raise Unmeasured(last_message(said))
     for finding in run.findings:
         if finding.severity == "error":
             raise Unmeasured(f"{finding.sentence}. Next: {finding.next_step}")
     return run
-
-
-def _any_measured(run: Run) -> bool:
-    return any(outcome.summary is not None for outcome in run.outcomes)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -160,7 +160,12 @@ def measure(
         return End(130)
     except Failed as error:
         return End(error.code, str(error))
-    return _find_wrong_result(sides)
+    for side in sides:
+        run = store.read(side.folder)
+        if run.exit_code == 4:
+            errors = [finding.sentence for finding in run.findings if finding.severity == "error"]
+            return End(4, str(Failed(side, next(iter(errors), "a result was wrong"), 4)))
+    return None
 
 
 def conclude(folder: Path, end: End | None, show: Callable[[], int]) -> int:
@@ -259,7 +264,6 @@ class Side:
         raise Failed(self, last_message(self._errors.read()), code)
 
     def interrupt(self) -> None:
-        """Interrupt it as Ctrl-C would; it stores what it has."""
         self._process.send_signal(signal.SIGINT)
 
     def close(self) -> None:
@@ -323,15 +327,6 @@ def measure_block(sides: Sequence[Side], order: random.Random) -> None:
 def _pipe(folder: Path) -> Path:
     """Return the pipe in which the side whose run is in this folder waits for its turn."""
     return folder.absolute().with_suffix(".turn")
-
-
-def _find_wrong_result(sides: Sequence[Side]) -> End | None:
-    for side in sides:
-        run = store.read(side.folder)
-        if run.exit_code == 4:
-            errors = [finding.sentence for finding in run.findings if finding.severity == "error"]
-            return End(4, str(Failed(side, next(iter(errors), "a result was wrong"), 4)))
-    return None
 
 
 @functools.cache

@@ -53,7 +53,7 @@ NOBODY = re.compile(
 SHORTEST_NAME, SHORTEST_SECRET, LONGEST_WORD = 4, 8, 15
 # The values of these keys identify a case or a host, so they stay.
 KEPT = frozenset(
-    (
+    [
         "id",
         "case",
         "plan",
@@ -72,7 +72,7 @@ KEPT = frozenset(
         "gpu_name",
         "gpu_uuid",
         "git_revision",
-    )
+    ]
 )
 
 

@@ -413,7 +413,7 @@ class Examination:
     unchecked: tuple[str, ...] = ()  # questions without an answer, and the reason, a sentence each
     findings: tuple[Finding, ...] = ()
     figures: dict[str, Any] = field(default_factory=dict)  # JSON; documented in doctor/NAME/
-    tables: tuple[Table, ...] = ()  # none in runs stored before there was this field
+    tables: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.records import codec, redact
-from ddpbench.records.samples import SAMPLE_COLUMNS
 from ddpbench.records.schema import SCHEMA, Run
 
 if TYPE_CHECKING:
     import pandas as pd
 
+SAMPLE_COLUMNS = (
+    "case",
+    "launch",
+    "repetition",
+    "rank",
+    "entry_ns",
+    "exit_ns",
+    "device_ns",
+    "warm_up",
+)
 # Time stamps grow steadily: their differences take a quarter of the space.
 PARQUET: dict[str, Any] = {
     "compression": "zstd",
@@ -151,24 +160,13 @@ def read(folder: Path) -> Run:
         run = codec.decode(Run, raw)
         # Launches run in random order. Their index is in the order of the backends requested.
         launches = sorted(run.launches, key=lambda launch: launch.index)
-        return _name_gather(replace(run, launches=tuple(launches)))
+        return replace(run, launches=tuple(launches))
     except InvalidRun:
         raise
     except OSError as error:
         raise InvalidRun(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise InvalidRun(f"{path} is damaged: {error}") from None
-
-
-def _name_gather(run: Run) -> Run:
-    """Add the setting that cases of contrastive lack in older runs: they gathered with gradient."""
-    steps = [
-        replace(step, case=replace(step.case, settings=(*step.case.settings, "gather=grad")))
-        if step.case.workload == "contrastive" and len(step.case.settings) == 1
-        else step
-        for step in run.steps
-    ]
-    return replace(run, steps=tuple(steps))
 
 
 def _grow(raw: dict[str, Any], data: bytes) -> None:

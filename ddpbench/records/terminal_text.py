@@ -111,12 +111,11 @@ def _in_ascii(error: UnicodeError) -> tuple[str, int]:
     """Handle an encoding error: replace the characters that the encoding lacks."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(map(_similar, error.object[error.start : error.end])), error.end
-
-
-def _similar(character: str) -> str:
-    plain = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
-    return ASCII.get(character) or plain or character.encode("unicode_escape").decode()
+    text = ""
+    for character in error.object[error.start : error.end]:
+        plain = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+        text += ASCII.get(character) or plain or character.encode("unicode_escape").decode()
+    return text, error.end
 
 
 codecs.register_error(FALLBACK, _in_ascii)

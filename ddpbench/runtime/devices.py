@@ -148,9 +148,7 @@ class Cpu:
 
     def free_nbytes(self, device: torch.device) -> int | None:
         """Return the memory that can be allocated now; None if it is unknown."""
-        from ddpbench.runtime import host_memory
-
-        return host_memory.free_memory_nbytes()
+        return cpu.free_memory_nbytes()
 
     def total_nbytes(self, device: torch.device) -> int:
         """Return the memory of the device that one process can fill; 0: not bounded by it."""
@@ -162,18 +160,14 @@ class Cpu:
 
     def reset_peak(self, device: torch.device) -> bool:
         """Let `peak_nbytes` begin anew; return whether it can."""
-        from ddpbench.runtime import host_memory
-
-        return host_memory.reset_peak()
+        return cpu.reset_peak()
 
     def peak_nbytes(self, device: torch.device) -> int:
         """Return the peak of this process's memory since `reset_peak`; 0: not known.
 
         The CPU's is resident memory, with Python and its libraries; a GPU's is that of tensors.
         """
-        from ddpbench.runtime import host_memory
-
-        return host_memory.peak_nbytes()
+        return cpu.peak_nbytes()
 
     def release_memory(self) -> None:
         """Give back the memory that torch keeps of freed tensors."""

@@ -23,9 +23,16 @@ import psutil
 from ddpbench.launch import family
 from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.records import redact
-from ddpbench.runtime import gpu_facts, link_facts, nccl_library
-from ddpbench.runtime.cpu import ROOT, cgroup_levels, or_none, read, search_line
-from ddpbench.runtime.host_memory import cgroup_limits, free_memory_nbytes
+from ddpbench.runtime import gpu_facts, nccl_library
+from ddpbench.runtime.cpu import (
+    ROOT,
+    cgroup_levels,
+    cgroup_limits,
+    free_memory_nbytes,
+    or_none,
+    read,
+    search_line,
+)
 from ddpbench.version import VERSION
 
 CPUS = Path("/sys/devices/system/cpu")
@@ -117,9 +124,12 @@ def rank_facts() -> dict[str, object]:
         "threads": or_none(lambda: int(_module("torch").get_num_threads())),
         **gpu_facts.gpu(),
         **gpu_facts.gpu_links(),
-        "rdma_ports": link_facts.rdma_ports(),
+        "rdma_ports": gpu_facts.rdma_ports(),
         "variables": allowed_variables(os.environ),
-        "nccl_conf": _nccl_conf(),
+        "nccl_conf": {
+            redact.text(file): allowed_variables(settings)
+            for file, settings in nccl_library.read_conf_files().items()
+        },
         "nccl_plugins": nccl_library.plugins(),
         **cgroup_limits(),
         "load_average": or_none(lambda: list(os.getloadavg())),
@@ -137,7 +147,10 @@ def setup_facts() -> dict[str, object]:
     """
     torch = _module("torch")
     capabilities = search_line(r"^CapEff:\s*(\w+)", read("/proc/self/status"))
-    debug = {"Python": hasattr(sys, "gettotalrefcount"), "torch": _debug_build(torch)}
+    debug = {
+        "Python": hasattr(sys, "gettotalrefcount"),
+        "torch": getattr(torch and torch.version, "debug", False),
+    }
     return {
         "resolved": or_none(lambda: socket.gethostbyname(socket.gethostname())),
         "variables": allowed_variables(os.environ),
@@ -175,12 +188,6 @@ def allowed_variables(variables: Mapping[str, str], length: int = 200) -> dict[s
     }
 
 
-def _nccl_conf() -> dict[str, dict[str, str]]:
-    """The settings in NCCL's files that affect collectives, without secrets and user names."""
-    files = nccl_library.read_conf_files()
-    return {redact.text(file): allowed_variables(settings) for file, settings in files.items()}
-
-
 def interface_of(address: str) -> dict[str, object]:
     """Name, MTU and nominal speed of the interface that has this local IP address."""
     target = or_none(lambda: ip_address(address.partition("%")[0]))
@@ -201,10 +208,6 @@ def _interface(name: str | None) -> dict[str, object]:
 
 def _cpu_model(cpu_info: str | None) -> str:
     return search_line(r"^model name\s*:(.+)", cpu_info) or platform.machine()
-
-
-def _debug_build(torch: Any) -> bool:
-    return bool(getattr(torch and torch.version, "debug", False))
 
 
 def _versions() -> dict[str, object]:

@@ -11,10 +11,12 @@ from ctypes import byref
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from ddpbench.runtime import devices, link_facts
-from ddpbench.runtime.cpu import ROOT, or_none, read
+from ddpbench.runtime import devices
+from ddpbench.runtime.cpu import ROOT, or_none, read, search_line
 
 # NVML renamed its throttle reasons to event reasons in driver 535, and may drop the old names.
 REASON = re.compile(r"nvmlClocks(Event|Throttle)Reason(?!s|None$|All$)(\w+)")
@@ -33,7 +35,6 @@ class Nvml:
     is_part: bool  # whether the rank uses a part of this GPU (MIG)
 
     def query(self, function: str, *arguments: object) -> Any:
-        """Return the value of one of pynvml's functions for this GPU."""
         return or_none(lambda: getattr(self.module, function)(self.gpu, *arguments))
 
     def field(self, name: str, scope: int = 0) -> int | None:
@@ -104,7 +105,7 @@ def gpu_links() -> dict[str, object]:
     links = None if nvml is None or nvml.is_part else _nvlinks(nvml)
     return {
         "gpu_bus": bus,
-        "gpu_pcie": link_facts.pcie_link(bus, ROOT) if bus and not reached_otherwise else None,
+        "gpu_pcie": pcie_link(bus, ROOT) if bus and not reached_otherwise else None,
         "gpu_nvlinks": links,
         "gpu_nvlinks_active": None if links is None else sum(link["count"] for link in links),
         "gpu_fabric": nvml and or_none(partial(_fabric, nvml)),
@@ -115,7 +116,14 @@ def gpu_health() -> dict[str, object]:
     """Return NUMA node and memory of this rank's GPU, and what its error correction reports."""
     nvml = _open_nvml()
     bus = _bus(nvml)
-    free, total = or_none(_memory) or (None, None)
+    kind, index = _in_use()
+    free = total = None
+    if kind is not None:
+        import torch
+
+        device = torch.device(kind.name, index)
+        free = or_none(partial(kind.free_nbytes, device))
+        total = or_none(partial(kind.total_nbytes, device))
     node = or_none(lambda: int(read(ROOT / DEVICES / str(bus) / "numa_node") or "-1"))
     ecc = nvml and nvml.query("nvmlDeviceGetEccMode")
     errors = (UNCORRECTED, SINCE_DRIVER_LOADED)
@@ -155,20 +163,8 @@ def _in_use() -> tuple[devices.Cpu | None, Any]:
 
 
 def _properties() -> Any:
-    """Return what torch reports about the GPU in use."""
     kind, index = _in_use()
     return kind and or_none(partial(kind.properties, index))
-
-
-def _memory() -> tuple[int | None, int | None]:
-    """Return free and total memory of the GPU in use."""
-    import torch
-
-    kind, index = _in_use()
-    if kind is None:
-        return None, None
-    device = torch.device(kind.name, index)
-    return kind.free_nbytes(device), kind.total_nbytes(device)
 
 
 def _bus(nvml: Nvml | None) -> str | None:
@@ -188,7 +184,6 @@ def _place(pci_info: Any) -> str | None:
 
 
 def _open_nvml() -> Nvml | None:
-    """Return NVML's view of this rank's GPU; None without NVML."""
     uuid = gpu()["gpu_uuid"]
     return uuid and open_nvml(uuid)  # a rank on the CPU need not import pynvml
 
@@ -206,6 +201,12 @@ def open_nvml(uuid: str) -> Nvml | None:
     part = or_none(lambda: module.nvmlDeviceGetHandleByUUID(f"MIG-{body}"))
     whole = or_none(lambda: module.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part))
     return None if whole is None else Nvml(module, whole, is_part=True)
+
+
+def explain_unknown_gpu() -> str:
+    """Return why NVML reports nothing about a GPU."""
+    missing = find_spec("pynvml") is None
+    return "pip install nvidia-ml-py" if missing else "NVML does not know these GPUs"
 
 
 def _throttle_reasons(nvml: Nvml) -> list[str] | None:
@@ -254,3 +255,55 @@ def _fabric(nvml: Nvml) -> str | None:
     nvml.module.nvmlDeviceGetGpuFabricInfo(nvml.gpu, byref(info))
     cluster = bytes(info.clusterUuid)
     return f"{cluster.hex()}/{info.cliqueId}" if any(cluster) else None
+
+
+# --- links as the kernel reports them in /sys -----------------------------------------------------
+
+# Rates are bytes per second in one direction. They are what a link signals, less its encoding;
+# packets' headers take a part of that, too.
+# Transfers per second of a lane → the share that is data, by the PCI Express Base Specification:
+# 8b/10b encoding up to 5 GT/s (revision 2.0), 128b/130b up to 32 GT/s (3.0 to 5.0, section 4.2.2),
+# flits of 256 bytes, 14 of them for error correction, from 64 GT/s on (6.0, section 4.2.3).
+# A link of 16 lanes at 16 GT/s carries 31.5 GB/s.
+ENCODINGS = ((5e9, 8 / 10), (32e9, 128 / 130), (float("inf"), 242 / 256))
+
+
+def pcie_link(bus: str, root: Path = ROOT) -> dict[str, float] | None:
+    """Return width, width that both ends allow, and rate of the PCIe link of a device.
+
+    An idle GPU lowers its speed, so the speed is the highest that both ends allow. A virtual
+    machine may show an end that does not exist, so nothing is known there.
+    """
+    if search_line(r"^flags\s*:.*\b(hypervisor)\b", read(root / "proc/cpuinfo")):
+        return None
+    device = (root / "sys/bus/pci/devices" / bus).resolve()
+    ends = (device, device.parent)
+    widths = [_number(end / "max_link_width") for end in ends]
+    speeds = [_number(end / "max_link_speed") for end in ends]
+    width = _number(device / "current_link_width")
+    speed = min(filter(None, speeds), default=0)
+    if not width or not speed:
+        return None
+    share = next(share for most, share in ENCODINGS if speed * 1e9 <= most)
+    return {
+        "width": width,
+        "width_allowed": min(filter(None, widths), default=width),
+        "transfers_per_second": speed * 1e9,
+        "bytes_per_second": speed * 1e9 * share * width / 8,
+    }
+
+
+def rdma_ports(root: Path = ROOT) -> dict[str, float]:
+    """Return the rate of each active port of an RDMA adapter, by the name NCCL_IB_HCA uses."""
+    ports = sorted((root / "sys/class/infiniband").glob("*/ports/*"))
+    return {
+        f"{port.parts[-3]}:{port.name}": gigabits * 1e9 / 8  # from "400 Gb/sec (4X NDR)"
+        for port in ports
+        if (read(port / "state") or "").startswith("4:") and (gigabits := _number(port / "rate"))
+    }
+
+
+def _number(file: Path) -> float | None:
+    """Return the number with which a file begins; None for "Unknown"."""
+    match = re.match(r"[\d.]+", read(file) or "")
+    return float(match[0]) if match else None

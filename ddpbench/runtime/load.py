@@ -30,13 +30,12 @@ class LoadMeter:
         memory_nbytes = int(self._process.memory_info().rss)
         # Without torch no GPU is in use.
         gpu = or_none(gpu_facts.most_used) if "torch" in sys.modules else None
-        share = None if gpu is None else self._gpu_share(gpu[0], time.time() - seconds)
-        gpu_memory_nbytes = None if gpu is None else gpu[1]
+        share, gpu_memory_nbytes = None, None
+        if gpu is not None:
+            uuid, gpu_memory_nbytes = gpu
+            if uuid not in self._nvml:
+                self._nvml[uuid] = gpu_facts.open_nvml(uuid)
+            nvml = self._nvml[uuid]
+            share = None if nvml is None else nvml.busy_share(time.time() - seconds)
         cores = cpu_seconds / seconds
         return Load(cores, cores, memory_nbytes, share, gpu_memory_nbytes)
-
-    def _gpu_share(self, uuid: str, since: float) -> float | None:
-        if uuid not in self._nvml:
-            self._nvml[uuid] = gpu_facts.open_nvml(uuid)
-        nvml = self._nvml[uuid]
-        return None if nvml is None else nvml.busy_share(since)

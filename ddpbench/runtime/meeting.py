@@ -13,11 +13,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.hang.self_report import RankIdentity, identify
-from ddpbench.launch import siblings, slurm_nodes
+from ddpbench.launch import siblings
 from ddpbench.launch.placement import (
     Placement,
     Refused,
     free_port,
+    node_address,
     require_free,
     slurm_address,
 )
@@ -99,7 +100,7 @@ def _choose_url(placement: Placement, rendezvous: Rendezvous) -> str:
         return f"tcp://{address}:{port}"
     if placement.launcher == "srun":
         host, number = slurm_address()
-        return f"tcp://{address or slurm_nodes.node_address(host, placement)}:{port or number}"
+        return f"tcp://{address or node_address(host, placement)}:{port or number}"
     if placement.launcher == "mpirun":
         return f"tcp://{_broadcast_address_over_mpi(placement, rendezvous, address, port)}"
     return f"tcp://{address or '127.0.0.1'}:{port or free_port()}"
@@ -159,13 +160,6 @@ def _gather_over_store(
 ) -> Any:
     """Every rank's JSON-able value, over the store. Raises Refused, naming who did not come."""
     store.set(f"ddpbench/{topic}/{placement.rank}", json.dumps(value))
-    _await_all(store, placement, seconds, topic)
-    keys = [f"ddpbench/{topic}/{rank}" for rank in range(placement.world_size)]
-    return [json.loads(store.get(key)) for key in keys]
-
-
-def _await_all(store: dist.Store, placement: Placement, seconds: float, topic: str) -> None:
-    """Wait until every rank has set its key. Raises Refused, naming those that do not in time."""
     deadline = time.monotonic() + seconds
     absent = list(range(placement.world_size))
     try:
@@ -188,6 +182,8 @@ def _await_all(store: dist.Store, placement: Placement, seconds: float, topic: s
             f"(--timeout): {', '.join(map(str, absent))}; check why they did not start",
             speaker=present[0],
         )
+    keys = [f"ddpbench/{topic}/{rank}" for rank in range(placement.world_size)]
+    return [json.loads(store.get(key)) for key in keys]
 
 
 def _leave_together(store: dist.Store, rank: int, ranks: Sequence[int]) -> None:

@@ -72,18 +72,15 @@ def read_conf_files() -> dict[str, dict[str, str]]:
     """
     home = or_none(lambda: pwd.getpwuid(os.getuid()).pw_dir)  # as NCCL does, without HOME
     chosen = os.environ.get("NCCL_CONF_FILE") or (home and f"{home}/.nccl.conf")
-    texts = {file: read(file) for file in (chosen, CONF_OF_HOST) if file}
-    return {file: _parse_conf(text) for file, text in texts.items() if text is not None}
-
-
-def _parse_conf(text: str) -> dict[str, str]:
-    """Return the settings of a file; of two for one name the first counts."""
-    lines = (line.partition("=") for line in text.splitlines() if not line.startswith("#"))
-    settings: dict[str, str] = {}
-    for name, equals, value in lines:
-        if equals:
-            settings.setdefault(name, value)
-    return settings
+    files: dict[str, dict[str, str]] = {}
+    for file in filter(None, (chosen, CONF_OF_HOST)):
+        if (text := read(file)) is not None:
+            settings = files.setdefault(file, {})
+            for line in text.splitlines():
+                name, equals, value = line.partition("=")
+                if equals and not line.startswith("#"):
+                    settings.setdefault(name, value)  # of two for one name the first counts
+    return files
 
 
 def _is_rccl() -> bool:

@@ -43,7 +43,6 @@ class Endpoint:
 
     @property
     def addresses(self) -> frozenset[str]:
-        """All addresses of the host."""
         return frozenset(address.partition("/")[0] for address in self.interfaces.values())
 
 

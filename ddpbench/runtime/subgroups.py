@@ -28,7 +28,6 @@ class Partition:
 
     @property
     def size(self) -> int:
-        """The number of ranks in a subgroup."""
         return len(self.subgroups[0])
 
     def subgroup_of(self, rank: int) -> tuple[int, ...]:
@@ -45,10 +44,6 @@ class Subgroup:
     group: dist.ProcessGroup | None  # the subgroup's; None: this rank is in no subgroup
     number: int = 0  # of the subgroup in the partition
     rank: int = 0  # of this process in the subgroup
-
-
-def _inside(hosts: Hosts) -> Members:
-    return tuple(tuple(host) for host in hosts)
 
 
 def _between(hosts: Hosts) -> Members:
@@ -70,14 +65,15 @@ def _inside_objection(hosts: Hosts) -> str | None:
     return "each host has one rank: there is nothing inside it" if sizes[0] == 1 else None
 
 
-def _between_objection(hosts: Hosts) -> str | None:
-    return "all ranks are on one host: there is nothing between hosts" if len(hosts) == 1 else None
-
-
 # name → (how to divide the ranks, why they cannot be divided so)
 GROUPS: dict[str, tuple[Callable[[Hosts], Members], Callable[[Hosts], str | None]]] = {
-    "host": (_inside, _inside_objection),
-    "cross": (_between, _between_objection),
+    "host": (lambda hosts: tuple(map(tuple, hosts)), _inside_objection),
+    "cross": (
+        _between,
+        lambda hosts: (
+            "all ranks are on one host: there is nothing between hosts" if len(hosts) == 1 else None
+        ),
+    ),
     "world": (_all, lambda hosts: None),
 }
 

@@ -12,12 +12,11 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from ddpbench.hang import status_board, torch_settings
 from ddpbench.hang.places import describe_error, is_of_program
@@ -27,7 +26,8 @@ from ddpbench.launch import siblings, sockets
 from ddpbench.launch.placement import PATIENT, Placement, Refused
 from ddpbench.launch.sockets import Connection
 from ddpbench.records import redact
-from ddpbench.runtime import control, devices, network
+from ddpbench.records.wording import name_ranks
+from ddpbench.runtime import control, cpu, devices, network
 from ddpbench.runtime.meeting import Rendezvous, connect_store, gather_introductions
 from ddpbench.runtime.network import Endpoint
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
@@ -35,9 +35,8 @@ from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-from collections import Counter
 
-from ddpbench.records.wording import name_ranks
+    from ddpbench.launch.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,6 @@ class World:
         return self._group_ranks(lambda member: f"{member.boot_id}/{member.network}")
 
     def _group_ranks(self, key: Callable[[RankIdentity], str]) -> dict[str, list[int]]:
-        """Ranks by key, in order of first rank."""
         groups: dict[str, list[int]] = {}
         for member in self.members:
             groups.setdefault(key(member), []).append(member.rank)
@@ -183,30 +181,21 @@ class World:
 
         world_group: all ranks, on the same backend. device: this rank's.
         """
-        agree_group = partial(self.agree_group, torch_name, device=device)
+        own: dict[str, Subgroup] = {}
         with contextlib.ExitStack() as groups:
-            yield {
-                name: self._agree_subgroup(name, world_group, agree_group, groups) for name in names
-            }
-
-    def _agree_subgroup(
-        self,
-        name: str,
-        world_group: dist.ProcessGroup,
-        agree_group: Callable[[Sequence[int]], AbstractContextManager[dist.ProcessGroup]],
-        groups: contextlib.ExitStack,
-    ) -> Subgroup:
-        partition = divide_ranks(name, list(self.hosts.values()))
-        if partition.size == self.world_size:
-            group = None if partition.objection else world_group
-            return Subgroup(partition, world_group, group, rank=self.rank)
-        subgroup = Subgroup(partition, world_group, None)
-        for number, members in enumerate(partition.subgroups):
-            group = groups.enter_context(agree_group(members))
-            if self.rank in members:
-                rank = members.index(self.rank)
-                subgroup = Subgroup(partition, world_group, group, number, rank)
-        return subgroup
+            for name in names:
+                partition = divide_ranks(name, list(self.hosts.values()))
+                if partition.size == self.world_size:
+                    whole = None if partition.objection else world_group
+                    own[name] = Subgroup(partition, world_group, whole, rank=self.rank)
+                    continue
+                own[name] = Subgroup(partition, world_group, None)
+                for number, members in enumerate(partition.subgroups):
+                    group = groups.enter_context(self.agree_group(torch_name, members, device))
+                    if self.rank in members:
+                        rank = members.index(self.rank)
+                        own[name] = Subgroup(partition, world_group, group, number, rank)
+            yield own
 
 
 @contextlib.contextmanager
@@ -224,7 +213,16 @@ def join_world(
     store = connect_store(placement, rendezvous)
     members, endpoints = gather_introductions(store, placement, rendezvous.timeout_seconds)
     with torch_settings.watched_groups(rendezvous.group_timeout):  # it opens the recorders
-        watchdog = _start_watchdog(store, placement, members, rendezvous)
+        hurried = placement.launcher == "mpirun" and PATIENT not in os.environ
+        watchdog = Watchdog(
+            store,
+            placement.rank,
+            members,
+            rendezvous.timeout_seconds,
+            leave=status_board.end_process,
+            signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
+            mode=rendezvous.watchdog,
+        )
     siblings.report_stage(siblings.MET)
     try:
         timeout = rendezvous.group_timeout
@@ -246,7 +244,13 @@ def join_world(
     except Refused:
         raise
     except Exception as error:
-        _report_error(error, watchdog)
+        if not isinstance(error, (RuntimeError, OSError, MemoryError)) or is_of_program(
+            error, False
+        ):
+            # Neither a backend nor the machine raises these: it is a defect, shown whole.
+            sys.stderr.write(redact.text("".join(traceback.format_exception(error))))
+        cause, place = describe_error(error)
+        watchdog.end(cause, place=place)
     finally:
         watchdog.close()
         siblings.report_stage(siblings.LEFT)
@@ -254,37 +258,10 @@ def join_world(
             _destroy_group(None)
 
 
-def _start_watchdog(
-    store: dist.Store,
-    placement: Placement,
-    members: tuple[RankIdentity, ...],
-    rendezvous: Rendezvous,
-) -> Watchdog:
-    hurried = placement.launcher == "mpirun" and PATIENT not in os.environ
-    return Watchdog(
-        store,
-        placement.rank,
-        members,
-        rendezvous.timeout_seconds,
-        leave=status_board.end_process,
-        signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
-        mode=rendezvous.watchdog,
-    )
-
-
 def describe_failed_connection(name: str, error: Exception) -> str:
     """Describe why a backend cannot connect its ranks: first and last line of its error."""
     lines = [line for line in str(error).splitlines() if line.strip()] or ["no text"]
     return f"{name} cannot connect its ranks: {' '.join(dict.fromkeys((lines[0], lines[-1])))}"
-
-
-def _report_error(error: Exception, watchdog: Watchdog) -> NoReturn:
-    """Report an error with its place in the code, and end this process."""
-    if not isinstance(error, (RuntimeError, OSError, MemoryError)) or is_of_program(error, False):
-        # Neither a backend nor the machine raises these: it is a defect, shown whole.
-        sys.stderr.write(redact.text("".join(traceback.format_exception(error))))
-    cause, place = describe_error(error)
-    watchdog.end(cause, place=place)
 
 
 def _destroy_group(group: dist.ProcessGroup | None) -> None:
@@ -328,3 +305,29 @@ def explain_sharing(used: Sequence[str], allowed: bool) -> str | None:
         return None
     advice = "two ranks per GPU" if allowed else "one rank per GPU, or add --share-gpu for two"
     return f"{name_ranks(shared, 3)} would share GPUs: start at most {advice}"
+
+
+class Turns:
+    """The turns of a launch, as all its ranks see them: whether they wait for another launch."""
+
+    def __init__(self, world: World, turn: Turn | None, shared: bool) -> None:
+        """turn: in rank 0. shared: the launch is measured in turns, in all ranks."""
+        self._world, self._turn, self._shared = world, turn, shared
+
+    def wait(self) -> float:
+        """Let the other side measure if this one's turn is over. Return the seconds it took.
+
+        All ranks call it, between repetitions. Rank 0 decides, and the others sleep meanwhile.
+        """
+        if not self._shared or not self._waits():
+            return 0.0
+        began = time.monotonic()
+        with cpu.left_out():
+            while self._waits():
+                self._world.watchdog.rearm()
+        self._world.watchdog.rearm()
+        return time.monotonic() - began
+
+    def _waits(self) -> bool:
+        turn = self._turn if self._world.watchdog.signal is None else None
+        return bool(control.broadcast_decision(self._world, turn is not None and turn.waits()))

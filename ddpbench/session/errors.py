@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import sys
 import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from ddpbench.launch import placement
-from ddpbench.launch.placement import Placement, Refused
+from ddpbench.launch.placement import Refused, read_placement
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.terminal_text import silence_stdout, tell
 from ddpbench.runtime.control import first_line
@@ -55,19 +55,13 @@ def speak(sentence: str, speaker: int = 0) -> None:
 
     A launcher ends all ranks as soon as one has left, the speaker too.
     """
-    own = _read_placement()
+    own = None
+    with contextlib.suppress(Refused):  # the launcher's variables contradict each other
+        own = read_placement()
     if own is None or own.rank == speaker:
         tell(sentence)
     else:
         time.sleep(WAIT_FOR_SPEAKER_SECONDS)
-
-
-def _read_placement() -> Placement | None:
-    """Return this rank's placement; None also if the launcher's variables contradict each other."""
-    try:
-        return placement.read_placement()
-    except Refused:
-        return None
 
 
 def _describe(error: Exception) -> str:

@@ -20,8 +20,7 @@ from ddpbench.records.schema import Plan
 from ddpbench.records.terminal_text import tell
 from ddpbench.report.output import page_file
 from ddpbench.runtime import control, cpu, devices, network
-from ddpbench.runtime.turns import Turns
-from ddpbench.runtime.world import World, describe_failed_connection, join_world
+from ddpbench.runtime.world import Turns, World, describe_failed_connection, join_world
 from ddpbench.session import launch_facts, run_folder
 from ddpbench.session.recorder import Outcome
 from ddpbench.session.run_options import RunOptions
@@ -78,7 +77,10 @@ def run(options: T, placement: Placement, prepare: Prepare[T]) -> int:
             import_module(name)
     with join_world(placement, options.rendezvous(), options.share_gpu) as world:
         control.agree_same_options(world, options.named())
-        _agree_page(world, options)
+        if options.report and options.join is None:  # else who started the ranks has checked it
+            own = page_file.explain_missing("--report") if world.rank == 0 else None
+            if (sentence := control.agree_objection(world, own)) is not None:
+                raise Refused(sentence)
         folder, plan = run_folder.broadcast_run_folder(world, options)
         world.watchdog.on_end = lambda *end: run_end.mark(folder, *end)
         end = None
@@ -110,15 +112,6 @@ def run(options: T, placement: Placement, prepare: Prepare[T]) -> int:
     return code if code is not None else end.code if end else 0
 
 
-def _agree_page(world: World, options: RunOptions) -> None:
-    """Raise Refused in all ranks if rank 0 cannot make the page that the user asked for."""
-    if not options.report or options.join is not None:  # who started the ranks has checked it
-        return
-    own = page_file.explain_missing("--report") if world.rank == 0 else None
-    if (sentence := control.agree_objection(world, own)) is not None:
-        raise Refused(sentence)
-
-
 def _report(options: RunOptions, folder: Path, end: End | None) -> int:
     """Finish the run in rank 0, or mark a run that this launch has joined. Return the exit code."""
     from ddpbench.session import run_end
@@ -148,8 +141,8 @@ def _measure(
     Returns, in every rank, why results can no longer be stored; None if they can.
     """
     from ddpbench.measure import clock
-    from ddpbench.session.progress import Bar, Progress
-    from ddpbench.session.recorder import FileRecorder, Recorder
+    from ddpbench.session.progress import Progress
+    from ddpbench.session.recorder import Recorder
 
     device = world.agree_device(options.device)
     with ExitStack() as closing:
@@ -168,9 +161,9 @@ def _measure(
         launch = launch_facts.gather_launch_record(
             world, backend, options.device, index=index, clock=used, facts=work.facts, cases=count
         )
-        recorder = FileRecorder(run, launch) if world.rank == 0 else Recorder(launch)
+        recorder = Recorder(launch, run if world.rank == 0 else None)
         shown = world.rank == 0 and options.shows_progress
-        progress = Bar(backend.name, count) if shown else Progress()
+        progress = Progress(backend.name, count, shown)
         failure = _measure_cases(world, work, recorder, progress)
         usage = launch_facts.gather_usage(world, meter)
         progress.stop()

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddpbench.catalog import backends, faults, sizes
+from ddpbench.catalog import backends, faults
 from ddpbench.interchange import sources
 from ddpbench.launch import placement
 from ddpbench.records.wording import did_you_mean, explain_unknown
@@ -87,12 +87,16 @@ def listed(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
-def size_list(text: str) -> tuple[int, ...]:
-    """Parse the value of `--sizes`."""
-    try:
-        return sizes.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def numbers(parse: Callable[[str], tuple[int, ...]]) -> Callable[[str], tuple[int, ...]]:
+    """Return the type of numbers that `parse` reads, whose ValueError is the message."""
+
+    def read(text: str) -> tuple[int, ...]:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -247,9 +251,7 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     add("--master-port", kind=whole(1, 65535), metavar="PORT")
     add("--timeout", kind=time_limit, default=60.0, metavar="SECONDS")
     choices = ("end", "report", "off")
-    # Stored command lines, which ddpbench runs again, may have the earlier name of "report".
-    former = {"tell": "report"}
-    add("--watchdog", kind=lambda name: former.get(name, name), default="end", choices=choices)
+    add("--watchdog", default="end", choices=choices)
 
 
 REPEATS = """

@@ -9,39 +9,24 @@ from typing import Any
 
 
 class Progress:
-    """Shows nothing, in other ranks and without a terminal."""
+    """The progress bar of one launch; it shows nothing in other ranks and without a terminal."""
 
-    def describe(self, text: str) -> None:
-        """Show the current case beside the bar."""
+    _bar: Any = None
 
-    def advance(self, cases: float) -> None:
-        """Move the bar by a number of cases."""
-
-    def stop(self) -> None:
-        """Remove the bar."""
-
-
-class Bar(Progress):
-    """The progress bar of one launch."""
-
-    def __init__(self, label: str, cases: int) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
+    def __init__(self, label: str, cases: int, is_shown: bool) -> None:
         self.label = label
+        if not is_shown:
+            return
+        from rich import progress
+        from rich.console import Console
+
         # No thread refreshes the bar: it would run inside timed spans.
-        self._bar: Any = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TaskProgressColumn(),
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(),
+            progress.TaskProgressColumn(),
             "left",
-            TimeRemainingColumn(),
+            progress.TimeRemainingColumn(),
             console=Console(stderr=True, force_terminal=True),
             auto_refresh=False,
             transient=True,
@@ -50,24 +35,25 @@ class Bar(Progress):
         self._bar.start()
 
     def describe(self, text: str) -> None:
-        """Show the current case beside the bar."""
-        self._bar.update(self._task, description=f"{self.label}: {text}")
-        self._bar.refresh()
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"{self.label}: {text}")
+            self._bar.refresh()
 
     def advance(self, cases: float) -> None:
         """Move the bar by a number of cases."""
-        self._bar.advance(self._task, cases)
-        self._bar.refresh()
+        if self._bar is not None:
+            self._bar.advance(self._task, cases)
+            self._bar.refresh()
 
     def stop(self) -> None:
-        """Remove the bar."""
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
 
 @contextlib.contextmanager
 def open_progress(label: str, cases: int) -> Iterator[Progress]:
     """Show a bar while the block runs if stderr is a terminal."""
-    progress = Bar(label, cases) if sys.stderr.isatty() else Progress()
+    progress = Progress(label, cases, sys.stderr.isatty())
     try:
         yield progress
     finally:

@@ -20,29 +20,14 @@ PARTS = {Result: "results", StepResult: "steps", Examination: "examinations"}
 
 
 class Recorder:
-    """Stores nothing, in every rank but 0."""
+    """Appends each outcome to the run's folder at once; stores nothing without a folder."""
 
     failure: str | None = None  # why nothing more can be stored
 
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
-
-    def add_clocks(self, clocks: Clocks) -> None:
-        """Store the latest comparison of the clocks."""
-
-    def add(self, outcome: Outcome, columns: dict[str, Any] | None = None) -> None:
-        """Store one case, and its raw samples (records.samples) if there are any."""
-
-    def close(self, seconds: float, used: list[dict[str, Any]]) -> None:
-        """Store the times of the launch and what each rank used."""
-
-
-class FileRecorder(Recorder):
-    """Appends each outcome to the run's folder at once."""
-
-    def __init__(self, folder: Path, launch: Launch) -> None:
-        super().__init__(launch)
-        self.folder = folder
+    def __init__(self, launch: Launch, folder: Path | None) -> None:
+        self.launch, self.folder = launch, folder
+        if folder is None:
+            return
         self.part = len(store.read(folder).everything)
         self.measuring_seconds = 0.0
         hosts = {str(rank.get("hostname") or "") for rank in launch.ranks} - {""}
@@ -55,11 +40,13 @@ class FileRecorder(Recorder):
         objection = {"clocks": clocks.objection} if clocks.objection else {}
         facts = {**self.launch.facts, **objection}
         launch = replace(self.launch, offsets=clocks.offsets, facts=facts)
-        if launch != self.launch:
+        if self.folder is not None and launch != self.launch:
             self._add_launch(launch)
 
     def add(self, outcome: Outcome, columns: dict[str, Any] | None = None) -> None:
-        """Store one case, and its raw samples (records.samples) if there are any."""
+        """Store one case, and its raw samples (`step_columns`, `operation_columns`) if any."""
+        if self.folder is None:
+            return
         try:
             if columns is not None:
                 store.add_samples(self.folder, self.part, columns)
@@ -75,7 +62,7 @@ class FileRecorder(Recorder):
 
     def close(self, seconds: float, used: list[dict[str, Any]]) -> None:
         """Store the times of the launch and what each rank used."""
-        if self.failure is not None:
+        if self.folder is None or self.failure is not None:
             return
         launch = replace(
             self.launch,
@@ -94,5 +81,6 @@ class FileRecorder(Recorder):
             self._append("launches", launch)
 
     def _append(self, part: str, record: Any, **more: int) -> None:
+        assert self.folder is not None
         line = {**more, part: asdict(record)}
         store.append(self.folder, redact.record(line, self._owner))

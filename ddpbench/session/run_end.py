@@ -89,7 +89,6 @@ def finish(folder: Path, options: RunOptions, end: End | None = None) -> int:
 
 
 def _store(folder: Path, run: Run) -> str:
-    """Store a closed run and its tables. Return a sentence on what was stored."""
     try:
         store.write(folder, run)
         (folder / store.GROWING).unlink(missing_ok=True)

@@ -24,9 +24,10 @@ def broadcast_run_folder(world: World, options: RunOptions) -> tuple[Path, Plan]
         try:
             if options.join:
                 folder = Path(options.join)
+                plan = store.read(folder).plan
             else:
-                folder = create_run(options, world.world_size, sys.argv[1:])
-            value = {"folder": str(folder.resolve()), "plan": asdict(store.read(folder).plan)}
+                folder, plan = create_run(options, world.world_size, sys.argv[1:])
+            value = {"folder": str(folder.resolve()), "plan": asdict(plan)}
         except (OSError, store.InvalidRun) as error:
             value = {"error": explain_unwritable(error)}
     value = control.broadcast_value(world, value)
@@ -35,7 +36,7 @@ def broadcast_run_folder(world: World, options: RunOptions) -> tuple[Path, Plan]
     return Path(value["folder"]), Plan(**value["plan"])
 
 
-def create_run(options: RunOptions, world_size: int, arguments: Sequence[str]) -> Path:
+def create_run(options: RunOptions, world_size: int, arguments: Sequence[str]) -> tuple[Path, Plan]:
     """Choose a seed and create the folder of a new run. Raises OSError."""
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     record = Run(
@@ -49,7 +50,8 @@ def create_run(options: RunOptions, world_size: int, arguments: Sequence[str]) -
         label=options.label or "",
     )
     label = f"{options.command}-{'+'.join(options.backend)}-w{world_size}"
-    return store.create(Path(options.output) if options.output else None, record, label)
+    folder = store.create(Path(options.output) if options.output else None, record, label)
+    return folder, record.plan
 
 
 def explain_unwritable(error: Exception) -> str:

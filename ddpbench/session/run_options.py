@@ -49,7 +49,6 @@ class RunOptions:
 
     @classmethod
     def of(cls, namespace: argparse.Namespace) -> Self:
-        """Return the options of a parsed command line."""
         given = {field.name: getattr(namespace, field.name) for field in fields(cls)}
         paced = given["paced"] and tuple(given["paced"])
         return cls(**{**given, "modules": tuple(given["modules"]), "paced": paced})

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ddpbench.catalog import backends
-from ddpbench.launch import forks, starters
+from ddpbench.launch import starters
 from ddpbench.launch.placement import (
     Placement,
     Refused,
@@ -124,13 +124,13 @@ def _start(options: T, run_rank: RunRank[T], words: Sequence[str]) -> int:
         require_free(options.master_port)
     assert options.nproc is not None
     try:
-        folder = run_folder.create_run(options, options.nproc, words)
+        folder, plan = run_folder.create_run(options, options.nproc, words)
     except OSError as error:
         raise Refused(run_folder.explain_unwritable(error)) from None
     end, refusals = None, 0
     turn = options.open_turn()
     failed = set[str]()  # backends; what ends or refuses one launch does so to the next
-    for number, name in _order_launches(options, store.read(folder).plan.seed):
+    for number, name in _order_launches(options, plan.seed):
         if name in failed:
             continue
         if turn:
@@ -187,22 +187,16 @@ def _launch(launch: T, run_rank: RunRank[T], words: Sequence[str]) -> tuple[int,
 
     deadline = Deadline(launch.timeout, launch.watchdog == "end", report)
     (name,), nproc = launch.backend, launch.nproc or 1
-    starter = backends.get(name).launcher
-    if devices.get(launch.device).forks and starter == "torchrun":
-        code = forks.run(
-            lambda: report_errors(lambda: _run_forked(launch, run_rank)), nproc, deadline=deadline
-        )
-    else:
-        line = ["-m", f"ddpbench.{launch.command}", *words, "--backend", name]
-        line += ["--device", launch.device, "--join", str(launch.join)]
-        line += ["--launch", str(launch.launch), "--launches", "1"]
-        line += ["--progress"] if launch.shows_progress else []
-        code = starters.STARTERS[starter](line, nproc, deadline)
+    line = ["-m", f"ddpbench.{launch.command}", *words, "--backend", name]
+    line += ["--device", launch.device, "--join", str(launch.join)]
+    line += ["--launch", str(launch.launch), "--launches", "1"]
+    line += ["--progress"] if launch.shows_progress else []
+
+    def run_forked() -> int:
+        placement = read_placement()
+        assert placement is not None
+        return report_errors(lambda: run_rank(launch, placement))
+
+    forked = run_forked if devices.get(launch.device).forks else None
+    code = starters.start(backends.get(name).launcher, line, forked, nproc, deadline)
     return code, next(iter(messages), "")
-
-
-def _run_forked(launch: T, run_rank: RunRank[T]) -> int:
-    placement = read_placement()
-    assert placement is not None
-    require_limits(placement.world_size, placement)
-    return run_rank(resolve(launch, placement), placement)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +61,9 @@ class Options(RunOptions):
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """Return the names of the workloads."""
         return self.workload or DEFAULT[self._sizes]
 
     def plan(self, seed: int) -> Plan:
-        """Return the protocol as it is stored with the run."""
         return Plan(
             slice_seconds=self.seconds or (SECONDS if self.launches == 1 else SHORT_SECONDS),
             verify=self.verify,
@@ -75,7 +72,6 @@ class Options(RunOptions):
         )
 
     def ddp_options(self) -> dict[str, Any]:
-        """Return the arguments for DistributedDataParallel."""
         return {
             "bucket_cap_mb": self.bucket_cap_mb,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
@@ -120,7 +116,6 @@ class Options(RunOptions):
 
     @property
     def way(self) -> Way:
-        """Return the way of parallel training."""
         return WAYS[self.parallel]
 
     def lay_out(self, hosts: Hosts) -> tuple[int, ...]:
@@ -174,7 +169,6 @@ class Options(RunOptions):
             self.lay_out((self.nproc or math.prod(self.mesh),))
 
     def check(self) -> None:
-        """Raise Refused, with one sentence, for options that exclude each other."""
         built_in = [WORKLOADS[name] for name in self.subjects if name in WORKLOADS]
         for name, _ in self.settings:
             if not any(name in workload.settings for workload in built_in):
@@ -257,7 +251,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_workload(parser)
     _add_settings(parser)
     _add_parallel(parser)
-    _add_ddp(parser)
+    hooks = "; ".join(f"{hook.name}: {hook.help}" for hook in HOOKS.values())
+    add = options.add_group(parser, "DDP's options", DDP.format(hooks=hooks))
+    add("--bucket-cap-mb", kind=options.positive, metavar="MB")
+    for flag in ("--gradient-as-bucket-view", "--static-graph", "--find-unused-parameters"):
+        add(flag, action="store_true")
+    add("--comm-hook", default="none", choices=tuple(HOOKS))
     options.add_where(parser)
     _add_protocol(parser)
     options.add_repeats(parser, "weights, data and the order of the arms", seed=0)
@@ -286,7 +285,10 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     names = dict.fromkeys(name for each in WORKLOADS.values() for name in each.settings)
     for name in names:
         users = [each for each in WORKLOADS.values() if name in each.settings]
-        defaults = [f"{each.name} {_format_default(each.settings[name])}" for each in users]
+        defaults = []
+        for each in users:
+            cpu, cuda = each.settings[name]["cpu"], each.settings[name]["cuda"]
+            defaults.append(f"{each.name} {cpu}" + ("" if cpu == cuda else f", {cuda} on GPUs"))
         help_text = SETTINGS.get(name, "setting of the workload")
         if name in CHOICES:
             words = (f"{word}: {meaning}" for word, meaning in CHOICES[name].items())
@@ -300,11 +302,6 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", default=(), dest="settings", action=_Setting, **values)
 
 
-def _format_default(by_device: Mapping[str, int | str]) -> str:
-    cpu, cuda = by_device["cpu"], by_device["cuda"]
-    return f"{cpu}" if cpu == cuda else f"{cpu}, {cuda} on GPUs"
-
-
 def _add_parallel(parser: argparse.ArgumentParser) -> None:
     ways = "; ".join(f"{way.name}: {way.help}" for way in WAYS.values())
     meshes = "; ".join(
@@ -315,25 +312,9 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
     texts = PARALLEL.format(ways=ways, meshes=meshes)
     add = options.add_group(parser, "how the model is divided among ranks", texts)
     add("--parallel", default="ddp", choices=tuple(WAYS))
-    add("--mesh", kind=_mesh, default=(), metavar="NxM")
+    add("--mesh", kind=options.numbers(parse_mesh), default=(), metavar="NxM")
     add("--no-prefetch", action="store_true")
     add("--reshard-after-forward", choices=("yes", "no"))
-
-
-def _mesh(text: str) -> tuple[int, ...]:
-    try:
-        return parse_mesh(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _add_ddp(parser: argparse.ArgumentParser) -> None:
-    hooks = "; ".join(f"{hook.name}: {hook.help}" for hook in HOOKS.values())
-    add = options.add_group(parser, "DDP's options", DDP.format(hooks=hooks))
-    add("--bucket-cap-mb", kind=options.positive, metavar="MB")
-    for flag in ("--gradient-as-bucket-view", "--static-graph", "--find-unused-parameters"):
-        add(flag, action="store_true")
-    add("--comm-hook", default="none", choices=tuple(HOOKS))
 
 
 def _add_protocol(parser: argparse.ArgumentParser) -> None:

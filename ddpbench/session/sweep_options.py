@@ -60,7 +60,6 @@ class Options(RunOptions):
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """Return the names of the operations."""
         return self.op
 
     def check(self) -> None:
@@ -81,7 +80,6 @@ class Options(RunOptions):
                 )
 
     def check_world(self, world_size: int) -> None:
-        """Raise Refused for a root that no group of ranks has."""
         if self.root >= world_size:
             raise Refused(
                 f"--root {self.root} is not a rank: with {counted(world_size, 'rank')}, choose a "
@@ -97,8 +95,8 @@ class Options(RunOptions):
             f"gloo is slow with tensors on {self.device}: it is measured at --sizes {shorter}; "
             f"for the sizes of other backends, give --sizes {usual}"
         ] * shortened + [
-            f"--{option} {chosen} does not apply to {', '.join(unsuited)}: "
-            f"measured {_usual(option, unsuited[0])}"
+            f"--{option} {chosen} does not apply to {', '.join(unsuited)}: measured "
+            + (f"with {values[0]}" if (values := _supported(option, unsuited[0])) else "without it")
             for option, chosen, unsuited in self._find_unsuited()
             if unsuited
         ]
@@ -111,7 +109,6 @@ class Options(RunOptions):
                 yield option, ",".join(chosen), unsuited
 
     def plan(self, seed: int) -> Plan:
-        """Return the protocol as it is stored with the run."""
         several = TURN_SLICE if self.paced else SHORT_SLICE
         usual = SLICE if self.launches == 1 else several
         return Plan(
@@ -139,11 +136,6 @@ def _supported(option: str, operation: str) -> tuple[str, ...]:
     if option == "reduce-op":
         return REDUCE_OPS if entry.reduces else ()
     return entry.forms if option == "form" else entry.places
-
-
-def _usual(option: str, operation: str) -> str:
-    values = _supported(option, operation)
-    return f"with {values[0]}" if values else "without it"
 
 
 MEASURED = """
@@ -195,7 +187,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = options.add_group(parser, "what is measured", texts)
     three = ("all_reduce", "all_gather", "broadcast")
     add("--op", kind=options.names("operation", OPERATIONS), default=three, metavar="OP,…")
-    add("--sizes", kind=options.size_list, metavar="SIZES")
+    add("--sizes", kind=options.numbers(sizes.parse), metavar="SIZES")
     add("--dtype", kind=options.names("dtype", DTYPES), default=(), metavar="DTYPE,…")
     reduce_ops = options.names("reduce op", REDUCE_OPS)
     add("--reduce-op", kind=reduce_ops, default=(), metavar="OP,…")

@@ -16,7 +16,7 @@ import torch
 from command_lines import clean_environment
 from frozen import Frozen
 
-from ddpbench.catalog import faults, setup_faults, step_faults
+from ddpbench.catalog import faults, step_faults
 from ddpbench.catalog.faults import IN_SET_UP, IN_STEP
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.runtime.environment import rank_facts
@@ -73,7 +73,7 @@ def test_a_fault_of_a_set_up_is_in_its_rank_and_ends_with_it(frozen: Frozen) -> 
 def test_no_file_may_grow_on_a_full_disk(tmp_path: Path) -> None:
     """Up to the size it may, one byte more is an OSError; afterwards it may again."""
     before, file = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "file"
-    with setup_faults.full_disk(None, {"nbytes": 100.0}):
+    with faults.full_disk(None, {"nbytes": 100.0}):
         file.write_bytes(b"x" * 100)
         with pytest.raises(OSError, match="File too large"):
             file.write_bytes(b"x" * 101)
@@ -84,10 +84,10 @@ def test_no_file_may_grow_on_a_full_disk(tmp_path: Path) -> None:
 def test_a_slow_rank_really_shares_its_core() -> None:
     """All its threads are on one core, and so is a busy process, which ends with the context."""
     before, me = os.sched_getaffinity(0), psutil.Process()
-    with setup_faults.slow_rank(None, {"busy": 1.0}):
+    with faults.slow_rank(None, {"busy": 1.0}):
         (core,) = os.sched_getaffinity(0)
         threads = [os.sched_getaffinity(thread.id) for thread in me.threads()]
-        (busy,) = [child for child in me.children() if setup_faults.BUSY in child.cmdline()]
+        (busy,) = [child for child in me.children() if faults.BUSY in child.cmdline()]
         assert threads == [{core}] * len(threads)
         assert busy.cpu_affinity() == [core]
     assert os.sched_getaffinity(0) == before
@@ -97,8 +97,8 @@ def test_a_slow_rank_really_shares_its_core() -> None:
 def test_busy_processes_end_with_a_rank_that_is_killed() -> None:
     """However the rank ends: here it leaves without undoing anything."""
     program = (
-        "import os, psutil\nfrom ddpbench.catalog import setup_faults\n"
-        "context = setup_faults.slow_rank(None, {'busy': 2.0})\ncontext.__enter__()\n"
+        "import os, psutil\nfrom ddpbench.catalog import faults\n"
+        "context = faults.slow_rank(None, {'busy': 2.0})\ncontext.__enter__()\n"
         "print(*[child.pid for child in psutil.Process().children()], flush=True)\nos._exit(9)\n"
     )
     done = subprocess.run(

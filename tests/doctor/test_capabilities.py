@@ -26,7 +26,6 @@ from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.doctor.capabilities import parallel, probe, verdicts
 from ddpbench.doctor.capabilities.examine import Trials, trying
-from ddpbench.doctor.capabilities.table import build_tables
 from ddpbench.doctor.capabilities.verdicts import (
     CRASH,
     HANG,
@@ -36,6 +35,7 @@ from ddpbench.doctor.capabilities.verdicts import (
     WRONG,
     Combination,
     Verdict,
+    build_tables,
 )
 from ddpbench.measure import throwaway_ranks
 from ddpbench.records import store

@@ -11,9 +11,8 @@ from rank_pool import RankPool
 from stored_runs import a_run
 
 from ddpbench.analysis import findings
-from ddpbench.doctor import stored
 from ddpbench.doctor.examinations import EXAMINATIONS
-from ddpbench.records import codec, store
+from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding, Plan, Run
 from ddpbench.render.formats import FORMATS
 
@@ -67,20 +66,6 @@ def test_the_verdict_counts_what_is_worse_than_a_note(frozen: Frozen) -> None:
     ]  # fmt: skip
 
 
-def test_tables_of_older_runs_are_built_from_their_figures(frozen: Frozen) -> None:
-    """A run stored without tables shows those of today; what is unknown, or has tables, is left."""
-    folder = Path(__file__).parents[1] / "records"
-    old = codec.decode(Run, codec.parse((folder / "stored_doctor.json").read_bytes()))
-    assert not any(examination.tables for examination in old.examinations)
-    run = stored.add_tables(old)
-    # The time of the last one was over before anything was tried.
-    assert [len(examination.tables) for examination in run.examinations] == [1, 1, 2, 0]
-    assert stored.add_tables(run) == run
-    other = replace(run.examinations[0], name="disk", tables=())
-    assert stored.add_tables(replace(run, examinations=(other,))).examinations == (other,)
-    frozen.text(FORMATS["table"](run, None, False))
-
-
 def test_two_ranks_are_examined(pool: RankPool, tmp_path: Path) -> None:
     """All examinations are stored, in their order; the run is a doctor's and can be shown again."""
     done = pool.call(2, tmp_path, "doctor", "--seconds", "2", "--format", "json")
@@ -92,15 +77,4 @@ def test_two_ranks_are_examined(pool: RankPool, tmp_path: Path) -> None:
     (folder,) = store.list_runs(tmp_path / "results")
     run = store.read(folder)
     assert (run.command, run.state) == ("doctor", "complete")
-    assert (
-        stored.add_tables(
-            replace(
-                run,
-                examinations=tuple(
-                    replace(examination, tables=()) for examination in run.examinations
-                ),
-            )
-        )
-        == run
-    )
     assert (folder / "table.txt").read_text() == FORMATS["table"](run, None, False)

@@ -15,11 +15,10 @@ from rank_pool import RankPool
 from simulated_gpu import GUARD_VARIABLE
 from simulated_hosts import payload
 
-from ddpbench.doctor.links import findings, pairing, suspects
+from ddpbench.doctor.links import findings, suspects
 from ddpbench.doctor.links.examine import plan_schedule
-from ddpbench.doctor.links.findings import Carried, Places
+from ddpbench.doctor.links.findings import Carried, Places, build_tables
 from ddpbench.doctor.links.suspects import Again, Cell, Suspect
-from ddpbench.doctor.links.table import build_tables
 from ddpbench.records.schema import Finding
 from ddpbench.render.doctor import table_blocks
 from ddpbench.render.style import TERMINAL
@@ -54,7 +53,7 @@ def blamed(rates: Mapping[Cell, float], spread: float = 0.0) -> list[tuple[int, 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8, 17])
 def test_in_a_circle_each_meets_each_once_and_one_at_a_time(count: int) -> None:
     """n - 1 rounds of an even number of ends, n of an odd one, and no end twice in one."""
-    rounds = pairing.circle(range(count))
+    rounds = suspects.circle(range(count))
     assert len(rounds) == count - 1 + count % 2
     assert all(len({end for pair in its for end in pair}) == 2 * len(its) for its in rounds)
     met = sorted(tuple(sorted(pair)) for its in rounds for pair in its)
@@ -65,8 +64,8 @@ def test_in_a_circle_each_meets_each_once_and_one_at_a_time(count: int) -> None:
 def test_halves_meet_across_their_cut(count: int) -> None:
     """In as many rounds as the ends can be halved, no end twice in one; from 16 ends on each meets
     three at least, among which a slow link does not make it a slow end."""
-    depths = pairing.halved(range(count))
-    rounds = [[pair for cut in cuts for pair in pairing.across(cut)] for cuts in depths]
+    depths = suspects.halved(range(count))
+    rounds = [[pair for cut in cuts for pair in suspects.across(cut)] for cuts in depths]
     assert len(rounds) == int(np.ceil(np.log2(count)))
     assert all(len({end for pair in its for end in pair}) == 2 * len(its) for its in rounds)
     partners = [sum(end in pair for its in rounds for pair in its) for end in range(count)]
@@ -147,9 +146,9 @@ def test_ranks_are_judged_within_their_hosts() -> None:
 
 def test_pairs_that_are_slow_across_a_cut_become_one() -> None:
     """All between two halves; where one of them is healthy, each stays what it is."""
-    cuts = [cut for depth in pairing.halved(range(8)) for cut in depth]
-    cells = [way for cut in cuts for a, b in pairing.across(cut) for way in ((a, b), (b, a))]
-    slow = {way for a, b in pairing.across(cuts[0]) for way in ((a, b), (b, a))}
+    cuts = [cut for depth in suspects.halved(range(8)) for cut in depth]
+    cells = [way for cut in cuts for a, b in suspects.across(cut) for way in ((a, b), (b, a))]
+    slow = {way for a, b in suspects.across(cuts[0]) for way in ((a, b), (b, a))}
     rates = {cell: SLOW if cell in slow else FAST for cell in cells}
     (whole,) = suspects.merged(suspects.suspects(rates), cuts)
     assert (whole.one, whole.other) == ((0, 1, 2, 3), (4, 5, 6, 7))

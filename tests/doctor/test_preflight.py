@@ -15,13 +15,12 @@ from stored_runs import a_launch, a_run
 from ddpbench.analysis import findings
 from ddpbench.analysis.rank_setup import Setup, folded, merge_settings
 from ddpbench.doctor.preflight import examine
-from ddpbench.doctor.preflight.table import build_tables
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.records.wording import name_ranks
 from ddpbench.render.doctor import table_blocks
 from ddpbench.render.style import TERMINAL
-from ddpbench.runtime import environment
+from ddpbench.runtime import environment, gpu_facts
 
 
 def net(speed: float | None = 1.25e9, mtu: int = 1500) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def test_what_nvml_does_not_tell_is_not_checked(
     installed: bool, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
 ) -> None:
     """Where NVML does not know a GPU, as those of AMD, the doctor says what it has not checked."""
-    monkeypatch.setattr(examine, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(gpu_facts, "find_spec", lambda name: object() if installed else None)
     silent = {"gpu_uuid": "GPU-1", "gpu_before": None}
     setup = a_setup(a_rank(), a_rank())
     (unchecked,) = examine._unchecked(setup, [silent, silent], None)
@@ -200,12 +199,7 @@ def test_a_check_that_is_added_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 def the_block(*ranks: dict[str, Any]) -> str:
     """What is shown of these ranks."""
     setup = a_setup(*ranks)
-    figures = {
-        "backend": "gloo", "device": "cpu", "launcher": "torchrun", "hosts": setup.hosts,
-        "ranks": list(setup.ranks),
-    }  # fmt: skip
-    (table,) = build_tables(figures, "gloo")
-    (text,) = table_blocks(table, TERMINAL)
+    (text,) = table_blocks(examine.build_table(setup), TERMINAL)
     return text
 
 
@@ -218,7 +212,6 @@ def test_the_block_folds_what_is_the_same(frozen: Frozen) -> None:
     )
     assert "SLURM" not in text
     frozen.text(text)
-    assert build_tables({}, "gloo") == ()
 
 
 def test_the_cores_that_a_control_group_allows(tmp_path: Path) -> None:

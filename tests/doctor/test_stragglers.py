@@ -19,10 +19,9 @@ from simulated_gpu import SimulatedGpu
 
 from ddpbench.analysis.rank_setup import Setup
 from ddpbench.doctor.stragglers import judge, loads, turns
+from ddpbench.doctor.stragglers.examine import build_tables
 from ddpbench.doctor.stragglers.judge import Suspect, find_cause
-from ddpbench.doctor.stragglers.loads import prepare_efforts
-from ddpbench.doctor.stragglers.readings import ALONE, TOGETHER, Load, Pass, Shown
-from ddpbench.doctor.stragglers.table import build_tables
+from ddpbench.doctor.stragglers.loads import ALONE, TOGETHER, Load, Pass, Shown, prepare_efforts
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
 from ddpbench.render.doctor import table_blocks
@@ -266,10 +265,10 @@ def test_shares_add_up_over_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = iter([0.0, 0.5, 0.5, 2.0])
     monkeypatch.setattr(cpu, "CpuMeter", lambda: type("M", (), {"stop": lambda self: use})())
     monkeypatch.setattr(cpu, "queued_seconds", lambda: next(queue))
-    kept = turns.Kept(busy_threads=4)
-    kept.during(lambda: None)
-    kept.during(lambda: None)
-    assert kept.shares == {"throttled": None, "stolen": 0.125, "queued": 0.5}
+    own = turns.Turns(4, {})
+    own.carry({}, 0.0)
+    own.carry({}, 0.0)
+    assert own.kept == {"throttled": None, "stolen": 0.125, "queued": 0.5}
 
 
 class Events:

@@ -19,7 +19,10 @@ from ddpbench.launch import placement, rendezvous
 
 EVERYWHERE = {"0.0.0.0", "::"}
 SWEEP = ("collectives", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.2", "--launches", "1")
-TORCHRUN = "import sys; from ddpbench.launch import starters; sys.exit(starters.torchrun({}, 2))"
+EXECUTED = (
+    "import sys; from ddpbench.launch import starters, supervise; "
+    "sys.exit(starters.start('', {}, None, 2, supervise.Deadline()))"
+)
 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
@@ -53,15 +56,15 @@ def seen_listening(words: list[str], cwd: Path) -> set[tuple[str, int]]:
     return seen
 
 
-@pytest.mark.parametrize("starter", ["fork", "torchrun"])
+@pytest.mark.parametrize("starter", ["forked", "executed"])
 def test_on_one_host_nothing_listens_beyond_it(starter: str, tmp_path: Path) -> None:
     """Of the launcher and its ranks every socket that ever listened was on loopback: the store, the
     control group, the streams that calibrate. (The tested gloo listens where gloo does in any job,
     which is told to be loopback here.)"""
     words = ["-m", "ddpbench", *SWEEP, "--backend", "gloo", "-n", "2"]
-    if starter == "torchrun":
+    if starter == "executed":
         own = ["-m", "ddpbench", *SWEEP, "--backend", "gloo"]
-        words = ["-c", TORCHRUN.format(own)]
+        words = ["-c", EXECUTED.format(own)]
     seen = seen_listening(words, tmp_path)
     assert {address for address, _ in seen} == {"127.0.0.1"}
 

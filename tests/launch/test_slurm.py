@@ -15,7 +15,6 @@ from slurm_cluster import Cluster, explain_missing, start_cluster
 from warm_python import warm_python
 
 from ddpbench.launch import placement
-from ddpbench.launch import slurm_nodes as nodes
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records import store
 
@@ -65,8 +64,8 @@ def test_a_node_is_reached_by_name_or_as_slurm_reaches_it(
     program(tmp_path, "scontrol", 'echo "NodeName=$4 Arch=x86_64 NodeAddr=127.0.0.9 Port=1"')
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     place = Placement("srun", 1, 2, 0, None)
-    assert nodes.node_address("localhost", place) == "localhost"
-    assert nodes.node_address(NOWHERE, place) == "127.0.0.9"
+    assert placement.node_address("localhost", place) == "localhost"
+    assert placement.node_address(NOWHERE, place) == "127.0.0.9"
 
 
 @pytest.mark.parametrize(("local_rank", "speaker"), [(0, 5), (1, -1)])
@@ -80,7 +79,7 @@ def test_an_unknown_node_is_one_sentence_of_each_host(
         if line is not None:
             program(tmp_path, "scontrol", line)
         with pytest.raises(Refused) as caught:
-            nodes.node_address(NOWHERE, Placement("srun", 5, 8, local_rank, None))
+            placement.node_address(NOWHERE, Placement("srun", 5, 8, local_rank, None))
         assert NOWHERE in str(caught.value)
         assert "--master-addr" in str(caught.value)
         assert caught.value.speaker == speaker
@@ -131,7 +130,8 @@ def test_sigusr1_is_passed_on_to_the_ranks_that_ddpbench_starts(tmp_path: Path) 
     ranks get too, and the exit code is that of an interruption."""
     (tmp_path / "rank.py").write_text(RANK)
     code = (
-        "from ddpbench.launch import starters; raise SystemExit(starters.torchrun(['rank.py'], 1))"
+        "from ddpbench.launch import starters, supervise\n"
+        "raise SystemExit(starters.start('', ['rank.py'], None, 1, supervise.Deadline()))"
     )
     words = [sys.executable, "-c", code]
     environ = clean_environment()

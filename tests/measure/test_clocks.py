@@ -154,7 +154,7 @@ def test_clocks_that_cannot_be_compared_are_left_apart(monkeypatch: pytest.Monke
     run goes on."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    monkeypatch.setattr(control, "broadcast_value", lambda world, value: ["127.0.0.1", port])
+    monkeypatch.setattr(control, "gather_values", lambda *_: [["127.0.0.1", port], None])
     monkeypatch.setattr(control, "agree_objection", lambda world, objection: objection)
     with offsets.open_clocks(a_group(1), [{"hostname": "node1"}, {"hostname": "node2"}]) as its:
         assert "cannot connect to 127.0.0.1" in str(its.objection)

@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -1151,14 +1150,6 @@ def test_without_mpirun(tmp_path: Path) -> None:
     for process in ranks:
         assert process.communicate(timeout=60)[1] == b""
         assert process.returncode == 0
-
-
-def test_the_old_import_works_and_warns() -> None:
-    """ddpbench.runtime.mpi is ddpbench.mpi, with a DeprecationWarning that says so."""
-    sys.modules.pop("ddpbench.runtime.mpi", None)
-    with pytest.warns(DeprecationWarning, match="`import ddpbench.mpi`"):
-        old = import_module("ddpbench.runtime.mpi")
-    assert (old.NAME, old.register) == (mpi.NAME, mpi.register)
 
 
 def test_import_starts_nothing() -> None:

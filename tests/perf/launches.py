@@ -16,9 +16,9 @@ from typing import Any
 
 from scipy.stats import quantile_test
 
-from ddpbench.launch import starters
+from ddpbench.launch import starters, supervise
 
-KINDS = {"mpi": starters.mpirun, "gloo": starters.torchrun}
+LAUNCHERS = {"mpi": "mpirun", "gloo": ""}
 
 
 def by_turns(
@@ -28,12 +28,14 @@ def by_turns(
 
     Exits with the code of a launch that fails.
     """
-    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in LAUNCHERS}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(launches):
-            for kind in random.sample(list(KINDS), len(KINDS)):
+            for kind in random.sample(list(LAUNCHERS), len(LAUNCHERS)):
                 out = Path(folder) / f"{kind}-{number}"
-                if code := KINDS[kind]([script, "--rank", kind, str(out), *words], ranks):
+                line = [script, "--rank", kind, str(out), *words]
+                deadline = supervise.Deadline()
+                if code := starters.start(LAUNCHERS[kind], line, None, ranks, deadline):
                     raise SystemExit(code)
                 found[kind].append(json.loads(out.read_text()))
     return found

@@ -25,8 +25,8 @@ from tabulate import tabulate
 from ddpbench.analysis import stats
 from ddpbench.records import store
 from ddpbench.records.launched import Launch
-from ddpbench.records.samples import operation_columns
 from ddpbench.records.schema import Case, Plan, Result, Run
+from ddpbench.session.summary import operation_columns
 
 RANKS, HOSTS, CALLS, WARM_UPS, LATE_RANK = 64, 8, 100, 20, 13
 OPERATIONS = (

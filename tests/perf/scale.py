@@ -133,7 +133,7 @@ def measured(size: int, folder: Path) -> dict[str, float]:
         store.create(folder, run, "scale")
         whole = cpu.CpuMeter()
         launch = launch_facts.gather_launch_record(world, backend, "cpu", 0, {}, {}, CASES)
-        record = recorder.FileRecorder(folder, launch)
+        record = recorder.Recorder(launch, folder)
     for number in range(CASES):
         case = Case(
             "all_reduce", "tensor", "gloo", "native", "cpu", "float32", "sum", None, 4 << number,

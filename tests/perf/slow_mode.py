@@ -3,7 +3,7 @@
     ./run_bench.sh python tests/perf/slow_mode.py [SECONDS]
 
 Two ranks, one launch, the same pages. Look by look: how long a cache line takes between the ranks'
-cores and back (ddpbench.measure.handoff), an all_reduce of 1 MiB (the median of 100, bare mpi4py),
+cores and back (measure.calibrate.Handoff), an all_reduce of 1 MiB (the median of 100, bare mpi4py),
 a copy of 1 MiB within one core, and the handoff again. Looks are divided at 1.5 × the quickest
 handoff: near, and apart; those whose two handoffs lie on either side belong to neither. Then the
 kernel's own copy between processes, by which Open MPI moves large messages, of 1 MiB for some
@@ -22,7 +22,7 @@ import numpy as np
 from tabulate import tabulate
 
 from ddpbench.launch import placement, starters
-from ddpbench.measure.handoff import Handoff
+from ddpbench.measure.calibrate import Handoff
 from ddpbench.mpi_backend.library import mpi
 from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import join_world

@@ -12,11 +12,11 @@ from frozen import Frozen, finding_facts
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench.records import store
-from ddpbench.records.samples import operation_columns, span_columns
 from ddpbench.records.schema import Run
 from ddpbench.report.chart import Chart, ReportRun
 from ddpbench.report.repetitions import Repetitions, reduce_samples
 from ddpbench.report.sections import cases, overview
+from ddpbench.session.summary import operation_columns, span_columns
 
 Ints = npt.NDArray[np.int64]
 WARM_UPS = 3

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 from frozen import Frozen
-from stored_runs import a_run
+from stored_runs import a_run, with_tables
 
-from ddpbench.doctor import stored
-from ddpbench.doctor.capabilities.table import CELLS, UNTRIED
+from ddpbench.doctor.capabilities.verdicts import CELLS, UNTRIED
 from ddpbench.doctor.stragglers import judge
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.records.table import Table, TableColumn
@@ -18,7 +17,7 @@ from ddpbench.report.sections import capabilities, examinations, stragglers
 
 def run_of(*examined: Examination, **other: Any) -> ReportRun:
     """A run of these examinations, with the tables that their figures give."""
-    return ReportRun("a-run", stored.add_tables(a_run(examinations=examined, **other)))
+    return ReportRun("a-run", with_tables(a_run(examinations=examined, **other)))
 
 
 def section_of(make: MakeSection, *examined: Examination) -> Section:

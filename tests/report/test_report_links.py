@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 from frozen import Frozen
-from stored_runs import a_run
+from stored_runs import a_run, with_tables
 
-from ddpbench.doctor import stored
 from ddpbench.records.schema import Examination
 from ddpbench.report.chart import Chart, ReportRun
 from ddpbench.report.sections import links
@@ -35,7 +34,7 @@ def slow(kind: str, one: list[int], other: list[int], ways: str = "both") -> dic
 def run_of(*measured: dict[str, Any]) -> ReportRun:
     """A run with an examination of links in each launch."""
     each = [Examination("links", n, "gloo", 1.0, figures=f) for n, f in enumerate(measured)]
-    return ReportRun("a-run", stored.add_tables(a_run(examinations=tuple(each))))
+    return ReportRun("a-run", with_tables(a_run(examinations=tuple(each))))
 
 
 def charts(*measured: dict[str, Any]) -> list[Chart]:

@@ -11,10 +11,10 @@ import pytest
 from stored_runs import a_case, a_result, a_run, a_summary
 
 from ddpbench.records import store
-from ddpbench.records.samples import operation_columns
 from ddpbench.records.schema import Result, Run
 from ddpbench.report.chart import Chart, ReportRun
 from ddpbench.report.sections import skew
+from ddpbench.session.summary import operation_columns
 
 CALL_NS = 100_000
 

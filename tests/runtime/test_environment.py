@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 import psutil
 import pytest
 
-from ddpbench.runtime import cpu, environment, host_memory
+from ddpbench.runtime import cpu, environment
 
 SPIN = "print(flush=True)\nwhile True: pass"
 PING_PONG = """
@@ -289,7 +289,7 @@ def test_cgroup_v2_takes_the_tightest_level(tmp_path: Path) -> None:
             "sys__fs__cgroup__job__step__memory.current": "100\n",
         },
     )
-    assert host_memory.cgroup_limits(tmp_path) == {
+    assert cpu.cgroup_limits(tmp_path) == {
         "cgroup_cpu_quota_cores": 1.5,
         "cgroup_memory_limit_nbytes": 1000,
         "cgroup_free_nbytes": 400,
@@ -308,7 +308,7 @@ def test_cgroup_v1_is_read_too(tmp_path: Path) -> None:
             "sys__fs__cgroup__cpu__cpu.cfs_period_us": "100000\n",
         },
     )
-    facts = host_memory.cgroup_limits(tmp_path)
+    facts = cpu.cgroup_limits(tmp_path)
     assert list(facts.values()) == [0.5, 2000, 1500]
     write(
         tmp_path,
@@ -317,21 +317,21 @@ def test_cgroup_v1_is_read_too(tmp_path: Path) -> None:
             "sys__fs__cgroup__cpu__cpu.cfs_quota_us": "-1\n",
         },
     )
-    assert list(host_memory.cgroup_limits(tmp_path).values()) == [None, None, None]
+    assert list(cpu.cgroup_limits(tmp_path).values()) == [None, None, None]
 
 
 def test_no_cgroup_no_limit(tmp_path: Path) -> None:
     """Without control groups every limit is None."""
-    assert list(host_memory.cgroup_limits(tmp_path).values()) == [None, None, None]
+    assert list(cpu.cgroup_limits(tmp_path).values()) == [None, None, None]
 
 
 def test_free_memory_is_the_smaller_of_host_and_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control group's room bounds what may be allocated, on a host with plenty of memory."""
-    host = host_memory.free_memory_nbytes()
+    host = cpu.free_memory_nbytes()
     assert host is not None
     assert 0 < host <= psutil.virtual_memory().total
-    monkeypatch.setattr(host_memory, "cgroup_limits", lambda: {"cgroup_free_nbytes": 4096})
-    assert host_memory.free_memory_nbytes() == 4096
+    monkeypatch.setattr(cpu, "cgroup_limits", lambda: {"cgroup_free_nbytes": 4096})
+    assert cpu.free_memory_nbytes() == 4096
 
 
 def test_throttled_time_in_either_unit(tmp_path: Path) -> None:

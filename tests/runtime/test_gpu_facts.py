@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpbench.runtime import environment, gpu_facts, link_facts
+from ddpbench.runtime import environment, gpu_facts
 from ddpbench.watch.observe.facts import Facts
 
 BODY = "1f2e3d4c-0000-1111-2222-333344445555"
@@ -307,7 +307,7 @@ def test_the_rate_of_a_pcie_link(
     """A rate is speed × width, less the encoding of its generation. An idle GPU's low speed does
     not count; a slot that has fewer lanes than the GPU allows no more."""
     a_device(tmp_path, speed, width, port, now)
-    link = link_facts.pcie_link("0000:65:00.0", tmp_path)
+    link = gpu_facts.pcie_link("0000:65:00.0", tmp_path)
     assert link is not None
     assert link["bytes_per_second"] == pytest.approx(rate, rel=1e-4)
     assert (link["width"], link["width_allowed"]) == (width, allowed)
@@ -318,13 +318,13 @@ def test_a_virtual_machine_tells_nothing_of_slots(tmp_path: Path) -> None:
     a_device(tmp_path, "32.0 GT/s PCIe", 1, ("2.5 GT/s PCIe", 1))
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text("processor : 0\nflags\t\t: fpu hypervisor lahf_lm\n")
-    assert link_facts.pcie_link("0000:65:00.0", tmp_path) is None
+    assert gpu_facts.pcie_link("0000:65:00.0", tmp_path) is None
 
 
 def test_a_gpu_without_files_has_no_link(tmp_path: Path) -> None:
     """Where /sys shows no link there is none, not one of rate zero."""
-    assert link_facts.pcie_link("0000:65:00.0", tmp_path) is None
-    assert link_facts.rdma_ports(tmp_path) == {}
+    assert gpu_facts.pcie_link("0000:65:00.0", tmp_path) is None
+    assert gpu_facts.rdma_ports(tmp_path) == {}
 
 
 def test_active_rdma_ports_tell_their_rate(tmp_path: Path) -> None:
@@ -338,4 +338,4 @@ def test_active_rdma_ports_tell_their_rate(tmp_path: Path) -> None:
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
         (port / "rate").write_text(f"{rate}\n")
-    assert link_facts.rdma_ports(tmp_path) == {"mlx5_0:1": 50e9, "mlx5_1:1": 1.5625e9}
+    assert gpu_facts.rdma_ports(tmp_path) == {"mlx5_0:1": 50e9, "mlx5_1:1": 1.5625e9}

@@ -253,11 +253,3 @@ def test_an_unknown_command_is_refused_by_rank_0_alone_or_without_a_launcher() -
     assert [out for out, _ in outputs] == [""] * 4
     assert [err.count("\n") for _, err in outputs] == [1, 1, 0, 1]
     assert ["colectives" in err for _, err in outputs] == [True, True, False, True]
-
-
-@pytest.mark.parametrize("action", ["tell", "report"])
-def test_the_former_name_of_watchdog_report_is_accepted(action: str) -> None:
-    """In command lines of older runs it is called tell."""
-    parser = argparse.ArgumentParser()
-    options.add_where(parser)
-    assert parser.parse_args(["--watchdog", action]).watchdog == "report"

@@ -1,6 +1,6 @@
 """Capabilities: try every operation, reduce op and dtype on the backend, and check every result.
 
-Separate processes on the host of rank 0 try them while the ranks wait: trials.py. They also try the
+Separate processes on the host of rank 0 try them while the ranks wait: probe.py. They also try the
 ways of parallel training: parallel.py.
 
 figures: {
@@ -18,13 +18,13 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddpbench.doctor.capabilities import probe, verdicts
 from ddpbench.doctor.capabilities.probe import Request
-from ddpbench.doctor.capabilities.table import build_tables
 from ddpbench.doctor.capabilities.verdicts import (
     CRASH,
     HANG,
@@ -34,7 +34,7 @@ from ddpbench.doctor.capabilities.verdicts import (
     WRONG,
     Combination,
     Verdict,
-    counts,
+    build_tables,
     findings,
     rows,
 )
@@ -70,23 +70,20 @@ def examine(context: Context) -> Outcome:
         if world.rank == 0:
             steps = trying(request, trials, TIME_FACTOR * context.seconds)
             stack.callback(steps.close)
-        while control.agree_objection(world, world.interrupted or _next_step(steps)) is None:
+        over = False
+        while not control.agree_any(over or world.interrupted is not None):
             world.watchdog.rearm()
+            over = steps is not None and next(steps, "over") == "over"
     return _outcome(context, request, trials) if world.rank == 0 else Outcome()
 
 
-def _next_step(steps: Generator[None, None, None] | None) -> str | None:
-    """Continue the trials of rank 0 for a moment; return a reason to stop once they are over."""
-    return None if steps is None else next(steps, "over")
-
-
 def _count_outcomes(verdicts: Sequence[Verdict]) -> str:
-    by_outcome = counts(verdicts)
-    return ", ".join(f"{n} {OUTCOMES[name]}" for name, n in by_outcome.items() if n or name == OK)
+    by_outcome = Counter(verdict.outcome for verdict in verdicts)
+    listed = (name for name in OUTCOMES if by_outcome[name] or name == OK)
+    return ", ".join(f"{by_outcome[name]} {OUTCOMES[name]}" for name in listed)
 
 
 def _describe_tries(context: Context, request: Request, trials: Trials) -> list[str]:
-    """Return lines on what was tried, and where."""
     calls = [verdict for each, verdict in trials.tried if each.form != PARALLEL]
     ways = [verdict for each, verdict in trials.tried if each.form == PARALLEL]
     lines = [
@@ -143,7 +140,6 @@ class Trials:
 
     @property
     def tried(self) -> list[tuple[Combination, Verdict]]:
-        """Return each combination that was tried, with its verdict."""
         return list(zip(self.wanted, self.verdicts, strict=False))
 
 
@@ -178,7 +174,8 @@ def _sets(request: Request, trials: Trials, until: float) -> Generator[None, Non
             blamed = _blamed(trial, at, hung, code)
             if time.monotonic() > until or at == len(trials.wanted):
                 return
-            if short := _shortage(trial):
+            failed = (state.text for state in trial.states() if state.kind == "failed")
+            if short := next(filter(memory.OUT_OF_MEMORY.search, failed), ""):
                 trials.given_up = f"a rank had no memory left ({short})"
                 return
             if blamed is None and at == first:
@@ -238,12 +235,6 @@ def _blamed(trial: Trial, number: int, hung: float, code: int) -> Verdict | None
         return Verdict(UNSUPPORTED, verdicts.refused_by(by, why))
     busy = [str(state.rank) for state in here if state.kind in ("first", "doing", "training")]
     return Verdict(HANG, f"rank {', '.join(busy)} did not return within {hung:g} s")
-
-
-def _shortage(trial: Trial) -> str:
-    """Return what a rank said when it had no memory left; "" if none did."""
-    failed = (state.text for state in trial.states() if state.kind == "failed")
-    return next(filter(memory.OUT_OF_MEMORY.search, failed), "")
 
 
 def _last_words(trial: Trial) -> str:

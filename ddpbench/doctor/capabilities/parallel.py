@@ -87,7 +87,8 @@ def attempt(name: str, ranks: Ranks) -> Verdict:
     """
     import torch
 
-    expected = dict(_train_alone(ranks).named_parameters())
+    alone = _step(_make_model(ranks.device), _make_batch(ranks))
+    expected = dict(alone.named_parameters())
     for parameter, value in WAYS[name](ranks).items():
         wanted = expected[parameter].detach()
         if not torch.allclose(value, wanted, rtol=TOLERANCE, atol=TOLERANCE):
@@ -133,10 +134,6 @@ def _step(
     model(batch).square().mean().backward()
     optimizer.step()
     return model
-
-
-def _train_alone(ranks: Ranks) -> nn.Module:
-    return _step(_make_model(ranks.device), _make_batch(ranks))
 
 
 def _own_rows(ranks: Ranks) -> torch.Tensor:
@@ -210,26 +207,14 @@ def _save_and_load(ranks: Ranks) -> dict[str, torch.Tensor]:
     model = _step(_shard(ranks, ranks.mesh), _own_rows(ranks))
     loaded = _shard(ranks, ranks.mesh)
     state = loaded.state_dict()
-    with _plain_errors():
+    try:
         checkpoint.save(model.state_dict(), checkpoint_id=ranks.folder, process_group=ranks.group)
         checkpoint.load(state, checkpoint_id=ranks.folder, process_group=ranks.group)
-    loaded.load_state_dict(state)
-    return _gather_whole(loaded)
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Raise the first rank's error in place of torch.distributed.checkpoint's.
-
-    That one is no Exception, and its text is a traceback.
-    """
-    from torch.distributed.checkpoint import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:
+    except checkpoint.CheckpointException as error:  # no Exception, and its text is a traceback
         first, *_ = error.failures.values()
         raise RuntimeError(str(first[0])) from error
+    loaded.load_state_dict(state)
+    return _gather_whole(loaded)
 
 
 WAYS: dict[str, Callable[[Ranks], dict[str, torch.Tensor]]] = {

@@ -1,6 +1,6 @@
 """One rank's part of the trials: try every operation, reduce op and dtype, with exact checks.
 
-It runs in a separate process, which trials.py starts. The ranks try one combination after the other
+It runs in a separate process, which examine.py starts. The ranks try one combination after another
 and agree on each verdict over the control group. After each refusal they repeat a combination that
 works. So if one combination breaks the group, the next one is not blamed.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MODULE = "ddpbench.doctor.capabilities.probe"
 ELEMENTS = (64, 13)  # of one block: each combination is tried with both
-WAIT_SECONDS = 60.0  # of the ranks for each other; trials.py judges long before
+WAIT_SECONDS = 60.0  # of the ranks for each other; examine.py judges long before
 PLAN = Plan(start="none")
 
 

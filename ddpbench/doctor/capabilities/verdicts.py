@@ -5,11 +5,13 @@ A refusal of the backend is information. A crash, a hang or a wrong result is a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ddpbench.records.schema import Finding
+from ddpbench.records.table import Table, TableColumn
 
 OK, UNSUPPORTED, WRONG, CRASH, HANG = "ok", "unsupported", "wrong", "crash", "hang"
 PARALLEL = "parallel"  # the form of a combination that is a way of parallel training
@@ -78,12 +80,6 @@ def rows(tried: Tried) -> list[dict[str, Any]]:
     return [{**asdict(each), "outcome": v.outcome, "why": v.why} for each, v in tried]
 
 
-def counts(verdicts: Iterable[Verdict]) -> dict[str, int]:
-    """Count each outcome, the good ones first."""
-    found = [verdict.outcome for verdict in verdicts]
-    return {name: found.count(name) for name in (OK, UNSUPPORTED, WRONG, CRASH, HANG)}
-
-
 # outcome → severity, code, predicate, next step
 BAD = {
     WRONG: (
@@ -135,3 +131,107 @@ def _finding(backend: str, same: Tried) -> Finding:
         next_step,
         {"backend": backend, **asdict(first), **verdict.wrong},
     )
+
+
+# --- tables: operation and reduce op by dtype, with reasons; ways of parallel training ------------
+
+# outcome → cell
+CELLS = {"ok": "ok", "unsupported": "–", "wrong": "WRONG", "crash": "CRASH", "hang": "HANG"}
+UNTRIED = "?"
+# Other names by which torch's messages call a dtype or a reduce op.
+ALIASES = {
+    "float32": ("float",),
+    "float64": ("double",),
+    "float16": ("half",),
+    "int8": ("char",),
+    "int32": ("int",),
+    "int64": ("long",),
+    "uint8": ("byte",),
+    "prod": ("product",),
+}
+
+Row = Mapping[str, Any]  # of `rows`
+
+
+def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
+    """Return the tables; none of what was not tried. The reasons are the legend of the first."""
+    tried: Sequence[Row] = figures.get("verdicts", [])
+    calls = [verdict for verdict in tried if verdict["form"] != PARALLEL]
+    ways = [verdict for verdict in tried if verdict["form"] == PARALLEL]
+    tables = [_tabulate_calls(calls, backend)] if calls else []
+    if ways:
+        columns = tuple(TableColumn(name, "left") for name in ("way", "one step", "reason"))
+        rows = tuple((v["operation"], CELLS[v["outcome"]], v["why"]) for v in ways)
+        tables.append(Table(f"parallel training on {backend}", columns, rows))
+    return tuple(tables)
+
+
+def _tabulate_calls(verdicts: Sequence[Row], backend: str) -> Table:
+    dtypes = list(dict.fromkeys(each["dtype"] for each in verdicts if each["dtype"]))
+    columns = (
+        TableColumn("operation", "left"),
+        TableColumn("reduce op", "left"),
+        # "f32", "u8", …: ten columns fit a terminal.
+        *(
+            TableColumn(dtype.replace("float", "f").replace("uint", "u").replace("int", "i"))
+            for dtype in dtypes
+        ),
+    )
+    title = f"what {backend} can do"
+    return Table(title, columns, tuple(_make_rows(verdicts, dtypes)), tuple(_reasons(verdicts)))
+
+
+def _make_rows(verdicts: Sequence[Row], dtypes: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return a row for each operation and form, and for the reduce ops with equal cells."""
+    outcomes: dict[str, dict[str, dict[str, str]]] = {}  # operation → reduce op → dtype → cell
+    for verdict in verdicts:
+        by_op = outcomes.setdefault(_called(verdict), {})
+        row = by_op.setdefault(verdict["reduce_op"] or "", {})
+        row[verdict["dtype"] or ""] = CELLS[verdict["outcome"]]
+    rows = []
+    for called, by_op in outcomes.items():
+        equal: dict[tuple[str, ...], list[str]] = {}
+        for reduce_op, row in by_op.items():
+            cells = tuple(row.get(dtype, row.get("", UNTRIED)) for dtype in dtypes)
+            equal.setdefault(cells, []).append(reduce_op)
+        for number, (cells, ops) in enumerate(equal.items()):
+            rows.append(("" if number else called, " ".join(ops), *cells))
+    return rows
+
+
+def _reasons(verdicts: Sequence[Row]) -> list[str]:
+    """Return a line for each reason: its dtypes, operations and reduce ops, unless it is all."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for verdict in verdicts:
+        if verdict["outcome"] != "ok":
+            key = (verdict["outcome"], _without_names(verdict))
+            groups.setdefault(key, []).append(verdict)
+    lines = []
+    for (outcome, _), group in groups.items():
+        ops = _some("reduce_op", group, verdicts)
+        words = [
+            CELLS[outcome],
+            *_some("dtype", group, verdicts),
+            ", ".join(dict.fromkeys(map(_called, group))),
+            *([f"({' '.join(ops)})"] if ops else []),
+        ]
+        lines.append(f"{' '.join(words)}: {group[0]['why']}")
+    return lines
+
+
+def _without_names(verdict: Row) -> str:
+    """Return the reason without the names and numbers of this combination, so that more match."""
+    own = [verdict[key] for key in ("operation", "dtype", "reduce_op") if verdict[key]]
+    names = "|".join(name for word in own for name in (word, *ALIASES.get(word, ())))
+    unnamed = re.sub(rf"\b({names})\b", "…", verdict["why"], flags=re.IGNORECASE)
+    return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?", "…", unnamed)
+
+
+def _some(key: str, group: Sequence[Row], verdicts: Sequence[Row]) -> list[str]:
+    """Return the different values of a key in a group; none if it has all that there are."""
+    own, known = (dict.fromkeys(v[key] for v in some if v[key]) for some in (group, verdicts))
+    return [] if len(own) == len(known) else list(own)
+
+
+def _called(verdict: Row) -> str:
+    return str(verdict["operation"]) + (" (list)" if verdict["form"] == "list" else "")

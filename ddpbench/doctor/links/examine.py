@@ -15,6 +15,7 @@ TCP), and the same of healthy links with the prefix others_.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,9 @@ from statistics import median
 from typing import Any
 
 from ddpbench.doctor.context import Context, Outcome
-from ddpbench.doctor.links import findings, pairing, suspects
+from ddpbench.doctor.links import findings, suspects
 from ddpbench.doctor.links.findings import Carried, Places
-from ddpbench.doctor.links.pairing import Halves, Pair
-from ddpbench.doctor.links.suspects import Again, Cell, Rates, Suspect
-from ddpbench.doctor.links.table import build_tables
+from ddpbench.doctor.links.suspects import Again, Cell, Halves, Pair, Rates, Suspect
 from ddpbench.doctor.links.wire import Reading, Wire, agree_wire, gather_readings
 from ddpbench.records.wording import counted
 from ddpbench.runtime import devices
@@ -75,7 +74,7 @@ def examine(context: Context) -> Outcome:
     wire = agree_wire(world, context.process_group, device)
     # Many connections are made at the first message. The group itself is connected already: with
     # nccl, the first operation of a group needs all its ranks, and some are in no pair.
-    gather_readings(world, wire, schedule.connecting(), 0.0)
+    gather_readings(world, wire, schedule.rounds, 0.0)
     at_once = _joined(gather_readings(world, wire, schedule.at_once(), schedule.seconds))
     steps = schedule.alone(context.seed)
     alone = _joined(gather_readings(world, wire, steps, schedule.seconds))
@@ -106,7 +105,9 @@ def _gather_again(
             doubts.append(f"{name} looked slow, and there is no healthy link to compare it with")
             continue
         context.report_progress(f"links of {name} again")
-        steps = [[cell] for cell in _in_turn(slow, healthy)]
+        # In turn, then the rest.
+        pairs = itertools.zip_longest(slow, healthy)
+        steps = [[cell] for pair in pairs for cell in pair if cell is not None]
         again = Again(suspect, suspects.upper(best[cell].bytes_per_second for cell in healthy))
         while not again.decided:
             readings = _joined(gather_readings(context.world, wire, steps, AGAIN_SECONDS))
@@ -192,7 +193,7 @@ def _outcome(
         unchecked=tuple(unchecked),
         findings=(*slow, *findings.below_nominal(rates, places)),
         figures=figures,
-        tables=build_tables(figures, context.backend.name),
+        tables=findings.build_tables(figures, context.backend.name),
     )
 
 
@@ -247,12 +248,6 @@ def _joined(steps: Sequence[Readings]) -> Readings:
     return {cell: reading for readings in steps for cell, reading in readings.items()}
 
 
-def _in_turn(slow: Sequence[Cell], healthy: Sequence[Cell]) -> list[Cell]:
-    """Alternate slow and healthy cells, then add the rest."""
-    pairs = [cell for pair in zip(slow, healthy, strict=False) for cell in pair]
-    return [*pairs, *slow[len(healthy) :], *healthy[len(slow) :]]
-
-
 @dataclass(frozen=True)
 class Schedule:
     """The pairs to measure, in rounds."""
@@ -277,10 +272,6 @@ class Schedule:
     @property
     def pairs(self) -> int:
         return sum(map(len, self.rounds))
-
-    def connecting(self) -> list[list[Cell]]:
-        """Return steps in which each pair sends once in one direction."""
-        return [list(pairs) for pairs in self.rounds]
 
     def at_once(self) -> list[list[Cell]]:
         """Return steps in which the pairs of a round send together, one way, then the other."""
@@ -327,9 +318,9 @@ def plan_schedule(
             f"links, more than --max-pairs {max_pairs}"
         )
         ends = tuple(ranks[0] for ranks in hosts)
-    depths = pairing.halved(ends) if _pairs(ends) > max_pairs else []
-    rounds = [[pair for cut in cuts for pair in pairing.across(cut)] for cuts in depths]
-    rounds = rounds or pairing.circle(ends)
+    depths = suspects.halved(ends) if _pairs(ends) > max_pairs else []
+    rounds = [[pair for cut in cuts for pair in suspects.across(cut)] for cuts in depths]
+    rounds = rounds or suspects.circle(ends)
     pairs = sum(map(len, rounds))
     if pairs < _pairs(ends):
         unchecked.append(

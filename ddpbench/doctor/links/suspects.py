@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import median, median_high, median_low
-
-from ddpbench.doctor.links import pairing
-from ddpbench.doctor.links.pairing import Halves
 
 Cell = tuple[int, int]  # sender, receiver
 Rates = Mapping[Cell, float]
+Pair = tuple[int, int]
+Halves = tuple[tuple[int, ...], tuple[int, ...]]
 
 SUSPICIOUS = 0.70  # of the expected rate; less is measured again
 FAR = 5.0  # if it is at least this many spreads away from the rest,
@@ -65,7 +65,6 @@ class Again:
     others: tuple[tuple[float, ...], ...] = ()  # each time: the rates of healthy cells
 
     def and_again(self, slow: Iterable[float], others: Iterable[float]) -> Again:
-        """Return the same with one more time."""
         return replace(self, slow=(*self.slow, tuple(slow)), others=(*self.others, tuple(others)))
 
     @property
@@ -115,8 +114,13 @@ def suspects(rates: Rates, spread: float = 0.0) -> list[Suspect]:
         return _one_way(rates, spread)
     usual = median_high(levels)
     expected = {(a, b): min(sends.get(a, usual), receives.get(b, usual)) for a, b in rates}
-    residual = _deviation([rates[cell] / expected[cell] for cell in rates])
-    noise = max(LEAST_SPREAD, spread, residual, _of_both_ways(rates))
+    logs = [math.log(rates[cell] / expected[cell]) for cell in rates]
+    middle = median(logs)
+    residual = DEVIATION * median(abs(each - middle) for each in logs)
+    # How much the two directions of a pair differ; slow ends and links keep them equal.
+    ratios = [abs(math.log(rates[a, b] / rates[b, a])) for a, b in rates if (b, a) in rates]
+    both_ways = DEVIATION * median_low(ratios) / math.sqrt(2) if ratios else 0.0
+    noise = max(LEAST_SPREAD, spread, residual, both_ways)
     # Of the levels only those above: as many as half may be slow.
     above = DEVIATION * median(math.log(level / usual) for level in levels if level >= usual)
     least = _least(max(noise, above)) * usual
@@ -126,7 +130,7 @@ def suspects(rates: Rates, spread: float = 0.0) -> list[Suspect]:
         cells = tuple(cell for cell in rates if any(cell[side] == end for side in slow))
         if slow:
             ends.append(Suspect((end,), (), cells, median(rates[c] for c in cells) / usual))
-    return sorted(ends, key=_share) + _slow_links(rates, expected, _least(noise))
+    return sorted(ends, key=attrgetter("share")) + _slow_links(rates, expected, _least(noise))
 
 
 def _slow_links(rates: Rates, expected: Rates, least: float) -> list[Suspect]:
@@ -138,7 +142,7 @@ def _slow_links(rates: Rates, expected: Rates, least: float) -> list[Suspect]:
     for pair, cells in slow.items():
         share = median(rates[cell] / expected[cell] for cell in cells)
         found.append(Suspect((min(pair),), (max(pair),), tuple(cells), share))
-    return sorted(found, key=_share)
+    return sorted(found, key=attrgetter("share"))
 
 
 def between(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
@@ -169,11 +173,11 @@ def merged(found: Sequence[Suspect], cuts: Iterable[Halves]) -> list[Suspect]:
     left = {frozenset(each.ends): each for each in found if each.other}
     whole = []
     for halves in cuts:
-        pairs = [frozenset(pair) for pair in pairing.across(halves)]
+        pairs = [frozenset(pair) for pair in across(halves)]
         if len(pairs) > 1 and all(pair in left for pair in pairs):
             its = [left.pop(pair) for pair in pairs]
             cells = tuple(cell for each in its for cell in each.cells)
-            whole.append(Suspect(*halves, cells, median(map(_share, its))))
+            whole.append(Suspect(*halves, cells, median(each.share for each in its)))
     return [each for each in found if not each.other] + whole + list(left.values())
 
 
@@ -234,17 +238,38 @@ def _least(noise: float) -> float:
     return min(SUSPICIOUS, max(WORTH, math.exp(-FAR * noise)))
 
 
-def _deviation(ratios: Sequence[float]) -> float:
-    logs = [math.log(ratio) for ratio in ratios]
-    middle = median(logs)
-    return DEVIATION * median(abs(each - middle) for each in logs)
+# --- rounds of disjoint pairs, so that all pairs of a round can work at once ----------------------
 
 
-def _of_both_ways(rates: Rates) -> float:
-    """Return how much the two directions of a pair differ; slow ends and links keep them equal."""
-    ratios = [abs(math.log(rates[a, b] / rates[b, a])) for a, b in rates if (b, a) in rates]
-    return DEVIATION * median_low(ratios) / math.sqrt(2) if ratios else 0.0
+def circle(ends: Sequence[int]) -> list[list[Pair]]:
+    """Return rounds in which every end meets every other once.
+
+    There are n - 1 rounds for n ends, or n if n is odd, because one end then rests. The first end
+    stays in its place while the others go round a circle, and opposite ends meet.
+    """
+    ring: list[int | None] = [*ends, *([None] if len(ends) % 2 else [])]
+    rounds = []
+    for _ in ring[1:]:
+        opposite = zip(ring[: len(ring) // 2], reversed(ring), strict=False)
+        rounds.append([(a, b) for a, b in opposite if a is not None and b is not None])
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return rounds
 
 
-def _share(suspect: Suspect) -> float:
-    return suspect.share
+def halved(ends: Sequence[int]) -> list[list[Halves]]:
+    """Cut the ends into halves, these into halves again, down to single ends; a list a depth."""
+    groups, depths = [tuple(ends)], []
+    while groups := [group for group in groups if len(group) > 1]:
+        cuts = [(group[: len(group) // 2], group[len(group) // 2 :]) for group in groups]
+        depths.append(cuts)
+        groups = [half for halves in cuts for half in halves]
+    return depths
+
+
+def across(halves: Halves) -> list[Pair]:
+    """Return the pairs across a cut.
+
+    With an odd number one end rests. The next cut puts it into a smaller half, where none rests.
+    """
+    left, right = halves
+    return list(zip(left, reversed(right), strict=False))

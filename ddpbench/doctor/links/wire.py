@@ -89,23 +89,20 @@ class Wire:
         raise NotImplementedError
 
     def _send(self, peer: int, tensors: Sequence[torch.Tensor]) -> None:
-        import torch.distributed as dist
-
-        self._move(dist.isend, peer, tensors)
+        self._move("isend", peer, tensors)
 
     def _receive(self, peer: int, tensors: Sequence[torch.Tensor]) -> None:
-        import torch.distributed as dist
+        self._move("irecv", peer, tensors)
 
-        self._move(dist.irecv, peer, tensors)
-
-    def _move(self, operation: Any, peer: int, tensors: Sequence[torch.Tensor]) -> None:
+    def _move(self, name: str, peer: int, tensors: Sequence[torch.Tensor]) -> None:
         """Send or receive as a batch, even a single tensor.
 
         NCCL then uses the connections of the whole group instead of a communicator for each pair.
         """
         import torch.distributed as dist
 
-        batch = [dist.P2POp(operation, t, group=self._group, group_peer=peer) for t in tensors]
+        move: Any = getattr(dist, name)
+        batch = [dist.P2POp(move, t, group=self._group, group_peer=peer) for t in tensors]
         for work in dist.batch_isend_irecv(batch):
             work.wait()
 

@@ -104,9 +104,15 @@ TOGETHER = re.compile(
 def same_variables(setup: Setup) -> Iterator[Finding]:
     """Compare the variables, and settings in NCCL's files, that change how collectives work."""
     everyone = [merge_settings(facts) for facts in setup.ranks]
+    if setup.launcher == "torchrun":  # it sets this itself if there are several ranks on a host
+        everyone = [
+            {name: text for name, text in own.items() if (name, text) != ("OMP_NUM_THREADS", "1")}
+            for own in everyone
+        ]
     for name in sorted(set().union(*everyone)):
-        values = [_set_by_user(setup, name, own.get(name)) for own in everyone]
-        groups = folded(values)
+        groups = folded(
+            [own.get(name) or None for own in everyone]
+        )  # an empty value counts as none
         if len(groups) == 1 or not COMPARED.match(name) or OWN.match(name):
             continue
         grave = setup.backend == "nccl" and TOGETHER.match(name)
@@ -120,15 +126,6 @@ def same_variables(setup: Setup) -> Iterator[Finding]:
             + (": NCCL can hang or crash if ranks decide differently" if grave else ""),
             {**setup.place(odd(groups)), "variable": name},
         )
-
-
-def _set_by_user(setup: Setup, name: str, value: str | None) -> str | None:
-    """Return a value that the user has set; an empty one counts as none.
-
-    torchrun itself sets OMP_NUM_THREADS to 1 if there are several ranks on a host.
-    """
-    by_torchrun = (name, value, setup.launcher) == ("OMP_NUM_THREADS", "1", "torchrun")
-    return None if by_torchrun else value or None
 
 
 # --- network and clocks ---------------------------------------------------------------------------

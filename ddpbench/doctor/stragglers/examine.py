@@ -8,23 +8,31 @@ figures: {"loads": {name: {"amount", "unit"}}, "work_seconds": of the equal work
 "ranks": [{"host", "seconds": {when: {load: of a repetition, in the best round}}, and, of
 the last pass, "kept": {when: {reason: share of the time}}, "wait_seconds", "hertz" of its cores,
 "neighbours": processes on these cores}, …]}. `when` is "alone" or "together"; reasons are as in
-causes.py; None is unknown.
+`Shown`; None is unknown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from typing import Any
 
 from ddpbench.analysis.rank_setup import Setup, crowded
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.stragglers import judge, turns
-from ddpbench.doctor.stragglers.loads import COPY, COPY_NBYTES, Effort, prepare_efforts
-from ddpbench.doctor.stragglers.readings import ALONE, TOGETHER, Load, Pass, Shown
-from ddpbench.doctor.stragglers.table import build_tables
-from ddpbench.runtime import control, devices, host_memory
+from ddpbench.doctor.stragglers.loads import (
+    ALONE,
+    COPY,
+    COPY_NBYTES,
+    TOGETHER,
+    Effort,
+    Load,
+    Pass,
+    Shown,
+    prepare_efforts,
+)
+from ddpbench.records.table import Table, TableColumn
+from ddpbench.runtime import control, cpu, devices, gpu_facts
 
 SLICE_SECONDS = 0.02, 0.1  # least and most time of a turn at one load
 PERIOD_SECONDS = 0.12  # least with a CPU quota: longer than the kernel's period of 0.1 s
@@ -38,7 +46,9 @@ def examine(context: Context) -> Outcome:
     """Measure and judge all ranks. All ranks call it."""
     world, backend, device = context.world, context.backend.name, context.device.type
     full_hosts = _full_hosts(context)
-    efforts = prepare_efforts(context.device, _agree_copy_nbytes(context))
+    share = MEMORY_SHARE * (cpu.free_memory_nbytes() or 0) / len(world.neighbours)
+    copy_nbytes = min(COPY_NBYTES["cpu"], *map(int, control.gather_values(world, share)))
+    efforts = prepare_efforts(context.device, copy_nbytes)
     loads = {name: effort.load for name, effort in efforts.items()}
     together = world.world_size > 1 and not full_hosts
     passes, work_seconds = _gather_passes(context, efforts, together)
@@ -88,7 +98,7 @@ def _gather_passes(
             )
         own = Shown(
             seconds={when: turn.seconds for when, turn in measured.items()},
-            kept={when: turn.kept.shares for when, turn in measured.items()},
+            kept={when: turn.kept for when, turn in measured.items()},
             waited_ns=waited_ns,
             hertz=alone.hertz,
             thermal=alone.thermal,
@@ -122,13 +132,6 @@ def _full_hosts(context: Context) -> list[str]:
         hostname = ranks[0].get("hostname")
         found += [crowd.host for crowd in crowded([{**r, "hostname": hostname} for r in ranks])]
     return found
-
-
-def _agree_copy_nbytes(context: Context) -> int:
-    """Return how many bytes every rank has room to copy, the same on all ranks."""
-    world = context.world
-    share = MEMORY_SHARE * (host_memory.free_memory_nbytes() or 0) / len(world.neighbours)
-    return min(COPY_NBYTES["cpu"], *map(int, control.gather_values(world, share)))
 
 
 def _lines(passes: Sequence[Pass], loads: Mapping[str, Load], work_seconds: float) -> Iterator[str]:
@@ -167,9 +170,7 @@ def _unchecked(
         yield "waiting for a core: this kernel does not report it"
     on_gpu = any(load.memory != "host" for load in loads.values())
     if on_gpu and any(shown.gpu is None for shown in passes[0]):
-        missing = find_spec("pynvml") is None
-        reason = "pip install nvidia-ml-py" if missing else "NVML does not know these GPUs"
-        yield f"why a GPU is slow: {reason}"
+        yield f"why a GPU is slow: {gpu_facts.explain_unknown_gpu()}"
 
 
 def _ranks(passes: Sequence[Pass], setup: Setup) -> Iterator[dict[str, Any]]:
@@ -186,3 +187,62 @@ def _ranks(passes: Sequence[Pass], setup: Setup) -> Iterator[dict[str, Any]]:
             "hertz": last.hertz,
             "neighbours": last.neighbours,
         }
+
+
+MOST_ROWS = 16
+# why a rank did not run → heading of the share of its time
+KEPT = {"queued": "waiting for core %", "throttled": "throttled %", "stolen": "stolen %"}
+LEGEND = (
+    "rates: of the best round, while the host's other ranks rest; at once: while all ranks "
+    "compute; wait: how long the rank waits for the latest one in an all_reduce after equal work; "
+    "waiting for core, throttled, stolen: share of the time in which the rank computes alone"
+)
+
+
+def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
+    """Return the table of the ranks; none if nothing was measured or there is one rank."""
+    ranks = list(enumerate(figures.get("ranks") or []))
+    if len(ranks) < 2:
+        return ()
+    loads, whens = figures["loads"], list(ranks[0][1]["seconds"])
+    title = "speed of each rank"
+    if len(ranks) > MOST_ROWS:
+        first = next(iter(loads))
+        title += f", the {MOST_ROWS} of {len(ranks)} that are slowest in {first} alone"
+        ranks = sorted(ranks, key=lambda item: -item[1]["seconds"]["alone"][first])[:MOST_ROWS]
+    columns = [
+        TableColumn("rank"),
+        TableColumn("host"),
+        *(
+            TableColumn(f"{name} {load['unit'] if when == 'alone' else 'at once'}")
+            for name, load in loads.items()
+            for when in whens
+        ),
+        TableColumn("wait ms", decimals=2),
+        *(TableColumn(heading, decimals=0) for heading in KEPT.values()),
+    ]
+    rows = [_row(rank, shown, loads, whens) for rank, shown in ranks]
+    known = [n for n, _ in enumerate(columns) if any(row[n] is not None for row in rows)]
+    return (
+        Table(
+            title,
+            tuple(columns[n] for n in known),
+            tuple(tuple(row[n] for n in known) for row in rows),
+            (LEGEND,),
+        ),
+    )
+
+
+def _row(rank: int, shown: Mapping[str, Any], loads: Mapping[str, Any], whens: list[str]) -> Any:
+    wait, shares = shown["wait_seconds"], shown["kept"]["alone"]
+    return [
+        rank,
+        shown["host"],
+        *(
+            float(load["amount"] / shown["seconds"][when][name] / 1e9)
+            for name, load in loads.items()
+            for when in whens
+        ),
+        None if wait is None else wait * 1e3,
+        *(None if (s := shares.get(reason)) is None else min(s, 1.0) * 100.0 for reason in KEPT),
+    ]

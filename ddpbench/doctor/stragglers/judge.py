@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpbench.analysis.rank_setup import Setup, folded
-from ddpbench.doctor.stragglers.readings import ALONE, Load, Pass, Shown
+from ddpbench.doctor.stragglers.loads import ALONE, Load, Pass, Shown
 from ddpbench.records.schema import Finding
 
 RATIO = 1.4
@@ -107,15 +107,26 @@ def findings(
     for group in groups.values():
         ranks, cause = [rank for rank, _ in group], group[0][1]
         late_too = late_rank is not None and late_rank in ranks
-        sentence = _slow_sentence(
-            setup.who(ranks), ranks, cause, rates=_slow_rates(ranks, slow, passes, loads)
-        )
+        verb, of = ("is", "") if len(ranks) == 1 else ("are", f"of rank {ranks[0]}: ")
+        measured = _slow_rates(ranks, slow, passes, loads)
+        sentence = f"{setup.who(ranks)} {verb} slow: {measured}; {of}{cause.sentence}"
         if late_too and (waiting := _others_wait(passes, late_rank)):
             sentence += f"; the others wait {waiting * 1e3:.3g} ms for it in an all_reduce"
         place = {**setup.place(ranks), "cause": cause.name}
         found.append(Finding("warning", "slow-rank", sentence, cause.next_step, place))
     if late_rank is not None and late_rank not in slow:
-        found.append(_late_only(late_rank, passes, setup, work_seconds))
+        waited = _others_wait(passes, late_rank) * 1e3
+        sentence = (
+            f"{setup.who([late_rank])} is late: after {work_seconds * 1e3:.3g} ms of equal work "
+            f"the others wait {waited:.3g} ms for it in an all_reduce, "
+            "though alone it computes as fast as they do"
+        )
+        next_step = (
+            "find out what shares its cores with the backend's threads of that rank, and what its "
+            "Python does besides (a profiler, a tracer, a busy thread)"
+        )
+        place = setup.place([late_rank])
+        found.append(Finding("warning", "late-rank", sentence, next_step, place))
     return (*found, *_notes(passes, setup, reported={host for host, _ in groups}))
 
 
@@ -185,11 +196,6 @@ def _slow_rates(
     return "; ".join(parts)
 
 
-def _slow_sentence(who: str, ranks: Sequence[int], cause: Cause, rates: str) -> str:
-    verb, of = ("is", "") if len(ranks) == 1 else ("are", f"of rank {ranks[0]}: ")
-    return f"{who} {verb} slow: {rates}; {of}{cause.sentence}"
-
-
 def _others_wait(passes: Sequence[Pass], rank: int | None) -> float:
     waits = [
         seconds
@@ -198,19 +204,6 @@ def _others_wait(passes: Sequence[Pass], rank: int | None) -> float:
         if other != rank and seconds is not None
     ]
     return statistics.median(waits)
-
-
-def _late_only(rank: int, passes: Sequence[Pass], setup: Setup, work_seconds: float) -> Finding:
-    return Finding(
-        "warning",
-        "late-rank",
-        f"{setup.who([rank])} is late: after {work_seconds * 1e3:.3g} ms of equal work the others "
-        f"wait {_others_wait(passes, rank) * 1e3:.3g} ms for it in an all_reduce, though alone it "
-        "computes as fast as they do",
-        "find out what shares its cores with the backend's threads of that rank, and what its "
-        "Python does besides (a profiler, a tracer, a busy thread)",
-        setup.place([rank]),
-    )
 
 
 def _notes(passes: Sequence[Pass], setup: Setup, reported: Container[str]) -> Iterator[Finding]:
@@ -279,10 +272,10 @@ class Suspect:
         return [shown for rank, shown in enumerate(self.shown) if rank != self.rank]
 
     def kept(self, reason: str) -> float | None:
-        """Return the share of the time that this reason took, if that makes the rank slow."""
+        """Return the share of the time that this reason took, if that makes its cores slow."""
         share = self.own.kept.get(self.when, {}).get(reason)
         others = [shown.kept.get(self.when, {}).get(reason) or 0.0 for shown in self.others]
-        if share is None or share < EVIDENT_SHARE:
+        if self.memory != "host" or share is None or share < EVIDENT_SHARE:
             return None
         share, usual = min(share, MOST_SHARE), min(statistics.median(others), MOST_SHARE)
         return share if (1 - usual) / (1 - share) >= EVIDENT_RATIO else None
@@ -294,7 +287,7 @@ def find_cause(suspect: Suspect) -> Cause:
 
 
 def _throttled(suspect: Suspect) -> Cause | None:
-    share = suspect.kept("throttled") if suspect.memory == "host" else None
+    share = suspect.kept("throttled")
     if share is None:
         return None
     return Cause(
@@ -306,7 +299,7 @@ def _throttled(suspect: Suspect) -> Cause | None:
 
 
 def _stolen(suspect: Suspect) -> Cause | None:
-    share = suspect.kept("stolen") if suspect.memory == "host" else None
+    share = suspect.kept("stolen")
     if share is None:
         return None
     return Cause(
@@ -317,7 +310,7 @@ def _stolen(suspect: Suspect) -> Cause | None:
 
 
 def _queued(suspect: Suspect) -> Cause | None:
-    share = suspect.kept("queued") if suspect.memory == "host" else None
+    share = suspect.kept("queued")
     if share is None:
         return None
     processes = ", ".join(suspect.own.neighbours[:3])

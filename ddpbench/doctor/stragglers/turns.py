@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,60 +28,42 @@ Efforts = Mapping[str, Effort]
 
 
 @dataclass
-class Kept:
-    """How long this rank was kept from running, added up over spans of work."""
-
-    busy_threads: int  # on this machine at once
-    wall_seconds: float = 0.0
-    seconds: dict[str, float | None] = field(default_factory=dict)  # reason → time; None: unknown
-
-    def during(self, work: Callable[[], object]) -> None:
-        """Do the work, and add the time for which the rank did not run meanwhile."""
-        queued, meter = cpu.queued_seconds(), cpu.CpuMeter()
-        work()
-        used, after = meter.stop(), cpu.queued_seconds()
-        self.wall_seconds += used.wall_seconds
-        unknown = queued is None or after is None
-        waited = None if unknown else max(0.0, (after or 0.0) - (queued or 0.0))
-        spent = {
-            "throttled": used.throttled_seconds,
-            "stolen": _divided(used.steal_seconds, self.busy_threads),
-            "queued": waited,
-        }
-        for reason, seconds in spent.items():
-            before = self.seconds.get(reason, 0.0)
-            known = before is not None and seconds is not None
-            self.seconds[reason] = (before or 0.0) + (seconds or 0.0) if known else None
-
-    @property
-    def shares(self) -> dict[str, float | None]:
-        """Return the same as shares of the time, by reason; None: unknown."""
-        wall = max(self.wall_seconds, 1e-9)
-        return {reason: _divided(seconds, wall) for reason, seconds in self.seconds.items()}
-
-
-def _divided(seconds: float | None, divisor: float) -> float | None:
-    return None if seconds is None else seconds / divisor
-
-
-@dataclass
 class Turns:
     """What this rank showed alone, or with the others."""
 
-    kept: Kept
+    busy_threads: int  # on this machine at once
     seconds: dict[str, list[float]]  # load → of a repetition, one value a round
+    wall_seconds: float = 0.0
+    lost: dict[str, list[float | None]] = field(default_factory=dict)  # reason → time of a slice
     hertz: float | None = None
     thermal: int | None = None
     neighbours: list[str] = field(default_factory=list)
 
     def carry(self, efforts: Efforts, slice_seconds: float) -> None:
-        """Do a slice of each load, and add what it shows."""
+        """Do a slice of each load; add what it shows and how long the rank did not run."""
+        queued, meter = cpu.queued_seconds(), cpu.CpuMeter()
+        for name, effort in efforts.items():
+            self.seconds[name].append(mean_seconds(effort, slice_seconds))
+        used, after = meter.stop(), cpu.queued_seconds()
+        self.wall_seconds += used.wall_seconds
+        stolen = used.steal_seconds
+        spent = {
+            "throttled": used.throttled_seconds,
+            "stolen": None if stolen is None else stolen / self.busy_threads,
+            "queued": None if queued is None or after is None else max(0.0, after - queued),
+        }
+        for reason, seconds in spent.items():
+            self.lost.setdefault(reason, []).append(seconds)
 
-        def work() -> None:
-            for name, effort in efforts.items():
-                self.seconds[name].append(mean_seconds(effort, slice_seconds))
-
-        self.kept.during(work)
+    @property
+    def kept(self) -> dict[str, float | None]:
+        """Return the share of the time in which the rank did not run, by reason; None: unknown."""
+        shares: dict[str, float | None] = {}
+        for reason, lost in self.lost.items():
+            known = [seconds for seconds in lost if seconds is not None]
+            complete = len(known) == len(lost)
+            shares[reason] = sum(known) / max(self.wall_seconds, 1e-9) if complete else None
+        return shares
 
 
 def barrier_turns_alone(
@@ -94,7 +76,7 @@ def barrier_turns_alone(
     import torch
 
     cores = os.sched_getaffinity(0)
-    turns = Turns(Kept(torch.get_num_threads()), {name: [] for name in efforts})
+    turns = Turns(torch.get_num_threads(), {name: [] for name in efforts})
     ranks_of_machine = max(map(len, world.machines.values()))
     own = world.neighbours.index(world.rank)
     before, heat = cpu.process_seconds(cores) if look_around else {}, cpu.thermal_events(cores)
@@ -119,7 +101,7 @@ def barrier_turns_together(world: World, efforts: Efforts, slice_seconds: float)
     import torch
 
     busy_threads = torch.get_num_threads() * len(world.neighbours)
-    turns = Turns(Kept(busy_threads), {name: [] for name in efforts})
+    turns = Turns(busy_threads, {name: [] for name in efforts})
     for _ in range(ROUNDS):
         world.watchdog.rearm()
         for name, effort in efforts.items():

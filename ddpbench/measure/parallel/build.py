@@ -66,7 +66,6 @@ class ShardedReplica(Replica):
             set_prefetch(self.wrapped, self.case.prefetch != other)
 
     def communicating(self) -> AbstractContextManager[Any]:
-        """Return the context that switches off, or times, the collectives of a step."""
         return self.communication.around()
 
     @contextlib.contextmanager
@@ -82,11 +81,9 @@ class ShardedReplica(Replica):
                 root.set_requires_gradient_sync(True)
 
     def read_timed_step(self) -> list[Span]:
-        """Return the spans of the step's collectives."""
         return self.communication.spans
 
     def gather_timed_steps(self, world: World, steps: Sequence[Any]) -> dict[str, Any]:
-        """Return the spans of all ranks; a sharded step has no buckets."""
         timed = gather_timed(world, steps) if steps else None
         return {"buckets": [], "bucket_stamps": None, "timed": timed}
 
@@ -120,7 +117,12 @@ def build_sharded(
         fully_shard(model, mesh=over)  # torch's default for the root: it stays gathered
         set_prefetch(model, bool(case.prefetch))
     model.to(device)
-    optimizer = OPTIMIZERS[case.optimizer].make(_group_by_mesh(model), learning_rate)
+    # One group per mesh: on a GPU, an optimizer handles all tensors of a group at once.
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    parameters = [{"params": members} for members in groups.values()]
+    optimizer = OPTIMIZERS[case.optimizer].make(parameters, learning_rate)
     communication = Communication(model, device, layers)
     return ShardedReplica(
         task, case, optimizer, communication, mesh=mesh, device=device, group=group
@@ -138,17 +140,6 @@ def count_own_nbytes(model: nn.Module, plan: Plan, case: StepCase) -> int:
     ranks = sizes.get(TENSOR, 1)
     left = case.parameter_nbytes - split + split // ranks
     return left // sizes.get(SHARD, 1)
-
-
-def _group_by_mesh(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameters in one group per mesh.
-
-    On a GPU, an optimizer handles all tensors of a group at once, and they must be on one mesh.
-    """
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return [{"params": parameters} for parameters in groups.values()]
 
 
 def set_prefetch(model: nn.Module, on: bool) -> None:

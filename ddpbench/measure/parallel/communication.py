@@ -12,8 +12,10 @@ that runs, which its sequence number tells.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ddpbench.analysis.spans import Span
 from ddpbench.measure.parallel import local
+from ddpbench.measure.step import stamp
 from ddpbench.runtime import devices
 from ddpbench.runtime.devices import Event, elapsed_ns
 
@@ -84,7 +87,7 @@ class Communication:
         self, model: nn.Module, device: torch.device, layers: Sequence[nn.Module] = ()
     ) -> None:
         self.mode = "plain"
-        self._device = device
+        self._stamp = partial(stamp, device)
         names = {module: name or ROOT for name, module in model.named_modules()}
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._param_groups = [
@@ -144,29 +147,26 @@ class Communication:
                 stack.callback(handle.remove)
         self._origin = self._stamp()
 
-    def _stamp(self) -> Event:
-        kind = devices.of(self._device)
-        event = kind.event(self._device)
-        with kind.current(self._device):
-            event.record()
-        return event
-
     # --- what is replaced ---------------------------------------------------------------------
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        gather, scatter, reduce = (
-            (local.leave_gather, local.leave_scatter, local.leave_reduce)
-            if self.mode == "noop"
-            else (self._time_gather, self._time_scatter, self._time_reduce)
-        )
-        wanted: list[tuple[str, Any]] = [(name, gather) for name in GATHERS]
-        wanted += [(name, scatter) for name in SCATTERS]
-        wanted.append(("all_reduce", reduce))
-        for name, make in wanted:
-            if hasattr(dist, name):
-                real = getattr(dist, name)
-                yield dist, name, make if self.mode == "noop" else make(real)
-        yield from self._operator_replacements()
+        for names, leave, operation, counted in (
+            (GATHERS, local.leave_gather, "all_gather", "output_tensor"),
+            (SCATTERS, local.leave_scatter, "reduce_scatter", "input"),
+            (("all_reduce",), local.leave_reduce, "all_reduce", "tensor"),
+        ):
+            for name in names:
+                if real := getattr(dist, name, None):
+                    timed = self._time_function(operation, counted, real)
+                    yield dist, name, leave if self.mode == "noop" else timed
+        space = torch.ops._c10d_functional
+        for name, (operation, leave) in local.OPERATORS.items():
+            packet = getattr(space, name)
+            call = leave if self.mode == "noop" else self._time_operator(operation, packet)
+            yield space, name, _Operator(packet, call)
+        if self.mode == "timed":
+            wait = self._time_wait(space.wait_tensor)
+            yield space, "wait_tensor", _Operator(space.wait_tensor, wait)
         if self.mode == "timed" and self._streams is not None:
             stream = self._streams.Stream
             yield stream, "record_event", self._note_event(stream.record_event)
@@ -176,54 +176,18 @@ class Communication:
                 for method in ("unshard", "post_backward"):
                     yield group, method, self._labelled(name, getattr(group, method))
 
-    def _operator_replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        space = torch.ops._c10d_functional
-        for name, leave in local.LEFT.items():
-            packet = getattr(space, name)
-            call = leave if self.mode == "noop" else self._time_operator(name, packet)
-            yield space, name, _Operator(packet, call)
-        if self.mode == "timed":
-            wait = self._time_wait(space.wait_tensor)
-            yield space, "wait_tensor", _Operator(space.wait_tensor, wait)
-
     # --- timed --------------------------------------------------------------------------------
 
-    def _time_gather(self, real: Any) -> Any:
-        def all_gather(
-            output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-        ) -> Any:
-            def call() -> Any:
-                return real(output_tensor, input_tensor, group=group, async_op=async_op)
+    def _time_function(self, operation: str, counted: str, real: Any) -> Any:
+        """Return a function that times a call; counted: the argument with all of its bytes."""
+        signature = inspect.signature(real)
 
-            return self._time("all_gather", output_tensor.nbytes, group, call)
+        def timed(*args: Any, **keywords: Any) -> Any:
+            given = signature.bind(*args, **keywords).arguments
+            call = partial(real, *args, **keywords)
+            return self._time(operation, given[counted].nbytes, given.get("group"), call)
 
-        return all_gather
-
-    def _time_scatter(self, real: Any) -> Any:
-        def reduce_scatter(
-            output: Tensor,
-            input: Tensor,  # noqa: A002  # fully_shard passes it by this name
-            op: Any = dist.ReduceOp.SUM,
-            group: Any = None,
-            async_op: bool = False,
-        ) -> Any:
-            def call() -> Any:
-                return real(output, input, op=op, group=group, async_op=async_op)
-
-            return self._time("reduce_scatter", input.nbytes, group, call)
-
-        return reduce_scatter
-
-    def _time_reduce(self, real: Any) -> Any:
-        def all_reduce(
-            tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-        ) -> Any:
-            def call() -> Any:
-                return real(tensor, op=op, group=group, async_op=async_op)
-
-            return self._time("all_reduce", tensor.nbytes, group, call)
-
-        return all_reduce
+        return timed
 
     def _time(self, operation: str, nbytes: int, group: Any, call: Callable[[], Any]) -> Any:
         record = self._begin(operation, nbytes, group)
@@ -262,9 +226,7 @@ class Communication:
 
         return wait_event
 
-    def _time_operator(self, name: str, packet: Any) -> Any:
-        operation = local.OPERATORS[name]
-
+    def _time_operator(self, operation: str, packet: Any) -> Any:
         def call(tensor: Tensor, *args: Any) -> Any:
             if self._within:
                 return packet(tensor, *args)
@@ -296,16 +258,12 @@ class Communication:
 
     def _begin(self, operation: str, nbytes: int, group: Any) -> _Record:
         layers, phase = self._place()
-        record = _Record(operation, layers, phase, nbytes, self._ranks_of(group), self._stamp())
-        self._records.append(record)
-        return record
-
-    def _ranks_of(self, group: dist.ProcessGroup | None) -> tuple[int, ...]:
         group = group or dist.group.WORLD
-        assert group is not None
         if group not in self._ranks:
             self._ranks[group] = tuple(dist.get_process_group_ranks(group))
-        return self._ranks[group]
+        record = _Record(operation, layers, phase, nbytes, self._ranks[group], self._stamp())
+        self._records.append(record)
+        return record
 
     # --- whose collective it is ---------------------------------------------------------------
 

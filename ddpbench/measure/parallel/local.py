@@ -49,26 +49,15 @@ def leave_reduce(tensor: Tensor, op: Any = None, group: Any = None, async_op: bo
     return _Done() if async_op else None
 
 
-def _leave_reduce_operator(tensor: Tensor, op: str, group: Any) -> Tensor:
-    return tensor.clone()
-
-
-def _leave_gather_operator(tensor: Tensor, size: int, group: Any) -> Tensor:
-    return torch.cat([tensor] * size)
-
-
-def _leave_scatter_operator(tensor: Tensor, op: str, size: int, group: Any) -> Tensor:
-    own: Tensor = tensor.chunk(size)[resolve_group(group).rank()]
-    return own.clone()
-
-
-LEFT: dict[str, Any] = {
-    "all_reduce": _leave_reduce_operator,
-    "all_gather_into_tensor": _leave_gather_operator,
-    "reduce_scatter_tensor": _leave_scatter_operator,
-}
-OPERATORS = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
+# torch's operator → the operation, and what is called in the operator's place
+OPERATORS: dict[str, tuple[str, Any]] = {
+    "all_reduce": ("all_reduce", lambda tensor, op, group: tensor.clone()),
+    "all_gather_into_tensor": (
+        "all_gather",
+        lambda tensor, size, group: torch.cat([tensor] * size),
+    ),
+    "reduce_scatter_tensor": (
+        "reduce_scatter",
+        lambda tensor, op, size, group: tensor.chunk(size)[resolve_group(group).rank()].clone(),
+    ),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -58,10 +58,12 @@ def agree_meshes(
         assert group is not None
         groups = [group]
         if len(shape) > 1:
-            groups = [
-                _agree_line(world, lines, name, where, closing)
-                for lines in _divide(world.world_size, shape)
-            ]
+            groups = []
+            for lines in _divide(world.world_size, shape):
+                for line in lines:  # all of a dimension; this rank is in one of them
+                    made = closing.enter_context(world.agree_group(name, line, where))
+                    if world.rank in line:
+                        groups.append(made)
         grid = torch.arange(world.world_size).view(shape)
         meshes.append(
             DeviceMesh.from_group(groups, where.type, grid, mesh_dim_names=way.dimensions)
@@ -73,22 +75,6 @@ def _divide(ranks: int, shape: tuple[int, ...]) -> Iterator[list[list[int]]]:
     grid = torch.arange(ranks).view(shape)
     for dimension, size in enumerate(shape):
         yield grid.movedim(dimension, -1).reshape(-1, size).tolist()
-
-
-def _agree_line(
-    world: World,
-    lines: Sequence[Sequence[int]],
-    torch_name: str,
-    device: torch.device,
-    closing: ExitStack,
-) -> dist.ProcessGroup:
-    """Make the groups of all lines along a dimension. Return this rank's."""
-    own = None
-    for line in lines:
-        group = closing.enter_context(world.agree_group(torch_name, line, device))
-        own = group if world.rank in line else own
-    assert own is not None
-    return own
 
 
 def find_refusal(world: World, meshes: Meshes, backend: str) -> str | None:

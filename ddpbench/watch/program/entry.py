@@ -14,8 +14,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from ddpbench.launch import slurm_nodes
-from ddpbench.launch.placement import Placement, Refused, free_port, read_placement, slurm_address
+from ddpbench.launch.placement import (
+    Placement,
+    Refused,
+    free_port,
+    node_address,
+    read_placement,
+    slurm_address,
+)
 from ddpbench.session.errors import speak
 from ddpbench.watch import api, command
 from ddpbench.watch.program import script
@@ -118,7 +124,7 @@ def _find(placement: Placement) -> list[str]:
     if placement.launcher == "srun":
         name, port = slurm_address()
         with contextlib.suppress(Refused):
-            return [slurm_nodes.node_address(name, placement), str(port)]
+            return [node_address(name, placement), str(port)]
         return []
     if placement.local_world_size != placement.world_size:
         return []
