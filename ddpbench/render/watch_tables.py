@@ -69,11 +69,12 @@ def _parts(line: StepLine, style: Style) -> str:
     cells.append(["= step", ms(step, step), "100.0", "", "", ""])
     headings = ["part of a step", "ms", "% of step", "slowest ms", "slowest rank", "fastest ms"]
     gain = step / max(step - watched.exposed_seconds, 1e-9)
-    text = (
-        f"{watched.steps} steps; 95 % interval of a step {format_half_width(line)}; exposed "
-        f"communication {ms(watched.exposed_seconds, step)} ms per step: without it at most "
-        f"×{gain:.2f} faster"
-    )
+    text = f"{watched.steps} steps; 95 % interval of a step {format_half_width(line)}"
+    if sum(watched.hosts.values()) == line.case.world_size:  # else they wait for who is missing
+        text += (
+            f"; exposed communication {ms(watched.exposed_seconds, step)} ms per step: without it "
+            f"at most ×{gain:.2f} faster"
+        )
     return style.gap.join([style.table(cells, headings, headings[:1]), text])
 
 
