@@ -18,7 +18,7 @@ RANKS, COLLECTIVES, LINKS, MOMENTS = 8, 12, 12, 10  # rows of a table, at most
 GROUP = 32  # characters of a group's name
 LEGEND = (
     "input … other: a rank's own time; input: waiting for the data loader; blocked: waiting in "
-    "collectives for other ranks, and for the transfer",
+    "collectives, send and recv for other ranks, and for the transfer",
     "slowest rank: the one with the most, and in how many of the steps; the straggler has the most "
     "own time and is blocked least",
     "exposed communication: the least that any rank was blocked in a step",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from ddpbench.records.schema import SEVERITIES, Finding
-from ddpbench.records.wording import spans
+from ddpbench.records.wording import name_ranks
 from ddpbench.watch.judging import history as columns
 from ddpbench.watch.judging import (
     late_arrivals,
@@ -43,8 +43,7 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
         if not missing:
             since = [one.since for one in late if one.since is not None]
             findings.extend(speed.judge_speed(history, since))
-            for check in OF_ALL_RANKS:
-                findings.extend(check(history))
+            findings.extend(shares.judge_shares(history))
         findings.extend(shares.judge_hosts(history))
     elif not history.call_steps:
         findings.extend(late_arrivals.judge_arrivals(history))
@@ -58,7 +57,7 @@ def describe_basis(history: History, world_size: int, missing: list[int]) -> Ite
             "note",
             "missing-ranks",
             f"the findings rest on {world_size - len(missing)} of {world_size} ranks, so none is "
-            f"about all ranks: no comparable report comes from {_list_ranks(missing)}",
+            f"about all ranks: no comparable report comes from {name_ranks(missing)}",
             "start all ranks under the watch; look in the job's output for why a watch has failed",
             {"ranks": missing},
         )
@@ -66,14 +65,13 @@ def describe_basis(history: History, world_size: int, missing: list[int]) -> Ite
         yield Finding(
             "note",
             "unseen-messages",
-            f"{_list_ranks(waiting)} may wait for messages of isend and irecv. Such waits are not "
+            f"{name_ranks(waiting)} may wait for messages of isend and irecv. Such waits are not "
             "seen and count as own time, so it is not judged whether these ranks are late",
-            "where you can, call send and recv instead",
+            "compare the ranks' devices: python -m ddpbench doctor --only stragglers",
             {"ranks": waiting},
         )
     passed = history.last_step + 1 - columns.WARM_UP
-    room = STEPS * history.rounds
-    if passed >= FEWEST and history.steps < SAMPLED * min(passed, room):
+    if passed >= FEWEST and history.steps < SAMPLED * min(passed, STEPS * history.rounds):
         yield Finding(
             "note",
             "sampled-steps",
@@ -82,15 +80,3 @@ def describe_basis(history: History, world_size: int, missing: list[int]) -> Ite
             "the more steps a job has, the more is found: wait some minutes for findings",
             {"steps": history.steps, "of_steps": passed},
         )
-
-
-def _list_ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
-
-
-OF_ALL_RANKS: tuple[Callable[[History], Iterator[Finding]], ...] = (
-    shares.judge_input,
-    shares.judge_communication,
-    shares.judge_pauses,
-    shares.judge_compilation,
-)

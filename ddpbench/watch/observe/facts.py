@@ -50,10 +50,7 @@ class Pauses:
 
 
 class Facts:
-    """The facts of this rank; `close` ends the count of garbage collections.
-
-    counts: what somebody else counts, by names of facts.
-    """
+    """The facts of this rank and `counts` by others; `close` ends counting garbage collections."""
 
     def __init__(self, counts: Mapping[str, int]) -> None:
         self._counts = counts
