@@ -18,7 +18,7 @@ RANKS, COLLECTIVES, LINKS, MOMENTS = 8, 12, 12, 10  # rows of a table, at most
 GROUP = 32  # characters of a group's name
 LEGEND = (
     "input … other: a rank's own time; input: waiting for the data loader; blocked: waiting in "
-    "collectives for other ranks, and for the transfer",
+    "collectives, send and recv for other ranks, and for the transfer",
     "slowest rank: the one with the most, and in how many of the steps; the straggler has the most "
     "own time and is blocked least",
     "exposed communication: the least that any rank was blocked in a step",
@@ -69,11 +69,12 @@ def _parts(line: StepLine, style: Style) -> str:
     cells.append(["= step", ms(step, step), "100.0", "", "", ""])
     headings = ["part of a step", "ms", "% of step", "slowest ms", "slowest rank", "fastest ms"]
     gain = step / max(step - watched.exposed_seconds, 1e-9)
-    text = (
-        f"{watched.steps} steps; 95 % interval of a step {format_half_width(line)}; exposed "
-        f"communication {ms(watched.exposed_seconds, step)} ms per step: without it at most "
-        f"×{gain:.2f} faster"
-    )
+    text = f"{watched.steps} steps; 95 % interval of a step {format_half_width(line)}"
+    if sum(watched.hosts.values()) == line.case.world_size:  # else they wait for who is missing
+        text += (
+            f"; exposed communication {ms(watched.exposed_seconds, step)} ms per step: without it "
+            f"at most ×{gain:.2f} faster"
+        )
     return style.gap.join([style.table(cells, headings, headings[:1]), text])
 
 

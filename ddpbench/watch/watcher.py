@@ -152,8 +152,8 @@ class _Rank:
         self._observer, self._proof = observer, proof
         self._builder = StepBuilder()
         self._steps, self._calls = deque[Step](maxlen=2 * STEPS), deque[Call](maxlen=CALLS)
-        self._arrivals, self._facts, self._links = Arrivals(reducers), Facts(), Links()
-        self._load = LoadMeter()
+        self._arrivals, self._facts = Arrivals(reducers), Facts(observer.messages)
+        self._links, self._load = Links(), LoadMeter()
 
     def read_window(self, last: bool = False) -> RankWindow:
         """Return the latest steps and calls, up to the end of the round.
@@ -212,7 +212,7 @@ class _Reports:
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
-        rank = dist.get_rank()
+        rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._history, self._findings = History(), tuple[Finding, ...]()
         self._newest_ns, self._group_sizes = Counter[str](), Counter[str]()  # by group
         self._results = settings.output or Path("results").absolute()
@@ -228,7 +228,7 @@ class _Reports:
 
             job = identify_job(settings.script, settings.verify)
             self._backend, self._outputs = job.case.backend, Outputs(settings, job)
-        self._transport = Transport(_get_default_store(), prefix, rank, dist.get_world_size())
+        self._transport = Transport(_get_default_store(), prefix, rank, self._world_size)
 
     def seconds_to_round(self) -> float:
         """Return the time until all ranks send the next window."""
@@ -250,7 +250,8 @@ class _Reports:
             sent += self._proof.conclude(sent)
             errors = {finding.code for finding in sent if finding.severity == "error"}
             self.exit_code = 4 if errors - {NOT_COMPARED} else len(errors)
-        self._findings = (*sent, *judge(self._history), *self._compare_transfers())
+        judged = judge(self._history, self._world_size)
+        self._findings = (*sent, *judged, *self._compare_transfers())
         self._outputs.update(self._history, self._findings)
         pause = (time.thread_time() - began) / OUTPUT_SHARE
         self._output_at = time.monotonic() + min(pause, OUTPUT_SECONDS)

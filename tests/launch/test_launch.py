@@ -80,6 +80,20 @@ def test_the_nearer_launcher_wins(environ: dict[str, str], place: Placement) -> 
 
 
 @pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "torchrun"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "mpirun"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}, "srun"),
+        ({}, "no launcher"),
+    ],
+)
+def test_a_rank_that_a_script_sets_names_no_launcher(environ: dict[str, str], name: str) -> None:
+    """RANK and WORLD_SIZE are those of torchrun only if torchrun has started the rank."""
+    assert placement.name_launcher({"RANK": "1", "WORLD_SIZE": "2", **environ}) == name
+
+
+@pytest.mark.parametrize(
     "environ",
     [
         {**TORCHRUN, "RANK": "8"},

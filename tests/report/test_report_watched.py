@@ -33,7 +33,7 @@ def watch_a_job() -> tuple[Watched, tuple[Finding, ...]]:
     history = Job({"a": range(2), "b": range(2, 4)}, faults=[LATE]).watch(600)
     summary = summarize(history)
     assert summary is not None
-    return summary.watched, judge(history)
+    return summary.watched, judge(history, history.world_size)
 
 
 def a_watched_run(**changes: Any) -> Run:

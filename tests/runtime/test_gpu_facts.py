@@ -131,7 +131,7 @@ def test_another_thread_asks_for_the_gpu_that_holds_the_tensors(
     reasons = {"gpu 0": 6, "gpu 1": 4, "gpu 2": 6}
     queries = SINCE_535 | {"nvmlDeviceGetCurrentClocksEventReasons": reasons.__getitem__}
     a_nvml(monkeypatch, {f"GPU-{bodies[n]}": f"gpu {n}" for n in held}, **queries)
-    watched = Facts()
+    watched = Facts({})
     facts = watched.read()
     watched.close()
     assert facts["gpu_slowed_by_SwPowerCap"] == 1

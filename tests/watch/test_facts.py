@@ -14,7 +14,7 @@ from ddpbench.watch.observe.facts import Facts
 @pytest.fixture
 def watched() -> Iterator[Facts]:
     """Facts of this process from now on."""
-    started = Facts()
+    started = Facts({})
     yield started
     started.close()
 

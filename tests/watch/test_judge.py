@@ -40,7 +40,7 @@ def draw_faults(seed: int, count: int = 1, least: float = 0.05, **when: int) -> 
 
 def warnings(history: History) -> list[Finding]:
     """Return the findings above a note, and check that none is an error."""
-    findings = judge(history)
+    findings = judge(history, history.world_size)
     assert all(finding.severity in ("warning", "note") for finding in findings)
     return [finding for finding in findings if finding.severity == "warning"]
 
@@ -194,7 +194,7 @@ def test_input_and_communication_that_all_ranks_wait_for_are_reported(frozen: Fr
     how much."""
     (finding,) = warnings(Job(work=(0.1, 0.02, 0.03, 0.01, 0.001)).watch(200))
     assert finding.place["seconds"] == pytest.approx(0.1, rel=0.1)
-    (exposed,) = judge(Job(transfer=0.05).watch(200))
+    (exposed,) = judge(Job(transfer=0.05).watch(200), 4)
     assert exposed.place["seconds"] == pytest.approx(0.045, rel=0.2)
     freeze(frozen, finding, exposed)
 
@@ -256,7 +256,7 @@ def test_pauses_of_all_ranks_are_reported(frozen: Frozen, rounds: int, seconds: 
     facts |= {"compile_seconds": 0.5, "host_busy_seconds": 20.0}
     for round_ in Job().rounds(40 * rounds)[:rounds]:
         history.add(Round(**vars(round_) | {"host_facts": {"a": facts}}))
-    freeze(frozen, *judge(history))
+    freeze(frozen, *judge(history, history.world_size))
 
 
 def test_hosts_that_are_busy_alike_share_one_note() -> None:
@@ -266,7 +266,9 @@ def test_hosts_that_are_busy_alike_share_one_note() -> None:
     facts = {h: {"seconds": 5.0, "cores": 1.0, "host_busy_seconds": s} for h, s in busy.items()}
     for round_ in Job(hosts={"a": [0], "b": [1], "c": [2]}).rounds(80):
         history.add(Round(**vars(round_) | {"host_facts": facts}))
-    (note,) = [finding for finding in judge(history) if finding.code == "busy-host"]
+    (note,) = [
+        finding for finding in judge(history, history.world_size) if finding.code == "busy-host"
+    ]
     assert note.place == {"hosts": ["a", "c"], "share": pytest.approx(0.3)}
 
 
@@ -362,11 +364,13 @@ def test_a_host_that_misses_a_round_is_remembered() -> None:
         history.add(Round(**vars(round_) | {"host_facts": dict.fromkeys(TWO_HOSTS, facts)}))
     none = np.zeros(0, np.float32)
     history.add(Round(200, 10**18, {}, {"b": TWO_HOSTS["b"]}, {}, none))
-    busy = [f.place["hosts"] for f in judge(history) if f.code == "busy-host"]
+    busy = [f.place["hosts"] for f in judge(history, history.world_size) if f.code == "busy-host"]
     assert (busy, list(history.hosts), history.world_size) == ([["a", "b"]], ["a", "b"], 8)
     history.add(Round(200, 10**18, {}, {"c": TWO_HOSTS["a"]}, {}, none))
     assert dict(history.hosts) == {"c": TWO_HOSTS["a"], "b": TWO_HOSTS["b"]}
-    assert [f.place["host"] for f in judge(history) if f.code == "busy-host"] == ["b"]
+    assert [
+        f.place["host"] for f in judge(history, history.world_size) if f.code == "busy-host"
+    ] == ["b"]
 
 
 # --- summary --------------------------------------------------------------------------------------
@@ -442,7 +446,7 @@ def test_a_late_rank_of_a_job_without_steps_is_found_by_its_arrivals(
             calls.append(call)
         none = np.zeros(0, np.float32)
         history.add(Round(0, number, {}, {"a": [0, 1, 2, 3]}, {}, none, calls))
-    findings = judge(history)
+    findings = judge(history, history.world_size)
     assert len(findings) == found
     freeze(frozen, *findings)
     for finding in findings:

@@ -331,7 +331,7 @@ def test_optimizer_that_fails_keeps_later_steps_right(observed: Observed) -> Non
     steps = observed.builder.add(observed.marks.take())
     assert [step.number for step in steps] == [1, 2]
     assert [phase for phase, _, _ in steps[1].spans] == [
-        INPUT,
+        OTHER,
         FORWARD,
         BACKWARD,
         BLOCKED,
@@ -473,6 +473,12 @@ def installed() -> list[Any]:
     return [
         torch.autograd.backward,
         dataloader._BaseDataLoaderIter.__next__,
+        *(vars(dist.ProcessGroup)[name] for name in ("send", "recv", "recv_anysource")),
+        *(
+            vars(module)[name]
+            for module in (dist, dist.distributed_c10d)
+            for name in ("send", "recv")
+        ),
         *_global_optimizer_pre_hooks.values(),
         *_global_optimizer_post_hooks.values(),
     ]
@@ -677,7 +683,7 @@ def test_phases_of_a_device(stream: Any, observed: Observed) -> None:
     assert [step.number for step in steps] == [1, 2, 3, 4]
     for step in steps[2:]:
         assert step.row[FORWARD] >= 0.05
-        assert [phase for phase, _, _ in step.spans][:3] == [INPUT, FORWARD, BACKWARD]
+        assert [phase for phase, _, _ in step.spans][:3] == [OTHER, FORWARD, BACKWARD]
 
 
 def test_parameters_on_an_unknown_device(observed: Observed) -> None:

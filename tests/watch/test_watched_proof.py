@@ -47,6 +47,7 @@ def watch(folder: Path, kind: str, every: int, ranks: int = 2) -> tuple[int, lis
     done = run_command(ddpbench_command("watch", *words), folder, timeout=150)
     (run,) = store.list_runs(folder / "results")
     record = store.read(run)
+    assert record.launches[0].launcher == "ddpbench"
     watched = record.steps[0].watched
     return done.returncode, list(record.findings), watched.steps if watched is not None else 0
 

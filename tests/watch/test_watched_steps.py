@@ -87,17 +87,16 @@ def test_a_step_lies_between_the_ends_of_two_steps_of_the_anchor() -> None:
         ),
         pytest.param(
             "|...f..Fb..w.Bo.|",
-            {"input": 4, "forward": 3 + 1, "backward": 3, "blocked": 2, "other": 1, "optimizer": 2},
-            id="input without a DataLoader",
+            {"other": 4 + 1, "forward": 3 + 1, "backward": 3, "blocked": 2, "optimizer": 2},
+            id="no DataLoader",
         ),
         pytest.param(
             "|f.Fb.wB..f.Fb.w..Bo|",
             {
-                "input": 1 + 3,
+                "other": 1 + 3 + 1,
                 "forward": 6,
                 "backward": 4,
                 "blocked": 1 + 3,
-                "other": 1,
                 "optimizer": 1,
             },
             id="accumulation",
@@ -119,7 +118,7 @@ def test_a_step_lies_between_the_ends_of_two_steps_of_the_anchor() -> None:
         ),
         pytest.param(
             "|f.Fb..Bo|",
-            {"input": 1, "forward": 3, "backward": 3, "other": 1, "optimizer": 1},
+            {"forward": 3, "backward": 3, "other": 1 + 1, "optimizer": 1},
             id="own end unknown",
         ),
         pytest.param(
@@ -130,8 +129,7 @@ def test_a_step_lies_between_the_ends_of_two_steps_of_the_anchor() -> None:
         pytest.param(
             "|...e..E..f.Fb.wBo|",
             {
-                "other": 4 + 3 + 1,
-                "input": 3,
+                "other": 4 + 3 + 3 + 1,
                 "forward": 3,
                 "backward": 2,
                 "blocked": 1,
@@ -141,13 +139,13 @@ def test_a_step_lies_between_the_ends_of_two_steps_of_the_anchor() -> None:
         ),
         pytest.param(
             "|fFbwBo.O..f.Fb.wBo.|",
-            {"input": 1 + 3, "forward": 1 + 1 + 2 + 1, "backward": 1 + 2, "blocked": 2}
-            | {"other": 1 + 1, "optimizer": 2 + 2},
+            {"forward": 1 + 1 + 2 + 1, "backward": 1 + 2, "blocked": 2}
+            | {"other": 1 + 3 + 1 + 1, "optimizer": 2 + 2},
             id="two optimizers in turn",
         ),
         pytest.param(
             "|fFbwBo.O.o.|",
-            {"input": 1, "forward": 2, "backward": 1, "blocked": 1, "other": 1 + 2, "optimizer": 4},
+            {"forward": 2, "backward": 1, "blocked": 1, "other": 1 + 1 + 2, "optimizer": 4},
             id="two optimizers after one another",
         ),
         pytest.param(
@@ -177,7 +175,7 @@ def test_each_moment_of_a_step_is_counted_in_one_phase(text: str, row: dict[str,
 def test_optimizers_that_step_within_backward() -> None:
     """Where each parameter's optimizer steps in a hook, backward goes on into the next step."""
     text = "|f.Fb.o|.o.O.wBf.Fb.o|"
-    row = {"optimizer": 2 + 1, "backward": 2 + 2 + 2, "blocked": 1, "input": 1, "forward": 3}
+    row = {"optimizer": 2 + 1, "backward": 2 + 2 + 2, "blocked": 1, "other": 1, "forward": 3}
     assert rows(text)[1] == row
     assert sum(row.values()) == 14
 

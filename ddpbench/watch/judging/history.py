@@ -26,6 +26,7 @@ FloatsOrLess = npt.NDArray[np.floating[Any]]
 
 TRACKED = 64  # ranks whose steps are kept
 RECENT = 12  # rounds whose facts are kept
+SILENT = 24  # rounds without a report of a rank: of hosts, some report in fewer
 WARM_UP = 5  # first steps of a job, which compile and allocate: not judged
 KINDS = 128  # of calls that are told apart
 CALLS = 256  # of one kind, the newest
@@ -88,6 +89,7 @@ class History:
         self.job = samples.empty(JOB_COLUMNS)
         self.ranks: dict[int, Samples] = {}
         self.hosts: Mapping[str, Sequence[int]] = {}
+        self._heard: dict[int, int] = {}  # rank → the latest round with its steps
         self.steps = 0  # that all ranks reported, without the warm-up
         self.last_step = -1
         self.spreads: deque[float] = deque(maxlen=RECENT)  # of ranks' own time, if many
@@ -104,8 +106,17 @@ class History:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks that report."""
         return sum(map(len, self.hosts.values()))
+
+    def find_missing(self, world_size: int) -> list[int]:
+        """Return the ranks without a report that can be compared, in any recent round."""
+        since = self.rounds - SILENT
+        return [rank for rank in range(world_size) if self._heard.get(rank, -SILENT) < since]
+
+    def find_ranks(self, fact: str) -> list[int]:
+        """Return the tracked ranks of which some recent round has this fact, and not as 0."""
+        return sorted({rank for ranks in self.facts for rank in ranks if ranks[rank].get(fact)})
 
     def add(self, round_: Round) -> None:
         """Add a round: in rank 0, every few seconds."""
@@ -124,6 +135,7 @@ class History:
 
     def _add_hosts(self, hosts: Mapping[str, Sequence[int]]) -> None:
         """Keep hosts that did not report this time, unless others now have their ranks."""
+        self._heard |= {rank: self.rounds for ranks in hosts.values() for rank in ranks}
         if silent := self.hosts.keys() - hosts.keys():
             reported = {rank for ranks in hosts.values() for rank in ranks}
             kept = {h: self.hosts[h] for h in silent if reported.isdisjoint(self.hosts[h])}

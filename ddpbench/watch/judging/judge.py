@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from ddpbench.records.schema import SEVERITIES, Finding
+from ddpbench.records.wording import name_ranks
 from ddpbench.watch.judging import history as columns
 from ddpbench.watch.judging import (
     late_arrivals,
@@ -17,34 +18,65 @@ from ddpbench.watch.judging import (
     stragglers,
 )
 from ddpbench.watch.judging.history import History
+from ddpbench.watch.window import HOST_CALLS, STEPS
 
 FEWEST = stragglers.FEWEST  # steps that any verdict on steps needs
+SAMPLED = 0.5  # of the steps, and of those that reports have room for
 
 
-def judge(history: History) -> tuple[Finding, ...]:
+def judge(history: History, world_size: int) -> tuple[Finding, ...]:
     """Return what is wrong with the job, the worst first; empty while too little is known.
 
-    Nothing is an error: a watch does not change the exit code of its job.
+    Nothing is an error: a watch does not change the exit code of its job. If reports of ranks are
+    missing, nothing is said of all ranks: those that are missing may be the reason.
     """
+    missing = history.find_missing(world_size)
     links = slow_links.find_slow_links(history.links.values(), history.hosts, history.link_seconds)
-    findings = [slow_links.describe_slow_link(link) for link in links]
+    findings = [*describe_basis(history, world_size, missing)]
+    findings += [slow_links.describe_slow_link(link) for link in links]
     if len(history.job) >= FEWEST:
         step_seconds = float(np.median(history.job.values[-stragglers.RECENT :, columns.SECONDS]))
+        waiting = history.find_ranks("unseen_messages")
         late = stragglers.find_late(history, step_seconds)
+        late = [one for one in late if one.rank not in waiting]
         findings.extend(sentences.describe_late(history, late, step_seconds))
-        since = [one.since for one in late if one.since is not None]
-        findings.extend(speed.judge_speed(history, since))
-        for check in CHECKS:
-            findings.extend(check(history))
+        if not missing:
+            since = [one.since for one in late if one.since is not None]
+            findings.extend(speed.judge_speed(history, since))
+            findings.extend(shares.judge_shares(history))
+        findings.extend(shares.judge_hosts(history))
     elif not history.call_steps:
         findings.extend(late_arrivals.judge_arrivals(history))
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
-CHECKS: tuple[Callable[[History], Iterator[Finding]], ...] = (
-    shares.judge_input,
-    shares.judge_communication,
-    shares.judge_pauses,
-    shares.judge_compilation,
-    shares.judge_hosts,
-)
+def describe_basis(history: History, world_size: int, missing: list[int]) -> Iterator[Finding]:
+    """Yield a note for each part of the job on which the other findings do not rest."""
+    if missing and (history.job or history.calls):
+        yield Finding(
+            "note",
+            "missing-ranks",
+            f"the findings rest on {world_size - len(missing)} of {world_size} ranks, so none is "
+            f"about all ranks: no comparable report comes from {name_ranks(missing)}",
+            "start all ranks under the watch; look in the job's output for why a watch has failed",
+            {"ranks": missing},
+        )
+    if waiting := history.find_ranks("unseen_messages"):
+        yield Finding(
+            "note",
+            "unseen-messages",
+            f"{name_ranks(waiting)} may wait for messages of isend and irecv. Such waits are not "
+            "seen and count as own time, so it is not judged whether these ranks are late",
+            "compare the ranks' devices: python -m ddpbench doctor --only stragglers",
+            {"ranks": waiting},
+        )
+    passed = history.last_step + 1 - columns.WARM_UP
+    if passed >= FEWEST and history.steps < SAMPLED * min(passed, STEPS * history.rounds):
+        yield Finding(
+            "note",
+            "sampled-steps",
+            f"the findings rest on {history.steps} of {passed} steps: a report has room for "
+            f"{STEPS} steps and for {HOST_CALLS} collectives of each host",
+            "the more steps a job has, the more is found: wait some minutes for findings",
+            {"steps": history.steps, "of_steps": passed},
+        )

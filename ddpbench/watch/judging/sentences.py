@@ -23,8 +23,8 @@ NEXT_STEPS = {
     "compare the ranks' devices: python -m ddpbench doctor --only stragglers",
     "optimizer": "check whether rank {rank} holds more parameters or optimizer state than the "
     "others; to compare the ranks' devices: python -m ddpbench doctor --only stragglers",
-    "other": "look for what only rank {rank} does between its steps: logging, checkpoints, "
-    "evaluation",
+    "other": "look for what only rank {rank} does between its steps: making batches without a "
+    "DataLoader, logging, checkpoints, evaluation",
 }
 EXPLAINS = 0.4  # of the lateness, that a cause must explain
 PAGES = 10.0  # read from a disk in a second, that name a lack of memory

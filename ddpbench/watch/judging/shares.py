@@ -23,8 +23,13 @@ NOTABLE_COMPILING = 0.03  # of the time, in torch.compile
 ROUNDS = 3  # recent ones that a verdict on pauses needs, after the first, which has the start
 
 
-def judge_input(history: History) -> Iterator[Finding]:
-    """Report that all ranks wait for input."""
+def judge_shares(history: History) -> Iterator[Finding]:
+    """Report what all ranks lose; no rank may be missing."""
+    for judge in (_judge_input, _judge_communication, _judge_pauses, _judge_compilation):
+        yield from judge(history)
+
+
+def _judge_input(history: History) -> Iterator[Finding]:
     job = history.job.values[-RECENT:]
     fastest = float(np.median(job[:, columns.FASTEST][:, PHASES.index("input")]))
     step = float(np.median(job[:, columns.SECONDS]))
@@ -39,11 +44,13 @@ def judge_input(history: History) -> Iterator[Finding]:
         )
 
 
-def judge_communication(history: History) -> Iterator[Finding]:
+def _judge_communication(history: History) -> Iterator[Finding]:
     """Report communication that nothing hides, and the most that hiding it could gain."""
     job = history.job.values[-RECENT:]
     exposed, step = (float(np.median(job[:, i])) for i in (columns.EXPOSED, columns.SECONDS))
-    if history.world_size > 1 and exposed >= NOTABLE * step:
+    # A wait for a message is no transfer: what comes before it may take that long.
+    known = history.world_size > 1 and not history.find_ranks("messages")
+    if known and exposed >= NOTABLE * step:
         yield Finding(
             "note",
             "exposed-communication",
@@ -57,8 +64,7 @@ def judge_communication(history: History) -> Iterator[Finding]:
         )
 
 
-def judge_pauses(history: History) -> Iterator[Finding]:
-    """Report time lost in Python's garbage collection."""
+def _judge_pauses(history: History) -> Iterator[Finding]:
     share = _share(history, "gc_seconds")
     longest = max((facts.get("gc_longest_seconds", 0.0) for facts in _ranks(history)), default=0.0)
     if share >= NOTABLE_PAUSES:
@@ -73,7 +79,7 @@ def judge_pauses(history: History) -> Iterator[Finding]:
         )
 
 
-def judge_compilation(history: History) -> Iterator[Finding]:
+def _judge_compilation(history: History) -> Iterator[Finding]:
     """Report that torch.compile still compiles, long after the start."""
     compiles = [
         sum(facts.get("compiles", 0.0) for facts in hosts.values()) for hosts in _rounds(history)

@@ -14,6 +14,8 @@
 | major_faults           | pages that were read from a disk, as from swap                         |
 | host_busy_seconds      | of all cores of the host together, for any process                     |
 | cores                  | of the host                                                            |
+| messages               | sent and received in the training thread                               |
+| unseen_messages        | of these: the rank may have waited for them, and no mark shows it      |
 | gpu_slowed_by_NAME     | 1 if NVML gives this reason for a lower clock now, such as SwPowerCap  |
 
 What the system does not report is missing.
@@ -48,9 +50,10 @@ class Pauses:
 
 
 class Facts:
-    """The facts of this rank; `close` ends the count of garbage collections."""
+    """The facts of this rank and `counts` by others; `close` ends counting garbage collections."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = counts
         self._meter = cpu.CpuMeter()
         self._pauses = Pauses()
         self._compiled = len(_compile_seconds())
@@ -99,6 +102,7 @@ class Facts:
             "throttled_seconds": use.throttled_seconds,
             "major_faults": float(resource.getrusage(resource.RUSAGE_SELF).ru_majflt),
             "host_busy_seconds": use.host_busy_seconds,
+            **self._counts,
         }
         return {name: value for name, value in counters.items() if value is not None}
 

@@ -1,16 +1,15 @@
 """Marks of a training job's phases, taken without a change to its code.
 
-Optimizers are seen through torch's global hooks, backward and data loaders by wrapping
-torch.autograd.backward and the iterators of DataLoader, and forwards by wrapping the calls of the
-root modules alone, which are looked for when an optimizer steps for the first time, or when a group
-of ranks first meets in a backward. Hooks on all modules would slow each submodule and make
-torch.compile warn.
+Optimizers are seen through torch's global hooks, backward, data loaders and messages by wrapping
+torch.autograd.backward, the iterators of DataLoader, send and recv, and forwards by wrapping the
+calls of the root modules alone, which are looked for when an optimizer steps for the first time, or
+when a group of ranks first meets in a backward. Hooks on all modules would slow each submodule and
+make torch.compile warn.
 
 All marks come from one thread: the first one that steps an optimizer or meets other ranks in a
-backward. Only the end of a rank's own
-backward is marked where autograd ends it, which for GPUs may be a thread of autograd's own while
-the training thread waits for it. In other threads and in forked children, all this does nothing,
-and so it does in code that torch.compile traces. A job whose
+backward. Only the end of a rank's own backward is marked where autograd ends it, which for GPUs may
+be a thread of autograd's own while the training thread waits for it. In other threads and in forked
+children, all this does nothing, and so it does in code that torch.compile traces. A job whose
 optimizer's steps cannot be seen, such as one that compiles them or updates by hand, has steps that
 end with its synchronised backwards instead.
 """
@@ -24,6 +23,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -74,7 +74,8 @@ class Observer:
     0; after_doubling: after steps 1, 2, 4, 8, … alone; after_backward: after each synchronised
     backward, one in which process groups had collectives, with the ranks of each of these groups;
     after_average: after torch has averaged parameters over ranks, with their number so far.
-    losses: of the job.
+    losses: of the job. messages: how many sends and receives there were since the first step, and
+    those without a mark of the wait for them: isend, irecv and their batches.
     on_error: called once, with an error in the observer or in after_step, which ends the
     observation and not the job. at_thread_end: called in the training thread where that ends.
     """
@@ -86,6 +87,7 @@ class Observer:
         self.after_backward: list[Callable[[Meetings], object]] = []
         self.after_average: list[Callable[[int], object]] = []
         self.losses = Losses()
+        self.messages = {"messages": 0, "unseen_messages": 0}
         self._local = threading.local()  # of the training thread: freed where that ends
         self._marks, self._on_error = marks, on_error
         self._owner = get_ident()  # the thread that uses the hooks
@@ -99,6 +101,7 @@ class Observer:
         self._calls: list[roots.Call] = []
         self._searches = self._look_at = self._averages = 0
         self._in_backward = self._own_ended = self._in_hook = False
+        self._within = OTHER  # of the calls that are marked
         self._begin_hooks = OrderedDict({0: self._queue_stamp})
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),
@@ -106,8 +109,17 @@ class Observer:
         ]
         self._restore = [
             _replace(torch.autograd, "backward", self._wrap_backward),
-            _replace(dataloader._BaseDataLoaderIter, "__next__", self._wrap_next),
+            _replace(dataloader._BaseDataLoaderIter, "__next__", partial(self._mark_calls, INPUT)),
             _replace(averaging, "average_parameters_or_parameter_groups", self._wrap_average),
+            *(
+                _replace(owner, name, partial(self._mark_calls, BLOCKED))
+                for owner in (dist, distributed_c10d)
+                for name in ("send", "recv")
+            ),
+            *(
+                _replace(dist.ProcessGroup, name, self._count_messages)
+                for name in ("send", "recv", "recv_anysource")
+            ),
         ]
         _observers.add(self)
 
@@ -280,12 +292,13 @@ class Observer:
         if phase != NOBODY:
             self._add(phase + END)
 
-    # Backward and input
+    # Backward, input and messages
 
     def _wrap_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if torch.compiler.is_compiling() or self._in_backward or self._is_elsewhere():
+            elsewhere = self._thread not in (None, get_ident())
+            if torch.compiler.is_compiling() or self._in_backward or elsewhere:
                 return original(tensors, *args, **kwargs)
             before = _count_collectives()
             self._in_backward, self._own_ended = True, False
@@ -303,9 +316,6 @@ class Observer:
             return self._end_backward(before)
 
         return backward
-
-    def _is_elsewhere(self) -> bool:
-        return self._thread not in (None, get_ident())
 
     def _end_backward(self, before: Counter[tuple[int, ...]]) -> None:
         """Call who waits for the end of a synchronised backward, if this was one.
@@ -360,7 +370,7 @@ class Observer:
             self._fail(error)
 
     def _queue_stamp(self, gradient: Tensor) -> None:
-        """Have the engine call `_stamp` before it calls anybody else.
+        """Have the engine mark the own end before it calls anybody else.
 
         The engine calls what was queued during a backward at its end, in the order in which it was
         queued. DDP queues its wait for the reductions, and FSDP its own, while backward runs.
@@ -369,25 +379,34 @@ class Observer:
             self._own_ended = True
             try:
                 engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self._stamp)
+                engine.queue_callback(partial(self._add, BLOCKED))
             except Exception as error:
                 self._fail(error)
 
-    def _stamp(self) -> None:
-        self._add(BLOCKED)
-
-    def _wrap_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _mark_calls(self, phase: int, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def get_next(iterator: Any) -> Any:
-            if get_ident() != self._thread:
-                return original(iterator)
-            self._add(INPUT)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() != self._thread or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            outer, self._within = self._within, phase
+            self._add(phase)
             try:
-                return original(iterator)
+                return original(*args, **kwargs)
             finally:
-                self._add(INPUT + END)
+                self._add(phase + END)
+                self._within = outer
 
-        return get_next
+        return call
+
+    def _count_messages(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def post(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() == self._thread:
+                self.messages["messages"] += 1
+                self.messages["unseen_messages"] += self._within != BLOCKED
+            return original(*args, **kwargs)
+
+        return post
 
     def _wrap_average(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -437,7 +456,7 @@ def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], 
 
     Undoing it leaves the attribute alone if somebody else has replaced it since.
     """
-    original = getattr(owner, name)
+    original = vars(owner)[name]  # a method of C++ as it was, and not bound to the class
     wrapper = wrap(original)
     setattr(owner, name, wrapper)
 

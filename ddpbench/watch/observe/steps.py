@@ -3,9 +3,7 @@
 A step lies between the ends of two successive steps of the anchor optimizer. All of it is counted,
 each moment once, so that a row's sum is the step:
 
-input      in a DataLoader's next(). In a step without one: the gaps before a forward, except those
-           after another forward, so all from the step's begin to its first forward. On training
-           threads that take batches from another thread, that is the wait for the batch.
+input      in a DataLoader's next().
 forward    in a root module while gradients are enabled, and the gap before backward, in which the
            loss is computed. So where no root module could be found, forward is all between what
            came before it (input, the step's begin, another backward) and backward.
@@ -13,12 +11,13 @@ backward   in torch.autograd.backward until this rank's own work is done: until 
            the graph, before the callbacks in which DDP waits for its reductions. What blocks
            earlier in backward (a collective in a hook of the user's) is still in here.
 optimizer  in step() of any optimizer, without what a closure does of the above.
-other      the rest: evaluation (forwards without gradients), clipping, logging, checkpoints, and
-           what ddpbench does after a step, such as verifying replicas.
+other      the rest: batches that come from elsewhere than a DataLoader, evaluation (forwards
+           without gradients), clipping, logging, checkpoints, and what ddpbench does after a step,
+           such as verifying replicas.
 BLOCKED    from the end of the rank's own backward to the end of backward, summed over the backwards
            of a step: the wait for the reductions, and what DDP does with the results. 0 for a
-           backward whose own end is unknown, such as one that begins at an edge of the graph. What
-           blocks in other phases is in those.
+           backward whose own end is unknown, such as one that begins at an edge of the graph. And
+           in send() and recv(). What else blocks in other phases is in those.
 
 The innermost counts where one is within another: a forward in an optimizer's closure is forward.
 Steps that a GradScaler skips end with the next one that is done, and are one step together.
@@ -37,7 +36,6 @@ from ddpbench.watch.observe.marks import END, STEP, Mark
 from ddpbench.watch.window import BLOCKED, COLUMNS
 
 INPUT, FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PHASES))
-LOAD = COLUMNS  # input if the step has no DataLoader, else other
 SPANS = 1024  # of a step; later ones are left out
 
 
@@ -61,7 +59,6 @@ class StepBuilder:
     def __init__(self) -> None:
         self._number = -2  # of the STEP that began the current step
         self._open: list[tuple[int, int]] = []  # phases, the innermost last: phase, step's number
-        self._previous = STEP
         self._ns = self._clock_ns = 0
         self._begin(0)
 
@@ -72,8 +69,6 @@ class StepBuilder:
             phase = self._open[-1][0] if self._open else OTHER
             if kind == BACKWARD and phase in (OTHER, OPTIMIZER):
                 phase = FORWARD
-            elif kind == FORWARD and not self._open and self._previous != FORWARD + END:
-                phase = LOAD
             self._count(phase, ns, clock_ns)
             if kind == STEP:
                 # Otherwise marks were lost, and with them the begin of this step.
@@ -86,15 +81,13 @@ class StepBuilder:
                 self._begin(ns)
             elif kind < END:
                 self._open.append((kind, self._number))
-                self._loads |= kind == INPUT
             else:
                 self._close(kind - END)
-            self._previous = kind
         return steps
 
     def _begin(self, ns: int) -> None:
-        self._began_ns, self._loads = ns, False
-        self._sums = [0] * (LOAD + 1)
+        self._began_ns = ns
+        self._sums = [0] * COLUMNS
         self._spans: list[tuple[int, int, int]] = []
 
     def _close(self, phase: int) -> None:
@@ -117,13 +110,8 @@ class StepBuilder:
         self._ns = ns
 
     def _complete(self, number: int, ns: int) -> Step:
-        *sums, load = self._sums
-        loading = OTHER if self._loads else INPUT
-        sums[loading] += load
-        spans = tuple(
-            (loading if phase == LOAD else phase, begin, end) for phase, begin, end in self._spans
-        )
-        return Step(number, self._began_ns, ns, tuple(one * 1e-9 for one in sums), spans)
+        row = tuple(one * 1e-9 for one in self._sums)
+        return Step(number, self._began_ns, ns, row, tuple(self._spans))
 
 
 assert BLOCKED == OTHER + 1  # a mark's kind is a column

@@ -45,13 +45,12 @@ def identify_job(script: str, verify: int) -> Job:
     kind = devices.preferred()
     device = "cpu" if kind.in_use() is None else kind.name
     backend = backends.get("mpi" if name == NAME else name)
-    started_by = placement.read_placement()
     launch = Launch(
         index=0,
         backend=backend.name,
         provider=backend.provider(device),
         library=backend.library(),
-        launcher=started_by.launcher if started_by else "unknown launcher",
+        launcher=placement.name_launcher(),
         world_size=dist.get_world_size(),
         facts=environment.run_facts(),
         started=store.format_now(),
