@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 from ddpbench.launch import rendezvous, siblings, supervise
 from ddpbench.launch.processes import ORDERLY, forward_signals
@@ -20,17 +21,25 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0
 
 
-def run_on_host(line: Sequence[str], nproc: int) -> int:
-    """Run a command line in nproc ranks of this host; return their exit code, as `await_all`."""
+class Outcome(NamedTuple):
+    """How the ranks ended."""
+
+    code: int
+    signal: str  # that ended them, through this process: "SIGTERM"; "" none
+    first: dict[int, str]  # the ranks that failed first, each with a sentence
+
+
+def run_on_host(line: Sequence[str], nproc: int) -> Outcome:
+    """Run a command line in nproc ranks of this host; return how they ended, as `await_all`."""
     ranks: list[subprocess.Popen[bytes]] = []
     with rendezvous.listen(ADDRESS, 0) as server, forward_to(ranks) as received:
         port = int(server.getsockname()[1])
         ranks.extend(start_rank(line, rank, nproc, port) for rank in range(nproc))
         # The ranks import torch, too; their connections wait in the socket meanwhile.
         store = rendezvous.serve_on(server, ADDRESS, timedelta(minutes=5))
-        code = await_all(ranks, received)
+        outcome = await_all(ranks, received)
         del store  # not before the ranks have ended
-    return code
+    return outcome
 
 
 def start_rank(line: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.Popen[bytes]:
@@ -88,33 +97,41 @@ def forward_to(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
                     _kill(rank)
 
 
-def await_all(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> int:
+def await_all(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> Outcome:
     """Wait for all ranks; return the highest exit code of those that ended by themselves.
 
     Once one has failed, the rest must end in time. If each that failed was ended by a signal: 130
     if by Ctrl-C, else 5. Name the ranks that a signal ended first, unless it was one of `received`
     or a watchdog has printed its verdict.
     """
-    killed = _wait(ranks, received)
+    first, sentences = _wait(ranks, received), dict[int, str]()
     codes = [rank.returncode for rank in ranks]
-    for rank in killed if 5 not in codes else ():
+    for rank in first:
         name = siblings.describe_process(f"rank {rank}", ranks[rank].pid)
-        tell(supervise.describe_death(name, -codes[rank]))
-    if max(codes) > 0 or min(codes) == 0:
-        return max(codes)
-    return 130 if -signal.SIGINT in codes else 5
+        sentences[rank] = f"{name} ended with exit code {codes[rank]}"
+        if codes[rank] < 0:
+            sentence = supervise.describe_death(name, -codes[rank])
+            sentences[rank] = sentence.removesuffix(f". {supervise.WHO_KILLS}")
+            if 5 not in codes:
+                tell(sentence)
+    code = max(codes)
+    if code <= 0 and min(codes) < 0:
+        code = 130 if -signal.SIGINT in codes else 5
+    interrupted = received and not first
+    return Outcome(code, signal.Signals(received[0]).name if interrupted else "", sentences)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> list[int]:
-    """Return the ranks that a signal from elsewhere had ended when the first had failed."""
+    """Return the ranks that had failed before any signal was received, when the first had."""
     steps: list[Callable[[subprocess.Popen[bytes]], None]] = [subprocess.Popen.terminate, _kill]
-    killed: list[int] = []
+    first: list[int] = []
     deadline = None  # by which the rest must have ended
     while True:
         codes, now = [rank.poll() for rank in ranks], time.monotonic()
         if deadline is None and any(code not in (None, *ORDERLY) for code in codes):
             deadline = now + GRACE_SECONDS
-            killed = [] if received else [r for r, code in enumerate(codes) if (code or 0) < 0]
+            failed = [rank for rank, code in enumerate(codes) if code not in (None, *ORDERLY)]
+            first = [] if received else failed
         elif deadline is not None and now >= deadline:
             end = steps.pop(0)
             for rank in ranks:
@@ -122,7 +139,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> 
                     end(rank)
             deadline = now + GRACE_SECONDS
         if None not in codes:
-            return killed
+            return first
         time.sleep(POLL_SECONDS)
 
 

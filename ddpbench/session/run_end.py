@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class End:
-    """The state in which a run ended ("complete", "interrupted" or "failed"), why, exit code."""
+    """The state in which a run ended ("complete", "interrupted" or "failed"), why, exit code.
+
+    code: None if it is not known, as of a script of the user's.
+    """
 
     state: str
     reason: str | None
-    code: int
+    code: int | None
 
 
 def interrupted(signal: str) -> End:

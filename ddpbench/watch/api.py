@@ -41,13 +41,16 @@ class Watch:
             self._watcher.observer.at_thread_end = self.close
         except Exception as error:
             tell(f"watch could not start, the job continues: {type(error).__name__}: {error}")
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
+
+    def _close_at_exit(self) -> None:
+        self.close(getattr(sys, "last_value", None))
 
     def record(self, name: str, value: SupportsFloat) -> None:
         """Record a value of the current step that the watch cannot know: "validation loss".
@@ -58,22 +61,23 @@ class Watch:
         if self._watcher is not None and os.getpid() == self._pid:
             self._watcher.values.record(name, value)
 
-    def close(self) -> int:
+    def close(self, error: BaseException | None = None) -> int:
         """Stop watching; rank 0 prints the final table. A second call does nothing.
 
+        error: that ends the job, for the stored run.
         Returns the exit code for a script that ended well: 4 in rank 0 if replicas differed, 1 if
         they were never compared although `verify` asked for it; else 0.
         """
         global _on
         if os.getpid() != self._pid:  # a child by os.fork is not watched
             return 0
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         watcher, self._watcher = self._watcher, None
         if _on is self:
             _on = None
         if watcher is not None:
             try:
-                watcher.close()
+                watcher.close(error)
             except Exception as error:
                 tell(f"watch could not end properly: {type(error).__name__}: {error}")
         return watcher.exit_code if watcher is not None else 0

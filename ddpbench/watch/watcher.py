@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -22,6 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from ddpbench.hang import guard
+from ddpbench.hang.places import describe_error
+from ddpbench.records import store
 from ddpbench.records.schema import Finding
 from ddpbench.records.terminal_text import tell
 from ddpbench.runtime.load import LoadMeter
@@ -42,6 +43,7 @@ from ddpbench.watch.observe.values import ScriptValues
 from ddpbench.watch.observe.wire import Reducers
 from ddpbench.watch.output.job import identify_job
 from ddpbench.watch.output.report import Outputs
+from ddpbench.watch.output.stored import read_end, store_end
 from ddpbench.watch.proof import NOT_COMPARED, Proof
 from ddpbench.watch.settings import Settings
 from ddpbench.watch.window import CALLS, STEPS, Call, JoinedCall, RankWindow, pack_rows
@@ -71,19 +73,24 @@ class Watcher:
         self._proof = Proof(settings.verify, self.observer)
         self._guard: guard.Guard | None = None
         self._stored: Path | None = None  # the complete run, in rank 0
-        self._closing = threading.Event()
+        self._rank = 0
+        self._closing, self._end = threading.Event(), End("complete", None, None)
+        guard.before_end.append(self._end_by_verdict)
         self.exit_code = 0  # of a script that ends well, once this is closed; 0 in all but rank 0
         self._thread = threading.Thread(target=self._watch, name="ddpbench-watch", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Report a last time, then end the watching. Call it in the thread that trains."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Report a last time, then end the watching. Call it in the thread that trains.
+
+        error: that ends what is watched.
+        """
         try:
             self._marks.resolve()
         except Exception as error:  # as after an error of the device
             self._fail(error)
-        self._closing.set()
-        self._thread.join(CLOSE_SECONDS)
+        self._finish(self._describe_end(error))
+        guard.before_end.remove(self._end_by_verdict)
         self._proof.close()
         self.observer.close()
         if self._guard is not None:
@@ -91,10 +98,38 @@ class Watcher:
         if self._settings.report and self._stored is not None:
             page.write(self._stored)  # here, because the thread may end with the process
 
+    def _end_by_verdict(self, sentence: str, code: int) -> None:
+        self._finish(End("failed", sentence, code))
+
+    def _finish(self, end: End) -> None:
+        """Report a last time how this rank ends."""
+        if not self._closing.is_set():
+            self._end = end
+        self._closing.set()
+        self._thread.join(CLOSE_SECONDS)
+
+    def _describe_end(self, error: BaseException | None) -> End:
+        """Return how this rank ends. Python does not tell of a `raise SystemExit(3)`."""
+        status = self.observer.exit_status
+        if isinstance(error, SystemExit):
+            error, status = None, error.code
+        if isinstance(error, KeyboardInterrupt):
+            return interrupted("SIGINT")
+        if error is not None:
+            reason = f"rank {self._rank} ended with {describe_error(error)[0]}"
+            return End("failed", reason, 1)
+        if status:
+            reason = f"rank {self._rank} called sys.exit({status!r:.300})"
+            return End("failed", reason, status if isinstance(status, int) else 1)
+        return End("complete", None, None)
+
     def _watch(self) -> None:
         try:
             if not self._await_group():
                 return
+            import torch.distributed as dist
+
+            self._rank = dist.get_rank()
             self._watch_for_hangs()
             parts = self._marks, self._reducers, self.values, self.observer, self._proof
             with (
@@ -103,6 +138,7 @@ class Watcher:
             ):
                 while not self._closing.wait(reports.seconds_to_round()):
                     reports.send(rank.read_window())
+                reports.end(self._end)
                 reports.send(rank.read_window(last=True))
             self._stored, self.exit_code = reports.folder, reports.exit_code
         except Exception as error:
@@ -228,7 +264,11 @@ class _Reports:
 
             job = identify_job(settings.script, settings.verify)
             self._backend, self._outputs = job.case.backend, Outputs(settings, job)
-        self._transport = Transport(_get_default_store(), prefix, rank, dist.get_world_size())
+        folder = str(self.folder or "")
+        self._transport = Transport(
+            _get_default_store(), prefix, rank, dist.get_world_size(), folder=folder
+        )
+        self._end = End("complete", None, None)
 
     def seconds_to_round(self) -> float:
         """Return the time until all ranks send the next window."""
@@ -286,11 +326,22 @@ class _Reports:
         """The folder of the stored run; None in other ranks, and if it could not be stored."""
         return self._outputs.folder if self._outputs is not None else None
 
+    def end(self, end: End) -> None:
+        """Store how this rank ends if it failed before any other: its peers fail because of it."""
+        self._end = end
+        if end.state == "complete" or not (folder := self.folder or self._transport.find_folder()):
+            return
+        with contextlib.suppress(OSError, store.InvalidRun):  # as on another host
+            stored = read_end(Path(folder))
+            if stored is None or stored.state == "complete":
+                store_end(Path(folder), end)
+
     def close(self) -> None:
         """Send nothing more; in rank 0, show the final table."""
         try:
             if self._outputs is not None:
-                self._outputs.finish(self._history, self._findings, _describe_end())
+                end = replace(self._end, code=self._end.code or self.exit_code or None)
+                self._outputs.finish(self._history, self._findings, end)
         finally:
             self._transport.close()
 
@@ -299,13 +350,3 @@ def _has_group() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
-
-
-def _describe_end() -> End:
-    """How the script of this process ended, as far as it is known when it has ended."""
-    kind = getattr(sys, "last_type", None)
-    if kind is None:
-        return End("complete", None, 0)
-    if issubclass(kind, KeyboardInterrupt):
-        return interrupted("SIGINT")
-    return End("failed", f"rank 0 ended with {kind.__name__}", 1)

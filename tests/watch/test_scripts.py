@@ -46,7 +46,7 @@ BY_HAND = (
 # What `ddpbench watch -n 2` does, without the watch.
 UNWATCHED = (
     "import sys; from ddpbench.launch import scripts; "
-    "sys.exit(scripts.run_on_host([sys.executable, *sys.argv[1:]], 2))"
+    "sys.exit(scripts.run_on_host([sys.executable, *sys.argv[1:]], 2).code)"
 )
 
 

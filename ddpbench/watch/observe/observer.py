@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -83,6 +84,7 @@ class Observer:
         self.after_doubling: list[Callable[[int], object]] = []
         self.after_backward: list[Callable[[Meetings], object]] = []
         self.losses = Losses()
+        self.exit_status: object = None  # that the main thread has passed to sys.exit
         self._local = threading.local()  # of the training thread: freed where that ends
         self._marks, self._on_error = marks, on_error
         self._owner = get_ident()  # the thread that uses the hooks
@@ -104,6 +106,7 @@ class Observer:
         self._restore = [
             _replace(torch.autograd, "backward", self._wrap_backward),
             _replace(dataloader._BaseDataLoaderIter, "__next__", self._wrap_next),
+            _replace(sys, "exit", self._wrap_exit),
         ]
         _observers.add(self)
 
@@ -371,6 +374,15 @@ class Observer:
 
     def _stamp(self) -> None:
         self._add(BLOCKED)
+
+    def _wrap_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def leave(status: object = None, /) -> None:
+            if threading.current_thread() is threading.main_thread():
+                self.exit_status = status
+            original(status)
+
+        return leave
 
     def _wrap_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -22,7 +22,7 @@ from ddpbench.render.step_columns import ms
 from ddpbench.watch.judging.summary import Summary, summarize
 from ddpbench.watch.output.job import Job
 from ddpbench.watch.output.metrics import Metrics
-from ddpbench.watch.output.stored import StoredRun, build_run
+from ddpbench.watch.output.stored import StoredRun, build_run, read_end
 
 if TYPE_CHECKING:
     from ddpbench.session.run_end import End
@@ -91,7 +91,12 @@ class Outputs:
         self._give(self._report(history, findings))
 
     def finish(self, history: History, findings: Sequence[Finding], end: End) -> None:
-        """Give out the end of the job, and print the table to stderr."""
+        """Give out the end of the job, and print the table to stderr.
+
+        An end that another rank has stored came first.
+        """
+        if self.folder is not None:
+            end = read_end(self.folder) or end
         report = self._report(history, findings, end)
         self._give(report)
         self._attempt("the table", self._print, report.run)
