@@ -43,10 +43,10 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         os.execv(sys.executable, line)
     with tempfile.NamedTemporaryFile() as note:
         os.environ[NOTE] = note.name
-        outcome = scripts.run_on_host(line, namespace.nproc or command.usual_ranks())
+        end = scripts.run_on_host(line, namespace.nproc or command.usual_ranks())
         folder = Path(note.name).read_text()
     if folder:
         from ddpbench.watch.output import stored
 
-        stored.correct_end(Path(folder), outcome, namespace.format)
-    return outcome.code
+        stored.correct_end(Path(folder), end, namespace.format)
+    return end.code

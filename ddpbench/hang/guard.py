@@ -42,6 +42,7 @@ from ddpbench.hang.status import RankStatus
 from ddpbench.hang.status_board import Board
 from ddpbench.launch import placement
 from ddpbench.records import codec
+from ddpbench.records.store import End
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,7 +57,7 @@ HANG, FAILURE = 5, 1  # exit codes; the second is that of Python after an except
 END_SECONDS = 10.0  # for a rank that has failed to end as Python does, with its own handlers
 LINGER_SECONDS = 3.0  # how long the rank with the store waits at its end for the others' ends
 
-before_end: list[Callable[[str, int], object]] = []  # called with a verdict that ends this process
+before_end: list[Callable[[End], object]] = []  # called with a verdict that ends this process
 _on: Guard | None = None
 _times = 0  # how often a watchdog was switched on, equal in all ranks
 
@@ -295,7 +296,7 @@ class Guard:
             if self._end or not leave:
                 self._code = FAILURE if judgement.failed or self._failure else HANG
                 for call in before_end:
-                    call(judgement.sentence, self._code)
+                    call(End("failed", judgement.sentence, self._code))
                 self._await_prints(judgement)
             self._board.kill_ranks(judgement.stopped if self._end else ())
         if self._end and leave:

@@ -9,10 +9,10 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
 from ddpbench.launch import rendezvous, siblings, supervise
 from ddpbench.launch.processes import ORDERLY, forward_signals
+from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 
 ADDRESS = "127.0.0.1"
@@ -21,15 +21,7 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0
 
 
-class Outcome(NamedTuple):
-    """How the ranks ended."""
-
-    code: int
-    signal: str  # that ended them, through this process: "SIGTERM"; "" none
-    first: dict[int, str]  # the ranks that failed first, each with a sentence
-
-
-def run_on_host(line: Sequence[str], nproc: int) -> Outcome:
+def run_on_host(line: Sequence[str], nproc: int) -> End:
     """Run a command line in nproc ranks of this host; return how they ended, as `await_all`."""
     ranks: list[subprocess.Popen[bytes]] = []
     with rendezvous.listen(ADDRESS, 0) as server, forward_to(ranks) as received:
@@ -37,9 +29,9 @@ def run_on_host(line: Sequence[str], nproc: int) -> Outcome:
         ranks.extend(start_rank(line, rank, nproc, port) for rank in range(nproc))
         # The ranks import torch, too; their connections wait in the socket meanwhile.
         store = rendezvous.serve_on(server, ADDRESS, timedelta(minutes=5))
-        outcome = await_all(ranks, received)
+        end = await_all(ranks, received)
         del store  # not before the ranks have ended
-    return outcome
+    return end
 
 
 def start_rank(line: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.Popen[bytes]:
@@ -97,28 +89,29 @@ def forward_to(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
                     _kill(rank)
 
 
-def await_all(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> Outcome:
+def await_all(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> End:
     """Wait for all ranks; return the highest exit code of those that ended by themselves.
 
     Once one has failed, the rest must end in time. If each that failed was ended by a signal: 130
     if by Ctrl-C, else 5. Name the ranks that a signal ended first, unless it was one of `received`
     or a watchdog has printed its verdict.
     """
-    first, sentences = _wait(ranks, received), dict[int, str]()
-    codes = [rank.returncode for rank in ranks]
-    for rank in first:
+    reasons = []
+    for rank in _wait(ranks, received):
         name = siblings.describe_process(f"rank {rank}", ranks[rank].pid)
-        sentences[rank] = f"{name} ended with exit code {codes[rank]}"
-        if codes[rank] < 0:
-            sentence = supervise.describe_death(name, -codes[rank])
-            sentences[rank] = sentence.removesuffix(f". {supervise.WHO_KILLS}")
-            if 5 not in codes:
-                tell(sentence)
+        code = ranks[rank].returncode
+        death = supervise.describe_death(name, -code) if code < 0 else ""
+        reasons.append(death.partition(". ")[0] or f"{name} ended with exit code {code}")
+        if death and 5 not in [rank.returncode for rank in ranks]:
+            tell(death)
+    codes = [rank.returncode for rank in ranks]
     code = max(codes)
     if code <= 0 and min(codes) < 0:
         code = 130 if -signal.SIGINT in codes else 5
-    interrupted = received and not first
-    return Outcome(code, signal.Signals(received[0]).name if interrupted else "", sentences)
+    if code and received and not reasons:
+        reason = f"interrupted by {signal.Signals(received[0]).name}"
+        return End("interrupted", reason, code)
+    return End("failed" if code else "complete", "; ".join(reasons) or None, code)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> list[int]:
@@ -130,8 +123,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> 
         codes, now = [rank.poll() for rank in ranks], time.monotonic()
         if deadline is None and any(code not in (None, *ORDERLY) for code in codes):
             deadline = now + GRACE_SECONDS
-            failed = [rank for rank, code in enumerate(codes) if code not in (None, *ORDERLY)]
-            first = [] if received else failed
+            first = [r for r, c in enumerate(codes) if not (c in (None, *ORDERLY) or received)]
         elif deadline is not None and now >= deadline:
             end = steps.pop(0)
             for rank in ranks:

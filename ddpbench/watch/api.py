@@ -41,16 +41,13 @@ class Watch:
             self._watcher.observer.at_thread_end = self.close
         except Exception as error:
             tell(f"watch could not start, the job continues: {type(error).__name__}: {error}")
-        atexit.register(self._close_at_exit)
+        atexit.register(self.close)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
-
-    def _close_at_exit(self) -> None:
-        self.close(getattr(sys, "last_value", None))
 
     def record(self, name: str, value: SupportsFloat) -> None:
         """Record a value of the current step that the watch cannot know: "validation loss".
@@ -71,7 +68,7 @@ class Watch:
         global _on
         if os.getpid() != self._pid:  # a child by os.fork is not watched
             return 0
-        atexit.unregister(self._close_at_exit)
+        atexit.unregister(self.close)
         watcher, self._watcher = self._watcher, None
         if _on is self:
             _on = None

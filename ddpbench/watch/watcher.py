@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -24,10 +25,11 @@ from ddpbench.hang import guard
 from ddpbench.hang.places import describe_error
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
+from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 from ddpbench.runtime.load import LoadMeter
 from ddpbench.session import page
-from ddpbench.session.run_end import End, interrupted
+from ddpbench.session.run_end import interrupted
 from ddpbench.watch.gather.joining import join_hosts
 from ddpbench.watch.gather.transport import Transport
 from ddpbench.watch.judging.bandwidth import Reference, find_reference, judge_transfers
@@ -43,7 +45,7 @@ from ddpbench.watch.observe.values import ScriptValues
 from ddpbench.watch.observe.wire import Reducers
 from ddpbench.watch.output.job import identify_job
 from ddpbench.watch.output.report import Outputs
-from ddpbench.watch.output.stored import read_end, store_end
+from ddpbench.watch.output.stored import store_end
 from ddpbench.watch.proof import NOT_COMPARED, Proof
 from ddpbench.watch.settings import Settings
 from ddpbench.watch.window import CALLS, STEPS, Call, JoinedCall, RankWindow, pack_rows
@@ -73,9 +75,9 @@ class Watcher:
         self._proof = Proof(settings.verify, self.observer)
         self._guard: guard.Guard | None = None
         self._stored: Path | None = None  # the complete run, in rank 0
-        self._rank = 0
-        self._closing, self._end = threading.Event(), End("complete", None, None)
-        guard.before_end.append(self._end_by_verdict)
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._closing, self._end = threading.Event(), End("complete", None, 0)
+        guard.before_end.append(self._finish)
         self.exit_code = 0  # of a script that ends well, once this is closed; 0 in all but rank 0
         self._thread = threading.Thread(target=self._watch, name="ddpbench-watch", daemon=True)
         self._thread.start()
@@ -87,19 +89,16 @@ class Watcher:
         """
         try:
             self._marks.resolve()
-        except Exception as error:  # as after an error of the device
-            self._fail(error)
+        except Exception as problem:  # as after an error of the device
+            self._fail(problem)
         self._finish(self._describe_end(error))
-        guard.before_end.remove(self._end_by_verdict)
+        guard.before_end.remove(self._finish)
         self._proof.close()
         self.observer.close()
         if self._guard is not None:
             self._guard.close()
         if self._settings.report and self._stored is not None:
             page.write(self._stored)  # here, because the thread may end with the process
-
-    def _end_by_verdict(self, sentence: str, code: int) -> None:
-        self._finish(End("failed", sentence, code))
 
     def _finish(self, end: End) -> None:
         """Report a last time how this rank ends."""
@@ -110,18 +109,16 @@ class Watcher:
 
     def _describe_end(self, error: BaseException | None) -> End:
         """Return how this rank ends. Python does not tell of a `raise SystemExit(3)`."""
-        status = self.observer.exit_status
-        if isinstance(error, SystemExit):
-            error, status = None, error.code
+        error = error or getattr(sys, "last_value", None)
         if isinstance(error, KeyboardInterrupt):
             return interrupted("SIGINT")
-        if error is not None:
+        if error is not None and not isinstance(error, SystemExit):
             reason = f"rank {self._rank} ended with {describe_error(error)[0]}"
             return End("failed", reason, 1)
-        if status:
+        if status := getattr(error, "code", self.observer.exit_status):
             reason = f"rank {self._rank} called sys.exit({status!r:.300})"
             return End("failed", reason, status if isinstance(status, int) else 1)
-        return End("complete", None, None)
+        return End("complete", None, 0)
 
     def _watch(self) -> None:
         try:
@@ -164,11 +161,8 @@ class Watcher:
         self.observer.stop()
         if not self._over:
             self._over = True
-            import torch.distributed as dist
-
-            rank = dist.get_rank() if _has_group() else os.environ.get("RANK", "0")
             what = f"{type(error).__name__}: {error}"
-            tell(f"watch of rank {rank} failed, the job continues: {what}")
+            tell(f"watch of rank {self._rank} failed, the job continues: {what}")
 
 
 class _Rank:
@@ -264,11 +258,10 @@ class _Reports:
 
             job = identify_job(settings.script, settings.verify)
             self._backend, self._outputs = job.case.backend, Outputs(settings, job)
-        folder = str(self.folder or "")
         self._transport = Transport(
-            _get_default_store(), prefix, rank, dist.get_world_size(), folder=folder
+            _get_default_store(), prefix, rank, dist.get_world_size(), folder=f"{self.folder or ''}"
         )
-        self._end = End("complete", None, None)
+        self._end = End("complete", None, 0)
 
     def seconds_to_round(self) -> float:
         """Return the time until all ranks send the next window."""
@@ -332,15 +325,14 @@ class _Reports:
         if end.state == "complete" or not (folder := self.folder or self._transport.find_folder()):
             return
         with contextlib.suppress(OSError, store.InvalidRun):  # as on another host
-            stored = read_end(Path(folder))
-            if stored is None or stored.state == "complete":
+            if store.read(Path(folder)).state in ("running", "complete"):
                 store_end(Path(folder), end)
 
     def close(self) -> None:
         """Send nothing more; in rank 0, show the final table."""
         try:
             if self._outputs is not None:
-                end = replace(self._end, code=self._end.code or self.exit_code or None)
+                end = self._end._replace(code=self._end.code or self.exit_code)
                 self._outputs.finish(self._history, self._findings, end)
         finally:
             self._transport.close()

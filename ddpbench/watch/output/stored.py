@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 
 from ddpbench.analysis import steps
-from ddpbench.launch.scripts import Outcome
 from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Figure, Finding, Part, Plan, Run, StepResult, StepSummary
+from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
-from ddpbench.session.run_end import End
+from ddpbench.render.formats import FORMATS
 from ddpbench.watch.judging.summary import Summary
 from ddpbench.watch.output.job import Job
 from ddpbench.watch.settings import NOTE
@@ -44,7 +44,7 @@ def build_run(
         findings=findings,
         state=end.state if end else "running",
         state_reason=end.reason if end else None,
-        exit_code=end.code if end else None,
+        exit_code=(end.code or None) if end else None,  # Python does not tell of a 0
         ended=store.format_now() if end else None,
     )
 
@@ -103,53 +103,31 @@ class StoredRun:
             self._inode = path.stat().st_ino
 
 
-def read_end(folder: Path) -> End | None:
-    """Return the stored end of a job, None while it goes on."""
-    run = store.read(folder)
-    return None if run.state == "running" else End(run.state, run.state_reason, run.exit_code)
-
-
 def store_end(folder: Path, end: End) -> Run:
     """Store how a job ended, with the table of what is known."""
-    run = replace(
-        store.read(folder),
-        state=end.state,
-        state_reason=end.reason,
-        exit_code=end.code,
-        ended=store.format_now(),
-    )
+    run = replace(store.read(folder), state=end.state, state_reason=end.reason, exit_code=end.code)
+    run = replace(run, ended=store.format_now())
     _write(folder, run)
     return run
 
 
-def correct_end(folder: Path, outcome: Outcome, form: str) -> None:
+def correct_end(folder: Path, end: End, form: str) -> None:
     """Store how a job ended, where rank 0 could not, or saw only what followed.
 
     form: of the table, which is printed if rank 0 could not print it.
     """
-    from ddpbench.render.formats import FORMATS
-
-    code, received, first = outcome
     with contextlib.suppress(OSError, store.InvalidRun):
-        before = read_end(folder)
-        reason = (before.reason if before else None) or ""
-        explained = code == 5 or not reason or any(f"rank {rank} " in reason for rank in first)
-        if code == 0:
-            end = End("complete", None, 0)
-        elif received:
-            end = End("interrupted", f"interrupted by {received}", code)
-        elif before and before.code == code and explained:
-            end = before
-        else:
-            end = End("failed", "; ".join([*first.values(), *filter(None, [reason])]), code)
+        before = store.read(folder)
+        if before.exit_code == end.code and (before.state != "failed" or end.code == 5):
+            return  # more is known of it
+        if before.state == end.state == "failed":
+            end = end._replace(reason=f"{end.reason}; {before.state_reason}")
         run = store_end(folder, end)
-        if before is None:
+        if before.state == "running":
             sys.stderr.write(FORMATS[form](run, None, False))
             tell(f"stored in {folder}")
 
 
 def _write(folder: Path, run: Run) -> None:
-    from ddpbench.render.formats import FORMATS
-
     store.write(folder, run)
     store.replace_file(folder / "table.txt", FORMATS["table"](run, None, False).encode())
