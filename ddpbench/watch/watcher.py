@@ -109,16 +109,14 @@ class Watcher:
 
     def _describe_end(self, error: BaseException | None) -> End:
         """Return how this rank ends. Python does not tell of a `raise SystemExit(3)`."""
-        error = error or getattr(sys, "last_value", None)
+        error = error or getattr(sys, "last_value", SystemExit(self.observer.exit_status))
         if isinstance(error, KeyboardInterrupt):
             return interrupted("SIGINT")
-        if error is not None and not isinstance(error, SystemExit):
-            reason = f"rank {self._rank} ended with {describe_error(error)[0]}"
-            return End("failed", reason, 1)
-        if status := getattr(error, "code", self.observer.exit_status):
-            reason = f"rank {self._rank} called sys.exit({status!r:.300})"
-            return End("failed", reason, status if isinstance(status, int) else 1)
-        return End("complete", None, 0)
+        status = error.code if isinstance(error, SystemExit) else 1
+        if not status:
+            return End("complete", None, 0)
+        reason = f"rank {self._rank} ended with {describe_error(error)[0]}"
+        return End("failed", reason, status if isinstance(status, int) else 1)
 
     def _watch(self) -> None:
         try:
@@ -130,7 +128,7 @@ class Watcher:
             self._watch_for_hangs()
             parts = self._marks, self._reducers, self.values, self.observer, self._proof
             with (
-                contextlib.closing(_Rank(*parts)) as rank,
+                contextlib.closing(_Rank(self._rank, *parts)) as rank,
                 contextlib.closing(_Reports(self._settings, self._prefix, self._proof)) as reports,
             ):
                 while not self._closing.wait(reports.seconds_to_round()):
@@ -170,15 +168,14 @@ class _Rank:
 
     def __init__(
         self,
+        number: int,
         marks: Marks,
         reducers: Reducers,
         values: ScriptValues,
         observer: Observer,
         proof: Proof,
     ) -> None:
-        import torch.distributed as dist
-
-        self._number, self._marks, self._values = dist.get_rank(), marks, values
+        self._number, self._marks, self._values = number, marks, values
         self._observer, self._proof = observer, proof
         self._builder = StepBuilder()
         self._steps, self._calls = deque[Step](maxlen=2 * STEPS), deque[Call](maxlen=CALLS)
