@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,6 @@ from pathlib import Path
 import numpy as np
 
 from ddpbench.hang import guard
-from ddpbench.hang.places import describe_error
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
 from ddpbench.records.store import End
@@ -109,13 +109,14 @@ class Watcher:
 
     def _describe_end(self, error: BaseException | None) -> End:
         """Return how this rank ends. Python does not tell of a `raise SystemExit(3)`."""
-        error = error or getattr(sys, "last_value", SystemExit(self.observer.exit_status))
+        error = error or getattr(sys, "last_value", None) or SystemExit(self.observer.exit_status)
         if isinstance(error, KeyboardInterrupt):
             return interrupted("SIGINT")
         status = error.code if isinstance(error, SystemExit) else 1
         if not status:
             return End("complete", None, 0)
-        reason = f"rank {self._rank} ended with {describe_error(error)[0]}"
+        text = "".join(traceback.format_exception_only(error)).splitlines()[0]
+        reason = f"rank {self._rank} ended with {text:.300}"
         return End("failed", reason, status if isinstance(status, int) else 1)
 
     def _watch(self) -> None:
