@@ -16,11 +16,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from ddpbench.launch import scripts
 from ddpbench.launch.placement import read_placement
 from ddpbench.watch import command
+from ddpbench.watch.settings import NOTE
 
 GROUP = "diagnose"
 HELP = "watch any training script: who is slow, in which phase, on which link"
@@ -38,4 +41,12 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     line = [sys.executable, "-m", "ddpbench.watch", *words]
     if read_placement() is not None:
         os.execv(sys.executable, line)
-    return scripts.run_on_host(line, namespace.nproc or command.usual_ranks())
+    with tempfile.NamedTemporaryFile() as note:
+        os.environ[NOTE] = note.name
+        end = scripts.run_on_host(line, namespace.nproc or command.usual_ranks())
+        folder = Path(note.name).read_text()
+    if folder:
+        from ddpbench.watch.output import stored
+
+        stored.correct_end(Path(folder), end, namespace.format)
+    return end.code

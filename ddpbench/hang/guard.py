@@ -27,7 +27,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, replace
 from functools import cache
 from types import TracebackType
@@ -42,6 +42,7 @@ from ddpbench.hang.status import RankStatus
 from ddpbench.hang.status_board import Board
 from ddpbench.launch import placement
 from ddpbench.records import codec
+from ddpbench.records.store import End
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,13 +50,14 @@ if TYPE_CHECKING:
 BEAT_SECONDS = 0.5
 # For the statuses of the other ranks; the verdict comes within the time-out and 5 s.
 GRACE_SECONDS = 3.0
-LEAVE_SECONDS = 1.0  # for the other ranks to print the verdict, too
+LEAVE_SECONDS = 3.0  # for the other ranks to print the verdict, too, and a watch its table
 SETTLE_SECONDS = 1.0  # for a rank that has destroyed its groups, or lost a peer, to end or fail
 CLOSE_SECONDS = 2.0
 HANG, FAILURE = 5, 1  # exit codes; the second is that of Python after an exception
 END_SECONDS = 10.0  # for a rank that has failed to end as Python does, with its own handlers
 LINGER_SECONDS = 3.0  # how long the rank with the store waits at its end for the others' ends
 
+before_end: list[Callable[[End], object]] = []  # called with a verdict that ends this process
 _on: Guard | None = None
 _times = 0  # how often a watchdog was switched on, equal in all ranks
 
@@ -293,6 +295,8 @@ class Guard:
             self._reported |= set(find_waits(heartbeat))
             if self._end or not leave:
                 self._code = FAILURE if judgement.failed or self._failure else HANG
+                for call in before_end:
+                    call(End("failed", judgement.sentence, self._code))
                 self._await_prints(judgement)
             self._board.kill_ranks(judgement.stopped if self._end else ())
         if self._end and leave:

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from ddpbench.launch import rendezvous, siblings, supervise
 from ddpbench.launch.placement import ORDERLY, RUN_ID, forward_signals
+from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 
 ADDRESS = "127.0.0.1"
@@ -20,17 +21,17 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0
 
 
-def run_on_host(line: Sequence[str], nproc: int) -> int:
-    """Run a command line in nproc ranks of this host; return their exit code, as `await_all`."""
+def run_on_host(line: Sequence[str], nproc: int) -> End:
+    """Run a command line in nproc ranks of this host; return how they ended, as `await_all`."""
     ranks: list[subprocess.Popen[bytes]] = []
     with rendezvous.listen(ADDRESS, 0) as server, forward_to(ranks) as received:
         port = int(server.getsockname()[1])
         ranks.extend(start_rank(line, rank, nproc, port) for rank in range(nproc))
         # The ranks import torch, too; their connections wait in the socket meanwhile.
         store = rendezvous.serve_on(server, ADDRESS, timedelta(minutes=5))
-        code = await_all(ranks, received)
+        end = await_all(ranks, received)
         del store  # not before the ranks have ended
-    return code
+    return end
 
 
 def start_rank(line: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.Popen[bytes]:
@@ -88,33 +89,41 @@ def forward_to(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
                     _kill(rank)
 
 
-def await_all(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> int:
+def await_all(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> End:
     """Wait for all ranks; return the highest exit code of those that ended by themselves.
 
     Once one has failed, the rest must end in time. If each that failed was ended by a signal: 130
     if by Ctrl-C, else 5. Name the ranks that a signal ended first, unless it was one of `received`
     or a watchdog has printed its verdict.
     """
-    killed = _wait(ranks, received)
-    codes = [rank.returncode for rank in ranks]
-    for rank in killed if 5 not in codes else ():
+    reasons = []
+    for rank in _wait(ranks, received):
         name = siblings.describe_process(f"rank {rank}", ranks[rank].pid)
-        tell(supervise.describe_death(name, -codes[rank]))
-    if max(codes) > 0 or min(codes) == 0:
-        return max(codes)
-    return 130 if -signal.SIGINT in codes else 5
+        code = ranks[rank].returncode
+        death = supervise.describe_death(name, -code) if code < 0 else ""
+        reasons.append(death.partition(". ")[0] or f"{name} ended with exit code {code}")
+        if death and 5 not in [rank.returncode for rank in ranks]:
+            tell(death)
+    codes = [rank.returncode for rank in ranks]
+    code = max(codes)
+    if code <= 0 and min(codes) < 0:
+        code = 130 if -signal.SIGINT in codes else 5
+    if code and received and not reasons:
+        reason = f"interrupted by {signal.Signals(received[0]).name}"
+        return End("interrupted", reason, code)
+    return End("failed" if code else "complete", "; ".join(reasons) or None, code)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> list[int]:
-    """Return the ranks that a signal from elsewhere had ended when the first had failed."""
+    """Return the ranks that had failed before any signal was received, when the first had."""
     steps: list[Callable[[subprocess.Popen[bytes]], None]] = [subprocess.Popen.terminate, _kill]
-    killed: list[int] = []
+    first: list[int] = []
     deadline = None  # by which the rest must have ended
     while True:
         codes, now = [rank.poll() for rank in ranks], time.monotonic()
         if deadline is None and any(code not in (None, *ORDERLY) for code in codes):
             deadline = now + GRACE_SECONDS
-            killed = [] if received else [r for r, code in enumerate(codes) if (code or 0) < 0]
+            first = [r for r, c in enumerate(codes) if not (c in (None, *ORDERLY) or received)]
         elif deadline is not None and now >= deadline:
             end = steps.pop(0)
             for rank in ranks:
@@ -122,7 +131,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> 
                     end(rank)
             deadline = now + GRACE_SECONDS
         if None not in codes:
-            return killed
+            return first
         time.sleep(POLL_SECONDS)
 
 

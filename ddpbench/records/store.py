@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpbench.records import codec, redact
 from ddpbench.records.schema import SCHEMA, Run
@@ -56,6 +56,14 @@ RUN_FOLDERS = (Path("results"), BASELINES, Path("results/reference"))
 
 class InvalidRun(ValueError):
     """A stored run that cannot be read; the message states which one and why."""
+
+
+class End(NamedTuple):
+    """The state in which a run ended ("complete", "interrupted" or "failed"), why, exit code."""
+
+    state: str
+    reason: str | None
+    code: int
 
 
 def format_now() -> str:

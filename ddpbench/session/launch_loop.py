@@ -17,6 +17,7 @@ from ddpbench.catalog import backends
 from ddpbench.catalog.backends import Backend
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.schema import Plan
+from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 from ddpbench.report.output import page_file
 from ddpbench.runtime import control, cpu, devices, network
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from ddpbench.session.progress import Progress
     from ddpbench.session.recorder import Recorder
-    from ddpbench.session.run_end import End
 
 T = TypeVar("T", bound=RunOptions)
 C = TypeVar("C")  # a command's case
@@ -95,7 +95,7 @@ def run(options: T, placement: Placement, prepare: Prepare[T]) -> int:
                     run_end.finish(folder, options)
                 raise
             if failure is not None:
-                end = run_end.End("failed", failure, 5)
+                end = End("failed", failure, 5)
             elif (signal := control.agree_objection(world, world.interrupted)) is not None:
                 end = run_end.interrupted(signal)
             if end is not None:

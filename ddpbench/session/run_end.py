@@ -5,28 +5,20 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpbench.analysis import findings
 from ddpbench.records import store
 from ddpbench.records.schema import Run
+from ddpbench.records.store import End
 from ddpbench.records.terminal_text import silence_stdout, tell
 from ddpbench.render.formats import FORMATS
 from ddpbench.session import page
 
 if TYPE_CHECKING:
     from ddpbench.session.run_options import RunOptions
-
-
-@dataclass(frozen=True)
-class End:
-    """The state in which a run ended ("complete", "interrupted" or "failed"), why, exit code."""
-
-    state: str
-    reason: str | None
-    code: int
 
 
 def interrupted(signal: str) -> End:

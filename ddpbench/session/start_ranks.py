@@ -153,7 +153,7 @@ def _start(options: T, run_rank: RunRank[T], words: Sequence[str]) -> int:
             what = "were refused" if code == 2 else f"ended with exit code {code}"
             if end is None or (end.code == 2 and code != 2):  # a rank died: worse than a refusal
                 reason = verdict or f"the ranks on {name} {what}"
-                end = run_end.End("failed", reason, 2 if code == 2 else 5)
+                end = store.End("failed", reason, 2 if code == 2 else 5)
     nothing = refusals or not store.read(folder).launches
     if nothing and run_end.discard(folder):
         return 2 if refusals or end is None else end.code

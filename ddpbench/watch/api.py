@@ -46,8 +46,8 @@ class Watch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
 
     def record(self, name: str, value: SupportsFloat) -> None:
         """Record a value of the current step that the watch cannot know: "validation loss".
@@ -58,9 +58,10 @@ class Watch:
         if self._watcher is not None and os.getpid() == self._pid:
             self._watcher.values.record(name, value)
 
-    def close(self) -> int:
+    def close(self, error: BaseException | None = None) -> int:
         """Stop watching; rank 0 prints the final table. A second call does nothing.
 
+        error: that ends the job, for the stored run.
         Returns the exit code for a script that ended well: 4 in rank 0 if replicas differed, 1 if
         they were never compared although `verify` asked for it; else 0.
         """
@@ -73,7 +74,7 @@ class Watch:
             _on = None
         if watcher is not None:
             try:
-                watcher.close()
+                watcher.close(error)
             except Exception as error:
                 tell(f"watch could not end properly: {type(error).__name__}: {error}")
         return watcher.exit_code if watcher is not None else 0

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+NOTE = "DDPBENCH_WATCH_NOTE"  # names a file in which rank 0 notes the folder of the stored run
+
 
 @dataclass(frozen=True)
 class Settings:

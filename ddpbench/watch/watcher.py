@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,17 +23,20 @@ from pathlib import Path
 import numpy as np
 
 from ddpbench.hang import guard
+from ddpbench.records import store
 from ddpbench.records.schema import Finding
+from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 from ddpbench.runtime.load import LoadMeter
 from ddpbench.session import page
-from ddpbench.session.run_end import End, interrupted
+from ddpbench.session.run_end import interrupted
 from ddpbench.watch.gather.joining import join_hosts
 from ddpbench.watch.gather.transport import Transport
 from ddpbench.watch.judging.bandwidth import Reference, find_reference, judge_transfers
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.observe.arrivals import Arrivals, find_round_ns
+from ddpbench.watch.observe.calls import ExitStatus
 from ddpbench.watch.observe.facts import Facts
 from ddpbench.watch.observe.links import Links
 from ddpbench.watch.observe.marks import Marks
@@ -42,6 +46,7 @@ from ddpbench.watch.observe.values import ScriptValues
 from ddpbench.watch.observe.wire import Reducers
 from ddpbench.watch.output.job import identify_job
 from ddpbench.watch.output.report import Outputs
+from ddpbench.watch.output.stored import store_end
 from ddpbench.watch.proof import NOT_COMPARED, Proof
 from ddpbench.watch.settings import Settings
 from ddpbench.watch.window import CALLS, STEPS, Call, JoinedCall, RankWindow, pack_rows
@@ -65,44 +70,74 @@ class Watcher:
         self._marks = Marks()
         self._over = False
         self.observer = Observer(self._marks, on_error=self._fail)
+        self._exit_status = ExitStatus()
         self.values = ScriptValues(self._marks, self.observer.losses)
         self._reducers = Reducers(lambda: self.observer.modules, timed=settings.wire)
         self.observer.after_doubling.append(self._reducers.after_step)
         self._proof = Proof(settings.verify, self.observer)
         self._guard: guard.Guard | None = None
         self._stored: Path | None = None  # the complete run, in rank 0
-        self._closing = threading.Event()
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._closing, self._end = threading.Event(), End("complete", None, 0)
+        guard.before_end.append(self._finish)
         self.exit_code = 0  # of a script that ends well, once this is closed; 0 in all but rank 0
         self._thread = threading.Thread(target=self._watch, name="ddpbench-watch", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Report a last time, then end the watching. Call it in the thread that trains."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Report a last time, then end the watching. Call it in the thread that trains.
+
+        error: that ends what is watched.
+        """
         try:
             self._marks.resolve()
-        except Exception as error:  # as after an error of the device
-            self._fail(error)
-        self._closing.set()
-        self._thread.join(CLOSE_SECONDS)
+        except Exception as problem:  # as after an error of the device
+            self._fail(problem)
+        self._finish(self._describe_end(error))
+        guard.before_end.remove(self._finish)
         self._proof.close()
         self.observer.close()
+        self._exit_status.close()
         if self._guard is not None:
             self._guard.close()
         if self._settings.report and self._stored is not None:
             page.write(self._stored)  # here, because the thread may end with the process
 
+    def _finish(self, end: End) -> None:
+        """Report a last time how this rank ends."""
+        if not self._closing.is_set():
+            self._end = end
+        self._closing.set()
+        self._thread.join(CLOSE_SECONDS)
+
+    def _describe_end(self, error: BaseException | None) -> End:
+        """Return how this rank ends. Python does not tell of a `raise SystemExit(3)`."""
+        error = error or getattr(sys, "last_value", None) or SystemExit(self._exit_status.value)
+        if isinstance(error, KeyboardInterrupt):
+            return interrupted("SIGINT")
+        status = error.code if isinstance(error, SystemExit) else 1
+        if not status:
+            return End("complete", None, 0)
+        text = "".join(traceback.format_exception_only(error)).splitlines()[0]
+        reason = f"rank {self._rank} ended with {text:.300}"
+        return End("failed", reason, status if isinstance(status, int) else 1)
+
     def _watch(self) -> None:
         try:
             if not self._await_group():
                 return
+            import torch.distributed as dist
+
+            self._rank = dist.get_rank()
             self._watch_for_hangs()
             parts = self._marks, self._reducers, self.values, self.observer, self._proof
             with (
-                contextlib.closing(_Rank(*parts)) as rank,
+                contextlib.closing(_Rank(self._rank, *parts)) as rank,
                 contextlib.closing(_Reports(self._settings, self._prefix, self._proof)) as reports,
             ):
                 while not self._closing.wait(reports.seconds_to_round()):
                     reports.send(rank.read_window())
+                reports.end(self._end)
                 reports.send(rank.read_window(last=True))
             self._stored, self.exit_code = reports.folder, reports.exit_code
         except Exception as error:
@@ -128,11 +163,8 @@ class Watcher:
         self.observer.stop()
         if not self._over:
             self._over = True
-            import torch.distributed as dist
-
-            rank = dist.get_rank() if _has_group() else os.environ.get("RANK", "0")
             what = f"{type(error).__name__}: {error}"
-            tell(f"watch of rank {rank} failed, the job continues: {what}")
+            tell(f"watch of rank {self._rank} failed, the job continues: {what}")
 
 
 class _Rank:
@@ -140,15 +172,14 @@ class _Rank:
 
     def __init__(
         self,
+        number: int,
         marks: Marks,
         reducers: Reducers,
         values: ScriptValues,
         observer: Observer,
         proof: Proof,
     ) -> None:
-        import torch.distributed as dist
-
-        self._number, self._marks, self._values = dist.get_rank(), marks, values
+        self._number, self._marks, self._values = number, marks, values
         self._observer, self._proof = observer, proof
         self._builder = StepBuilder()
         self._steps, self._calls = deque[Step](maxlen=2 * STEPS), deque[Call](maxlen=CALLS)
@@ -228,7 +259,10 @@ class _Reports:
 
             job = identify_job(settings.script, settings.verify)
             self._backend, self._outputs = job.case.backend, Outputs(settings, job)
-        self._transport = Transport(_get_default_store(), prefix, rank, self._world_size)
+        self._transport = Transport(
+            _get_default_store(), prefix, rank, self._world_size, folder=f"{self.folder or ''}"
+        )
+        self._end = End("complete", None, 0)
 
     def seconds_to_round(self) -> float:
         """Return the time until all ranks send the next window."""
@@ -287,11 +321,21 @@ class _Reports:
         """The folder of the stored run; None in other ranks, and if it could not be stored."""
         return self._outputs.folder if self._outputs is not None else None
 
+    def end(self, end: End) -> None:
+        """Store how this rank ends if it failed before any other: its peers fail because of it."""
+        self._end = end
+        if end.state == "complete" or not (folder := self.folder or self._transport.find_folder()):
+            return
+        with contextlib.suppress(OSError, store.InvalidRun):  # as on another host
+            if store.read(Path(folder)).state in ("running", "complete"):
+                store_end(Path(folder), end)
+
     def close(self) -> None:
         """Send nothing more; in rank 0, show the final table."""
         try:
             if self._outputs is not None:
-                self._outputs.finish(self._history, self._findings, _describe_end())
+                end = self._end._replace(code=self._end.code or self.exit_code)
+                self._outputs.finish(self._history, self._findings, end)
         finally:
             self._transport.close()
 
@@ -300,13 +344,3 @@ def _has_group() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
-
-
-def _describe_end() -> End:
-    """How the script of this process ended, as far as it is known when it has ended."""
-    kind = getattr(sys, "last_type", None)
-    if kind is None:
-        return End("complete", None, 0)
-    if issubclass(kind, KeyboardInterrupt):
-        return interrupted("SIGINT")
-    return End("failed", f"rank 0 ended with {kind.__name__}", 1)

@@ -30,7 +30,7 @@ def shell(script: str) -> subprocess.Popen[bytes]:
 def await_all(*ranks: subprocess.Popen[bytes]) -> int:
     """Return the exit code of a command with these ranks."""
     with scripts.forward_to(ranks) as received:
-        return scripts.await_all(ranks, received)
+        return scripts.await_all(ranks, received).code
 
 
 def test_a_rank_has_the_environment_that_torchrun_sets() -> None:

@@ -371,7 +371,7 @@ def test_a_measured_run_has_its_page_at_the_end() -> None:
     assert "<h1>mine</h1>" in page
 
 
-def finish(capfd: pytest.CaptureFixture[str], end: run_end.End | None, *words: str) -> Outcome:
+def finish(capfd: pytest.CaptureFixture[str], end: store.End | None, *words: str) -> Outcome:
     """Finish a run that has a result, as a measuring command does."""
     from ddpbench import collectives
     from ddpbench.session.options import Parser
@@ -383,14 +383,14 @@ def finish(capfd: pytest.CaptureFixture[str], end: run_end.End | None, *words: s
     return Outcome(code, *capfd.readouterr())
 
 
-END = run_end.End("failed", "rank 1 ended with SIGKILL", 5)
+END = store.End("failed", "rank 1 ended with SIGKILL", 5)
 
 
 @pytest.mark.parametrize(
     "end", [None, END, run_end.interrupted("SIGINT")], ids=["complete", "failed", "interrupted"]
 )
 def test_every_end_has_a_page(
-    capfd: pytest.CaptureFixture[str], end: run_end.End | None, frozen: Frozen
+    capfd: pytest.CaptureFixture[str], end: store.End | None, frozen: Frozen
 ) -> None:
     """A run that is complete, failed or interrupted gets its page, after all else is stored."""
     put("mine", replace(a_run(a_result()), state="running", exit_code=None))

@@ -22,9 +22,10 @@ from ddpbench.records import redact, store
 from ddpbench.records.launched import Launch
 from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Run
+from ddpbench.records.store import End
 from ddpbench.records.watched import COLUMNS
 from ddpbench.render.formats import FORMATS
-from ddpbench.session.run_end import End, interrupted
+from ddpbench.session.run_end import interrupted
 from ddpbench.verdicts import comparison, matching
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.output import job as jobs

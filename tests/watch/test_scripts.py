@@ -20,6 +20,7 @@ from command_lines import (
     ddpbench_command,
     mpirun,
     needs_mpirun,
+    read_stored_run,
     run_command,
     running_command,
     torchrun,
@@ -46,7 +47,7 @@ BY_HAND = (
 # What `ddpbench watch -n 2` does, without the watch.
 UNWATCHED = (
     "import sys; from ddpbench.launch import scripts; "
-    "sys.exit(scripts.run_on_host([sys.executable, *sys.argv[1:]], 2))"
+    "sys.exit(scripts.run_on_host([sys.executable, *sys.argv[1:]], 2).code)"
 )
 
 
@@ -135,11 +136,42 @@ def test_a_watched_script_gives_the_same_results(
 
 
 def test_a_script_that_fails_under_ddpbench_gives_its_exit_code(tmp_path: Path) -> None:
-    """The ranks' own exit code, 3, is that of `ddpbench watch`, although the other rank fails as
-    well; no frame of ddpbench is in the traceback of that one."""
+    """The ranks' own exit code, 3, is that of `ddpbench watch` and of the stored run, although the
+    other rank fails as well; no frame of ddpbench is in the traceback of that one."""
     done = run_command(command("ddpbench", True, TUTORIAL, "--end", "exit"), tmp_path, LONG)
     assert done.returncode == 3, done.stderr
     assert "ddpbench/watch" not in done.stderr
+    assert_stored(tmp_path, "failed", 3, "rank 1 ")
+
+
+def assert_stored(place: Path, state: str, code: int, reason: str) -> None:
+    """Assert how the only stored run ended, and that its table is stored."""
+    folder, run = read_stored_run(place)
+    assert (run.state, run.exit_code) == (state, code), run.state_reason
+    assert (run.state_reason or "").startswith(reason)
+    assert (folder / "table.txt").exists()
+
+
+@pytest.mark.parametrize(("end", "code"), [("raise", 1), ("exit", 3), ("hang", 5)])
+def test_the_rank_that_failed_first_is_stored(tmp_path: Path, end: str, code: int) -> None:
+    """Under torchrun, which ends rank 0 with the first rank that fails, and after a verdict."""
+    words = [*torchrun(2), *WATCH, "--timeout", "5", TUTORIAL, "--end", end]
+    assert run_command(words, tmp_path, LONG).returncode == 1
+    assert_stored(tmp_path, "failed", code, "rank 1")
+
+
+def test_a_terminated_job_is_stored_as_interrupted(tmp_path: Path) -> None:
+    """SIGTERM ends rank 0 at once; the process that started it stores and prints the table."""
+    words = command("ddpbench", True, TUTORIAL, "--epochs", "100000")
+    with running_command(words, tmp_path) as process:
+        assert process.stdout is not None
+        while "epoch 3" not in process.stdout.readline():
+            pass
+        process.terminate()
+        _, err = process.communicate(timeout=LONG)
+    assert process.returncode == 5
+    assert_stored(tmp_path, "interrupted", 5, "interrupted by SIGTERM")
+    assert "stored in " in err
 
 
 # --- the whole matrix -----------------------------------------------------------------------------

@@ -27,11 +27,15 @@ REPORT = struct.Struct("!q?")  # round, last
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What rank 0 publishes: the job's token, and where it answers questions about its clock."""
+    """What rank 0 publishes: the job's token, and where it answers questions about its clock.
+
+    folder: of the stored run, "" for none.
+    """
 
     token: bytes
     addresses: list[str] = []
     port: int = 0  # 0: nowhere yet
+    folder: str = ""
 
 
 class HostReports:

@@ -10,6 +10,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from ddpbench.hang import self_report
@@ -40,7 +41,8 @@ class Transport:
     """One rank's part of it. Where something does not answer, windows are lost.
 
     prefix: of the keys in the store, the same in all ranks, another one for each watch of a job;
-    period: seconds from one round to the next, the same in all ranks.
+    period: seconds from one round to the next, the same in all ranks; folder: of the stored
+    run.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Transport:
         rank: int,
         world_size: int,
         period: float = PERIOD,
+        folder: str = "",
     ) -> None:
         self._rank, self._world_size, self._period_ns = rank, world_size, round(period * 1e9)
         prefix = f"{prefix}/{placement.read_restarts()}"
@@ -64,7 +67,7 @@ class Transport:
         self._offset, self._compare_at = Offset(), 0.0
         self._clock_server: ClockServer | None = None
         if rank == 0 and world_size > 1:
-            self._job = Job(secrets.token_bytes(TOKEN_NBYTES), self._addresses)
+            self._job = Job(secrets.token_bytes(TOKEN_NBYTES), self._addresses, folder=folder)
             self._mailbox = Mailbox(self._job.token, self._guess_ranks())
             self._mailbox.lead()  # before any other rank knows the name
             self._reports.publish_job(self._job)
@@ -101,6 +104,11 @@ class Transport:
             if mailbox is None:
                 return []
         return self._lead(mailbox, number, window)
+
+    def find_folder(self) -> str:
+        """Return the folder of the stored run; "" if there is none, or it cannot be known."""
+        self._meet(MEET_SECONDS)
+        return self._job.folder if self._job is not None else ""
 
     def close(self) -> None:
         """Close all connections."""
@@ -194,7 +202,7 @@ class Transport:
         if self._clock_server is None and self._job is not None:
             self._clock_server = ClockServer(self._job.token)
             port = self._clock_server.port
-            self._job = Job(self._job.token, self._addresses, port)
+            self._job = msgspec.structs.replace(self._job, port=port)
             self._reports.publish_job(self._job)
 
     def _compare_clocks(self, number: int) -> None:

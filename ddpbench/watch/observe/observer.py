@@ -16,7 +16,6 @@ end with its synchronised backwards instead.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
@@ -37,9 +36,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data import dataloader
+from torch.utils.data.dataloader import _BaseDataLoaderIter as Batches
 
-from ddpbench.watch.observe import roots
+from ddpbench.watch.observe import calls, roots
 from ddpbench.watch.observe.losses import Losses
 from ddpbench.watch.observe.marks import END, Marks
 from ddpbench.watch.observe.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER
@@ -108,16 +107,18 @@ class Observer:
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
         self._restore = [
-            _replace(torch.autograd, "backward", self._wrap_backward),
-            _replace(dataloader._BaseDataLoaderIter, "__next__", partial(self._mark_calls, INPUT)),
-            _replace(averaging, "average_parameters_or_parameter_groups", self._wrap_average),
+            calls.replace(torch.autograd, "backward", self._wrap_backward),
+            calls.replace(
+                dataloader._BaseDataLoaderIter, "__next__", partial(self._mark_calls, INPUT)
+            ),
+            calls.replace(averaging, "average_parameters_or_parameter_groups", self._wrap_average),
             *(
-                _replace(owner, name, partial(self._mark_calls, BLOCKED))
+                calls.replace(owner, name, partial(self._mark_calls, BLOCKED))
                 for owner in (dist, distributed_c10d)
                 for name in ("send", "recv")
             ),
             *(
-                _replace(dist.ProcessGroup, name, self._count_messages)
+                calls.replace(dist.ProcessGroup, name, self._count_messages)
                 for name in ("send", "recv", "recv_anysource")
             ),
         ]
@@ -300,7 +301,7 @@ class Observer:
             elsewhere = self._thread not in (None, get_ident())
             if torch.compiler.is_compiling() or self._in_backward or elsewhere:
                 return original(tensors, *args, **kwargs)
-            before = _count_collectives()
+            before = calls.count_collectives()
             self._in_backward, self._own_ended = True, False
             try:
                 if self._thread is not None:
@@ -326,7 +327,7 @@ class Observer:
         if self._thread == NOBODY:
             return
         try:
-            after = _count_collectives()
+            after = calls.count_collectives()
             met = frozenset(ranks for ranks, count in after.items() if count > before[ranks])
             if not met:
                 return
@@ -429,17 +430,6 @@ class Observer:
             self._fail(error)
 
 
-def _count_collectives() -> Counter[tuple[int, ...]]:
-    """Return how many collectives this rank has called on groups, by the ranks of the group."""
-    counts: Counter[tuple[int, ...]] = Counter()
-    if dist.is_available() and dist.is_initialized():
-        for group in list(distributed_c10d._world.pg_map):
-            with contextlib.suppress(RuntimeError):  # of a backend that does not count
-                number: int = getattr(group, "_get_sequence_number_for_group")()  # noqa: B009
-                counts[tuple(dist.get_process_group_ranks(group))] += number
-    return counts
-
-
 class _ThreadEnd:
     """Belongs to a thread, and calls the observer where that ends, before it counts as ended."""
 
@@ -449,19 +439,3 @@ class _ThreadEnd:
     def __del__(self) -> None:
         if (observer := self._observer()) is not None:
             observer.at_thread_end()
-
-
-def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:
-    """Replace an attribute by a wrapper of it. Return how to undo that.
-
-    Undoing it leaves the attribute alone if somebody else has replaced it since.
-    """
-    original = vars(owner)[name]  # a method of C++ as it was, and not bound to the class
-    wrapper = wrap(original)
-    setattr(owner, name, wrapper)
-
-    def restore() -> None:
-        if getattr(owner, name) is wrapper:
-            setattr(owner, name, original)
-
-    return restore

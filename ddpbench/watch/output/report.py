@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from ddpbench.records import store
 from ddpbench.records.schema import SEVERITIES, Finding, Run
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.watched import COLUMNS, Moment
@@ -25,7 +26,6 @@ from ddpbench.watch.output.metrics import Metrics
 from ddpbench.watch.output.stored import StoredRun, build_run
 
 if TYPE_CHECKING:
-    from ddpbench.session.run_end import End
     from ddpbench.watch.judging.history import History
     from ddpbench.watch.settings import Settings
 
@@ -90,8 +90,14 @@ class Outputs:
         """Give out what is known after a round of reports."""
         self._give(self._report(history, findings))
 
-    def finish(self, history: History, findings: Sequence[Finding], end: End) -> None:
-        """Give out the end of the job, and print the table to stderr."""
+    def finish(self, history: History, findings: Sequence[Finding], end: store.End) -> None:
+        """Give out the end of the job, and print the table to stderr.
+
+        An end that another rank has stored came first.
+        """
+        with contextlib.suppress(store.InvalidRun):
+            if self.folder is not None and (run := store.read(self.folder)).exit_code:
+                end = store.End(run.state, run.state_reason, run.exit_code)
         report = self._report(history, findings, end)
         self._give(report)
         self._attempt("the table", self._print, report.run)
@@ -114,7 +120,7 @@ class Outputs:
         self._outputs["metrics for Prometheus"] = lambda report: metrics.update(report.as_dict())
 
     def _report(
-        self, history: History, findings: Sequence[Finding], end: End | None = None
+        self, history: History, findings: Sequence[Finding], end: store.End | None = None
     ) -> Report:
         worst_first = sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
         summary = summarize(history)

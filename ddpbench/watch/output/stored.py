@@ -1,21 +1,27 @@
-"""The stored run of a watch: complete after every round, so that it survives the end of the job."""
+"""The stored run of a watch: complete after every round, so that it survives the end of the job.
+
+Any process of the job may store how it ended: rank 0 may be killed, or see only what followed.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from ddpbench.analysis import steps
 from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Figure, Finding, Part, Plan, Run, StepResult, StepSummary
+from ddpbench.records.store import End
+from ddpbench.records.terminal_text import tell
+from ddpbench.render.formats import FORMATS
 from ddpbench.watch.judging.summary import Summary
 from ddpbench.watch.output.job import Job
-
-if TYPE_CHECKING:
-    from ddpbench.session.run_end import End
+from ddpbench.watch.settings import NOTE
 
 
 def build_run(
@@ -38,7 +44,7 @@ def build_run(
         findings=findings,
         state=end.state if end else "running",
         state_reason=end.reason if end else None,
-        exit_code=end.code if end else None,
+        exit_code=(end.code or None) if end else None,  # Python does not tell of a 0
         ended=store.format_now() if end else None,
     )
 
@@ -74,22 +80,54 @@ class StoredRun:
     def __init__(self, results: Path, job: Job) -> None:
         label = f"watch-{job.case.backend}-w{job.case.world_size}"
         self.folder = store.new_folder(label, results)
+        self._inode = 0  # of the record as this process wrote it
+        if note := os.environ.get(NOTE):
+            Path(note).write_text(str(self.folder))
+        self.update(replace(build_run(job, None, (), None), id=self.folder.name))
 
     def update(self, run: Run) -> None:
         """Replace the record, and store the table of a job that has ended.
 
         While the job goes on, the record is encoded fast: a watch must not hold the interpreter.
         """
-        if run.state == "running":
+        path = self.folder / "run.json"
+        if run.state != "running":
+            _write(self.folder, run)
+        elif not self._inode or path.stat().st_ino == self._inode:  # else another stored the end
             owner = redact.owner()
             (launch,) = run.launches
             owner = replace(owner, hosts=(*owner.hosts, *{r["hostname"] for r in launch.ranks}))
             findings = redact.record({"findings": msgspec.to_builtins(run.findings)}, owner)
             data = codec.encode({**msgspec.to_builtins(run), **findings}, indent=None)
-            store.replace_file(self.folder / "run.json", data)
-        else:
-            from ddpbench.render.formats import FORMATS
+            store.replace_file(path, data)
+            self._inode = path.stat().st_ino
 
-            store.write(self.folder, run)
-            table = FORMATS["table"](run, None, False)
-            store.replace_file(self.folder / "table.txt", table.encode())
+
+def store_end(folder: Path, end: End) -> Run:
+    """Store how a job ended, with the table of what is known."""
+    run = replace(store.read(folder), state=end.state, state_reason=end.reason, exit_code=end.code)
+    run = replace(run, ended=store.format_now())
+    _write(folder, run)
+    return run
+
+
+def correct_end(folder: Path, end: End, form: str) -> None:
+    """Store how a job ended, where rank 0 could not, or saw only what followed.
+
+    form: of the table, which is printed if rank 0 could not print it.
+    """
+    with contextlib.suppress(OSError, store.InvalidRun):
+        before = store.read(folder)
+        if before.exit_code == end.code and (before.state != "failed" or end.code == 5):
+            return  # more is known of it
+        if before.state == end.state == "failed":
+            end = end._replace(reason=f"{end.reason}; {before.state_reason}")
+        run = store_end(folder, end)
+        if before.state == "running":
+            sys.stderr.write(FORMATS[form](run, None, False))
+            tell(f"stored in {folder}")
+
+
+def _write(folder: Path, run: Run) -> None:
+    store.write(folder, run)
+    store.replace_file(folder / "table.txt", FORMATS["table"](run, None, False).encode())

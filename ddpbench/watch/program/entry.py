@@ -49,6 +49,7 @@ def main(words: Sequence[str]) -> None:
         script.run(program)
     except SystemExit as error:
         if error.code:
+            sys.last_value = SystemExit(error.code)  # for the watch; it keeps no frame alive
             raise
     if settings.verify:
         for thread in threading.enumerate():  # as Python does before it ends

@@ -8,6 +8,7 @@ import hashlib
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -90,6 +91,8 @@ def end_early(how: str, rank: int, epoch: int, step: int) -> None:
         return
     if how == "raise":
         raise ValueError("rank 1 has had enough")
+    if how == "hang":
+        time.sleep(1000)
     if how == "exit":
         sys.exit(3)
     if how == "_exit":
@@ -102,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--end", default="", help="raise, exit, _exit, or the number of a signal")
+    parser.add_argument("--end", default="", help="raise, exit, _exit, hang, or a signal's number")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     train(arguments, dist.get_rank())

@@ -1,0 +1,587 @@
+"""Run many kinds of jobs bare and watched, and compare them bit for bit.
+
+    python tests/watch/jobs.py                                 # all, about ten minutes
+    python tests/watch/jobs.py --only "plain DDP" "sys.exit(3)"
+
+Each kind runs in ranks that are started by hand, once as `python jobs.py` and once as
+`python -m ddpbench.watch --timeout 100 jobs.py`. Every rank's exit code and stdout, which holds all
+losses in hexadecimal, and every file written must be equal. Prints a table in Markdown; the exit
+code is 1 if a job differs, or if its stored end is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+DDP = DistributedDataParallel
+STEPS, DEADLINE_SECONDS = 20, 120.0
+WATCH = ["-m", "ddpbench.watch", "--timeout", "100"]
+Play = Callable[[int], object]
+KINDS: dict[str, tuple[Play, int, bool]] = {}  # play, ranks, whether the group is made before
+
+
+def kind(name: str, ranks: int = 2, init: bool = True) -> Callable[[Play], Play]:
+    """Add a kind of job: a function of the rank."""
+
+    def add(play: Play) -> Play:
+        KINDS[name] = play, ranks, init
+        return play
+
+    return add
+
+
+def net(*between: nn.Module) -> nn.Module:
+    """The same model in every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), *between, nn.ReLU(), nn.Linear(8, 4))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1, momentum=0.9)
+
+
+def batches(rank: int, count: int = STEPS) -> Iterator[Tensor]:
+    """Batches of this rank's own."""
+    random = torch.Generator().manual_seed(100 + rank)
+    for _ in range(count):
+        yield torch.randn(5, 6, generator=random)
+
+
+def show(value: Tensor) -> None:
+    """Print a loss, all its bits."""
+    print(value.item().hex(), flush=True)
+
+
+def train(
+    model: nn.Module, data: Any, optimizer: Any = None, after: Callable[[int], object] = id
+) -> None:
+    """Train with these batches; call `after` with the number of each step."""
+    optimizer = optimizer or sgd(model)
+    for step, batch in enumerate(data):
+        optimizer.zero_grad()
+        loss = model(batch).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        show(loss)
+        after(step)
+
+
+@kind("plain DDP")
+def _plain(rank: int) -> None:
+    train(DDP(net()), batches(rank, 1000))  # over more than one report of the watch
+
+
+@kind("gradient accumulation, no_sync")
+def _accumulate(rank: int) -> None:
+    model = DDP(net())
+    optimizer = sgd(model)
+    for step, batch in enumerate(batches(rank)):
+        last = step % 4 == 3
+        with contextlib.nullcontext() if last else model.no_sync():
+            loss = model(batch).square().mean() / 4
+            loss.backward()
+        show(loss)
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@kind("GAN, two optimizers")
+def _gan(rank: int) -> None:
+    maker, critic = DDP(net(nn.Linear(8, 8))), DDP(nn.Sequential(nn.Linear(4, 1)))
+    optimizers = sgd(maker), sgd(critic)
+    for batch in batches(rank):
+        for sign, optimizer in zip((-1, 1), optimizers, strict=True):
+            optimizer.zero_grad()
+            made = maker(batch) if sign < 0 else maker(batch).detach()
+            loss = (sign * critic(made)).sigmoid().mean()
+            loss.backward()
+            optimizer.step()
+            show(loss)
+
+
+@kind("LBFGS")
+def _lbfgs(rank: int) -> None:
+    model = DDP(net())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    for batch in batches(0, 8):  # the same in all ranks: each decides alone how often it evaluates
+
+        def closure(batch: Tensor = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            return loss
+
+        show(optimizer.step(closure))
+
+
+@kind("frozen layers")
+def _frozen(rank: int) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    train(DDP(model), batches(rank))
+
+
+class Experts(nn.Module):
+    """Uses another layer in each rank, or one layer for two purposes."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.tied = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), tied
+        if tied:
+            self.layers[1].weight = self.layers[0].weight
+
+    def forward(self, batch: Tensor) -> Tensor:
+        if self.tied:
+            return self.layers[1](self.layers[0](batch))
+        return self.layers[dist.get_rank()](batch)
+
+
+@kind("unused parameters")
+def _unused(rank: int) -> None:
+    train(DDP(Experts(False), find_unused_parameters=True), batches(rank))
+
+
+@kind("tied weights")
+def _tied(rank: int) -> None:
+    train(DDP(Experts(True)), batches(rank))
+
+
+@kind("sparse embedding")
+def _sparse(rank: int) -> None:
+    torch.manual_seed(0)
+    model = DDP(nn.EmbeddingBag(20, 4, sparse=True, mode="sum"))
+    data = (batch.abs().mul(6).long().clamp(max=19) for batch in batches(rank))
+    train(model, data, torch.optim.SparseAdam(list(model.parameters())))
+
+
+@kind("torch.compile")
+def _compile(rank: int) -> None:
+    train(torch.compile(DDP(net()), backend="eager"), batches(rank))
+
+
+@kind("autocast bf16 with a scaler")
+def _scaler(rank: int) -> None:
+    model = DDP(net())
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=8.0)
+    for batch in batches(rank):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(batch).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        show(loss)
+
+
+def _load(workers: int) -> None:
+    data = TensorDataset(torch.cat([*batches(0)]))
+    loader = DataLoader(data, 5, sampler=DistributedSampler(data, seed=3), num_workers=workers)
+    model = DDP(net())
+    for _ in range(2):
+        train(model, (batch for (batch,) in loader))
+
+
+kind("DataLoader")(lambda rank: _load(0))
+kind("DataLoader with workers")(lambda rank: _load(2))
+
+
+class Stream(IterableDataset[Tensor]):
+    """Batches without a length."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return batches(self.rank)
+
+
+@kind("IterableDataset")
+def _stream(rank: int) -> None:
+    train(DDP(net()), DataLoader(Stream(rank), batch_size=None))
+
+
+@kind("checkpoint of rank 0 with a barrier")
+def _checkpoint(rank: int) -> None:
+    model = DDP(net())
+
+    def save(step: int) -> None:
+        if step % 10 == 9:
+            if rank == 0:
+                torch.save(model.state_dict(), "checkpoint.pt")
+            dist.barrier()
+            model.load_state_dict(torch.load("checkpoint.pt"))
+            dist.barrier()
+
+    train(model, batches(rank), after=save)
+
+
+@kind("evaluation every 5 steps")
+def _evaluate(rank: int) -> None:
+    model = DDP(net())
+
+    def evaluate(step: int) -> None:
+        if step % 5 == 4:
+            with torch.no_grad():
+                total = sum(model.module(batch).square().mean() for batch in batches(rank + 9, 3))
+            dist.all_reduce(total)
+            show(total)
+
+    train(model, batches(rank), after=evaluate)
+
+
+@kind("object collectives")
+def _objects(rank: int) -> None:
+    model = DDP(net())
+    for batch in batches(rank, 5):
+        train(model, [batch])
+        objects: list[Any] = [{"from": rank}] if rank == 0 else [None]
+        dist.broadcast_object_list(objects)
+        gathered: list[Any] = [None, None]
+        dist.all_gather_object(gathered, {"rank": rank, "mean": batch.mean().item()})
+        print(objects, gathered)
+
+
+@kind("pipeline of send and recv")
+def _pipeline(rank: int) -> None:
+    torch.manual_seed(rank)
+    stage = nn.Linear(6, 6)
+    optimizer = sgd(stage)
+    for batch in batches(0):
+        optimizer.zero_grad()
+        if rank == 0:
+            output, gradient = stage(batch), torch.empty(5, 6)
+            dist.send(output.detach(), 1)
+            dist.recv(gradient, 1)
+            output.backward(gradient)
+        else:
+            received = torch.empty(5, 6)
+            dist.recv(received, 0)
+            loss = stage(received.requires_grad_()).square().mean()
+            loss.backward()
+            dist.send(received.grad, 0)
+            show(loss)
+        optimizer.step()
+
+
+@kind("parameter server", 3)
+def _server(rank: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    for batch in batches(rank):
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, 0)
+        optimizer.zero_grad()
+        loss = model(batch).square().mean() * (rank > 0)
+        loss.backward()
+        for parameter in model.parameters():
+            dist.reduce(parameter.grad, 0)
+        if rank == 0:
+            optimizer.step()
+        show(loss)
+
+
+@kind("training in 2 of 4 ranks", 4)
+def _subgroup(rank: int) -> None:
+    group = dist.new_group([1, 2])
+    if rank in (1, 2):
+        train(DDP(net(), process_group=group), batches(rank))
+    dist.barrier()
+
+
+@kind("two groups", 4)
+def _groups(rank: int) -> None:
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    train(DDP(net(), process_group=groups[rank // 2]), batches(rank, 15 + rank // 2))
+
+
+@kind("fully_shard")
+def _shard(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    train(model, batches(rank))
+
+
+@kind("ZeRO")
+def _zero(rank: int) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DDP(net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-2)
+    train(model, batches(rank), optimizer)
+
+
+@kind("Join with uneven inputs")
+def _join(rank: int) -> None:
+    from torch.distributed.algorithms.join import Join
+
+    model = DDP(net())
+    with Join([model]):
+        train(model, batches(rank, STEPS + 5 * rank))
+
+
+@kind("local SGD")
+def _local(rank: int) -> None:
+    model = net()
+
+    def average(step: int) -> None:
+        if step % 4 == 3:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= 2
+
+    train(model, batches(rank), after=average)
+
+
+@kind("all_reduce by hand, without DDP")
+def _by_hand(rank: int) -> None:
+    model = net()
+    optimizer = sgd(model)
+    for batch in batches(rank):
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, async_op=True).wait()
+        optimizer.step()
+        show(loss)
+
+
+@kind("communication hook")
+def _hook(rank: int) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model = DDP(net())
+    model.register_comm_hook(None, fp16_compress_hook)
+    train(model, batches(rank))
+
+
+@kind("training in a thread")
+def _thread(rank: int) -> None:
+    thread = threading.Thread(target=lambda: train(DDP(net()), batches(rank)))
+    thread.start()
+    thread.join()
+
+
+def _square(number: int) -> int:
+    return number * number
+
+
+@kind("fork in the job")
+def _fork(rank: int) -> None:
+    model = DDP(net())
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        train(model, batches(rank), after=lambda step: print(pool.map(_square, [step, rank])))
+
+
+def _at(step: int, function: Callable[[], object], ranks: tuple[int, ...] = (0, 1)) -> Play:
+    """Train, and call the function at a step of these ranks."""
+
+    def play(rank: int) -> None:
+        atexit.register(print, "atexit")
+        with Path(f"log-{rank}").open("w") as file:  # buffered
+            file.write("written")
+            hook = lambda number: number == step and rank in ranks and function()  # noqa: E731
+            train(DDP(net()), batches(rank), after=hook)
+
+    return play
+
+
+def _fail() -> None:
+    raise ValueError("planted")
+
+
+kind("sys.exit(3)")(_at(5, lambda: sys.exit(3)))
+kind("sys.exit('text') after the last step")(_at(STEPS - 1, lambda: sys.exit("text"), (1,)))
+kind("exception in one rank")(_at(5, _fail, (1,)))
+kind("exception in all ranks")(_at(5, _fail))
+kind("os._exit(7)")(_at(5, lambda: os._exit(7)))
+kind("KeyboardInterrupt")(_at(5, lambda: signal.default_int_handler(2, None)))
+
+
+@kind("handler of SIGTERM")
+def _terminate(rank: int) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: (print("saving"), sys.exit(9)))
+    _at(5, lambda: os.kill(os.getpid(), signal.SIGTERM))(rank)
+
+
+@kind("os.chdir before init", init=False)
+def _chdir(rank: int) -> None:
+    folder = Path(f"run-{rank}")
+    folder.mkdir()
+    os.chdir(folder)
+    dist.init_process_group("gloo")
+    train(DDP(net()), batches(rank))
+    Path("done").write_text("done")
+
+
+class Tee:
+    """A stream that also writes into a file, and has no other attribute of a stream."""
+
+    def __init__(self, stream: Any, path: str) -> None:
+        self.stream, self.file = stream, Path(path).open("w")  # noqa: SIM115
+
+    def write(self, text: str) -> None:
+        self.stream.write(text)
+        self.file.write(text if self.stream is sys.__stdout__ else "")
+
+    def flush(self) -> None:
+        self.stream.flush()
+        self.file.flush()
+
+
+@kind("stdout and stderr through a tee")
+def _tee(rank: int) -> None:
+    sys.stdout, sys.stderr = Tee(sys.stdout, f"out-{rank}"), Tee(sys.stderr, f"err-{rank}")
+    train(DDP(net()), batches(rank))
+
+
+@kind("group destroyed and made again")
+def _again(rank: int) -> None:
+    for _ in range(2):
+        train(DDP(net()), batches(rank))
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+
+
+@kind("no training at all", init=False)
+def _nothing(rank: int) -> None:
+    print("hello")
+
+
+@kind("init_method file://", init=False)
+def _file(rank: int) -> None:
+    place = f"file://{Path('meeting').absolute()}"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
+    train(DDP(net()), batches(rank))
+
+
+@kind("reading stdin")
+def _stdin(rank: int) -> None:
+    print(sys.stdin.read())
+
+
+# --- in the parent
+
+
+def run_ranks(name: str, ranks: int, folder: Path, words: list[str]) -> dict[str, Any]:
+    """Run a job; return each rank's exit code, stdout and stderr, and the files written."""
+    from ddpbench.launch.placement import free_port
+
+    folder.mkdir()
+    environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environ |= {"PYTHONPATH": str(Path(__file__).parents[2]), "WORLD_SIZE": str(ranks)}
+    environ |= {"OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, *words, __file__, "--rank-of", name],
+            cwd=folder,
+            env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    threads, texts = [], dict[int, tuple[str, str]]()
+    for rank, process in enumerate(started):
+
+        def read(rank: int = rank, process: Any = process) -> None:
+            texts[rank] = process.communicate(f"for rank {rank}", DEADLINE_SECONDS)
+
+        threads.append(threading.Thread(target=read))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    files = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "results" not in path.parts
+    }
+    for process in started:
+        process.kill()
+    return {
+        "exit codes": [process.wait() for process in started],
+        "stdout": [texts.get(rank, ("", ""))[0] for rank in range(ranks)],
+        "files": files,
+        "stderr": [texts.get(rank, ("", ""))[1] for rank in range(ranks)],
+    }
+
+
+def find_differences(bare: dict[str, Any], watched: dict[str, Any], folder: Path) -> list[str]:
+    """Return in what a watched job differs, and what is wrong with its stored end."""
+    wrong = [key for key in ("exit codes", "stdout", "files") if bare[key] != watched[key]]
+    if "the job continues" in "".join(watched["stderr"]):
+        wrong.append("the watch failed")
+    ends = [json.loads(path.read_text())["state"] for path in folder.glob("results/*/run.json")]
+    codes = watched["exit codes"]
+    allowed = ["complete"] if not any(codes) else ["failed", "interrupted"]
+    if any(end not in allowed for end in ends) and 7 not in codes:  # os._exit tells nobody
+        wrong.append(f"stored as {ends}")
+    return wrong
+
+
+def main(words: list[str]) -> int:
+    """Run the jobs; print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--verbose", action="store_true", help="print what differs")
+    options = parser.parse_args(words)
+    print("| job | exit codes of its ranks | lines of stdout | files | watched |")
+    print("| --- | --- | --- | --- | --- |", flush=True)
+    count = 0
+    for name in options.only:
+        with tempfile.TemporaryDirectory() as place:
+            bare, watched = (
+                run_ranks(name, KINDS[name][1], Path(place) / way, start)
+                for way, start in (("bare", []), ("watched", WATCH))
+            )
+            wrong = find_differences(bare, watched, Path(place) / "watched")
+        codes = ", ".join(map(str, bare["exit codes"]))
+        lines = "".join(bare["stdout"]).count("\n")
+        result = ", ".join(wrong) or "the same"
+        print(f"| {name} | {codes} | {lines} | {len(bare['files'])} | {result} |", flush=True)
+        count += not wrong
+        if options.verbose and wrong:
+            print(json.dumps([bare, watched], indent=1, default=str), file=sys.stderr)
+    print(f"\n{count} of {len(options.only)} are the same")
+    return 0 if count == len(options.only) else 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank-of"]:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        play, _, init = KINDS[sys.argv[2]]
+        if init:
+            dist.init_process_group("gloo")
+        play(int(os.environ["RANK"]))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    else:
+        sys.exit(main(sys.argv[1:]))
