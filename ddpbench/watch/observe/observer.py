@@ -108,9 +108,7 @@ class Observer:
         ]
         self._restore = [
             calls.replace(torch.autograd, "backward", self._wrap_backward),
-            calls.replace(
-                dataloader._BaseDataLoaderIter, "__next__", partial(self._mark_calls, INPUT)
-            ),
+            calls.replace(Batches, "__next__", partial(self._mark_calls, INPUT)),
             calls.replace(averaging, "average_parameters_or_parameter_groups", self._wrap_average),
             *(
                 calls.replace(owner, name, partial(self._mark_calls, BLOCKED))
