@@ -185,25 +185,10 @@ def named_color(field: str, names: Sequence[str], shown: Iterable[str]) -> alt.C
     return alt.Color(f"{field}:N", scale=scale, legend=legend)
 
 
-def size_axis(sizes: Iterable[float] = ()) -> alt.X:
-    """Return the x channel of the field `nbytes`: powers of two.
-
-    sizes: bytes that the axis covers, also where backends are hidden; unknown if empty.
-    """
-    known = list(sizes)
-    domain = extent(known) if known else alt.Undefined
-    return alt.X(
-        "nbytes:Q",
-        title="message size",
-        scale=alt.Scale(type="log", base=2, domain=domain),
-        axis=alt.Axis(labelExpr=SIZE_LABELS, **_ticks(powers_of_two(known))),
-    )
-
-
-def extent(values: Iterable[float]) -> list[float]:
-    """Return the ends of an axis: without them, a chart whose backends are hidden has none."""
-    known = list(values)
-    return [float(min(known)), float(max(known))]
+def size_axis() -> alt.X:
+    """Return the x channel of the field `nbytes`: powers of two."""
+    axis = alt.Axis(labelExpr=SIZE_LABELS, tickCount=6)
+    return alt.X("nbytes:Q", title="message size", scale=alt.Scale(type="log", base=2), axis=axis)
 
 
 def size_columns() -> alt.X:
@@ -223,33 +208,17 @@ def log_axis(field: str, title: str, values: Iterable[float], labels: str) -> al
 
     values: what the axis covers; labels: an expression (TIME_LABELS, …).
     """
-    ticks = alt.Axis(labelExpr=labels, **_ticks(powers_of_ten(values)))
+    ticks = alt.Axis(labelExpr=labels, values=_powers_of_ten(values))
     return alt.Y(field, title=title, scale=alt.Scale(type="log"), axis=ticks)
 
 
-def powers_of_two(values: Iterable[float], most: int = 8) -> list[float]:
-    """Return at most `most` ticks, equally many powers of two apart, across positive values."""
-    known = [value for value in values if value > 0]
-    if not known:
-        return []
-    low, high = math.floor(math.log2(min(known))), math.ceil(math.log2(max(known)))
-    step = next(step for step in (1, 2, 4, 5, 10, 20, 40) if (high - low) / step < most)
-    return [2.0**power for power in range(low, high + 1) if power % step == 0]
-
-
-def powers_of_ten(values: Iterable[float]) -> list[float]:
-    """Return powers of ten around positive values, at most 9; with two decades also 2 and 5."""
-    known = [value for value in values if value > 0]
-    if not known:
-        return []
+def _powers_of_ten(values: Iterable[float]) -> list[float]:
+    """Return powers of ten around the values, at most 9; with two decades also 2 and 5."""
+    known = list(values)
     low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
     steps = (1, 2, 5) if high - low <= 2 else (1,)
     powers = range(low, high + 1, math.ceil((high - low + 1) / 9))
     return [step * 10.0**power for power in powers for step in steps]
-
-
-def _ticks(values: list[float]) -> dict[str, Any]:
-    return {"values": values} if values else {"tickCount": 6}
 
 
 def choose_backends(chart: alt.Chart, backends: Sequence[str]) -> alt.Chart:

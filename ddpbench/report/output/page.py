@@ -18,7 +18,6 @@ from ddpbench.report.sections import (
     collectives,
     environment,
     examinations,
-    fits,
     links,
     overview,
     replicas,
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 SECTIONS: tuple[MakeSection, ...] = (
     overview.section,
     collectives.section,
-    fits.section,
     stragglers.section,
     links.section,
     step.section,
