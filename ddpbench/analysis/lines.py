@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.analysis import bandwidth, limits, stats
+from ddpbench.analysis import limits, stats
 from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, raised_flags
 from ddpbench.records.schema import Case, Plan, Result, Run
 
@@ -113,8 +113,8 @@ def _line(case: Case, results: list[Result], plan: Plan, sharing: set[int]) -> L
             for name in sorted(common)
         },
         skew=float(np.median(skews)) if skews else None,
-        algbw=bandwidth.algbw(case.nbytes, seconds) if known else None,
-        busbw=bandwidth.busbw(case.nbytes, seconds, factor) if known else None,
+        algbw=limits.algbw(case.nbytes, seconds) if known else None,
+        busbw=limits.busbw(case.nbytes, seconds, factor) if known else None,
         fraction=float(np.median(fractions)) if fractions else None,
         shares_gpu=any(r.launch in sharing for r in measured),
     )

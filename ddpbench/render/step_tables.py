@@ -8,7 +8,7 @@ from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.parallel import WAYS
 from ddpbench.records.schema import Run, StepCase
-from ddpbench.render import step_budget, step_collectives, step_replicas
+from ddpbench.render import step_budget, step_replicas
 from ddpbench.render.column import (
     choose_columns,
     common_legend,
@@ -22,7 +22,7 @@ from ddpbench.render.style import Style
 TABLES: tuple[Callable[[list[StepLine], Run, Style], str], ...] = (
     step_budget.budget,
     step_budget.buckets,
-    step_collectives.collectives,
+    step_budget.collectives,
     step_replicas.replicas,
     step_replicas.training,
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from ddpbench.records.schema import Examination
-from ddpbench.records.table import Table, TableColumn
-from ddpbench.report.chart import Chart, ReportRun, Rows, Section, arrange
+from ddpbench.report.chart import Chart, ReportRun, Rows, Section, arrange, make_table
 
 MOST_LINES = 6  # of a section; more are a table
 
@@ -31,13 +31,10 @@ def find_examinations(
         len({(label, one.backend, one.launch) for label, one in every})
         > len({(label, one.backend) for label, one in every}),
     ]
-    found = []
-    for label, one in every:
-        names = (label, one.backend, f"launch {one.launch}")
-        found.append(
-            Examined(", ".join(n for n, shown in zip(names, several, strict=True) if shown), one)
-        )
-    return tuple(found)
+    return tuple(
+        Examined(", ".join(compress((label, one.backend, f"launch {one.launch}"), several)), one)
+        for label, one in every
+    )
 
 
 def make_section(
@@ -61,19 +58,16 @@ def describe(name: str, title: str, examined: Sequence[Examined], rows: Rows) ->
         for line in _lines(one.examination):
             origins.setdefault(line, []).append(one.where)
     if len(origins) <= MOST_LINES:
-        common = len(examined)
         lines = [
-            line if len(wheres) == common else f"{'; '.join(wheres)}: {line}"
+            line if len(wheres) == len(examined) else f"{'; '.join(wheres)}: {line}"
             for line, wheres in origins.items()
         ]
         return Section(name, title, lines=tuple(lines), rows=rows)
-    results = Table(
-        "Results",
-        (TableColumn("launch", "left"), TableColumn("result", "left")),
-        tuple(("; ".join(wheres), line) for line, wheres in origins.items()),
-    )
+    headings = ("launch", "result")
+    cells = [("; ".join(wheres), line) for line, wheres in origins.items()]
+    table = make_table("Results", headings, cells, left=headings)
     return Section(
-        name, title, rows=(*rows, (Chart(f"{name}-results", "Results", "", None, results),))
+        name, title, rows=(*rows, (Chart(f"{name}-results", "Results", "", None, table),))
     )
 
 

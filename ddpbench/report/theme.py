@@ -221,6 +221,24 @@ def _powers_of_ten(values: Iterable[float]) -> list[float]:
     return [step * 10.0**power for power in powers for step in steps]
 
 
+def tips(*fields: str, **titled: str) -> list[alt.Tooltip]:
+    """Return the lines of a tooltip: texts under their own names, then those with a title."""
+    lines = [alt.Tooltip(field=field, type="nominal") for field in fields]
+    titles = titled.items()
+    return [*lines, *(alt.Tooltip(field=f, type="nominal", title=title) for f, title in titles)]
+
+
+def layered(layers: Iterable[alt.Chart], height: int) -> dict[str, Any]:
+    """Return the Vega-Lite of layers of this height in pixels."""
+    spec: dict[str, Any] = alt.layer(*layers, height=height).to_dict()
+    return spec
+
+
+def time_axis(**options: Any) -> alt.Axis:
+    """Return the axis of seconds that has 0, or times below it."""
+    return alt.Axis(**{"labelExpr": SIGNED_TIME_LABELS, "tickCount": 6, **options})
+
+
 def choose_backends(chart: alt.Chart, backends: Sequence[str]) -> alt.Chart:
     """Show only the chosen backends: the page sets the parameter `backends` of its charts."""
     chosen = alt.param(name="backends", value=sorted(set(backends)))

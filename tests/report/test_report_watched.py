@@ -17,8 +17,7 @@ from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import COLUMNS, Moment, Watched, WatchedCollective, WatchedLink
 from ddpbench.report.chart import Chart, ReportRun
 from ddpbench.report.charts import watch_timeline
-from ddpbench.report.output.embedding import json_in_html
-from ddpbench.report.output.page import make_page
+from ddpbench.report.output.page import json_in_html, make_page
 from ddpbench.report.sections import watched as watched_section
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.judging.summary import summarize

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import altair as alt
 import pandas as pd
 
-from ddpbench.records.table import Table, TableColumn
+from ddpbench.records.table import Table
 from ddpbench.render.column import Column
 from ddpbench.render.labels import shift_estimate, shift_interval, side_interval, side_time
-from ddpbench.report.chart import Chart
+from ddpbench.report import theme
+from ddpbench.report.chart import Chart, tabulate
 from ddpbench.verdicts.comparison import ONLY_BASE, ONLY_NEW, ORDER
 from ddpbench.verdicts.matching import AnyCase, Side
 from ddpbench.verdicts.verdict import (
@@ -92,7 +93,7 @@ def _layers(data: pd.DataFrame) -> alt.LayerChart:
     shapes = alt.Scale(domain=list(COLORS), range=[SHAPES.get(name, "cross") for name in COLORS])
     legend = alt.Legend(values=seen, title=None, symbolSize=90)
     color = alt.Color("verdict:N", scale=colors, legend=legend)
-    texts = [alt.Tooltip(f"{name}:N") for name in TEXTS if data[name].any()]
+    texts = theme.tips(*(name for name in TEXTS if data[name].any()))
     ends = data[["low", "high", "margin_low", "margin_high"]]
     band = base.mark_rule(opacity=0.2, strokeWidth=ROW_HEIGHT).encode(
         x=change_axis("margin_low", float(ends.min().min()), float(ends.max().max())),
@@ -153,13 +154,8 @@ def row_axis(field: str) -> alt.Y:
 
 def build_table(title: str, rows: Sequence[RowT], columns: Sequence[Column[RowT]]) -> Table:
     """Return the table of these rows; columns without any text are left out."""
-    cells = {column: [column.show(row) for row in rows] for column in columns}
-    kept = [column for column in columns if any(cells[column])]
-    return Table(
-        title,
-        tuple(TableColumn(each.heading, "left" if each.left else "right") for each in kept),
-        tuple(zip(*(cells[column] for column in kept), strict=True)),
-    )
+    kept = [column for column in columns if any(map(column.show, rows))]
+    return tabulate(title, kept, [[column.show(row) for column in kept] for row in rows])
 
 
 def _values(change: Change) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import pandas as pd
 from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import Moment, Watched
+from ddpbench.report import theme
 
 HEIGHT, LOW_HEIGHT = 260, 130
 UNITS = ((2 * 3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
@@ -40,7 +41,6 @@ class Timeline:
 
     @property
     def last(self) -> float:
-        """Return the end of the axis."""
         return self.at[-1]
 
     @property
@@ -58,11 +58,11 @@ class Timeline:
         """Return the time of day of each moment."""
         return [clock(moment.ended) for moment in self.moments]
 
-    def x(self, title: bool = True) -> alt.X:
+    def x(self) -> alt.X:
         """Return the axis, the same for all charts of a job."""
         return alt.X(
             "at:Q",
-            title=f"{self.unit} since the watch began" if title else None,
+            title=f"{self.unit} since the watch began",
             scale=alt.Scale(domain=[0, self.last], nice=False),
             axis=alt.Axis(tickCount=8, grid=False, labelFlush=True),
         )
@@ -81,7 +81,7 @@ class Timeline:
             name="near", on="pointerover", clear="pointerout", fields=["at"], empty=False
         )
         shown = alt.condition(near, alt.value(0.8), alt.value(0))
-        times = [alt.Tooltip("clock:N", title="time"), alt.Tooltip("step:Q", title="step")]
+        times = [*theme.tips(clock="time"), alt.Tooltip("step:Q", title="step")]
         base = alt.Chart(spans)
         rule = base.mark_rule(tooltip=None).encode(x=self.x(), opacity=shown)
         area = base.mark_rect(opacity=0).encode(

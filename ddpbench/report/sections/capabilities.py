@@ -11,6 +11,7 @@ import pandas as pd
 
 from ddpbench.records.schema import Examination
 from ddpbench.records.table import Table
+from ddpbench.report import theme
 from ddpbench.report.chart import Chart, ReportRun, Section
 from ddpbench.report.examination_results import Examined, find_examinations, make_section
 
@@ -88,12 +89,11 @@ def _draw(cells: pd.DataFrame) -> dict[str, Any]:
     base = alt.Chart(cells).encode(
         x=alt.X("column:N", title="dtype", sort=dtypes, axis=alt.Axis(labelAngle=-40)),
         y=alt.Y("call:N", title=None, sort=calls, axis=alt.Axis(labelLimit=LABELS)),
-        tooltip=["call:N", "reduce op:N", "dtype:N", "outcome:N", "why:N"],
+        tooltip=theme.tips("call", "reduce op", "dtype", "outcome", "why"),
     )
     # Pale, so that the symbols are readable on all colours.
     heat = base.mark_rect(opacity=0.35).encode(
         color=alt.Color("outcome:N", title=None, scale=colors, legend=alt.Legend(values=shown))
     )
     symbols = base.mark_text().encode(text="symbol:N")
-    spec: dict[str, Any] = alt.layer(heat, symbols, height=ROW * len(calls)).to_dict()
-    return spec
+    return theme.layered([heat, symbols], ROW * len(calls))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import counted
 from ddpbench.render import comparison as render
 from ddpbench.render.labels import SHOWN
-from ddpbench.report.chart import Chart, Section
+from ddpbench.report.chart import Chart, Section, make_table
 from ddpbench.report.charts.changes import Change, build_table, draw_changes, format_side
 from ddpbench.verdicts.comparison import Comparison, Row
 from ddpbench.verdicts.verdict import INCOMPARABLE, INVALID
@@ -76,10 +75,8 @@ def _differences(comparison: Comparison, name: str) -> list[Chart]:
     """Return the table of what differs between the environments; none if nothing does."""
     if not comparison.differences:
         return []
-    table = Table(
-        "Differences",
-        tuple(TableColumn(heading, "left") for heading in ("what", "base", "new")),
-        tuple((d.name, ", ".join(d.base), ", ".join(d.new)) for d in comparison.differences),
-    )
+    headings = ("what", "base", "new")
+    rows = [(d.name, ", ".join(d.base), ", ".join(d.new)) for d in comparison.differences]
+    table = make_table("Differences", headings, rows, left=headings)
     caption = "Facts and settings that differ between BASE and NEW. One of them may be the cause."
     return [Chart(f"{name}-differences", "Other differences", caption, None, table)]

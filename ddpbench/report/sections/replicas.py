@@ -11,29 +11,19 @@ import pandas as pd
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Replicas
-from ddpbench.records.table import Table, TableColumn
 from ddpbench.render.step_columns import ms, percent, span
 from ddpbench.render.step_replicas import verdict
 from ddpbench.report import theme
-from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
+from ddpbench.report.chart import Chart, ReportRun, Section, make_table, side_by_side
 
 _, DIFFERENT, EQUAL, NOT_FINITE, UNKNOWN = theme.VERDICTS
 ROW = 34  # pixels of a case
 MOST_TENSORS = 6  # that are named
-COLUMNS = (
-    TableColumn("workload", "left"),
-    TableColumn("backend", "left"),
-    TableColumn("launch"),
-    TableColumn("verdict", "left"),
-    TableColumn("verified steps"),
-    TableColumn("equal until step"),
-    TableColumn("first bad step"),
-    TableColumn("ranks", "left"),
-    TableColumn("tensors", "left"),
-    TableColumn("verification ms"),
-    TableColumn("95 %"),
-    TableColumn("% of a step"),
+HEADINGS = (
+    *("workload", "backend", "launch", "verdict", "verified steps", "equal until step"),
+    *("first bad step", "ranks", "tensors", "verification ms", "95 %", "% of a step"),
 )
+LEFT = ("workload", "backend", "verdict", "ranks", "tensors")
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
@@ -75,13 +65,13 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
         caption = f"What was found over the steps of a case, warm-up included. {caption}"
     if any((replicas.equal_until or 0) + 1 < (replicas.first_bad or 0) for *_, replicas in failed):
         caption += " Not known: between the last good verification and the first bad one."
-    rows = tuple(_cells(*each) for each in verified)
+    rows = [_cells(*each) for each in verified]
     yield Chart(
         "replicas",
         "Verified steps",
         caption,
         _draw(verified) if failed else None,
-        Table("replicas", COLUMNS, rows),
+        make_table("replicas", HEADINGS, rows, LEFT),
     )
 
 
@@ -116,7 +106,6 @@ def _draw(verified: Sequence[tuple[StepLine, int, Replicas]]) -> dict[str, Any]:
     shown = [
         name for name in (EQUAL, UNKNOWN, DIFFERENT, NOT_FINITE) if name in set(frame["found"])
     ]
-    fields = ("case", "found", "steps", "ranks", "tensors")
     axis = alt.Axis(format="d", tickMinStep=1)
     chart = (
         theme.choose_backends(alt.Chart(frame), backends)
@@ -126,7 +115,7 @@ def _draw(verified: Sequence[tuple[StepLine, int, Replicas]]) -> dict[str, Any]:
             x2="end:Q",
             y=alt.Y("case:N", title=None, sort=cases, axis=alt.Axis(labelLimit=160)),
             color=theme.named_color("found", theme.VERDICTS, shown),
-            tooltip=[alt.Tooltip(field=field, type="nominal") for field in fields],
+            tooltip=theme.tips("case", "found", "steps", "ranks", "tensors"),
         )
         .properties(height=len(cases) * ROW)
     )

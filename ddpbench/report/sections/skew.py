@@ -12,11 +12,9 @@ import numpy as np
 from ddpbench.analysis.lines import Line
 from ddpbench.analysis.stats import Floats
 from ddpbench.catalog.sizes import readable
-from ddpbench.records.table import Table, TableColumn
 from ddpbench.render.column import title_parts
 from ddpbench.report import theme
-from ddpbench.report.case_titles import titles
-from ddpbench.report.chart import Chart, Choice, ReportRun, Section, arrange
+from ddpbench.report.chart import Chart, Choice, ReportRun, Section, arrange, make_table, titles
 from ddpbench.report.repetitions import Repetitions
 
 MOST_RANKS = 64  # rows of a heat map that can be read
@@ -153,7 +151,7 @@ def _choice(label: str, group: Sequence[Measured], values: Floats) -> Choice:
     }
     headings = ["rank", *(f"{readable(nbytes)} µs" for nbytes in sizes)]
     rows = [(int(r), *(row * 1e6).tolist()) for r, row in zip(ranks, values, strict=True)]
-    table = Table(label, tuple(map(TableColumn, headings)), tuple(rows))
+    table = make_table(label, headings, rows)
     return Choice(label, {"cells": cells, "calls": calls}, table)
 
 

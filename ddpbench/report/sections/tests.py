@@ -8,11 +8,11 @@ from dataclasses import replace
 import altair as alt
 import pandas as pd
 
-from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import counted
 from ddpbench.render.labels import format_time, label, side_interval, side_time
 from ddpbench.render.regression import COLUMNS
-from ddpbench.report.chart import Chart, Section
+from ddpbench.report import theme
+from ddpbench.report.chart import Chart, Section, make_table
 from ddpbench.report.charts.changes import (
     Change,
     build_table,
@@ -96,14 +96,13 @@ def _draw_launches(
     kinds = {one.side.statistic for one in sides.values()}
     headings = ("test", "side", "case", "time", "95 %", "launches")
     left = ("test", "side", "case", "launches")
-    columns = tuple(TableColumn(h, "left" if h in left else "right") for h in headings)
     return Chart(
         "tests-launches",
         "Launches of each test",
         f"The {' or '.join(sorted(kinds))} of each launch, relative to the median of the saved "
         "launches, or of the new ones if none are saved. Right is slower.",
         _launch_chart(pd.DataFrame(values), len(sides)).to_dict(),
-        Table("Launches", columns, tuple(rows)),
+        make_table("Launches", headings, rows, left),
     )
 
 
@@ -120,6 +119,6 @@ def _launch_chart(data: pd.DataFrame, tests: int) -> alt.Chart:
         yOffset=alt.YOffset("side:N", sort=["saved", "new"]),
         color=alt.Color("side:N", scale=colors, legend=legend),
         shape=alt.Shape("side:N", scale=shapes, legend=legend),
-        tooltip=["test:N", "side:N", "time:N"],
+        tooltip=theme.tips("test", "side", "time"),
     )
     return drawn
