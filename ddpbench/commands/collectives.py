@@ -22,5 +22,4 @@ add_arguments = collectives.add_arguments
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    """Measure, or start the ranks that do; return the exit code."""
     return start_ranks.run_or_start(collectives.Options, collectives.run, namespace, words)

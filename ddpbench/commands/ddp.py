@@ -21,5 +21,4 @@ add_arguments = ddp.add_arguments
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    """Measure, or start the ranks that do; return the exit code."""
     return start_ranks.run_or_start(ddp.Options, ddp.run, namespace, words)

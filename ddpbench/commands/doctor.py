@@ -25,5 +25,4 @@ add_arguments = doctor.add_arguments
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    """Examine, or start the ranks that do; return the exit code."""
     return start_ranks.run_or_start(doctor.Options, doctor.run, namespace, words)

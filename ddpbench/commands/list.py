@@ -29,7 +29,6 @@ UNIT = re.compile(r"(\d)\s*([kmg]|b|rank)(?:i?b|s)?(?![^\s,])")  # after a numbe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     parser.add_argument(
         "folder",
         nargs="?",

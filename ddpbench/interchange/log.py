@@ -5,8 +5,9 @@ the mean over the iterations and over processes. Sizes are the total buffer.
 OSU times each call in each rank, with a barrier after it, and prints the mean over calls and ranks.
 Where its size is one rank's block, ddpbench multiplies it to get the total buffer.
 
-Each start of a tool is a launch of a run. The cases carry the tool's own identity (its definition of a time, its statistic, its reduction over
-ranks), so that its figures are compared only with figures of the same tool.
+Each start of a tool is a launch of a run. The cases carry the tool's own identity (its definition
+of a time, its statistic, its reduction over ranks), so that its figures are compared only with
+figures of the same tool.
 """
 
 from __future__ import annotations

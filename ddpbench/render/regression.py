@@ -26,16 +26,16 @@ COLUMNS: tuple[Column[Row], ...] = (
     Column("95 %", lambda row: side_interval(row.new.side)),
     Column("change", lambda row: shift_estimate(row.shift)),
     Column("95 % of it", lambda row: shift_interval(row.shift)),
-    text_column("torch", lambda row: _format_torch(row)),
+    text_column(
+        "torch",
+        lambda row: " → ".join(
+            dict.fromkeys(side.torch for side in (row.base, row.new) if side and side.torch)
+        ),
+    ),
     Column("margin", lambda row: f"±{row.margin * 100:.3g} %"),
     text_column("verdict", lambda row: row.verdict),
     text_column("why", lambda row: row.why),
 )
-
-
-def _format_torch(row: Row) -> str:
-    versions = [side.torch for side in (row.base, row.new) if side and side.torch]
-    return " → ".join(dict.fromkeys(versions))
 
 
 def table(rows: Sequence[Row]) -> str:

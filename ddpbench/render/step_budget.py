@@ -94,7 +94,6 @@ def disagreement(line: StepLine) -> Iterator[str]:
 
 
 def peak_memory(line: StepLine) -> Iterator[str]:
-    """State the memory at the peak of a step."""
     if line.summary and line.summary.peak_nbytes:
         on_device = line.case.clock == "device"
         what = "tensors" if on_device else "resident memory, with Python and its libraries"
@@ -203,7 +202,6 @@ def merge_layers(collectives: Sequence[Collective]) -> list[list[Collective]]:
 
 
 def name_layers(same: Sequence[Collective]) -> str:
-    """Return the name of merged layer groups."""
     first, last = same[0].layers, same[-1].layers
     return first if first == last else f"{first} … {last}"
 

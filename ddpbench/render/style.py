@@ -13,8 +13,6 @@ RowT = TypeVar("RowT")
 
 @dataclass(frozen=True)
 class Style:
-    """One look."""
-
     tablefmt: str  # of tabulate
     heading: str  # before a title
     gap: str  # between lines that must not run together

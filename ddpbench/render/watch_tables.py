@@ -35,18 +35,15 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
         return step_tables.blocks(run, columns, quiet, style)
     shown = []
     for line in step_lines.lines(run):
-        shown.append(style.block(_title(line), _parts(line, style)))
+        case = line.case
+        title = [case.workload, " ".join(case.settings), format_ranks(case), case.backend]
+        parts = "  ".join(filter(None, [*title, case.device]))
+        shown.append(style.block(parts, _parts(line, style)))
         for watched in (result.watched for result in line.results if result.watched):
             shown += filter(None, (table(watched, style) for table in TABLES))
             legend = [*(LEGEND if watched.steps else ()), *[WAIT] * bool(watched.collectives)]
             shown += [style.gap.join(legend)] if legend and not quiet else []
     return shown
-
-
-def _title(line: StepLine) -> str:
-    case = line.case
-    parts = [case.workload, " ".join(case.settings), format_ranks(case), case.backend, case.device]
-    return "  ".join(filter(None, parts))
 
 
 def _parts(line: StepLine, style: Style) -> str:

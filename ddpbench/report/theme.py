@@ -68,10 +68,35 @@ def _config(palette: Palette) -> dict[str, Any]:
         "font": FONT,
         "aria": False,  # the page names the whole picture
         "view": {"stroke": None},
-        "axis": _axis(palette),
+        "axis": {
+            "labelColor": muted,
+            "titleColor": muted,
+            "gridColor": palette.grid,
+            "domainColor": muted,
+            "tickColor": muted,
+            "labelFontSize": 11,
+            "titleFontSize": 11,
+            "titleFontWeight": 500,
+            "titlePadding": 8,
+            "domainOpacity": 0.5,
+            "tickOpacity": 0.5,
+            "tickSize": 4,
+            "labelPadding": 4,
+        },
         "axisX": {"grid": False},
         "axisLeft": {**above, "titleY": -8, "domain": False, "ticks": False},
-        "legend": {**labels, **_legend(muted)},
+        "legend": {
+            **labels,
+            "titleFontWeight": 500,
+            "titleFontSize": 11,
+            "orient": "top",
+            "offset": 22,
+            "symbolSize": 90,
+            "symbolStrokeWidth": 2,
+            "labelLimit": 300,
+            "symbolBaseFillColor": muted,  # of shapes
+            "symbolBaseStrokeColor": muted,
+        },
         "header": {**labels, "labelFontWeight": 500},
         "title": {"color": text, "fontSize": 13, "anchor": "start"},
         "text": {"color": text},
@@ -91,38 +116,6 @@ def _config(palette: Palette) -> dict[str, Any]:
             # What a finding names in a heat map.
             "marked": {"filled": False, "color": palette.categories[1], "strokeWidth": 2.5},
         },
-    }
-
-
-def _axis(palette: Palette) -> dict[str, Any]:
-    return {
-        "labelColor": palette.muted,
-        "titleColor": palette.muted,
-        "gridColor": palette.grid,
-        "domainColor": palette.muted,
-        "tickColor": palette.muted,
-        "labelFontSize": 11,
-        "titleFontSize": 11,
-        "titleFontWeight": 500,
-        "titlePadding": 8,
-        "domainOpacity": 0.5,
-        "tickOpacity": 0.5,
-        "tickSize": 4,
-        "labelPadding": 4,
-    }
-
-
-def _legend(muted: str) -> dict[str, Any]:
-    return {
-        "titleFontWeight": 500,
-        "titleFontSize": 11,
-        "orient": "top",
-        "offset": 22,
-        "symbolSize": 90,
-        "symbolStrokeWidth": 2,
-        "labelLimit": 300,
-        "symbolBaseFillColor": muted,  # of shapes
-        "symbolBaseStrokeColor": muted,
     }
 
 
@@ -162,11 +155,6 @@ def backend_color(backends: Iterable[str]) -> alt.Color:
     present = [name for name in _ordered(backends) if name in set(backends)]
     legend = alt.Legend(title=None, values=present) if len(present) > 1 else None
     return alt.Color("backend:N", scale=backend_colors(backends), legend=legend)
-
-
-def other_colors(names: Sequence[str]) -> alt.Scale:
-    """Return a scale for at most five things that are no backends, in colours of no backend."""
-    return alt.Scale(domain=[*BACKENDS, *names], range="category")
 
 
 def _ordered(backends: Iterable[str]) -> list[str]:

@@ -15,6 +15,7 @@ from ddpbench.render.column import Column
 from ddpbench.render.labels import shift_estimate, shift_interval, side_interval, side_time
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart, tabulate
+from ddpbench.verdicts import comparison, regression
 from ddpbench.verdicts.comparison import ONLY_BASE, ONLY_NEW, ORDER
 from ddpbench.verdicts.matching import AnyCase, Side
 from ddpbench.verdicts.verdict import (
@@ -52,15 +53,12 @@ CHANGE_LABELS = (
 
 @dataclass(frozen=True)
 class Change:
-    """A row of the chart of changes."""
-
     label: str
-    base: str  # the time, with its interval
-    new: str
-    verdict: str
+    case: AnyCase
+    base: Side | None
+    new: Side | None
     shift: Shift
-    margin: float
-    why: str
+    row: comparison.Row | regression.Row
 
 
 def draw_changes(
@@ -73,7 +71,7 @@ def draw_changes(
     if not changes:
         why = f"An interval of a change needs {FEWEST} launches on each side."
         return Chart(name, title, why, None, table)
-    drawn = sorted(changes, key=lambda change: DRAWING_ORDER.index(change.verdict))[:DRAWN]
+    drawn = sorted(changes, key=lambda change: DRAWING_ORDER.index(change.row.verdict))[:DRAWN]
     rest = f" The chart has {DRAWN} of {len(changes)} cases, the table all."
     caption = (
         f"Change of the time from BASE to NEW, and its {confidence * 100:g} % interval: right is "
@@ -140,11 +138,6 @@ def choose_ticks(low: float, high: float) -> list[float]:
     return sorted(ticks)
 
 
-def format_side(case: AnyCase, side: Side | None) -> str:
-    """Format the time of one side, and its interval."""
-    return f"{side_time(case, side)} {side_interval(side)}"
-
-
 def row_axis(field: str) -> alt.Y:
     """Return the y channel of a chart with a row per name, in the order of the data."""
     limit = alt.ExprRef("windowSize()[0] < 600 ? 130 : 300")  # pixels; a phone has few
@@ -160,16 +153,20 @@ def build_table(title: str, rows: Sequence[RowT], columns: Sequence[Column[RowT]
 
 def _values(change: Change) -> dict[str, Any]:
     """Return a row of the data: ratios of times, and texts."""
-    shift, widest = change.shift, 1 + change.margin
+    shift, row, widest = change.shift, change.row, 1 + change.row.margin
+    base, new = (
+        f"{side_time(change.case, side)} {side_interval(side)}"
+        for side in (change.base, change.new)
+    )
     return {
         "label": change.label,
-        "base": change.base,
-        "new": change.new,
+        "base": base,
+        "new": new,
         "change": shift_estimate(shift),
         "range": shift_interval(shift),
-        "margin": f"±{change.margin * 100:.3g} %",
-        "verdict": change.verdict,
-        "why": change.why,
+        "margin": f"±{row.margin * 100:.3g} %",
+        "verdict": row.verdict,
+        "why": row.why,
         "ratio": math.exp(shift.estimate),
         "low": math.exp(shift.low),
         "high": math.exp(shift.high),

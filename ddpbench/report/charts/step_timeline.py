@@ -102,7 +102,7 @@ def timeline(run: ReportRun, line: StepLine, name: str, title: str) -> Chart | N
     spec = _draw(frames[0], launches[0][3], late, rows)
     (data,) = spec["datasets"]
     choices = tuple(
-        Choice(label, {data: _columns(frame)}, _table(frame, line))
+        Choice(label, {data: {str(k): tuple(v) for k, v in frame.items()}}, _table(frame, line))
         for (label, *_), frame in zip(launches, frames, strict=True)
     )
     return Chart(
@@ -126,7 +126,6 @@ def _late_ranks(line: StepLine) -> set[int]:
 
 
 def _caption(line: StepLine, lanes: Sequence[Lane]) -> str:
-    """Explain the spans that are drawn."""
     texts = ["Median of each span over the steps."]
     if len(lanes) == 1 and line.case.world_size > 1:
         texts = ["Median of each phase over the steps, of the slowest rank of each step."]
@@ -221,7 +220,10 @@ def _place(
             if row is not None:  # a bucket: above the lane's compute, the first uppermost
                 pixels = _bucket_pixels(rows) / rows
                 top, height = compute - (rows - row) * pixels, max(1.0, pixels - 1)
-            placed.append(span | {"lane": lane.name, "top": top, "bottom": top + height})
+            begin, spent = span["begin"] * 1e3, (span["end"] - span["begin"]) * 1e3
+            text = f"{digits(spent)} ms, from {digits(begin)} ms"
+            place = {"lane": lane.name, "top": top, "bottom": top + height, "text": text}
+            placed.append(span | place)
     frame: pd.DataFrame = pd.DataFrame([s for s in placed if s["end"] > s["begin"]])
     return frame
 
@@ -249,7 +251,7 @@ def _draw(frame: pd.DataFrame, lanes: Sequence[str], late: set[int], rows: int) 
         labelExpr=f"{names}[indexof({centers}, datum.value)]",
     )
     chart = (
-        alt.Chart(frame.assign(text=[_milliseconds(*ends) for ends in _ends(frame)]))
+        alt.Chart(frame)
         .mark_rect()
         .encode(
             x=alt.X(
@@ -271,19 +273,6 @@ def _draw(frame: pd.DataFrame, lanes: Sequence[str], late: set[int], rows: int) 
     )
     spec: dict[str, Any] = chart.to_dict()
     return spec
-
-
-def _ends(frame: pd.DataFrame) -> Iterator[tuple[float, float]]:
-    return zip(frame["begin"], frame["end"], strict=True)
-
-
-def _milliseconds(begin: float, end: float) -> str:
-    return f"{digits((end - begin) * 1e3)} ms, from {digits(begin * 1e3)} ms"
-
-
-def _columns(frame: pd.DataFrame) -> dict[str, tuple[Any, ...]]:
-    texts = [_milliseconds(*ends) for ends in _ends(frame)]
-    return {str(name): tuple(values) for name, values in frame.assign(text=texts).items()}
 
 
 def _table(frame: pd.DataFrame, line: StepLine) -> Table:

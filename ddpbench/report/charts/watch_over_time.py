@@ -39,7 +39,6 @@ def part_scale() -> alt.Scale:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Format seconds of a step."""
     return "-" if seconds is None else f"{digits(seconds * 1e3)} ms"
 
 
@@ -61,7 +60,6 @@ def draw(timeline: Timeline, backend: str) -> Iterator[Chart]:
 
 
 def draw_parts(timeline: Timeline) -> Chart:
-    """Return the parts of the median step, stacked."""
     moments = timeline.moments
     parts = {name: [m.seconds[i] for m in moments] for i, name in enumerate(COLUMNS)}
     top = find_top([sum(m.seconds) for m in moments])
@@ -184,7 +182,6 @@ def _y(known: Sequence[Mapping[str, Any]], axis: Axis) -> alt.Y:
 
 
 def draw_exposed(timeline: Timeline) -> Chart:
-    """Return the share of a step that is exposed communication."""
     shares = [m.exposed_seconds / m.step_seconds if m.step_seconds else 0 for m in timeline.moments]
     labels = "format(datum.value, '.0%')"
     axis = Axis("share of a step", "{:.1%} of a step".format, labels, zero=True, held=True)
@@ -252,7 +249,6 @@ def _draw_values(
 
 
 def draw_load(timeline: Timeline, backend: str) -> Iterator[Chart]:
-    """Yield the use of CPU, memory and GPUs over time, as far as it is known."""
     facts = [
         {"at": at, "backend": backend, "time": clock, "step": moment.step}
         for at, moment, clock in zip(timeline.at, timeline.moments, timeline.clocks(), strict=True)

@@ -45,7 +45,6 @@ class Timeline:
 
     @property
     def places(self) -> range:
-        """Return the positions of the moments."""
         return range(len(self.moments))
 
     def frame(self, columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
@@ -55,7 +54,6 @@ class Timeline:
         return frame
 
     def clocks(self) -> list[str]:
-        """Return the time of day of each moment."""
         return [clock(moment.ended) for moment in self.moments]
 
     def x(self) -> alt.X:

@@ -31,7 +31,6 @@ ROW, LABELS = 20, 150  # pixels: height of a row, width of its label
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return a matrix for each backend; None if no run tried what its backends can do."""
     return make_section("capabilities", "Capabilities", runs, _charts)
 
 

@@ -84,7 +84,6 @@ class Shown:
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return one chart per run that shows any of its cases; None without samples."""
     shown = [list(_cases(run)) for run in runs]
     first = next((max(cases, key=_spread).label for cases in shown if cases), "")
     by_run = {run.label: cases for run, cases in zip(runs, shown, strict=True)}
@@ -152,7 +151,6 @@ def _times(case: Shown) -> list[Floats]:
 
 
 def _data(case: Shown, points: int) -> dict[str, Columns]:
-    """Return the datasets of the chart of a case."""
     width = ORDER_END / len(case.parts)
     data: dict[str, dict[str, list[object]]] = {
         name: {column: [] for column in columns} for name, columns in DATASETS.items()
@@ -269,7 +267,6 @@ def _table(case: Shown) -> Table:
 
 
 def case_spec(first: Choice, backends: Sequence[str]) -> dict[str, Any]:
-    """Return the chart, which shows its first choice."""
     color = alt.Color("backend:N", scale=theme.backend_colors(backends), legend=None)
     axis = alt.Axis(labelExpr=theme.TIME_LABELS, values=TICKS, labelOverlap="greedy")
     scale = alt.Scale(type="log", nice=False, padding=10)

@@ -62,7 +62,6 @@ AXES = {
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the charts of all operations; None if no run measured any."""
     groups: dict[Kind, list[Point]] = {}
     for run in runs:
         for line in run.lines:

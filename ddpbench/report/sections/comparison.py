@@ -8,7 +8,7 @@ from ddpbench.records.wording import counted
 from ddpbench.render import comparison as render
 from ddpbench.render.labels import SHOWN
 from ddpbench.report.chart import Chart, Section, make_table
-from ddpbench.report.charts.changes import Change, build_table, draw_changes, format_side
+from ddpbench.report.charts.changes import Change, build_table, draw_changes
 from ddpbench.verdicts.comparison import Comparison, Row
 from ddpbench.verdicts.verdict import INCOMPARABLE, INVALID
 
@@ -16,21 +16,12 @@ TITLE = "Verdicts"
 
 
 def section(comparison: Comparison, number: int = 1) -> Section:
-    """Return the verdicts on BASE and NEW. number: of the comparison, among those of the page."""
     rows = render.compared_rows(comparison)
     columns = render.columns(comparison)
     table = build_table("Verdicts", rows, columns)
     name_row = columns[0].show
     changes = [
-        Change(
-            name_row(row),
-            format_side(row.case, row.base),
-            format_side(row.case, row.new),
-            row.verdict,
-            row.shift,
-            row.margin,
-            row.why,
-        )
+        Change(name_row(row), row.case, row.base, row.new, row.shift, row)
         for row in rows
         if row.shift is not None
     ]

@@ -39,7 +39,6 @@ Columns = dict[str, tuple[Read, str]]  # heading → value, and alignment
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the tables of the environment; None if no run was launched."""
     launched = [run for run in runs if run.run.launches]
     if not launched:
         return None

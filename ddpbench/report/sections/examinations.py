@@ -14,7 +14,6 @@ DRAWN = ("stragglers", "links", "capabilities")  # in sections of their own
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the tables of all launches; None if there was no such examination."""
     examined = find_examinations(runs, _is_table)
     if not examined:
         return None

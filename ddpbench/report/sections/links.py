@@ -13,7 +13,6 @@ from ddpbench.report.examination_results import find_examinations, make_section
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the matrices of all launches; None if no run measured links."""
     return make_section("links", "Links", runs, _charts)
 
 

@@ -28,7 +28,6 @@ INCOMPLETE = {
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the summary of each run, its findings, and how it was measured; None without runs."""
     if not runs:
         return None
     several = len(runs) > 1

@@ -27,7 +27,6 @@ LEFT = ("workload", "backend", "verdict", "ranks", "tensors")
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the verdicts of all cases; None if no run verified its replicas."""
     rows = side_by_side(runs, _charts)
     if not rows:
         return None

@@ -47,7 +47,6 @@ Value = Callable[[Measured], "Floats | None"]
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return lateness and stay of each rank; None without samples of two ranks or more."""
     groups = {run.label: _groups(run) for run in runs}
     found = next(filter(None, groups.values()), {})
     first = max(found, key=lambda label: _unevenness(found[label]), default="")
@@ -99,12 +98,12 @@ def _measure(line: Line, parts: Sequence[Repetitions]) -> Measured | None:
     ranks = parts[0].ranks.tolist()
     alike = [part for part in parts if part.ranks.tolist() == ranks]
     skewed = {r.launch for r in line.results if r.summary and r.summary.skew_seconds is not None}
-    late = [part.late[0] for part in alike if part.launch in skewed]
+    late = [part.late for part in alike if part.launch in skewed]
     slowest = [np.median(part.seconds[part.numbers >= 0]) for part in alike]
     seconds = float(np.median(slowest))
     if not seconds:
         return None
-    stay = np.median([part.stay[0] for part in alike], axis=0)
+    stay = np.median([part.stay for part in alike], axis=0)
     return Measured(line, tuple(ranks), np.median(late, axis=0) if late else None, stay, seconds)
 
 

@@ -35,7 +35,6 @@ PARTS = {
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the charts of all measured steps; None if no run measured any."""
     rows = side_by_side(runs, _charts)
     if not rows:
         return None

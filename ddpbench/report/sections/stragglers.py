@@ -34,7 +34,6 @@ FEW_RANKS = 16  # whose dots have room beside each other
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the speed of the ranks in all launches; None if no run looked for stragglers."""
     return make_section("stragglers", "Stragglers", runs, _charts)
 
 
@@ -126,7 +125,10 @@ def _chart(
 
 def _draw(dots: pd.DataFrame, unit: str, by: str) -> dict[str, Any]:
     backends = list(dots["backend"])
-    every = theme.other_colors(SERIES) if by == "series" else theme.backend_colors(backends)
+    # The colours of SERIES are those of no backend.
+    names = [*theme.BACKENDS, *SERIES]
+    series = alt.Scale(domain=names, range="category")
+    every = series if by == "series" else theme.backend_colors(backends)
     shapes = alt.Scale(domain=every.domain, range=SHAPES)
     shown = list(dict.fromkeys(dots[by]))
     legend = alt.Legend(values=shown) if len(shown) > 1 else None

@@ -18,7 +18,6 @@ from ddpbench.report.charts.changes import (
     build_table,
     change_axis,
     draw_changes,
-    format_side,
     row_axis,
 )
 from ddpbench.verdicts.regression import Measured, Row, counts
@@ -59,15 +58,7 @@ def _draw_changes(rows: Sequence[Row], names: Mapping[str, str]) -> Chart:
     """Return the chart of the verdicts, and their table."""
     compared = [replace(row, test=names[row.test]) for row in rows if row.base is not None]
     changes = [
-        Change(
-            row.test,
-            format_side(row.base.case, row.base.side),
-            format_side(row.new.case, row.new.side),
-            row.verdict,
-            row.shift,
-            row.margin,
-            row.why,
-        )
+        Change(row.test, row.new.case, row.base.side, row.new.side, row.shift, row)
         for row in compared
         if row.base is not None and row.shift is not None
     ]

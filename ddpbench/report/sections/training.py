@@ -28,7 +28,6 @@ Trained = tuple[StepLine, int, tuple[Epoch, ...]]  # a case, its launch from 1, 
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the charts of trainings; None if no run trained to an end."""
     rows = side_by_side(runs, _charts)
     if not rows:
         return None

@@ -28,7 +28,6 @@ OWN = COLUMNS[:-1]
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the charts of all watched jobs; None if no run is of a job with steps or calls."""
     made = {run.label: list(_rows(run.run)) for run in runs}
     watched = [run for run in runs if made[run.label]]
     if not watched:
@@ -196,13 +195,16 @@ def draw_ranks(run: Run, watched: Watched) -> Iterator[Chart]:
     yield Chart(
         "watch-ranks",
         "Ranks",
-        f"{_statistic(ranks)} of each part of a step, the rank with the most own time first. The "
+        "Mean of each part of a step, the rank with the most own time first. The "
         f"straggler has the most own time and is blocked least.{_count(watched, ranks)}",
         _stack_parts(ranks, _name(watched, ranks), marked),
         make_table(
             "ranks",
             ["rank", "host", *(f"{part} ms" for part in ("own", *COLUMNS)), "finding"],
-            [(r.rank, r.host, *_ms((_own(r), *_parts(r))), marked.get(r.rank, "")) for r in ranks],
+            [
+                (r.rank, r.host, *_ms((_own(r), *r.mean_seconds)), marked.get(r.rank, ""))
+                for r in ranks
+            ],
             left=("host", "finding"),
         ),
     )
@@ -212,7 +214,7 @@ def _stack_parts(
     ranks: Sequence[WatchedRank], names: Mapping[int, str], marked: Mapping[int, str]
 ) -> dict[str, Any]:
     """Return a bar for each rank; names, marked: of a rank, its name and its finding's code."""
-    longest = max(sum(_parts(rank)) for rank in ranks)
+    longest = max(sum(rank.mean_seconds) for rank in ranks)
     rows = [
         {
             "rank": names[rank.rank],
@@ -224,7 +226,7 @@ def _stack_parts(
             "steps": rank.steps,
         }
         for rank in ranks
-        for i, (part, seconds) in enumerate(zip(COLUMNS, _parts(rank), strict=True))
+        for i, (part, seconds) in enumerate(zip(COLUMNS, rank.mean_seconds, strict=True))
     ]
     x = alt.X(
         "seconds:Q",
@@ -232,12 +234,12 @@ def _stack_parts(
         axis=theme.time_axis(tickCount=5),
         scale=alt.Scale(domain=[0, longest * (ROOM if marked else 1)], nice=False),
     )
-    tips = theme.tips(rank="rank", part="part", text=_statistic(ranks).lower(), own="own time")
+    tips = theme.tips(rank="rank", part="part", text="mean", own="own time")
     tips.append(alt.Tooltip("steps:Q", title="steps"))
     color = alt.Color("part:N", scale=part_scale(), legend=PARTS)
     bars = alt.Chart(pd.DataFrame(rows)).mark_bar(size=14)
     layers = [bars.encode(x=x, y=_rank_axis(names), color=color, order="order:Q", tooltip=tips)]
-    ends = {rank.rank: sum(_parts(rank)) for rank in ranks if rank.rank in marked}
+    ends = {rank.rank: sum(rank.mean_seconds) for rank in ranks if rank.rank in marked}
     late = [{"rank": names[r], "seconds": end, "text": marked[r]} for r, end in ends.items()]
     if late:
         text = alt.Chart(pd.DataFrame(late)).mark_text(align="left", dx=5, fontWeight=600)
@@ -322,16 +324,7 @@ def _sort(watched: Watched) -> list[WatchedRank]:
 
 
 def _own(rank: WatchedRank) -> float:
-    return sum(_parts(rank)[:-1])
-
-
-def _parts(rank: WatchedRank) -> Sequence[float]:
-    """Return the mean of each part, or the median in old runs."""
-    return rank.mean_seconds or rank.seconds
-
-
-def _statistic(ranks: Sequence[WatchedRank]) -> str:
-    return "Mean" if ranks[0].mean_seconds else "Median"
+    return sum(rank.mean_seconds[:-1])
 
 
 def _name(watched: Watched, ranks: Sequence[WatchedRank]) -> dict[int, str]:
